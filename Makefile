@@ -1,0 +1,45 @@
+# make demo | test | check | bench. Each sets up .venv first, once.
+VENV := .venv
+BIN := $(VENV)/bin
+export GLOG_v ?= 3
+
+.PHONY: demo test check format bench setup clean
+
+demo: $(VENV)/.core
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py tests/unit -m "not slow"
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/train_step.py
+
+setup: $(VENV)/.dev
+
+$(VENV)/bin/python:
+	@python=$$(tools/find_python.sh) && echo "setting up $(VENV) with $$python" && $$python -m venv $(VENV)
+
+$(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mindformers]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[benchmark]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one error a user's mistake raises, and how a command line shows it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable
+
+EXIT_BAD_INPUT = 2
+
+
+class ConfigError(Exception):
+    """What the user gave cannot be used. Carries every problem found, one line each."""
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        assert self.problems, "a ConfigError needs at least one problem"
+        super().__init__("\n".join(self.problems))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the nearest known word, or an empty string."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {match[0]}?" if match else ""
+
+
+def run_tool(main: Callable[[], int | None]) -> None:
+    """Run a command line: a ConfigError becomes its message and exit code 2, Ctrl-C exit code 130."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        code = EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # the reader of our output (head, less) left; Python would complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head attention within documents, causal."""
+
+import math
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from mindloom.model_config import DecoderConfig
+from mindloom.nn.embedding import Dropout
+from mindloom.nn.linear import Linear
+
+MASKED_SCORE = -10000.0  # the originals' finite value: a row that may attend to nothing stays finite
+
+
+class DocumentMask(nn.Cell):
+    """Additive attention bias, 0 where a token may look and -10000 elsewhere.
+
+    A token at index i with position p (counted from its document's start) sees the keys i-p .. i, so the positions
+    alone say where documents begin.
+    """
+
+    def __init__(self, seq_len: int):
+        super().__init__()
+        index = np.arange(seq_len)
+        distance = index[:, None] - index[None, :]  # how far back the key lies; negative: ahead
+        self.distance, self.causal = Tensor(distance.astype(np.int32)), Tensor(distance >= 0)  # (T, T)
+        self.expand_positions, self.expand_bias = ops.ExpandDims(), ops.ExpandDims()
+        self.not_before, self.both = ops.LessEqual(), ops.LogicalAnd()
+        self.cast, self.hidden, self.scale = ops.Cast(), ops.Sub(), ops.Mul()
+
+    def construct(self, positions):  # (B, T) -> (B, 1, T, T)
+        same_document = self.not_before(self.distance, self.expand_positions(positions, -1))  # -> (B, T, T)
+        visible = self.cast(self.both(same_document, self.causal), mstype.float32)
+        return self.expand_bias(self.scale(self.hidden(1.0, visible), MASKED_SCORE), 1)
+
+
+class Attention(nn.Cell):
+    """Softmax(Q K^T / sqrt(head_dim) + mask) V, then the output projection."""
+
+    def __init__(self, config: DecoderConfig, dtype: mstype.Type):
+        super().__init__()
+        d = config.hidden_size
+        self.num_heads, self.head_dim, self.hidden_size, self.dtype = config.num_heads, config.head_dim, d, dtype
+        self.query = Linear(d, d, config.qkv_init_std, dtype)
+        self.key = Linear(d, d, config.qkv_init_std, dtype)
+        self.value = Linear(d, d, config.qkv_init_std, dtype)
+        self.output = Linear(d, d, 0.02 / math.sqrt(2 * config.num_layers), dtype)
+        self.reshape, self.transpose, self.merge_transpose = ops.Reshape(), ops.Transpose(), ops.Transpose()
+        self.scores, self.context = ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()
+        self.scale, self.mask_add, self.softmax = ops.Mul(), ops.Add(), ops.Softmax(-1)
+        self.cast = ops.Cast()
+        self.probs_dropout, self.dropout = Dropout(config.dropout_rate), Dropout(config.dropout_rate)
+
+    def construct(self, query_input, x, bias):
+        """query_input, x: (B*T, D), where queries and where keys and values come from; bias: (B, 1, T, T)."""
+        batch, _, length, _ = bias.shape
+        q = self.split_heads(self.query(query_input), batch, length)
+        k = self.split_heads(self.key(x), batch, length)
+        v = self.split_heads(self.value(x), batch, length)
+        scores = self.cast(self.scores(q, k), mstype.float32)  # (B, H, T, T)
+        scores = self.mask_add(self.scale(scores, 1.0 / math.sqrt(self.head_dim)), bias)
+        probs = self.probs_dropout(self.softmax(scores))
+        y = self.context(self.cast(probs, self.dtype), v)  # (B, H, T, D/H)
+        y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.hidden_size))  # -> (B*T, D)
+        return self.dropout(self.output(y))
+
+    def split_heads(self, x, batch, length):
+        x = self.reshape(x, (batch, length, self.num_heads, self.head_dim))  # (B*T, D) -> (B, T, H, D/H)
+        return self.transpose(x, (0, 2, 1, 3))  # -> (B, H, T, D/H)

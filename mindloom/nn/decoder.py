@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder with a top query layer that PanGu-alpha and CodeGeeX share.
+
+Shapes: B batch, T tokens, D hidden, V vocabulary. The residual stream is (B*T, D) from the embedding to the head.
+"""
+
+from mindspore import dtype as mstype
+from mindspore import nn, ops
+from mindspore.common.initializer import TruncatedNormal
+
+from mindloom.model_config import DecoderConfig
+from mindloom.nn.attention import Attention, DocumentMask
+from mindloom.nn.embedding import Embedding, TokenEmbedding
+from mindloom.nn.loss import CrossEntropy
+from mindloom.nn.mlp import MLP
+from mindloom.nn.norm import LayerNorm
+
+
+class DecoderLayer(nn.Cell):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: DecoderConfig, dtype: mstype.Type):
+        super().__init__()
+        self.attention_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon, dtype)
+        self.attention = Attention(config, dtype)
+        self.attention_add = ops.Add()
+        self.mlp_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon, dtype)
+        self.mlp = MLP(config, dtype)
+        self.mlp_add = ops.Add()
+
+    def construct(self, x, bias):
+        a = self.attention_norm(x)
+        x = self.attention_add(x, self.attention(a, a, bias))
+        return self.mlp_add(x, self.mlp(self.mlp_norm(x)))
+
+
+class QueryLayer(DecoderLayer):
+    """A decoder layer whose queries are embeddings of the positions: neither normed nor added to the stream."""
+
+    def construct(self, x, query, bias):
+        x = self.attention_add(x, self.attention(query, self.attention_norm(x), bias))
+        return self.mlp_add(x, self.mlp(self.mlp_norm(x)))
+
+
+class QueryEmbedding(nn.Cell):
+    """The learned query of each position, as rows beside the residual stream."""
+
+    def __init__(self, config: DecoderConfig, dtype: mstype.Type):
+        super().__init__()
+        self.table = Embedding(config.seq_len, config.hidden_size, TruncatedNormal(config.embedding_init_std))
+        self.hidden_size, self.dtype = config.hidden_size, dtype
+        self.cast, self.reshape = ops.Cast(), ops.Reshape()
+
+    def construct(self, positions):  # (B, T) -> (B*T, D)
+        return self.cast(self.reshape(self.table(positions), (-1, self.hidden_size)), self.dtype)
+
+
+class Head(nn.Cell):
+    """Logits over the vocabulary with the word embedding's own table."""
+
+    def __init__(self, dtype: mstype.Type):
+        super().__init__()
+        self.dtype = dtype
+        self.matmul, self.cast = ops.MatMul(transpose_b=True), ops.Cast()
+
+    def construct(self, x, word_table):  # (B*T, D), (V, D) -> (B*T, V) float32
+        return self.cast(self.matmul(x, self.cast(word_table, self.dtype)), mstype.float32)
+
+
+class Decoder(nn.Cell):
+    """Tokens (B, T) and their positions within documents (B, T) -> logits (B*T, V), float32."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        dtype = getattr(mstype, config.compute_dtype)
+        self.config = config
+        self.embedding = TokenEmbedding(config, dtype)
+        self.mask = DocumentMask(config.seq_len)
+        self.layers = nn.CellList([DecoderLayer(config, dtype) for _ in range(config.num_layers - 1)])
+        self.query_embedding = QueryEmbedding(config, dtype)
+        self.query_layer = QueryLayer(config, dtype)
+        self.final_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon, dtype)
+        self.norm_first = config.final_norm == "before_query"
+        self.head = Head(dtype)
+
+    def construct(self, tokens, positions):
+        bias = self.mask(positions)
+        x = self.embedding(tokens, positions)
+        for layer in self.layers:
+            x = layer(x, bias)
+        if self.norm_first:
+            x = self.query_layer(self.final_norm(x), self.query_embedding(positions), bias)
+        else:
+            x = self.final_norm(self.query_layer(x, self.query_embedding(positions), bias))
+        return self.head(x, self.embedding.word.weight)
+
+
+class DecoderWithLoss(nn.Cell):
+    """Training network: a batch in, one number out.
+
+    tokens, labels, positions: (B, T) int32; loss_weights: (B, T) float32, each token's share of the loss (see
+    `mindloom.data.batch`). The weights already hold the denominator of the whole batch, so that the losses of its
+    microbatches simply add up.
+    """
+
+    def __init__(self, model: nn.Cell):
+        super().__init__()
+        self.model = model
+        self.loss = CrossEntropy()
+
+    def construct(self, tokens, labels, positions, loss_weights):
+        return self.loss(self.model(tokens, positions), labels, loss_weights)

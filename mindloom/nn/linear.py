@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix product with bias."""
+
+from mindspore import Parameter, nn, ops
+from mindspore import dtype as mstype
+from mindspore.common.initializer import Normal, initializer
+
+
+class Linear(nn.Cell):
+    """y = x W^T + b, with W (out, in) and b (out,) in float32, computed in `dtype`."""
+
+    def __init__(self, in_features: int, out_features: int, init_std: float, dtype: mstype.Type = mstype.float32):
+        super().__init__()
+        self.weight = Parameter(initializer(Normal(init_std), (out_features, in_features), mstype.float32))
+        self.bias = Parameter(initializer("zeros", (out_features,), mstype.float32))
+        self.dtype = dtype
+        self.matmul = ops.MatMul(transpose_b=True)
+        self.bias_add = ops.Add()
+        self.cast = ops.Cast()
+
+    def construct(self, x):  # (N, in) -> (N, out)
+        y = self.matmul(x, self.cast(self.weight, self.dtype))
+        return self.bias_add(y, self.cast(self.bias, self.dtype))

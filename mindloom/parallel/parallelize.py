@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Apply a Strategy to any Cell, in a fixed order: shard, recompute, stages. Says what it did in a Report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mindspore as ms
+from mindspore import nn
+
+from mindloom.errors import ConfigError
+from mindloom.parallel.report import ParameterReport, Report
+from mindloom.parallel.sharding import (
+    LARGE_OPERATORS,
+    Operator,
+    apply_rules,
+    operators,
+    parameter_uses,
+    path_matches,
+    unmatched_rules,
+)
+from mindloom.strategy.config import Rule, Strategy
+from mindloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
+from mindloom.strategy.stages import recomputed_layers, stage_of_layers
+
+
+def parallelize(net: nn.Cell, strategy: Strategy) -> Report:
+    """Change `net`, a training or inference network written for one device, to run as `strategy` says.
+
+    Optimizer parallel and the number of stages are MindSpore settings of the whole process: `runtime` makes them.
+
+    Raises:
+        ConfigError: a rule that matches nothing, a parameter that cannot be cut, stages for which there are no layers.
+    """
+    found = operators(net)
+    layers = _matching(net, strategy.rules.layers)
+    _check(net, strategy, found, layers)
+    owners = apply_rules(found, strategy.rules.operators, strategy.mesh)
+    recomputed = [layers[i] for i in recomputed_layers(len(layers), strategy)]
+    cells = dict(net.cells_and_names())
+    for path in recomputed:
+        cells[path].recompute()
+    stages = _assign_stages(net, strategy, layers)
+    if strategy.mesh.pp > 1:
+        for parameter in net.get_parameters():
+            if any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied):
+                parameter.parallel_optimizer = False
+    return Report(
+        mesh=strategy.mesh,
+        parameters=_parameter_reports(net, strategy, found, owners, stages),
+        unmatched_rules=[
+            f"{rule.source}: {rule.pattern}"
+            for rule in strategy.rules.operators
+            if rule.optional and not any(path_matches(rule.pattern, operator.path) for operator in found)
+        ],
+        untouched_operators=[o.path for o in found if o.primitive.name in LARGE_OPERATORS and o.path not in owners],
+        optimizer_parallel=strategy.optimizer_parallel is not None,
+        layers_of_stages=_layers_of_stages(layers, strategy),
+        recomputed=recomputed,
+    )
+
+
+def wrap(net: nn.Cell, strategy: Strategy) -> nn.Cell:
+    """What a training step is built around: in a pipeline the batch is cut into microbatches first."""
+    return nn.PipelineCell(net, strategy.pipeline.num_microbatches) if strategy.mesh.pp > 1 else net
+
+
+def _matching(net: nn.Cell, patterns: Sequence[str]) -> list[str]:
+    """Paths of the cells that match, pattern by pattern, in the order the model holds them."""
+    paths = [path for path, _ in net.cells_and_names()]
+    return [path for pattern in patterns for path in paths if path_matches(pattern, path)]
+
+
+def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: Sequence[str]) -> None:
+    rules, mesh = strategy.rules, strategy.mesh
+    problems = [
+        f"{rule.source}: {rule.pattern} matches no operator of {type(net).__name__}; correct the path, "
+        "or write it with a trailing ? if it is for other models"
+        for rule in unmatched_rules(found, rules.operators)
+    ]
+    for use in parameter_uses(found):
+        for rule in rules.operators:
+            layout = use.layout(rule)
+            if layout is None or not path_matches(rule.pattern, use.operator.path):
+                continue
+            try:
+                local_shape(layout, tuple(use.parameter.shape), mesh)
+            except LayoutError as error:
+                problems.append(f"{rule.source}: {use.parameter.name}: {error}")
+    if mesh.pp > 1 and not layers:
+        problems.append(f"{strategy.at('rules')}: no cell matches `layers`, so there is nothing to deal out to {mesh.pp} stages")
+    elif mesh.pp > len(layers) > 0:
+        problems.append(f"{strategy.at('mesh.pp')} = {mesh.pp} stages are more than the {len(layers)} layers")
+    if strategy.recompute and not layers:
+        problems.append(f"{strategy.at('recompute')}: no cell matches `layers` of the rules")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _assign_stages(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> dict[str, int]:
+    """Set the pipeline stage of each named cell. Returns cell path -> stage."""
+    if strategy.mesh.pp == 1:
+        return {}
+    stages = dict(zip(layers, stage_of_layers(len(layers), strategy), strict=True))
+    stages |= dict.fromkeys(_matching(net, strategy.rules.first_stage), 0)
+    stages |= dict.fromkeys(_matching(net, strategy.rules.last_stage), strategy.mesh.pp - 1)
+    for path, cell in net.cells_and_names():
+        if path in stages:
+            cell.pipeline_stage = stages[path]
+    return stages
+
+
+def _layers_of_stages(layers: Sequence[str], strategy: Strategy) -> list[list[str]]:
+    if strategy.mesh.pp == 1:
+        return []
+    stages = stage_of_layers(len(layers), strategy)
+    return [[p for p, s in zip(layers, stages, strict=True) if s == stage] for stage in range(strategy.mesh.pp)]
+
+
+def _parameter_reports(
+    net: nn.Cell, strategy: Strategy, found: Sequence[Operator], owners: dict[str, Rule], stages: dict[str, int]
+) -> list[ParameterReport]:
+    layouts: dict[str, tuple[Layout, str]] = {}
+    for use in parameter_uses(found):
+        rule = owners.get(use.operator.path)
+        layout = use.layout(rule) if rule else None
+        if rule and layout is not None:
+            layouts.setdefault(use.parameter.name, (layout, rule.source))
+    reports = []
+    for parameter in net.get_parameters():
+        whole: Shape = tuple(parameter.shape)
+        layout, rule_source = layouts.get(parameter.name, (((),) * len(whole), ""))
+        part = local_shape(layout, whole, strategy.mesh)
+        shards = _optimizer_shards(parameter, layout, part, strategy)
+        if shards > 1:
+            part = (part[0] // shards, *part[1:])
+        holders = [path for path in stages if parameter.name.startswith(path + ".")]
+        stage = stages[max(holders, key=len)] if holders else 0
+        reports.append(ParameterReport(parameter.name, whole, part, layout, shards, stage, rule_source))
+    return reports
+
+
+def _optimizer_shards(parameter: ms.Parameter, layout: Layout, part: Shape, strategy: Strategy) -> int:
+    """Over how many ranks MindSpore's optimizer parallel cuts dim 0 further: all that hold the same part of it."""
+    zero, mesh = strategy.optimizer_parallel, strategy.mesh
+    if zero is None or not part or not parameter.requires_grad or not parameter.parallel_optimizer:
+        return 1
+    cut = 1
+    for parts in degrees(layout, mesh):
+        cut *= parts
+    replicas = zero.shard_size or mesh.dp * mesh.tp // cut
+    size = ms.dtype_to_nptype(parameter.dtype)().itemsize
+    for length in part:
+        size *= length
+    return replicas if part[0] % replicas == 0 and size >= zero.threshold_kb * 1024 else 1

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `parallelize` did: each parameter's part, and what the rules left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mindloom.strategy.layout import Layout, Shape, show
+from mindloom.strategy.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """One parameter under a strategy."""
+
+    name: str
+    global_shape: Shape
+    local_shape: Shape
+    """Of each rank that holds it, optimizer parallel included."""
+    layout: Layout
+    """By its operator's rule; optimizer parallel cuts dim 0 further."""
+    optimizer_shards: int
+    """Ranks over which optimizer parallel cuts dim 0 further; 1: not at all."""
+    stage: int
+    rule: str
+    """file:line of the rule that owns it, or empty: every rank holds it whole."""
+
+    @property
+    def num_parts(self) -> int:
+        """Different parts of the parameter among the ranks of its stage."""
+        return math.prod(self.global_shape) // math.prod(self.local_shape)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of `parallelize`, for people to read and tools to check."""
+
+    mesh: Mesh
+    parameters: list[ParameterReport]
+    unmatched_rules: list[str]
+    """Optional rules that matched nothing, with file:line."""
+    untouched_operators: list[str]
+    """Large operators no rule touched: MindSpore chooses their layout, often by copying their inputs whole."""
+    optimizer_parallel: bool
+    layers_of_stages: list[list[str]] = field(default_factory=list)
+    recomputed: list[str] = field(default_factory=list)
+
+    def norm_shares(self, names: Sequence[str], rank: int) -> tuple[float, ...]:
+        """How much of each gradient's square sum `rank` adds to the global norm, so that every entry counts once.
+
+        A tied parameter is held by several stages, but its whole gradient by the stage that owns it.
+        """
+        by_name = {p.name: p for p in self.parameters}
+        stage, ranks_of_stage = self.mesh.coordinate(rank, "pp"), self.mesh.dp * self.mesh.tp
+        return tuple(
+            by_name[name].num_parts / ranks_of_stage if by_name[name].stage == stage else 0.0 for name in names
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        values = dataclasses.asdict(self)
+        for parameter in values["parameters"]:
+            parameter["layout"] = show(parameter["layout"])
+        return values
+
+    def __str__(self) -> str:
+        lines = [f"mesh {self.mesh}; {len(self.parameters)} parameters"]
+        width = max((len(p.name) for p in self.parameters), default=0)
+        for p in self.parameters:
+            shards = f" /{p.optimizer_shards}" if p.optimizer_shards > 1 else ""
+            lines.append(
+                f"  {p.name:{width}}  {p.global_shape!s:>16} -> {p.local_shape!s:<16} {show(p.layout) + shards:<18} "
+                f"stage {p.stage}  {p.rule or 'no rule: whole on every rank'}"
+            )
+        for stage, layers in enumerate(self.layers_of_stages):
+            lines.append(f"  stage {stage}: {', '.join(layers)}")
+        if self.recomputed:
+            lines.append(f"  recomputed: {', '.join(self.recomputed)}")
+        for rule in self.unmatched_rules:
+            lines.append(f"  matched nothing: {rule}")
+        for operator in self.untouched_operators:
+            lines.append(f"  no rule for {operator}: MindSpore chooses its layout")
+        return "\n".join(lines)

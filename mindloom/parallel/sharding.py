@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give the operators of a Cell the layouts a strategy's rules say, and find out which parameters that cuts."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mindspore import Parameter, nn
+from mindspore.ops import Primitive
+
+from mindloom.strategy.config import Rule
+from mindloom.strategy.layout import Layout, degrees
+from mindloom.strategy.mesh import Mesh
+
+LARGE_OPERATORS = frozenset({"MatMul", "BatchMatMul", "MatMulExt", "Dense", "Gather", "Embedding", "Conv2D", "Softmax", "FlashAttentionScore"})
+"""Whose unruled layout costs memory or traffic worth a word to the user."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A primitive held as an attribute of a Cell."""
+
+    path: str
+    cell: nn.Cell
+    primitive: Primitive
+
+    @property
+    def attribute(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+def path_matches(pattern: str, path: str) -> bool:
+    """Whether `pattern`, with * for one component, is the end of `path`."""
+    return re.search(r"(^|\.)" + re.escape(pattern).replace(r"\*", r"[^.]+") + "$", path) is not None
+
+
+def operators(net: nn.Cell) -> list[Operator]:
+    """Every primitive of `net` that a rule can address."""
+    return [
+        Operator(f"{path}.{name}" if path else name, cell, primitive)
+        for path, cell in net.cells_and_names()
+        for name, primitive in cell._primitives.items()
+        if isinstance(primitive, Primitive)
+    ]
+
+
+def apply_rules(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) -> dict[str, Rule]:
+    """Shard each operator by the last rule that matches it. Returns operator path -> rule."""
+    owners = {}
+    for operator in found:
+        for rule in rules:
+            if path_matches(rule.pattern, operator.path):
+                owners[operator.path] = rule
+        rule = owners.get(operator.path)
+        if rule is not None:
+            in_strategy = tuple(degrees(layout, mesh) for layout in rule.inputs)
+            out_strategy = None if rule.outputs is None else tuple(degrees(layout, mesh) for layout in rule.outputs)
+            operator.primitive.shard(in_strategy, out_strategy)
+    return owners
+
+
+def unmatched_rules(found: Sequence[Operator], rules: Sequence[Rule]) -> list[Rule]:
+    """Rules that no operator answers to, optional ones aside."""
+    return [r for r in rules if not r.optional and not any(path_matches(r.pattern, o.path) for o in found)]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A parameter as one input of an operator."""
+
+    parameter: Parameter
+    operator: Operator
+    position: int
+
+    def layout(self, rule: Rule) -> Layout | None:
+        return rule.inputs[self.position] if self.position < len(rule.inputs) else None
+
+
+def parameter_uses(found: Sequence[Operator]) -> Iterator[Use]:
+    """Which parameter is which input of which operator, read from the source of each `construct`."""
+    by_cell: dict[int, dict[str, Operator]] = {}
+    cells: dict[int, nn.Cell] = {}
+    for operator in found:
+        by_cell.setdefault(id(operator.cell), {})[operator.attribute] = operator
+        cells[id(operator.cell)] = operator.cell
+    for key, cell in cells.items():
+        for attribute, position, name in _calls(type(cell)):
+            parameter = cell._params.get(name)
+            if attribute in by_cell[key] and parameter is not None:
+                yield Use(parameter, by_cell[key][attribute], position)
+
+
+def _calls(kind: type[nn.Cell]) -> list[tuple[str, int, str]]:
+    """(operator attribute, input position, attribute given) of each `self.operator(..., self.attribute, ...)`."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.construct)))
+    except (OSError, TypeError, SyntaxError):  # built at run time: no source to read
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (operator := _self_attribute(node.func)):
+            for position, argument in enumerate(node.args):
+                while isinstance(argument, ast.Call) and argument.args:  # self.cast(self.weight, dtype)
+                    argument = argument.args[0]
+                if name := _self_attribute(argument):
+                    found.append((operator, position, name))
+    return found
+
+
+def _self_attribute(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return node.attr
+    return None

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step as a graph: loss, gradients, clipping by their global norm, update."""
+
+from __future__ import annotations
+
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+
+_square_sum = ops.MultitypeFuncGraph("square_sum")
+_scale = ops.MultitypeFuncGraph("scale")
+_clear = ops.MultitypeFuncGraph("clear")
+
+
+@_square_sum.register("Float", "Tensor")
+def _square_sum_of(share, x):
+    return ops.ReduceSum()(ops.square(ops.cast(x, mstype.float32))) * share
+
+
+@_scale.register("Tensor", "Tensor")
+def _scale_by(factor, x):
+    return x * ops.cast(factor, x.dtype)
+
+
+@_clear.register("Tensor", "Tensor")
+def _clear_after(accumulated, gradient):
+    accumulated = ops.depend(accumulated, gradient)
+    return ops.assign(accumulated, ops.zeros_like(accumulated))
+
+
+class TrainStep(nn.Cell):
+    """Batch -> (loss, norm of its gradients), with one update by `optimizer`, a Cell called with the gradients.
+
+    Without `max_grad_norm` the norm is measured and nothing clipped. In a pipeline only the last stage knows the loss;
+    the others return 0.
+
+    Args:
+        report: what `parallelize` said of the network: how many ranks hold each gradient decides its share of the norm.
+        rank: of this process.
+        all_reduce: adds a number up over all ranks; None on one device.
+    """
+
+    def __init__(self, network, optimizer, report, rank, all_reduce=None, max_grad_norm=None):
+        super().__init__(auto_prefix=False)
+        self.network = network.set_grad()
+        self.optimizer = optimizer
+        self.weights = optimizer.parameters
+        self.grad = ops.GradOperation(get_by_list=True)
+        self.shares = report.norm_shares([weight.name for weight in self.weights], rank)
+        self.all_reduce = all_reduce
+        self.clip = max_grad_norm is not None
+        self.max_norm = Tensor(max_grad_norm or 0.0, mstype.float32)
+        self.map = ops.HyperMap()
+        self.sqrt, self.add_n, self.maximum = ops.Sqrt(), ops.AddN(), ops.Maximum()
+        self.pipeline = report.mesh.pp > 1
+        self.optimizer_parallel = report.optimizer_parallel
+        if self.pipeline:  # MindSpore's pipeline pass finds these by their name
+            self.accumulated = self.weights.clone(prefix="accu_grads", init="zeros")
+
+    def construct(self, *batch):
+        loss = self.network(*batch)
+        gradients = self.grad(self.network, self.weights)(*batch)
+        accumulated = gradients
+        if self.pipeline:
+            accumulated = ops.depend(self.accumulated, gradients)
+        used = gradients if self.optimizer_parallel else accumulated
+        square = self.add_n(self.map(_square_sum, self.shares, used))
+        if self.all_reduce is not None:
+            square = self.all_reduce(square)
+        norm = self.sqrt(square)
+        if self.clip:
+            factor = self.max_norm / self.maximum(norm, self.max_norm)
+            used = self.map(ops.partial(_scale, factor), used)
+        loss = ops.depend(loss, self.optimizer(used))
+        if self.pipeline:
+            loss = ops.depend(loss, self.map(_clear, accumulated, gradients))
+        return loss, norm

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile a Cell for one rank of a virtual Ascend cluster: MindSpore's own partition of it, as data."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.graph.api import _cell_graph_executor
+from mindspore.train import mind_ir_pb2 as mind_ir
+from numpy.typing import NDArray
+
+from mindloom.runtime.target import virtual_ascend
+from mindloom.strategy.config import Strategy
+from mindloom.strategy.layout import Shape
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """How the compiler cut one parameter."""
+
+    device_matrix: Shape
+    tensor_map: Shape
+    """For each dim the position in `device_matrix`, counted from its end; -1: whole."""
+    local_shape: Shape
+    optimizer_group: str
+    """Group over which dim 0 is cut further by optimizer parallel, or empty."""
+
+    @property
+    def cuts(self) -> Shape:
+        """Into how many parts the operator's layout cuts each dim."""
+        return tuple(1 if axis < 0 else self.device_matrix[-1 - axis] for axis in self.tensor_map)
+
+    def slices(self, global_shape: Shape, rank: int, groups: dict[str, list[int]]) -> tuple[slice, ...]:
+        """The part of the whole parameter that `rank` holds."""
+        place = np.unravel_index(rank % int(np.prod(self.device_matrix)), self.device_matrix)
+        result = []
+        for size, cut, axis in zip(global_shape, self.cuts, self.tensor_map, strict=True):
+            start = 0 if axis < 0 else int(place[-1 - axis]) * (size // cut)
+            result.append(slice(start, start + size // cut))
+        if self.optimizer_group and result:
+            ranks = groups[self.optimizer_group]
+            start, length = result[0].start, (result[0].stop - result[0].start) // len(ranks)
+            start += ranks.index(rank) * length
+            result[0] = slice(start, start + length)
+        return tuple(result)
+
+
+@dataclass(frozen=True)
+class PartitionedGraph:
+    """One rank's part of a Cell, before anything of it is executed."""
+
+    model: mind_ir.ModelProto = field(repr=False)
+    layouts: dict[str, ParameterLayout]
+    groups: dict[str, list[int]]
+    """Communication groups the compiler created: name -> ranks."""
+    rank: int
+    compile_s: float
+
+    @property
+    def parameters(self) -> dict[str, Shape]:
+        """Local shape of each parameter in this rank's graph."""
+        return {p.name.rpartition(":")[2]: tuple(p.dims) for p in self.model.graph.parameter}
+
+
+@contextlib.contextmanager
+def auto_parallel_context(strategy: Strategy, rank: int) -> Iterator[None]:
+    """MindSpore's own settings for `strategy`, and none again afterwards."""
+    set_auto_parallel_context(strategy, rank)
+    try:
+        yield
+    finally:
+        ms.reset_auto_parallel_context()
+
+
+def set_auto_parallel_context(strategy: Strategy, rank: int) -> None:
+    mesh, zero = strategy.mesh, strategy.optimizer_parallel
+    settings: dict[str, Any] = {}
+    if zero:
+        config = {
+            "parallel_optimizer_threshold": zero.threshold_kb,
+            "gradient_accumulation_shard": zero.shard_accumulated_gradients,
+        }
+        if zero.shard_size:
+            config["optimizer_weight_shard_size"] = zero.shard_size
+        settings = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
+    ms.set_auto_parallel_context(
+        parallel_mode="semi_auto_parallel",
+        full_batch=True,  # every rank is given the whole batch; the graph takes its part
+        device_num=mesh.size,
+        global_rank=rank,
+        pipeline_stages=mesh.pp,
+        **settings,
+    )
+
+
+def partition(cell: nn.Cell, strategy: Strategy, rank: int, inputs: Sequence[tuple[Shape, Any]]) -> PartitionedGraph:
+    """Let MindSpore partition `cell` for `rank`. `inputs`: global shape and NumPy dtype of each input.
+
+    The parameters are not materialised. Every front-end pass runs (sharding, pipeline split, gradients, optimizer
+    parallel, recompute); kernel selection does not.
+    """
+    start = time.perf_counter()
+    executor = _cell_graph_executor._graph_executor
+    with virtual_ascend(rank, strategy.mesh.size) as groups, auto_parallel_context(strategy, rank):
+        tensors = [Tensor(np.zeros(shape, dtype)) for shape, dtype in inputs]
+        phase, _ = _cell_graph_executor.compile(cell, *tensors, phase=f"export.mindir.{rank}", do_convert=False)
+        raw_layouts = executor.get_parameter_layout(phase)
+        model = mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
+    layouts = {
+        name: ParameterLayout(tuple(raw[0]), tuple(raw[1]), tuple(raw[2]), raw[5]) for name, raw in raw_layouts.items()
+    }
+    return PartitionedGraph(model, layouts, dict(groups), rank, time.perf_counter() - start)
+
+
+def global_shapes(cell: nn.Cell) -> dict[str, Shape]:
+    """Whole shape of every parameter of a Cell that has not run yet."""
+    return {parameter.name: tuple(parameter.shape) for parameter in cell.get_parameters()}
+
+
+def describe_inputs(arrays: Sequence[NDArray[Any] | Tensor]) -> list[tuple[Shape, Any]]:
+    """Shape and NumPy dtype of each input."""
+    described = []
+    for array in arrays:
+        dtype = ms.dtype_to_nptype(array.dtype) if isinstance(array, Tensor) else np.asarray(array).dtype
+        described.append((tuple(array.shape), dtype))
+    return described

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this process runs a parallel network with: MindSpore itself on Ascend and GPU, Programs on CPU."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.communication import get_group_size, get_rank, init
+
+from mindloom.errors import ConfigError
+from mindloom.runtime.compile import describe_inputs, partition, set_auto_parallel_context
+from mindloom.runtime.executor import Program
+from mindloom.runtime.target import WORLD, virtual_ascend
+from mindloom.runtime.transport import Transport
+from mindloom.strategy.checks import launch_problems
+from mindloom.strategy.config import Strategy
+
+
+def launched_processes() -> int:
+    """Processes of this job, 1 without msrun."""
+    return int(os.environ.get("MS_WORKER_NUM") or os.environ.get("RANK_SIZE") or 1)
+
+
+def launched_rank() -> int:
+    """Rank of this process, 0 without msrun."""
+    return int(os.environ.get("RANK_ID", "0"))
+
+
+def device_target() -> str:
+    """`Ascend` or `GPU` where MindSpore finds one, else `CPU`."""
+    target = ms.get_context("device_target")
+    return str(target)
+
+
+class Engine:
+    """Runs Cells under one strategy, in one process of a job. There is one in a process, as MindSpore's context is one."""
+
+    def __init__(self, strategy: Strategy):
+        if problems := launch_problems(strategy, launched_processes()):
+            raise ConfigError(problems)
+        self.strategy = strategy
+        self.rank = launched_rank()
+        self.transport: Transport | None = None
+        self.target = device_target()
+        self._programs: dict[Any, Program] = {}
+        ms.set_context(mode=ms.GRAPH_MODE)
+        if strategy.mesh.size == 1:
+            return
+        if self.target == "CPU":
+            self._start_on_cpu()
+        else:
+            init()
+            if get_group_size() != strategy.mesh.size:
+                raise ConfigError(launch_problems(strategy, get_group_size()))
+            self.rank = get_rank()
+            set_auto_parallel_context(strategy, self.rank)
+
+    def _start_on_cpu(self) -> None:
+        if os.environ.get("MS_ROLE") == "MS_SCHED":
+            sys.exit(0)  # CPU processes find each other without msrun's scheduler
+        ms.set_device("CPU")
+        job = f"{os.environ.get('MS_SCHED_PORT', '0')}-{os.getppid()}"
+        self.transport = Transport(self.rank, self.strategy.mesh.size, job)
+        atexit.register(self.transport.close)
+
+    @property
+    def partitions_itself(self) -> bool:
+        """Whether graphs are partitioned here and executed by CPU processes."""
+        return self.transport is not None
+
+    def all_reduce(self) -> ops.AllReduce | None:
+        """The operator that adds a number up over all ranks, for use in a graph; None on one device."""
+        if self.strategy.mesh.size == 1:
+            return None
+        if self.transport is None:
+            return ops.AllReduce()
+        with virtual_ascend(self.rank, self.strategy.mesh.size):  # an AllReduce asks for its group when it is made
+            return ops.AllReduce(group=WORLD)
+
+    def run(self, cell: nn.Cell, *inputs: Tensor) -> Any:
+        """Call `cell`, a Cell around a parallelized network, with the whole batch."""
+        if self.transport is None:
+            return cell(*inputs)
+        return self.program(cell, inputs).run(inputs)
+
+    def program(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Program:
+        """The compiled part of this rank, compiled on first use for each set of input shapes."""
+        assert self.transport is not None
+        described = describe_inputs(inputs)
+        key = (id(cell), cell.training, str(described))
+        if key not in self._programs:
+            graph = partition(cell, self.strategy, self.rank, described)
+            self._programs[key] = Program(graph, cell, self.transport, f"program {len(self._programs)}")
+        return self._programs[key]

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Execute one rank's part of a Cell in a CPU process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn
+
+from mindloom.runtime.compile import PartitionedGraph
+from mindloom.runtime.lowering import lower
+from mindloom.runtime.transport import Transport
+
+
+class Program:
+    """A partitioned graph, ready to run. Its parameters share storage with those of the Cell it came from."""
+
+    def __init__(self, graph: PartitionedGraph, cell: nn.Cell, transport: Transport, name: str):
+        self.graph = graph
+        lower(graph.model, transport, graph.groups, name)
+        with tempfile.TemporaryDirectory(prefix="mindloom-") as folder:
+            path = Path(folder) / "rank.mindir"
+            path.write_bytes(graph.model.SerializeToString())
+            self.cell = nn.GraphCell(ms.load(str(path)))
+        owners = {parameter.name: parameter for parameter in cell.get_parameters()}
+        materialize(owners.values(), graph)
+        for parameter in self.cell.get_parameters():
+            parameter.set_data(owners[parameter.name])  # one storage from now on: a write by either is seen by both
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        return self.cell(*inputs)
+
+
+def materialize(parameters: Any, graph: PartitionedGraph) -> None:
+    """Give each parameter its initial value, then keep this rank's part of it.
+
+    All ranks draw all initial values in the same order, so they agree with each other and with one device.
+    """
+    for parameter in parameters:
+        if parameter.sliced:
+            continue
+        parameter.init_data()
+        layout = graph.layouts.get(parameter.name)
+        if layout is not None and parameter.name in graph.parameters:
+            keep_slice(parameter, layout.slices(tuple(parameter.shape), graph.rank, graph.groups))
+
+
+def keep_slice(parameter: Parameter, slices: tuple[slice, ...]) -> None:
+    """Reduce a whole parameter to one part of it, as MindSpore does on a device."""
+    parameter.set_data(Tensor(parameter.asnumpy()[slices].copy(), dtype=parameter.dtype), slice_shape=True)
+    parameter.sliced = True

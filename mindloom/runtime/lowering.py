@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn the collectives of a partitioned graph into Custom nodes that move the bytes between CPU processes.
+
+MindSpore's CPU backend knows few collectives, and those only for some groups and types; so all are replaced, each by
+a `Custom` node of kind pyfunc around a function of `transport`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from mindspore.ops.operations._pyfunc_registry import add_pyfunc
+from mindspore.train import mind_ir_pb2 as mind_ir
+
+from mindloom.runtime.transport import Array, Collectives, Transport, TransportError
+
+REDUCTIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+
+_serial = itertools.count()
+_keep: list[Callable[[Array], Any]] = []  # C++ holds the functions by id only
+
+
+class LoweringError(RuntimeError):
+    """The graph communicates in a way that CPU processes are not taught."""
+
+
+def collective_nodes(model: mind_ir.ModelProto) -> Iterator[tuple[mind_ir.NodeProto, mind_ir.PrimitiveProto]]:
+    """Every node that communicates, in graph order, with its primitive."""
+    primitives = {p.name: p for p in model.primitives if any(a.name == "group" for a in p.attribute)}
+    for graph in (model.graph, *model.functions):
+        for node in graph.node:
+            primitive = primitives.get(node.op_type.removeprefix("REF::"))
+            if primitive is not None:
+                yield node, primitive
+
+
+def attributes(primitive: mind_ir.PrimitiveProto) -> dict[str, Any]:
+    """Attributes of a primitive: numbers and texts as such."""
+    values: dict[str, Any] = {}
+    for a in primitive.attribute:
+        values[a.name] = a.s.decode() if a.type == mind_ir.AttributeProto.STRING else a.i
+    return values
+
+
+def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, list[int]], program: str) -> None:
+    """Replace every collective of `model`, in place. `program` keeps the messages of several graphs apart.
+
+    Raises:
+        LoweringError: an operator with a communication group that is not known here.
+        TransportError: the graphs of a group's ranks do not hold the same collectives.
+    """
+    counts: dict[str, int] = {}
+    signatures: dict[str, list[str]] = {}
+    for node, primitive in list(collective_nodes(model)):
+        values = attributes(primitive)
+        group = values["group"]
+        if primitive.op_type in ("Send", "Receive"):
+            run = _point_to_point(primitive.op_type, values, transport, groups[group], program)
+        else:
+            counts[group] = counts.get(group, -1) + 1
+            signature = f"{primitive.op_type} {values.get('op', '')} {list(_output(node).dims)}"
+            signatures.setdefault(group, []).append(signature)
+            collectives = Collectives(transport, groups[group], (program, group, counts[group]))
+            run = _collective(primitive.op_type, values, collectives)
+        custom = model.primitives.add()
+        custom.CopyFrom(_custom_primitive(run, is_scalar=not _output(node).dims))
+        node.op_type = f"REF::{custom.name}"
+    _check_same_collectives(signatures, transport, groups, program)
+
+
+def _point_to_point(
+    kind: str, values: dict[str, Any], transport: Transport, ranks: list[int], program: str
+) -> Callable[[Array], Array]:
+    tag = (program, "point-to-point", values["sr_tag"])
+    if kind == "Send":
+        target = ranks[values["dest_rank"]]
+
+        def send(x: Array) -> Array:
+            transport.send(target, tag, x)
+            return x.copy()
+
+        return send
+    source = ranks[values["src_rank"]]
+
+    def receive(_: Array) -> Array:
+        return transport.receive(source, tag)
+
+    return receive
+
+
+def _collective(kind: str, values: dict[str, Any], group: Collectives) -> Callable[[Array], Array]:
+    if kind == "AllReduce":
+        reduce = REDUCTIONS[values["op"]]
+        return lambda x: group.all_reduce(x, reduce)
+    if kind == "ReduceScatter":
+        reduce = REDUCTIONS[values["op"]]
+        return lambda x: group.reduce_scatter(x, reduce)
+    if kind == "AllGather":
+        return lambda x: group.all_gather(x)
+    if kind in ("AlltoAll", "AllToAll"):
+        return lambda x: group.all_to_all(x, values["split_dim"], values["concat_dim"])
+    if kind == "Broadcast":
+        return lambda x: group.broadcast(x, values["root_rank"])
+    raise LoweringError(f"{kind} on group {group.group} has no CPU execution")
+
+
+def _output(node: mind_ir.NodeProto) -> mind_ir.TensorProto:
+    """Shape and type of what a node returns."""
+    return next(a for a in node.attribute if a.name == "shape").tensors[0]
+
+
+def _custom_primitive(run: Callable[[Array], Array], is_scalar: bool) -> mind_ir.PrimitiveProto:
+    """A `Custom` primitive that calls `run`; its unique name keeps common-subexpression elimination away."""
+
+    def call(x: Array) -> Any:
+        result = run(np.asarray(x))
+        return result.item() if is_scalar else result  # MindSpore takes a tensor without dims as a Python number only
+
+    _keep.append(call)
+    add_pyfunc(id(call), call)
+    serial = next(_serial)
+    primitive = mind_ir.PrimitiveProto()
+    primitive.name, primitive.op_type = f"mindloom_collective_{serial}", "Custom"
+    proto = mind_ir.AttributeProto
+    for name, value in {
+        "func_type": "pyfunc",
+        "fn_id": id(call),
+        "uniq_name": f"mindloom_{serial}",
+        "func_name": "run",
+        "primitive_target": "CPU",
+        "inputs_num": 1,
+        "multi_output": False,
+        "single_scalar_output": False,
+        "fake_output": False,
+        "autodiff": False,
+        "imply_path": "",
+        "no_eliminate": True,
+    }.items():
+        attribute = primitive.attribute.add()
+        attribute.name = name
+        if isinstance(value, str):
+            attribute.type, attribute.s = proto.STRING, value.encode()
+        else:
+            attribute.type, attribute.i = proto.BOOL if isinstance(value, bool) else proto.INT64, int(value)
+    return primitive
+
+
+def _check_same_collectives(
+    signatures: dict[str, list[str]], transport: Transport, groups: dict[str, list[int]], program: str
+) -> None:
+    """Collectives are matched by their order in the graph: make sure that the ranks of a group agree on it."""
+    for group, signature in sorted(signatures.items(), key=lambda item: groups[item[0]]):
+        ranks = groups[group]
+        for rank, other in zip(ranks, transport.gather_objects(signature, (program, group, "check"), ranks), strict=True):
+            if other != signature:
+                raise TransportError(
+                    f"ranks {transport.rank} and {rank} hold different collectives for group {ranks}: "
+                    f"{len(signature)} against {len(other)}"
+                )

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A virtual Ascend target: MindSpore's partitioner for any rank of any cluster, on a machine with no accelerator.
+
+It leans on private symbols of MindSpore, so it checks the version and the symbols first and tests itself once.
+How it works: docs/cpu_execution.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+from mindspore._c_expression import MSContext
+from mindspore.communication import _comm_helper, management
+
+SUPPORTED_VERSIONS = ("2.9", "2.10")
+WORLD = "hccl_world_group"
+
+_INIT_SYMBOL = "_ZN9mindspore9MsContext16RegisterInitFuncERKSsPFvPS0_E"  # MsContext::RegisterInitFunc
+_HARMLESS_SYMBOL = "_ZNK9mindspore9MsContext14enable_dump_irEv"  # takes a context, does nothing to it
+_COMM_SYMBOL = "_ZN9mindspore11CommManager8RegisterERKSsRKSt10shared_ptrIS0_E"  # CommManager::Register
+
+
+class TargetError(RuntimeError):
+    """This MindSpore cannot be given a virtual target."""
+
+
+class _Communicator:
+    """What MindSpore's CommManager asks of a cluster: only books are kept. C++ calls it through a vtable made here."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.groups: dict[str, list[int]] = {WORLD: [0]}
+        self._keep: list[Any] = []  # everything C++ points at must outlive the process's last compile
+
+    def enter(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.groups = {WORLD: list(range(size))}
+
+    def register(self) -> None:
+        lib = Path(ms.__file__).parent / "lib"
+        try:
+            core = ctypes.CDLL(str(lib / "libmindspore_core.so"))
+            common = ctypes.CDLL(str(lib / "libmindspore_common.so"))
+            register_init, harmless = getattr(core, _INIT_SYMBOL), getattr(core, _HARMLESS_SYMBOL)
+            register_comm = getattr(common, _COMM_SYMBOL)
+        except (OSError, AttributeError) as error:
+            raise TargetError(f"MindSpore {ms.__version__} lacks what the virtual Ascend target needs: {error}") from None
+        # The Ascend environment checks print alarming lines about missing packages; nothing here needs those packages.
+        MSContext.get_instance().register_check_env_callback(lambda *_: None)
+        MSContext.get_instance().register_set_env_callback(lambda *_: None)
+        register_init.restype = None
+        register_init(self._string("Ascend"), harmless)
+        register_comm(self._string("Ascend"), self._instance())
+
+    def _string(self, text: str) -> Any:
+        """A `const std::string&` in libstdc++'s copy-on-write ABI: length, capacity, refcount, then the characters."""
+        data = text.encode()
+        buffer = ctypes.create_string_buffer(24 + len(data) + 1)
+        struct.pack_into("qqi", buffer, 0, len(data), len(data), -1)
+        ctypes.memmove(ctypes.addressof(buffer) + 24, data, len(data))
+        pointer = ctypes.c_void_p(ctypes.addressof(buffer) + 24)
+        self._keep += [buffer, pointer]
+        return ctypes.byref(pointer)
+
+    def _instance(self) -> Any:
+        """A `shared_ptr<CommManager>` whose methods are Python functions."""
+        void, flag, uint, uint_p = ctypes.c_void_p, ctypes.c_bool, ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint)
+
+        def create_group(_: Any, name: Any, ranks: Any) -> bool:
+            begin, end = ctypes.cast(ranks, ctypes.POINTER(void))[0:2]
+            self.groups[_read_string(name)] = list(ctypes.cast(begin, uint_p)[0 : ((end or 0) - (begin or 0)) // 4])
+            return True
+
+        def rank_in_group(_: Any, name: Any, out: Any) -> bool:
+            out[0] = self.groups[_read_string(name)].index(self.rank)
+            return True
+
+        def group_size(_: Any, name: Any, out: Any) -> bool:
+            out[0] = len(self.groups[_read_string(name)])
+            return True
+
+        function = ctypes.CFUNCTYPE
+        methods = [
+            function(None, void)(lambda _: None),  # the two destructors
+            function(None, void)(lambda _: None),
+            function(flag, void, void, void)(create_group),
+            function(flag, void, void)(lambda *_: True),  # destroy a group
+            function(flag, void, void, uint_p)(rank_in_group),
+            function(flag, void, void, uint_p)(group_size),
+            function(uint, void)(lambda _: self.rank),
+        ]
+        vtable = (void * len(methods))(*[ctypes.cast(method, void) for method in methods])
+        instance = (void * 4)(ctypes.addressof(vtable))
+        shared_pointer = (void * 2)(ctypes.addressof(instance))
+        self._keep += [methods, vtable, instance, shared_pointer]
+        return shared_pointer
+
+
+def _read_string(reference: Any) -> str:
+    characters = ctypes.cast(reference, ctypes.POINTER(ctypes.c_void_p))[0]
+    length = ctypes.cast(characters - 24, ctypes.POINTER(ctypes.c_size_t))[0]
+    return ctypes.string_at(characters, length).decode()
+
+
+_communicator: _Communicator | None = None
+
+
+def _install() -> _Communicator:
+    global _communicator
+    if _communicator is None:
+        if not ms.__version__.startswith(tuple(v + "." for v in SUPPORTED_VERSIONS)):
+            raise TargetError(
+                f"the virtual Ascend target knows MindSpore {' and '.join(SUPPORTED_VERSIONS)}, not {ms.__version__}"
+            )
+        communicator = _Communicator()
+        communicator.register()
+        _communicator = communicator
+    return _communicator
+
+
+@contextlib.contextmanager
+def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
+    """Within it MindSpore believes to be `rank` of `size` Ascend devices. Yields {group name: ranks}, filled as it compiles.
+
+    Tensors made inside belong to the virtual target: do not feed them to a CPU graph.
+
+    Raises:
+        TargetError: this MindSpore is of another version, or lacks the symbols this leans on.
+    """
+    ms.set_device("CPU")  # pins the device the process really runs on: what we come back to
+    communicator = _install()
+    communicator.enter(rank, size)
+    comm = _comm_helper.GlobalComm
+    saved = (comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP)
+    helpers = [(module, name, getattr(module, name)) for module in (_comm_helper, management) for name in _HELPERS]
+    for module, name, _ in helpers:
+        setattr(module, name, _HELPERS[name](communicator))
+    comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = True, _comm_helper.Backend("hccl"), WORLD
+    try:
+        ms.set_context(device_target="Ascend")
+        yield communicator.groups
+    finally:
+        ms.set_context(device_target="CPU")
+        comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = saved
+        for module, name, original in helpers:
+            setattr(module, name, original)
+
+
+_HELPERS = {
+    "_get_rank_helper": lambda communicator: lambda group: communicator.groups[group].index(communicator.rank),
+    "_get_size_helper": lambda communicator: lambda group: len(communicator.groups[group]),
+}

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tagged messages between the processes of one machine, and the collectives built on them.
+
+Sends never wait; receives wait with a time-out that names what is missing. When a process goes away without a word,
+every other one says which and ends, so that no job hangs.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+import queue
+import sys
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+from zmq.utils.monitor import recv_monitor_message
+
+RECEIVE_TIMEOUT_S = 600.0
+SMALL_BYTES = 1 << 16  # up to here one exchange of whole arrays beats two exchanges of parts
+
+Array = NDArray[Any]
+_STEP, _BYE = "step", "bye"
+
+
+class TransportError(RuntimeError):
+    """A message did not arrive, or a peer does something else."""
+
+
+class Transport:
+    """This rank's connections to all other ranks of `job`, a name only they share."""
+
+    def __init__(self, rank: int, size: int, job: str):
+        self.rank, self.size = rank, size
+        self.last_steps: dict[int, int | None] = dict.fromkeys(range(size))
+        self._inbox: dict[tuple[int, Hashable], queue.Queue[Any]] = collections.defaultdict(queue.Queue)
+        self._left: set[int] = set()  # peers that ended in good order
+        self._closing = False
+        self._lock = threading.Lock()
+        self._context = zmq.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.bind(_address(job, rank))
+        self._peers: dict[int, zmq.Socket[bytes]] = {}
+        for peer in range(size):
+            if peer != rank:
+                self._connect(peer, job)
+        threading.Thread(target=self._receive_loop, daemon=True).start()
+
+    def _connect(self, peer: int, job: str) -> None:
+        socket = self._context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.SNDHWM, 0)  # never block a sender: in 1F1B both sides send before they receive
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(_address(job, peer))
+        self._peers[peer] = socket
+        threading.Thread(target=self._watch, args=(peer, monitor), daemon=True).start()
+
+    def _watch(self, peer: int, monitor: Any) -> None:
+        try:
+            recv_monitor_message(monitor)
+        except zmq.ZMQError:
+            return  # we are closing
+        # A peer's last words travel another way than the news of its end: give them a moment.
+        for _ in range(20):
+            if self._closing or peer in self._left:
+                return
+            threading.Event().wait(0.01)
+        step = self.last_steps[peer]
+        where = "before its first step" if step is None else f"its last step was {step}"
+        print(f"rank {self.rank}: rank {peer} is gone ({where}); ending this job", file=sys.stderr, flush=True)
+        os._exit(1)  # other threads wait inside C++ for messages that cannot come
+
+    def _receive_loop(self) -> None:
+        while True:
+            try:
+                header, body = self._pull.recv_multipart(copy=False)
+            except zmq.ZMQError:
+                return  # we are closing
+            source, tag, dtype, shape = pickle.loads(header.bytes)
+            if tag == _STEP:
+                self.last_steps[source] = shape
+            elif tag == _BYE:
+                self._left.add(source)
+            else:
+                value = pickle.loads(body.bytes) if dtype is None else np.frombuffer(body.buffer, dtype).reshape(shape)
+                self._inbox[source, tag].put(value)
+
+    def _post(self, peer: int, header: Any, body: Any = b"") -> None:
+        with self._lock:
+            self._peers[peer].send_multipart([pickle.dumps(header), body], copy=False)
+
+    def send(self, peer: int, tag: Hashable, array: Array) -> None:
+        """Hand `array` over and return at once; the bytes are copied, so the caller may reuse them."""
+        self._post(peer, (self.rank, tag, array.dtype.str, array.shape), array.tobytes())
+
+    def send_object(self, peer: int, tag: Hashable, value: Any) -> None:
+        self._post(peer, (self.rank, tag, None, None), pickle.dumps(value))
+
+    def receive(self, peer: int, tag: Hashable, timeout_s: float = RECEIVE_TIMEOUT_S) -> Any:
+        """The next message of `peer` under `tag`; lets other threads run while it waits.
+
+        Raises:
+            TransportError: nothing came within the time-out.
+        """
+        try:
+            return self._inbox[peer, tag].get(timeout=timeout_s)
+        except queue.Empty:
+            message = f"rank {self.rank} waited {timeout_s:.0f} s for rank {peer}, message {tag}"
+            print(message, file=sys.stderr, flush=True)
+            raise TransportError(message) from None
+
+    def announce_step(self, step: int) -> None:
+        """Tell everybody which step this rank has finished; named should it be killed."""
+        for peer in self._peers:
+            self._post(peer, (self.rank, _STEP, None, step))
+
+    def gather_objects(self, value: Any, tag: Hashable, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Everybody's value, in rank order."""
+        ranks = range(self.size) if ranks is None else ranks
+        for peer in ranks:
+            if peer != self.rank:
+                self.send_object(peer, tag, value)
+        return [value if peer == self.rank else self.receive(peer, tag) for peer in ranks]
+
+    def close(self) -> None:
+        """Say goodbye and leave; what was sent still arrives."""
+        if self._closing:
+            return
+        for peer in self._peers:
+            self._post(peer, (self.rank, _BYE, None, None))
+        self._closing = True
+        for socket in self._peers.values():
+            socket.disable_monitor()
+            socket.close(linger=5000)
+
+
+def _address(job: str, rank: int) -> str:
+    return f"ipc://@mindloom-{os.getuid()}-{job}-{rank}"  # Linux's abstract sockets: no file is left behind
+
+
+class Collectives:
+    """Collectives of the ranks `group` under one tag. Sums run in rank order: every rank gets the same bits."""
+
+    def __init__(self, transport: Transport, group: Sequence[int], tag: Hashable):
+        self.transport, self.group, self.tag = transport, list(group), tag
+        self.place = self.group.index(transport.rank)
+
+    def exchange(self, parts: Sequence[Array], phase: str = "") -> list[Array]:
+        """Give part i to the i-th rank; return what each rank gave to this one."""
+        tag = (self.tag, phase)
+        for i, peer in enumerate(self.group):
+            if i != self.place:
+                self.transport.send(peer, tag, np.ascontiguousarray(parts[i]))
+        return [
+            parts[i] if i == self.place else self.transport.receive(peer, tag) for i, peer in enumerate(self.group)
+        ]
+
+    def all_gather(self, array: Array) -> Array:
+        return np.concatenate(self.exchange([array] * len(self.group)))
+
+    def reduce_scatter(self, array: Array, reduce: Callable[..., Any] = np.add) -> Array:
+        return _fold(self.exchange(np.split(array, len(self.group))), reduce)
+
+    def all_reduce(self, array: Array, reduce: Callable[..., Any] = np.add) -> Array:
+        if array.nbytes <= SMALL_BYTES or len(self.group) == 2:
+            return _fold(self.exchange([array] * len(self.group)), reduce)
+        parts = np.array_split(array.reshape(-1), len(self.group))
+        mine = _fold(self.exchange(parts, "reduce"), reduce)
+        return np.concatenate(self.exchange([mine] * len(self.group), "gather")).reshape(array.shape)
+
+    def all_to_all(self, array: Array, split_dim: int, concat_dim: int) -> Array:
+        return np.concatenate(self.exchange(np.split(array, len(self.group), split_dim)), concat_dim)
+
+    def broadcast(self, array: Array, root: int) -> Array:
+        """`root`: place in the group of the rank whose array everybody gets."""
+        if self.place != root:
+            return self.transport.receive(self.group[root], self.tag)
+        for i, peer in enumerate(self.group):
+            if i != root:
+                self.transport.send(peer, self.tag, array)
+        return array
+
+
+def _fold(arrays: Sequence[Array], reduce: Callable[..., Any]) -> Array:
+    result = reduce(arrays[0], arrays[1]) if len(arrays) > 1 else arrays[0].copy()
+    for array in arrays[2:]:
+        reduce(result, array, out=result)
+    return result

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hold a strategy against itself, the launched processes, a model's dimensions and a batch; all problems at once."""
+
+from __future__ import annotations
+
+from mindloom.model_config import DecoderConfig
+from mindloom.strategy.config import Stages, Strategy
+from mindloom.strategy.mesh import AXES, RESERVED_AXES
+
+
+def strategy_problems(strategy: Strategy) -> list[str]:
+    """What is wrong whatever the model is."""
+    mesh, pipeline, problems = strategy.mesh, strategy.pipeline, []
+    for axis in (*AXES, *RESERVED_AXES):
+        if mesh.degree(axis) < 1:
+            problems.append(f"{strategy.at('mesh.' + axis)} must be at least 1, got {mesh.degree(axis)}")
+        elif axis in RESERVED_AXES and mesh.degree(axis) > 1:
+            problems.append(f"{strategy.at('mesh.' + axis)} is reserved and must be 1, got {mesh.degree(axis)}")
+    if mesh.pp > 1 and pipeline.num_microbatches < mesh.pp:
+        problems.append(
+            f"{strategy.at('pipeline.num_microbatches')} = {pipeline.num_microbatches} is fewer than the "
+            f"{mesh.pp} stages; use at least {mesh.pp} (4 x the stages keeps the idle share low)"
+        )
+    if mesh.pp == 1 and "pipeline" in strategy.lines:
+        problems.append(f"{strategy.at('pipeline')} has no effect at mesh.pp = 1; remove it or raise mesh.pp")
+    if isinstance(pipeline.stages, Stages):
+        given = [("weights", pipeline.stages.weights), ("num_layers", pipeline.stages.num_layers)]
+        given = [(name, values) for name, values in given if values is not None]
+        if len(given) != 1:
+            problems.append(f"{strategy.at('pipeline.stages')} takes either weights or num_layers")
+        for name, values in given:
+            if len(values or ()) != mesh.pp:
+                problems.append(f"{strategy.at('pipeline.stages.' + name)} has {len(values or ())} entries for {mesh.pp} stages")
+            if min(values or [1]) <= 0:
+                problems.append(f"{strategy.at('pipeline.stages.' + name)} must all be positive, got {values}")
+    return problems + _option_problems(strategy)
+
+
+def _option_problems(strategy: Strategy) -> list[str]:
+    mesh, recompute, zero, problems = strategy.mesh, strategy.recompute, strategy.optimizer_parallel, []
+    if recompute and recompute.per_stage is not None:
+        if len(recompute.per_stage) != mesh.pp:
+            problems.append(
+                f"{strategy.at('recompute.per_stage')} has {len(recompute.per_stage)} entries for {mesh.pp} stages"
+            )
+        if "recompute.layers" in strategy.lines:
+            problems.append(f"{strategy.at('recompute')} takes either layers or per_stage")
+    if zero and mesh.dp == 1:
+        problems.append(f"{strategy.at('optimizer_parallel')} has no effect at mesh.dp = 1; remove it or raise mesh.dp")
+    if zero and zero.shard_size is not None and (zero.shard_size < 2 or mesh.dp % zero.shard_size):
+        problems.append(
+            f"{strategy.at('optimizer_parallel.shard_size')} = {zero.shard_size} must be at least 2 and divide "
+            f"mesh.dp = {mesh.dp}; possible: {', '.join(str(d) for d in _divisors(mesh.dp) if d > 1)}"
+        )
+    if strategy.sequence_parallel and mesh.tp == 1:
+        problems.append(f"{strategy.at('sequence_parallel')} has no effect at mesh.tp = 1; remove it or raise mesh.tp")
+    return problems
+
+
+def launch_problems(strategy: Strategy, num_processes: int) -> list[str]:
+    """The mesh against the processes that were started."""
+    if strategy.mesh.size == num_processes:
+        return []
+    started = "1 process was" if num_processes == 1 else f"{num_processes} processes were"
+    return [
+        f"{strategy.at('mesh')}: {strategy.mesh} processes, but {started} launched; change a degree or launch "
+        f"{strategy.mesh.size}: msrun --worker_num={strategy.mesh.size} --local_worker_num={strategy.mesh.size} ..."
+    ]
+
+
+def model_problems(strategy: Strategy, config: DecoderConfig) -> list[str]:
+    """The mesh against the dimensions of a decoder."""
+    mesh, problems = strategy.mesh, []
+    for name in ("num_heads", "hidden_size", "vocab_size"):
+        size = getattr(config, name)
+        if size % mesh.tp:
+            problems.append(f"{strategy.at('mesh.tp')} = {mesh.tp} does not divide {name} = {size}; {_nearest(size, mesh.tp)}")
+    if mesh.pp > config.num_layers:
+        problems.append(
+            f"{strategy.at('mesh.pp')} = {mesh.pp} stages are more than the {config.num_layers} layers; "
+            f"use at most {config.num_layers}"
+        )
+    stages = strategy.pipeline.stages
+    if isinstance(stages, Stages) and stages.num_layers and sum(stages.num_layers) != config.num_layers:
+        problems.append(
+            f"{strategy.at('pipeline.stages.num_layers')} adds up to {sum(stages.num_layers)}, "
+            f"but the model has {config.num_layers} layers"
+        )
+    if strategy.recompute and isinstance(strategy.recompute.layers, list):
+        for layer in strategy.recompute.layers:
+            if layer >= config.num_layers:
+                problems.append(f"{strategy.at('recompute.layers')}: layer {layer} does not exist; the last is {config.num_layers - 1}")
+    return problems
+
+
+def batch_problems(strategy: Strategy, batch_size: int, seq_len: int) -> list[str]:
+    """The mesh against the sequences of one step and their length."""
+    mesh = strategy.mesh
+    microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 else 1
+    parts = microbatches * mesh.dp
+    problems = []
+    if batch_size % parts:
+        lower = batch_size // parts * parts
+        nearest = " or ".join(str(size) for size in (lower, lower + parts) if size)
+        problems.append(
+            f"{strategy.at('mesh.dp')}: a batch of {batch_size} sequences is not divisible by dp {mesh.dp}"
+            + (f" x {microbatches} microbatches = {parts}" if microbatches > 1 else "")
+            + f"; use {nearest}"
+        )
+    elif strategy.sequence_parallel and batch_size // parts * seq_len % mesh.tp:
+        problems.append(
+            f"{strategy.at('sequence_parallel')}: {batch_size // parts} sequences of {seq_len} tokens are not "
+            f"divisible by tp {mesh.tp}"
+        )
+    return problems
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _nearest(size: int, wanted: int) -> str:
+    divisors = _divisors(size)
+    lower = max((d for d in divisors if d < wanted), default=None)
+    upper = min((d for d in divisors if d > wanted), default=None)
+    return "nearest that do: " + " and ".join(str(d) for d in (lower, upper) if d is not None)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A strategy as dataclasses: what a strategy file may say. `loader` reads it, `checks` holds it against a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mindloom.strategy.layout import Layout
+from mindloom.strategy.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """How the layers are dealt out to the pipeline stages; without a setting, evenly."""
+
+    weights: list[float] | None = None
+    """Relative load of each stage: the layers are dealt out in this proportion, at least one each."""
+    num_layers: list[int] | None = None
+    """Layers of each stage, spelled out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Pipeline parallelism: the batch is cut into microbatches that follow each other through the stages."""
+
+    num_microbatches: int = 1
+    """Microbatches of one step; at least as many as stages. More of them make the idle part (bubble) smaller."""
+    stages: Literal["uniform"] | Stages = "uniform"
+    """`uniform`, `{weights: [...]}` or `{num_layers: [...]}`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """Layers whose activations are computed again in the backward pass instead of kept."""
+
+    layers: Literal["all"] | list[int] = "all"
+    """`all`, or layer numbers from 0."""
+    per_stage: list[int] | None = None
+    """Instead of `layers`: how many layers of each stage, its first ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerParallel:
+    """Each parameter, its gradient and optimizer state are cut over the replicas too (ZeRO)."""
+
+    axis: Literal["dp"] = "dp"
+    """Mesh axis of the replicas."""
+    threshold_kb: int = 0
+    """Parameters smaller than this, in KB of this rank's part, stay whole."""
+    shard_size: int | None = None
+    """Cut over groups of this many replicas instead of all of them."""
+    shard_accumulated_gradients: bool = False
+    """In a pipeline: cut the gradients while microbatches add up, too. Less memory, a reduce-scatter per microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Layouts of the operators whose path ends with `pattern` (`*` is one component of a path)."""
+
+    pattern: str
+    inputs: tuple[Layout, ...]
+    """One layout for each tensor input."""
+    outputs: tuple[Layout, ...] | None = None
+    """Only where it is not implied by the inputs, as for a reduce-scatter after a matrix product."""
+    optional: bool = False
+    """Written as `pattern?`: for some models only, may match nothing."""
+    source: str = ""
+    """file:line"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the strategy knows about a family of models."""
+
+    layers: tuple[str, ...] = ()
+    """Patterns of the cells a pipeline deals out and recompute wraps, in order."""
+    first_stage: tuple[str, ...] = ()
+    """Patterns of the cells that go with the first layer."""
+    last_stage: tuple[str, ...] = ()
+    """Patterns of the cells that go with the last layer."""
+    tied: tuple[str, ...] = ()
+    """Patterns of the parameters the first and the last stage both use. In a pipeline they are sent every step, and
+    MindSpore cannot cut what it sends: optimizer parallel leaves them whole."""
+    operators: tuple[Rule, ...] = ()
+    """Later rules win."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How one model runs on many devices."""
+
+    mesh: Mesh = field(default_factory=Mesh)
+    """Degrees of the mesh axes; their product is the number of processes."""
+    rules: Rules = field(default_factory=Rules)
+    """A rules file, relative to this one, or `{base: FILE, operators: {...}}` to add to it or stand alone."""
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    """Microbatches and stages, when mesh.pp > 1."""
+    recompute: Recompute | None = None
+    """Which layers to compute twice; none without this key."""
+    optimizer_parallel: OptimizerParallel | None = None
+    """Cut parameters and optimizer state over the replicas; off without this key."""
+    sequence_parallel: bool = False
+    """Cut the tokens over tp where a layer works on each token alone (the axis `sp` of the rules)."""
+    source: str = field(default="<strategy>", compare=False)
+    """Name of the file, for messages."""
+    lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """Line of each key, for messages."""
+
+    def at(self, key: str) -> str:
+        """`file:line: key`, for messages."""
+        known = key
+        while known and known not in self.lines:
+            known = known.rpartition(".")[0]
+        return f"{self.source}:{self.lines.get(known, 1)}: {key}"
+
+
+SINGLE_DEVICE = Strategy(source="one device")

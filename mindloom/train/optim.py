@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers whose numbers of each step come from the host, so that one graph serves every schedule.
+
+The numbers are parameters, not inputs: MindSpore's pipeline pass takes every input for a part of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import dtype as mstype
+
+_adam = ops.MultitypeFuncGraph("adam")
+_sgd = ops.MultitypeFuncGraph("sgd")
+_adam_op = ops.AdamWeightDecay()
+
+
+@_adam.register("Tensor", "Tensor", "Tensor", "Float", "Float", "Bool", "Tensor", "Tensor", "Tensor", "Tensor")
+def _adam_update(rate, epsilon, decay, beta1, beta2, decayed, weight, moment1, moment2, gradient):
+    weight_decay = decay if decayed else ops.zeros_like(decay)
+    return _adam_op(weight, moment1, moment2, rate, beta1, beta2, epsilon, weight_decay, gradient)
+
+
+@_sgd.register("Tensor", "Tensor", "Tensor")
+def _sgd_update(rate, weight, gradient):
+    return ops.assign_sub(weight, rate * gradient)
+
+
+def is_decayed(name: str) -> bool:
+    """PanGu's rule: everything but biases and LayerNorms (embeddings ARE decayed). Source: MODEL names in src/utils.py."""
+    return not name.endswith("bias") and "norm" not in name
+
+
+def _number(name: str) -> Parameter:
+    return Parameter(Tensor(0.0, mstype.float32), name=f"optimizer_{name}", requires_grad=False)
+
+
+def _set(parameter: Parameter, value: float) -> None:
+    parameter.set_data(Tensor(value, mstype.float32))
+
+
+class AdamW(nn.Cell):
+    """Adam with decoupled weight decay; the moments are float32.
+
+    `bias_correction=False` is the originals' (MindSpore AdamWeightDecay): p -= lr (m / (sqrt(v) + eps) + wd p).
+    With it, the standard one: m and v are divided by 1 - beta^t first. Both are the same fused operator, given other
+    numbers by `prepare`.
+    """
+
+    def __init__(self, parameters: list[Parameter], beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, bias_correction=False):
+        super().__init__(auto_prefix=False)
+        self.parameters = ParameterTuple(parameters)
+        self.moments1 = self.parameters.clone(prefix="adam_m", init="zeros")
+        self.moments2 = self.parameters.clone(prefix="adam_v", init="zeros")
+        self.beta1, self.beta2 = beta1, beta2
+        self.epsilon, self.weight_decay, self.bias_correction = epsilon, weight_decay, bias_correction
+        self.rate, self.adapted_epsilon, self.decay = _number("rate"), _number("epsilon"), _number("decay")
+        self.decayed = tuple(is_decayed(parameter.name) for parameter in parameters)
+        self.map = ops.HyperMap()
+
+    def prepare(self, step: int, learning_rate: float) -> None:
+        """Set the numbers of `step`, counted from 1."""
+        scale1, scale2 = 1.0, 1.0
+        if self.bias_correction:
+            scale1, scale2 = 1 - self.beta1**step, math.sqrt(1 - self.beta2**step)
+        _set(self.rate, learning_rate * scale2 / scale1)
+        _set(self.adapted_epsilon, self.epsilon * scale2)
+        _set(self.decay, self.weight_decay * scale1 / scale2)
+
+    def construct(self, gradients):
+        update = ops.partial(_adam, self.rate, self.adapted_epsilon, self.decay, self.beta1, self.beta2)
+        return self.map(update, self.decayed, self.parameters, self.moments1, self.moments2, gradients)
+
+
+class SGD(nn.Cell):
+    """p -= lr g."""
+
+    def __init__(self, parameters: list[Parameter]):
+        super().__init__(auto_prefix=False)
+        self.parameters = ParameterTuple(parameters)
+        self.rate = _number("rate")
+        self.map = ops.HyperMap()
+
+    def prepare(self, step: int, learning_rate: float) -> None:
+        """Set the numbers of `step`, counted from 1."""
+        _set(self.rate, learning_rate)
+
+    def construct(self, gradients):
+        return self.map(ops.partial(_sgd, self.rate), self.parameters, gradients)

@@ -22,3 +22,6 @@ class PanGuWithLoss(DecoderWithLoss):
 
     def __init__(self, config):
         super().__init__(PanGu(config))
+
+
+Model, ModelWithLoss = PanGu, PanGuWithLoss  # the names every family's model.py has

@@ -14,6 +14,19 @@ from mindloom.nn.linear import Linear
 MASKED_SCORE = -10000.0  # the originals' finite value: a row that may attend to nothing stays finite
 
 
+@ops.constexpr
+def _distance(length):
+    """(T, T): how far back the key lies; negative: ahead."""
+    index = np.arange(length, dtype=np.int32)
+    return Tensor(index[:, None] - index[None, :])
+
+
+@ops.constexpr
+def _causal(length):
+    """(T, T): the key does not lie ahead."""
+    return Tensor(np.tri(length, dtype=bool))
+
+
 class DocumentMask(nn.Cell):
     """Additive attention bias, 0 where a token may look and -10000 elsewhere.
 
@@ -21,18 +34,16 @@ class DocumentMask(nn.Cell):
     alone say where documents begin.
     """
 
-    def __init__(self, seq_len: int):
+    def __init__(self):
         super().__init__()
-        index = np.arange(seq_len)
-        distance = index[:, None] - index[None, :]  # how far back the key lies; negative: ahead
-        self.distance, self.causal = Tensor(distance.astype(np.int32)), Tensor(distance >= 0)  # (T, T)
         self.expand_positions, self.expand_bias = ops.ExpandDims(), ops.ExpandDims()
         self.not_before, self.both = ops.LessEqual(), ops.LogicalAnd()
         self.cast, self.hidden, self.scale = ops.Cast(), ops.Sub(), ops.Mul()
 
     def construct(self, positions):  # (B, T) -> (B, 1, T, T)
-        same_document = self.not_before(self.distance, self.expand_positions(positions, -1))  # -> (B, T, T)
-        visible = self.cast(self.both(same_document, self.causal), mstype.float32)
+        length = positions.shape[1]
+        same_document = self.not_before(_distance(length), self.expand_positions(positions, -1))  # -> (B, T, T)
+        visible = self.cast(self.both(same_document, _causal(length)), mstype.float32)
         return self.expand_bias(self.scale(self.hidden(1.0, visible), MASKED_SCORE), 1)
 
 

@@ -75,7 +75,7 @@ class Decoder(nn.Cell):
         dtype = getattr(mstype, config.compute_dtype)
         self.config = config
         self.embedding = TokenEmbedding(config, dtype)
-        self.mask = DocumentMask(config.seq_len)
+        self.mask = DocumentMask()
         self.layers = nn.CellList([DecoderLayer(config, dtype) for _ in range(config.num_layers - 1)])
         self.query_embedding = QueryEmbedding(config, dtype)
         self.query_layer = QueryLayer(config, dtype)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import nn
+from mindspore.parallel.nn import GradAccumulation
 
 from mindloom.errors import ConfigError
 from mindloom.parallel.report import ParameterReport, Report
@@ -60,9 +61,11 @@ def parallelize(net: nn.Cell, strategy: Strategy) -> Report:
     )
 
 
-def wrap(net: nn.Cell, strategy: Strategy) -> nn.Cell:
-    """What a training step is built around: in a pipeline the batch is cut into microbatches first."""
-    return nn.PipelineCell(net, strategy.pipeline.num_microbatches) if strategy.mesh.pp > 1 else net
+def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
+    """What a training step is built around: the batch is cut into microbatches first, in a pipeline or to save memory."""
+    if strategy.mesh.pp > 1:
+        return nn.PipelineCell(net, strategy.pipeline.num_microbatches)
+    return GradAccumulation(net, accumulate) if accumulate > 1 and strategy.mesh.size > 1 else net
 
 
 def _matching(net: nn.Cell, patterns: Sequence[str]) -> list[str]:

@@ -53,11 +53,14 @@ class Report:
 
         A tied parameter is held by several stages, but its whole gradient by the stage that owns it.
         """
-        by_name = {p.name: p for p in self.parameters}
         stage, ranks_of_stage = self.mesh.coordinate(rank, "pp"), self.mesh.dp * self.mesh.tp
-        return tuple(
-            by_name[name].num_parts / ranks_of_stage if by_name[name].stage == stage else 0.0 for name in names
-        )
+        reports = [self.of(name) for name in names]
+        return tuple(p.num_parts / ranks_of_stage if p.stage == stage else 0.0 for p in reports)
+
+    def of(self, name: str) -> ParameterReport:
+        """The report of a parameter, or of the one an optimizer state `prefix.name` belongs to."""
+        by_name = {p.name: p for p in self.parameters}
+        return by_name[name] if name in by_name else by_name[name.partition(".")[2]]
 
     def to_dict(self) -> dict[str, object]:
         values = dataclasses.asdict(self)

@@ -8,6 +8,7 @@ from mindspore import dtype as mstype
 
 _square_sum = ops.MultitypeFuncGraph("square_sum")
 _scale = ops.MultitypeFuncGraph("scale")
+_add = ops.Add()
 _clear = ops.MultitypeFuncGraph("clear")
 
 
@@ -37,9 +38,11 @@ class TrainStep(nn.Cell):
         report: what `parallelize` said of the network: how many ranks hold each gradient decides its share of the norm.
         rank: of this process.
         all_reduce: adds a number up over all ranks; None on one device.
+        scale: of loss and gradients; 1 / microbatches makes a mean of what a pipeline adds up.
+        accumulate: parts of the batch whose gradients are added up one after another, without a pipeline.
     """
 
-    def __init__(self, network, optimizer, report, rank, all_reduce=None, max_grad_norm=None):
+    def __init__(self, network, optimizer, report, rank, all_reduce=None, max_grad_norm=None, scale=1.0, accumulate=1):
         super().__init__(auto_prefix=False)
         self.network = network.set_grad()
         self.optimizer = optimizer
@@ -47,22 +50,26 @@ class TrainStep(nn.Cell):
         self.grad = ops.GradOperation(get_by_list=True)
         self.shares = report.norm_shares([weight.name for weight in self.weights], rank)
         self.all_reduce = all_reduce
+        self.scale = scale
         self.clip = max_grad_norm is not None
         self.max_norm = Tensor(max_grad_norm or 0.0, mstype.float32)
         self.map = ops.HyperMap()
         self.sqrt, self.add_n, self.maximum = ops.Sqrt(), ops.AddN(), ops.Maximum()
-        self.pipeline = report.mesh.pp > 1
+        on_one_device = report.mesh.size == 1
+        self.num_parts = accumulate if on_one_device else 1
+        self.buffered = report.mesh.pp > 1 or (accumulate > 1 and not on_one_device)
         self.optimizer_parallel = report.optimizer_parallel
-        if self.pipeline:  # MindSpore's pipeline pass finds these by their name
+        if self.buffered:  # MindSpore's parallel passes add microbatches up in these, found by their name
             self.accumulated = self.weights.clone(prefix="accu_grads", init="zeros")
 
     def construct(self, *batch):
-        loss = self.network(*batch)
-        gradients = self.grad(self.network, self.weights)(*batch)
+        loss, gradients = self.in_parts(*batch) if self.num_parts > 1 else self.at_once(*batch)
         accumulated = gradients
-        if self.pipeline:
+        if self.buffered:
             accumulated = ops.depend(self.accumulated, gradients)
         used = gradients if self.optimizer_parallel else accumulated
+        if self.scale != 1.0:
+            loss, used = loss * self.scale, self.map(ops.partial(_scale, Tensor(self.scale, mstype.float32)), used)
         square = self.add_n(self.map(_square_sum, self.shares, used))
         if self.all_reduce is not None:
             square = self.all_reduce(square)
@@ -71,6 +78,22 @@ class TrainStep(nn.Cell):
             factor = self.max_norm / self.maximum(norm, self.max_norm)
             used = self.map(ops.partial(_scale, factor), used)
         loss = ops.depend(loss, self.optimizer(used))
-        if self.pipeline:
+        if self.buffered:
             loss = ops.depend(loss, self.map(_clear, accumulated, gradients))
         return loss, norm
+
+    def at_once(self, *batch):
+        return self.network(*batch), self.grad(self.network, self.weights)(*batch)
+
+    def in_parts(self, *batch):
+        size = batch[0].shape[0] // self.num_parts
+        loss, gradients = 0.0, None
+        for i in range(self.num_parts):
+            part = ()
+            for x in batch:
+                x = x[i * size : (i + 1) * size]
+                part = (*part, x if gradients is None else ops.depend(x, gradients))  # one part after another
+            part_loss, part_gradients = self.at_once(*part)
+            loss = loss + part_loss
+            gradients = part_gradients if gradients is None else self.map(_add, gradients, part_gradients)
+        return loss, gradients

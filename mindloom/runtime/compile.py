@@ -37,13 +37,18 @@ class ParameterLayout:
         """Into how many parts the operator's layout cuts each dim."""
         return tuple(1 if axis < 0 else self.device_matrix[-1 - axis] for axis in self.tensor_map)
 
-    def slices(self, global_shape: Shape, rank: int, groups: dict[str, list[int]]) -> tuple[slice, ...]:
-        """The part of the whole parameter that `rank` holds."""
+    def operator_slices(self, global_shape: Shape, rank: int) -> tuple[slice, ...]:
+        """The part that the operators of `rank` use."""
         place = np.unravel_index(rank % int(np.prod(self.device_matrix)), self.device_matrix)
         result = []
         for size, cut, axis in zip(global_shape, self.cuts, self.tensor_map, strict=True):
             start = 0 if axis < 0 else int(place[-1 - axis]) * (size // cut)
             result.append(slice(start, start + size // cut))
+        return tuple(result)
+
+    def slices(self, global_shape: Shape, rank: int, groups: dict[str, list[int]]) -> tuple[slice, ...]:
+        """The part of the whole parameter that `rank` holds: its operators', or with optimizer parallel a part of that."""
+        result = list(self.operator_slices(global_shape, rank))
         if self.optimizer_group and result:
             ranks = groups[self.optimizer_group]
             start, length = result[0].start, (result[0].stop - result[0].start) // len(ranks)
@@ -113,10 +118,14 @@ def partition(cell: nn.Cell, strategy: Strategy, rank: int, inputs: Sequence[tup
         phase, _ = _cell_graph_executor.compile(cell, *tensors, phase=f"export.mindir.{rank}", do_convert=False)
         raw_layouts = executor.get_parameter_layout(phase)
         model = mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
-    layouts = {
+    return PartitionedGraph(model, read_layouts(raw_layouts), dict(groups), rank, time.perf_counter() - start)
+
+
+def read_layouts(raw_layouts: dict[str, Any]) -> dict[str, ParameterLayout]:
+    """MindSpore's parameter layouts, of its executor or of a Cell's `parameter_layout_dict`."""
+    return {
         name: ParameterLayout(tuple(raw[0]), tuple(raw[1]), tuple(raw[2]), raw[5]) for name, raw in raw_layouts.items()
     }
-    return PartitionedGraph(model, layouts, dict(groups), rank, time.perf_counter() - start)
 
 
 def global_shapes(cell: nn.Cell) -> dict[str, Shape]:

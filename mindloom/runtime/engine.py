@@ -11,25 +11,17 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
-from mindspore.communication import get_group_size, get_rank, init
+from mindspore.communication import get_group_size, get_process_group_ranks, get_rank, init
 
 from mindloom.errors import ConfigError
-from mindloom.runtime.compile import describe_inputs, partition, set_auto_parallel_context
+from mindloom.parallel.report import ParameterReport
+from mindloom.runtime.compile import ParameterLayout, describe_inputs, partition, read_layouts, set_auto_parallel_context
+from mindloom.runtime.environment import launched_processes, launched_rank
 from mindloom.runtime.executor import Program
 from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.runtime.transport import Transport
 from mindloom.strategy.checks import launch_problems
 from mindloom.strategy.config import Strategy
-
-
-def launched_processes() -> int:
-    """Processes of this job, 1 without msrun."""
-    return int(os.environ.get("MS_WORKER_NUM") or os.environ.get("RANK_SIZE") or 1)
-
-
-def launched_rank() -> int:
-    """Rank of this process, 0 without msrun."""
-    return int(os.environ.get("RANK_ID", "0"))
 
 
 def device_target() -> str:
@@ -48,6 +40,8 @@ class Engine:
         self.rank = launched_rank()
         self.transport: Transport | None = None
         self.target = device_target()
+        self.layouts: dict[str, ParameterLayout] = {}
+        self.groups: dict[str, list[int]] = {}
         self._programs: dict[Any, Program] = {}
         ms.set_context(mode=ms.GRAPH_MODE)
         if strategy.mesh.size == 1:
@@ -83,6 +77,18 @@ class Engine:
         with virtual_ascend(self.rank, self.strategy.mesh.size):  # an AllReduce asks for its group when it is made
             return ops.AllReduce(group=WORLD)
 
+    def prepare(self, cell: nn.Cell, *inputs: Tensor) -> None:
+        """Compile `cell` for inputs like these; `run` would do so on its first call."""
+        if self.transport is not None:
+            self.program(cell, inputs)
+        else:
+            cell.compile(*inputs)
+            if self.strategy.mesh.size > 1:
+                self.layouts |= read_layouts(cell.parameter_layout_dict)
+                for layout in self.layouts.values():
+                    if layout.optimizer_group and layout.optimizer_group not in self.groups:
+                        self.groups[layout.optimizer_group] = get_process_group_ranks(layout.optimizer_group)
+
     def run(self, cell: nn.Cell, *inputs: Tensor) -> Any:
         """Call `cell`, a Cell around a parallelized network, with the whole batch."""
         if self.transport is None:
@@ -96,5 +102,29 @@ class Engine:
         key = (id(cell), cell.training, str(described))
         if key not in self._programs:
             graph = partition(cell, self.strategy, self.rank, described)
+            self.layouts |= graph.layouts
+            self.groups |= graph.groups
             self._programs[key] = Program(graph, cell, self.transport, f"program {len(self._programs)}")
         return self._programs[key]
+
+    def announce_step(self, step: int) -> None:
+        """Let the other ranks know how far this one is, for the message should it be killed."""
+        if self.transport is not None:
+            self.transport.announce_step(step)
+
+    def slices_to_write(self, name: str, parameter: ParameterReport) -> tuple[slice, ...] | None:
+        """Where this rank's part of a parameter or optimizer state lies, if it is the one to write it.
+
+        Of the ranks that hold the same part the first one writes it; None for all others.
+        """
+        shape, mesh = parameter.global_shape, self.strategy.mesh
+        if mesh.size == 1:
+            return tuple(slice(0, length) for length in shape)
+        layout = self.layouts.get(name)
+        if layout is None or mesh.coordinate(self.rank, "pp") != parameter.stage:
+            return None
+        ranks_of_stage = range(parameter.stage * mesh.dp * mesh.tp, (parameter.stage + 1) * mesh.dp * mesh.tp)
+        mine = layout.operator_slices(shape, self.rank)
+        holders = [rank for rank in ranks_of_stage if layout.operator_slices(shape, rank) == mine]
+        group = self.groups[layout.optimizer_group] if layout.optimizer_group else [self.rank]
+        return layout.slices(shape, self.rank, self.groups) if min(holders) in group else None

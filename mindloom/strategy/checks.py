@@ -93,12 +93,17 @@ def model_problems(strategy: Strategy, config: DecoderConfig) -> list[str]:
     return problems
 
 
-def batch_problems(strategy: Strategy, batch_size: int, seq_len: int) -> list[str]:
+def batch_problems(strategy: Strategy, batch_size: int, seq_len: int, accumulate: int = 1) -> list[str]:
     """The mesh against the sequences of one step and their length."""
     mesh = strategy.mesh
-    microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 else 1
+    microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 else accumulate
     parts = microbatches * mesh.dp
     problems = []
+    if mesh.pp > 1 and accumulate > 1:
+        problems.append(
+            f"{strategy.at('pipeline')}: a pipeline accumulates over its num_microbatches = {microbatches}; "
+            f"raise that instead of accumulating {accumulate} times more"
+        )
     if batch_size % parts:
         lower = batch_size // parts * parts
         nearest = " or ".join(str(size) for size in (lower, lower + parts) if size)

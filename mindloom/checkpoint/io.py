@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint folder: model.safetensors (whole tensors), config.json (the model's), tokenizer.model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from mindloom.errors import ConfigError
+from mindloom.model_config import DecoderConfig, override, read_json_object
+
+WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.model"
+
+
+def save_checkpoint(
+    folder: Path, weights: Mapping[str, NDArray[Any]], family: str, config: DecoderConfig, tokenizer: Path | None = None
+) -> None:
+    """Write a checkpoint folder; an older one of this name is replaced only when the new one is complete."""
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, partial / WEIGHTS)
+        (partial / CONFIG).write_text(json.dumps({"family": family, **config.to_dict()}, indent=2) + "\n", encoding="utf-8")
+        if tokenizer:
+            shutil.copyfile(tokenizer, partial / TOKENIZER)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def load_config(folder: Path) -> tuple[str, DecoderConfig]:
+    """Model family and configuration of a checkpoint folder.
+
+    Raises:
+        ConfigError: no such folder, or a configuration that cannot be used.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such checkpoint folder")
+    values = read_json_object(folder / CONFIG)
+    family = str(values.pop("family", ""))
+    return family, config_from(values, str(folder / CONFIG))
+
+
+def config_from(values: dict[str, Any], source: str) -> DecoderConfig:
+    """A configuration from its fields alone.
+
+    Raises:
+        ConfigError: a field without default is missing, unknown or wrong.
+    """
+    required = [f.name for f in dataclasses.fields(DecoderConfig) if f.default is dataclasses.MISSING]
+    if missing := [name for name in required if name not in values]:
+        raise ConfigError(f"{source}: {', '.join(missing)} missing")
+    smallest = DecoderConfig(vocab_size=2**40, hidden_size=1, num_layers=1, num_heads=1)
+    return override(smallest, values, source)
+
+
+def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
+    """All tensors of a checkpoint folder.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file")
+    try:
+        return load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: damaged or not safetensors: {error}") from None
+
+
+def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Hold tensors against the model's parameters.
+
+    Raises:
+        ConfigError: missing or unexpected names, or other shapes.
+    """
+    problems = [f"{source}: {name} {shape} is missing" for name, shape in shapes.items() if name not in weights]
+    problems += [f"{source}: {name} is not a parameter of the model" for name in weights if name not in shapes]
+    problems += [
+        f"{source}: {name} is {tuple(weights[name].shape)}, the model's is {shape}"
+        for name, shape in shapes.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    if problems:
+        more = [f"{source}: and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise ConfigError(problems[:8] + more)

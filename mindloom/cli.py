@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command line from a dataclass: its fields are the flags, their `option(...)` texts the help."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from mindloom.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+def option(default: Any, help: str) -> Any:
+    """A field that is a flag; `...` as default makes it required."""
+    if default is ...:
+        return dataclasses.field(metadata={"help": help})
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+class _Parser(argparse.ArgumentParser):
+    flags: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        hint = ""
+        if message.startswith("unrecognized arguments: "):
+            hint = did_you_mean(message.split(": ")[1].split()[0].split("=")[0], self.flags)
+        raise ConfigError(f"{message}{hint} (see --help)")
+
+
+def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = None) -> T:
+    """The command line as a `kind`.
+
+    Raises:
+        ConfigError: an unknown flag, a missing one, a value of the wrong type.
+    """
+    parser = _Parser(description=description, allow_abbrev=False)
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        required = field.default is dataclasses.MISSING
+        default = "" if required or field.default in (None, "", False) else f" (default: {field.default})"
+        text = field.metadata["help"].replace("%", "%%") + default
+        flag, hint = "--" + field.name.replace("_", "-"), _without_none(hints[field.name])
+        if hint is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        elif get_origin(hint) is Literal:
+            parser.add_argument(flag, choices=get_args(hint), default=field.default, required=required, help=text)
+        else:
+            parser.add_argument(
+                flag, type=hint, default=field.default, required=required, help=text, metavar=hint.__name__.upper()
+            )
+    parser.flags = [action.option_strings[-1] for action in parser._actions]
+    return kind(**vars(parser.parse_args(argv)))
+
+
+def _without_none(hint: Any) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(option for option in get_args(hint) if option is not type(None))
+    return hint

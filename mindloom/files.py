@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files one process of a job makes and all of them read."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+WAIT_S = 3600.0
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make a file beside `path`, then give it its name: it is complete or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        write(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def made_once(path: Path, is_maker: bool, make: Callable[[Path], None], timeout_s: float = WAIT_S) -> Path:
+    """`path`, made by one process of the job while the others wait. Its name must say what is in it.
+
+    Raises:
+        TimeoutError: it did not appear in time.
+    """
+    if is_maker and not path.exists():
+        write_atomically(path, make)
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} was not made within {timeout_s:.0f} s")
+        time.sleep(0.1)
+    return path

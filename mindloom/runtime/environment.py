@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process's environment: what msrun says, and what MindSpore is to find before it is loaded. No MindSpore here."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+
+def launched_processes() -> int:
+    """Processes of this job, 1 without msrun."""
+    return int(os.environ.get("MS_WORKER_NUM") or 1)
+
+
+def launched_rank() -> int:
+    """Rank of this process, 0 without msrun."""
+    return int(os.environ.get("RANK_ID") or 0)
+
+
+def prepare_environment() -> None:
+    """Quiet logs, and no more threads than this process's share of the cores. A user's own settings stay."""
+    os.environ.setdefault("GLOG_v", "3")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="pkg_resources is deprecated")
+    if (processes := launched_processes()) > 1:
+        threads = max(1, (os.cpu_count() or 1) // processes)
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            os.environ.setdefault(name, str(threads))

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start msrun for a script on this machine, and tell in one breath what went wrong when a worker fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: Path, shown_rank: int) -> int:
+    """Run `script` in `num_processes` workers under msrun; show what `shown_rank` prints. Returns the exit code.
+
+    The logs of all workers are in `log_dir`. After a failure the first failing rank's last lines are shown.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for old in log_dir.glob("worker_*.log"):
+        old.unlink()
+    msrun = Path(sys.executable).with_name("msrun")
+    command = [
+        str(msrun),
+        f"--worker_num={num_processes}",
+        f"--local_worker_num={num_processes}",
+        "--join=True",
+        f"--master_port={free_port()}",
+        f"--log_dir={log_dir}",
+        f"--tail_worker_log={shown_rank}",
+        script,
+        *arguments,
+    ]
+    environment = {**os.environ, "PATH": f"{msrun.parent}:{os.environ.get('PATH', '')}"}
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    assert job.stdout is not None
+    try:
+        while chunk := os.read(job.stdout.fileno(), 1 << 16):
+            text = re.sub(rb"(?m)^Start (worker|scheduler) process.*\n", b"", chunk)
+            sys.stdout.buffer.write(text)
+            sys.stdout.buffer.flush()
+        code = job.wait()
+    except KeyboardInterrupt:
+        job.send_signal(signal.SIGINT)  # msrun ends its workers
+        try:
+            job.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            job.kill()
+        raise
+    if code:
+        print(failure_report(log_dir), file=sys.stderr)
+    return 1 if code else 0
+
+
+def failure_report(log_dir: Path) -> str:
+    """The lines of the workers' logs that say what went wrong, the rank that was lost first."""
+    gone, errors = [], []
+    for log in sorted(log_dir.glob("worker_*.log")):
+        text = log.read_text(encoding="utf-8", errors="replace")
+        gone += re.findall(r"^rank \d+: rank \d+ is gone.*$", text, re.M)
+        if "Traceback (most recent call last)" in text:
+            errors.append((log.stat().st_mtime, log, text[text.index("Traceback (most recent call last)") :]))
+        elif match := re.search(r"^error: .*(\n.*)*", text, re.M):
+            errors.append((log.stat().st_mtime, log, match.group(0)))
+    if errors:
+        _, log, text = min(errors)
+        lines = text.strip().splitlines()
+        return f"{log.stem} failed first ({log}):\n" + "\n".join(lines[:60])
+    return gone[0] if gone else f"the job failed; see the logs in {log_dir}"

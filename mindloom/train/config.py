@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run is told, and every mistake in it that can be found before MindSpore is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mindloom.cli import option
+from mindloom.data.documents import read_documents
+from mindloom.errors import ConfigError
+from mindloom.family import family_module, size_config
+from mindloom.model_config import DecoderConfig, override, read_json_object
+from mindloom.strategy.checks import batch_problems, launch_problems, model_problems
+from mindloom.strategy.config import SINGLE_DEVICE, Strategy
+from mindloom.strategy.loader import load_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run; the flags of tools/train.py."""
+
+    model: str = option("pangu", "model family")
+    size: str = option("tiny", "one of the family's published sizes")
+    config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
+    data: Path = option(..., "text to train on: .jsonl with a `text` field, or plain text with blank lines between documents")
+    tokenizer: Path | None = option(None, "SentencePiece model; without one, one is trained on the data and saved with the run")
+    strategy: Path | None = option(None, "strategy file; without one, one device")
+    output_dir: Path = option(Path("out"), "where metrics, the resolved configuration and the checkpoint go")
+    steps: int = option(50, "optimizer steps")
+    batch_size: int = option(8, "sequences of one step, over all devices")
+    seq_len: int | None = option(None, "tokens of a sequence; the model's longest context without this")
+    accumulate: int = option(1, "parts a step's batch is cut into, one after another, to save memory (pipelines: num_microbatches)")
+    optimizer: Literal["adamw-original", "adamw", "sgd"] = option(
+        "adamw-original", "adamw-original has no bias correction, as PanGu and CodeGeeX were trained"
+    )
+    learning_rate: float | None = option(None, "highest rate; the family's own for this size without it")
+    min_learning_rate: float | None = option(None, "rate at the end of the cosine")
+    warmup_steps: int | None = option(None, "steps of linear warm-up; a tenth of the run, at most 2000, without it")
+    decay_steps: int | None = option(None, "step at which the cosine ends; the run's last without it")
+    weight_decay: float = option(0.1, "on matrices and embeddings")
+    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0 measures it and clips nothing")
+    dropout: float | None = option(None, "dropout rate; the size's own without it")
+    seed: int = option(1, "of initial weights, sample order and dropout")
+    launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.output_dir / "checkpoint"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training configuration that was found right, with what it refers to."""
+
+    config: TrainConfig
+    model: DecoderConfig
+    strategy: Strategy
+    documents: list[str] = dataclasses.field(repr=False)
+    seq_len: int
+    learning_rate: float
+    min_learning_rate: float
+    warmup_steps: int
+    decay_steps: int
+
+
+def check(config: TrainConfig, num_processes: int | None) -> Run:
+    """Everything the run refers to, read and held against each other.
+
+    `num_processes`: launched already; None: as many as the strategy needs will be.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    problems: list[str] = []
+
+    def collect(work, *args):  # type: ignore[no-untyped-def]
+        try:
+            return work(*args)
+        except ConfigError as error:
+            problems.extend(error.problems)
+            return None
+
+    problems += _range_problems(config)
+    model = collect(_model_config, config)
+    strategy = collect(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
+    documents = collect(read_documents, config.data)
+    if config.tokenizer and not config.tokenizer.is_file():
+        problems.append(f"--tokenizer {config.tokenizer}: there is no such file")
+    seq_len = config.seq_len or (model.seq_len if model else 0)
+    if model and not 1 <= seq_len <= model.seq_len:
+        problems.append(f"--seq-len {seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
+    if strategy:
+        problems += launch_problems(strategy, num_processes) if num_processes is not None else []
+        problems += model_problems(strategy, model) if model else []
+        problems += batch_problems(strategy, config.batch_size, seq_len, config.accumulate) if config.batch_size > 0 else []
+    if problems:
+        raise ConfigError(problems)
+    high, low = family_module(config.model, "config").LEARNING_RATES[config.size]
+    return Run(
+        config=config,
+        model=model,
+        strategy=strategy,
+        documents=documents,
+        seq_len=seq_len,
+        learning_rate=high if config.learning_rate is None else config.learning_rate,
+        min_learning_rate=low if config.min_learning_rate is None else config.min_learning_rate,
+        warmup_steps=min(2000, config.steps // 10) if config.warmup_steps is None else config.warmup_steps,
+        decay_steps=config.decay_steps or config.steps,
+    )
+
+
+def _model_config(config: TrainConfig) -> DecoderConfig:
+    model = size_config(config.model, config.size)
+    if config.config:
+        model = override(model, read_json_object(config.config), str(config.config))
+    return model if config.dropout is None else override(model, {"dropout_rate": config.dropout}, "--dropout")
+
+
+def _range_problems(config: TrainConfig) -> list[str]:
+    problems = []
+    for name in ("steps", "batch_size", "accumulate"):
+        if getattr(config, name) < 1:
+            problems.append(f"--{name.replace('_', '-')} must be at least 1, got {getattr(config, name)}")
+    for name in ("learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < float("inf"):
+            problems.append(f"--{name.replace('_', '-')} must not be negative, got {value}")
+    if config.output_dir.exists() and not config.output_dir.is_dir():
+        problems.append(f"--output-dir {config.output_dir} is a file")
+    return problems

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run leaves behind of each step: a line of metrics.jsonl, scalars for TensorBoard, the progress bar."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    """Global, before clipping."""
+    step_time_s: float
+    tokens_per_s: float
+    """Of the whole job."""
+
+
+class MetricsWriter:
+    """Writes the metrics of one run; used by one rank. A context manager."""
+
+    def __init__(self, folder: Path, total_steps: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._events = EventFileWriter(str(folder / "tensorboard"))
+        self._bar = tqdm(total=total_steps, unit="step", file=sys.stdout, ascii=True, mininterval=1.0, dynamic_ncols=True)
+
+    def write(self, metrics: StepMetrics) -> None:
+        values = asdict(metrics)
+        self._lines.write(json.dumps(values) + "\n")
+        self._lines.flush()
+        step = values.pop("step")
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._bar.set_postfix_str(f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:.0f} tokens/s", refresh=False)
+        self._bar.update()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        self._events.close()
+        self._lines.close()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PanGu-alpha's tokenizer: jieba's words, then SentencePiece.
+
+Source: pcl_pangu 1.2.6.2 tokenizer/tokenization_jieba.py. Lossy by design: full-width punctuation folds to half-width,
+tabs and carriage returns vanish, what the model has no piece for becomes <unk>.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jieba
+import sentencepiece
+
+from mindloom.errors import ConfigError
+
+jieba.setLogLevel(logging.WARNING)
+
+SPACE, NEWLINE = "\u2582", "\u2583"
+# Ids 0..9 of the released vocabulary, in order; a trained one keeps them.
+SPECIAL = ("<unk>", "<s>", "</s>", NEWLINE, SPACE, "<sep>", "<pad>", "<mask>", "<eod>", "<eot>")
+
+
+class PanGuTokenizer:
+    """Reads a SentencePiece model file (the released vocab.model, or one of `train_tokenizer`)."""
+
+    eod_id = 9
+    pad_id = 6
+
+    def __init__(self, model_path: str | Path):
+        self.model_path = Path(model_path)
+        if not self.model_path.is_file():
+            raise ConfigError(f"{model_path}: there is no such tokenizer model")
+        try:
+            self._pieces = sentencepiece.SentencePieceProcessor(model_file=str(model_path))
+        except (RuntimeError, OSError):
+            raise ConfigError(f"{model_path}: not a SentencePiece model") from None
+
+    @property
+    def vocab_size(self) -> int:
+        return self._pieces.get_piece_size()
+
+    def encode(self, text: str) -> list[int]:
+        return self._pieces.encode(segment(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text = self._pieces.decode([int(i) for i in ids])
+        return text.replace(" ", "").replace(SPACE, " ").replace(NEWLINE, "\n")
+
+
+def segment(text: str) -> str:
+    """Words with spaces between, white space as visible signs: what SentencePiece is given."""
+    words = jieba.cut(text, cut_all=False)
+    return " ".join(word.replace(" ", SPACE).replace("\n", NEWLINE) for word in words)
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
+    """A SentencePiece unigram model of at most `vocab_size` pieces, in the released vocabulary's form.
+
+    Raises:
+        ConfigError: `vocab_size` leaves no room for characters.
+    """
+    lines = [segment(line) for document in documents for line in document.split("\n") if line.strip()]
+    counts = Counter(character for line in lines for character in line if not character.isspace())
+    room = int(0.8 * vocab_size) - len(SPECIAL)  # the rest is for pieces of several characters
+    if room < 1:
+        raise ConfigError(f"a vocabulary of {vocab_size} is too small for {len(SPECIAL)} special pieces and characters")
+    # SentencePiece wants a piece for 98 % of the text's characters at least; what does not fit is not shown to it.
+    rare = {ord(character): None for character, _ in counts.most_common()[room:]}
+    lines = [line.translate(rare) for line in lines]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        character_coverage=1.0,
+        user_defined_symbols=list(SPECIAL[3:]),
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        num_threads=1,
+        input_sentence_size=200_000,
+        shuffle_input_sentence=True,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+Tokenizer = PanGuTokenizer

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a model, on one device or as a strategy file says.
+
+    python tools/train.py --data corpus.jsonl --steps 50
+    python tools/train.py --data corpus.jsonl --strategy parallel_configs/pangu_tiny_dp2_tp2.yaml --launch
+    msrun --worker_num=4 --local_worker_num=4 --join=True tools/train.py --data corpus.jsonl --strategy ...
+"""
+
+import sys
+from importlib import import_module
+
+from mindloom.cli import parse_args
+from mindloom.errors import run_tool
+from mindloom.runtime.environment import launched_processes, prepare_environment
+from mindloom.runtime.launch import launch
+from mindloom.train.config import TrainConfig, check
+
+
+def main() -> int:
+    config = parse_args(TrainConfig, __doc__)
+    run = check(config, None if config.launch else launched_processes())
+    if config.launch:
+        arguments = [argument for argument in sys.argv[1:] if argument != "--launch"]
+        mesh = run.strategy.mesh
+        last_stage = (mesh.pp - 1) * mesh.dp * mesh.tp
+        return launch(__file__, arguments, mesh.size, config.output_dir / "logs", shown_rank=last_stage)
+    prepare_environment()
+    import_module("mindloom.train.trainer").train(run)  # loads MindSpore, which the checks above do without
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)

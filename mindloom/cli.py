@@ -21,6 +21,11 @@ def option(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+def argument(help: str) -> Any:
+    """A field that is given by its place on the command line."""
+    return dataclasses.field(metadata={"help": help, "positional": True})
+
+
 class _Parser(argparse.ArgumentParser):
     flags: Sequence[str] = ()
 
@@ -37,22 +42,25 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
     Raises:
         ConfigError: an unknown flag, a missing one, a value of the wrong type.
     """
-    parser = _Parser(description=description, allow_abbrev=False)
+    parser = _Parser(
+        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         required = field.default is dataclasses.MISSING
         default = "" if required or field.default in (None, "", False) else f" (default: {field.default})"
         text = field.metadata["help"].replace("%", "%%") + default
-        flag, hint = "--" + field.name.replace("_", "-"), _without_none(hints[field.name])
-        if hint is bool:
+        flag, hint = "--" + field.name.rstrip("_").replace("_", "-"), _without_none(hints[field.name])
+        common: dict[str, Any] = {"default": field.default, "required": required, "dest": field.name, "help": text}
+        if "positional" in field.metadata:
+            parser.add_argument(field.name, type=hint, metavar=field.name.upper(), help=text)
+        elif hint is bool:
             parser.add_argument(flag, action="store_true", help=text)
         elif get_origin(hint) is Literal:
-            parser.add_argument(flag, choices=get_args(hint), default=field.default, required=required, help=text)
+            parser.add_argument(flag, choices=get_args(hint), **common)
         else:
-            parser.add_argument(
-                flag, type=hint, default=field.default, required=required, help=text, metavar=hint.__name__.upper()
-            )
-    parser.flags = [action.option_strings[-1] for action in parser._actions]
+            parser.add_argument(flag, type=hint, metavar=hint.__name__.upper(), **common)
+    parser.flags = [action.option_strings[-1] for action in parser._actions if action.option_strings]
     return kind(**vars(parser.parse_args(argv)))
 
 

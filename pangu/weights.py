@@ -4,7 +4,8 @@
 Source: PanguAlpha pytorch tools/change_MspCkpt_ToMgt.py, pcl_pangu src/pangu_alpha.py.
 """
 
-from mindloom.checkpoint.naming import Name, expand
+from mindloom.model_config import DecoderConfig
+from mindloom.naming import Name, expand
 
 _LAYER = {  # ours: (Megatron's, MindSpore's leaf, whether MindSpore stores it as (in, out))
     "attention_norm.weight": ("input_layernorm.weight", "layernorm1.gamma", False),
@@ -53,8 +54,8 @@ TABLES = {
         0, "language_model.", "language_model.transformer.layers.{i}.", "language_model.transformer.topQueryLayer."
     ),
     "mindspore": _table(1, "backbone.", "backbone.blocks.{i}.", "backbone.top_query_layer."),
-    "ours": {ours: Name(ours) for table in (_WHOLE, *({f"layers.{{i}}.{k}": 0, f"query_layer.{k}": 0} for k in _LAYER)) for ours in table},
 }
+TABLES["ours"] = {ours: Name(ours) for ours in TABLES["megatron"]}
 
 # Other spellings seen in published files, rewritten before the table is read.
 ALIASES = {
@@ -69,3 +70,25 @@ ALIASES = {
 def names(dialect: str, num_layers: int) -> dict[str, Name]:
     """Our parameter name -> its name (and transposition) in `dialect`, for a model of `num_layers` (query included)."""
     return expand(TABLES[dialect], num_layers - 1)
+
+
+def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each of our parameters."""
+    d, ffn = config.hidden_size, config.ffn_hidden_size
+    square, vector = (d, d), (d,)
+    special = {
+        "embedding.word.weight": (config.vocab_size, d),
+        "embedding.position.weight": (config.seq_len, d),
+        "query_embedding.table.weight": (config.seq_len, d),
+        "mlp.up.weight": (ffn, d),
+        "mlp.up.bias": (ffn,),
+        "mlp.down.weight": (d, ffn),
+    }
+
+    def shape(name: str) -> tuple[int, ...]:
+        leaf = name if name in special else ".".join(name.split(".")[-3:])
+        if leaf in special:
+            return special[leaf]
+        return vector if name.endswith("bias") or "norm" in name else square
+
+    return {name: shape(name) for name in names("ours", config.num_layers)}

@@ -28,10 +28,15 @@ class Program:
             self.cell = nn.GraphCell(ms.load(str(path)))
         owners = {parameter.name: parameter for parameter in cell.get_parameters()}
         materialize(owners.values(), graph)
-        for parameter in self.cell.get_parameters():
-            parameter.set_data(owners[parameter.name])  # one storage from now on: a write by either is seen by both
+        # One storage from now on: a write by either is seen by both.
+        self._pairs = [(parameter, owners[parameter.name]) for parameter in self.cell.get_parameters()]
+        for parameter, owner in self._pairs:
+            parameter.set_data(owner)
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
+        for parameter, owner in self._pairs:
+            if parameter.data_ptr() != owner.data_ptr():  # the owner was given new data, as a learning rate is
+                parameter.set_data(owner)
         return self.cell(*inputs)
 
 

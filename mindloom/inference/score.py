@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits and loss of given token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from mindspore import Tensor
+from numpy.typing import NDArray
+
+from mindloom.data.batch import document_positions
+from mindloom.inference.model import load_model
+from mindloom.model_config import DecoderConfig
+from mindloom.runtime.engine import Engine
+from mindloom.strategy.config import Strategy
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model says of token ids (B, N)."""
+
+    logits: NDArray[np.float32]
+    """(B, T, V), T = N or, where N is one more than the model's context, N - 1."""
+    loss: float
+    """Mean of -log p over the N - 1 ids that follow another, those after `loss_ignore_id` aside."""
+    num_tokens: int
+    """Ids the loss is taken over."""
+
+
+def score(
+    folder: Path, family: str, config: DecoderConfig, strategy: Strategy, ids: NDArray[np.integer], eod_id: int | None
+) -> Score | None:
+    """Run the model over whole rows. `eod_id`: documents end there, attention and positions start anew; None: one a row.
+
+    None on the ranks that do not hold the logits: all but the last stage's first.
+    """
+    engine = Engine(strategy)
+    net = load_model(folder, family, config, strategy)
+    tokens = ids[:, : config.seq_len].astype(np.int32)
+    output = engine.run(net, Tensor(tokens), Tensor(document_positions(tokens, eod_id)))
+    if engine.rank != (strategy.mesh.pp - 1) * strategy.mesh.dp * strategy.mesh.tp:
+        return None
+    logits: NDArray[np.float32] = output.asnumpy().reshape(*tokens.shape, config.vocab_size)
+    inputs, labels = ids[:, :-1], ids[:, 1:]
+    counted = inputs != config.loss_ignore_id
+    nll = negative_log_likelihood(logits[:, : labels.shape[1]], labels)
+    return Score(logits, float((nll * counted).sum() / max(1, counted.sum())), int(counted.sum()))
+
+
+def negative_log_likelihood(logits: NDArray[np.float32], labels: NDArray[np.integer]) -> NDArray[np.float64]:
+    """-log softmax(logits)[label], (B, T), in float64."""
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    picked = np.take_along_axis(shifted, labels[..., None].astype(np.int64), -1)[..., 0]
+    return np.log(np.exp(shifted).sum(-1)) - picked

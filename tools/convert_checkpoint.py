@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convert a checkpoint between the published namings and ours.
+
+    python tools/convert_checkpoint.py --model pangu --from megatron --to ours --size 2.6b weights.npz checkpoint/
+    python tools/convert_checkpoint.py --model pangu --from ours --to mindspore checkpoint/ weights.ckpt
+
+Ours is a folder (safetensors and config.json); the others are .npz or MindSpore .ckpt files.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Literal
+
+from mindloom.checkpoint.io import check_weights, config_from, load_config, save_checkpoint
+from mindloom.cli import argument, option, parse_args
+from mindloom.errors import ConfigError, run_tool
+from mindloom.family import family_module, size_config
+from mindloom.model_config import DecoderConfig, override, read_json_object
+from mindloom.runtime.environment import prepare_environment
+
+Dialect = Literal["megatron", "mindspore", "ours"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    input: Path = argument("file or folder to read")
+    output: Path = argument("file or folder to write")
+    model: str = option("pangu", "model family")
+    from_: Dialect = option(..., "naming of IN")
+    to: Dialect = option(..., "naming of OUT")
+    size: str | None = option(None, "published size, for what weights cannot tell: heads, activation, token ids")
+    config: Path | None = option(None, "JSON file with such fields: num_heads, activation, eod_id, ...")
+
+
+def model_config(config: ConvertConfig, dimensions: dict[str, int]) -> DecoderConfig:
+    """Dimensions from the weights; the rest from --size, --config, or our own config.json."""
+    values: dict[str, object] = {}
+    if config.from_ == "ours":
+        values = load_config(config.input)[1].to_dict()
+    elif config.size:
+        values = size_config(config.model, config.size).to_dict()
+    base = None if not values else config_from({**values, **dimensions}, str(config.input))
+    given = read_json_object(config.config) if config.config else {}
+    for name, size in dimensions.items():
+        if name in given and given[name] != size:
+            raise ConfigError(f"{config.config}: {name} is {given[name]}, but the weights say {size}")
+    if base:
+        return override(base, given, str(config.config))
+    if "num_heads" not in given:
+        raise ConfigError(f"{config.input}: weights do not tell the number of heads; give --size, or num_heads in --config")
+    return config_from({**given, **dimensions}, str(config.config))
+
+
+def main() -> int:
+    config = parse_args(ConvertConfig, __doc__)
+    weights = family_module(config.model, "weights")
+    prepare_environment()
+    convert = import_module("mindloom.checkpoint.convert")  # loads MindSpore, for .ckpt files
+    if config.to != "ours" and config.output.suffix not in (".npz", ".ckpt"):
+        raise ConfigError(f"{config.output}: the {config.to} naming is written to a .npz or .ckpt file")
+    if config.to == "ours" and config.output.exists() and not (config.output / "config.json").is_file():
+        raise ConfigError(f"{config.output}: exists and is no checkpoint folder; choose another name")
+    source = convert.rename_aliases(convert.read_tensors(config.input), weights.ALIASES.get(config.from_, {}))
+    num_layers = convert.count_layers(source, weights.TABLES[config.from_]) + 1
+    ours = convert.to_ours(source, weights.names(config.from_, num_layers), str(config.input))
+    model = model_config(config, convert.dimensions(ours))
+    check_weights(ours, weights.shapes(model), str(config.input))
+    if config.to == "ours":
+        save_checkpoint(config.output, ours, config.model, model)
+    else:
+        convert.write_tensors(config.output, convert.from_ours(ours, weights.names(config.to, num_layers)))
+    print(f"{config.output}: {len(ours)} tensors, {sum(value.size for value in ours.values()):,} parameters")
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -16,7 +16,7 @@ SIZES = {
 
 # Learning rate at its highest and at the end. Source: PMS / MindSpore models' Pangu_alpha configurations.
 LEARNING_RATES = {
-    "tiny": (3e-3, 3e-4),
+    "tiny": (1e-3, 1e-4),
     "350m": (1e-4, 1e-6),
     "1.3b": (1e-4, 1e-6),
     "2.6b": (1e-4, 1e-6),

@@ -24,7 +24,7 @@ def load_model(folder: Path, family: str, config: DecoderConfig, strategy: Strat
     net: nn.Cell = family_module(family, "model").Model(config)
     shapes = {parameter.name: tuple(parameter.shape) for parameter in net.get_parameters()}
     check_weights(weights, shapes, str(folder / WEIGHTS))
-    parallelize(net, strategy)
+    parallelize(net, strategy, whole=False)
     for parameter in net.get_parameters():
         parameter.set_data(Tensor(weights[parameter.name], dtype=parameter.dtype))
     return net.set_train(False)

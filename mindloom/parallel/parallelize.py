@@ -25,8 +25,10 @@ from mindloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_
 from mindloom.strategy.stages import recomputed_layers, stage_of_layers
 
 
-def parallelize(net: nn.Cell, strategy: Strategy) -> Report:
+def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
     """Change `net`, a training or inference network written for one device, to run as `strategy` says.
+
+    `whole=False`: `net` is a part of what the rules are for (a model without its loss), so some may match nothing.
 
     Optimizer parallel and the number of stages are MindSpore settings of the whole process: `runtime` makes them.
 
@@ -35,7 +37,7 @@ def parallelize(net: nn.Cell, strategy: Strategy) -> Report:
     """
     found = operators(net)
     layers = _matching(net, strategy.rules.layers)
-    _check(net, strategy, found, layers)
+    _check(net, strategy, found, layers, whole)
     owners = apply_rules(found, strategy.rules.operators, strategy.mesh)
     recomputed = [layers[i] for i in recomputed_layers(len(layers), strategy)]
     cells = dict(net.cells_and_names())
@@ -74,12 +76,13 @@ def _matching(net: nn.Cell, patterns: Sequence[str]) -> list[str]:
     return [path for pattern in patterns for path in paths if path_matches(pattern, path)]
 
 
-def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: Sequence[str]) -> None:
+def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: Sequence[str], whole: bool) -> None:
     rules, mesh = strategy.rules, strategy.mesh
     problems = [
         f"{rule.source}: {rule.pattern} matches no operator of {type(net).__name__}; correct the path, "
         "or write it with a trailing ? if it is for other models"
         for rule in unmatched_rules(found, rules.operators)
+        if whole
     ]
     for use in parameter_uses(found):
         for rule in rules.operators:

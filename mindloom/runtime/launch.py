@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 
 def free_port() -> int:
@@ -43,10 +44,10 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     assert job.stdout is not None
     try:
-        while chunk := os.read(job.stdout.fileno(), 1 << 16):
-            text = re.sub(rb"(?m)^Start (worker|scheduler) process.*\n", b"", chunk)
-            sys.stdout.buffer.write(text)
-            sys.stdout.buffer.flush()
+        for line in iter(lambda: _read_piece(job.stdout), b""):
+            if not line.startswith((b"Start worker process", b"Start scheduler process")):  # msrun's own chatter
+                sys.stdout.buffer.write(line)
+                sys.stdout.buffer.flush()
         code = job.wait()
     except KeyboardInterrupt:
         job.send_signal(signal.SIGINT)  # msrun ends its workers
@@ -58,6 +59,16 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
     if code:
         print(failure_report(log_dir), file=sys.stderr)
     return 1 if code else 0
+
+
+def _read_piece(stream: IO[bytes]) -> bytes:
+    """The next line; a progress bar's carriage return ends one too."""
+    piece = bytearray()
+    while byte := stream.read(1):
+        piece += byte
+        if byte in b"\r\n":
+            break
+    return bytes(piece)
 
 
 def failure_report(log_dir: Path) -> str:

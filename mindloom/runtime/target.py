@@ -41,7 +41,7 @@ class _Communicator:
 
     def enter(self, rank: int, size: int) -> None:
         self.rank = rank
-        self.groups = {WORLD: list(range(size))}
+        self.groups[WORLD] = list(range(size))  # the others' names stand for their ranks: MindSpore creates each once
 
     def register(self) -> None:
         lib = Path(ms.__file__).parent / "lib"

@@ -93,10 +93,10 @@ def model_problems(strategy: Strategy, config: DecoderConfig) -> list[str]:
     return problems
 
 
-def batch_problems(strategy: Strategy, batch_size: int, seq_len: int, accumulate: int = 1) -> list[str]:
-    """The mesh against the sequences of one step and their length."""
+def batch_problems(strategy: Strategy, batch_size: int, seq_len: int, accumulate: int = 1, training: bool = True) -> list[str]:
+    """The mesh against the sequences of one step and their length. Inference knows no microbatches."""
     mesh = strategy.mesh
-    microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 else accumulate
+    microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 and training else accumulate
     parts = microbatches * mesh.dp
     problems = []
     if mesh.pp > 1 and accumulate > 1:

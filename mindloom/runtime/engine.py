@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.runtime.transport import Transport
 from mindloom.strategy.checks import launch_problems
 from mindloom.strategy.config import Strategy
+
+
+_engine_count = itertools.count()
 
 
 def device_target() -> str:
@@ -59,7 +63,8 @@ class Engine:
         if os.environ.get("MS_ROLE") == "MS_SCHED":
             sys.exit(0)  # CPU processes find each other without msrun's scheduler
         ms.set_device("CPU")
-        job = f"{os.environ.get('MS_SCHED_PORT', '0')}-{os.getppid()}"
+        # msrun is the parent of all workers; a process that starts a second engine does so on every rank.
+        job = f"{os.environ.get('MS_SCHED_PORT', '0')}-{os.getppid()}-{next(_engine_count)}"
         self.transport = Transport(self.rank, self.strategy.mesh.size, job)
         atexit.register(self.transport.close)
 
@@ -128,3 +133,8 @@ class Engine:
         holders = [rank for rank in ranks_of_stage if layout.operator_slices(shape, rank) == mine]
         group = self.groups[layout.optimizer_group] if layout.optimizer_group else [self.rank]
         return layout.slices(shape, self.rank, self.groups) if min(holders) in group else None
+
+    def close(self) -> None:
+        """Leave the job in good order; also done when the process ends."""
+        if self.transport is not None:
+            self.transport.close()

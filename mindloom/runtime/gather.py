@@ -39,7 +39,7 @@ def gather_whole(
             continue
         slices = engine.slices_to_write(parameter.name, report.of(parameter.name))
         if slices is not None:
-            parts[parameter.name] = np.ascontiguousarray(parameter.asnumpy())
+            parts[parameter.name] = parameter.asnumpy().copy()  # the graph writes on into its own
             places[parameter.name] = [(s.start, s.stop) for s in slices]
     if engine.strategy.mesh.size == 1:
         return parts

@@ -138,7 +138,7 @@ def _describe(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(map(str, get_args(hint)))
     if get_origin(hint) is list:
-        return f"a list of {_describe(get_args(hint)[0])}s"
+        return f"a list of {_describe(get_args(hint)[0]).removeprefix('a ')}s"
     if dataclasses.is_dataclass(hint):
         return "{" + ", ".join(f"{f.name}: ..." for f in dataclasses.fields(hint)) + "}"
     names = {int: "a whole number", float: "a positive number", bool: "true or false", str: "a text"}

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests share: the repository's root, outside data, and jobs in processes of their own."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+CONFIGS = ROOT / "parallel_configs"
+
+os.environ.setdefault("GLOG_v", "3")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a process left behind."""
+
+    code: int
+    output: str
+    """stdout and stderr together."""
+    logs: dict[int, str]
+    """Of each worker, for msrun jobs."""
+
+
+def run(*arguments, cwd=ROOT, timeout=300, env=None) -> Outcome:
+    """Run this Python with `arguments`."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+    )
+    return Outcome(done.returncode, done.stdout + done.stderr, {})
+
+
+def msrun_command(num_processes: int, log_dir: Path, *arguments) -> list[str]:
+    from mindloom.runtime.launch import free_port  # noqa: PLC0415 (tests of strategies run without it)
+
+    return [
+        str(Path(sys.executable).with_name("msrun")),
+        f"--worker_num={num_processes}",
+        f"--local_worker_num={num_processes}",
+        "--join=True",
+        f"--master_port={free_port()}",
+        f"--log_dir={log_dir}",
+        *map(str, arguments),
+    ]
+
+
+def msrun_env() -> dict[str, str]:
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def msrun(num_processes: int, log_dir: Path, *arguments, timeout=300, cwd=ROOT) -> Outcome:
+    """Run a script in several processes, as the README tells users to."""
+    done = subprocess.run(
+        msrun_command(num_processes, log_dir, *arguments),
+        cwd=cwd,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        env=msrun_env(),
+        stdin=subprocess.DEVNULL,
+    )
+    logs = {rank: (log_dir / f"worker_{rank}.log").read_text(encoding="utf-8") for rank in range(num_processes)}
+    return Outcome(done.returncode, done.stdout + done.stderr, logs)
+
+
+def shared(path: str) -> Path:
+    """A file of the data beside the project; the test is skipped where it is absent."""
+    if not (SHARED / path).exists():
+        pytest.skip(f"no {path} beside the project")
+    return SHARED / path
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a file of the test's own; returns its path."""
+
+    def write_file(name: str, text: str | bytes) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write_file

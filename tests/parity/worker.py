@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains PanGu tiny under each given case and writes what it did, for test_equal_to_one_device.
+
+    worker.py OUT CASE ...      a case is a strategy file, then options: +clip, +accumulate, +after_query
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from mindloom.data.batch import make_batch
+from mindloom.parallel.parallelize import parallelize, wrap
+from mindloom.parallel.step import TrainStep
+from mindloom.runtime.engine import Engine
+from mindloom.runtime.gather import gather_whole
+from mindloom.strategy.config import SINGLE_DEVICE
+from mindloom.strategy.loader import load_strategy
+from mindloom.train.optim import SGD, AdamW
+from pangu.config import SIZES
+from pangu.model import PanGuWithLoss
+
+STEPS, BATCH = 5, 8
+CONFIG = dataclasses.replace(SIZES["tiny"], vocab_size=128, hidden_size=64, seq_len=32)
+
+
+def batches():
+    """Random tokens in documents of several lengths, with positions that are not trained on."""
+    rng = np.random.RandomState(0)
+    for _ in range(STEPS):
+        samples = rng.randint(10, CONFIG.vocab_size, (BATCH, CONFIG.seq_len + 1))
+        samples[rng.rand(*samples.shape) < 0.08] = CONFIG.eod_id
+        samples[:3, 20:] = CONFIG.loss_ignore_id  # unequal in the parts of the batch
+        yield [Tensor(a) for a in make_batch(samples, CONFIG.eod_id, CONFIG.loss_ignore_id)]
+
+
+def run(case: str, optimizer_type, out: Path) -> dict:
+    path, *options = case.split("+")
+    strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
+    accumulate = 2 if "accumulate" in options else 1
+    config = dataclasses.replace(CONFIG, final_norm="after_query" if "after_query" in options else "before_query")
+    engine = Engine(strategy)
+    ms.set_seed(3)
+    net = PanGuWithLoss(config)
+    report = parallelize(net, strategy)
+    optimizer = optimizer_type(net.trainable_params())
+    step = TrainStep(
+        wrap(net, strategy, accumulate),
+        optimizer,
+        report,
+        engine.rank,
+        engine.all_reduce(),
+        max_grad_norm=0.5 if "clip" in options else None,
+        accumulate=accumulate,
+    ).set_train()
+    losses, norms, tensors = [], [], {}
+    for index, batch in enumerate(batches()):
+        optimizer.prepare(index + 1, 1e-3 if optimizer_type is AdamW else 0.1)
+        loss, norm = engine.run(step, *batch)
+        losses.append(float(loss.asnumpy().reshape(())))
+        norms.append(float(norm.asnumpy().reshape(())))
+        if index == 0 and optimizer_type is AdamW:  # m = (1 - beta1) g after the first step
+            tensors = gather_whole(step, engine, report, out / "parts", lambda name: name.startswith("adam_m."))
+    if optimizer_type is SGD:
+        tensors = gather_whole(step, engine, report, out / "parts", lambda name: name.startswith("model."))
+    label = f"{Path(path).stem}{''.join('+' + o for o in options)}.{optimizer_type.__name__}"
+    if tensors is not None:
+        np.savez(out / f"{label}.npz", **tensors)
+    reporter = (strategy.mesh.pp - 1) * strategy.mesh.dp * strategy.mesh.tp
+    if engine.rank == reporter:
+        (out / f"{label}.json").write_text(json.dumps({"losses": losses, "norms": norms}))
+    check_report(report, engine)
+    engine.close()
+
+
+def check_report(report, engine):
+    """What `parallelize` foresaw is what the compiler did."""
+    for program in engine._programs.values():
+        for parameter in report.parameters:
+            found = program.graph.parameters.get(parameter.name)
+            if found is not None and parameter.stage == engine.strategy.mesh.coordinate(engine.rank, "pp"):
+                assert found == parameter.local_shape, (parameter, found)
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    for case in sys.argv[2:]:
+        for optimizer_type in (AdamW, SGD):
+            run(case, optimizer_type, out)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The house's rules about who may import whom, and what a model may know."""
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+PACKAGES = {
+    "nn": {"model_config", "errors"},
+    "strategy": {"model_config", "errors"},
+    "data": {"errors"},
+    "parallel": {"strategy", "errors"},
+    "runtime": {"parallel", "strategy", "errors", "files"},
+    "checkpoint": {"strategy", "model_config", "errors", "files", "naming"},
+    "train": {"checkpoint", "data", "parallel", "runtime", "strategy", "cli", "errors", "family", "files", "log", "model_config"},
+    "inference": {"checkpoint", "data", "parallel", "runtime", "strategy", "errors", "family", "model_config"},
+}
+FAMILIES = ("pangu",)
+
+
+def modules(folder):
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imports(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_what_lies_below_it(package):
+    for path in modules(f"mindloom/{package}"):
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "mindloom" and len(parts) > 1 and parts[1] != package:
+                assert parts[1] in PACKAGES[package], f"{path.name} imports {name}"
+            assert parts[0] not in FAMILIES, f"{path.name} imports the family {name}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_imports_only_model_parts(family):
+    allowed = ("mindloom.nn", "mindloom.data", "mindloom.model_config", "mindloom.naming", "mindloom.errors")
+    for path in modules(family):
+        for name in imports(path):
+            if name.split(".")[0] == "mindloom":
+                assert name.startswith(allowed), f"{path} imports {name}"
+            assert name.split(".")[0] == family or name.split(".")[0] not in FAMILIES
+
+
+@pytest.mark.parametrize("folder", [*FAMILIES, "mindloom/nn"])
+def test_a_model_knows_no_parallel_word(folder):
+    for path in modules(folder):
+        names = {n.id for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Name)}
+        names |= {n.attr for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Attribute)}
+        assert not [n for n in names if re.search(r"shard|mesh|(^|_)rank|stage|parallel", n, re.I)], path
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["mindloom", "mindloom.strategy.loader", "mindloom.strategy.stages", "mindloom.train.config", "pangu.config"],
+)
+def test_strategies_and_checks_load_no_mindspore(module):
+    code = f"import sys, {module}; sys.exit('mindspore' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", [p for f in ("mindloom", "pangu", "tools", "tests", "examples") for p in modules(f)], ids=str)
+def test_every_file_has_a_licence_line_and_stays_readable(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+    assert text.count("\n") <= 500

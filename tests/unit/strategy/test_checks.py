@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+from mindloom.model_config import DecoderConfig
+from mindloom.strategy.checks import batch_problems, launch_problems, model_problems
+from mindloom.strategy.config import Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.mesh import Mesh
+
+MODEL = DecoderConfig(vocab_size=40, hidden_size=24, num_layers=4, num_heads=12)
+
+
+def strategy(pp=1, dp=1, tp=1, **settings):
+    return Strategy(mesh=Mesh(pp=pp, dp=dp, tp=tp), source="s.yaml", lines={"mesh": 1}, **settings)
+
+
+def test_a_mesh_of_another_size_than_the_job_names_both():
+    (problem,) = launch_problems(strategy(dp=2, tp=2), 8)
+    assert "pp 1 x dp 2 x tp 2 = 4 processes, but 8 processes were launched" in problem
+    assert "--worker_num=4" in problem
+
+
+def test_a_dimension_tp_does_not_divide_comes_with_the_nearest_degrees_that_do():
+    problems = model_problems(strategy(tp=5), MODEL)
+    assert "s.yaml:1: mesh.tp = 5 does not divide num_heads = 12; nearest that do: 4 and 6" in problems
+    assert any("hidden_size = 24; nearest that do: 4 and 6" in p for p in problems)
+    assert not any("vocab_size" in p for p in problems)
+
+
+def test_more_stages_than_layers():
+    (problem,) = model_problems(strategy(pp=5, pipeline=Pipeline(num_microbatches=5)), MODEL)
+    assert "mesh.pp = 5 stages are more than the 4 layers" in problem
+
+
+def test_stage_sizes_must_add_up_to_the_layers():
+    (problem,) = model_problems(strategy(pp=2, pipeline=Pipeline(num_microbatches=2, stages=Stages(num_layers=[2, 3]))), MODEL)
+    assert "adds up to 5, but the model has 4 layers" in problem
+
+
+def test_a_recomputed_layer_must_exist():
+    (problem,) = model_problems(strategy(recompute=Recompute(layers=[1, 4])), MODEL)
+    assert "layer 4 does not exist; the last is 3" in problem
+
+
+def test_a_batch_that_cannot_be_cut_comes_with_the_nearest_that_can():
+    (problem,) = batch_problems(strategy(pp=2, dp=2, pipeline=Pipeline(num_microbatches=4)), 12, 64)
+    assert "a batch of 12 sequences is not divisible by dp 2 x 4 microbatches = 8; use 8 or 16" in problem
+
+
+def test_a_pipeline_does_not_accumulate_twice():
+    (problem,) = batch_problems(strategy(pp=2, pipeline=Pipeline(num_microbatches=2)), 8, 64, accumulate=2)
+    assert "raise that instead" in problem
+
+
+def test_what_fits_has_no_problem():
+    fitting = strategy(pp=2, dp=2, tp=2, pipeline=Pipeline(num_microbatches=4))
+    assert launch_problems(fitting, 8) + model_problems(fitting, MODEL) + batch_problems(fitting, 16, 64) == []

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from mindloom.errors import ConfigError
+from mindloom.strategy.loader import load_strategy
+
+RULES = "operators:\n  up.matmul: [[dp, ~], [tp, ~]]\n  norm: [[[dp, sp], ~]]\n"
+
+
+@pytest.fixture
+def problems(write):
+    def read(text, rules=RULES):
+        write("rules.yaml", rules)
+        with pytest.raises(ConfigError) as caught:
+            load_strategy(write("s.yaml", text))
+        return [problem[problem.index("s.yaml") :] if "s.yaml" in problem else problem for problem in caught.value.problems]
+
+    return read
+
+
+def test_a_file_becomes_a_strategy(write):
+    write("rules.yaml", RULES)
+    strategy = load_strategy(write("s.yaml", "mesh: {dp: 2, tp: 4}\nrules: rules.yaml\noptimizer_parallel: {axis: dp}\n"))
+    assert (strategy.mesh.size, strategy.mesh.dp, strategy.mesh.tp) == (8, 2, 4)
+    assert strategy.optimizer_parallel is not None
+    assert strategy.rules.operators[0].inputs == ((("dp",), ()), (("tp",), ()))
+
+
+@pytest.mark.parametrize(("on", "dim"), [("true", ("dp", "tp")), ("false", ("dp",))])
+def test_sp_is_tp_with_sequence_parallel_and_nothing_without(write, on, dim):
+    write("rules.yaml", RULES)
+    strategy = load_strategy(write("s.yaml", f"mesh: {{tp: 2}}\nrules: rules.yaml\nsequence_parallel: {on}\n"))
+    assert strategy.rules.operators[1].inputs[0][0] == dim
+
+
+def test_rules_in_place_are_added_to_their_base_and_win(write):
+    write("rules.yaml", RULES)
+    text = "mesh: {tp: 2}\nrules:\n  base: rules.yaml\n  layers: [blocks.*]\n  operators:\n    up.matmul: [[~, ~], [~, ~]]\n"
+    rules = load_strategy(write("s.yaml", text)).rules
+    assert rules.layers == ("blocks.*",)
+    assert [rule.pattern for rule in rules.operators] == ["up.matmul", "norm", "up.matmul"]
+
+
+def test_all_problems_come_at_once_with_file_line_and_key(problems):
+    found = problems("mesh: {tpp: 2}\nrules: rules.yaml\nrecompute: {layers: some}\nsequence_paralel: true\n")
+    assert found[0].startswith("s.yaml:4: sequence_paralel is unknown; did you mean sequence_parallel?")
+    assert found[1].startswith("s.yaml:1: mesh.tpp is unknown; did you mean tp?")
+    assert "s.yaml:3: recompute.layers must be all or a list of whole numbers, got 'some'" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mesh: {dp: 0}", "s.yaml:1: mesh.dp must be at least 1, got 0"),
+        ("mesh: {dp: two}", "s.yaml:1: mesh.dp must be a whole number, got 'two'"),
+        ("mesh: {cp: 2}", "s.yaml:1: mesh.cp is reserved and must be 1, got 2"),
+        ("mesh: {pp: 4}\npipeline: {num_microbatches: 2}", "s.yaml:2: pipeline.num_microbatches = 2 is fewer than the 4 stages"),
+        ("mesh: {dp: 4}\npipeline: {num_microbatches: 2}", "s.yaml:2: pipeline has no effect at mesh.pp = 1"),
+        ("mesh: {tp: 4}\noptimizer_parallel: {axis: dp}", "s.yaml:2: optimizer_parallel has no effect at mesh.dp = 1"),
+        ("mesh: {dp: 4}\nsequence_parallel: true", "s.yaml:2: sequence_parallel has no effect at mesh.tp = 1"),
+        ("mesh: {dp: 6}\noptimizer_parallel: {shard_size: 4}", "possible: 2, 3, 6"),
+        ("mesh: {pp: 2}\npipeline: {num_microbatches: 4, stages: {num_layers: [3]}}", "has 1 entries for 2 stages"),
+        ("mesh: {dp: 2}\nmesh: {dp: 4}", "s.yaml:2: mesh is given twice"),
+        ("mesh: [2, 2]", "s.yaml:1: mesh must be a mapping of keys"),
+        ("mesh: {dp: 2", "s.yaml:1: not YAML"),
+        ("rules: nowhere.yaml", "rules: there is no file"),
+        ("- a\n", "s.yaml: a mapping of keys is expected"),
+        ("rules: {operators: {up: [[dpp, ~]]}}", "'dpp' is no mesh axis of a layout; use dp, tp, sp or ~"),
+    ],
+)
+def test_each_mistake_has_its_message(problems, text, message):
+    assert any(message in problem for problem in problems(text))
+
+
+def test_a_file_that_is_not_utf8_is_named(write):
+    with pytest.raises(ConfigError, match=r"s\.yaml: not UTF-8"):
+        load_strategy(write("s.yaml", b"mesh: \xff\xfe"))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_strategy(tmp_path / "none.yaml")

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from mindloom.strategy.config import Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.layout import LayoutError, degrees, local_shape, show
+from mindloom.strategy.mesh import Mesh
+from mindloom.strategy.stages import layers_per_stage, recomputed_layers, stage_of_layers
+
+MESH = Mesh(pp=2, dp=3, tp=4)
+
+
+def test_tp_is_the_innermost_axis_and_pp_the_outermost():
+    places = [(MESH.coordinate(r, "pp"), MESH.coordinate(r, "dp"), MESH.coordinate(r, "tp")) for r in range(MESH.size)]
+    assert places == sorted(places)
+    assert places[0] == (0, 0, 0)
+    assert places[1] == (0, 0, 1)
+    assert places[-1] == (1, 2, 3)
+
+
+def test_a_layout_cuts_each_dim_by_the_product_of_its_axes():
+    layout = (("dp", "tp"), (), ("tp",))
+    assert degrees(layout, MESH) == (12, 1, 4)
+    assert local_shape(layout, (24, 5, 8), MESH) == (2, 5, 2)
+    assert show(layout) == "[dp*tp, ~, tp]"
+
+
+def test_a_dim_that_cannot_be_cut_is_named():
+    with pytest.raises(LayoutError, match=r"dim 1 of \(24, 6\) is not divisible by tp = 4"):
+        local_shape(((), ("tp",)), (24, 6), MESH)
+
+
+def pipeline(stages, pp=4, **settings):
+    return Strategy(mesh=Mesh(pp=pp), pipeline=Pipeline(num_microbatches=8, stages=stages), **settings)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "stages", "counts"),
+    [
+        (8, "uniform", [2, 2, 2, 2]),
+        (10, "uniform", [3, 3, 2, 2]),
+        (4, "uniform", [1, 1, 1, 1]),
+        (10, Stages(weights=[1.0, 2.0, 2.0, 1.0]), [2, 3, 3, 2]),
+        (10, Stages(num_layers=[1, 4, 4, 1]), [1, 4, 4, 1]),
+    ],
+)
+def test_layers_are_dealt_out_as_the_strategy_says(num_layers, stages, counts):
+    strategy = pipeline(stages)
+    assert layers_per_stage(num_layers, strategy) == counts
+    assert stage_of_layers(num_layers, strategy) == [s for s, count in enumerate(counts) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "layers"),
+    [
+        (None, []),
+        (Recompute(), [0, 1, 2, 3, 4, 5]),
+        (Recompute(layers=[4, 1]), [1, 4]),
+        (Recompute(per_stage=[2, 0, 1, 5]), [0, 1, 4, 5]),
+    ],
+)
+def test_recompute_names_layers(recompute, layers):
+    assert recomputed_layers(6, pipeline(Stages(num_layers=[3, 1, 1, 1]), recompute=recompute)) == layers

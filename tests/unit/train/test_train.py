@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor
+
+from mindloom.errors import ConfigError
+from mindloom.train.config import TrainConfig, check
+from mindloom.train.optim import SGD, AdamW, is_decayed
+from mindloom.train.schedules import learning_rate
+
+
+def test_the_rate_warms_up_linearly_then_follows_the_cosine_of_the_absolute_step():
+    rates = [learning_rate(step, 1.0, 0.1, warmup_steps=4, decay_steps=20) for step in range(1, 31)]
+    assert rates[:3] == [0.25, 0.5, 0.75]
+    for step in (4, 10, 19):
+        assert rates[step - 1] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * step / 20)))
+    assert rates[19:] == pytest.approx([0.1] * 11)
+
+
+def test_biases_and_norms_are_not_decayed_and_embeddings_are():
+    assert is_decayed("model.embedding.word.weight")
+    assert is_decayed("model.layers.0.attention.query.weight")
+    assert not is_decayed("model.layers.0.attention.query.bias")
+    assert not is_decayed("model.layers.0.mlp_norm.weight")
+    assert not is_decayed("model.final_norm.weight")
+
+
+def numpy_adamw(w, grads, lr, wd, bias_correction, b1=0.9, b2=0.95, eps=1e-8):
+    w = w.astype(np.float64)
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    for t, g in enumerate(grads, 1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        m_hat, v_hat = (m / (1 - b1**t), v / (1 - b2**t)) if bias_correction else (m, v)
+        w = w - lr * (m_hat / (np.sqrt(v_hat) + eps) + wd * w)
+    return w
+
+
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_adamw_equals_its_formula(bias_correction):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    rng = np.random.RandomState(0)
+    start = {"a.weight": rng.randn(3, 4), "a.bias": rng.randn(4)}
+    parameters = [Parameter(Tensor(v.astype(np.float32)), name=n) for n, v in start.items()]
+    optimizer = AdamW(parameters, weight_decay=0.1, bias_correction=bias_correction)
+    grads = [[rng.randn(*v.shape).astype(np.float32) for v in start.values()] for _ in range(4)]
+    for step, gradients in enumerate(grads, 1):
+        optimizer.prepare(step, 0.01)
+        optimizer(tuple(map(Tensor, gradients)))
+    for i, (name, value) in enumerate(start.items()):
+        expected = numpy_adamw(value, [g[i] for g in grads], 0.01, 0.1 if name == "a.weight" else 0.0, bias_correction)
+        np.testing.assert_allclose(parameters[i].asnumpy(), expected, rtol=2e-6, atol=1e-6)
+
+
+def test_sgd_subtracts_the_gradient():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    parameter = Parameter(Tensor(np.ones(3, np.float32)), name="w")
+    optimizer = SGD([parameter])
+    optimizer.prepare(1, 0.5)
+    optimizer((Tensor(np.array([1.0, 2.0, 4.0], np.float32)),))
+    assert parameter.asnumpy().tolist() == [0.5, 0.0, -1.0]
+
+
+def test_a_run_reports_all_its_problems_at_once(tmp_path, write):
+    strategy = write("s.yaml", "mesh: {tp: 3}\n")
+    config = TrainConfig(data=tmp_path / "none.txt", strategy=strategy, steps=0, seq_len=4000, tokenizer=tmp_path / "no.model")
+    with pytest.raises(ConfigError) as caught:
+        check(config, num_processes=2)
+    text = str(caught.value)
+    for part in ("none.txt", "--steps must be at least 1", "--seq-len 4000", "no.model", "tp 3 = 3 processes, but 2", "num_heads = 4"):
+        assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "pango"}, "--model pango is unknown; did you mean pangu?"),
+        ({"size": "13bb"}, "--size 13bb is unknown; did you mean 13b?"),
+        ({"learning_rate": -1.0}, "--learning-rate must not be negative"),
+    ],
+)
+def test_a_wrong_choice_comes_with_the_right_ones(write, change, message):
+    with pytest.raises(ConfigError) as caught:
+        check(TrainConfig(data=write("a.txt", "text"), **change), num_processes=1)
+    assert message in str(caught.value)
+
+
+def test_fields_of_the_model_can_be_replaced_by_a_file(write):
+    data, config = write("a.txt", "text"), write("m.json", '{"hidden_size": 32, "num_headz": 2}')
+    with pytest.raises(ConfigError, match=r"num_headz is not a field of DecoderConfig; did you mean num_heads\?"):
+        check(TrainConfig(data=data, config=config), num_processes=1)
+    run = check(TrainConfig(data=data, config=write("m.json", '{"hidden_size": 32}'), dropout=0.2), num_processes=1)
+    assert (run.model.hidden_size, run.model.dropout_rate) == (32, 0.2)

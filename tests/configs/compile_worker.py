@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles strategy files for the virtual Ascend target, first, middle and last rank, at reduced width and depth.
+
+    compile_worker.py STRATEGY ...     prints one JSON line per rank
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+
+from mindloom.model_config import DecoderConfig
+from mindloom.parallel.parallelize import parallelize, wrap
+from mindloom.parallel.step import TrainStep
+from mindloom.runtime.compile import partition
+from mindloom.runtime.lowering import attributes, collective_nodes
+from mindloom.runtime.target import WORLD, virtual_ascend
+from mindloom.strategy.loader import load_strategy
+from mindloom.train.optim import AdamW
+from pangu.model import PanGuWithLoss
+
+SEQ_LEN = 16
+
+
+def reduced(mesh):
+    """Small, yet every parameter can be cut over all replicas, as at full size."""
+    replicas = mesh.dp * mesh.tp
+    width = max(16 * mesh.tp, replicas)
+    return DecoderConfig(
+        vocab_size=max(64 * mesh.tp, mesh.tp * mesh.dp),
+        hidden_size=width,
+        num_heads=mesh.tp,
+        num_layers=max(2, mesh.pp),
+        seq_len=max(SEQ_LEN, replicas),
+        dropout_rate=0.0,
+    )
+
+
+def compile_rank(path, rank):
+    strategy = load_strategy(path)
+    mesh = strategy.mesh
+    config = reduced(mesh)
+    net = PanGuWithLoss(config)
+    report = parallelize(net, strategy)
+    with virtual_ascend(rank, mesh.size):
+        all_reduce = ms.ops.AllReduce(group=WORLD)
+    step = TrainStep(wrap(net, strategy), AdamW(net.trainable_params()), report, rank, all_reduce, 1.0).set_train()
+    microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 else 1
+    shape = (mesh.dp * microbatches, SEQ_LEN)
+    graph = partition(step, strategy, rank, [(shape, np.int32)] * 3 + [(shape, np.float32)])
+    stage = mesh.coordinate(rank, "pp")
+    counts = Counter()
+    for node, primitive in collective_nodes(graph.model):
+        values = attributes(primitive)
+        part = "backward" if node.domain.startswith("Gradients") else "forward"
+        layer = "layer" if "-DecoderLayer" in node.domain or "-QueryLayer" in node.domain else "other"
+        of_parameter = "mirror" in primitive.instance_name or "parallel_optimizer" in primitive.instance_name
+        kind = "gradient" if of_parameter and part == "backward" else part
+        counts[f"{primitive.op_type} {kind} {layer} {len(graph.groups[values['group']])}"] += 1
+    held = [p for p in report.parameters if p.stage == stage]
+    return {
+        "strategy": Path(path).name,
+        "rank": rank,
+        "microbatches": microbatches,
+        "layers": sum(len(layers) for layers in report.layers_of_stages[stage : stage + 1]) or config.num_layers,
+        "counts": counts,
+        "parameters": len(held),
+        "cut_by_optimizer": sum(p.optimizer_shards > 1 for p in held),
+        "foreseen_wrong": [p.name for p in held if graph.parameters.get(p.name) != p.local_shape],
+        "untouched": report.untouched_operators,
+    }
+
+
+if __name__ == "__main__":
+    for path in sys.argv[1:]:
+        size = load_strategy(path).mesh.size
+        for rank in sorted({0, size // 2, size - 1}):
+            print(json.dumps(compile_rank(path, rank)), flush=True)

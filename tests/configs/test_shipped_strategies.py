@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every strategy we ship compiles for Ascend, and communicates what it implies: no more, no less."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import CONFIGS, ROOT
+
+from mindloom.family import size_config
+from mindloom.strategy.checks import model_problems
+from mindloom.strategy.loader import load_strategy
+
+FILES = sorted(CONFIGS.glob("*.yaml"))
+NAMES = [path.stem for path in FILES]
+
+WORKER = ROOT / "tests" / "configs" / "compile_worker.py"
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_a_name_says_family_size_and_degrees(path):
+    family, size, *parts = path.stem.split("_")
+    mesh = load_strategy(path).mesh
+    degrees = [f"{axis}{mesh.degree(axis)}" for axis in ("dp", "tp", "pp") if mesh.degree(axis) > 1]
+    assert parts[: len(degrees)] == degrees
+    assert model_problems(load_strategy(path), size_config(family, size)) == []
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """strategy name -> what the compiler made of its first, middle and last rank."""
+    halves = [FILES[0::2], FILES[1::2]]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, WORKER, *half],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for half in halves
+    ]
+    found = {}
+    for process in processes:
+        output, errors = process.communicate(timeout=900)
+        assert process.returncode == 0, errors[-3000:]
+        for line in output.splitlines():
+            if line.startswith("{"):
+                result = json.loads(line)
+                found.setdefault(result["strategy"].removesuffix(".yaml"), []).append(result)
+    return found
+
+
+def total(counts, *words):
+    return sum(count for key, count in counts.items() if all(word in key.split() for word in words))
+
+
+pytestmark = pytest.mark.timeout(1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_first_middle_and_last_rank_compile_as_foreseen(compiled, name):
+    assert len(compiled[name]) == min(3, load_strategy(CONFIGS / f"{name}.yaml").mesh.size)
+    for result in compiled[name]:
+        assert result["foreseen_wrong"] == []
+        assert result["untouched"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_tensor_parallel_costs_two_forward_reductions_a_layer(compiled, name):
+    strategy = load_strategy(CONFIGS / f"{name}.yaml")
+    for result in compiled[name]:
+        counts, each = result["counts"], result["layers"] * result["microbatches"]
+        kind = "ReduceScatter" if strategy.sequence_parallel else "AllReduce"
+        forward = total(counts, kind, "forward", "layer")
+        # Recomputing a layer repeats the attention's reduction; nothing needs the MLP's again.
+        assert forward == (0 if strategy.mesh.tp == 1 else 3 * each if strategy.recompute else 2 * each)
+        assert total(counts, "AllToAll") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_reduced_once_each(compiled, name):
+    strategy = load_strategy(CONFIGS / f"{name}.yaml")
+    for result in compiled[name]:
+        counts = result["counts"]
+        reduced, scattered = total(counts, "AllReduce", "gradient"), total(counts, "ReduceScatter", "gradient")
+        if strategy.optimizer_parallel:  # a tied parameter of a pipeline stays whole
+            whole = result["parameters"] - result["cut_by_optimizer"]
+            assert whole <= (1 if strategy.mesh.pp > 1 else 0)
+            assert scattered == result["cut_by_optimizer"]
+            assert reduced <= 1 if strategy.mesh.pp > 1 else reduced == 0
+        else:
+            assert scattered == 0
+            assert reduced <= result["parameters"]
+            assert reduced == result["parameters"] or strategy.mesh.dp == 1 or strategy.mesh.pp > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if "pp" in name])
+def test_a_pipeline_sends_each_microbatch_forward_and_its_gradient_back(compiled, name):
+    strategy = load_strategy(CONFIGS / f"{name}.yaml")
+    first, *_, last = compiled[name]
+    for result in (first, last):  # and once a step the tied embedding and its gradient
+        assert total(result["counts"], "Send") == strategy.pipeline.num_microbatches + 1
+        assert total(result["counts"], "Receive") == strategy.pipeline.num_microbatches + 1

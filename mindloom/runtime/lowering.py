@@ -54,6 +54,7 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
     """
     counts: dict[str, int] = {}
     signatures: dict[str, list[str]] = {}
+    _take_broadcasts_apart(model)
     for node, primitive in list(collective_nodes(model)):
         values = attributes(primitive)
         group = values["group"]
@@ -105,6 +106,28 @@ def _collective(kind: str, values: dict[str, Any], group: Collectives) -> Callab
     if kind == "Broadcast":
         return lambda x: group.broadcast(x, values["root_rank"])
     raise LoweringError(f"{kind} on group {group.group} has no CPU execution")
+
+
+def _take_broadcasts_apart(model: mind_ir.ModelProto) -> None:
+    """Broadcast takes and gives a tuple: make it a tuple of broadcasts of one tensor each."""
+    broadcasts = [node.name for node, primitive in collective_nodes(model) if primitive.op_type == "Broadcast"]
+    for graph in (model.graph, *model.functions):
+        producers = {node.output[0]: node for node in graph.node}
+        for place, node in reversed(list(enumerate(graph.node))):
+            if node.name not in broadcasts:
+                continue
+            make_tuple, parts = producers[node.input[0]], []
+            for i, source in enumerate(make_tuple.input):
+                part = mind_ir.NodeProto(input=[source], output=[f"{node.name}.{i}"], name=f"{node.name}.{i}")
+                part.op_type, part.domain = node.op_type, node.domain
+                shape = part.attribute.add(name="shape", type=mind_ir.AttributeProto.TENSORS)
+                shape.tensors.extend(next(a for a in node.attribute if a.name == "shape").values[i].tensors)
+                parts.append(part)
+            node.op_type = make_tuple.op_type
+            node.input[:] = [part.name for part in parts]
+            later = list(graph.node)[place:]
+            del graph.node[place:]
+            graph.node.extend([*parts, *later])
 
 
 def _output(node: mind_ir.NodeProto) -> mind_ir.TensorProto:

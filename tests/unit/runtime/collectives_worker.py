@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs each collective as a graph in 4 CPU processes and compares it with NumPy, for test_collectives."""
+
+import os
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.graph.api import _cell_graph_executor
+from mindspore.train import mind_ir_pb2 as mind_ir
+
+from mindloom.runtime.compile import PartitionedGraph
+from mindloom.runtime.executor import Program
+from mindloom.runtime.target import WORLD, virtual_ascend
+from mindloom.runtime.transport import Transport
+
+SIZE, RANK = 4, int(os.environ["RANK_ID"])
+PAIR = [RANK % 2, RANK % 2 + 2]  # (0 2) and (1 3)
+INPUTS = [np.random.RandomState(rank).randn(8, 6).astype(np.float32) for rank in range(SIZE)]
+
+
+class One(nn.Cell):
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+
+    def construct(self, x):
+        return self.op(x)
+
+
+class Rooted(One):
+    def construct(self, x):
+        return self.op((x,))[0]
+
+
+class Ring(nn.Cell):
+    """Send to the next rank, receive from the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.send = ops.Send(sr_tag=0, dest_rank=(RANK + 1) % SIZE, group=WORLD)
+        self.receive = ops.Receive(
+            sr_tag=0, src_rank=(RANK - 1) % SIZE, shape=[8, 6], dtype=ms.float32, group=WORLD
+        )
+
+    def construct(self, x):
+        return self.receive(ops.depend(x, self.send(x)))
+
+
+def execute(make, transport, name):
+    with virtual_ascend(RANK, SIZE) as groups:
+        groups["pair"] = PAIR
+        cell = make()
+        x = Tensor(np.zeros((8, 6), np.float32))
+        phase, _ = _cell_graph_executor.compile(cell, x, phase=f"export.mindir.{name}", do_convert=False)
+        proto = _cell_graph_executor._graph_executor.get_func_graph_proto(phase, "mind_ir", False)
+        model = mind_ir.ModelProto.FromString(proto)
+        graph = PartitionedGraph(model, {}, dict(groups), RANK, 0.0)
+    return Program(graph, cell, transport, name).run([Tensor(INPUTS[RANK])]).asnumpy()
+
+
+def scattered(parts, ranks):
+    return np.split(parts, len(ranks))[ranks.index(RANK)]
+
+
+def cases():
+    world = list(range(SIZE))
+    for group, ranks in ((WORLD, world), ("pair", PAIR)):
+        arrays = [INPUTS[rank] for rank in ranks]
+        for op, combine in (("sum", np.sum), ("max", np.max)):
+            yield f"AllReduce {op} {group}", lambda o=op, g=group: One(ops.AllReduce(o, group=g)), combine(arrays, axis=0)
+        yield f"AllGather {group}", lambda g=group: One(ops.AllGather(group=g)), np.concatenate(arrays)
+        summed = scattered(np.sum(arrays, axis=0), ranks)
+        yield f"ReduceScatter {group}", lambda g=group: One(ops.ReduceScatter("sum", group=g)), summed
+        swapped = np.concatenate([scattered(array, ranks) for array in arrays], axis=1)
+        yield f"AlltoAll {group}", lambda n=len(ranks), g=group: One(ops.AlltoAll(n, 0, 1, group=g)), swapped
+    yield "Broadcast", lambda: Rooted(ops.Broadcast(2, group=WORLD)), INPUTS[2]
+    yield "Send Receive", Ring, INPUTS[(RANK - 1) % SIZE]
+
+
+if __name__ == "__main__":
+    ms.set_device("CPU")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    job = f"{os.environ['MS_SCHED_PORT']}-{os.getppid()}"
+    if os.environ.get("MS_ROLE") != "MS_SCHED":
+        connection = Transport(RANK, SIZE, job)
+        for case, build, expected in cases():
+            got = execute(build, connection, case)
+            np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6, err_msg=case)
+            print(f"right: {case}", flush=True)
+        connection.close()

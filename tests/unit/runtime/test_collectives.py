@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import msrun
+
+from mindloom.runtime.transport import Collectives, Transport, TransportError
+
+
+@pytest.mark.slow
+def test_every_collective_of_a_graph_equals_numpy(tmp_path):
+    outcome = msrun(4, tmp_path, Path(__file__).with_name("collectives_worker.py"))
+    assert outcome.code == 0, outcome.output[-3000:]
+    for rank, log in outcome.logs.items():
+        assert log.count("right: ") == 12, f"rank {rank}:\n{log}"
+
+
+@pytest.fixture
+def pair(tmp_path):
+    both = [Transport(rank, 2, tmp_path.name) for rank in (0, 1)]
+    yield both
+    for one in both:
+        one.close()
+
+
+def test_messages_keep_their_order_within_a_tag_and_do_not_mix_between_tags(pair):
+    for value in (1, 2):
+        pair[0].send(1, "a", np.array([value]))
+        pair[0].send(1, "b", np.array([10 * value]))
+    assert [pair[1].receive(0, tag).item() for tag in ("b", "a", "a", "b")] == [10, 1, 2, 20]
+
+
+def test_a_receive_that_gets_nothing_names_rank_and_tag(pair, capfd):
+    with pytest.raises(TransportError, match=r"rank 0 waited 0 s for rank 1, message nothing"):
+        pair[0].receive(1, "nothing", timeout_s=0.05)
+    assert "rank 0 waited" in capfd.readouterr().err
+
+
+def test_a_large_sum_is_the_same_bits_on_every_rank(tmp_path):
+    ranks = range(4)
+    transports = [Transport(rank, 4, tmp_path.name) for rank in ranks]
+    arrays = [np.random.RandomState(rank).randn(1001, 33).astype(np.float32) for rank in ranks]
+    results = [None] * 4
+
+    def reduce(rank):
+        results[rank] = Collectives(transports[rank], list(ranks), "sum").all_reduce(arrays[rank])
+
+    threads = [threading.Thread(target=reduce, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    expected = ((arrays[0] + arrays[1]) + arrays[2]) + arrays[3]
+    for result in results:
+        assert (result == expected).all()
+    for transport in transports:
+        transport.close()

@@ -39,7 +39,9 @@ def main() -> None:
     print(f"\nthe loss fell from {four[0]:.3f} to {four[-1]:.3f}; largest relative difference {max(differences):.1e}")
     if max(differences) > TOLERANCE or four[-1] >= four[0]:
         sys.exit(f"error: 4 processes should equal one device within {TOLERANCE} and the loss should fall")
-    print(f"4 processes equal one device within {TOLERANCE}. The checkpoint is in {OUT / 'four_processes' / 'checkpoint'}")
+    print(
+        f"4 processes equal one device within {TOLERANCE}. The checkpoint is in {OUT / 'four_processes' / 'checkpoint'}"
+    )
 
 
 if __name__ == "__main__":

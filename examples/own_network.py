@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Your own network made parallel with one line. It knows nothing of this project, and trains the same on one device:
 
-    python examples/own_network.py
-    msrun --worker_num=4 --local_worker_num=4 --join=True examples/own_network.py examples/own_network_dp2_tp2.yaml
+python examples/own_network.py
+msrun --worker_num=4 --local_worker_num=4 --join=True examples/own_network.py examples/own_network_dp2_tp2.yaml
 """
 
 import sys

@@ -42,9 +42,7 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
     Raises:
         ConfigError: an unknown flag, a missing one, a value of the wrong type.
     """
-    parser = _Parser(
-        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Parser(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         required = field.default is dataclasses.MISSING

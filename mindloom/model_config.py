@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -49,7 +50,7 @@ class DecoderConfig:
         if problems := list(self._problems()):
             raise ConfigError(problems)
 
-    def _problems(self):
+    def _problems(self) -> Iterator[str]:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "seq_len"):
             if getattr(self, name) < 1:
                 yield f"{name} must be at least 1, got {getattr(self, name)}"

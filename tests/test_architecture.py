@@ -16,7 +16,19 @@ PACKAGES = {
     "parallel": {"strategy", "errors"},
     "runtime": {"parallel", "strategy", "errors", "files"},
     "checkpoint": {"strategy", "model_config", "errors", "files", "naming"},
-    "train": {"checkpoint", "data", "parallel", "runtime", "strategy", "cli", "errors", "family", "files", "log", "model_config"},
+    "train": {
+        "checkpoint",
+        "data",
+        "parallel",
+        "runtime",
+        "strategy",
+        "cli",
+        "errors",
+        "family",
+        "files",
+        "log",
+        "model_config",
+    },
     "inference": {"checkpoint", "data", "parallel", "runtime", "strategy", "errors", "family", "model_config"},
 }
 FAMILIES = ("pangu",)
@@ -72,7 +84,9 @@ def test_strategies_and_checks_load_no_mindspore(module):
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("path", [p for f in ("mindloom", "pangu", "tools", "tests", "examples") for p in modules(f)], ids=str)
+@pytest.mark.parametrize(
+    "path", [p for f in ("mindloom", "pangu", "tools", "tests", "examples") for p in modules(f)], ids=str
+)
 def test_every_file_has_a_licence_line_and_stays_readable(path):
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")

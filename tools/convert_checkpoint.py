@@ -48,7 +48,9 @@ def model_config(config: ConvertConfig, dimensions: dict[str, int]) -> DecoderCo
     if base:
         return override(base, given, str(config.config))
     if "num_heads" not in given:
-        raise ConfigError(f"{config.input}: weights do not tell the number of heads; give --size, or num_heads in --config")
+        raise ConfigError(
+            f"{config.input}: weights do not tell the number of heads; give --size, or num_heads in --config"
+        )
     return config_from({**given, **dimensions}, str(config.config))
 
 

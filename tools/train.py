@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a model, on one device or as a strategy file says.
 
-    python tools/train.py --data corpus.jsonl --steps 50
-    python tools/train.py --data corpus.jsonl --strategy parallel_configs/pangu_tiny_dp2_tp2.yaml --launch
-    msrun --worker_num=4 --local_worker_num=4 --join=True tools/train.py --data corpus.jsonl --strategy ...
+python tools/train.py --data corpus.jsonl --steps 50
+python tools/train.py --data corpus.jsonl --strategy parallel_configs/pangu_tiny_dp2_tp2.yaml --launch
+msrun --worker_num=4 --local_worker_num=4 --join=True tools/train.py --data corpus.jsonl --strategy ...
 """
 
 import sys

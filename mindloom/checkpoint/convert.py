@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.checkpoint.io import load_weights
-from mindloom.naming import Name
 from mindloom.errors import ConfigError
 from mindloom.files import write_atomically
+from mindloom.naming import Name
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -47,7 +47,9 @@ def read_tensors(path: Path) -> Tensors:
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigError(f"{path}: cannot be read as {path.suffix}: {first_line}") from None
-    raise ConfigError(f"{path}: {path.suffix or 'a file without suffix'} is not read here; give .npz, .ckpt or a folder of ours")
+    raise ConfigError(
+        f"{path}: {path.suffix or 'a file without suffix'} is not read here; give .npz, .ckpt or a folder of ours"
+    )
 
 
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
@@ -69,7 +71,7 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
 
 def _save_npz(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
     with path.open("wb") as file:
-        np.savez(file, **tensors)  # type: ignore[arg-type]
+        np.savez(file, **tensors)
 
 
 def count_layers(tensors: Mapping[str, Any], table: Mapping[str, Name]) -> int:
@@ -88,11 +90,15 @@ def to_ours(tensors: Tensors, names: Mapping[str, Name], source: str) -> Tensors
     foreign = {other.name for other in names.values()}
     missing = [other.name for other in names.values() if other.name not in tensors]
     unknown = [name for name in tensors if name not in foreign and not _STATE.search(name)]
-    problems = [f"{source}: {name} is missing" for name in missing] + [f"{source}: {name} is not known" for name in unknown]
+    problems = [f"{source}: {name} is missing" for name in missing] + [
+        f"{source}: {name} is not known" for name in unknown
+    ]
     if problems:
         raise ConfigError(problems[:8] + ([f"{source}: and {len(problems) - 8} more"] if len(problems) > 8 else []))
     return {
-        ours: np.ascontiguousarray((tensors[other.name].T if other.transposed else tensors[other.name]).astype(np.float32))
+        ours: np.ascontiguousarray(
+            (tensors[other.name].T if other.transposed else tensors[other.name]).astype(np.float32)
+        )
         for ours, other in names.items()
     }
 

@@ -31,7 +31,9 @@ def save_checkpoint(
     partial.mkdir(parents=True)
     try:
         save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, partial / WEIGHTS)
-        (partial / CONFIG).write_text(json.dumps({"family": family, **config.to_dict()}, indent=2) + "\n", encoding="utf-8")
+        (partial / CONFIG).write_text(
+            json.dumps({"family": family, **config.to_dict()}, indent=2) + "\n", encoding="utf-8"
+        )
         if tokenizer:
             shutil.copyfile(tokenizer, partial / TOKENIZER)
         shutil.rmtree(folder, ignore_errors=True)

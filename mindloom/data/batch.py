@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token samples (B, T+1) -> what a training network takes: tokens, labels, positions, loss weights."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ class Batch(NamedTuple):
     loss_weights: NDArray[np.float32]
 
 
-def document_positions(tokens: NDArray[np.integer], eod_id: int | None) -> NDArray[np.int32]:
+def document_positions(tokens: NDArray[np.integer[Any]], eod_id: int | None) -> NDArray[np.int32]:
     """Position of each token in its document, (B, T); the end-of-document token is the last of its document.
 
     Source: PanGu-alpha src/dataset.py get_input_data_batch_slice_map (`eod_reset`). None: one document a row.
@@ -29,12 +29,14 @@ def document_positions(tokens: NDArray[np.integer], eod_id: int | None) -> NDArr
     return index - np.maximum.accumulate(starts, axis=1)
 
 
-def make_batch(samples: NDArray[np.integer], eod_id: int | None, loss_ignore_id: int | None) -> Batch:
+def make_batch(samples: NDArray[np.integer[Any]], eod_id: int | None, loss_ignore_id: int | None) -> Batch:
     """Split samples (B, T+1) into inputs and labels, with `mask / (sum(mask) + 1e-5)` as loss weights.
 
     The mask is off where the INPUT token is `loss_ignore_id`, as in the originals; None trains on every position.
     """
     tokens, labels = samples[:, :-1].astype(np.int32), samples[:, 1:].astype(np.int32)
-    mask = np.ones(tokens.shape, np.float64) if loss_ignore_id is None else (tokens != loss_ignore_id).astype(np.float64)
+    mask = (
+        np.ones(tokens.shape, np.float64) if loss_ignore_id is None else (tokens != loss_ignore_id).astype(np.float64)
+    )
     weights = (mask / (mask.sum() + 1e-5)).astype(np.float32)
     return Batch(tokens, labels, document_positions(tokens, eod_id), weights)

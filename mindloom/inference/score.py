@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor
@@ -30,7 +31,12 @@ class Score:
 
 
 def score(
-    folder: Path, family: str, config: DecoderConfig, strategy: Strategy, ids: NDArray[np.integer], eod_id: int | None
+    folder: Path,
+    family: str,
+    config: DecoderConfig,
+    strategy: Strategy,
+    ids: NDArray[np.integer[Any]],
+    eod_id: int | None,
 ) -> Score | None:
     """Run the model over whole rows. `eod_id`: documents end there, attention and positions start anew; None: one a row.
 
@@ -49,7 +55,7 @@ def score(
     return Score(logits, float((nll * counted).sum() / max(1, counted.sum())), int(counted.sum()))
 
 
-def negative_log_likelihood(logits: NDArray[np.float32], labels: NDArray[np.integer]) -> NDArray[np.float64]:
+def negative_log_likelihood(logits: NDArray[np.float32], labels: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
     """-log softmax(logits)[label], (B, T), in float64."""
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     picked = np.take_along_axis(shifted, labels[..., None].astype(np.int64), -1)[..., 0]

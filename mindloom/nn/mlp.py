@@ -3,8 +3,8 @@
 
 import math
 
-from mindspore import nn, ops
 from mindspore import dtype as mstype
+from mindspore import nn, ops
 
 from mindloom.model_config import DecoderConfig
 from mindloom.nn.embedding import Dropout

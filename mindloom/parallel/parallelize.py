@@ -94,7 +94,9 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
             except LayoutError as error:
                 problems.append(f"{rule.source}: {use.parameter.name}: {error}")
     if mesh.pp > 1 and not layers:
-        problems.append(f"{strategy.at('rules')}: no cell matches `layers`, so there is nothing to deal out to {mesh.pp} stages")
+        problems.append(
+            f"{strategy.at('rules')}: no cell matches `layers`, so there is nothing to deal out to {mesh.pp} stages"
+        )
     elif mesh.pp > len(layers) > 0:
         problems.append(f"{strategy.at('mesh.pp')} = {mesh.pp} stages are more than the {len(layers)} layers")
     if strategy.recompute and not layers:

@@ -17,7 +17,9 @@ from mindloom.strategy.config import Rule
 from mindloom.strategy.layout import Layout, degrees
 from mindloom.strategy.mesh import Mesh
 
-LARGE_OPERATORS = frozenset({"MatMul", "BatchMatMul", "MatMulExt", "Dense", "Gather", "Embedding", "Conv2D", "Softmax", "FlashAttentionScore"})
+LARGE_OPERATORS = frozenset(
+    {"MatMul", "BatchMatMul", "MatMulExt", "Dense", "Gather", "Embedding", "Conv2D", "Softmax", "FlashAttentionScore"}
+)
 """Whose unruled layout costs memory or traffic worth a word to the user."""
 
 
@@ -51,15 +53,15 @@ def operators(net: nn.Cell) -> list[Operator]:
 
 def apply_rules(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) -> dict[str, Rule]:
     """Shard each operator by the last rule that matches it. Returns operator path -> rule."""
-    owners = {}
+    owners: dict[str, Rule] = {}
     for operator in found:
         for rule in rules:
             if path_matches(rule.pattern, operator.path):
                 owners[operator.path] = rule
-        rule = owners.get(operator.path)
-        if rule is not None:
-            in_strategy = tuple(degrees(layout, mesh) for layout in rule.inputs)
-            out_strategy = None if rule.outputs is None else tuple(degrees(layout, mesh) for layout in rule.outputs)
+        owner = owners.get(operator.path)
+        if owner is not None:
+            in_strategy = tuple(degrees(layout, mesh) for layout in owner.inputs)
+            out_strategy = None if owner.outputs is None else tuple(degrees(layout, mesh) for layout in owner.outputs)
             operator.primitive.shard(in_strategy, out_strategy)
     return owners
 

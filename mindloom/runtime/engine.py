@@ -16,14 +16,19 @@ from mindspore.communication import get_group_size, get_process_group_ranks, get
 
 from mindloom.errors import ConfigError
 from mindloom.parallel.report import ParameterReport
-from mindloom.runtime.compile import ParameterLayout, describe_inputs, partition, read_layouts, set_auto_parallel_context
+from mindloom.runtime.compile import (
+    ParameterLayout,
+    describe_inputs,
+    partition,
+    read_layouts,
+    set_auto_parallel_context,
+)
 from mindloom.runtime.environment import launched_processes, launched_rank
 from mindloom.runtime.executor import Program
 from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.runtime.transport import Transport
 from mindloom.strategy.checks import launch_problems
 from mindloom.strategy.config import Strategy
-
 
 _engine_count = itertools.count()
 

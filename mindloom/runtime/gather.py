@@ -65,7 +65,9 @@ def _join(folder: Path, num_ranks: int, report: Report) -> dict[str, NDArray[Any
         deadline = time.monotonic() + WAIT_S
         while not path.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {rank} did not write its part of the checkpoint to {folder} within {WAIT_S} s")
+                raise TimeoutError(
+                    f"rank {rank} did not write its part of the checkpoint to {folder} within {WAIT_S} s"
+                )
             time.sleep(0.05)
         places = json.loads((folder / f"rank_{rank}.json").read_text(encoding="utf-8"))
         for name, value in load_file(path).items():

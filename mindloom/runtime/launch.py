@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from mindloom.errors import EXIT_BAD_INPUT
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -42,9 +44,10 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
     ]
     environment = {**os.environ, "PATH": f"{msrun.parent}:{os.environ.get('PATH', '')}"}
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
-    assert job.stdout is not None
+    output = job.stdout
+    assert output is not None
     try:
-        for line in iter(lambda: _read_piece(job.stdout), b""):
+        for line in iter(lambda: _read_piece(output), b""):
             if not line.startswith((b"Start worker process", b"Start scheduler process")):  # msrun's own chatter
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
@@ -56,9 +59,11 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
         except subprocess.TimeoutExpired:
             job.kill()
         raise
-    if code:
-        print(failure_report(log_dir), file=sys.stderr)
-    return 1 if code else 0
+    if not code:
+        return 0
+    report = failure_report(log_dir)
+    print(report, file=sys.stderr)
+    return EXIT_BAD_INPUT if report.startswith("error: ") else 1
 
 
 def _read_piece(stream: IO[bytes]) -> bytes:
@@ -83,6 +88,7 @@ def failure_report(log_dir: Path) -> str:
             errors.append((log.stat().st_mtime, log, match.group(0)))
     if errors:
         _, log, text = min(errors)
-        lines = text.strip().splitlines()
-        return f"{log.stem} failed first ({log}):\n" + "\n".join(lines[:60])
+        if text.startswith("error: "):  # the user's mistake; every rank says the same
+            return text.strip()
+        return f"{log.stem} failed first ({log}):\n" + "\n".join(text.strip().splitlines()[:60])
     return gone[0] if gone else f"the job failed; see the logs in {log_dir}"

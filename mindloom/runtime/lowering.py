@@ -17,7 +17,7 @@ from mindspore.train import mind_ir_pb2 as mind_ir
 
 from mindloom.runtime.transport import Array, Collectives, Transport, TransportError
 
-REDUCTIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
 _serial = itertools.count()
 _keep: list[Callable[[Array], Any]] = []  # C++ holds the functions by id only
@@ -148,7 +148,7 @@ def _custom_primitive(run: Callable[[Array], Array], is_scalar: bool) -> mind_ir
     primitive = mind_ir.PrimitiveProto()
     primitive.name, primitive.op_type = f"mindloom_collective_{serial}", "Custom"
     proto = mind_ir.AttributeProto
-    for name, value in {
+    values: dict[str, str | int] = {
         "func_type": "pyfunc",
         "fn_id": id(call),
         "uniq_name": f"mindloom_{serial}",
@@ -161,7 +161,8 @@ def _custom_primitive(run: Callable[[Array], Array], is_scalar: bool) -> mind_ir
         "autodiff": False,
         "imply_path": "",
         "no_eliminate": True,
-    }.items():
+    }
+    for name, value in values.items():
         attribute = primitive.attribute.add()
         attribute.name = name
         if isinstance(value, str):
@@ -177,7 +178,9 @@ def _check_same_collectives(
     """Collectives are matched by their order in the graph: make sure that the ranks of a group agree on it."""
     for group, signature in sorted(signatures.items(), key=lambda item: groups[item[0]]):
         ranks = groups[group]
-        for rank, other in zip(ranks, transport.gather_objects(signature, (program, group, "check"), ranks), strict=True):
+        for rank, other in zip(
+            ranks, transport.gather_objects(signature, (program, group, "check"), ranks), strict=True
+        ):
             if other != signature:
                 raise TransportError(
                     f"ranks {transport.rank} and {rank} hold different collectives for group {ranks}: "

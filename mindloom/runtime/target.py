@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +50,9 @@ class _Communicator:
             register_init, harmless = getattr(core, _INIT_SYMBOL), getattr(core, _HARMLESS_SYMBOL)
             register_comm = getattr(common, _COMM_SYMBOL)
         except (OSError, AttributeError) as error:
-            raise TargetError(f"MindSpore {ms.__version__} lacks what the virtual Ascend target needs: {error}") from None
+            raise TargetError(
+                f"MindSpore {ms.__version__} lacks what the virtual Ascend target needs: {error}"
+            ) from None
         # The Ascend environment checks print alarming lines about missing packages; nothing here needs those packages.
         MSContext.get_instance().register_check_env_callback(lambda *_: None)
         MSContext.get_instance().register_set_env_callback(lambda *_: None)

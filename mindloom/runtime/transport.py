@@ -13,6 +13,7 @@ import pickle
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
 RECEIVE_TIMEOUT_S = 600.0
+GOODBYE_S = 0.3
 SMALL_BYTES = 1 << 16  # up to here one exchange of whole arrays beats two exchanges of parts
 
 Array = NDArray[Any]
@@ -64,11 +66,8 @@ class Transport:
             recv_monitor_message(monitor)
         except zmq.ZMQError:
             return  # we are closing
-        # A peer's last words travel another way than the news of its end: give them a moment.
-        for _ in range(20):
-            if self._closing or peer in self._left:
-                return
-            threading.Event().wait(0.01)
+        if self._closing or peer in self._left:
+            return
         step = self.last_steps[peer]
         where = "before its first step" if step is None else f"its last step was {step}"
         print(f"rank {self.rank}: rank {peer} is gone ({where}); ending this job", file=sys.stderr, flush=True)
@@ -133,6 +132,9 @@ class Transport:
         for peer in self._peers:
             self._post(peer, (self.rank, _BYE, None, None))
         self._closing = True
+        # The goodbye travels another way than the news of our end, which others act on at once: before msrun, which
+        # looks every second, ends them too.
+        time.sleep(GOODBYE_S)
         for socket in self._peers.values():
             socket.disable_monitor()
             socket.close(linger=5000)
@@ -155,9 +157,7 @@ class Collectives:
         for i, peer in enumerate(self.group):
             if i != self.place:
                 self.transport.send(peer, tag, np.ascontiguousarray(parts[i]))
-        return [
-            parts[i] if i == self.place else self.transport.receive(peer, tag) for i, peer in enumerate(self.group)
-        ]
+        return [parts[i] if i == self.place else self.transport.receive(peer, tag) for i, peer in enumerate(self.group)]
 
     def all_gather(self, array: Array) -> Array:
         return np.concatenate(self.exchange([array] * len(self.group)))

@@ -30,7 +30,9 @@ def strategy_problems(strategy: Strategy) -> list[str]:
             problems.append(f"{strategy.at('pipeline.stages')} takes either weights or num_layers")
         for name, values in given:
             if len(values or ()) != mesh.pp:
-                problems.append(f"{strategy.at('pipeline.stages.' + name)} has {len(values or ())} entries for {mesh.pp} stages")
+                problems.append(
+                    f"{strategy.at('pipeline.stages.' + name)} has {len(values or ())} entries for {mesh.pp} stages"
+                )
             if min(values or [1]) <= 0:
                 problems.append(f"{strategy.at('pipeline.stages.' + name)} must all be positive, got {values}")
     return problems + _option_problems(strategy)
@@ -74,7 +76,9 @@ def model_problems(strategy: Strategy, config: DecoderConfig) -> list[str]:
     for name in ("num_heads", "hidden_size", "vocab_size"):
         size = getattr(config, name)
         if size % mesh.tp:
-            problems.append(f"{strategy.at('mesh.tp')} = {mesh.tp} does not divide {name} = {size}; {_nearest(size, mesh.tp)}")
+            problems.append(
+                f"{strategy.at('mesh.tp')} = {mesh.tp} does not divide {name} = {size}; {_nearest(size, mesh.tp)}"
+            )
     if mesh.pp > config.num_layers:
         problems.append(
             f"{strategy.at('mesh.pp')} = {mesh.pp} stages are more than the {config.num_layers} layers; "
@@ -89,11 +93,15 @@ def model_problems(strategy: Strategy, config: DecoderConfig) -> list[str]:
     if strategy.recompute and isinstance(strategy.recompute.layers, list):
         for layer in strategy.recompute.layers:
             if layer >= config.num_layers:
-                problems.append(f"{strategy.at('recompute.layers')}: layer {layer} does not exist; the last is {config.num_layers - 1}")
+                problems.append(
+                    f"{strategy.at('recompute.layers')}: layer {layer} does not exist; the last is {config.num_layers - 1}"
+                )
     return problems
 
 
-def batch_problems(strategy: Strategy, batch_size: int, seq_len: int, accumulate: int = 1, training: bool = True) -> list[str]:
+def batch_problems(
+    strategy: Strategy, batch_size: int, seq_len: int, accumulate: int = 1, training: bool = True
+) -> list[str]:
     """The mesh against the sequences of one step and their length. Inference knows no microbatches."""
     mesh = strategy.mesh
     microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 and training else accumulate

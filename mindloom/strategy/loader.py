@@ -58,7 +58,9 @@ class _Reader:
         except OSError as error:
             raise ConfigError([*self.problems, f"{self.path}: cannot be read: {error.strerror}"]) from None
         except UnicodeDecodeError as error:
-            raise ConfigError([*self.problems, f"{self.path}: not UTF-8 text: {error.reason} at byte {error.start}"]) from None
+            raise ConfigError(
+                [*self.problems, f"{self.path}: not UTF-8 text: {error.reason} at byte {error.start}"]
+            ) from None
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else 1
             raise ConfigError([*self.problems, f"{self.path}:{line}: not YAML: {error.problem}"]) from None
@@ -90,9 +92,7 @@ class _Reader:
         children = self.items(node, prefix, known)
         if not prefix:
             self.children = children
-        return {
-            key: self.value(child, hints[key], prefix + key) for key, child in children.items() if key not in skip
-        }
+        return {key: self.value(child, hints[key], prefix + key) for key, child in children.items() if key not in skip}
 
     def value(self, node: yaml.Node, hint: Any, key: str) -> Any:
         """One value of the type `hint`."""
@@ -103,7 +103,7 @@ class _Reader:
             return self.union(node, get_args(hint), key)
         if get_origin(hint) is list and isinstance(node, yaml.SequenceNode):
             return [self.value(child, get_args(hint)[0], f"{key}[{i}]") for i, child in enumerate(node.value)]
-        value = yaml.SafeLoader("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+        value = yaml.SafeLoader("").construct_object(node, deep=True)
         if not _is_a(value, hint):
             self.problem(node, f"{key} must be {_describe(hint)}, got {value!r}")
         return value
@@ -116,7 +116,7 @@ class _Reader:
                 self.problems += trial.problems
                 self.lines |= trial.lines
                 return value
-        value = yaml.SafeLoader("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+        value = yaml.SafeLoader("").construct_object(node, deep=True)
         wanted = " or ".join(_describe(option) for option in options if option is not type(None))
         self.problem(node, f"{key} must be {wanted}, got {value!r}")
         return None
@@ -155,7 +155,9 @@ def _read_rules(reader: _Reader, node: yaml.Node, sequence_parallel: bool) -> Ru
     children = reader.items(node, "rules.", ["base", *_RULES_KEYS])
     base = Rules()
     if "base" in children:
-        base = _rules_file(reader, reader.path.parent / str(children["base"].value), children["base"], sequence_parallel)
+        base = _rules_file(
+            reader, reader.path.parent / str(children["base"].value), children["base"], sequence_parallel
+        )
     return _rules(reader, children, base, sequence_parallel)
 
 
@@ -206,7 +208,7 @@ def _rule(reader: _Reader, pattern: str, node: yaml.Node, sequence_parallel: boo
 
 
 def _layouts(reader: _Reader, node: yaml.Node, pattern: str, sequence_parallel: bool) -> tuple[Layout, ...]:
-    value = yaml.SafeLoader("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+    value = yaml.SafeLoader("").construct_object(node, deep=True)
     if not isinstance(value, list) or not all(isinstance(layout, list) for layout in value):
         reader.problem(node, f"{pattern}: a list with one layout per input is expected, e.g. [[dp, ~], [tp, ~]]")
         return ()
@@ -218,7 +220,9 @@ def _layouts(reader: _Reader, node: yaml.Node, pattern: str, sequence_parallel: 
             for axis in axes:
                 if axis not in (*AXES[1:], SEQUENCE_AXIS):
                     reader.problem(node, f"{pattern}: {axis!r} is no mesh axis of a layout; use dp, tp, sp or ~")
-            axes = ["tp" if axis == SEQUENCE_AXIS else axis for axis in axes if axis != SEQUENCE_AXIS or sequence_parallel]
+            axes = [
+                "tp" if axis == SEQUENCE_AXIS else axis for axis in axes if axis != SEQUENCE_AXIS or sequence_parallel
+            ]
             dims.append(tuple(map(str, axes)))
         layouts.append(tuple(dims))
     return tuple(layouts)

@@ -30,7 +30,8 @@ def recomputed_layers(num_layers: int, strategy: Strategy) -> list[int]:
     if recompute is None:
         return []
     if recompute.per_stage is not None:
-        chosen, first = [], 0
+        chosen: list[int] = []
+        first = 0
         for count, wanted in zip(layers_per_stage(num_layers, strategy), recompute.per_stage, strict=True):
             chosen += range(first, first + min(count, wanted))
             first += count

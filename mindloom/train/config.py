@@ -25,14 +25,20 @@ class TrainConfig:
     model: str = option("pangu", "model family")
     size: str = option("tiny", "one of the family's published sizes")
     config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
-    data: Path = option(..., "text to train on: .jsonl with a `text` field, or plain text with blank lines between documents")
-    tokenizer: Path | None = option(None, "SentencePiece model; without one, one is trained on the data and saved with the run")
+    data: Path = option(
+        ..., "text to train on: .jsonl with a `text` field, or plain text with blank lines between documents"
+    )
+    tokenizer: Path | None = option(
+        None, "SentencePiece model; without one, one is trained on the data and saved with the run"
+    )
     strategy: Path | None = option(None, "strategy file; without one, one device")
     output_dir: Path = option(Path("out"), "where metrics, the resolved configuration and the checkpoint go")
     steps: int = option(50, "optimizer steps")
     batch_size: int = option(8, "sequences of one step, over all devices")
     seq_len: int | None = option(None, "tokens of a sequence; the model's longest context without this")
-    accumulate: int = option(1, "parts a step's batch is cut into, one after another, to save memory (pipelines: num_microbatches)")
+    accumulate: int = option(
+        1, "parts a step's batch is cut into, one after another, to save memory (pipelines: num_microbatches)"
+    )
     optimizer: Literal["adamw-original", "adamw", "sgd"] = option(
         "adamw-original", "adamw-original has no bias correction, as PanGu and CodeGeeX were trained"
     )
@@ -95,7 +101,9 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
     if strategy:
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []
         problems += model_problems(strategy, model) if model else []
-        problems += batch_problems(strategy, config.batch_size, seq_len, config.accumulate) if config.batch_size > 0 else []
+        problems += (
+            batch_problems(strategy, config.batch_size, seq_len, config.accumulate) if config.batch_size > 0 else []
+        )
     if problems:
         raise ConfigError(problems)
     high, low = family_module(config.model, "config").LEARNING_RATES[config.size]

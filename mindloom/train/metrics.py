@@ -37,7 +37,9 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._lines = (folder / "metrics.jsonl").open("w", encoding="utf-8")
         self._events = EventFileWriter(str(folder / "tensorboard"))
-        self._bar = tqdm(total=total_steps, unit="step", file=sys.stdout, ascii=True, mininterval=1.0, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=total_steps, unit="step", file=sys.stdout, ascii=True, mininterval=1.0, dynamic_ncols=True
+        )
 
     def write(self, metrics: StepMetrics) -> None:
         values = asdict(metrics)

@@ -48,7 +48,9 @@ class AdamW(nn.Cell):
     numbers by `prepare`.
     """
 
-    def __init__(self, parameters: list[Parameter], beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, bias_correction=False):
+    def __init__(
+        self, parameters: list[Parameter], beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, bias_correction=False
+    ):
         super().__init__(auto_prefix=False)
         self.parameters = ParameterTuple(parameters)
         self.moments1 = self.parameters.clone(prefix="adam_m", init="zeros")

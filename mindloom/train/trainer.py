@@ -56,8 +56,10 @@ def train(run: Run) -> Path:
     """Train as `run` says. Returns the checkpoint folder."""
     config = run.config
     engine = Engine(run.strategy)
+    net = _build_network(run)
+    report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     tokenizer_path, samples = _prepare_data(run, engine)
-    training = _build(run, engine, samples)
+    training = _build_step(run, engine, net, report, samples)
     reporter = (run.strategy.mesh.pp - 1) * run.strategy.mesh.dp * run.strategy.mesh.tp  # the last stage knows the loss
     say = milestone if engine.rank == reporter else lambda _: None
     if engine.rank == 0:
@@ -115,11 +117,13 @@ def _prepare_data(run: Run, engine: Engine) -> tuple[Path, NDArray[np.int32]]:
     return path, samples
 
 
-def _build(run: Run, engine: Engine, samples: NDArray[np.int32]) -> Training:
+def _build_network(run: Run) -> nn.Cell:
+    ms.set_seed(run.config.seed)
+    return family_module(run.config.model, "model").ModelWithLoss(run.model)
+
+
+def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, samples: NDArray[np.int32]) -> Training:
     config = run.config
-    ms.set_seed(config.seed)
-    net: nn.Cell = family_module(config.model, "model").ModelWithLoss(run.model)
-    report = parallelize(net, run.strategy)
     optimizer = _optimizer(run, net)
     step = TrainStep(
         wrap(net, run.strategy, config.accumulate),
@@ -161,7 +165,9 @@ def _loop(training: Training, writer: MetricsWriter | None) -> tuple[StepMetrics
             writer.write(last)
         engine.announce_step(index + 1)
         if not np.isfinite(values).all():
-            raise FloatingPointError(f"step {index + 1}: loss {values[0]}, gradient norm {values[1]}; lower --learning-rate")
+            raise FloatingPointError(
+                f"step {index + 1}: loss {values[0]}, gradient norm {values[1]}; lower --learning-rate"
+            )
     assert first and last
     return first, last
 

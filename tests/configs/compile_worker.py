@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles strategy files for the virtual Ascend target, first, middle and last rank, at reduced width and depth.
 
-    compile_worker.py STRATEGY ...     prints one JSON line per rank
+compile_worker.py STRATEGY ...     prints one JSON line per rank
 """
 
 import json

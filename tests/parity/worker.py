@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains PanGu tiny under each given case and writes what it did, for test_equal_to_one_device.
 
-    worker.py OUT CASE ...      a case is a strategy file, then options: +clip, +accumulate, +after_query
+worker.py OUT CASE ...      a case is a strategy file, then options: +clip, +accumulate, +after_query
 """
 
 import dataclasses

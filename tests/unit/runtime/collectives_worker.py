@@ -39,9 +39,7 @@ class Ring(nn.Cell):
     def __init__(self):
         super().__init__()
         self.send = ops.Send(sr_tag=0, dest_rank=(RANK + 1) % SIZE, group=WORLD)
-        self.receive = ops.Receive(
-            sr_tag=0, src_rank=(RANK - 1) % SIZE, shape=[8, 6], dtype=ms.float32, group=WORLD
-        )
+        self.receive = ops.Receive(sr_tag=0, src_rank=(RANK - 1) % SIZE, shape=[8, 6], dtype=ms.float32, group=WORLD)
 
     def construct(self, x):
         return self.receive(ops.depend(x, self.send(x)))
@@ -68,12 +66,16 @@ def cases():
     for group, ranks in ((WORLD, world), ("pair", PAIR)):
         arrays = [INPUTS[rank] for rank in ranks]
         for op, combine in (("sum", np.sum), ("max", np.max)):
-            yield f"AllReduce {op} {group}", lambda o=op, g=group: One(ops.AllReduce(o, group=g)), combine(arrays, axis=0)
+            yield (
+                f"AllReduce {op} {group}",
+                lambda o=op, g=group: One(ops.AllReduce(o, group=g)),
+                combine(arrays, axis=0),
+            )
         yield f"AllGather {group}", lambda g=group: One(ops.AllGather(group=g)), np.concatenate(arrays)
         summed = scattered(np.sum(arrays, axis=0), ranks)
         yield f"ReduceScatter {group}", lambda g=group: One(ops.ReduceScatter("sum", group=g)), summed
         swapped = np.concatenate([scattered(array, ranks) for array in arrays], axis=1)
-        yield f"AlltoAll {group}", lambda n=len(ranks), g=group: One(ops.AlltoAll(n, 0, 1, group=g)), swapped
+        yield f"AlltoAll {group}", lambda r=ranks, g=group: One(ops.AlltoAll(len(r), 0, 1, group=g)), swapped
     yield "Broadcast", lambda: Rooted(ops.Broadcast(2, group=WORLD)), INPUTS[2]
     yield "Send Receive", Ring, INPUTS[(RANK - 1) % SIZE]
 

@@ -30,7 +30,9 @@ def test_more_stages_than_layers():
 
 
 def test_stage_sizes_must_add_up_to_the_layers():
-    (problem,) = model_problems(strategy(pp=2, pipeline=Pipeline(num_microbatches=2, stages=Stages(num_layers=[2, 3]))), MODEL)
+    (problem,) = model_problems(
+        strategy(pp=2, pipeline=Pipeline(num_microbatches=2, stages=Stages(num_layers=[2, 3]))), MODEL
+    )
     assert "adds up to 5, but the model has 4 layers" in problem
 
 

@@ -13,14 +13,18 @@ def problems(write):
         write("rules.yaml", rules)
         with pytest.raises(ConfigError) as caught:
             load_strategy(write("s.yaml", text))
-        return [problem[problem.index("s.yaml") :] if "s.yaml" in problem else problem for problem in caught.value.problems]
+        return [
+            problem[problem.index("s.yaml") :] if "s.yaml" in problem else problem for problem in caught.value.problems
+        ]
 
     return read
 
 
 def test_a_file_becomes_a_strategy(write):
     write("rules.yaml", RULES)
-    strategy = load_strategy(write("s.yaml", "mesh: {dp: 2, tp: 4}\nrules: rules.yaml\noptimizer_parallel: {axis: dp}\n"))
+    strategy = load_strategy(
+        write("s.yaml", "mesh: {dp: 2, tp: 4}\nrules: rules.yaml\noptimizer_parallel: {axis: dp}\n")
+    )
     assert (strategy.mesh.size, strategy.mesh.dp, strategy.mesh.tp) == (8, 2, 4)
     assert strategy.optimizer_parallel is not None
     assert strategy.rules.operators[0].inputs == ((("dp",), ()), (("tp",), ()))
@@ -54,7 +58,10 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
         ("mesh: {dp: 0}", "s.yaml:1: mesh.dp must be at least 1, got 0"),
         ("mesh: {dp: two}", "s.yaml:1: mesh.dp must be a whole number, got 'two'"),
         ("mesh: {cp: 2}", "s.yaml:1: mesh.cp is reserved and must be 1, got 2"),
-        ("mesh: {pp: 4}\npipeline: {num_microbatches: 2}", "s.yaml:2: pipeline.num_microbatches = 2 is fewer than the 4 stages"),
+        (
+            "mesh: {pp: 4}\npipeline: {num_microbatches: 2}",
+            "s.yaml:2: pipeline.num_microbatches = 2 is fewer than the 4 stages",
+        ),
         ("mesh: {dp: 4}\npipeline: {num_microbatches: 2}", "s.yaml:2: pipeline has no effect at mesh.pp = 1"),
         ("mesh: {tp: 4}\noptimizer_parallel: {axis: dp}", "s.yaml:2: optimizer_parallel has no effect at mesh.dp = 1"),
         ("mesh: {dp: 4}\nsequence_parallel: true", "s.yaml:2: sequence_parallel has no effect at mesh.tp = 1"),

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/train.py as users start it: alone, under msrun, with --launch; with bad input; with a worker killed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+
+import numpy as np
+import psutil
+import pytest
+from conftest import CONFIGS, ROOT, msrun, msrun_command, msrun_env, run
+from safetensors.numpy import load_file
+
+TEXT = ROOT / "examples" / "small_town.txt"
+SMALL = ("--data", TEXT, "--steps", 6, "--seq-len", 32)
+
+pytestmark = pytest.mark.slow
+
+
+def is_alive(process):
+    try:
+        return (
+            process.is_running() and process.status() != psutil.STATUS_ZOMBIE and "train.py" in str(process.cmdline())
+        )
+    except psutil.Error:
+        return False
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "out"
+    outcome = run("tools/train.py", *SMALL, "--output-dir", out)
+    assert outcome.code == 0, outcome.output
+    return out
+
+
+def test_a_run_leaves_metrics_configuration_scalars_and_a_checkpoint(one_device):
+    lines = [json.loads(line) for line in (one_device / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert set(lines[0]) == {"step", "loss", "learning_rate", "grad_norm", "step_time_s", "tokens_per_s"}
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    resolved = json.loads((one_device / "config.json").read_text())
+    assert resolved["train"]["steps"] == 6
+    assert resolved["resolved"]["seq_len"] == 32
+    assert list((one_device / "tensorboard").iterdir())
+    config = json.loads((one_device / "checkpoint" / "config.json").read_text())
+    assert config["family"] == "pangu"
+    assert (one_device / "checkpoint" / "tokenizer.model").stat().st_size > 0
+    assert sum(v.size for v in load_file(one_device / "checkpoint" / "model.safetensors").values()) == 1_088_256
+
+
+def test_launch_trains_the_same_with_four_processes(one_device, tmp_path):
+    out = tmp_path / "out"
+    tokenizer = one_device / "checkpoint" / "tokenizer.model"
+    strategy = CONFIGS / "pangu_tiny_dp2_tp2_zero.yaml"
+    outcome = run(
+        "tools/train.py", *SMALL, "--output-dir", out, "--tokenizer", tokenizer, "--strategy", strategy, "--launch"
+    )
+    assert outcome.code == 0, outcome.output
+    np.testing.assert_allclose(losses(out), losses(one_device), rtol=1e-5)
+    ours, theirs = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (out, one_device))
+    assert ours.keys() == theirs.keys()
+    assert {name: v.shape for name, v in ours.items()} == {name: v.shape for name, v in theirs.items()}
+
+
+def test_msrun_trains_a_pipeline_and_scores_its_checkpoint(one_device, tmp_path):
+    out = tmp_path / "out"
+    strategy = CONFIGS / "pangu_tiny_tp2_pp2.yaml"
+    outcome = msrun(4, tmp_path / "logs", ROOT / "tools/train.py", *SMALL, "--output-dir", out, "--strategy", strategy)
+    assert outcome.code == 0, outcome.output
+    np.testing.assert_allclose(losses(out), losses(one_device), rtol=1e-5)
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.random.RandomState(0).randint(0, 2000, (4, 40)))
+    arguments = ("--checkpoint", out / "checkpoint", "--ids", ids, "--logits-out")
+    assert run("tools/score.py", *arguments, tmp_path / "one.npy").code == 0
+    outcome = msrun(
+        4, tmp_path / "logs", ROOT / "tools/score.py", *arguments, tmp_path / "four.npy", "--strategy", strategy
+    )
+    assert outcome.code == 0, outcome.output
+    np.testing.assert_allclose(np.load(tmp_path / "four.npy"), np.load(tmp_path / "one.npy"), rtol=0, atol=1e-5)
+
+
+def test_dropout_trains_under_a_mesh(tmp_path):
+    strategy = CONFIGS / "pangu_tiny_dp2_tp2.yaml"
+    out = tmp_path / "out"
+    outcome = run("tools/train.py", *SMALL, "--dropout", 0.1, "--output-dir", out, "--strategy", strategy, "--launch")
+    assert outcome.code == 0, outcome.output
+    assert losses(out)[-1] < losses(out)[0]
+
+
+def test_a_users_own_network_trains_the_same_with_one_line(tmp_path):
+    script = ROOT / "examples" / "own_network.py"
+    expected = re.findall(r"loss ([\d.]+)", run(script).output)
+    assert len(expected) == 6
+    for name in ("dp2_tp2", "pp2_dp2"):
+        outcome = msrun(4, tmp_path / name, script, ROOT / "examples" / f"own_network_{name}.yaml")
+        assert outcome.code == 0, outcome.output
+        got = re.findall(r"loss ([\d.]+)", outcome.logs[3])
+        np.testing.assert_allclose(np.array(got, float), np.array(expected, float), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--data", "nowhere.jsonl"), "nowhere.jsonl: there is no such data file"),
+        (("--data", TEXT, "--stepz", 3), "unrecognized arguments: --stepz 3; did you mean --steps?"),
+        (("--data", TEXT, "--steps", "many"), "argument --steps: invalid int value: 'many'"),
+        (("--data", TEXT, "--size", "huge"), "--size huge is unknown"),
+        (("--data", TEXT, "--strategy", "none.yaml"), "none.yaml: cannot be read"),
+        (("--data", TEXT, "--batch-size", 6, "--strategy", CONFIGS / "pangu_tiny_dp4.yaml", "--launch"), "use 4 or 8"),
+        (("--data", TEXT, "--strategy", CONFIGS / "pangu_tiny_dp4.yaml"), "4 processes, but 1 process was launched"),
+        (("--data", TEXT, "--batch-size", 5000), "sequences of 128 tokens are fewer than --batch-size 5000"),
+    ],
+)
+def test_a_mistake_gives_its_message_and_exit_code_2(tmp_path, arguments, message):
+    outcome = run("tools/train.py", *arguments, "--output-dir", tmp_path / "out")
+    assert outcome.code == 2
+    assert message in outcome.output
+    assert "Traceback" not in outcome.output
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_rule_that_matches_nothing_is_named_with_its_line(tmp_path, write):
+    base = f"mesh: {{tp: 2}}\nrules:\n  base: {CONFIGS / 'rules/decoder.yaml'}\n"
+    strategy = write("s.yaml", base + "  operators:\n    mlp.upp.matmul: [[dp, ~], [tp, ~]]\n")
+    outcome = run("tools/train.py", *SMALL, "--strategy", strategy, "--output-dir", tmp_path / "out", "--launch")
+    assert outcome.code == 2
+    assert "s.yaml:5: mlp.upp.matmul matches no operator" in outcome.output
+    assert not (tmp_path / "out" / "checkpoint").exists()
+
+
+def test_msrun_with_another_number_of_processes_fails_at_once_on_every_rank(tmp_path):
+    start = time.monotonic()
+    outcome = msrun(
+        2,
+        tmp_path / "logs",
+        ROOT / "tools/train.py",
+        *SMALL,
+        "--output-dir",
+        tmp_path / "out",
+        "--strategy",
+        CONFIGS / "pangu_tiny_dp4.yaml",
+        timeout=60,
+    )
+    assert outcome.code != 0
+    assert time.monotonic() - start < 15
+    for log in outcome.logs.values():
+        assert "4 processes, but 2 processes were launched" in log
+        assert "Traceback" not in log
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_worker_ends_the_job_and_is_named_with_its_last_step(tmp_path):
+    out = tmp_path / "out"
+    arguments = (
+        "--data",
+        TEXT,
+        "--steps",
+        5000,
+        "--seq-len",
+        32,
+        "--output-dir",
+        out,
+        "--strategy",
+        CONFIGS / "pangu_tiny_dp2_tp2.yaml",
+    )
+    command = msrun_command(4, tmp_path / "logs", ROOT / "tools/train.py", *arguments)
+    job = subprocess.Popen(
+        command, cwd=ROOT, env=msrun_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    workers = {}
+    try:
+        deadline = time.monotonic() + 120
+        while not ((out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_text().splitlines()) > 3):
+            assert time.monotonic() < deadline, "the job did not start"
+            assert job.poll() is None
+            time.sleep(0.2)
+        for process in psutil.Process(job.pid).children(recursive=True):
+            if is_alive(process) and process.environ().get("MS_ROLE") == "MS_WORKER":
+                workers[process.environ()["RANK_ID"]] = process
+        victim = workers["2"]
+        start = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        output, _ = job.communicate(timeout=60)
+        assert time.monotonic() - start < 60
+    finally:
+        job.kill()
+        left = [process for process in workers.values() if is_alive(process)]
+        for process in left:
+            process.kill()
+    assert left == []
+    assert job.returncode != 0
+    logs = "".join((tmp_path / "logs" / f"worker_{rank}.log").read_text() for rank in range(4))
+    assert re.search(r"rank 2 is gone \(its last step was \d+\); ending this job", logs + output)

@@ -59,6 +59,8 @@ class Engine:
             self._start_on_cpu()
         else:
             init()
+            if os.environ.get("MS_ROLE") == "MS_SCHED":
+                sys.exit(0)  # MindSpore's scheduler stays, inside the exit, until the workers are done
             if get_group_size() != strategy.mesh.size:
                 raise ConfigError(launch_problems(strategy, get_group_size()))
             self.rank = get_rank()

@@ -16,6 +16,7 @@ from mindloom.strategy.loader import load_strategy
 
 _engine: Engine | None = None
 _networks: dict[int, tuple[nn.Cell, Report]] = {}  # by id; the Cell is kept so that the id stays its own
+_contents: dict[int, tuple[nn.Cell, nn.Cell | None]] = {}
 _steps: dict[int, tuple[nn.Cell, TrainStep]] = {}
 _original_compile_and_run = nn.Cell.compile_and_run
 
@@ -48,12 +49,20 @@ def report_of(network: nn.Cell) -> Report:
 def _compile_and_run(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
     """Graph-mode calls of Cells around a parallel network go to the engine; all others stay as they are."""
     assert _engine is not None
-    network = next((part for part in (cell, *cell.cells()) if id(part) in _networks), None)
+    network = _network_in(cell)
     if network is None or (_engine.strategy.mesh.pp == 1 and not _engine.partitions_itself):
         return _original_compile_and_run(cell, *args, **kwargs)
     if _engine.strategy.mesh.pp > 1 and type(cell) is nn.TrainOneStepCell:
         return _run_on_engine(_pipeline_step(cell, network), *args)[0]
     return _run_on_engine(cell, *args)
+
+
+def _network_in(cell: nn.Cell) -> nn.Cell | None:
+    """The parallel network inside a Cell, found once."""
+    if id(cell) not in _contents:
+        network = next((part for _, part in cell.cells_and_names() if id(part) in _networks), None)
+        _contents[id(cell)] = (cell, network)
+    return _contents[id(cell)][1]
 
 
 def _run_on_engine(cell: nn.Cell, *args: Any) -> Any:

@@ -92,7 +92,7 @@ class Engine:
     def prepare(self, cell: nn.Cell, *inputs: Tensor) -> None:
         """Compile `cell` for inputs like these; `run` would do so on its first call."""
         if self.transport is not None:
-            self.program(cell, inputs)
+            self.program(cell, inputs).compile(inputs)
         else:
             cell.compile(*inputs)
             if self.strategy.mesh.size > 1:

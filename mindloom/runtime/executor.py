@@ -33,6 +33,12 @@ class Program:
         for parameter, owner in self._pairs:
             parameter.set_data(owner)
 
+    def compile(self, inputs: Sequence[Tensor]) -> None:
+        """Let MindSpore choose the CPU kernels; the first `run` would do so."""
+        self.cell.phase = "graph_load_from_mindir"  # as GraphCell.__call__ sets it
+        self.cell._add_attr("graph_load_from_mindir", self.cell.graph)
+        self.cell.compile(*inputs)
+
     def run(self, inputs: Sequence[Tensor]) -> Any:
         for parameter, owner in self._pairs:
             if parameter.data_ptr() != owner.data_ptr():  # the owner was given new data, as a learning rate is

@@ -58,6 +58,10 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
     for node, primitive in list(collective_nodes(model)):
         values = attributes(primitive)
         group = values["group"]
+        if _output(node).data_type == mind_ir.TensorProto.BFLOAT16:
+            raise LoweringError(
+                "CPU processes exchange no bfloat16, which NumPy does not know; use compute_dtype float32"
+            )
         if primitive.op_type in ("Send", "Receive"):
             run = _point_to_point(primitive.op_type, values, transport, groups[group], program)
         else:

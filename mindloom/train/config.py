@@ -93,6 +93,8 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
     model = collect(_model_config, config)
     strategy = collect(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
     documents = collect(read_documents, config.data)
+    if model and model.compute_dtype == "float16":
+        problems.append("compute_dtype float16 needs loss scaling, which is not built yet; use bfloat16 or float32")
     if config.tokenizer and not config.tokenizer.is_file():
         problems.append(f"--tokenizer {config.tokenizer}: there is no such file")
     seq_len = config.seq_len or (model.seq_len if model else 0)

@@ -102,3 +102,9 @@ def test_fields_of_the_model_can_be_replaced_by_a_file(write):
         check(TrainConfig(data=data, config=config), num_processes=1)
     run = check(TrainConfig(data=data, config=write("m.json", '{"hidden_size": 32}'), dropout=0.2), num_processes=1)
     assert (run.model.hidden_size, run.model.dropout_rate) == (32, 0.2)
+
+
+def test_float16_is_refused_rather_than_trained_without_loss_scaling(write):
+    data, config = write("a.txt", "text"), write("m.json", '{"compute_dtype": "float16"}')
+    with pytest.raises(ConfigError, match="float16 needs loss scaling"):
+        check(TrainConfig(data=data, config=config), num_processes=1)

@@ -81,7 +81,7 @@ def theirs():
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return run, f"PyTorch {torch.__version__}"
 

@@ -20,7 +20,8 @@ def train(name: str, *arguments: str) -> list[float]:
     """Run tools/train.py into OUT/name. Returns the loss of each step."""
     output = OUT / name
     command = [sys.executable, str(ROOT / "tools" / "train.py"), "--data", str(HERE / "small_town.txt")]
-    command += ["--model", "pangu", "--size", "tiny", "--steps", str(STEPS), "--output-dir", str(output), *arguments]
+    command += ["--model", "pangu", "--size", "tiny", "--steps", str(STEPS), "--learning-rate", "5e-4"]
+    command += ["--output-dir", str(output), *arguments]
     print(f"\n$ python {' '.join(command[1:])}".replace(str(ROOT) + "/", ""), flush=True)
     if code := subprocess.run(command, check=False).returncode:
         sys.exit(code)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learned embeddings: words, positions, queries."""
 
+import itertools
+
+import mindspore
 from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import Initializer, Normal, TruncatedNormal, initializer
@@ -40,13 +43,21 @@ class TokenEmbedding(nn.Cell):
         return self.cast(self.dropout(x), self.dtype)
 
 
+_dropouts = itertools.count(1)
+
+
 class Dropout(nn.Cell):
-    """Zeroes a share of the entries while training; nothing at rate 0 or when not training."""
+    """Zeroes a share of the entries while training; nothing at rate 0 or when not training.
+
+    With `mindspore.set_seed` each instance draws its own sequence of masks, the same in every process and every run.
+    """
 
     def __init__(self, rate: float):
         super().__init__()
         self.active = rate > 0
-        self.dropout = ops.Dropout(keep_prob=1.0 - rate)
+        seed = mindspore.get_seed()
+        seeds = (0, 0) if seed is None else (seed, next(_dropouts))  # two zeros: other masks in every process
+        self.dropout = ops.Dropout(1.0 - rate, *seeds)
 
     def construct(self, x):
         if self.active and self.training:

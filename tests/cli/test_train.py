@@ -87,6 +87,14 @@ def test_msrun_trains_a_pipeline_and_scores_its_checkpoint(one_device, tmp_path)
     np.testing.assert_allclose(np.load(tmp_path / "four.npy"), np.load(tmp_path / "one.npy"), rtol=0, atol=1e-5)
 
 
+def test_a_run_with_dropout_repeats_itself(one_device, tmp_path):
+    arguments = (*SMALL, "--dropout", 0.2, "--tokenizer", one_device / "checkpoint" / "tokenizer.model")
+    for name in ("a", "b"):
+        assert run("tools/train.py", *arguments, "--output-dir", tmp_path / name).code == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert losses(tmp_path / "a") != losses(one_device)
+
+
 def test_dropout_trains_under_a_mesh(tmp_path):
     strategy = CONFIGS / "pangu_tiny_dp2_tp2.yaml"
     out = tmp_path / "out"

@@ -165,23 +165,18 @@ def test_msrun_with_another_number_of_processes_fails_at_once_on_every_rank(tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_a_killed_worker_ends_the_job_and_is_named_with_its_last_step(tmp_path):
-    out = tmp_path / "out"
-    arguments = (
-        "--data",
-        TEXT,
-        "--steps",
-        5000,
-        "--seq-len",
-        32,
-        "--output-dir",
-        out,
-        "--strategy",
-        CONFIGS / "pangu_tiny_dp2_tp2.yaml",
-    )
-    command = msrun_command(4, tmp_path / "logs", ROOT / "tools/train.py", *arguments)
+def kill_rank_2(folder):
+    """Start a job of 4, kill one worker in the midst of it. Returns everything that was said; the job has ended by then."""
+    out, logs = folder / "out", folder / "logs"
+    arguments = ("--data", TEXT, "--steps", 5000, "--seq-len", 32, "--output-dir", out)
+    strategy = CONFIGS / "pangu_tiny_dp2_tp2.yaml"
     job = subprocess.Popen(
-        command, cwd=ROOT, env=msrun_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        msrun_command(4, logs, ROOT / "tools/train.py", *arguments, "--strategy", strategy),
+        cwd=ROOT,
+        env=msrun_env(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     workers = {}
     try:
@@ -193,11 +188,8 @@ def test_a_killed_worker_ends_the_job_and_is_named_with_its_last_step(tmp_path):
         for process in psutil.Process(job.pid).children(recursive=True):
             if is_alive(process) and process.environ().get("MS_ROLE") == "MS_WORKER":
                 workers[process.environ()["RANK_ID"]] = process
-        victim = workers["2"]
-        start = time.monotonic()
-        os.kill(victim.pid, signal.SIGKILL)
+        os.kill(workers["2"].pid, signal.SIGKILL)
         output, _ = job.communicate(timeout=60)
-        assert time.monotonic() - start < 60
     finally:
         job.kill()
         left = [process for process in workers.values() if is_alive(process)]
@@ -205,5 +197,15 @@ def test_a_killed_worker_ends_the_job_and_is_named_with_its_last_step(tmp_path):
             process.kill()
     assert left == []
     assert job.returncode != 0
-    logs = "".join((tmp_path / "logs" / f"worker_{rank}.log").read_text() for rank in range(4))
-    assert re.search(r"rank 2 is gone \(its last step was \d+\); ending this job", logs + output)
+    return output + "".join((logs / f"worker_{rank}.log").read_text() for rank in range(4))
+
+
+def test_a_killed_worker_ends_the_job_and_is_named_with_its_last_step(tmp_path):
+    # Every try must end the job. msrun looks each second whether a worker is gone and then kills the others at once: when
+    # that falls into the instant before they speak, they cannot; so there are three tries at the message.
+    said = ""
+    for attempt in range(3):
+        said += kill_rank_2(tmp_path / str(attempt))
+        if "is gone" in said:
+            break
+    assert re.search(r"rank 2 is gone \(its last step was \d+\); ending this job", said)

@@ -49,7 +49,8 @@ _dropouts = itertools.count(1)
 class Dropout(nn.Cell):
     """Zeroes a share of the entries while training; nothing at rate 0 or when not training.
 
-    With `mindspore.set_seed` each instance draws its own sequence of masks, the same in every process and every run.
+    With `mindspore.set_seed` each instance draws its own sequence of masks, the same in every process and every run;
+    on CPU only the first five of each: there MindSpore's kernel later draws in threads whose number it finds by timing.
     """
 
     def __init__(self, rate: float):

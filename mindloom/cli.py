@@ -46,7 +46,7 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         required = field.default is dataclasses.MISSING
-        default = "" if required or field.default in (None, "", False) else f" (default: {field.default})"
+        default = "" if required or field.default in (None, "", (), False) else f" (default: {field.default})"
         text = field.metadata["help"].replace("%", "%%") + default
         flag, hint = "--" + field.name.rstrip("_").replace("_", "-"), _without_none(hints[field.name])
         common: dict[str, Any] = {"default": field.default, "required": required, "dest": field.name, "help": text}
@@ -54,12 +54,16 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
             parser.add_argument(field.name, type=hint, metavar=field.name.upper(), help=text)
         elif hint is bool:
             parser.add_argument(flag, action="store_true", help=text)
+        elif get_origin(hint) is tuple:
+            kind_of_each = get_args(hint)[0]
+            parser.add_argument(flag, type=kind_of_each, nargs="+", metavar=kind_of_each.__name__.upper(), **common)
         elif get_origin(hint) is Literal:
             parser.add_argument(flag, choices=get_args(hint), **common)
         else:
             parser.add_argument(flag, type=hint, metavar=hint.__name__.upper(), **common)
     parser.flags = [action.option_strings[-1] for action in parser._actions if action.option_strings]
-    return kind(**vars(parser.parse_args(argv)))
+    values = vars(parser.parse_args(argv))
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _without_none(hint: Any) -> Any:

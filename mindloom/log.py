@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Milestones of a run, said once by one rank; numbers go to metrics files."""
+"""Milestones of a run, said once by one rank on stderr; numbers go to metrics files."""
 
 from __future__ import annotations
 
+import sys
+
 
 def milestone(text: str) -> None:
-    print(f"[mindloom] {text}", flush=True)
+    print(f"[mindloom] {text}", file=sys.stderr, flush=True)

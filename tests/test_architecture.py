@@ -29,7 +29,19 @@ PACKAGES = {
         "log",
         "model_config",
     },
-    "inference": {"checkpoint", "data", "parallel", "runtime", "strategy", "errors", "family", "model_config"},
+    "inference": {
+        "checkpoint",
+        "data",
+        "nn",
+        "parallel",
+        "runtime",
+        "strategy",
+        "cli",
+        "errors",
+        "family",
+        "log",
+        "model_config",
+    },
 }
 FAMILIES = ("pangu",)
 
@@ -77,7 +89,14 @@ def test_a_model_knows_no_parallel_word(folder):
 
 @pytest.mark.parametrize(
     "module",
-    ["mindloom", "mindloom.strategy.loader", "mindloom.strategy.stages", "mindloom.train.config", "pangu.config"],
+    [
+        "mindloom",
+        "mindloom.strategy.loader",
+        "mindloom.strategy.stages",
+        "mindloom.train.config",
+        "mindloom.inference.config",
+        "pangu.config",
+    ],
 )
 def test_strategies_and_checks_load_no_mindspore(module):
     code = f"import sys, {module}; sys.exit('mindspore' in sys.modules)"

@@ -56,7 +56,7 @@ def main() -> int:
     family, model = load_config(config.checkpoint)
     family_module(family, "config")
     ids = read_ids(config.ids, model.vocab_size, model.seq_len)
-    strategy = load_strategy(config.strategy) if config.strategy else SINGLE_DEVICE
+    strategy = load_strategy(config.strategy, for_inference=True) if config.strategy else SINGLE_DEVICE
     problems = launch_problems(strategy, launched_processes()) + model_problems(strategy, model)
     if problems := problems + batch_problems(strategy, len(ids), min(ids.shape[1], model.seq_len), training=False):
         raise ConfigError(problems)

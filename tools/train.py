@@ -22,8 +22,7 @@ def main() -> int:
     if config.launch:
         arguments = [argument for argument in sys.argv[1:] if argument != "--launch"]
         mesh = run.strategy.mesh
-        last_stage = (mesh.pp - 1) * mesh.dp * mesh.tp
-        return launch(__file__, arguments, mesh.size, config.output_dir / "logs", shown_rank=last_stage)
+        return launch(__file__, arguments, mesh.size, config.output_dir / "logs", mesh.first_rank_of_last_stage)
     prepare_environment()
     import_module("mindloom.train.trainer").train(run)  # loads MindSpore, which the checks above do without
     return 0

@@ -20,24 +20,43 @@ def read_documents(path: Path) -> list[str]:
     Raises:
         ConfigError: missing, empty, not UTF-8, not JSON, or a line without `text`.
     """
-    if not path.exists():
-        raise ConfigError(f"{path}: there is no such data file")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}:{line}: not UTF-8 text ({error.reason}); convert the file to UTF-8") from None
-    documents = _json_lines(path, text) if path.suffix == ".jsonl" else text.replace("\r\n", "\n").split("\n\n")
+    text = decode_text(path)
+    if path.suffix == ".jsonl":
+        documents = [document for _, document in json_lines(path, text, "text")]
+    else:
+        documents = text.replace("\r\n", "\n").split("\n\n")
     documents = [document for document in documents if document.strip()]
     if not documents:
         raise ConfigError(f"{path}: holds no text")
     return documents
 
 
-def _json_lines(path: Path, text: str) -> list[str]:
-    documents, problems = [], []
+def decode_text(path: Path) -> str:
+    """What a UTF-8 file holds.
+
+    Raises:
+        ConfigError: missing, unreadable, or not UTF-8.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such file")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text ({error.reason}); convert the file to UTF-8") from None
+
+
+def json_lines(path: Path, text: str, key: str) -> list[tuple[int, str]]:
+    """(line number, the text under `key`) of each JSON object, one a line.
+
+    Raises:
+        ConfigError: lines that are not such objects.
+    """
+    found, problems = [], []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -46,15 +65,15 @@ def _json_lines(path: Path, text: str) -> list[str]:
         except ValueError as error:
             problems.append(f"{path}:{number}: not JSON: {error}")
             continue
-        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        if not isinstance(value, dict) or not isinstance(value.get(key), str):
             keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            problems.append(f"{path}:{number}: no `text` field with a string; found: {keys}")
+            problems.append(f"{path}:{number}: no `{key}` field with a string; found: {keys}")
         else:
-            documents.append(value["text"])
+            found.append((number, value[key]))
     if problems:
         more = [f"{path}: and {len(problems) - 5} more lines like these"] if len(problems) > 5 else []
         raise ConfigError(problems[:5] + more)
-    return documents
+    return found
 
 
 def pack(documents: Iterable[str], tokenizer: Tokenizer, seq_len: int) -> NDArray[np.int32]:

@@ -8,6 +8,7 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from mindloom.model_config import DecoderConfig
+from mindloom.nn.cache import NoCache
 from mindloom.nn.embedding import Dropout
 from mindloom.nn.linear import Linear
 
@@ -27,8 +28,27 @@ def _causal(length):
     return Tensor(np.tri(length, dtype=bool))
 
 
-class DocumentMask(nn.Cell):
-    """Additive attention bias, 0 where a token may look and -10000 elsewhere.
+@ops.constexpr
+def _slots(capacity):
+    """(S,): the slots of a cache."""
+    return Tensor(np.arange(capacity, dtype=np.int32))
+
+
+class Mask(nn.Cell):
+    """Additive attention bias, 0 where a token may look and -10000 elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.expand_positions, self.expand_bias = ops.ExpandDims(), ops.ExpandDims()
+        self.cast, self.hidden, self.scale = ops.Cast(), ops.Sub(), ops.Mul()
+
+    def construct(self, positions):  # (B, T) -> (B, 1, T, keys)
+        visible = self.cast(self.visible(self.expand_positions(positions, -1)), mstype.float32)
+        return self.expand_bias(self.scale(self.hidden(1.0, visible), MASKED_SCORE), 1)
+
+
+class DocumentMask(Mask):
+    """For whole sequences: a token sees what came before it in its document.
 
     A token at index i with position p (counted from its document's start) sees the keys i-p .. i, so the positions
     alone say where documents begin.
@@ -36,19 +56,30 @@ class DocumentMask(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.expand_positions, self.expand_bias = ops.ExpandDims(), ops.ExpandDims()
         self.not_before, self.both = ops.LessEqual(), ops.LogicalAnd()
-        self.cast, self.hidden, self.scale = ops.Cast(), ops.Sub(), ops.Mul()
 
-    def construct(self, positions):  # (B, T) -> (B, 1, T, T)
+    def visible(self, positions):  # (B, T, 1) -> (B, T, T)
         length = positions.shape[1]
-        same_document = self.not_before(_distance(length), self.expand_positions(positions, -1))  # -> (B, T, T)
-        visible = self.cast(self.both(same_document, _causal(length)), mstype.float32)
-        return self.expand_bias(self.scale(self.hidden(1.0, visible), MASKED_SCORE), 1)
+        return self.both(self.not_before(_distance(length), positions), _causal(length))
+
+
+class SlotMask(Mask):
+    """For tokens whose keys lie in the slots of a cache, slot i those of position i: a token sees the slots up to its own."""
+
+    def __init__(self, capacity):
+        super().__init__()
+        self.capacity = capacity
+        self.not_after = ops.LessEqual()
+
+    def visible(self, positions):  # (B, T, 1) -> (B, T, S)
+        return self.not_after(_slots(self.capacity), positions)
 
 
 class Attention(nn.Cell):
-    """Softmax(Q K^T / sqrt(head_dim) + mask) V, then the output projection."""
+    """Softmax(Q K^T / sqrt(head_dim) + mask) V, then the output projection.
+
+    Keys and values go through `cache`, which may add those of earlier tokens.
+    """
 
     def __init__(self, config: DecoderConfig, dtype: mstype.Type):
         super().__init__()
@@ -62,15 +93,17 @@ class Attention(nn.Cell):
         self.scores, self.context = ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()
         self.scale, self.mask_add, self.softmax = ops.Mul(), ops.Add(), ops.Softmax(-1)
         self.cast = ops.Cast()
+        self.cache = NoCache()
         self.probs_dropout, self.dropout = Dropout(config.dropout_rate), Dropout(config.dropout_rate)
 
-    def construct(self, query_input, x, bias):
-        """query_input, x: (B*T, D), where queries and where keys and values come from; bias: (B, 1, T, T)."""
+    def construct(self, query_input, x, bias, slots=None):
+        """query_input, x: (B*T, D), where queries and where keys and values come from; bias: (B, 1, T, keys)."""
         batch, _, length, _ = bias.shape
         q = self.split_heads(self.query(query_input), batch, length)
         k = self.split_heads(self.key(x), batch, length)
         v = self.split_heads(self.value(x), batch, length)
-        scores = self.cast(self.scores(q, k), mstype.float32)  # (B, H, T, T)
+        k, v = self.cache(k, v, slots)  # (B, H, T, D/H) -> (B, H, keys, D/H)
+        scores = self.cast(self.scores(q, k), mstype.float32)  # (B, H, T, keys)
         scores = self.mask_add(self.scale(scores, 1.0 / math.sqrt(self.head_dim)), bias)
         probs = self.probs_dropout(self.softmax(scores))
         y = self.context(self.cast(probs, self.dtype), v)  # (B, H, T, D/H)

@@ -9,7 +9,8 @@ from mindspore import nn, ops
 from mindspore.common.initializer import TruncatedNormal
 
 from mindloom.model_config import DecoderConfig
-from mindloom.nn.attention import Attention, DocumentMask
+from mindloom.nn.attention import Attention, DocumentMask, SlotMask
+from mindloom.nn.cache import KVCache
 from mindloom.nn.embedding import Embedding, TokenEmbedding
 from mindloom.nn.loss import CrossEntropy
 from mindloom.nn.mlp import MLP
@@ -28,17 +29,17 @@ class DecoderLayer(nn.Cell):
         self.mlp = MLP(config, dtype)
         self.mlp_add = ops.Add()
 
-    def construct(self, x, bias):
+    def construct(self, x, bias, slots=None):
         a = self.attention_norm(x)
-        x = self.attention_add(x, self.attention(a, a, bias))
+        x = self.attention_add(x, self.attention(a, a, bias, slots))
         return self.mlp_add(x, self.mlp(self.mlp_norm(x)))
 
 
 class QueryLayer(DecoderLayer):
     """A decoder layer whose queries are embeddings of the positions: neither normed nor added to the stream."""
 
-    def construct(self, x, query, bias):
-        x = self.attention_add(x, self.attention(query, self.attention_norm(x), bias))
+    def construct(self, x, query, bias, slots=None):
+        x = self.attention_add(x, self.attention(query, self.attention_norm(x), bias, slots))
         return self.mlp_add(x, self.mlp(self.mlp_norm(x)))
 
 
@@ -61,14 +62,20 @@ class Head(nn.Cell):
     def __init__(self, dtype: mstype.Type):
         super().__init__()
         self.dtype = dtype
-        self.matmul, self.cast = ops.MatMul(transpose_b=True), ops.Cast()
+        self.pick, self.matmul, self.cast = ops.Gather(), ops.MatMul(transpose_b=True), ops.Cast()
 
-    def construct(self, x, word_table):  # (B*T, D), (V, D) -> (B*T, V) float32
+    def construct(self, x, word_table, rows=None):  # (B*T, D), (V, D) -> (B*T or len(rows), V) float32
+        if rows is not None:
+            x = self.pick(x, rows, 0)
         return self.cast(self.matmul(x, self.cast(word_table, self.dtype)), mstype.float32)
 
 
 class Decoder(nn.Cell):
-    """Tokens (B, T) and their positions within documents (B, T) -> logits (B*T, V), float32."""
+    """Tokens (B, T) and their positions within documents (B, T) -> logits (B*T, V), float32.
+
+    `rows` picks the rows of (B*T) to give logits for, counted among those this device holds. With caches attached the
+    tokens continue what the caches hold, and `slots` says where theirs belong (see `KVCache`).
+    """
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -83,16 +90,25 @@ class Decoder(nn.Cell):
         self.norm_first = config.final_norm == "before_query"
         self.head = Head(dtype)
 
-    def construct(self, tokens, positions):
+    def attach_caches(self, num_rows: int, capacity: int) -> None:
+        """Let attention keep the keys and values of `capacity` tokens for each of `num_rows` rows, in place of any before."""
+        self.mask = SlotMask(capacity)
+        shape = (num_rows, self.config.num_heads, capacity, self.config.head_dim)
+        for name, cell in self.cells_and_names():
+            if isinstance(cell, Attention):
+                cell.cache = KVCache(shape, cell.dtype)
+                cell.cache.update_parameters_name(f"{name}.cache.")
+
+    def construct(self, tokens, positions, rows=None, slots=None):
         bias = self.mask(positions)
         x = self.embedding(tokens, positions)
         for layer in self.layers:
-            x = layer(x, bias)
+            x = layer(x, bias, slots)
         if self.norm_first:
-            x = self.query_layer(self.final_norm(x), self.query_embedding(positions), bias)
+            x = self.query_layer(self.final_norm(x), self.query_embedding(positions), bias, slots)
         else:
-            x = self.final_norm(self.query_layer(x, self.query_embedding(positions), bias))
-        return self.head(x, self.embedding.word.weight)
+            x = self.final_norm(self.query_layer(x, self.query_embedding(positions), bias, slots))
+        return self.head(x, self.embedding.word.weight, rows)
 
 
 class DecoderWithLoss(nn.Cell):

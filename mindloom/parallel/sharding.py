@@ -9,7 +9,9 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import mindspore as ms
 from mindspore import Parameter, nn
 from mindspore.ops import Primitive
 
@@ -58,12 +60,26 @@ def apply_rules(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) ->
         for rule in rules:
             if path_matches(rule.pattern, operator.path):
                 owners[operator.path] = rule
-        owner = owners.get(operator.path)
-        if owner is not None:
-            in_strategy = tuple(degrees(layout, mesh) for layout in owner.inputs)
-            out_strategy = None if owner.outputs is None else tuple(degrees(layout, mesh) for layout in owner.outputs)
-            operator.primitive.shard(in_strategy, out_strategy)
+        if operator.path in owners:
+            _shard(operator.primitive, owners[operator.path], mesh)
     return owners
+
+
+def _shard(primitive: Primitive, rule: Rule, mesh: Mesh) -> None:
+    if rule.local:
+        primitive.add_prim_attr("self_define_shard", True)
+
+        def say(layout: Layout) -> Any:
+            return ms_layout(*(dim or "None" for dim in layout))
+
+        ms_layout = ms.Layout((mesh.dp, mesh.tp), ("dp", "tp"))
+    else:
+
+        def say(layout: Layout) -> Any:
+            return degrees(layout, mesh)
+
+    outputs = None if rule.outputs is None else tuple(map(say, rule.outputs))
+    primitive.shard(tuple(map(say, rule.inputs)), outputs)
 
 
 def unmatched_rules(found: Sequence[Operator], rules: Sequence[Rule]) -> list[Rule]:

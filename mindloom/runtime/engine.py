@@ -13,6 +13,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_process_group_ranks, get_rank, init
+from numpy.typing import NDArray
 
 from mindloom.errors import ConfigError
 from mindloom.parallel.report import ParameterReport
@@ -26,7 +27,7 @@ from mindloom.runtime.compile import (
 from mindloom.runtime.environment import launched_processes, launched_rank
 from mindloom.runtime.executor import Program
 from mindloom.runtime.target import WORLD, virtual_ascend
-from mindloom.runtime.transport import Transport
+from mindloom.runtime.transport import Collectives, Transport
 from mindloom.strategy.checks import launch_problems
 from mindloom.strategy.config import Strategy
 
@@ -80,6 +81,16 @@ class Engine:
         atexit.register(self.transport.close)
 
     @property
+    def in_last_stage(self) -> bool:
+        """Whether this rank knows losses and logits."""
+        return self.rank >= self.strategy.mesh.first_rank_of_last_stage
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the one rank that tells and writes what all know."""
+        return self.rank == self.strategy.mesh.first_rank_of_last_stage
+
+    @property
     def partitions_itself(self) -> bool:
         """Whether graphs are partitioned here and executed by CPU processes."""
         return self.transport is not None
@@ -122,6 +133,16 @@ class Engine:
             self.groups |= graph.groups
             self._programs[key] = Program(graph, cell, self.transport, f"program {len(self._programs)}")
         return self._programs[key]
+
+    def broadcast(self, array: NDArray[Any], source: int) -> NDArray[Any]:
+        """What rank `source` gave, on every rank; all give an array of one shape and dtype."""
+        if self.strategy.mesh.size == 1:
+            return array
+        if self.transport is None:
+            result: NDArray[Any] = ops.Broadcast(source)((Tensor(array),))[0].asnumpy()
+            return result
+        group = Collectives(self.transport, range(self.strategy.mesh.size), "broadcast")
+        return group.broadcast(array, source)
 
     def announce_step(self, step: int) -> None:
         """Let the other ranks know how far this one is, for the message should it be killed."""

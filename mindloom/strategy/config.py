@@ -63,6 +63,9 @@ class Rule:
     """One layout for each tensor input."""
     outputs: tuple[Layout, ...] | None = None
     """Only where it is not implied by the inputs, as for a reduce-scatter after a matrix product."""
+    local: bool = False
+    """Each rank runs the operator on its own parts as it stands: MindSpore neither judges nor changes it. For indices
+    that count within a rank's part. Needs the layouts of the outputs."""
     optional: bool = False
     """Written as `pattern?`: for some models only, may match nothing."""
     source: str = ""

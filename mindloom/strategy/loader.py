@@ -21,15 +21,18 @@ SEQUENCE_AXIS = "sp"
 """In a rule: tp where sequence parallel is on, nothing where it is off."""
 
 
-def load_strategy(path: str | Path) -> Strategy:
+def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
     """The strategy a YAML file describes.
+
+    `for_inference` leaves out what only training needs, sequence parallel, recompute and optimizer parallel: one token a
+    step leaves no sequence to cut, and weights cut over the replicas would be gathered for every token.
 
     Raises:
         ConfigError: all problems of the file and of its rules file.
     """
     reader = _Reader(Path(path))
     values = reader.mapping(reader.compose(), Strategy, "", skip=("rules", "source", "lines"))
-    sequence_parallel = bool(values.get("sequence_parallel", False))
+    sequence_parallel = bool(values.get("sequence_parallel", False)) and not for_inference
     rules_node = reader.children.get("rules")
     rules = _read_rules(reader, rules_node, sequence_parallel) if rules_node is not None else Rules()
     if reader.problems:
@@ -37,6 +40,8 @@ def load_strategy(path: str | Path) -> Strategy:
     strategy = Strategy(**values, rules=rules, source=str(path), lines=reader.lines)
     if problems := strategy_problems(strategy):
         raise ConfigError(problems)
+    if for_inference:
+        return dataclasses.replace(strategy, sequence_parallel=False, recompute=None, optimizer_parallel=None)
     return strategy
 
 
@@ -191,11 +196,13 @@ def _rules(reader: _Reader, children: dict[str, yaml.Node], base: Rules, sequenc
 
 
 def _rule(reader: _Reader, pattern: str, node: yaml.Node, sequence_parallel: bool) -> Rule:
-    inputs, outputs = node, None
+    inputs, outputs, local = node, None, False
     if isinstance(node, yaml.MappingNode):
-        children = reader.items(node, f"{pattern}.", ["in", "out"])
-        if "in" not in children:
-            reader.problem(node, f"{pattern}: 'in' is missing")
+        children = reader.items(node, f"{pattern}.", ["in", "out", "local"])
+        local = "local" in children and bool(reader.value(children["local"], bool, f"{pattern}.local"))
+        missing = [key for key in ("in", "out") if key not in children and (key == "in" or local)]
+        if missing:
+            reader.problem(node, f"{pattern}: {' and '.join(map(repr, missing))} is missing")
             return Rule(pattern=pattern, inputs=())
         inputs, outputs = children["in"], children.get("out")
     return Rule(
@@ -203,6 +210,7 @@ def _rule(reader: _Reader, pattern: str, node: yaml.Node, sequence_parallel: boo
         optional=pattern.endswith("?"),
         inputs=_layouts(reader, inputs, pattern, sequence_parallel),
         outputs=None if outputs is None else _layouts(reader, outputs, pattern, sequence_parallel),
+        local=local,
         source=f"{reader.path}:{node.start_mark.line + 1}",
     )
 

@@ -29,6 +29,11 @@ class Mesh:
     def size(self) -> int:
         return math.prod(self.degree(axis) for axis in AXES)
 
+    @property
+    def first_rank_of_last_stage(self) -> int:
+        """The rank that speaks for all: it knows losses and logits."""
+        return (self.pp - 1) * self.dp * self.tp
+
     def degree(self, axis: str) -> int:
         return getattr(self, axis)
 

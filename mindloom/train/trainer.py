@@ -60,15 +60,14 @@ def train(run: Run) -> Path:
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     tokenizer_path, samples = _prepare_data(run, engine)
     training = _build_step(run, engine, net, report, samples)
-    reporter = (run.strategy.mesh.pp - 1) * run.strategy.mesh.dp * run.strategy.mesh.tp  # the last stage knows the loss
-    say = milestone if engine.rank == reporter else lambda _: None
+    say = milestone if engine.speaks else lambda _: None
     if engine.rank == 0:
         _write_resolved(run, training.report)
     say(f"{config.model} {config.size}: {run.model.num_parameters:,} parameters on {run.strategy.mesh}")
     start = time.perf_counter()
     engine.prepare(training.step, *training.batch(0))
     say(f"compiled in {time.perf_counter() - start:.1f} s")
-    if engine.rank == reporter:
+    if engine.speaks:
         with MetricsWriter(config.output_dir, config.steps) as writer:
             first, last = _loop(training, writer)
         say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {config.steps} steps")

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The books of a KV cache: which slots each row has filled. The keys and values are the model's own (nn/cache.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindloom.model_config import DecoderConfig
+from mindloom.strategy.mesh import Mesh
+
+MIN_SLOTS = 64
+
+
+class CacheFullError(RuntimeError):
+    """A row was given more tokens than it has slots for."""
+
+
+def num_slots_for(num_tokens: int, seq_len: int) -> int:
+    """Slots of a row that is to hold up to `num_tokens`, one spare: a power of two, or what `seq_len` tokens need."""
+    largest = -(-(seq_len + 1) // MIN_SLOTS) * MIN_SLOTS
+    return min(largest, max(MIN_SLOTS, 1 << num_tokens.bit_length()))
+
+
+@dataclass
+class CacheBooks:
+    """Rows of slots, token i of a row in slot i. The last slot is spare: tokens that only fill up a shape go there."""
+
+    num_rows: int
+    num_heads: int
+    num_slots: int
+    mesh: Mesh
+    lengths: NDArray[np.int64] = field(init=False)
+    """Tokens each row holds."""
+
+    def __post_init__(self) -> None:
+        self.lengths = np.zeros(self.num_rows, np.int64)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a row can hold."""
+        return self.num_slots - 1
+
+    def append(self, row: int, count: int) -> NDArray[np.int64]:
+        """Take the next `count` slots of a row.
+
+        Raises:
+            CacheFullError: there are not so many left.
+        """
+        start = int(self.lengths[row])
+        if start + count > self.capacity:
+            raise CacheFullError(f"row {row} holds {start} tokens and has room for {self.capacity}, not {count} more")
+        self.lengths[row] += count
+        return np.arange(start, start + count)
+
+    def trim(self, row: int, length: int) -> None:
+        """Forget what a row holds beyond `length` tokens."""
+        assert 0 <= length <= self.lengths[row], (length, self.lengths[row])
+        self.lengths[row] = length
+
+    def reset(self, row: int) -> None:
+        """Forget all of a row."""
+        self.trim(row, 0)
+
+    def indices(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
+        """(B, T) slots -> (B, H, T, 3): row, head and slot, the first two counted within a device's part of the mesh."""
+        rows = np.arange(self.num_rows) % (self.num_rows // self.mesh.dp)
+        heads = np.arange(self.num_heads) % (self.num_heads // self.mesh.tp)
+        parts = np.broadcast_arrays(rows[:, None, None], heads[:, None], slots[:, None, :])
+        return np.stack(parts, -1).astype(np.int32)
+
+
+def cache_bytes(config: DecoderConfig, num_rows: int, num_slots: int) -> int:
+    """Of keys and values of all layers, on all devices together."""
+    itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[config.compute_dtype]
+    return 2 * config.num_layers * num_rows * num_slots * config.hidden_size * itemsize

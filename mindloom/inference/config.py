@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tools/generate.py is told, and every mistake in it that can be found before MindSpore is loaded."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from mindloom.checkpoint.io import TOKENIZER, load_config
+from mindloom.cli import option
+from mindloom.data.documents import decode_text, json_lines
+from mindloom.data.tokenizer import Tokenizer
+from mindloom.errors import ConfigError
+from mindloom.family import family_module
+from mindloom.inference.cache import num_slots_for
+from mindloom.inference.sampling import SamplingConfig
+from mindloom.model_config import DecoderConfig
+from mindloom.strategy.checks import launch_problems, model_problems
+from mindloom.strategy.config import SINGLE_DEVICE, Strategy
+from mindloom.strategy.loader import load_strategy
+
+MAX_ROWS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(SamplingConfig):
+    """One call of tools/generate.py."""
+
+    checkpoint: Path = option(..., "checkpoint folder")
+    prompt: str | None = option(None, "text to continue")
+    prompt_file: Path | None = option(
+        None,
+        "texts to continue: one a line, or .jsonl with a `prompt` field; without either, standard input is one text",
+    )
+    interactive: bool = option(False, "ask for one text after another (one device only)")
+    max_new_tokens: int = option(64, "tokens to generate at most")
+    stop: tuple[str, ...] = option((), "texts that end the output; not part of it")
+    stop_ids: tuple[int, ...] = option((), "tokens that end the output, besides end-of-document")
+    tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
+    strategy: Path | None = option(None, "strategy file; without one, one device")
+    launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
+    batch_size: int | None = option(None, f"prompts worked on at once; all, at most {MAX_ROWS}, without it")
+    weights: Literal["float32", "int8"] = option(
+        "float32", "int8: matrices take a quarter of the bytes, with one scale for each output channel"
+    )
+    no_cache: bool = option(False, "compute all tokens anew for each one, for comparison")
+    json: bool = option(False, "print a JSON object for each prompt instead of its text")
+    logprobs: bool = option(False, "with --json: the log-probability of each token")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A configuration that was found right, with what it refers to."""
+
+    config: GenerateConfig
+    family: str
+    model: DecoderConfig
+    strategy: Strategy
+    tokenizer: Tokenizer
+    prompts: list[str] = field(repr=False)
+    """Empty when they are asked for one by one."""
+
+    @property
+    def num_rows(self) -> int:
+        """Prompts worked on at once; every replica takes as many as the others."""
+        wanted = self.config.batch_size or min(len(self.prompts) or 1, MAX_ROWS)
+        dp = self.strategy.mesh.dp
+        return -(-wanted // dp) * dp
+
+    @property
+    def num_slots(self) -> int:
+        """Of each row of the KV cache."""
+        tokens = [len(self.tokenizer.encode(prompt)) + self.config.max_new_tokens for prompt in self.prompts]
+        return num_slots_for(max(tokens, default=self.model.seq_len), self.model.seq_len)
+
+    @property
+    def stop_ids(self) -> list[int]:
+        return sorted({self.model.eod_id, *self.config.stop_ids})
+
+
+def check(config: GenerateConfig, num_processes: int | None) -> Job:
+    """Everything the call refers to, read and held against each other.
+
+    `num_processes`: launched already; None: as many as the strategy needs will be.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    family, model = load_config(config.checkpoint)
+    problems = [*config.problems(model.vocab_size), *_own_problems(config, model)]
+    strategy = load_strategy(config.strategy, for_inference=True) if config.strategy else SINGLE_DEVICE
+    if num_processes is not None:
+        problems += launch_problems(strategy, num_processes)
+    problems += model_problems(strategy, model)
+    tokenizer = load_tokenizer(config, family, model)
+    if config.interactive and strategy.mesh.size > 1:
+        problems.append("--interactive runs on one device; use --prompt-file with --strategy")
+    if problems:
+        raise ConfigError(problems)
+    named = [] if config.interactive else read_prompts(config, strategy)
+    for name, prompt in named:
+        problems += prompt_problems(name, prompt, tokenizer, model, config.max_new_tokens)
+    if problems:
+        more = [f"and {len(problems) - 8} more prompts like these"] if len(problems) > 8 else []
+        raise ConfigError(problems[:8] + more)
+    return Job(config, family, model, strategy, tokenizer, [prompt for _, prompt in named])
+
+
+def load_tokenizer(config: GenerateConfig, family: str, model: DecoderConfig) -> Tokenizer:
+    """The tokenizer named, or the checkpoint's own.
+
+    Raises:
+        ConfigError: there is none, or it has more pieces than the model has rows.
+    """
+    path = config.tokenizer or config.checkpoint / TOKENIZER
+    if not path.exists():
+        hint = "" if config.tokenizer else "; name one with --tokenizer"
+        raise ConfigError(f"{path}: there is no such tokenizer{hint}")
+    tokenizer: Tokenizer = family_module(family, "tokenizer").Tokenizer(path)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"{path}: {tokenizer.vocab_size} pieces do not fit the model's vocab_size {model.vocab_size}; "
+            "name the tokenizer the model was trained with"
+        )
+    return tokenizer
+
+
+def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, str]]:
+    """(where it stands, text) of each prompt.
+
+    Raises:
+        ConfigError: no prompt, a file that cannot be read, text that is not UTF-8.
+    """
+    if config.prompt is not None:
+        try:
+            config.prompt.encode()
+        except UnicodeEncodeError:
+            raise ConfigError("--prompt: not UTF-8 text") from None
+        return [("--prompt", config.prompt)]
+    if path := config.prompt_file:
+        text = decode_text(path)
+        if path.suffix == ".jsonl":
+            named = [(f"{path}:{number}", value) for number, value in json_lines(path, text, "prompt")]
+        else:
+            named = [(f"{path}:{n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        if not named:
+            raise ConfigError(f"{path}: holds no prompt")
+        return named
+    if strategy.mesh.size > 1:
+        raise ConfigError("several processes cannot share standard input; give --prompt or --prompt-file")
+    if sys.stdin.isatty():
+        raise ConfigError("no prompt; give --prompt, --prompt-file or --interactive, or pipe a text in")
+    try:
+        return [("standard input", sys.stdin.buffer.read().decode("utf-8").removesuffix("\n"))]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input: not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def prompt_problems(
+    name: str, prompt: str, tokenizer: Tokenizer, model: DecoderConfig, max_new_tokens: int
+) -> list[str]:
+    """Why a prompt cannot be continued."""
+    length = len(tokenizer.encode(prompt))
+    if length == 0:
+        return [f"{name}: holds no token"]
+    if length >= model.seq_len:
+        return [f"{name}: {length} tokens leave no room in the model's context of {model.seq_len}; shorten it"]
+    if length + max_new_tokens > model.seq_len:
+        return [
+            f"{name}: {length} tokens and --max-new-tokens {max_new_tokens} exceed the model's context of "
+            f"{model.seq_len}; ask for at most {model.seq_len - length}"
+        ]
+    return []
+
+
+def _own_problems(config: GenerateConfig, model: DecoderConfig) -> list[str]:
+    problems = []
+    sources = [config.prompt is not None, config.prompt_file is not None, config.interactive]
+    if sum(sources) > 1:
+        problems.append("--prompt, --prompt-file and --interactive exclude each other")
+    if config.max_new_tokens < 1:
+        problems.append(f"--max-new-tokens must be at least 1, got {config.max_new_tokens}")
+    if config.min_new_tokens > config.max_new_tokens:
+        problems.append(
+            f"--min-new-tokens {config.min_new_tokens} is more than --max-new-tokens {config.max_new_tokens}"
+        )
+    if config.batch_size is not None and config.batch_size < 1:
+        problems.append(f"--batch-size must be at least 1, got {config.batch_size}")
+    if config.interactive and config.json:
+        problems.append("--interactive prints text; leave out --json")
+    if config.logprobs and not config.json:
+        problems.append("--logprobs is part of the --json output; add --json")
+    if "" in config.stop:
+        problems.append("--stop: an empty text would end every output")
+    for token in config.stop_ids:
+        if not 0 <= token < model.vocab_size:
+            problems.append(f"--stop-ids: {token} is outside the vocabulary of {model.vocab_size}")
+    return problems

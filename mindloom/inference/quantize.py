@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight-only int8: every matrix and the word embedding as int8 with one float32 scale for each output channel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from mindspore import nn
+from numpy.typing import NDArray
+
+from mindloom.nn.decoder import Decoder
+from mindloom.nn.int8 import Int8Embedding, Int8Head, Int8Linear
+from mindloom.nn.linear import Linear
+
+
+def quantize(net: Decoder) -> None:
+    """Replace the parts of `net` that have matrices by their int8 kind."""
+    for path, cell in list(net.cells_and_names()):
+        if isinstance(cell, Linear):
+            _replace(net, path, Int8Linear(cell))
+    word = Int8Embedding(net.embedding.word)
+    _replace(net, "head", Int8Head(net.head, word))
+    _replace(net, "embedding.word", word)  # last: its scale keeps the embedding's name
+
+
+def quantize_weights(net: Decoder, weights: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The tensors of a float checkpoint as a quantized `net` wants them."""
+    result = dict(weights)
+    for path, cell in net.cells_and_names():
+        if isinstance(cell, Int8Linear | Int8Embedding):
+            whole = np.asarray(result[f"{path}.weight"], np.float32)
+            scale = np.maximum(np.abs(whole).max(1, keepdims=True), np.finfo(np.float32).tiny) / 127
+            result[f"{path}.weight"] = np.rint(whole / scale).astype(np.int8)
+            result[f"{path}.scale"] = scale.reshape(cell.scale.shape).astype(np.float32)
+    return result
+
+
+def _replace(net: nn.Cell, path: str, part: nn.Cell) -> None:
+    parent_path, _, name = path.rpartition(".")
+    parent = net
+    for component in filter(None, parent_path.split(".")):
+        parent = getattr(parent, component) if not component.isdigit() else parent[int(component)]
+    setattr(parent, name, part)
+    for parameter_name, parameter in part._params.items():  # named after the Cell it was set on, which is not enough
+        parameter.name = f"{path}.{parameter_name}"

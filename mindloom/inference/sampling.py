@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to a token: functions that each change logits (V,), composed, then one choice. NumPy only.
+
+A token that must not be chosen has the logit -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindloom.cli import option
+
+Logits = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class History:
+    """The tokens before the one to choose."""
+
+    prompt: Sequence[int]
+    generated: Sequence[int]
+
+
+Processor = Callable[[Logits, History], Logits]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How tokens are chosen: flags of tools/generate.py. The defaults choose the likeliest."""
+
+    temperature: float = option(0.0, "divides the logits; 0 takes the likeliest token (greedy)")
+    top_k: int = option(0, "choose among the k likeliest tokens only; 0: all")
+    top_p: float = option(1.0, "choose among the likeliest tokens that together have this probability")
+    frequency_penalty: float = option(0.0, "taken off a token's logit for each time it was generated")
+    presence_penalty: float = option(0.0, "taken off a token's logit once it was generated at all")
+    repetition_penalty: float = option(  # Source: CTRL, section 4.1
+        1.0, "divides positive and multiplies negative logits of all tokens of prompt and output"
+    )
+    min_new_tokens: int = option(0, "no end-of-document or other stop token before as many tokens")
+    banned_tokens: tuple[int, ...] = option((), "ids that are never generated")
+    seed: int = option(0, "same seed, same samples")
+
+    def problems(self, vocab_size: int) -> Iterator[str]:
+        """What is out of range, by flag."""
+        ranges = {
+            "temperature": (0 <= self.temperature < float("inf"), "at least 0 (0 is greedy)"),
+            "top-k": (self.top_k >= 0, "at least 0 (0 is off)"),
+            "top-p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "frequency-penalty": (np.isfinite(self.frequency_penalty), "a number"),
+            "presence-penalty": (np.isfinite(self.presence_penalty), "a number"),
+            "repetition-penalty": (0 < self.repetition_penalty < float("inf"), "above 0 (1 is off)"),
+            "min-new-tokens": (self.min_new_tokens >= 0, "at least 0"),
+            "seed": (0 <= self.seed < 2**64, "in 0 .. 2^64 - 1"),
+        }
+        for flag, (is_good, wanted) in ranges.items():
+            if not is_good:
+                yield f"--{flag} must be {wanted}, got {getattr(self, flag.replace('-', '_'))}"
+        for token in self.banned_tokens:
+            if not 0 <= token < vocab_size:
+                yield f"--banned-tokens: {token} is outside the vocabulary of {vocab_size}"
+        if len(set(self.banned_tokens)) >= vocab_size:
+            yield "--banned-tokens leaves no token to choose"
+
+
+def ban(tokens: Sequence[int]) -> Processor:
+    """Never choose these."""
+
+    def process(logits: Logits, history: History) -> Logits:
+        logits[list(tokens)] = -np.inf
+        return logits
+
+    return process
+
+
+def ban_until(num_new_tokens: int, tokens: Sequence[int]) -> Processor:
+    """Do not choose these before `num_new_tokens` were generated."""
+    ban_now = ban(tokens)
+    return lambda logits, history: ban_now(logits, history) if len(history.generated) < num_new_tokens else logits
+
+
+def penalize_repetition(penalty: float) -> Processor:
+    """See `SamplingConfig.repetition_penalty`."""
+
+    def process(logits: Logits, history: History) -> Logits:
+        seen = np.unique(np.asarray([*history.prompt, *history.generated], np.int64))
+        logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        return logits
+
+    return process
+
+
+def penalize_frequency(frequency: float, presence: float) -> Processor:
+    """See `SamplingConfig.frequency_penalty` and `presence_penalty`."""
+
+    def process(logits: Logits, history: History) -> Logits:
+        tokens, counts = np.unique(np.asarray(history.generated, np.int64), return_counts=True)
+        logits[tokens] -= frequency * counts + presence
+        return logits
+
+    return process
+
+
+def scale(temperature: float) -> Processor:
+    """Divide by the temperature."""
+    return lambda logits, history: logits / temperature
+
+
+def keep_top_k(k: int) -> Processor:
+    """Keep the k likeliest, and those as likely as the k-th."""
+
+    def process(logits: Logits, history: History) -> Logits:
+        if k < len(logits):
+            logits[logits < np.partition(logits, -k)[-k]] = -np.inf
+        return logits
+
+    return process
+
+
+def keep_top_p(p: float) -> Processor:
+    """Keep the smallest set of likeliest tokens whose probabilities add up to `p`."""
+
+    def process(logits: Logits, history: History) -> Logits:
+        possible = np.flatnonzero(logits > -np.inf)
+        order = possible[np.argsort(-logits[possible], kind="stable")]
+        before = np.cumsum(_probabilities(logits[order]))
+        logits[order[1:][before[:-1] >= p]] = -np.inf
+        return logits
+
+    return process
+
+
+def processors(config: SamplingConfig, stop_ids: Sequence[int]) -> list[Processor]:
+    """What `config` asks for, in the order it is applied: bans, penalties, temperature, top-k, top-p."""
+    steps: list[tuple[Any, Processor]] = [
+        (config.banned_tokens, ban(config.banned_tokens)),
+        (config.min_new_tokens and stop_ids, ban_until(config.min_new_tokens, stop_ids)),
+        (config.repetition_penalty != 1, penalize_repetition(config.repetition_penalty)),
+        (
+            config.frequency_penalty or config.presence_penalty,
+            penalize_frequency(config.frequency_penalty, config.presence_penalty),
+        ),
+    ]
+    if config.temperature > 0:
+        steps += [
+            (config.temperature != 1, scale(config.temperature)),
+            (config.top_k, keep_top_k(config.top_k)),
+            (config.top_p < 1, keep_top_p(config.top_p)),
+        ]
+    return [processor for wanted, processor in steps if wanted]
+
+
+class Sampler:
+    """Chooses tokens as a SamplingConfig says. A choice depends on logits, history, seed and stream, on nothing else."""
+
+    def __init__(self, config: SamplingConfig, stop_ids: Sequence[int] = ()):
+        self.config = config
+        self.processors = processors(config, stop_ids)
+
+    def choose(self, logits: NDArray[np.floating[Any]], history: History, stream: int = 0) -> int:
+        """The next token. `stream` sets the random numbers of one prompt apart from those of another."""
+        changed = logits.astype(np.float64)
+        for process in self.processors:
+            changed = process(changed, history)
+        if self.config.temperature == 0:
+            return int(np.argmax(changed))
+        generator = np.random.Generator(
+            np.random.Philox(key=self.config.seed, counter=[0, 0, stream, len(history.generated)])
+        )
+        possible = np.flatnonzero(changed > -np.inf)
+        cumulated = np.cumsum(_probabilities(changed[possible]))
+        place = int(np.searchsorted(cumulated, generator.random() * cumulated[-1], side="right"))
+        return int(possible[min(place, len(possible) - 1)])
+
+
+def log_probability(logits: NDArray[np.floating[Any]], token: int) -> float:
+    """Of `token` under the model itself, before any processor."""
+    shifted = logits.astype(np.float64) - logits.max()
+    return float(shifted[token] - np.log(np.exp(shifted).sum()))
+
+
+def _probabilities(logits: Logits) -> NDArray[np.float64]:
+    exp = np.exp(logits - logits.max())
+    result: NDArray[np.float64] = exp / exp.sum()
+    return result

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts in, texts out, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mindloom.data.tokenizer import Tokenizer
+from mindloom.inference.decoding import Decoding
+from mindloom.inference.generate import FinishReason, NewToken, Request, generate
+from mindloom.inference.sampling import Sampler, SamplingConfig
+from mindloom.inference.stopping import Output, StopCondition, any_of, at_text, at_token, find_first, held_back
+from mindloom.runtime.engine import Engine
+
+
+@dataclass
+class Completion:
+    """What one prompt got, growing until `finish_reason` is set."""
+
+    prompt: str
+    tokens: list[int] = field(default_factory=list)
+    log_probabilities: list[float] = field(default_factory=list)
+    """Of each token under the model itself."""
+    text: str = ""
+    """Of the tokens, without what stopped it."""
+    finish_reason: FinishReason | None = None
+    prefill_s: float = 0.0
+    """From the prompt to the first token; shared by the prompts that began together."""
+    decode_s: float = 0.0
+    """Of all further tokens."""
+
+    @property
+    def time_per_token_s(self) -> float | None:
+        """Of the tokens after the first."""
+        return self.decode_s / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of one prompt."""
+
+    place: int
+    """Of the prompt among those given."""
+    text: str
+    completion: Completion
+
+
+class Session:
+    """A model, ready for prompts, its graphs compiled once for all of them.
+
+    Args:
+        stop_ids: tokens that end a text, the end-of-document token among them.
+        stop_texts: texts that end a text; not part of what is returned.
+        stop_when: makes one more condition for each prompt, from the prompt's text.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        decoding: Decoding,
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int],
+        stop_texts: Sequence[str] = (),
+        stop_when: Callable[[str], StopCondition] | None = None,
+    ):
+        self.engine, self.decoding, self.tokenizer = engine, decoding, tokenizer
+        self.stop_ids, self.stop_texts, self.stop_when = stop_ids, stop_texts, stop_when
+
+    def complete(self, prompts: Sequence[str], sampling: SamplingConfig, max_new_tokens: int) -> list[Completion]:
+        """All prompts to their end, in the order given."""
+        completions: dict[int, Completion] = {}
+        for piece in self.stream(prompts, sampling, max_new_tokens):
+            completions[piece.place] = piece.completion
+        return [completions[place] for place in range(len(prompts))]
+
+    def stream(self, prompts: Sequence[str], sampling: SamplingConfig, max_new_tokens: int) -> Iterator[Piece]:
+        """Text as it is made, of all prompts together. Texts that may be the start of a stop text wait for the next token."""
+        sampler = Sampler(sampling, self.stop_ids)
+        ids = [self.tokenizer.encode(prompt) for prompt in prompts]
+        self.decoding.prepare([len(prompt) for prompt in ids], max_new_tokens)
+        requests = [
+            Request(tokens, max_new_tokens, sampler, self._condition(prompt))
+            for prompt, tokens in zip(prompts, ids, strict=True)
+        ]
+        completions = [Completion(prompt) for prompt in prompts]
+        for new in generate(self.decoding, self.engine, requests):
+            completion = completions[new.request]
+            yield Piece(new.request, self._add(completion, new), completion)
+
+    def _condition(self, prompt: str) -> Callable[[Sequence[int]], bool]:
+        conditions = [at_token(self.stop_ids)]
+        if self.stop_texts:
+            conditions.append(at_text(self.stop_texts))
+        if self.stop_when:
+            conditions.append(self.stop_when(prompt))
+        condition = any_of(*conditions)
+        return lambda tokens: condition(Output(tokens, lambda: self.tokenizer.decode(list(tokens))))
+
+    def _add(self, completion: Completion, new: NewToken) -> str:
+        """Book a token. Returns the text that is certain now."""
+        if completion.tokens:
+            completion.decode_s += new.seconds
+        else:
+            completion.prefill_s = new.seconds
+        completion.tokens.append(new.token)
+        completion.log_probabilities.append(new.log_probability)
+        completion.finish_reason = new.finish_reason
+        ended_by_token = new.finish_reason == "stop" and new.token in self.stop_ids
+        text = self.tokenizer.decode(completion.tokens[:-1] if ended_by_token else completion.tokens)
+        if (end := find_first(text, self.stop_texts)) is not None:
+            text = text[:end]
+        elif not new.finish_reason:
+            text = text[: len(text) - held_back(text, self.stop_texts)]
+        if not text.startswith(completion.text) and not new.finish_reason:
+            return ""  # a tokenizer that reads the last tokens anew: wait until it settles
+        added = text[len(completion.text) :] if text.startswith(completion.text) else ""
+        completion.text = text
+        return added

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated text at the terminal: streamed, as JSON lines, or in turn with the user."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mindloom.inference.config import Job, prompt_problems
+from mindloom.inference.decoding import Cached, Decoding, Recomputed
+from mindloom.inference.model import load_model
+from mindloom.inference.session import Completion, Session
+from mindloom.log import milestone
+from mindloom.runtime.engine import Engine
+
+
+def open_session(job: Job, engine: Engine) -> Session:
+    """The checkpoint's model, ready for the job's prompts."""
+    config, int8 = job.config, job.config.weights == "int8"
+    if config.no_cache:
+        net = load_model(config.checkpoint, job.family, job.model, job.strategy, int8=int8)
+        decoding: Decoding = Recomputed(engine, net, job.model, job.num_rows)
+    else:
+        shape = (job.num_rows, job.num_slots)
+        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8)
+        decoding = Cached(engine, net, job.model, *shape)
+    return Session(engine, decoding, job.tokenizer, job.stop_ids, config.stop)
+
+
+def run(job: Job) -> None:
+    """Do what tools/generate.py was asked for."""
+    engine = Engine(job.strategy)
+    session = open_session(job, engine)
+    if job.config.interactive:
+        _converse(session, job)
+    elif job.config.json:
+        _print_json(session, job)
+    else:
+        _print_text(session, job, job.prompts)
+
+
+def _print_json(session: Session, job: Job) -> None:
+    for completion in session.complete(job.prompts, job.config, job.config.max_new_tokens):
+        values: dict[str, Any] = {
+            "prompt": completion.prompt,
+            "text": completion.text,
+            "tokens": completion.tokens,
+            "finish_reason": completion.finish_reason,
+            "prefill_s": completion.prefill_s,
+            "time_per_token_s": completion.time_per_token_s,
+            "cache_bytes": session.decoding.cache_bytes,
+        }
+        if job.config.logprobs:
+            values["log_probabilities"] = completion.log_probabilities
+        if session.engine.speaks:
+            print(json.dumps(values, ensure_ascii=False), flush=True)
+
+
+def _print_text(session: Session, job: Job, prompts: list[str]) -> None:
+    """Stream the first unfinished prompt's text; what the others get meanwhile is shown when their turn comes."""
+    shown, waiting = 0, [""] * len(prompts)
+    completions: dict[int, Completion] = {}
+    header = "--- {} ---\n" if len(prompts) > 1 else ""
+    say = _say if session.engine.speaks else _say_nothing
+    say(header.format(prompts[0]))
+    for piece in session.stream(prompts, job.config, job.config.max_new_tokens):
+        completions[piece.place] = piece.completion
+        waiting[piece.place] += piece.text
+        say(waiting[shown])
+        waiting[shown] = ""
+        while shown in completions and completions[shown].finish_reason:
+            shown += 1
+            say("\n" if shown == len(prompts) else "\n" + header.format(prompts[shown]) + waiting[shown])
+            if shown == len(prompts):
+                break
+            waiting[shown] = ""
+    if session.engine.speaks:
+        milestone(_summary(list(completions.values()), session))
+
+
+def _say(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _say_nothing(text: str) -> None:
+    pass
+
+
+def _summary(completions: list[Completion], session: Session) -> str:
+    tokens = sum(len(completion.tokens) for completion in completions)
+    prefill = max(completion.prefill_s for completion in completions)
+    times = [completion.time_per_token_s for completion in completions if completion.time_per_token_s is not None]
+    reasons = sorted({str(completion.finish_reason) for completion in completions})
+    text = f"{tokens} tokens ({', '.join(reasons)}), prefill {prefill * 1e3:.0f} ms"
+    if times:
+        text += f", {sum(times) / len(times) * 1e3:.1f} ms a token"
+    return f"{text}, cache {session.decoding.cache_bytes / 2**20:.1f} MiB"
+
+
+def _converse(session: Session, job: Job) -> None:
+    milestone("one text a line; end with Ctrl-D")
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            print()
+            return
+        if not prompt.strip():
+            continue
+        problems = prompt_problems("this text", prompt, job.tokenizer, job.model, job.config.max_new_tokens)
+        if problems:
+            milestone(problems[0])
+        else:
+            _print_text(session, job, [prompt])

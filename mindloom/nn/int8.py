@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts whose matrices are int8, one scale for each output channel; computed in the model's dtype after a cast."""
+
+from mindspore import Parameter, nn, ops
+from mindspore import dtype as mstype
+from mindspore.common.initializer import initializer
+
+from mindloom.nn.decoder import Head
+from mindloom.nn.embedding import Embedding
+from mindloom.nn.linear import Linear
+
+
+def _int8(shape):
+    return Parameter(initializer("zeros", shape, mstype.int8), requires_grad=False)
+
+
+def _scale(shape):
+    return Parameter(initializer("ones", shape, mstype.float32), requires_grad=False)
+
+
+class Int8Linear(nn.Cell):
+    """y = (x W^T) * scale + b, with W (out, in) in int8, scale (out,)."""
+
+    def __init__(self, linear: Linear):
+        super().__init__()
+        self.weight, self.scale, self.bias = _int8(linear.weight.shape), _scale(linear.bias.shape), linear.bias
+        self.dtype = linear.dtype
+        self.matmul, self.rescale, self.bias_add = ops.MatMul(transpose_b=True), ops.Mul(), ops.Add()
+        self.cast = ops.Cast()
+
+    def construct(self, x):  # (N, in) -> (N, out)
+        y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
+        return self.bias_add(y, self.cast(self.bias, self.dtype))
+
+
+class Int8Embedding(nn.Cell):
+    """Rows of an int8 table, each with its scale (rows, 1), looked up by id."""
+
+    def __init__(self, embedding: Embedding):
+        super().__init__()
+        num_rows = embedding.weight.shape[0]
+        self.weight, self.scale = _int8(embedding.weight.shape), _scale((num_rows, 1))
+        self.gather, self.gather_scale, self.rescale = ops.Gather(), ops.Gather(), ops.Mul()
+        self.cast = ops.Cast()
+
+    def construct(self, ids):  # (B, T) -> (B, T, D)
+        rows, scales = self.gather(self.weight, ids, 0), self.gather_scale(self.scale, ids, 0)
+        return self.rescale(self.cast(rows, mstype.float32), scales)
+
+
+class Int8Head(Head):
+    """Logits with an int8 word table and its scales."""
+
+    def __init__(self, head: Head, word: Int8Embedding):
+        super().__init__(head.dtype)
+        self.word_scale = word.scale
+        self.rescale, self.reshape = ops.Mul(), ops.Reshape()
+
+    def construct(self, x, word_table, rows=None):  # (B*T, D), (V, D) -> (B*T or len(rows), V) float32
+        if rows is not None:
+            x = self.pick(x, rows, 0)
+        logits = self.cast(self.matmul(x, self.cast(word_table, self.dtype)), mstype.float32)
+        scales = self.reshape(self.word_scale, (1, -1))  # (V, 1) -> (1, V)
+        return self.rescale(logits, scales)

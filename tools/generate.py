@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continue texts with a trained model, on one device or as a strategy file says.
+
+python tools/generate.py --checkpoint out/checkpoint --prompt "明月几时有" --temperature 0.8 --top-p 0.9
+python tools/generate.py --checkpoint out/checkpoint --interactive
+python tools/generate.py --checkpoint out/checkpoint --prompt-file prompts.txt --strategy FILE --launch
+msrun --worker_num=2 --local_worker_num=2 --join=True tools/generate.py --checkpoint ... --strategy ...
+"""
+
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+from mindloom.cli import parse_args
+from mindloom.errors import run_tool
+from mindloom.inference.config import GenerateConfig, check
+from mindloom.runtime.environment import launched_processes, prepare_environment
+from mindloom.runtime.launch import launch
+
+
+def main() -> int:
+    prepare_environment()
+    config = parse_args(GenerateConfig, __doc__)
+    job = check(config, None if config.launch else launched_processes())
+    if config.launch:
+        arguments = [argument for argument in sys.argv[1:] if argument != "--launch"]
+        mesh = job.strategy.mesh
+        with tempfile.TemporaryDirectory(prefix="mindloom-") as folder:
+            return launch(__file__, arguments, mesh.size, Path(folder), mesh.first_rank_of_last_stage)
+    import_module("mindloom.inference.terminal").run(job)  # loads MindSpore, which the checks above do without
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -155,15 +155,19 @@ def processors(config: SamplingConfig, stop_ids: Sequence[int]) -> list[Processo
 
 
 class Sampler:
-    """Chooses tokens as a SamplingConfig says. A choice depends on logits, history, seed and stream, on nothing else."""
+    """Chooses tokens as a SamplingConfig says. A choice depends on logits, history, seed and stream, on nothing else.
 
-    def __init__(self, config: SamplingConfig, stop_ids: Sequence[int] = ()):
-        self.config = config
+    Args:
+        vocab_size: tokens there are, where the model has rows for more (padding that no tokenizer can decode).
+    """
+
+    def __init__(self, config: SamplingConfig, stop_ids: Sequence[int] = (), vocab_size: int | None = None):
+        self.config, self.vocab_size = config, vocab_size
         self.processors = processors(config, stop_ids)
 
     def choose(self, logits: NDArray[np.floating[Any]], history: History, stream: int = 0) -> int:
         """The next token. `stream` sets the random numbers of one prompt apart from those of another."""
-        changed = logits.astype(np.float64)
+        changed = logits[: self.vocab_size].astype(np.float64)
         for process in self.processors:
             changed = process(changed, history)
         if self.config.temperature == 0:

@@ -76,7 +76,7 @@ class Session:
 
     def stream(self, prompts: Sequence[str], sampling: SamplingConfig, max_new_tokens: int) -> Iterator[Piece]:
         """Text as it is made, of all prompts together. Texts that may be the start of a stop text wait for the next token."""
-        sampler = Sampler(sampling, self.stop_ids)
+        sampler = Sampler(sampling, self.stop_ids, self.tokenizer.vocab_size)
         ids = [self.tokenizer.encode(prompt) for prompt in prompts]
         self.decoding.prepare([len(prompt) for prompt in ids], max_new_tokens)
         requests = [

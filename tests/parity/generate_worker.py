@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generates in one process of a job: generate_worker.py CHECKPOINT PROMPTS STRATEGY OUT
+
+Writes what each sampling gives to OUT, as {name: [[token, ...], ...]}, with the first tokens' log-probabilities.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from mindloom.inference.config import GenerateConfig, check
+from mindloom.inference.terminal import open_session
+from mindloom.runtime.engine import Engine
+from mindloom.runtime.environment import launched_processes, prepare_environment
+
+NEW_TOKENS = 16
+SAMPLINGS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "top_p": 0.95, "seed": 11},
+    "penalized": {"temperature": 0.8, "top_k": 50, "frequency_penalty": 0.7, "repetition_penalty": 1.2, "seed": 12},
+}
+
+
+def main(checkpoint, prompts, strategy, out):
+    prepare_environment()
+    for weights in ("float32", "int8"):
+        common = {"checkpoint": Path(checkpoint), "prompt_file": Path(prompts), "max_new_tokens": NEW_TOKENS}
+        common |= {"strategy": None if strategy == "one_device" else Path(strategy), "weights": weights, "batch_size": 2}
+        job = check(GenerateConfig(**common), launched_processes())
+        if weights == "float32":
+            engine, found = Engine(job.strategy), {}
+        session = open_session(job, engine)
+        for name, values in SAMPLINGS.items():
+            if weights == "int8" and name != "greedy":
+                continue
+            done = session.complete(job.prompts, GenerateConfig(**common, **values), NEW_TOKENS)
+            found[f"{weights} {name}"] = [completion.tokens for completion in done]
+            found[f"{weights} {name} log-probabilities"] = [completion.log_probabilities for completion in done]
+    if engine.speaks:
+        Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

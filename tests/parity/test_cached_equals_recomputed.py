@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding with a KV cache gives what the whole model gives, and what the original implementations gave."""
+
+import dataclasses
+import json
+
+import mindspore as ms
+import numpy as np
+import pytest
+from conftest import run, shared
+from mindspore.graph.api import _cell_graph_executor
+
+from mindloom.checkpoint.io import load_config, save_checkpoint
+from mindloom.family import size_config
+from mindloom.inference import decoding as decoding_module
+from mindloom.inference.decoding import Cached, Recomputed
+from mindloom.inference.generate import Request, generate
+from mindloom.inference.model import load_model
+from mindloom.inference.sampling import Sampler, SamplingConfig
+from mindloom.runtime.engine import Engine
+from mindloom.strategy.config import SINGLE_DEVICE
+from pangu.model import PanGu
+
+pytestmark = pytest.mark.slow
+
+GOLDEN_ACTIVATIONS = {"gelu": "", "gelu_tanh": "_act_tanh", "fast_gelu": "_act_fast"}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    ms.set_device("CPU")
+    return Engine(SINGLE_DEVICE)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    archive = np.load(shared("golden/pangu_case_a.npz"))
+    return {name.removeprefix("golden."): archive[name] for name in archive.files}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A tiny model whose next tokens are far from each other."""
+    config = dataclasses.replace(size_config("pangu", "tiny"), seq_len=96, dropout_rate=0.0)
+    ms.set_seed(3)
+    net = PanGu(config)
+    noise = np.random.RandomState(3)
+    weights = {p.name: p.asnumpy() + noise.normal(0, 0.1, p.shape).astype(np.float32) for p in net.get_parameters()}
+    folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    save_checkpoint(folder, weights, "pangu", config)
+    return folder
+
+
+def converted(folder, activation):
+    config = folder / "config_in.json"
+    config.write_text(json.dumps({"num_heads": 4, "activation": activation, "eod_id": 9}))
+    outcome = run(
+        *("tools/convert_checkpoint.py", "--model", "pangu", "--from", "megatron", "--to", "ours"),
+        *("--config", config, shared("golden/pangu_case_a.npz"), folder / "checkpoint"),
+    )
+    assert outcome.code == 0, outcome.output
+    return folder / "checkpoint"
+
+
+def cached(engine, folder, num_rows=1, num_slots=64, int8=False):
+    family, config = load_config(folder)
+    net = load_model(folder, family, config, SINGLE_DEVICE, (num_rows, num_slots), int8)
+    return Cached(engine, net, config, num_rows, num_slots)
+
+
+def recomputed(engine, folder, num_rows=1, int8=False):
+    family, config = load_config(folder)
+    net = load_model(folder, family, config, SINGLE_DEVICE, int8=int8)
+    return Recomputed(engine, net, config, num_rows)
+
+
+def tokens_of(decoding, engine, prompts, max_new_tokens, sampling=None):
+    sampler = Sampler(sampling or SamplingConfig())
+    requests = [Request(prompt, max_new_tokens, sampler, lambda tokens: False) for prompt in prompts]
+    result = [[] for _ in prompts]
+    for new in generate(decoding, engine, requests):
+        result[new.request].append(new.token)
+    return result
+
+
+@pytest.mark.parametrize("activation", GOLDEN_ACTIVATIONS)
+def test_the_greedy_continuation_is_the_originals(tmp_path, golden, engine, activation):
+    suffix, prompt = GOLDEN_ACTIVATIONS[activation], golden["prompt"].tolist()
+    folder = converted(tmp_path, activation)
+    expected = golden["greedy_tokens" + suffix].tolist()
+    assert tokens_of(cached(engine, folder), engine, [prompt], 12) == [expected]
+    assert tokens_of(recomputed(engine, folder), engine, [prompt], 12) == [expected]
+    steps, decoding = [], cached(engine, folder)
+    for feed in [prompt, *([token] for token in expected[:-1])]:
+        steps.append(decoding.extend({0: feed})[0])
+    np.testing.assert_allclose(steps, golden["greedy_step_logits" + suffix], rtol=0, atol=1e-4)
+
+
+def test_at_every_position_cached_logits_are_the_recomputed_ones(engine, golden, tmp_path):
+    folder = converted(tmp_path, "gelu")
+    ids = golden["input_ids"][0].tolist()
+    one_by_one = cached(engine, folder)
+    logits = np.concatenate([one_by_one.extend({0: [token]}) for token in ids])
+    np.testing.assert_allclose(logits, golden["logits"][0], rtol=0, atol=1e-4)
+
+
+def test_a_prompt_of_several_chunks_gives_what_one_forward_gives(engine, tiny, monkeypatch):
+    monkeypatch.setattr(decoding_module, "PREFILL_CHUNK", 16)
+    ids = np.random.RandomState(0).randint(0, 2000, 90).tolist()
+    in_chunks, whole = cached(engine, tiny, num_slots=128), recomputed(engine, tiny)
+    np.testing.assert_allclose(in_chunks.extend({0: ids[:70]}), whole.extend({0: ids[:70]}), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(in_chunks.extend({0: ids[70:]}), whole.extend({0: ids[70:]}), rtol=0, atol=1e-4)
+
+
+def test_trimmed_tokens_leave_no_trace(engine, tiny):
+    decoding = cached(engine, tiny)
+    first = decoding.extend({0: [5, 6, 7]})
+    decoding.extend({0: [8, 9]})
+    decoding.trim(0, 2)
+    np.testing.assert_array_equal(decoding.extend({0: [7]}).argmax(), first.argmax())
+    decoding.reset(0)
+    np.testing.assert_array_equal(decoding.extend({0: [5, 6, 7]}), first)
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=1.0, top_p=0.9, seed=4)])
+def test_a_row_gets_in_a_mixed_batch_what_it_gets_alone(engine, tiny, sampling):
+    draw = np.random.RandomState(1)
+    prompts = [draw.randint(0, 2000, length).tolist() for length in (3, 40, 1, 17, 9)]
+    together = cached(engine, tiny, num_rows=3)  # five prompts share three rows
+    result = tokens_of(together, engine, prompts, 12, sampling)
+    if sampling.temperature == 0:  # alone, every prompt is the first one and draws the first one's numbers
+        alone = cached(engine, tiny)
+        assert result == [tokens_of(alone, engine, [prompt], 12)[0] for prompt in prompts]
+    assert result == tokens_of(recomputed(engine, tiny, num_rows=2), engine, prompts, 12, sampling)
+    assert len({tuple(tokens) for tokens in result}) == len(prompts)
+
+
+class CountingCompiler:
+    """MindSpore's graph executor, counting its compilations."""
+
+    def __init__(self, executor):
+        self.executor, self.compiled = executor, 0
+
+    def __getattr__(self, name):
+        return getattr(self.executor, name)
+
+    def __call__(self, *arguments):
+        return self.executor(*arguments)
+
+    def compile(self, *arguments):
+        self.compiled += 1
+        return self.executor.compile(*arguments)
+
+
+def test_nothing_compiles_after_the_first_request_of_a_bucket(engine, tiny, monkeypatch):
+    decoding = cached(engine, tiny)
+    compiler = CountingCompiler(_cell_graph_executor._graph_executor)
+    monkeypatch.setattr(_cell_graph_executor, "_graph_executor", compiler)
+    tokens_of(decoding, engine, [[5] * 9], 4)
+    assert compiler.compiled == 2  # a prefill of 16 and a decode of 1
+    tokens_of(decoding, engine, [[6] * 3, [7] * 16, [8] * 14, [9]], 4)
+    decoding.prepare([2, 13], 30)
+    assert compiler.compiled == 2
+    tokens_of(decoding, engine, [[5] * 17], 4)
+    assert compiler.compiled == 3
+
+
+def test_int8_takes_a_quarter_and_points_the_same_way(engine, tmp_path, golden, tiny):
+    golden_folder = converted(tmp_path, "gelu_tanh")
+    for folder, ids in ((golden_folder, golden["input_ids"][0].tolist()), (tiny, list(range(10, 60)))):
+        exact, coarse = recomputed(engine, folder), recomputed(engine, folder, int8=True)
+        for length in (1, 8, len(ids)):
+            a, b = (d.extend({0: ids[:length]})[0].astype(np.float64) for d in (exact, coarse))
+            assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) >= 0.999
+            exact.reset(0)
+            coarse.reset(0)
+    sizes = [sum(p.asnumpy().nbytes for p in d.net.get_parameters()) for d in (exact, coarse)]
+    assert sizes[1] / sizes[0] < 0.3

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same tokens under every mesh: greedy, sampled with a seed, with penalties, with int8 weights."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import CONFIGS, ROOT, msrun, run
+
+from mindloom.strategy.loader import load_strategy
+
+WORKER = ROOT / "tests" / "parity" / "generate_worker.py"
+NAMES = ("tp2", "dp2", "pp2", "dp2_tp2", "tp2_pp2", "dp2_tp2_sp", "dp2_tp2_zero")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained") / "out"
+    text = ROOT / "examples" / "small_town.txt"
+    outcome = run("tools/train.py", "--data", text, "--steps", 30, "--seq-len", 32, "--output-dir", out)
+    assert outcome.code == 0, outcome.output
+    return out / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("小镇的早晨\n老人坐在河边钓鱼,孩子们在桥上跑来跑去\n春天\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint, prompts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one_device") / "tokens.json"
+    outcome = run(WORKER, checkpoint, prompts, "one_device", out)
+    assert outcome.code == 0, outcome.output
+    found = json.loads(out.read_text())
+    assert found["float32 greedy"] != found["float32 sampled"] != found["float32 penalized"]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, prompts, expected, tmp_path, name):
+    strategy, out = CONFIGS / f"pangu_tiny_{name}.yaml", tmp_path / "tokens.json"
+    size = load_strategy(strategy).mesh.size
+    outcome = msrun(size, tmp_path / "logs", WORKER, checkpoint, prompts, strategy, out)
+    assert outcome.code == 0, outcome.output[-4000:]
+    found = json.loads(out.read_text())
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if key.endswith("log-probabilities"):
+            np.testing.assert_allclose(np.concatenate(found[key]), np.concatenate(value), rtol=0, atol=1e-4)
+        else:
+            assert found[key] == value, key

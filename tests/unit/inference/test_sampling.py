@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import pytest
+
+from mindloom.inference.sampling import (
+    History,
+    Sampler,
+    SamplingConfig,
+    ban,
+    ban_until,
+    keep_top_k,
+    keep_top_p,
+    log_probability,
+    penalize_frequency,
+    penalize_repetition,
+    scale,
+)
+
+NOTHING = History([], [])
+
+
+def logits_of(*probabilities):
+    return np.log(np.asarray(probabilities, np.float64))
+
+
+def kept(logits):
+    return np.flatnonzero(logits > -np.inf).tolist()
+
+
+def test_temperature_zero_takes_the_likeliest():
+    assert Sampler(SamplingConfig()).choose(logits_of(0.2, 0.5, 0.3), NOTHING) == 1
+
+
+def test_rows_beyond_the_vocabulary_are_never_chosen():
+    sampler = Sampler(SamplingConfig(), vocab_size=2)
+    assert sampler.choose(logits_of(0.1, 0.2, 0.7), NOTHING) == 1
+
+
+def test_top_k_keeps_the_k_likeliest():
+    assert kept(keep_top_k(2)(logits_of(0.1, 0.4, 0.2, 0.3), NOTHING)) == [1, 3]
+    assert kept(keep_top_k(9)(logits_of(0.5, 0.5), NOTHING)) == [0, 1]
+
+
+@pytest.mark.parametrize(("p", "expected"), [(0.4, [1]), (0.41, [1, 3]), (0.7, [1, 3]), (0.71, [1, 2, 3]), (1e-9, [1])])
+def test_top_p_keeps_the_smallest_set_that_reaches_p(p, expected):
+    assert kept(keep_top_p(p)(logits_of(0.1, 0.4, 0.2, 0.3), NOTHING)) == expected
+
+
+def test_top_p_after_top_k_counts_what_top_k_left():
+    logits = keep_top_k(2)(logits_of(0.1, 0.4, 0.2, 0.3), NOTHING)
+    assert kept(keep_top_p(0.57)(logits, NOTHING)) == [1]  # 0.4 / 0.7 is 0.571
+
+
+def test_banned_tokens_are_impossible_for_ever_or_for_a_while():
+    assert kept(ban([0, 2])(np.zeros(3), NOTHING)) == [1]
+    assert kept(ban_until(2, [0])(np.zeros(2), History([], [1]))) == [1]
+    assert kept(ban_until(2, [0])(np.zeros(2), History([], [1, 1]))) == [0, 1]
+
+
+def test_frequency_counts_every_time_and_presence_once_of_the_generated_tokens_alone():
+    changed = penalize_frequency(0.5, 2.0)(np.zeros(3), History(prompt=[2], generated=[0, 0, 1]))
+    np.testing.assert_allclose(changed, [-3.0, -2.5, 0.0])
+
+
+def test_the_repetition_penalty_lowers_logits_of_either_sign_of_prompt_and_output():
+    changed = penalize_repetition(2.0)(np.asarray([4.0, -4.0, 4.0]), History(prompt=[0, 0], generated=[1]))
+    np.testing.assert_allclose(changed, [2.0, -8.0, 4.0])
+
+
+def test_a_temperature_divides():
+    np.testing.assert_allclose(scale(2.0)(np.asarray([2.0, 4.0]), NOTHING), [1.0, 2.0])
+
+
+def test_samples_follow_the_probabilities():
+    sampler = Sampler(SamplingConfig(temperature=1.0, seed=5))
+    logits = logits_of(0.1, 0.6, 0.3)
+    drawn = [sampler.choose(logits, NOTHING, stream) for stream in range(4000)]
+    np.testing.assert_allclose(np.bincount(drawn) / 4000, [0.1, 0.6, 0.3], atol=0.03)
+
+
+def test_a_sample_follows_from_seed_stream_and_length_alone():
+    config = SamplingConfig(temperature=1.0, seed=7)
+    logits = np.zeros(1000)
+    first, again = Sampler(config), Sampler(config)
+    again.choose(logits, NOTHING, stream=3)  # what was drawn before does not matter
+    assert first.choose(logits, NOTHING) == again.choose(logits, NOTHING)
+    others = {
+        first.choose(logits, NOTHING, stream=1),
+        first.choose(logits, History([], [5])),
+        Sampler(SamplingConfig(temperature=1.0, seed=8)).choose(logits, NOTHING),
+    }
+    assert len(others - {first.choose(logits, NOTHING)}) == 3
+
+
+def test_all_processors_together_leave_the_models_logits_alone():
+    config = SamplingConfig(
+        temperature=0.7, top_k=3, top_p=0.9, frequency_penalty=1.0, repetition_penalty=1.5, banned_tokens=(0,)
+    )
+    logits = np.asarray([9.0, 1.0, 2.0, 3.0, 2.5], np.float32)
+    before = logits.copy()
+    assert Sampler(config, [4]).choose(logits, History([1], [3, 3])) in (2, 4)
+    np.testing.assert_array_equal(logits, before)
+
+
+def test_log_probability_is_of_the_softmax():
+    assert log_probability(logits_of(0.25, 0.75) + 3, 0) == pytest.approx(np.log(0.25))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "--temperature must be at least 0 (0 is greedy), got -0.1"),
+        ({"temperature": float("nan")}, "--temperature must be at least 0"),
+        ({"top_p": 0.0}, "--top-p must be in (0, 1], got 0.0"),
+        ({"top_p": 1.5}, "--top-p must be in (0, 1], got 1.5"),
+        ({"top_k": -1}, "--top-k must be at least 0"),
+        ({"repetition_penalty": 0.0}, "--repetition-penalty must be above 0"),
+        ({"banned_tokens": (3, 10)}, "--banned-tokens: 10 is outside the vocabulary of 10"),
+        ({"banned_tokens": tuple(range(10))}, "leaves no token to choose"),
+        ({"seed": -1}, "--seed must be in 0 .."),
+    ],
+)
+def test_what_is_out_of_range_is_named(values, message):
+    (problem,) = SamplingConfig(**values).problems(vocab_size=10)
+    assert message in problem
+
+
+def test_the_defaults_are_in_range():
+    assert list(SamplingConfig().problems(10)) == []

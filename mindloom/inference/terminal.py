@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
 from mindloom.inference.config import Job, prompt_problems
@@ -29,6 +30,9 @@ def open_session(job: Job, engine: Engine) -> Session:
 
 def run(job: Job) -> None:
     """Do what tools/generate.py was asked for."""
+    if job.strategy.mesh.size == 1:
+        # Inside a graph MindSpore turns Ctrl-C into SIGTERM; several processes may well end by that, msrun sends it too.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     engine = Engine(job.strategy)
     session = open_session(job, engine)
     if job.config.interactive:

@@ -10,7 +10,7 @@ from conftest import CONFIGS, ROOT, msrun, run
 from mindloom.strategy.loader import load_strategy
 
 WORKER = ROOT / "tests" / "parity" / "generate_worker.py"
-NAMES = ("tp2", "dp2", "pp2", "dp2_tp2", "tp2_pp2", "dp2_tp2_sp", "dp2_tp2_zero")
+NAMES = ("tp2", "dp2", "pp2", "dp2_tp2", "tp2_pp2")
 
 pytestmark = pytest.mark.slow
 

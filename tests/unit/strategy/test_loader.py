@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
+
 import pytest
+from conftest import CONFIGS
 
 from mindloom.errors import ConfigError
 from mindloom.strategy.loader import load_strategy
@@ -87,3 +90,18 @@ def test_a_file_that_is_not_utf8_is_named(write):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load_strategy(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("name", ["dp2_tp2_sp", "dp2_tp2_zero"])
+def test_for_inference_what_only_training_needs_is_left_out(name):
+    strategy = load_strategy(CONFIGS / f"pangu_tiny_{name}.yaml", for_inference=True)
+    plain = load_strategy(CONFIGS / "pangu_tiny_dp2_tp2.yaml")
+    assert dataclasses.replace(strategy, source="", lines={}) == dataclasses.replace(plain, source="", lines={})
+
+
+def test_a_local_rule_names_its_outputs(write):
+    text = "mesh: {tp: 2}\nrules:\n  operators:\n    a.b: {in: [[tp]], local: true}\n"
+    with pytest.raises(ConfigError, match=r"s.yaml:4: a.b: 'out' is missing"):
+        load_strategy(write("s.yaml", text))
+    rules = load_strategy(write("t.yaml", text.replace("local", "out: [[tp]], local"))).rules
+    assert rules.operators[0].local

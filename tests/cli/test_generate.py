@@ -77,7 +77,7 @@ def test_text_goes_to_stdout_alone(checkpoint):
 
 def test_an_interactive_mode_answers_line_by_line_and_survives_a_text_too_long(checkpoint):
     command = [sys.executable, "tools/generate.py", "--checkpoint", checkpoint, "--interactive", "--max-new-tokens", 8]
-    process = start(*command, "--temperature", 1)
+    process = start(*command, "--temperature", 1, "--min-new-tokens", 8)
     text, said = process.communicate(f"{PROMPT}\n{'街' * 200}\n{PROMPT}\n", timeout=120)
     assert process.returncode == 0, said
     assert said.count("8 tokens (length)") == 2

@@ -25,7 +25,11 @@ def main(checkpoint, prompts, strategy, out):
     prepare_environment()
     for weights in ("float32", "int8"):
         common = {"checkpoint": Path(checkpoint), "prompt_file": Path(prompts), "max_new_tokens": NEW_TOKENS}
-        common |= {"strategy": None if strategy == "one_device" else Path(strategy), "weights": weights, "batch_size": 2}
+        common |= {
+            "strategy": None if strategy == "one_device" else Path(strategy),
+            "weights": weights,
+            "batch_size": 2,
+        }
         job = check(GenerateConfig(**common), launched_processes())
         if weights == "float32":
             engine, found = Engine(job.strategy), {}

@@ -23,6 +23,7 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/decode.py
 
 setup: $(VENV)/.dev
 

@@ -23,7 +23,7 @@ def compile_seconds(strategy: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "tools/train.py", "--data", "examples/small_town.txt", "--steps", "2", "--launch"]
         command += ["--strategy", f"parallel_configs/pangu_tiny_{strategy}.yaml", "--output-dir", folder]
-        output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
     return float(re.search(r"compiled in ([\d.]+) s", output).group(1))
 
 

@@ -7,17 +7,16 @@ Writes benchmarks/results/train_step.md.
 """
 
 import argparse
-import json
+import itertools
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from datetime import date
 from pathlib import Path
 
 import numpy as np
+from turns import Worker, serve
 
 CONFIG = {"vocab_size": 8192, "hidden_size": 512, "num_layers": 6, "num_heads": 8, "seq_len": 512, "dropout_rate": 0.0}
 BATCH, ROUNDS, STEPS_A_TURN = 4, 7, 2
@@ -87,44 +86,19 @@ def theirs():
 
 
 def work(name: str) -> None:
-    """A worker: on each line of its input it takes a few steps and answers with seconds a step and the loss."""
+    """A worker: asked, it takes a few steps and answers with seconds a step and the loss."""
     run, version = {"ours": ours, "theirs": theirs}[name]()
-    index = 0
+    indices = itertools.count()
     for _ in range(3):
-        run(index)
-        index += 1
-    print(json.dumps({"version": version}), flush=True)
-    for _ in sys.stdin:
+        run(next(indices))
+
+    def turn(_):
         start = time.perf_counter()
         for _ in range(STEPS_A_TURN):
-            loss = run(index)
-            index += 1
-        print(json.dumps({"seconds": (time.perf_counter() - start) / STEPS_A_TURN, "loss": loss}), flush=True)
+            loss = run(next(indices))
+        return {"seconds": (time.perf_counter() - start) / STEPS_A_TURN, "loss": loss}
 
-
-class Worker:
-    def __init__(self, name: str):
-        command = [sys.executable, __file__, "--worker", name]
-        environment = {**os.environ, "GLOG_v": "3"}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.version = self.answer()["version"]
-
-    def answer(self) -> dict:
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        sys.exit(f"error: a worker of the benchmark ended with code {self.process.wait()}")
-
-    def turn(self) -> dict:
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(timeout=30)
+    serve(turn, version)
 
 
 def matmul_peak() -> float:
@@ -143,11 +117,11 @@ def main() -> None:
     parser.add_argument("--worker", choices=["ours", "theirs"])
     if name := parser.parse_args().worker:
         return work(name)
-    workers = [Worker("ours"), Worker("theirs")]
+    workers = [Worker(__file__, "ours"), Worker(__file__, "theirs")]
     seconds, peaks = ([], []), []
     for _ in range(ROUNDS):
         for worker, taken in zip(workers, seconds, strict=True):
-            taken.append(worker.turn()["seconds"])
+            taken.append(worker.ask()["seconds"])
         peaks.append(matmul_peak())
     for worker in workers:
         worker.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import sys
 
+MARK = "[mindloom] "
+
 
 def milestone(text: str) -> None:
-    print(f"[mindloom] {text}", file=sys.stderr, flush=True)
+    print(MARK + text, file=sys.stderr, flush=True)

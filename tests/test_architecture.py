@@ -14,7 +14,7 @@ PACKAGES = {
     "strategy": {"model_config", "errors"},
     "data": {"errors"},
     "parallel": {"strategy", "errors"},
-    "runtime": {"parallel", "strategy", "errors", "files"},
+    "runtime": {"parallel", "strategy", "errors", "files", "log"},
     "checkpoint": {"strategy", "model_config", "errors", "files", "naming"},
     "train": {
         "checkpoint",

@@ -11,17 +11,16 @@ from numpy.typing import NDArray
 from mindloom.model_config import DecoderConfig
 from mindloom.strategy.mesh import Mesh
 
-MIN_SLOTS = 64
+SLOTS_MULTIPLE = 128
 
 
 class CacheFullError(RuntimeError):
     """A row was given more tokens than it has slots for."""
 
 
-def num_slots_for(num_tokens: int, seq_len: int) -> int:
-    """Slots of a row that is to hold up to `num_tokens`, one spare: a power of two, or what `seq_len` tokens need."""
-    largest = -(-(seq_len + 1) // MIN_SLOTS) * MIN_SLOTS
-    return min(largest, max(MIN_SLOTS, 1 << num_tokens.bit_length()))
+def num_slots_for(num_tokens: int) -> int:
+    """Slots of a row that is to hold up to `num_tokens`: a multiple of 128 with one to spare, so that sizes repeat."""
+    return (num_tokens // SLOTS_MULTIPLE + 1) * SLOTS_MULTIPLE
 
 
 @dataclass

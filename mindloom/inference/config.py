@@ -73,7 +73,7 @@ class Job:
     def num_slots(self) -> int:
         """Of each row of the KV cache."""
         tokens = [len(self.tokenizer.encode(prompt)) + self.config.max_new_tokens for prompt in self.prompts]
-        return num_slots_for(max(tokens, default=self.model.seq_len), self.model.seq_len)
+        return num_slots_for(max(tokens, default=self.model.seq_len))
 
     @property
     def stop_ids(self) -> list[int]:

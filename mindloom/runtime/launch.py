@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import IO
 
 from mindloom.errors import EXIT_BAD_INPUT
+from mindloom.log import MARK
+
+MILESTONE = MARK.encode()
 
 
 def free_port() -> int:
@@ -48,9 +51,12 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
     assert output is not None
     try:
         for line in iter(lambda: _read_piece(output), b""):
-            if not line.startswith((b"Start worker process", b"Start scheduler process")):  # msrun's own chatter
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
+            if line.startswith((b"Start worker process", b"Start scheduler process")):  # msrun's own chatter
+                continue
+            # msrun mixes a worker's two streams; its milestones belong on stderr, as without msrun
+            stream = sys.stderr if line.startswith(MILESTONE) else sys.stdout
+            stream.buffer.write(line)
+            stream.buffer.flush()
         code = job.wait()
     except KeyboardInterrupt:
         job.send_signal(signal.SIGINT)  # msrun ends its workers

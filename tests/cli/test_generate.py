@@ -57,7 +57,7 @@ def test_json_tells_tokens_text_reason_times_and_bytes(checkpoint):
     assert len(found["tokens"]) == len(found["log_probabilities"]) <= 12
     assert found["prefill_s"] > 0
     assert found["time_per_token_s"] > 0
-    assert found["cache_bytes"] == 2 * 4 * 64 * 128 * 4
+    assert found["cache_bytes"] == 2 * 4 * 128 * 128 * 4
     without = generate(checkpoint, "--prompt", PROMPT, "--max-new-tokens", 12, "--json", "--no-cache")
     (recomputed,) = objects(without.output)
     assert recomputed["tokens"] == found["tokens"]
@@ -98,6 +98,7 @@ def test_msrun_and_launch_give_the_tokens_of_one_device(checkpoint, tmp_path, wr
     outcome = run("tools/generate.py", *arguments, "--strategy", CONFIGS / "pangu_tiny_pp2.yaml", "--launch")
     assert outcome.code == 0, outcome.output
     assert [found["tokens"] for found in objects(outcome.output)] == expected
+    assert "Start worker" not in outcome.output
 
 
 def without_tokenizer(checkpoint, folder):

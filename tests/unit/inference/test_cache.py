@@ -34,10 +34,10 @@ def test_indices_count_within_the_part_of_a_device():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "slots"), [(1, 64), (63, 64), (64, 128), (127, 128), (1000, 1024), (1023, 1024), (1024, 1088)]
+    ("tokens", "slots"), [(1, 128), (127, 128), (128, 256), (1000, 1024), (1023, 1024), (1024, 1152)]
 )
 def test_slots_are_a_few_sizes_with_room_for_all_and_one_more(tokens, slots):
-    assert num_slots_for(tokens, seq_len=1024) == slots
+    assert num_slots_for(tokens) == slots
 
 
 def test_bytes_are_those_of_keys_and_values_of_all_layers():

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoded tokens/s on one CPU process, beside Hugging Face transformers' GPT-2 of the same dims on PyTorch.
+
+PanGu 350M's dims, float32, greedy; both workers take turns in one run. Also: the time of a token as a share of what
+reading the weights once must take at the machine's measured bandwidth, and cached against recomputed decoding.
+Writes benchmarks/results/decode.md. `pip install -e '.[benchmark]'`, then `python benchmarks/decode.py`.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import threading
+import time
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+from turns import Worker, serve
+
+CONTEXTS, BATCHES = (64, 512, 1000), (1, 8)
+ROUNDS, STEPS_A_TURN, WARM_UP = 5, 8, 40
+DIMS = {"vocab_size": 40000, "hidden_size": 1024, "num_layers": 24, "num_heads": 16, "seq_len": 1024}
+LARGE = np.empty(2**28, np.float32)  # 1 GiB, once it is filled
+RESULTS = Path(__file__).resolve().parent / "results" / "decode.md"
+
+
+def timed(step, steps) -> float:
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - start) / steps
+
+
+class Ours:
+    """The package's own path: KV cache, graph, sampler."""
+
+    def __init__(self):
+        import mindspore as ms  # noqa: PLC0415 (each worker loads its own framework only)
+
+        from mindloom.inference.sampling import History, Sampler, SamplingConfig  # noqa: PLC0415
+        from mindloom.model_config import DecoderConfig  # noqa: PLC0415
+        from mindloom.runtime.engine import Engine  # noqa: PLC0415
+        from mindloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
+
+        ms.set_device("CPU")
+        self.version = f"MindSpore {ms.__version__}"
+        self.engine, self.config = Engine(SINGLE_DEVICE), DecoderConfig(**DIMS, dropout_rate=0.0)
+        self.sampler, self.history = Sampler(SamplingConfig()), History([], [])
+        self.weights, self.steps = {}, {}
+
+    def network(self, caches=None, int8=False):
+        """A network; those of one kind share their weights."""
+        from mindspore import Tensor  # noqa: PLC0415
+
+        from mindloom.inference.model import build_model  # noqa: PLC0415
+        from mindloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
+
+        net = build_model("pangu", self.config, SINGLE_DEVICE, caches, int8)
+        draw = np.random.default_rng(0)
+        for p in net.get_parameters():
+            if ".cache." in p.name:
+                p.init_data()
+                continue
+            key = (p.name, str(p.dtype))
+            if key not in self.weights:
+                value = draw.standard_normal(p.shape, np.float32) * 0.02
+                self.weights[key] = Tensor((value * 1000).astype(np.int8) if "Int8" in key[1] else value)
+            p.set_data(self.weights[key])
+        return net
+
+    def choose(self, logits) -> list[int]:
+        return [self.sampler.choose(row, self.history) for row in logits]
+
+    def cached(self, batch, context, int8):
+        from mindloom.inference.cache import num_slots_for  # noqa: PLC0415
+        from mindloom.inference.decoding import Cached  # noqa: PLC0415
+
+        slots = num_slots_for(context + STEPS_A_TURN)
+        decoding = Cached(self.engine, self.network((batch, slots), int8), self.config, batch, slots)
+        decoding.books.lengths[:] = context
+
+        def step():
+            self.choose(decoding.extend({row: [11] for row in range(batch)}))
+            if decoding.books.lengths[0] == context + STEPS_A_TURN:
+                decoding.books.lengths[:] = context
+
+        return step
+
+    def recomputed(self, batch, context, int8):
+        from mindloom.inference.decoding import Recomputed  # noqa: PLC0415
+
+        decoding = Recomputed(self.engine, self.network(int8=int8), self.config, batch)
+
+        def step():
+            for row in range(batch):
+                decoding.tokens[row] = [11] * (context - 1)
+            self.choose(decoding.extend({row: [11] for row in range(batch)}))
+
+        return step
+
+    def __call__(self, case):
+        kind, batch, context, int8 = case["kind"], case["batch"], case["context"], case.get("int8", False)
+        key = (kind, batch, context, int8)
+        if key not in self.steps:
+            self.steps = {}  # one network with its cache at a time
+            self.steps[key] = getattr(self, kind)(batch, context, int8)
+            timed(self.steps[key], WARM_UP if kind == "cached" else 2)  # kernels choose their threads by trying
+        return {"seconds": timed(self.steps[key], STEPS_A_TURN if kind == "cached" else 1)}
+
+
+class Theirs:
+    """GPT2LMHeadModel with transformers' own cache."""
+
+    def __init__(self):
+        import torch  # noqa: PLC0415
+        import transformers  # noqa: PLC0415
+
+        torch.set_grad_enabled(False)
+        self.version = f"transformers {transformers.__version__} on PyTorch {torch.__version__}"
+        self.config = transformers.GPT2Config(
+            vocab_size=DIMS["vocab_size"],
+            n_embd=DIMS["hidden_size"],
+            n_layer=DIMS["num_layers"],
+            n_head=DIMS["num_heads"],
+            n_positions=DIMS["seq_len"],
+        )
+        self.model = transformers.GPT2LMHeadModel(self.config).eval()
+        self.steps = {}
+
+    def cached(self, batch, context):
+        import torch  # noqa: PLC0415
+        from transformers import DynamicCache  # noqa: PLC0415
+
+        cache = DynamicCache(config=self.config)
+        shape = (batch, DIMS["num_heads"], context, DIMS["hidden_size"] // DIMS["num_heads"])
+        for layer in range(DIMS["num_layers"]):
+            cache.update(torch.zeros(shape), torch.zeros(shape), layer)
+        tokens = torch.full((batch, 1), 11)
+
+        def step():
+            output = self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output.logits[:, -1].argmax(-1)
+            if cache.get_seq_length() == context + STEPS_A_TURN:
+                cache.crop(context)
+
+        return step
+
+    def __call__(self, case):
+        key = (case["batch"], case["context"])
+        if key not in self.steps:
+            self.steps = {key: self.cached(*key)}
+            timed(self.steps[key], STEPS_A_TURN)
+        return {"seconds": timed(self.steps[key], STEPS_A_TURN)}
+
+
+def read_bandwidth() -> float:
+    """Bytes/s that all cores together read from memory now, by the best of three ways."""
+    best = 0.0
+    for work in (np.sum, np.max, lambda part: part.dot(part)):
+        parts = [threading.Thread(target=work, args=(p,)) for p in np.array_split(LARGE, os.cpu_count())]
+        start = time.perf_counter()
+        for part in parts:
+            part.start()
+        for part in parts:
+            part.join()
+        best = max(best, LARGE.nbytes / (time.perf_counter() - start))
+    return best
+
+
+def weight_bytes() -> int:
+    """Of all matrices a token is multiplied with: those of the layers, and the word table in the head."""
+    d = DIMS["hidden_size"]
+    return 4 * (DIMS["num_layers"] * (12 * d * d + 13 * d) + DIMS["vocab_size"] * d)
+
+
+def measure(workers, case, bandwidths) -> list[list[float]]:
+    seconds = [[] for _ in workers]
+    for _ in range(ROUNDS):
+        bandwidths.append(read_bandwidth())
+        for worker, taken in zip(workers, seconds, strict=True):
+            taken.append(worker.ask(case)["seconds"])
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worker", choices=["ours", "theirs"])
+    if name := parser.parse_args().worker:
+        worker = {"ours": Ours, "theirs": Theirs}[name]()
+        return serve(worker, worker.version)
+    LARGE.fill(1.0)
+    bandwidths: list[float] = []
+    ours, theirs = Worker(__file__, "ours"), Worker(__file__, "theirs")
+    peers = {}
+    for batch in BATCHES:
+        for context in CONTEXTS:
+            case = {"kind": "cached", "batch": batch, "context": context}
+            peers[batch, context] = measure([ours, theirs], case, bandwidths)
+            print(f"{case}: {peers[batch, context]}", flush=True)
+    theirs.close()
+    at_512 = {"batch": 1, "context": 512}
+    recomputed = measure([ours], {"kind": "recomputed", **at_512}, bandwidths)[0]
+    int8 = measure([ours], {"kind": "cached", **at_512, "int8": True}, bandwidths)[0]
+    ours.close()
+    report(ours.version, theirs.version, peers, bandwidths, recomputed, int8)
+
+
+def report(our_version, their_version, peers, bandwidths, recomputed, int8) -> None:
+    medians = {key: [statistics.median(taken) for taken in both] for key, both in peers.items()}
+    bandwidth = statistics.median(bandwidths)
+    floor = weight_bytes() / bandwidth
+    lines = [
+        "# Decoding on one CPU process",
+        "",
+        f"{date.today()}, {os.cpu_count()} cores of {platform.machine()}, Python {platform.python_version()}, fp32, greedy; "
+        f"{DIMS}. {our_version} (ours) and {their_version}, {ROUNDS} alternating turns of {STEPS_A_TURN} tokens each. "
+        "`python benchmarks/decode.py`",
+        "",
+        f"Read bandwidth: {bandwidth / 1e9:.1f} GB/s, the median over all turns ({min(bandwidths) / 1e9:.0f} .. "
+        f"{max(bandwidths) / 1e9:.0f}); weights read for a token: {weight_bytes() / 1e9:.2f} GB, so at least "
+        f"{floor * 1e3:.0f} ms a step.",
+        "",
+        "| batch | context | ours, ms a step | tokens/s | peer, ms a step | tokens/s | ratio (by turn) | of bandwidth |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (batch, context), (a, b) in medians.items():
+        ratios = [y / x for x, y in zip(*peers[batch, context], strict=True)]
+        lines.append(
+            f"| {batch} | {context} | {a * 1e3:.1f} | {batch / a:.1f} | {b * 1e3:.1f} | {batch / b:.1f} "
+            f"| {b / a:.2f} ({min(ratios):.2f} .. {max(ratios):.2f}) | {floor / a:.2f} |"
+        )
+    first, last = medians[1, CONTEXTS[0]][0], medians[1, CONTEXTS[-1]][0]
+    cached = medians[1, 512][0]
+    slowest = min(medians[1, context][1] / medians[1, context][0] for context in CONTEXTS)
+    shares = {context: floor / medians[1, context][0] for context in CONTEXTS}
+    cache_bytes = 2 * 4 * DIMS["num_layers"] * CONTEXTS[-1] * DIMS["hidden_size"]
+    lines += [
+        "",
+        "| batch 1 | measured | target |",
+        "|---|---|---|",
+        f"| tokens/s against the peer, lowest of the contexts | {slowest:.2f} | 1.3 |",
+        *(f"| share of the bandwidth limit at context {c} | {share:.2f} | 0.55 |" for c, share in shares.items()),
+        f"| the same at {CONTEXTS[-1]}, its keys and values counted too "
+        f"| {shares[CONTEXTS[-1]] * (1 + cache_bytes / weight_bytes()):.2f} | |",
+        f"| time at context 1000 against 64 | {last / first:.2f} | at most 1.3 |",
+        f"| cached against recomputed at 512 tokens ({statistics.median(recomputed) * 1e3:.0f} ms) "
+        f"| {statistics.median(recomputed) / cached:.0f} | 20 |",
+        f"| int8 weights at 512 tokens, ms a step (float32: {cached * 1e3:.0f}) "
+        f"| {statistics.median(int8) * 1e3:.0f} | none |",
+    ]
+    print("\n".join(lines))
+    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

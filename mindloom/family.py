@@ -11,7 +11,7 @@ from typing import Any
 from mindloom.errors import ConfigError, did_you_mean
 from mindloom.model_config import DecoderConfig
 
-FAMILIES = ("pangu",)
+FAMILIES = ("pangu", "codegeex")
 
 
 def family_module(family: str, part: str) -> Any:

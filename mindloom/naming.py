@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a weight is called elsewhere."""
+"""What a weight is called elsewhere: the tables that the published decoders share."""
 
 from typing import NamedTuple
+
+from mindloom.model_config import DecoderConfig
 
 
 class Name(NamedTuple):
@@ -19,3 +21,83 @@ def expand(table: dict[str, Name], num_repeated: int) -> dict[str, Name]:
         for i in range(num_repeated) if "{i}" in ours else (0,):
             result[ours.replace("{i}", str(i))] = Name(other.name.replace("{i}", str(i)), other.transposed)
     return result
+
+
+_LAYER = {  # ours: (Megatron's, MindSpore's leaf, whether MindSpore stores it as (in, out))
+    "attention_norm.weight": ("input_layernorm.weight", "layernorm1.gamma", False),
+    "attention_norm.bias": ("input_layernorm.bias", "layernorm1.beta", False),
+    "attention.query.weight": ("attention.query.weight", "attention.dense1.weight", False),
+    "attention.query.bias": ("attention.query.bias", "attention.dense1.bias", False),
+    "attention.key.weight": ("attention.key.weight", "attention.dense2.weight", False),
+    "attention.key.bias": ("attention.key.bias", "attention.dense2.bias", False),
+    "attention.value.weight": ("attention.value.weight", "attention.dense3.weight", False),
+    "attention.value.bias": ("attention.value.bias", "attention.dense3.bias", False),
+    "attention.output.weight": ("attention.dense.weight", "attention.projection.weight", True),
+    "attention.output.bias": ("attention.dense.bias", "attention.projection.bias", False),
+    "mlp_norm.weight": ("post_attention_layernorm.weight", "layernorm2.gamma", False),
+    "mlp_norm.bias": ("post_attention_layernorm.bias", "layernorm2.beta", False),
+    "mlp.up.weight": ("mlp.dense_h_to_4h.weight", "output.mapping.weight", True),
+    "mlp.up.bias": ("mlp.dense_h_to_4h.bias", "output.mapping.bias", False),
+    "mlp.down.weight": ("mlp.dense_4h_to_h.weight", "output.projection.weight", True),
+    "mlp.down.bias": ("mlp.dense_4h_to_h.bias", "output.projection.bias", False),
+}
+_WHOLE = {
+    "embedding.word.weight": ("embedding.word_embeddings.weight", "word_embedding.embedding_table", False),
+    "embedding.position.weight": ("embedding.position_embeddings.weight", "position_embedding.embedding_table", False),
+    "query_embedding.table.weight": (
+        "topQueryEmbedding.top_query_embeddings.weight",
+        "top_query_embedding.embedding_table",
+        False,
+    ),
+    "final_norm.weight": ("transformer.final_layernorm.weight", "layernorm.gamma", False),
+    "final_norm.bias": ("transformer.final_layernorm.bias", "layernorm.beta", False),
+}
+
+
+def decoder_tables(word_and_position: str) -> dict[str, dict[str, Name]]:
+    """Dialect -> our name -> theirs, {i} standing for the layer number.
+
+    `word_and_position`: what MindSpore's names of these two embeddings begin with. The transposed matrices are as in the
+    originals' own converters (PanguAlpha pytorch change_MspCkpt_ToMgt.py, CodeGeeX mindspore_to_megatron.py).
+    """
+
+    def table(which: int, prefixes: tuple[str, str, str]) -> dict[str, Name]:
+        def name(prefix: str, entry: tuple[str, str, bool]) -> Name:
+            text = str(entry[which])
+            if which == 1 and text.startswith(("word_", "position_")):
+                prefix = word_and_position
+            return Name(prefix + text, transposed=which == 1 and entry[2])
+
+        whole, layer, query = prefixes
+        names = {ours: name(whole, entry) for ours, entry in _WHOLE.items()}
+        for leaf, entry in _LAYER.items():
+            names["layers.{i}." + leaf] = name(layer, entry)
+            names["query_layer." + leaf] = name(query, entry)
+        return names
+
+    transformer = "language_model.transformer."
+    megatron = table(0, ("language_model.", transformer + "layers.{i}.", transformer + "topQueryLayer."))
+    mindspore = table(1, ("backbone.", "backbone.blocks.{i}.", "backbone.top_query_layer."))
+    return {"megatron": megatron, "mindspore": mindspore, "ours": {ours: Name(ours) for ours in megatron}}
+
+
+def decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each of our parameters."""
+    d, ffn = config.hidden_size, config.ffn_hidden_size
+    square, vector = (d, d), (d,)
+    special = {
+        "embedding.word.weight": (config.vocab_size, d),
+        "embedding.position.weight": (config.seq_len, d),
+        "query_embedding.table.weight": (config.seq_len, d),
+        "mlp.up.weight": (ffn, d),
+        "mlp.up.bias": (ffn,),
+        "mlp.down.weight": (d, ffn),
+    }
+
+    def shape(name: str) -> tuple[int, ...]:
+        leaf = name if name in special else ".".join(name.split(".")[-3:])
+        if leaf in special:
+            return special[leaf]
+        return vector if name.endswith("bias") or "norm" in name else square
+
+    return {name: shape(name) for name in expand(decoder_tables("")["ours"], config.num_layers - 1)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ SPECIAL = ("<unk>", "<s>", "</s>", NEWLINE, SPACE, "<sep>", "<pad>", "<mask>", "
 class PanGuTokenizer:
     """Reads a SentencePiece model file (the released vocab.model, or one of `train_tokenizer`)."""
 
+    file_name = "tokenizer.model"
     eod_id = 9
     pad_id = 6
 
@@ -50,6 +52,9 @@ class PanGuTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         text = self._pieces.decode([int(i) for i in ids])
         return text.replace(" ", "").replace(SPACE, " ").replace(NEWLINE, "\n")
+
+    def save(self, path: Path) -> None:
+        shutil.copyfile(self.model_path, path)
 
 
 def segment(text: str) -> str:

@@ -12,10 +12,10 @@ from conftest import ROOT
 PACKAGES = {
     "nn": {"model_config", "errors"},
     "strategy": {"model_config", "errors"},
-    "data": {"errors"},
+    "data": {"errors", "family", "model_config"},
     "parallel": {"strategy", "errors"},
     "runtime": {"parallel", "strategy", "errors", "files", "log"},
-    "checkpoint": {"strategy", "model_config", "errors", "files", "naming"},
+    "checkpoint": {"data", "strategy", "model_config", "errors", "files", "naming"},
     "train": {
         "checkpoint",
         "data",
@@ -43,7 +43,7 @@ PACKAGES = {
         "model_config",
     },
 }
-FAMILIES = ("pangu",)
+FAMILIES = ("pangu", "codegeex")
 
 
 def modules(folder):
@@ -104,7 +104,7 @@ def test_strategies_and_checks_load_no_mindspore(module):
 
 
 @pytest.mark.parametrize(
-    "path", [p for f in ("mindloom", "pangu", "tools", "tests", "examples") for p in modules(f)], ids=str
+    "path", [p for f in ("mindloom", "pangu", "codegeex", "tools", "tests", "examples") for p in modules(f)], ids=str
 )
 def test_every_file_has_a_licence_line_and_stays_readable(path):
     text = path.read_text(encoding="utf-8")

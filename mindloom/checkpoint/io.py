@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint folder: model.safetensors (whole tensors), config.json (the model's), tokenizer.model."""
+"""A checkpoint folder: model.safetensors (whole tensors), config.json (the model's), the tokenizer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ import safetensors
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
 from mindloom.model_config import DecoderConfig, override, read_json_object
 
-WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.model"
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def save_checkpoint(
-    folder: Path, weights: Mapping[str, NDArray[Any]], family: str, config: DecoderConfig, tokenizer: Path | None = None
+    folder: Path,
+    weights: Mapping[str, NDArray[Any]],
+    family: str,
+    config: DecoderConfig,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Write a checkpoint folder; an older one of this name is replaced only when the new one is complete."""
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
@@ -35,7 +40,7 @@ def save_checkpoint(
             json.dumps({"family": family, **config.to_dict()}, indent=2) + "\n", encoding="utf-8"
         )
         if tokenizer:
-            shutil.copyfile(tokenizer, partial / TOKENIZER)
+            tokenizer.save(partial / tokenizer.file_name)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     finally:

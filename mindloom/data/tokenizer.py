@@ -3,11 +3,20 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Protocol
+
+from mindloom.errors import ConfigError
+from mindloom.family import family_module
+from mindloom.model_config import DecoderConfig
 
 
 class Tokenizer(Protocol):
     """Text to token ids and back."""
+
+    file_name: str
+    """Of the tokenizer in a checkpoint folder."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -20,3 +29,29 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: list[int]) -> str: ...
+
+    def save(self, path: Path) -> None:
+        """Write the file that a tokenizer of this kind is loaded from."""
+
+
+def load_tokenizer(family: str, path: Path, model: DecoderConfig) -> Tokenizer:
+    """The tokenizer of a family at `path`.
+
+    Raises:
+        ConfigError: there is none, it is another kind, or it has more pieces than the model has rows.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such tokenizer; name one with --tokenizer")
+    tokenizer: Tokenizer = family_module(family, "tokenizer").Tokenizer(path)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"{path}: {tokenizer.vocab_size} pieces do not fit the model's vocab_size {model.vocab_size}; "
+            "use the tokenizer the model is made for, or another vocab_size"
+        )
+    return tokenizer
+
+
+def content_hash(path: Path) -> str:
+    """Of a tokenizer's file, or of the files in its folder."""
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mindloom.checkpoint.io import TOKENIZER, load_config
+from mindloom.checkpoint.io import load_config
 from mindloom.cli import option
 from mindloom.data.documents import decode_text, json_lines
-from mindloom.data.tokenizer import Tokenizer
+from mindloom.data.tokenizer import Tokenizer, load_tokenizer
 from mindloom.errors import ConfigError
 from mindloom.family import family_module
 from mindloom.inference.cache import num_slots_for
@@ -94,7 +94,8 @@ def check(config: GenerateConfig, num_processes: int | None) -> Job:
     if num_processes is not None:
         problems += launch_problems(strategy, num_processes)
     problems += model_problems(strategy, model)
-    tokenizer = load_tokenizer(config, family, model)
+    own = config.checkpoint / family_module(family, "tokenizer").Tokenizer.file_name
+    tokenizer = load_tokenizer(family, config.tokenizer or own, model)
     if config.interactive and strategy.mesh.size > 1:
         problems.append("--interactive runs on one device; use --prompt-file with --strategy")
     if problems:
@@ -106,25 +107,6 @@ def check(config: GenerateConfig, num_processes: int | None) -> Job:
         more = [f"and {len(problems) - 8} more prompts like these"] if len(problems) > 8 else []
         raise ConfigError(problems[:8] + more)
     return Job(config, family, model, strategy, tokenizer, [prompt for _, prompt in named])
-
-
-def load_tokenizer(config: GenerateConfig, family: str, model: DecoderConfig) -> Tokenizer:
-    """The tokenizer named, or the checkpoint's own.
-
-    Raises:
-        ConfigError: there is none, or it has more pieces than the model has rows.
-    """
-    path = config.tokenizer or config.checkpoint / TOKENIZER
-    if not path.exists():
-        hint = "" if config.tokenizer else "; name one with --tokenizer"
-        raise ConfigError(f"{path}: there is no such tokenizer{hint}")
-    tokenizer: Tokenizer = family_module(family, "tokenizer").Tokenizer(path)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ConfigError(
-            f"{path}: {tokenizer.vocab_size} pieces do not fit the model's vocab_size {model.vocab_size}; "
-            "name the tokenizer the model was trained with"
-        )
-    return tokenizer
 
 
 def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, str]]:

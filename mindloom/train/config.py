@@ -29,7 +29,7 @@ class TrainConfig:
         ..., "text to train on: .jsonl with a `text` field, or plain text with blank lines between documents"
     )
     tokenizer: Path | None = option(
-        None, "SentencePiece model; without one, one is trained on the data and saved with the run"
+        None, "tokenizer of the family (a file, or a folder); without one, one is trained on the data"
     )
     strategy: Path | None = option(None, "strategy file; without one, one device")
     output_dir: Path = option(Path("out"), "where metrics, the resolved configuration and the checkpoint go")
@@ -95,8 +95,8 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
     documents = collect(read_documents, config.data)
     if model and model.compute_dtype == "float16":
         problems.append("compute_dtype float16 needs loss scaling, which is not built yet; use bfloat16 or float32")
-    if config.tokenizer and not config.tokenizer.is_file():
-        problems.append(f"--tokenizer {config.tokenizer}: there is no such file")
+    if config.tokenizer and not config.tokenizer.exists():
+        problems.append(f"--tokenizer {config.tokenizer}: there is no such tokenizer")
     seq_len = config.seq_len or (model.seq_len if model else 0)
     if model and not 1 <= seq_len <= model.seq_len:
         problems.append(f"--seq-len {seq_len} is outside 1 .. {model.seq_len}, the model's longest context")

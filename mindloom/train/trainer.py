@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from mindloom.checkpoint.io import save_checkpoint
 from mindloom.data.batch import make_batch
 from mindloom.data.documents import SampleOrder, pack
+from mindloom.data.tokenizer import Tokenizer, content_hash, load_tokenizer
 from mindloom.errors import ConfigError
 from mindloom.family import family_module
 from mindloom.files import made_once, write_atomically
@@ -58,7 +59,7 @@ def train(run: Run) -> Path:
     engine = Engine(run.strategy)
     net = _build_network(run)
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
-    tokenizer_path, samples = _prepare_data(run, engine)
+    tokenizer, samples = _prepare_data(run, engine)
     training = _build_step(run, engine, net, report, samples)
     say = milestone if engine.speaks else lambda _: None
     if engine.rank == 0:
@@ -73,12 +74,12 @@ def train(run: Run) -> Path:
         say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {config.steps} steps")
     else:
         _loop(training, None)
-    _save(training, tokenizer_path)
+    _save(training, tokenizer)
     say(f"checkpoint in {config.checkpoint_dir}")
     return config.checkpoint_dir
 
 
-def _prepare_data(run: Run, engine: Engine) -> tuple[Path, NDArray[np.int32]]:
+def _prepare_data(run: Run, engine: Engine) -> tuple[Tokenizer, NDArray[np.int32]]:
     """Tokenizer and packed samples, made by rank 0 under names that say what they were made of."""
     config, module = run.config, family_module(run.config.model, "tokenizer")
     folder = config.output_dir / "data"
@@ -88,19 +89,20 @@ def _prepare_data(run: Run, engine: Engine) -> tuple[Path, NDArray[np.int32]]:
         folder.mkdir(parents=True, exist_ok=True)
     path = config.tokenizer
     if path is None:
-        path = folder / f"tokenizer-{content.hexdigest()[:16]}-{run.model.vocab_size}.model"
+        name = Path(module.Tokenizer.file_name)
+        path = folder / f"{name.stem}-{content.hexdigest()[:16]}-{run.model.vocab_size}{name.suffix}"
 
         def train_tokenizer(partial: Path) -> None:
             partial.write_bytes(module.train_tokenizer(run.documents, run.model.vocab_size))
 
         made_once(path, first, train_tokenizer)
-    tokenizer = module.Tokenizer(path)
-    if tokenizer.vocab_size > run.model.vocab_size:
+    tokenizer = load_tokenizer(config.model, path, run.model)
+    if tokenizer.eod_id != run.model.eod_id:
         raise ConfigError(
-            f"{path}: {tokenizer.vocab_size} pieces do not fit the model's vocab_size {run.model.vocab_size}; "
-            f"set vocab_size in --config, or use a smaller tokenizer"
+            f"{path}: this tokenizer ends documents with token {tokenizer.eod_id}, the model with eod_id "
+            f"{run.model.eod_id}; set eod_id and loss_ignore_id in --config"
         )
-    content.update(path.read_bytes())
+    content.update(content_hash(path).encode())
     samples_path = folder / f"samples-{content.hexdigest()[:16]}-{run.seq_len}.npy"
 
     def tokenize(partial: Path) -> None:
@@ -113,7 +115,7 @@ def _prepare_data(run: Run, engine: Engine) -> tuple[Path, NDArray[np.int32]]:
             f"{config.data}: {len(samples)} sequences of {run.seq_len} tokens are fewer than --batch-size "
             f"{config.batch_size}; give more text, a smaller batch or a smaller --seq-len"
         )
-    return path, samples
+    return tokenizer, samples
 
 
 def _build_network(run: Run) -> nn.Cell:
@@ -171,14 +173,14 @@ def _loop(training: Training, writer: MetricsWriter | None) -> tuple[StepMetrics
     return first, last
 
 
-def _save(training: Training, tokenizer_path: Path) -> None:
+def _save(training: Training, tokenizer: Tokenizer) -> None:
     run = training.run
     weights = {parameter.name for parameter in training.report.parameters}
     parts_folder = run.config.output_dir / ".checkpoint_parts"
     whole = gather_whole(training.step, training.engine, training.report, parts_folder, weights.__contains__)
     if whole is not None:
         named = {name.removeprefix("model."): value for name, value in whole.items()}
-        save_checkpoint(run.config.checkpoint_dir, named, run.config.model, run.model, tokenizer_path)
+        save_checkpoint(run.config.checkpoint_dir, named, run.config.model, run.model, tokenizer)
 
 
 def _write_resolved(run: Run, report: Report) -> None:

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CodeGeeX: configuration, model, published weight names, tokenizer."""

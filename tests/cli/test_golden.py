@@ -18,16 +18,24 @@ def golden():
     return {name.removeprefix("golden."): archive[name] for name in archive.files}
 
 
-def convert(*arguments):
-    outcome = run("tools/convert_checkpoint.py", "--model", "pangu", *arguments)
+@pytest.fixture(scope="module")
+def golden_codegeex():
+    archive = np.load(shared("golden/codegeex_case_a.npz"))
+    return {name.removeprefix("golden."): archive[name] for name in archive.files}
+
+
+def convert(*arguments, family="pangu"):
+    outcome = run("tools/convert_checkpoint.py", "--model", family, *arguments)
     assert outcome.code == 0, outcome.output
 
 
-def checkpoint(folder, activation):
+def checkpoint(folder, activation, family="pangu"):
     config = folder / "config_in.json"
-    config.write_text(json.dumps({"num_heads": 4, "activation": activation, "eod_id": 9}))
-    source = shared("golden/pangu_case_a.npz")
-    convert("--from", "megatron", "--to", "ours", "--config", config, source, folder / "checkpoint")
+    eod_id = {"pangu": 9, "codegeex": 100}[family]
+    values = {"num_heads": 4, "activation": activation, "eod_id": eod_id}
+    config.write_text(json.dumps(values if family == "pangu" else {**values, "loss_ignore_id": eod_id}))
+    source = shared(f"golden/{family}_case_a.npz")
+    convert("--from", "megatron", "--to", "ours", "--config", config, source, folder / "checkpoint", family=family)
     return folder / "checkpoint"
 
 
@@ -63,6 +71,20 @@ def test_logits_and_losses_are_the_originals(tmp_path, golden, activation):
         assert loss == pytest.approx(float(golden["padded_loss_mindspore_convention_act_tanh"]), abs=1e-5)
 
 
+def test_codegeex_gives_the_originals_logits_and_losses(tmp_path, golden_codegeex):
+    golden = golden_codegeex
+    checkpoint(tmp_path, "fast_gelu", "codegeex")
+    loss, logits = score(tmp_path, golden["tokens_plus_one"], "--eod-id", 100)
+    np.testing.assert_allclose(logits, golden["logits_eod_reset"], rtol=0, atol=1e-4)
+    assert loss == pytest.approx(float(golden["loss_eod_masked"]), abs=1e-5)
+    assert loss == pytest.approx(float(golden["loss_mindspore_convention"]), abs=1e-5)
+    config = tmp_path / "checkpoint" / "config.json"
+    config.write_text(config.read_text().replace('"loss_ignore_id": 100', '"loss_ignore_id": -1'))
+    loss, logits = score(tmp_path, golden["tokens_plus_one"])
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)
+    assert loss == pytest.approx(float(golden["loss"]), abs=1e-5)
+
+
 def test_the_network_of_the_originals_pipeline_mode(tmp_path, golden):
     config = checkpoint(tmp_path, "gelu_tanh") / "config.json"
     config.write_text(config.read_text().replace("before_query", "after_query"))
@@ -71,16 +93,20 @@ def test_the_network_of_the_originals_pipeline_mode(tmp_path, golden):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
-def test_both_published_namings_give_the_same_weights_and_come_back_unchanged(tmp_path):
-    ours = checkpoint(tmp_path, "gelu_tanh")
+@pytest.mark.parametrize("family", ["pangu", "codegeex"])
+def test_both_published_namings_give_the_same_weights_and_come_back_unchanged(tmp_path, family):
+    def convert_here(*arguments):
+        convert(*arguments, family=family)
+
+    ours = checkpoint(tmp_path, "fast_gelu", family)
     config = tmp_path / "config_in.json"
     from_mindspore = tmp_path / "from_mindspore"
-    source = shared("golden/pangu_case_a_mindspore_names.npz")
-    convert("--from", "mindspore", "--to", "ours", "--config", config, source, from_mindspore)
+    source = shared(f"golden/{family}_case_a_mindspore_names.npz")
+    convert_here("--from", "mindspore", "--to", "ours", "--config", config, source, from_mindspore)
     assert (from_mindspore / "model.safetensors").read_bytes() == (ours / "model.safetensors").read_bytes()
     for dialect, name in (("megatron", "m.npz"), ("mindspore", "m.ckpt"), ("mindspore", "n.npz")):
-        convert("--from", "ours", "--to", dialect, ours, tmp_path / name)
-        convert("--from", dialect, "--to", "ours", "--config", config, tmp_path / name, tmp_path / f"{name}.back")
+        convert_here("--from", "ours", "--to", dialect, ours, tmp_path / name)
+        convert_here("--from", dialect, "--to", "ours", "--config", config, tmp_path / name, tmp_path / f"{name}.back")
         assert (tmp_path / f"{name}.back" / "model.safetensors").read_bytes() == (
             ours / "model.safetensors"
         ).read_bytes()

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles strategy files for the virtual Ascend target, first, middle and last rank, at reduced width and depth.
+"""Compiles strategy files for the virtual Ascend target, first, middle and last rank, at reduced depth.
+
+CodeGeeX 13B keeps its width; the others have the smallest that every parameter can be cut at.
 
 compile_worker.py STRATEGY ...     prints one JSON line per rank
 """
 
+import dataclasses
 import json
 import sys
 from collections import Counter
@@ -11,7 +14,9 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
+from mindspore.nn.utils import no_init_parameters
 
+from mindloom.family import family_module, size_config
 from mindloom.model_config import DecoderConfig
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
@@ -20,13 +25,14 @@ from mindloom.runtime.lowering import attributes, collective_nodes
 from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.strategy.loader import load_strategy
 from mindloom.train.optim import AdamW
-from pangu.model import PanGuWithLoss
 
 SEQ_LEN = 16
 
 
-def reduced(mesh):
+def reduced(family, size, mesh):
     """Small, yet every parameter can be cut over all replicas, as at full size."""
+    if (family, size) == ("codegeex", "13b"):
+        return dataclasses.replace(size_config(family, size), num_layers=2, dropout_rate=0.0)
     replicas = mesh.dp * mesh.tp
     width = max(16 * mesh.tp, replicas)
     return DecoderConfig(
@@ -42,12 +48,14 @@ def reduced(mesh):
 def compile_rank(path, rank):
     strategy = load_strategy(path)
     mesh = strategy.mesh
-    config = reduced(mesh)
-    net = PanGuWithLoss(config)
-    report = parallelize(net, strategy)
+    family, size, *_ = Path(path).stem.split("_")
     with virtual_ascend(rank, mesh.size):
         all_reduce = ms.ops.AllReduce(group=WORLD)
-    step = TrainStep(wrap(net, strategy), AdamW(net.trainable_params()), report, rank, all_reduce, 1.0).set_train()
+    with no_init_parameters():
+        config = reduced(family, size, mesh)
+        net = family_module(family, "model").ModelWithLoss(config)
+        report = parallelize(net, strategy)
+        step = TrainStep(wrap(net, strategy), AdamW(net.trainable_params()), report, rank, all_reduce, 1.0).set_train()
     microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 else 1
     shape = (mesh.dp * microbatches, SEQ_LEN)
     graph = partition(step, strategy, rank, [(shape, np.int32)] * 3 + [(shape, np.float32)])

@@ -51,12 +51,12 @@ def tiny(tmp_path_factory):
     return folder
 
 
-def converted(folder, activation):
+def converted(folder, activation, family="pangu"):
     config = folder / "config_in.json"
     config.write_text(json.dumps({"num_heads": 4, "activation": activation, "eod_id": 9}))
     outcome = run(
-        *("tools/convert_checkpoint.py", "--model", "pangu", "--from", "megatron", "--to", "ours"),
-        *("--config", config, shared("golden/pangu_case_a.npz"), folder / "checkpoint"),
+        *("tools/convert_checkpoint.py", "--model", family, "--from", "megatron", "--to", "ours"),
+        *("--config", config, shared(f"golden/{family}_case_a.npz"), folder / "checkpoint"),
     )
     assert outcome.code == 0, outcome.output
     return folder / "checkpoint"
@@ -94,6 +94,13 @@ def test_the_greedy_continuation_is_the_originals(tmp_path, golden, engine, acti
     for feed in [prompt, *([token] for token in expected[:-1])]:
         steps.append(decoding.extend({0: feed})[0])
     np.testing.assert_allclose(steps, golden["greedy_step_logits" + suffix], rtol=0, atol=1e-4)
+
+
+def test_codegeex_continues_as_the_original_did(tmp_path, engine):
+    golden = np.load(shared("golden/codegeex_case_a.npz"))
+    folder, prompt = converted(tmp_path, "fast_gelu", "codegeex"), golden["golden.prompt"].tolist()
+    expected = golden["golden.greedy_tokens"].tolist()
+    assert tokens_of(cached(engine, folder), engine, [prompt], len(expected)) == [expected]
 
 
 def test_at_every_position_cached_logits_are_the_recomputed_ones(engine, golden, tmp_path):

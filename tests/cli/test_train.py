@@ -119,7 +119,7 @@ def test_a_users_own_network_trains_the_same_with_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--data", "nowhere.jsonl"), "nowhere.jsonl: there is no such data file"),
+        (("--data", "nowhere.jsonl"), "nowhere.jsonl: there is no such file"),
         (("--data", TEXT, "--stepz", 3), "unrecognized arguments: --stepz 3; did you mean --steps?"),
         (("--data", TEXT, "--steps", "many"), "argument --steps: invalid int value: 'many'"),
         (("--data", TEXT, "--size", "huge"), "--size huge is unknown"),

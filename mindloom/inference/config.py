@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,10 +13,11 @@ from mindloom.checkpoint.io import load_config
 from mindloom.cli import option
 from mindloom.data.documents import decode_text, json_lines
 from mindloom.data.tokenizer import Tokenizer, load_tokenizer
-from mindloom.errors import ConfigError
+from mindloom.errors import ConfigError, did_you_mean
 from mindloom.family import family_module
 from mindloom.inference.cache import num_slots_for
 from mindloom.inference.sampling import SamplingConfig
+from mindloom.inference.stopping import Ending, at_closed_brace, at_dedent
 from mindloom.model_config import DecoderConfig
 from mindloom.strategy.checks import launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
@@ -37,6 +39,9 @@ class GenerateConfig(SamplingConfig):
     interactive: bool = option(False, "ask for one text after another (one device only)")
     max_new_tokens: int = option(64, "tokens to generate at most")
     stop: tuple[str, ...] = option((), "texts that end the output; not part of it")
+    language: str | None = option(
+        None, "name the programming language to the model, and stop where the function that the prompt began ends"
+    )
     stop_ids: tuple[int, ...] = option((), "tokens that end the output, besides end-of-document")
     tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
     strategy: Path | None = option(None, "strategy file; without one, one device")
@@ -61,6 +66,8 @@ class Job:
     tokenizer: Tokenizer
     prompts: list[str] = field(repr=False)
     """Empty when they are asked for one by one."""
+    ending: Ending | None = None
+    """Where the language's functions end."""
 
     @property
     def num_rows(self) -> int:
@@ -100,13 +107,46 @@ def check(config: GenerateConfig, num_processes: int | None) -> Job:
         problems.append("--interactive runs on one device; use --prompt-file with --strategy")
     if problems:
         raise ConfigError(problems)
+    language = find_language(config.language, family) if config.language else None
     named = [] if config.interactive else read_prompts(config, strategy)
+    if language:
+        named = [(name, language.tagged(prompt)) for name, prompt in named]
     for name, prompt in named:
         problems += prompt_problems(name, prompt, tokenizer, model, config.max_new_tokens)
     if problems:
         more = [f"and {len(problems) - 8} more prompts like these"] if len(problems) > 8 else []
         raise ConfigError(problems[:8] + more)
-    return Job(config, family, model, strategy, tokenizer, [prompt for _, prompt in named])
+    prompts, ending = [prompt for _, prompt in named], language.ending if language else None
+    return Job(config, family, model, strategy, tokenizer, prompts, ending)
+
+
+@dataclass(frozen=True)
+class Language:
+    """A programming language a family of models knows by a tag."""
+
+    tagged: Callable[[str], str]
+    """Puts the tag above a prompt."""
+    ending: Ending | None
+    """Where a function ends that the prompt began; None: no rule for this language."""
+
+
+def find_language(name: str, family: str) -> Language:
+    """The language `name`, as the family's models know it.
+
+    Raises:
+        ConfigError: the family knows no languages, or not this one.
+    """
+    try:
+        module = family_module(family, "languages")
+    except ModuleNotFoundError:
+        raise ConfigError(f"--language: models of {family} are told no programming language") from None
+    language = module.ALIASES.get(name.lower(), name.lower())
+    if language not in module.TAGS:
+        raise ConfigError(
+            f"--language {name} is unknown{did_you_mean(name, module.TAGS)}; known: {', '.join(module.TAGS)}"
+        )
+    endings = {"dedent": at_dedent(), "closed_brace": at_closed_brace()}
+    return Language(lambda prompt: module.tagged(prompt, language), endings.get(module.FUNCTION_ENDS.get(language)))
 
 
 def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, str]]:
@@ -170,6 +210,8 @@ def _own_problems(config: GenerateConfig, model: DecoderConfig) -> list[str]:
         )
     if config.batch_size is not None and config.batch_size < 1:
         problems.append(f"--batch-size must be at least 1, got {config.batch_size}")
+    if config.interactive and config.language:
+        problems.append("--interactive takes texts of one line; use --prompt or --prompt-file with --language")
     if config.interactive and config.json:
         problems.append("--interactive prints text; leave out --json")
     if config.logprobs and not config.json:

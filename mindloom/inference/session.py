@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mindloom.data.tokenizer import Tokenizer
 from mindloom.inference.decoding import Decoding
 from mindloom.inference.generate import FinishReason, NewToken, Request, generate
 from mindloom.inference.sampling import Sampler, SamplingConfig
-from mindloom.inference.stopping import Output, StopCondition, any_of, at_text, at_token, find_first, held_back
+from mindloom.inference.stopping import Ending, at_text, first_of, held_back
 from mindloom.runtime.engine import Engine
 
 
@@ -52,7 +52,7 @@ class Session:
     Args:
         stop_ids: tokens that end a text, the end-of-document token among them.
         stop_texts: texts that end a text; not part of what is returned.
-        stop_when: makes one more condition for each prompt, from the prompt's text.
+        ending: another rule for where a text ends.
     """
 
     def __init__(
@@ -62,10 +62,12 @@ class Session:
         tokenizer: Tokenizer,
         stop_ids: Sequence[int],
         stop_texts: Sequence[str] = (),
-        stop_when: Callable[[str], StopCondition] | None = None,
+        ending: Ending | None = None,
     ):
         self.engine, self.decoding, self.tokenizer = engine, decoding, tokenizer
-        self.stop_ids, self.stop_texts, self.stop_when = stop_ids, stop_texts, stop_when
+        self.stop_ids, self.stop_texts = stop_ids, stop_texts
+        endings = [at_text(stop_texts)] if stop_texts else []
+        self.ending = first_of(*endings, *([ending] if ending else [])) if endings or ending else None
 
     def complete(self, prompts: Sequence[str], sampling: SamplingConfig, max_new_tokens: int) -> list[Completion]:
         """All prompts to their end, in the order given."""
@@ -79,23 +81,16 @@ class Session:
         sampler = Sampler(sampling, self.stop_ids, self.tokenizer.vocab_size)
         ids = [self.tokenizer.encode(prompt) for prompt in prompts]
         self.decoding.prepare([len(prompt) for prompt in ids], max_new_tokens)
-        requests = [
-            Request(tokens, max_new_tokens, sampler, self._condition(prompt))
-            for prompt, tokens in zip(prompts, ids, strict=True)
-        ]
+        requests = [Request(tokens, max_new_tokens, sampler, self._is_finished) for tokens in ids]
         completions = [Completion(prompt) for prompt in prompts]
         for new in generate(self.decoding, self.engine, requests):
             completion = completions[new.request]
             yield Piece(new.request, self._add(completion, new), completion)
 
-    def _condition(self, prompt: str) -> Callable[[Sequence[int]], bool]:
-        conditions = [at_token(self.stop_ids)]
-        if self.stop_texts:
-            conditions.append(at_text(self.stop_texts))
-        if self.stop_when:
-            conditions.append(self.stop_when(prompt))
-        condition = any_of(*conditions)
-        return lambda tokens: condition(Output(tokens, lambda: self.tokenizer.decode(list(tokens))))
+    def _is_finished(self, tokens: Sequence[int]) -> bool:
+        if tokens[-1] in self.stop_ids:
+            return True
+        return self.ending is not None and self.ending(self.tokenizer.decode(list(tokens))) is not None
 
     def _add(self, completion: Completion, new: NewToken) -> str:
         """Book a token. Returns the text that is certain now."""
@@ -108,7 +103,8 @@ class Session:
         completion.finish_reason = new.finish_reason
         ended_by_token = new.finish_reason == "stop" and new.token in self.stop_ids
         text = self.tokenizer.decode(completion.tokens[:-1] if ended_by_token else completion.tokens)
-        if (end := find_first(text, self.stop_texts)) is not None:
+        end = self.ending(text) if self.ending else None
+        if end is not None:
             text = text[:end]
         elif not new.finish_reason:
             text = text[: len(text) - held_back(text, self.stop_texts)]

@@ -1,42 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a text is finished: conditions on its generated tokens, which compose."""
+"""Where a generated text ends: rules that compose. Each takes the text so far and says where it ends; None: not yet."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+Ending = Callable[[str], int | None]
 
 
-@dataclass(frozen=True)
-class Output:
-    """What was generated so far."""
-
-    tokens: Sequence[int]
-    text: Callable[[], str]
-    """Decodes the tokens when it is asked."""
+def at_text(texts: Sequence[str]) -> Ending:
+    """Before the first of `texts`."""
+    return lambda text: min((place for place in (text.find(t) for t in texts) if place >= 0), default=None)
 
 
-StopCondition = Callable[[Output], bool]
+def at_dedent() -> Ending:
+    """Before the first line that is not indented: a continued Python function has ended there."""
+
+    def ending(text: str) -> int | None:
+        start = 0
+        for line in text.split("\n"):
+            if line.strip() and line[0] not in " \t":
+                return start
+            start += len(line) + 1
+        return None
+
+    return ending
 
 
-def at_token(ids: Sequence[int]) -> StopCondition:
-    """The last token is one of `ids`."""
-    wanted = frozenset(ids)
-    return lambda output: output.tokens[-1] in wanted
+def at_closed_brace() -> Ending:
+    """After the brace that closes what the prompt had opened: the first to close more than the text itself opens."""
+
+    def ending(text: str) -> int | None:
+        depth = 0
+        for place, character in enumerate(text):
+            depth += {"{": 1, "}": -1}.get(character, 0)
+            if depth < 0:
+                return place + 1
+        return None
+
+    return ending
 
 
-def at_text(texts: Sequence[str]) -> StopCondition:
-    """One of `texts` was generated."""
-    return lambda output: find_first(output.text(), texts) is not None
-
-
-def any_of(*conditions: StopCondition) -> StopCondition:
-    return lambda output: any(condition(output) for condition in conditions)
-
-
-def find_first(text: str, wanted: Sequence[str]) -> int | None:
-    """Where the first of the `wanted` texts begins."""
-    return min((place for place in (text.find(w) for w in wanted) if place >= 0), default=None)
+def first_of(*endings: Ending) -> Ending:
+    """The earliest of several endings."""
+    return lambda text: min((end for end in (ending(text) for ending in endings) if end is not None), default=None)
 
 
 def held_back(text: str, wanted: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ def open_session(job: Job, engine: Engine) -> Session:
         shape = (job.num_rows, job.num_slots)
         net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8)
         decoding = Cached(engine, net, job.model, *shape)
-    return Session(engine, decoding, job.tokenizer, job.stop_ids, config.stop)
+    return Session(engine, decoding, job.tokenizer, job.stop_ids, config.stop, job.ending)
 
 
 def run(job: Job) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heart: PanGu tiny on 4 real processes under msrun equals one device, whatever the strategy.
+"""The heart: PanGu and CodeGeeX tiny on 4 real processes under msrun equals one device, whatever the strategy.
 
 Losses of five steps within 1e-5 relative; the first step's gradients within 1e-5 of the model's largest gradient entry;
 weights after five steps of plain SGD within 1e-5. Adam's weights are judged by the losses they give: it amplifies pure
@@ -31,6 +31,7 @@ CASES = [
     "pangu_tiny_dp2_tp2_zero+accumulate",
     "pangu_tiny_dp2_pp2+after_query",
 ]
+CASES += [f"{case}+codegeex" for case in CASES if not case.endswith("+after_query")]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains PanGu tiny under each given case and writes what it did, for test_equal_to_one_device.
+"""Trains PanGu or CodeGeeX tiny under each given case and writes what it did, for test_equal_to_one_device.
 
-worker.py OUT CASE ...      a case is a strategy file, then options: +clip, +accumulate, +after_query
+worker.py OUT CASE ...      a case is a strategy file, then options: +clip, +accumulate, +after_query, +codegeex
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindloom.data.batch import make_batch
+from mindloom.family import family_module, size_config
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
@@ -21,21 +22,19 @@ from mindloom.runtime.gather import gather_whole
 from mindloom.strategy.config import SINGLE_DEVICE
 from mindloom.strategy.loader import load_strategy
 from mindloom.train.optim import SGD, AdamW
-from pangu.config import SIZES
-from pangu.model import PanGuWithLoss
 
 STEPS, BATCH = 5, 8
-CONFIG = dataclasses.replace(SIZES["tiny"], vocab_size=128, hidden_size=64, seq_len=32)
+SMALL = {"vocab_size": 128, "hidden_size": 64, "seq_len": 32}
 
 
-def batches():
+def batches(config):
     """Random tokens in documents of several lengths, with positions that are not trained on."""
     rng = np.random.RandomState(0)
     for _ in range(STEPS):
-        samples = rng.randint(10, CONFIG.vocab_size, (BATCH, CONFIG.seq_len + 1))
-        samples[rng.rand(*samples.shape) < 0.08] = CONFIG.eod_id
-        samples[:3, 20:] = CONFIG.loss_ignore_id  # unequal in the parts of the batch
-        yield [Tensor(a) for a in make_batch(samples, CONFIG.eod_id, CONFIG.loss_ignore_id)]
+        samples = rng.randint(10, config.vocab_size, (BATCH, config.seq_len + 1))
+        samples[rng.rand(*samples.shape) < 0.08] = config.eod_id
+        samples[:3, 20:] = config.loss_ignore_id  # unequal in the parts of the batch
+        yield [Tensor(a) for a in make_batch(samples, config.eod_id, config.loss_ignore_id)]
 
 
 class BothOptimizers(nn.Cell):
@@ -55,10 +54,12 @@ def run(case: str, out: Path) -> None:
     path, *options = case.split("+")
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
     accumulate = 2 if "accumulate" in options else 1
-    config = dataclasses.replace(CONFIG, final_norm="after_query" if "after_query" in options else "before_query")
+    family = "codegeex" if "codegeex" in options else "pangu"
+    final_norm = "after_query" if "after_query" in options else "before_query"
+    config = dataclasses.replace(size_config(family, "tiny"), final_norm=final_norm, **SMALL)
     engine = Engine(strategy)
     ms.set_seed(3)
-    net = PanGuWithLoss(config)
+    net = family_module(family, "model").ModelWithLoss(config)
     report = parallelize(net, strategy)
     optimizer = BothOptimizers(net.trainable_params())
     step = TrainStep(
@@ -70,14 +71,14 @@ def run(case: str, out: Path) -> None:
         max_grad_norm=0.5 if "clip" in options else None,
         accumulate=accumulate,
     ).set_train()
-    engine.prepare(step, *next(batches()))
+    engine.prepare(step, *next(batches(config)))
     start = {parameter.name: parameter.asnumpy().copy() for parameter in step.get_parameters()}
     label = Path(path).stem + "".join("+" + option for option in options)
     for name, rates in (("AdamW", (1e-3, 0.0)), ("SGD", (0.0, 0.1))):
         for parameter in step.get_parameters():
             parameter.set_data(Tensor(start[parameter.name]))
         losses, norms, tensors = [], [], {}
-        for index, batch in enumerate(batches()):
+        for index, batch in enumerate(batches(config)):
             optimizer.adam.prepare(index + 1, rates[0])
             optimizer.sgd.prepare(index + 1, rates[1])
             loss, norm = engine.run(step, *batch)
@@ -89,7 +90,7 @@ def run(case: str, out: Path) -> None:
             tensors = gather_whole(step, engine, report, out / "parts", lambda n: n.startswith("model."))
         if tensors is not None:
             np.savez(out / f"{label}.{name}.npz", **tensors)
-        if engine.rank == (strategy.mesh.pp - 1) * strategy.mesh.dp * strategy.mesh.tp:
+        if engine.speaks:
             (out / f"{label}.{name}.json").write_text(json.dumps({"losses": losses, "norms": norms}))
     check_report(report, engine)
     engine.close()

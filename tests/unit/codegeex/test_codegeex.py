@@ -9,6 +9,7 @@ import pytest
 from conftest import shared
 
 from codegeex.config import LEARNING_RATES, SIZES
+from codegeex.languages import ALIASES, FUNCTION_ENDS, TAGS, tagged
 from codegeex.tokenizer import CodeGeeXTokenizer, train_tokenizer
 from codegeex.weights import TABLES, names, shapes
 from mindloom.errors import ConfigError
@@ -115,3 +116,9 @@ def test_a_folder_without_the_files_names_the_one_that_is_missing(tmp_path):
 def test_a_vocabulary_too_small_says_how_small_it_may_be():
     with pytest.raises(ConfigError, match="a vocabulary of 300 is too small for 400"):
         train_tokenizer(["a"], 300)
+
+
+def test_a_prompt_is_put_under_its_languages_tag():
+    assert tagged("def f():", "python") == "# language: Python\ndef f():"
+    assert set(ALIASES.values()) <= set(TAGS)
+    assert set(FUNCTION_ENDS) <= set(TAGS)

@@ -101,13 +101,9 @@ def test_a_stop_texts_beginning_is_held_back_until_it_is_none():
     assert pieces[-1].completion.text == "abcab"
 
 
-def test_a_condition_can_be_made_for_each_prompt():
-    script = Script(2, {"x": "abcdef", "y": "abcdef"})
-
-    def after(prompt):
-        return lambda output: len(output.tokens) == len(prompt)
-
-    assert [c.text for c in complete(script, ["xx", "yyy"], stop_when=after)] == ["ab", "abc"]
+def test_another_rule_can_end_a_text():
+    (done,) = complete(Script(1, {"x": "abcdef"}), ["x"], ending=lambda text: 2 if len(text) > 3 else None)
+    assert (done.text, done.finish_reason, len(done.tokens)) == ("ab", "stop", 4)
 
 
 def test_a_caller_who_leaves_early_leaves_empty_rows():

@@ -1,30 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-from mindloom.inference.stopping import Output, any_of, at_text, at_token, find_first, held_back
+import pytest
+
+from mindloom.inference.stopping import at_closed_brace, at_dedent, at_text, first_of, held_back
 
 
-def output(text, tokens=(1,)):
-    return Output(tokens, lambda: text)
+def test_the_first_of_several_texts_ends_it():
+    assert at_text(["d", "bc"])("abcd") == 1
+    assert at_text(["x"])("abcd") is None
 
 
-def test_conditions_compose():
-    condition = any_of(at_token([7]), at_text(["end"]))
-    assert not condition(output("the", [7, 1]))
-    assert condition(output("the", [1, 7]))
-    assert condition(output("the end", [1]))
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("    return 1\n\nprint(2)", 14),
+        ("    return 1\n\n    # more\n", None),
+        ("\treturn 1\ndef", 10),
+        ("x = 1", 0),
+        ("", None),
+        ("\n\n", None),
+    ],
+)
+def test_a_python_function_ends_before_the_first_line_without_indentation(text, end):
+    assert at_dedent()(text) == end
 
 
-def test_the_text_is_decoded_only_when_a_condition_asks():
-    def decode():
-        raise AssertionError("nobody asked")
+@pytest.mark.parametrize(
+    ("text", "end"), [("  return 1;\n}\nint", 13), ("  if (x) { y(); }\n", None), (" { } }", 6), ("", None), ("}}", 1)]
+)
+def test_a_block_ends_with_the_brace_that_closes_the_prompts(text, end):
+    assert at_closed_brace()(text) == end
 
-    assert at_token([7])(Output([7], decode))
-    assert any_of(at_token([7]), at_text(["x"]))(Output([7], decode))
 
-
-def test_the_first_of_several_texts_is_found():
-    assert find_first("abcd", ["d", "bc"]) == 1
-    assert find_first("abcd", ["x"]) is None
-    assert find_first("abcd", []) is None
+def test_rules_compose_to_the_earliest_end():
+    assert first_of(at_text(["b"]), at_text(["a"]))("xab") == 1
+    assert first_of(at_text(["b"]), at_dedent())("    c") is None
 
 
 def test_what_may_become_a_stop_text_or_a_character_is_held_back():

@@ -143,7 +143,7 @@ def find_language(name: str, family: str) -> Language:
     language = module.ALIASES.get(name.lower(), name.lower())
     if language not in module.TAGS:
         raise ConfigError(
-            f"--language {name} is unknown{did_you_mean(name, module.TAGS)}; known: {', '.join(module.TAGS)}"
+            f"--language {name} is unknown; known: {', '.join(module.TAGS)}{did_you_mean(name, module.TAGS)}"
         )
     endings = {"dedent": at_dedent(), "closed_brace": at_closed_brace()}
     return Language(lambda prompt: module.tagged(prompt, language), endings.get(module.FUNCTION_ENDS.get(language)))

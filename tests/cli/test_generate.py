@@ -86,6 +86,22 @@ def test_an_interactive_mode_answers_line_by_line_and_survives_a_text_too_long(c
     assert first == again
 
 
+def test_codegeex_learns_code_and_continues_it_in_its_language(tmp_path, write):
+    text = "\n\n".join((ROOT / "mindloom" / f"{name}.py").read_text() for name in ("cli", "errors", "files", "family"))
+    arguments = ("--model", "codegeex", "--data", write("code.txt", text), "--steps", 5, "--seq-len", 32)
+    outcome = run("tools/train.py", *arguments, "--output-dir", tmp_path / "out")
+    assert outcome.code == 0, outcome.output
+    folder = tmp_path / "out" / "checkpoint"
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    outcome = generate(folder, "--prompt", "def f(x):\n", "--language", "py", "--json", "--temperature", 1)
+    assert outcome.code == 0, outcome.output
+    (found,) = objects(outcome.output)
+    assert found["prompt"] == "# language: Python\ndef f(x):\n"
+    assert found["finish_reason"] == "stop"  # an untrained model leaves the function at once
+    outcome = generate(folder, "--prompt", "a", "--language", "pyton")
+    assert (outcome.code, "did you mean python?" in outcome.output) == (2, True)
+
+
 def test_msrun_and_launch_give_the_tokens_of_one_device(checkpoint, tmp_path, write):
     prompts = write("prompts.jsonl", '{"prompt": "小镇的早晨"}\n{"prompt": "老人坐在河边\\n钓鱼"}\n')
     arguments = ("--checkpoint", checkpoint, "--prompt-file", prompts, "--max-new-tokens", 8, "--json")
@@ -134,6 +150,7 @@ def with_small_vocabulary(checkpoint, folder):
         (("--prompt", "a", "--strategy", "TP2"), ["tp 2", "1 process was launched"]),
         (("--prompt", "a", "--stop-ids", "5000"), ["--stop-ids: 5000 is outside the vocabulary of 2048"]),
         (("--prompt", "a", "--temprature", "1"), ["did you mean --temperature?"]),
+        (("--prompt", "a", "--language", "python"), ["models of pangu are told no programming language"]),
     ],
 )
 def test_bad_input_is_one_clear_line_each_and_exit_code_2(checkpoint, tmp_path, write, arguments, messages):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains PanGu or CodeGeeX tiny under each given case and writes what it did, for test_equal_to_one_device.
 
-worker.py OUT CASE ...      a case is a strategy file, then options: +clip, +accumulate, +after_query, +codegeex
+worker.py OUT CASE ...      a case is a strategy file, then options: +clip, +accumulate, +after_query, +codegeex,
+                            +shallow (2 layers, which compile in half the time)
 """
 
 import dataclasses
@@ -57,6 +58,8 @@ def run(case: str, out: Path) -> None:
     family = "codegeex" if "codegeex" in options else "pangu"
     final_norm = "after_query" if "after_query" in options else "before_query"
     config = dataclasses.replace(size_config(family, "tiny"), final_norm=final_norm, **SMALL)
+    if "shallow" in options:
+        config = dataclasses.replace(config, num_layers=2)
     engine = Engine(strategy)
     ms.set_seed(3)
     net = family_module(family, "model").ModelWithLoss(config)

@@ -29,6 +29,13 @@ _SPACE = r"(?:[^\S ]| (?! ))"
 _PIECES = regex.compile(
     rf" {{2,{LONGEST_RUN}}}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACE}+(?!\S)|{_SPACE}+"
 )
+_HUGGING_FACE = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": END_OF_TEXT,
+    "eos_token": END_OF_TEXT,
+    "unk_token": END_OF_TEXT,
+    "clean_up_tokenization_spaces": False,
+}
 _SPECIAL = regex.compile(r"(<\|endoftext\|>|<\|extratoken_(?:[1-9]\d?|1[0-3]\d|14[0-3])\|>)")
 # What transformers 4.x did to decoded text by default.
 _CLEAN_UP = {" .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m", " 's": "'s"}
@@ -90,9 +97,10 @@ class CodeGeeXTokenizer:
                 segment.append(int(i))
         return text
 
-    def save(self, path: Path) -> None:
-        """Write a tokenizer.json."""
-        self._whole.save(str(path))
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, and what Hugging Face's AutoTokenizer wants beside it."""
+        self._whole.save(str(folder / self.file_name))
+        (folder / "tokenizer_config.json").write_text(json.dumps(_HUGGING_FACE, indent=2) + "\n", encoding="utf-8")
 
     def _encode_text(self, text: str) -> list[int]:
         if len(self._pieces) > MAX_CACHED_PIECES:

@@ -53,8 +53,9 @@ class PanGuTokenizer:
         text = self._pieces.decode([int(i) for i in ids])
         return text.replace(" ", "").replace(SPACE, " ").replace(NEWLINE, "\n")
 
-    def save(self, path: Path) -> None:
-        shutil.copyfile(self.model_path, path)
+    def save(self, folder: Path) -> None:
+        """Copy the SentencePiece model into a checkpoint folder."""
+        shutil.copyfile(self.model_path, folder / self.file_name)
 
 
 def segment(text: str) -> str:

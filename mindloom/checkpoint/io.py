@@ -40,7 +40,7 @@ def save_checkpoint(
             json.dumps({"family": family, **config.to_dict()}, indent=2) + "\n", encoding="utf-8"
         )
         if tokenizer:
-            tokenizer.save(partial / tokenizer.file_name)
+            tokenizer.save(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     finally:

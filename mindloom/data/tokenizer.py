@@ -30,8 +30,8 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int]) -> str: ...
 
-    def save(self, path: Path) -> None:
-        """Write the file that a tokenizer of this kind is loaded from."""
+    def save(self, folder: Path) -> None:
+        """Write `file_name` into a folder, from which such a tokenizer is loaded, and what else readers expect beside it."""
 
 
 def load_tokenizer(family: str, path: Path, model: DecoderConfig) -> Tokenizer:

@@ -92,7 +92,12 @@ def test_codegeex_learns_code_and_continues_it_in_its_language(tmp_path, write):
     outcome = run("tools/train.py", *arguments, "--output-dir", tmp_path / "out")
     assert outcome.code == 0, outcome.output
     folder = tmp_path / "out" / "checkpoint"
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     outcome = generate(folder, "--prompt", "def f(x):\n", "--language", "py", "--json", "--temperature", 1)
     assert outcome.code == 0, outcome.output
     (found,) = objects(outcome.output)

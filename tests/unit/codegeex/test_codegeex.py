@@ -91,8 +91,20 @@ def test_a_trained_tokenizer_ends_texts_with_token_0_and_comes_back_from_its_fil
     text = "def f(x):\n        return x  # déjà vu\n"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    tokenizer.save(tmp_path / "again.json")
-    assert CodeGeeXTokenizer(tmp_path / "again.json").encode(text) == ids
+    tokenizer.save(tmp_path)
+    assert CodeGeeXTokenizer(tmp_path).encode(text) == ids
+
+
+@pytest.mark.slow
+def test_hugging_faces_auto_tokenizer_opens_the_folder(released, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    released.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for case in golden_cases():
+        if "extratoken" not in case["text"]:  # their names are text there
+            assert theirs(case["text"]).input_ids == case["ids"], case["name"]
+        assert theirs.decode(case["ids"]) == case["decoded_no_cleanup"]
+    assert theirs.eos_token_id == 50256
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles strategy files for the virtual Ascend target, first, middle and last rank, at reduced depth.
 
-CodeGeeX 13B keeps its width; the others have the smallest that every parameter can be cut at.
+CodeGeeX 13B keeps its width; the others have the smallest that every parameter can be cut at. Long pipelines get as many
+microbatches as stages.
 
 compile_worker.py STRATEGY ...     prints one JSON line per rank
 """
@@ -48,6 +49,10 @@ def reduced(family, size, mesh):
 def compile_rank(path, rank):
     strategy = load_strategy(path)
     mesh = strategy.mesh
+    if mesh.pp > 4:
+        strategy = dataclasses.replace(
+            strategy, pipeline=dataclasses.replace(strategy.pipeline, num_microbatches=mesh.pp)
+        )
     family, size, *_ = Path(path).stem.split("_")
     with virtual_ascend(rank, mesh.size):
         all_reduce = ms.ops.AllReduce(group=WORLD)

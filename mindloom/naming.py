@@ -14,11 +14,11 @@ class Name(NamedTuple):
     """The other code stores this matrix as (in, out); ours is (out, in)."""
 
 
-def expand(table: dict[str, Name], num_repeated: int) -> dict[str, Name]:
-    """Fill `{i}` of a name table with 0 .. num_repeated-1."""
+def names(table: dict[str, Name], num_layers: int) -> dict[str, Name]:
+    """Our parameter name -> theirs, for a model of `num_layers`, the query layer included."""
     result = {}
     for ours, other in table.items():
-        for i in range(num_repeated) if "{i}" in ours else (0,):
+        for i in range(num_layers - 1) if "{i}" in ours else (0,):
             result[ours.replace("{i}", str(i))] = Name(other.name.replace("{i}", str(i)), other.transposed)
     return result
 
@@ -100,4 +100,4 @@ def decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             return special[leaf]
         return vector if name.endswith("bias") or "norm" in name else square
 
-    return {name: shape(name) for name in expand(decoder_tables("")["ours"], config.num_layers - 1)}
+    return {name: shape(name) for name in names(decoder_tables("")["ours"], config.num_layers)}

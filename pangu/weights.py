@@ -4,7 +4,7 @@
 Source: PanguAlpha pytorch tools/change_MspCkpt_ToMgt.py, pcl_pangu src/pangu_alpha.py.
 """
 
-from mindloom.naming import Name, decoder_shapes, decoder_tables, expand
+from mindloom.naming import decoder_tables
 
 TABLES = decoder_tables(word_and_position="backbone.")
 
@@ -16,10 +16,3 @@ ALIASES = {
     },
     "megatron": {"module.": "", "model.": ""},
 }
-
-shapes = decoder_shapes
-
-
-def names(dialect: str, num_layers: int) -> dict[str, Name]:
-    """Our parameter name -> its name (and transposition) in `dialect`, for a model of `num_layers` (query included)."""
-    return expand(TABLES[dialect], num_layers - 1)

@@ -92,3 +92,13 @@ def write(tmp_path):
         return path
 
     return write_file
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Of PanGu tiny, trained for a few steps."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    text = ROOT / "examples" / "small_town.txt"
+    outcome = run("tools/train.py", "--data", text, "--steps", 30, "--seq-len", 32, "--output-dir", out)
+    assert outcome.code == 0, outcome.output
+    return out / "checkpoint"

@@ -17,6 +17,7 @@ from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError, run_tool
 from mindloom.family import family_module, size_config
 from mindloom.model_config import DecoderConfig, override, read_json_object
+from mindloom.naming import decoder_shapes, names
 from mindloom.runtime.environment import prepare_environment
 
 Dialect = Literal["megatron", "mindspore", "ours"]
@@ -65,13 +66,13 @@ def main() -> int:
         raise ConfigError(f"{config.output}: exists and is no checkpoint folder; choose another name")
     source = convert.rename_aliases(convert.read_tensors(config.input), weights.ALIASES.get(config.from_, {}))
     num_layers = convert.count_layers(source, weights.TABLES[config.from_]) + 1
-    ours = convert.to_ours(source, weights.names(config.from_, num_layers), str(config.input))
+    ours = convert.to_ours(source, names(weights.TABLES[config.from_], num_layers), str(config.input))
     model = model_config(config, convert.dimensions(ours))
-    check_weights(ours, weights.shapes(model), str(config.input))
+    check_weights(ours, decoder_shapes(model), str(config.input))
     if config.to == "ours":
         save_checkpoint(config.output, ours, config.model, model)
     else:
-        convert.write_tensors(config.output, convert.from_ours(ours, weights.names(config.to, num_layers)))
+        convert.write_tensors(config.output, convert.from_ours(ours, names(weights.TABLES[config.to], num_layers)))
     print(f"{config.output}: {len(ours)} tensors, {sum(value.size for value in ours.values()):,} parameters")
     return 0
 

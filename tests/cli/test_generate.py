@@ -18,15 +18,6 @@ PROMPT = "小镇的早晨"
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    out = tmp_path_factory.mktemp("trained") / "out"
-    text = ROOT / "examples" / "small_town.txt"
-    outcome = run("tools/train.py", "--data", text, "--steps", 10, "--seq-len", 32, "--output-dir", out)
-    assert outcome.code == 0, outcome.output
-    return out / "checkpoint"
-
-
 def generate(checkpoint, *arguments, **options):
     return run("tools/generate.py", "--checkpoint", checkpoint, *arguments, **options)
 

@@ -16,15 +16,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    out = tmp_path_factory.mktemp("trained") / "out"
-    text = ROOT / "examples" / "small_town.txt"
-    outcome = run("tools/train.py", "--data", text, "--steps", 30, "--seq-len", 32, "--output-dir", out)
-    assert outcome.code == 0, outcome.output
-    return out / "checkpoint"
-
-
-@pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
     path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
     path.write_text("小镇的早晨\n老人坐在河边钓鱼,孩子们在桥上跑来跑去\n春天\n")

@@ -11,8 +11,9 @@ from conftest import shared
 from codegeex.config import LEARNING_RATES, SIZES
 from codegeex.languages import ALIASES, FUNCTION_ENDS, TAGS, tagged
 from codegeex.tokenizer import CodeGeeXTokenizer, train_tokenizer
-from codegeex.weights import TABLES, names, shapes
+from codegeex.weights import TABLES
 from mindloom.errors import ConfigError
+from mindloom.naming import decoder_shapes, names
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +23,12 @@ def released():
 
 def test_the_parameter_count_is_the_published_one():
     assert SIZES["13b"].num_parameters == 12_873_943_040
-    assert sum(int(np.prod(shape)) for shape in shapes(SIZES["13b"]).values()) == 12_873_943_040
+    assert sum(int(np.prod(shape)) for shape in decoder_shapes(SIZES["13b"]).values()) == 12_873_943_040
     assert LEARNING_RATES.keys() == SIZES.keys()
 
 
 def test_mindspore_keeps_both_embeddings_in_one_cell():
-    table = names("mindspore", 40)
+    table = names(TABLES["mindspore"], 40)
     assert table["embedding.word.weight"].name == "backbone.embedding.word_embedding.embedding_table"
     assert table["query_embedding.table.weight"].name == "backbone.top_query_embedding.embedding_table"
     assert table["layers.38.mlp.up.weight"] == ("backbone.blocks.38.output.mapping.weight", True)

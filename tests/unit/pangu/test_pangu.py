@@ -7,9 +7,10 @@ from conftest import shared
 
 from mindloom.errors import ConfigError
 from mindloom.model_config import DecoderConfig
+from mindloom.naming import decoder_shapes, names
 from pangu.config import LEARNING_RATES, SIZES
 from pangu.tokenizer import SPECIAL, PanGuTokenizer, train_tokenizer
-from pangu.weights import TABLES, names, shapes
+from pangu.weights import TABLES
 
 PUBLISHED = {"350m": 345_368_576, "2.6b": 2_625_295_360, "13b": 12_800_870_400, "200b": 206_861_008_896}
 
@@ -17,7 +18,7 @@ PUBLISHED = {"350m": 345_368_576, "2.6b": 2_625_295_360, "13b": 12_800_870_400, 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(size):
     assert SIZES[size].num_parameters == PUBLISHED[size]
-    assert sum(int(np.prod(shape)) for shape in shapes(SIZES[size]).values()) == PUBLISHED[size]
+    assert sum(int(np.prod(shape)) for shape in decoder_shapes(SIZES[size]).values()) == PUBLISHED[size]
 
 
 def test_every_size_has_a_learning_rate():
@@ -32,8 +33,8 @@ def test_only_the_transposed_matrices_of_mindspore_are_marked():
 
 
 def test_names_count_the_query_layer():
-    assert len(names("megatron", 4)) == 5 + 16 * 4
-    assert names("mindspore", 4)["layers.2.mlp.up.bias"].name == "backbone.blocks.2.output.mapping.bias"
+    assert len(names(TABLES["megatron"], 4)) == 5 + 16 * 4
+    assert names(TABLES["mindspore"], 4)["layers.2.mlp.up.bias"].name == "backbone.blocks.2.output.mapping.bias"
 
 
 def test_the_tokenizer_gives_the_originals_ids():

@@ -31,7 +31,7 @@ from mindloom.runtime.transport import Collectives, Transport
 from mindloom.strategy.checks import launch_problems
 from mindloom.strategy.config import Strategy
 
-DISPATCH_THREADS = 24
+DISPATCH_THREADS = 128
 _engine_count = itertools.count()
 
 

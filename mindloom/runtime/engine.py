@@ -31,7 +31,6 @@ from mindloom.runtime.transport import Collectives, Transport
 from mindloom.strategy.checks import launch_problems
 from mindloom.strategy.config import Strategy
 
-DISPATCH_THREADS = 128
 _engine_count = itertools.count()
 
 
@@ -72,9 +71,6 @@ class Engine:
         if os.environ.get("MS_ROLE") == "MS_SCHED":
             sys.exit(0)  # CPU processes find each other without msrun's scheduler
         ms.set_device("CPU")
-        # Ranks reach independent collectives in different orders, and each that waits holds a dispatching thread: with
-        # few threads two ranks can wait for each other for ever, with these every collective that is due is under way.
-        ms.set_context(inter_op_parallel_num=DISPATCH_THREADS)
         # msrun is the parent of all workers; a process that starts a second engine does so on every rank.
         job = f"{os.environ.get('MS_SCHED_PORT', '0')}-{os.getppid()}-{next(_engine_count)}"
         self.transport = Transport(self.rank, self.strategy.mesh.size, job)

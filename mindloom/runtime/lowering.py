@@ -15,7 +15,8 @@ import numpy as np
 from mindspore.ops.operations._pyfunc_registry import add_pyfunc
 from mindspore.train import mind_ir_pb2 as mind_ir
 
-from mindloom.runtime.transport import Array, Collectives, Transport, TransportError
+from mindloom.runtime.ordering import Message, order_messages
+from mindloom.runtime.transport import Array, Collectives, Transport
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
@@ -46,54 +47,61 @@ def attributes(primitive: mind_ir.PrimitiveProto) -> dict[str, Any]:
 
 
 def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, list[int]], program: str) -> None:
-    """Replace every collective of `model`, in place. `program` keeps the messages of several graphs apart.
+    """Replace every collective of `model`, in place, and put them in an order that cannot deadlock.
+
+    `program` keeps the messages of several graphs apart.
 
     Raises:
-        LoweringError: an operator with a communication group that is not known here.
+        LoweringError: an operator with a communication group that is not known here, or inside a control-flow branch.
         TransportError: the graphs of a group's ranks do not hold the same collectives.
     """
     counts: dict[str, int] = {}
-    signatures: dict[str, list[str]] = {}
+    messages: dict[str, Message] = {}
     _take_broadcasts_apart(model)
-    for node, primitive in list(collective_nodes(model)):
+    nodes = list(collective_nodes(model))
+    outside = {node.name for node in model.graph.node}
+    for node, primitive in nodes:
         values = attributes(primitive)
-        group = values["group"]
+        ranks, kind = groups[values["group"]], primitive.op_type
         if _output(node).data_type == mind_ir.TensorProto.BFLOAT16:
             raise LoweringError(
                 "CPU processes exchange no bfloat16, which NumPy does not know; use compute_dtype float32"
             )
-        if primitive.op_type in ("Send", "Receive"):
-            run = _point_to_point(primitive.op_type, values, transport, groups[group], program)
+        if node.name not in outside:
+            raise LoweringError(f"{kind} on ranks {ranks} lies in a control-flow branch, where no order can be kept")
+        if kind in ("Send", "Receive"):
+            message = _point_to_point_message(kind, values, transport.rank, ranks)
+            run = _point_to_point(message, transport, program)
         else:
+            group = values["group"]
             counts[group] = counts.get(group, -1) + 1
-            signature = f"{primitive.op_type} {values.get('op', '')} {list(_output(node).dims)}"
-            signatures.setdefault(group, []).append(signature)
-            collectives = Collectives(transport, groups[group], (program, group, counts[group]))
-            run = _collective(primitive.op_type, values, collectives)
+            what = f"{kind} {values.get('op', '')} {list(_output(node).dims)}"
+            message = Message("collective", tuple(ranks), f"{what}, number {counts[group]} of {group}")
+            run = _collective(kind, values, Collectives(transport, ranks, (program, message.tag)))
+        messages[node.output[0]] = message
         custom = model.primitives.add()
         custom.CopyFrom(_custom_primitive(run, is_scalar=not _output(node).dims))
         node.op_type = f"REF::{custom.name}"
-    _check_same_collectives(signatures, transport, groups, program)
+    order_messages(model, messages, transport, program)
 
 
-def _point_to_point(
-    kind: str, values: dict[str, Any], transport: Transport, ranks: list[int], program: str
-) -> Callable[[Array], Array]:
-    tag = (program, "point-to-point", values["sr_tag"])
+def _point_to_point_message(kind: str, values: dict[str, Any], rank: int, ranks: list[int]) -> Message:
     if kind == "Send":
-        target = ranks[values["dest_rank"]]
+        return Message("send", (rank, ranks[values["dest_rank"]]), str(values["sr_tag"]))
+    return Message("receive", (ranks[values["src_rank"]], rank), str(values["sr_tag"]))
 
-        def send(x: Array) -> Array:
-            transport.send(target, tag, x)
-            return x.copy()
 
-        return send
-    source = ranks[values["src_rank"]]
+def _point_to_point(message: Message, transport: Transport, program: str) -> Callable[[Array], Array]:
+    (source, target), tag = message.ranks, (program, "point-to-point", message.tag)
+
+    def send(x: Array) -> Array:
+        transport.send(target, tag, x)
+        return x.copy()
 
     def receive(_: Array) -> Array:
         return transport.receive(source, tag)
 
-    return receive
+    return send if message.kind == "send" else receive
 
 
 def _collective(kind: str, values: dict[str, Any], group: Collectives) -> Callable[[Array], Array]:
@@ -174,19 +182,3 @@ def _custom_primitive(run: Callable[[Array], Array], is_scalar: bool) -> mind_ir
         else:
             attribute.type, attribute.i = proto.BOOL if isinstance(value, bool) else proto.INT64, int(value)
     return primitive
-
-
-def _check_same_collectives(
-    signatures: dict[str, list[str]], transport: Transport, groups: dict[str, list[int]], program: str
-) -> None:
-    """Collectives are matched by their order in the graph: make sure that the ranks of a group agree on it."""
-    for group, signature in sorted(signatures.items(), key=lambda item: groups[item[0]]):
-        ranks = groups[group]
-        for rank, other in zip(
-            ranks, transport.gather_objects(signature, (program, group, "check"), ranks), strict=True
-        ):
-            if other != signature:
-                raise TransportError(
-                    f"ranks {transport.rank} and {rank} hold different collectives for group {ranks}: "
-                    f"{len(signature)} against {len(other)}"
-                )

@@ -45,9 +45,25 @@ class Ring(nn.Cell):
         return self.receive(ops.depend(x, self.send(x)))
 
 
+class Crossed(nn.Cell):
+    """Independent reductions that every other rank has the other way round: without an order they wait for ever."""
+
+    def __init__(self):
+        super().__init__()
+        self.sum, self.max = ops.AllReduce("sum", group=WORLD), ops.AllReduce("max", group="everybody")
+        self.even = RANK % 2 == 0
+
+    def construct(self, x):
+        if self.even:
+            total = self.sum(x)
+            return total + self.max(x)
+        most = self.max(x)
+        return most + self.sum(x)
+
+
 def execute(make, transport, name):
     with virtual_ascend(RANK, SIZE) as groups:
-        groups["pair"] = PAIR
+        groups["pair"], groups["everybody"] = PAIR, list(range(SIZE))
         cell = make()
         x = Tensor(np.zeros((8, 6), np.float32))
         phase, _ = _cell_graph_executor.compile(cell, x, phase=f"export.mindir.{name}", do_convert=False)
@@ -77,12 +93,13 @@ def cases():
         swapped = np.concatenate([scattered(array, ranks) for array in arrays], axis=1)
         yield f"AlltoAll {group}", lambda r=ranks, g=group: One(ops.AlltoAll(len(r), 0, 1, group=g)), swapped
     yield "Broadcast", lambda: Rooted(ops.Broadcast(2, group=WORLD)), INPUTS[2]
+    yield "Crossed", Crossed, np.sum(INPUTS, axis=0) + np.max(INPUTS, axis=0)
     yield "Send Receive", Ring, INPUTS[(RANK - 1) % SIZE]
 
 
 if __name__ == "__main__":
     ms.set_device("CPU")
-    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_context(mode=ms.GRAPH_MODE, inter_op_parallel_num=1)  # one wait at a time: an order must be kept
     job = f"{os.environ['MS_SCHED_PORT']}-{os.getppid()}"
     if os.environ.get("MS_ROLE") != "MS_SCHED":
         connection = Transport(RANK, SIZE, job)

@@ -122,12 +122,12 @@ def chain(model: mind_ir.ModelProto, messages: Mapping[str, Message], order: Seq
 
 def _shape(name: str, producers: Mapping[str, mind_ir.NodeProto], graph: mind_ir.GraphProto) -> mind_ir.AttributeProto:
     """Shape and type of a value, as MindIR notes them on a node."""
-    if name in producers:
-        return next(a for a in producers[name].attribute if a.name == "shape")
+    if name in producers:  # a constant has a value instead of a shape
+        tensor = next(a for a in producers[name].attribute if a.name in ("shape", "value")).tensors[0]
+    else:
+        tensor = next((p for p in graph.parameter if p.name == name), None)
+        tensor = tensor or next(i for i in graph.input if i.name == name).tensor[0]
     shape = mind_ir.AttributeProto(name="shape", type=mind_ir.AttributeProto.TENSORS)
-    tensor = next((p for p in graph.parameter if p.name == name), None)
-    if tensor is None:
-        tensor = next(i for i in graph.input if i.name == name).tensor[0]
     shape.tensors.add(dims=tensor.dims, data_type=tensor.data_type)
     return shape
 

@@ -1,9 +1,9 @@
-# make demo | test | check | bench. Each sets up .venv first, once.
+# make demo | test | check | bench | toolchains. All but the last set up .venv first, once.
 VENV := .venv
 BIN := $(VENV)/bin
 export GLOG_v ?= 3
 
-.PHONY: demo test check format bench setup clean
+.PHONY: demo test check format bench toolchains setup clean
 
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
@@ -24,6 +24,10 @@ format: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/code.py
+
+toolchains:
+	tools/install_toolchains.sh
 
 setup: $(VENV)/.dev
 

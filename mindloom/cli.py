@@ -51,7 +51,10 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
         flag, hint = "--" + field.name.rstrip("_").replace("_", "-"), _without_none(hints[field.name])
         common: dict[str, Any] = {"default": field.default, "required": required, "dest": field.name, "help": text}
         if "positional" in field.metadata:
-            parser.add_argument(field.name, type=hint, metavar=field.name.upper(), help=text)
+            choices = get_args(hint) if get_origin(hint) is Literal else None
+            type_ = str if choices else hint
+            metavar = None if choices else field.name.upper()
+            parser.add_argument(field.name, type=type_, choices=choices, metavar=metavar, help=text)
         elif hint is bool:
             parser.add_argument(flag, action="store_true", help=text)
         elif get_origin(hint) is tuple:

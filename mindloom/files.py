@@ -22,6 +22,15 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         partial.unlink(missing_ok=True)
 
 
+def write_text_atomically(path: Path, text: str) -> None:
+    """As `write_atomically`, for UTF-8 text."""
+
+    def write(partial: Path) -> None:
+        partial.write_text(text, encoding="utf-8")
+
+    write_atomically(path, write)
+
+
 def made_once(path: Path, is_maker: bool, make: Callable[[Path], None], timeout_s: float = WAIT_S) -> Path:
     """`path`, made by one process of the job while the others wait. Its name must say what is in it.
 

@@ -80,17 +80,19 @@ class Job:
     def num_slots(self) -> int:
         """Of each row of the KV cache."""
         tokens = [len(self.tokenizer.encode(prompt)) + self.config.max_new_tokens for prompt in self.prompts]
-        return num_slots_for(max(tokens, default=self.model.seq_len))
+        return num_slots_for(min(max(tokens, default=self.model.seq_len), self.model.seq_len))
 
     @property
     def stop_ids(self) -> list[int]:
         return sorted({self.model.eod_id, *self.config.stop_ids})
 
 
-def check(config: GenerateConfig, num_processes: int | None) -> Job:
+def check(config: GenerateConfig, num_processes: int | None, prompts: list[tuple[str, str]] | None = None) -> Job:
     """Everything the call refers to, read and held against each other.
 
-    `num_processes`: launched already; None: as many as the strategy needs will be.
+    Args:
+        num_processes: launched already; None: as many as the strategy needs will be.
+        prompts: (name, text) of each prompt, instead of those the configuration names.
 
     Raises:
         ConfigError: all problems at once.
@@ -108,7 +110,9 @@ def check(config: GenerateConfig, num_processes: int | None) -> Job:
     if problems:
         raise ConfigError(problems)
     language = find_language(config.language, family) if config.language else None
-    named = [] if config.interactive else read_prompts(config, strategy)
+    named = prompts
+    if named is None:
+        named = [] if config.interactive else read_prompts(config, strategy)
     if language:
         named = [(name, language.tagged(prompt)) for name, prompt in named]
     for name, prompt in named:
@@ -116,8 +120,8 @@ def check(config: GenerateConfig, num_processes: int | None) -> Job:
     if problems:
         more = [f"and {len(problems) - 8} more prompts like these"] if len(problems) > 8 else []
         raise ConfigError(problems[:8] + more)
-    prompts, ending = [prompt for _, prompt in named], language.ending if language else None
-    return Job(config, family, model, strategy, tokenizer, prompts, ending)
+    ending = language.ending if language else None
+    return Job(config, family, model, strategy, tokenizer, [prompt for _, prompt in named], ending)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ class Request:
     sampler: Sampler
     is_finished: Callable[[Sequence[int]], bool]
     """Asked after each token, with all generated ones."""
+    stream: int
+    """Sets its random numbers apart from those of other requests."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class _Row:
 def generate(decoding: Decoding, engine: Engine, requests: Sequence[Request]) -> Iterator[NewToken]:
     """Tokens of all requests, in the order they are made. Every rank of a job yields the same.
 
-    What a request gets does not depend on the others in the batch; its random numbers follow from its place in
-    `requests`. Rows left unfinished, when the caller stops early, are reset.
+    What a request gets does not depend on the others in the batch. Rows left unfinished, when the caller stops early,
+    are reset.
     """
     waiting = deque(range(len(requests)))
     rows: dict[int, _Row] = {}
@@ -92,7 +94,7 @@ def _choose(
         for place, (row, state) in enumerate(rows.items()):
             request = requests[state.request]
             history = History(request.prompt, state.generated)
-            tokens[place] = request.sampler.choose(logits[row], history, stream=state.request)
+            tokens[place] = request.sampler.choose(logits[row], history, stream=request.stream)
             log_probs[place] = log_probability(logits[row], int(tokens[place]))
     both: NDArray[np.int32] = np.concatenate([tokens, log_probs.view(np.int32)])
     both = engine.broadcast(both, engine.strategy.mesh.first_rank_of_last_stage)

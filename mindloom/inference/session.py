@@ -76,12 +76,27 @@ class Session:
             completions[piece.place] = piece.completion
         return [completions[place] for place in range(len(prompts))]
 
-    def stream(self, prompts: Sequence[str], sampling: SamplingConfig, max_new_tokens: int) -> Iterator[Piece]:
-        """Text as it is made, of all prompts together. Texts that may be the start of a stop text wait for the next token."""
+    def stream(
+        self,
+        prompts: Sequence[str],
+        sampling: SamplingConfig,
+        max_new_tokens: int | Sequence[int],
+        streams: Sequence[int] | None = None,
+    ) -> Iterator[Piece]:
+        """Text as it is made, of all prompts together. Texts that may be the start of a stop text wait for the next token.
+
+        Args:
+            max_new_tokens: of every prompt, or of each.
+            streams: what sets the random numbers of each prompt apart; without it, its place.
+        """
         sampler = Sampler(sampling, self.stop_ids, self.tokenizer.vocab_size)
         ids = [self.tokenizer.encode(prompt) for prompt in prompts]
-        self.decoding.prepare([len(prompt) for prompt in ids], max_new_tokens)
-        requests = [Request(tokens, max_new_tokens, sampler, self._is_finished) for tokens in ids]
+        most = [max_new_tokens] * len(ids) if isinstance(max_new_tokens, int) else max_new_tokens
+        self.decoding.prepare([len(prompt) for prompt in ids], max(most, default=0))
+        requests = [
+            Request(tokens, limit, sampler, self._is_finished, stream)
+            for tokens, limit, stream in zip(ids, most, streams or range(len(ids)), strict=True)
+        ]
         completions = [Completion(prompt) for prompt in prompts]
         for new in generate(self.decoding, self.engine, requests):
             completion = completions[new.request]

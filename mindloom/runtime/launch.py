@@ -50,11 +50,13 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
     output = job.stdout
     assert output is not None
     try:
+        in_progress_bar = False
         for line in iter(lambda: _read_piece(output), b""):
             if line.startswith((b"Start worker process", b"Start scheduler process")):  # msrun's own chatter
                 continue
-            # msrun mixes a worker's two streams; its milestones belong on stderr, as without msrun
-            stream = sys.stderr if line.startswith(MILESTONE) else sys.stdout
+            # msrun mixes a worker's two streams; milestones and progress bars belong on stderr, as without msrun
+            is_bar, in_progress_bar = in_progress_bar or line.endswith(b"\r"), line.endswith(b"\r")
+            stream = sys.stderr if is_bar or line.startswith(MILESTONE) else sys.stdout
             stream.buffer.write(line)
             stream.buffer.flush()
         code = job.wait()

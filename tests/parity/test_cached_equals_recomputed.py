@@ -76,7 +76,7 @@ def recomputed(engine, folder, num_rows=1, int8=False):
 
 def tokens_of(decoding, engine, prompts, max_new_tokens, sampling=None):
     sampler = Sampler(sampling or SamplingConfig())
-    requests = [Request(prompt, max_new_tokens, sampler, lambda tokens: False) for prompt in prompts]
+    requests = [Request(prompt, max_new_tokens, sampler, lambda tokens: False, i) for i, prompt in enumerate(prompts)]
     result = [[] for _ in prompts]
     for new in generate(decoding, engine, requests):
         result[new.request].append(new.token)

@@ -109,7 +109,7 @@ def test_another_rule_can_end_a_text():
 def test_a_caller_who_leaves_early_leaves_empty_rows():
     script = Script(1, {"x": "abcdef"})
     script.lengths = {"x": 1}
-    tokens = generate(script, ENGINE, [Request([24], 9, Sampler(SamplingConfig()), lambda tokens: False)])
+    tokens = generate(script, ENGINE, [Request([24], 9, Sampler(SamplingConfig()), lambda tokens: False, 0)])
     assert next(tokens).token == 1
     assert script.rows
     tokens.close()

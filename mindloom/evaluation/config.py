@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tools/evaluate.py is told, and every mistake in it that can be found before MindSpore is loaded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mindloom.cli import option
+from mindloom.errors import ConfigError, did_you_mean
+from mindloom.evaluation.programs import NAMES, Problem, generation_prompt, translation_prompt
+from mindloom.evaluation.sandbox import check_isolation
+from mindloom.inference import config as inference
+from mindloom.inference.config import GenerateConfig, Job
+from mindloom.inference.sampling import SamplingConfig
+from mindloom.inference.stopping import Ending
+
+SETTINGS_FILE, SAMPLES_FILE, RESULTS_FILE, SUMMARY_FILE = (
+    "settings.json",
+    "samples.jsonl",
+    "results.jsonl",
+    "summary.json",
+)
+FREE_OPTIONS = (
+    *("data", "output_dir", "language", "canonical", "num_samples", "k", "max_problems", "strategy", "launch"),
+    *("batch_size", "allow_execution", "workers", "time_limit", "memory_limit_mb"),
+)
+"""Options that may change from one call to the next in one folder: what a sample is does not depend on them."""
+PROBLEM_FIELDS = ("task_id", "prompt", "declaration", "canonical_solution", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(SamplingConfig):
+    """One call of tools/evaluate.py."""
+
+    benchmark: Literal["humaneval-x"] = field(metadata={"positional": True, "help": "the benchmark"})
+    data: Path = option(..., "folder of the benchmark: humaneval_LANGUAGE.jsonl.gz, at its top or in LANGUAGE/data/")
+    output_dir: Path = option(..., "folder for samples, results and summary; a call goes on where the last one ended")
+    language: tuple[str, ...] = option(("python",), f"languages to write: {', '.join(NAMES)}, or all")
+    checkpoint: Path | None = option(None, "checkpoint folder; without it, the samples in --output-dir are judged")
+    canonical: bool = option(False, "judge the benchmark's own solutions instead of a model's")
+    translate_from: str | None = option(None, "give the solution in this language and ask for a translation")
+    num_samples: int = option(1, "samples of each problem")
+    k: tuple[int, ...] = option((1, 10, 100), "report pass@k for these, where there are as many samples")
+    max_problems: int | None = option(None, "only so many problems of each language")
+    max_new_tokens: int = option(1024, "tokens of a sample at most; fewer where the context ends")
+    tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
+    strategy: Path | None = option(None, "strategy file; without one, one device")
+    launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
+    batch_size: int | None = option(None, "prompts worked on at once")
+    weights: Literal["float32", "int8"] = option("float32", "as for tools/generate.py")
+    allow_execution: bool = option(False, "run the programs, isolated; without it samples are only written")
+    workers: int | None = option(None, "programs run at once; one a core without it")
+    time_limit: float = option(10.0, "seconds a program may run")
+    memory_limit_mb: int = option(1024, "memory a program may use, all its processes together")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A sample to be made."""
+
+    task_id: str
+    sample: int
+    prompt: str = field(repr=False)
+    stream: int
+    """Sets its random numbers apart: a function of problem and sample alone."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A configuration that was found right, with what it refers to."""
+
+    config: EvaluateConfig
+    problems: dict[str, dict[str, Problem]] = field(repr=False)
+    """language -> task -> problem."""
+    prompts: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+    """language -> task -> what the model continues; empty if nothing is generated."""
+    endings: dict[str, Ending | None] = field(default_factory=dict, repr=False)
+    """language -> where its functions end."""
+    job: Job | None = None
+    """The model and how it is run."""
+
+    @property
+    def folder(self) -> Path:
+        return self.config.output_dir
+
+    def settings(self) -> dict[str, Any]:
+        """What the samples in the folder depend on."""
+        own = {f.name: getattr(self.config, f.name) for f in fields(self.config) if f.name not in FREE_OPTIONS}
+        settings: dict[str, Any] = json.loads(json.dumps(own, default=str))
+        return settings
+
+    def wanted(self, language: str) -> list[Wanted]:
+        """Every sample of a language, those that exist already among them."""
+        count = self.config.num_samples
+        return [
+            Wanted(task, sample, prompt, (sample << 20) + place)
+            for place, (task, prompt) in enumerate(self.prompts[language].items())
+            for sample in range(count)
+        ]
+
+
+def check(config: EvaluateConfig, num_processes: int | None) -> Evaluation:
+    """Everything the call refers to, read and held against each other.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    languages = tuple(NAMES) if config.language == ("all",) else tuple(_language(name) for name in config.language)
+    if problems := _own_problems(config, languages):
+        raise ConfigError(problems)
+    if config.allow_execution:
+        check_isolation()
+    tasks = {}
+    for language in languages:
+        tasks[language] = dict(list(read_problems(config.data, language).items())[: config.max_problems])
+    evaluation = Evaluation(config, tasks)
+    if config.checkpoint is not None:
+        evaluation = _with_generation(evaluation, config.checkpoint, num_processes)
+        _check_settings(evaluation)
+    elif not config.canonical and not (config.output_dir / SAMPLES_FILE).exists():
+        raise ConfigError(
+            f"{config.output_dir / SAMPLES_FILE}: there are no samples; give --checkpoint to make some, or --canonical"
+        )
+    return evaluation
+
+
+def read_problems(data: Path, language: str) -> dict[str, Problem]:
+    """The problems of a language by task.
+
+    Raises:
+        ConfigError: no such file, or not the benchmark's.
+    """
+    name = f"humaneval_{language}.jsonl.gz"
+    path = next((p for p in (data / name, data / language / "data" / name) if p.exists()), None)
+    if path is None:
+        raise ConfigError(f"{data}: holds no {name}; --data names the folder of HumanEval-X")
+    found: dict[str, Problem] = {}
+    try:
+        for number, line in enumerate(gzip.decompress(path.read_bytes()).decode().splitlines(), 1):
+            problem = json.loads(line)
+            if missing := [key for key in PROBLEM_FIELDS if key not in problem]:
+                raise ConfigError(f"{path}:{number}: no field {', '.join(missing)}")
+            found[problem["task_id"]] = problem
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"{path}: not a gzip file of JSON lines: {error}") from None
+    return found
+
+
+def _language(name: str) -> str:
+    """The benchmark's own word for a language."""
+    aliases = {"c++": "cpp", "javascript": "js", "py": "python"}
+    language = aliases.get(name.lower(), name.lower())
+    if language not in NAMES:
+        raise ConfigError(f"--language {name} is unknown; known: {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
+    return language
+
+
+def _own_problems(config: EvaluateConfig, languages: tuple[str, ...]) -> list[str]:
+    problems = []
+    if config.canonical and config.checkpoint:
+        problems.append("--canonical judges the benchmark's own solutions; leave out --checkpoint")
+    if config.canonical and not config.allow_execution:
+        problems.append("--canonical has nothing to do without --allow-execution")
+    if not config.checkpoint and not config.allow_execution:
+        problems.append("nothing to do: give --checkpoint to make samples, --allow-execution to judge them")
+    if config.translate_from and _language(config.translate_from) in languages:
+        problems.append(f"--translate-from {config.translate_from} is one of the languages to write")
+    if config.num_samples > 1 and config.temperature == 0:
+        problems.append(f"--num-samples {config.num_samples} at temperature 0 are all the same; set --temperature")
+    for name, value, least in (
+        ("num-samples", config.num_samples, 1),
+        ("max-new-tokens", config.max_new_tokens, 1),
+        ("max-problems", config.max_problems, 1),
+        ("workers", config.workers, 1),
+        ("memory-limit-mb", config.memory_limit_mb, 64),
+        ("k", min(config.k), 1),
+    ):
+        if value is not None and value < least:
+            problems.append(f"--{name} must be at least {least}, got {value}")
+    if not 0 < config.time_limit < float("inf"):
+        problems.append(f"--time-limit must be above 0, got {config.time_limit}")
+    return problems
+
+
+def _with_generation(evaluation: Evaluation, checkpoint: Path, num_processes: int | None) -> Evaluation:
+    """The evaluation with prompts, and the job that continues them."""
+    config = evaluation.config
+    shared = {f.name for f in fields(GenerateConfig)} & {f.name for f in fields(EvaluateConfig)} - {"language"}
+    generate = GenerateConfig(**{**{name: getattr(config, name) for name in shared}, "checkpoint": checkpoint})
+    job = inference.check(generate, num_processes, [])
+    source_language = _language(config.translate_from) if config.translate_from else None
+    source = read_problems(config.data, source_language) if source_language else {}
+    by_number = {task.split("/")[-1]: problem for task, problem in source.items()}
+    prompts: dict[str, dict[str, str]] = {}
+    endings = {}
+    for language, problems in evaluation.problems.items():
+        known, prompts[language] = inference.find_language(language, job.family), {}
+        endings[language] = known.ending
+        for task, problem in problems.items():
+            if source_language:
+                counterpart = by_number[task.split("/")[-1]]
+                prompt = translation_prompt(counterpart, source_language, problem, language)
+            else:
+                prompt = known.tagged(generation_prompt(problem, language))
+            prompts[language][task] = prompt
+    lengths = {p: len(job.tokenizer.encode(p)) for of_language in prompts.values() for p in of_language.values()}
+    if min(lengths.values()) >= job.model.seq_len:
+        raise ConfigError(
+            f"{checkpoint}: no prompt fits into the model's context of {job.model.seq_len} tokens; the shortest has "
+            f"{min(lengths.values())}"
+        )
+    job = replace(job, prompts=list(lengths))
+    return replace(evaluation, prompts=prompts, endings=endings, job=job)
+
+
+def _check_settings(evaluation: Evaluation) -> None:
+    """Samples that were made in another way must not be mixed with new ones."""
+    path = evaluation.folder / SETTINGS_FILE
+    if not path.exists():
+        return
+    old, new = json.loads(path.read_text(encoding="utf-8")), evaluation.settings()
+    changed = [f"{name} was {old.get(name)}, is {value}" for name, value in new.items() if old.get(name) != value]
+    if changed:
+        raise ConfigError(f"{path}: the samples there were made otherwise: {'; '.join(changed)}; use another folder")

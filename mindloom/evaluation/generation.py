@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of a model, written as they are made; a call goes on where the last one ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from mindloom.evaluation.config import SAMPLES_FILE, SETTINGS_FILE, Evaluation, Wanted
+from mindloom.files import write_text_atomically
+from mindloom.inference.session import Completion
+from mindloom.inference.terminal import open_session
+from mindloom.log import milestone
+from mindloom.runtime.engine import Engine
+
+Sample = dict[str, Any]
+"""`task_id`, `sample` (its number), `language`, `translate_from` (or null), `text`, `finish_reason`."""
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples of a file; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def make_samples(evaluation: Evaluation) -> Engine:
+    """Make the samples that are not there yet. All ranks take part, one writes."""
+    job = evaluation.job
+    assert job is not None
+    engine = Engine(job.strategy)
+    path = evaluation.folder / SAMPLES_FILE
+    if engine.speaks:
+        _repair(path)
+        settings = json.dumps(evaluation.settings(), indent=1, ensure_ascii=False)
+        write_text_atomically(evaluation.folder / SETTINGS_FILE, settings)
+    session = None
+    for language in evaluation.problems:
+        missing = _missing(evaluation, language, engine, path)
+        lengths = {wanted.prompt: len(job.tokenizer.encode(wanted.prompt)) for wanted in missing}
+        fitting = [wanted for wanted in missing if lengths[wanted.prompt] < job.model.seq_len]
+        if engine.speaks and len(fitting) < len(missing):
+            too_long = [wanted for wanted in missing if lengths[wanted.prompt] >= job.model.seq_len]
+            milestone(f"{language}: {len({w.task_id for w in too_long})} prompts exceed the context: counted as failed")
+            for wanted in too_long:
+                _append(path, evaluation, language, wanted, Completion(wanted.prompt, finish_reason="length"))
+        if not fitting:
+            continue
+        session = session or open_session(job, engine)
+        session.ending = evaluation.endings[language]
+        limits = [min(job.config.max_new_tokens, job.model.seq_len - lengths[wanted.prompt]) for wanted in fitting]
+        pieces = session.stream([w.prompt for w in fitting], job.config, limits, [w.stream for w in fitting])
+        with tqdm(total=len(fitting), unit="sample", desc=language, disable=not engine.speaks) as bar:
+            for piece in pieces:
+                if piece.completion.finish_reason:
+                    bar.update()
+                    if engine.speaks:
+                        _append(path, evaluation, language, fitting[piece.place], piece.completion)
+    if engine.speaks:
+        milestone(f"samples in {path}")
+    return engine
+
+
+def _missing(evaluation: Evaluation, language: str, engine: Engine, path: Path) -> list[Wanted]:
+    """The samples still to be made, as the rank that writes knows them."""
+    wanted = evaluation.wanted(language)
+    there = {(s["task_id"], s["sample"]) for s in read_samples(path)} if engine.speaks else set()
+    flags = np.array([(w.task_id, w.sample) in there for w in wanted], np.int32)
+    flags = engine.broadcast(flags, engine.strategy.mesh.first_rank_of_last_stage)
+    if engine.speaks and flags.any():
+        milestone(f"{language}: {flags.sum()} of {len(wanted)} samples are there already")
+    return [w for w, is_there in zip(wanted, flags, strict=True) if not is_there]
+
+
+def _repair(path: Path) -> None:
+    """Take off a last line that was cut when a run was killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        content = path.read_bytes()
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
+def _append(path: Path, evaluation: Evaluation, language: str, wanted: Wanted, completion: Completion) -> None:
+    sample = {
+        "task_id": wanted.task_id,
+        "sample": wanted.sample,
+        "language": language,
+        "translate_from": evaluation.config.translate_from,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+    }
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(sample, ensure_ascii=False) + "\n")

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What programs that nobody vouches for try, and that nothing of it is left."""
+
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from mindloom.errors import ConfigError
+from mindloom.evaluation import sandbox
+from mindloom.evaluation.sandbox import Limits, Step
+
+LIMITS = Limits(memory_bytes=300 << 20, processes=40, output_bytes=1 << 16, disk_bytes=32 << 20)
+
+try:
+    sandbox.check_isolation()
+except ConfigError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """No process of the test's and no folder of the jail's."""
+    yield
+    assert not list(Path(tempfile.gettempdir()).glob("mindloom-jail-*"))
+    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and _is_the_programs(pid)]
+
+
+def _is_the_programs(pid):
+    try:
+        return b"untrusted.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def run(code, time_s=10.0, **limits):
+    (result,) = sandbox.run(
+        {"untrusted.py": code},
+        [Step((sys.executable, "-I", "untrusted.py"), time_s)],
+        Limits(**{**LIMITS.__dict__, **limits}),
+        needed=(sys.prefix, sys.base_prefix),
+    )
+    return result
+
+
+def test_a_program_that_ends_well():
+    result = run("print('said'); open('file', 'w').write('x')")
+    assert (result.ok, result.output) == (True, "said\n")
+
+
+def test_exit_codes_and_signals_are_reported():
+    assert run("raise SystemExit(3)").code == 3
+    assert run("import os; os.abort()").code == -6
+
+
+def test_the_next_step_needs_the_one_before():
+    true, false = Step(("/bin/true",), 5.0), Step(("/bin/false",), 5.0)
+    assert [r.code for r in sandbox.run({}, [true, false, true], LIMITS)] == [0, 1]
+
+
+def test_an_endless_loop_is_ended():
+    start = time.monotonic()
+    result = run("while True: pass", time_s=1.0)
+    assert (result.broken_limit, result.ok) == ("time", False)
+    assert time.monotonic() - start < 8
+
+
+def test_a_program_that_sleeps_for_ever_is_ended():
+    assert (
+        run("import time, signal; signal.signal(15, signal.SIG_IGN); time.sleep(999)", time_s=1.0).broken_limit
+        == "time"
+    )
+
+
+def test_one_process_that_hoards_memory_fails():
+    assert not run("hoard = []\nwhile True: hoard.append(bytearray(10_000_000))").ok
+
+
+def test_processes_that_hoard_memory_together_are_ended():
+    result = run(
+        "import os, time\nfor i in range(8):\n    if os.fork() == 0: hoard = bytearray(60_000_000); time.sleep(60)\n"
+        "time.sleep(60)"
+    )
+    assert result.broken_limit == "memory"
+
+
+def test_a_spawner_of_processes_is_ended():
+    assert not run(
+        "import os, time\nfor i in range(300):\n    if os.fork() == 0: time.sleep(60)", memory_bytes=4 << 30
+    ).ok
+
+
+def test_a_spawner_of_threads_fails():
+    code = "import threading, time\nfor i in range(2000): threading.Thread(target=time.sleep, args=(60,)).start()"
+    assert not run(code).ok
+
+
+def test_a_process_that_hides_in_the_background_ends_with_the_program():
+    code = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\n    os._exit(0)"
+    )
+    assert run(code).ok
+
+
+def test_a_flood_of_output_is_ended():
+    result = run("while True: print('x' * 1000)")
+    assert result.broken_limit == "output"
+    assert len(result.output) <= LIMITS.output_bytes
+
+
+def test_a_full_disk_is_the_programs_own():
+    assert not run("with open('big', 'wb') as f:\n    while True: f.write(bytes(1 << 20))").ok
+    many = "import os\nfor i in range(100):\n    with open(str(i), 'wb') as f: f.write(bytes(1 << 20))"
+    assert "No space left" in run(many).output
+
+
+def test_nothing_outside_the_folder_can_be_written():
+    name = f"mindloom-test-{uuid.uuid4().hex}"
+    places = [Path(p, name) for p in ("/tmp", "/var/tmp", "/dev/shm", Path.home(), Path.cwd(), "/")]
+    code = f"for p in {[str(p) for p in places]}:\n    try: open(p, 'w'); print('WROTE', p)\n    except OSError: pass"
+    assert "WROTE" not in run(code).output
+    assert not any(place.exists() for place in places)
+
+
+def test_a_file_outside_cannot_be_removed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("x")
+    assert not run(f"import os; os.remove({str(precious)!r})").ok
+    assert precious.exists()
+
+
+def test_there_is_no_network():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert not run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)").ok
+
+
+def test_other_processes_are_neither_seen_nor_killed():
+    result = run(
+        f"import os; print(sorted(int(p) for p in os.listdir('/proc') if p.isdigit())); os.kill({os.getpid()}, 9)"
+    )
+    assert "ProcessLookupError" in result.output or "PermissionError" in result.output
+    assert result.output.startswith("[1, 2]")
+    assert not run("import os; os.kill(1, 9); raise SystemExit(5)").ok
+
+
+def test_no_right_is_left():
+    code = "import os\nassert os.getuid() != 0\ntry: os.setuid(0); print('ROOT')\nexcept OSError: pass"
+    assert run(code).ok
+    assert "ROOT" not in run(code).output
+    assert not run("import subprocess; subprocess.run(['mount', '-t', 'tmpfs', 'x', '/mnt'], check=True)").ok
+
+
+def test_a_killed_caller_leaves_no_program(tmp_path):
+    """As after kill -9 of tools/evaluate.py."""
+    code = (
+        "import sys; from mindloom.evaluation.sandbox import *\n"
+        "run({'untrusted.py': 'import time; time.sleep(60)'}, [Step((sys.executable, '-I', 'untrusted.py'), 60.0)],"
+        " Limits(), needed=(sys.prefix, sys.base_prefix))"
+    )
+    caller = os.posix_spawn(sys.executable, [sys.executable, "-c", code], {**os.environ, "TMPDIR": str(tmp_path)})
+    deadline = time.monotonic() + 20
+    while not any(_is_the_programs(pid) for pid in os.listdir("/proc") if pid.isdigit()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(caller, 9)
+    os.waitpid(caller, 0)
+    while any(_is_the_programs(pid) for pid in os.listdir("/proc") if pid.isdigit()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_several_at_once_do_not_see_each_other():
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(run("import os; print(os.listdir('.'))"))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [r.output for r in results] == ["['untrusted.py']\n"] * 4

@@ -29,6 +29,7 @@ PACKAGES = {
         "log",
         "model_config",
     },
+    "evaluation": {"inference", "runtime", "cli", "errors", "files", "log"},
     "inference": {
         "checkpoint",
         "data",

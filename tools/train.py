@@ -6,6 +6,7 @@ python tools/train.py --data corpus.jsonl --strategy parallel_configs/pangu_tiny
 msrun --worker_num=4 --local_worker_num=4 --join=True tools/train.py --data corpus.jsonl --strategy ...
 """
 
+import signal
 import sys
 from importlib import import_module
 
@@ -14,6 +15,8 @@ from mindloom.errors import run_tool
 from mindloom.runtime.environment import launched_processes, prepare_environment
 from mindloom.runtime.launch import launch
 from mindloom.train.config import TrainConfig, check
+
+STOPPED = 128 + signal.SIGTERM
 
 
 def main() -> int:
@@ -24,8 +27,8 @@ def main() -> int:
         mesh = run.strategy.mesh
         return launch(__file__, arguments, mesh.size, config.output_dir / "logs", mesh.first_rank_of_last_stage)
     prepare_environment()
-    import_module("mindloom.train.trainer").train(run)  # loads MindSpore, which the checks above do without
-    return 0
+    train = import_module("mindloom.train.trainer").train  # loads MindSpore, which the checks above do without
+    return 0 if train(run) else STOPPED
 
 
 if __name__ == "__main__":

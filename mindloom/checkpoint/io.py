@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint folder: model.safetensors (whole tensors), config.json (the model's), the tokenizer."""
+"""A checkpoint folder: model.safetensors (whole tensors; or several files and their index), config.json (the model's),
+the tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
 from mindloom.model_config import DecoderConfig, override, read_json_object
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
 
 def save_checkpoint(
@@ -79,13 +80,25 @@ def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
     Raises:
         ConfigError: the file is missing or damaged.
     """
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file")
+    weights: dict[str, NDArray[Any]] = {}
+    for path in _weight_files(folder):
+        if not path.is_file():
+            raise ConfigError(f"{path}: there is no such file")
+        try:
+            weights |= load_file(path)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: damaged or not safetensors: {error}") from None
+    return weights
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if not (folder / INDEX).exists():
+        return [folder / WEIGHTS]
+    index = read_json_object(folder / INDEX)
     try:
-        return load_file(path)
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ConfigError(f"{path}: damaged or not safetensors: {error}") from None
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    except (KeyError, AttributeError, TypeError):
+        raise ConfigError(f"{folder / INDEX}: no `weight_map` that says which file holds which tensor") from None
 
 
 def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:

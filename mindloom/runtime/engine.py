@@ -140,6 +140,14 @@ class Engine:
         group = Collectives(self.transport, range(self.strategy.mesh.size), "broadcast")
         return group.broadcast(array, source)
 
+    def largest(self, value: int) -> int:
+        """The largest of what the ranks gave, on every rank."""
+        if self.strategy.mesh.size == 1:
+            return value
+        if self.transport is None:
+            return int(ops.AllReduce(ops.ReduceOp.MAX)(Tensor([value], ms.int32)).asnumpy()[0])
+        return max(self.transport.gather_objects(value, "largest"))
+
     def announce_step(self, step: int) -> None:
         """Let the other ranks know how far this one is, for the message should it be killed."""
         if self.transport is not None:
@@ -161,6 +169,13 @@ class Engine:
         holders = [rank for rank in ranks_of_stage if layout.operator_slices(shape, rank) == mine]
         group = self.groups[layout.optimizer_group] if layout.optimizer_group else [self.rank]
         return layout.slices(shape, self.rank, self.groups) if min(holders) in group else None
+
+    def held_slices(self, name: str, global_shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+        """Where the part of a parameter or optimizer state lies that this rank computes with; None: it has none."""
+        if self.strategy.mesh.size == 1:
+            return tuple(slice(0, length) for length in global_shape)
+        layout = self.layouts.get(name)
+        return layout.slices(global_shape, self.rank, self.groups) if layout else None
 
     def close(self) -> None:
         """Leave the job in good order; also done when the process ends."""

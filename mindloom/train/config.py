@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mindloom.checkpoint.manifest import checkpoints
 from mindloom.cli import option
 from mindloom.data.documents import read_documents
 from mindloom.errors import ConfigError
@@ -50,11 +51,22 @@ class TrainConfig:
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0 measures it and clips nothing")
     dropout: float | None = option(None, "dropout rate; the size's own without it")
     seed: int = option(1, "of initial weights, sample order and dropout")
+    save_every: int = option(0, "steps between checkpoints of the whole training state; 0: none")
+    save_minutes: float = option(0.0, "minutes between such checkpoints; 0: none")
+    keep_last: int = option(0, "such checkpoints to keep, the newest; 0: all")
+    async_save: bool = option(False, "go on training while a checkpoint is written; takes memory for one copy")
+    resume: bool = option(False, "go on from the newest complete checkpoint in --output-dir, on any mesh")
     launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
 
     @property
     def checkpoint_dir(self) -> Path:
+        """The trained model, whole, for tools/generate.py and the other tools."""
         return self.output_dir / "checkpoint"
+
+    @property
+    def states_dir(self) -> Path:
+        """Checkpoints of the training state, which --resume reads."""
+        return self.output_dir / "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -134,10 +146,21 @@ def _range_problems(config: TrainConfig) -> list[str]:
     for name in ("steps", "batch_size", "accumulate"):
         if getattr(config, name) < 1:
             problems.append(f"--{name.replace('_', '-')} must be at least 1, got {getattr(config, name)}")
-    for name in ("learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
+    for name in (
+        "save_every",
+        "save_minutes",
+        "keep_last",
+        "learning_rate",
+        "min_learning_rate",
+        "warmup_steps",
+        "weight_decay",
+        "max_grad_norm",
+    ):
         value = getattr(config, name)
         if value is not None and not 0 <= value < float("inf"):
             problems.append(f"--{name.replace('_', '-')} must not be negative, got {value}")
+    if config.resume and not checkpoints(config.states_dir):
+        problems.append(f"--resume: {config.states_dir} holds no checkpoint; start without --resume")
     if config.output_dir.exists() and not config.output_dir.is_dir():
         problems.append(f"--output-dir {config.output_dir} is a file")
     return problems

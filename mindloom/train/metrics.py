@@ -14,6 +14,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tqdm import tqdm
 
+from mindloom.files import write_text_atomically
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -31,14 +33,26 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Writes the metrics of one run; used by one rank. A context manager."""
+    """Writes the metrics of one run; used by one rank. A context manager.
 
-    def __init__(self, folder: Path, total_steps: int):
+    `steps_done`: of a run that is resumed; what was noted of later steps is taken back.
+    """
+
+    def __init__(self, folder: Path, total_steps: int, steps_done: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
-        self._lines = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        path = folder / "metrics.jsonl"
+        kept = path.read_text(encoding="utf-8").splitlines()[:steps_done] if steps_done and path.exists() else []
+        write_text_atomically(path, "".join(line + "\n" for line in kept))
+        self._lines = path.open("a", encoding="utf-8")
         self._events = EventFileWriter(str(folder / "tensorboard"))
         self._bar = tqdm(
-            total=total_steps, unit="step", file=sys.stdout, ascii=True, mininterval=1.0, dynamic_ncols=True
+            total=total_steps,
+            initial=steps_done,
+            unit="step",
+            file=sys.stdout,
+            ascii=True,
+            mininterval=1.0,
+            dynamic_ncols=True,
         )
 
     def write(self, metrics: StepMetrics) -> None:

@@ -22,7 +22,7 @@ from mindloom.data.documents import SampleOrder, pack
 from mindloom.data.tokenizer import Tokenizer, content_hash, load_tokenizer
 from mindloom.errors import ConfigError
 from mindloom.family import family_module
-from mindloom.files import made_once, write_atomically
+from mindloom.files import made_once, write_text_atomically
 from mindloom.log import milestone
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
@@ -32,7 +32,10 @@ from mindloom.runtime.gather import gather_whole
 from mindloom.train.config import Run
 from mindloom.train.metrics import MetricsWriter, StepMetrics
 from mindloom.train.optim import SGD, AdamW
+from mindloom.train.saving import Saver, load_state, newest_complete, versions
 from mindloom.train.schedules import learning_rate
+
+SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")
 
 
 @dataclass
@@ -45,7 +48,14 @@ class Training:
     step: TrainStep
     optimizer: AdamW | SGD
     samples: NDArray[np.int32]
+    samples_name: str
+    """Says what they were made of."""
     order: SampleOrder
+
+    def say(self, text: str) -> None:
+        """A milestone, once for all ranks."""
+        if self.engine.speaks:
+            milestone(text)
 
     def batch(self, index: int) -> list[Tensor]:
         """Inputs of step `index`, counted from 0: the whole batch, on every rank."""
@@ -53,34 +63,122 @@ class Training:
         return [Tensor(a) for a in make_batch(samples, self.run.model.eod_id, self.run.model.loss_ignore_id)]
 
 
-def train(run: Run) -> Path:
-    """Train as `run` says. Returns the checkpoint folder."""
+def start(run: Run) -> tuple[Training, Tokenizer]:
+    """Everything up to the first step: network, data, compiled graph."""
     config = run.config
     engine = Engine(run.strategy)
     net = _build_network(run)
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
-    tokenizer, samples = _prepare_data(run, engine)
-    training = _build_step(run, engine, net, report, samples)
-    say = milestone if engine.speaks else lambda _: None
+    tokenizer, samples_path = _prepare_data(run, engine)
+    training = _build_step(run, engine, net, report, samples_path)
     if engine.rank == 0:
         _write_resolved(run, training.report)
-    say(f"{config.model} {config.size}: {run.model.num_parameters:,} parameters on {run.strategy.mesh}")
-    start = time.perf_counter()
+    training.say(f"{config.model} {config.size}: {run.model.num_parameters:,} parameters on {run.strategy.mesh}")
+    begin = time.perf_counter()
     engine.prepare(training.step, *training.batch(0))
-    say(f"compiled in {time.perf_counter() - start:.1f} s")
-    if engine.speaks:
-        with MetricsWriter(config.output_dir, config.steps) as writer:
-            first, last = _loop(training, writer)
-        say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {config.steps} steps")
+    training.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+    return training, tokenizer
+
+
+def train(run: Run) -> Path | None:
+    """Train as `run` says. Returns the checkpoint folder; None if the run was told to stop before its end."""
+    config = run.config
+    training, tokenizer = start(run)
+    saver = _saver(training, tokenizer)
+    steps_done = _resume(training) if config.resume else 0
+    if training.engine.speaks:
+        with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:
+            done, first, last = _loop(training, writer, saver, steps_done)
     else:
-        _loop(training, None)
+        done, first, last = _loop(training, None, saver, steps_done)
+    if done == config.steps and (config.save_every or config.save_minutes):
+        saver.save(done)
+    saver.wait()
+    if done < config.steps:
+        training.say(f"stopped after step {done}; --resume goes on from there")
+        return None
+    training.say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {config.steps - steps_done} steps")
     _save(training, tokenizer)
-    say(f"checkpoint in {config.checkpoint_dir}")
+    training.say(f"checkpoint in {config.checkpoint_dir}")
     return config.checkpoint_dir
 
 
-def _prepare_data(run: Run, engine: Engine) -> tuple[Tokenizer, NDArray[np.int32]]:
-    """Tokenizer and packed samples, made by rank 0 under names that say what they were made of."""
+def _saver(training: Training, tokenizer: Tokenizer) -> Saver:
+    run, config = training.run, training.run.config
+    about = {
+        "state": _state(training),
+        "model": {"family": config.model, **run.model.to_dict()},
+        "strategy": {**dataclasses.asdict(run.strategy.mesh), "file": str(config.strategy or "")},
+        "versions": versions(),
+    }
+    return Saver(
+        training.step,
+        training.engine,
+        training.report,
+        config.states_dir,
+        about,
+        tokenizer.save,
+        every=config.save_every,
+        minutes=config.save_minutes,
+        keep_last=config.keep_last,
+        in_background=config.async_save,
+    )
+
+
+def _state(training: Training) -> dict[str, Any]:
+    """What besides tensors a run needs to go on. Sample order and learning rate are functions of these and the step."""
+    run, config = training.run, training.run.config
+    return {
+        "data": {
+            "samples": training.samples_name,
+            "num_samples": len(training.samples),
+            "batch_size": config.batch_size,
+            "seq_len": run.seq_len,
+            "seed": config.seed,
+        },
+        "optimizer": {
+            "name": config.optimizer,
+            "weight_decay": config.weight_decay,
+            "max_grad_norm": config.max_grad_norm,
+        },
+        "schedule": {name: getattr(run, name) for name in SCHEDULE},
+        "loss_scale": None,
+    }
+
+
+def _resume(training: Training) -> int:
+    """Load the newest complete checkpoint. Returns the steps done.
+
+    Raises:
+        ConfigError: there is none, or it belongs to a run that differs in more than its mesh.
+    """
+    run, config = training.run, training.run.config
+    folder, manifest = newest_complete(config.states_dir, training.engine)
+    mine = {"model": {"family": config.model, **run.model.to_dict()}, **_state(training)}
+    theirs = {"model": manifest.model, **manifest.state}
+    given = {name for name in SCHEDULE if getattr(config, name) is not None}
+    training.run = run = dataclasses.replace(
+        run, **{name: value for name, value in manifest.state["schedule"].items() if name not in given}
+    )
+    changed = [
+        f"{folder}: {part} {name} was {theirs[part].get(name)}, is {value}"
+        for part in ("model", "data", "optimizer")
+        for name, value in mine[part].items()
+        if theirs[part].get(name) != value
+    ]
+    if manifest.step >= config.steps:
+        changed.append(f"{folder}: {manifest.step} steps are done, --steps {config.steps} leaves none")
+    if changed:
+        raise ConfigError(changed)
+    load_state(training.step, training.engine, training.report, folder, manifest)
+    training.say(f"resumed after step {manifest.step} from {folder}")
+    if run.model.dropout_rate:
+        training.say("dropout masks are not those of an uninterrupted run")
+    return manifest.step
+
+
+def _prepare_data(run: Run, engine: Engine) -> tuple[Tokenizer, Path]:
+    """Tokenizer and a file of packed samples, made by rank 0 under names that say what they were made of."""
     config, module = run.config, family_module(run.config.model, "tokenizer")
     folder = config.output_dir / "data"
     content = hashlib.sha256("\x00".join(run.documents).encode())
@@ -109,13 +207,7 @@ def _prepare_data(run: Run, engine: Engine) -> tuple[Tokenizer, NDArray[np.int32
         with partial.open("wb") as file:
             np.save(file, pack(run.documents, tokenizer, run.seq_len))
 
-    samples: NDArray[np.int32] = np.load(made_once(samples_path, first, tokenize), mmap_mode="r")
-    if len(samples) < config.batch_size:
-        raise ConfigError(
-            f"{config.data}: {len(samples)} sequences of {run.seq_len} tokens are fewer than --batch-size "
-            f"{config.batch_size}; give more text, a smaller batch or a smaller --seq-len"
-        )
-    return tokenizer, samples
+    return tokenizer, made_once(samples_path, first, tokenize)
 
 
 def _build_network(run: Run) -> nn.Cell:
@@ -123,8 +215,14 @@ def _build_network(run: Run) -> nn.Cell:
     return family_module(run.config.model, "model").ModelWithLoss(run.model)
 
 
-def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, samples: NDArray[np.int32]) -> Training:
+def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, samples_path: Path) -> Training:
     config = run.config
+    samples: NDArray[np.int32] = np.load(samples_path, mmap_mode="r")
+    if len(samples) < config.batch_size:
+        raise ConfigError(
+            f"{config.data}: {len(samples)} sequences of {run.seq_len} tokens are fewer than --batch-size "
+            f"{config.batch_size}; give more text, a smaller batch or a smaller --seq-len"
+        )
     optimizer = _optimizer(run, net)
     step = TrainStep(
         wrap(net, run.strategy, config.accumulate),
@@ -136,7 +234,7 @@ def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, samples:
         accumulate=config.accumulate,
     )
     order = SampleOrder(len(samples), config.batch_size, config.seed)
-    return Training(run, engine, report, step.set_train(), optimizer, samples, order)
+    return Training(run, engine, report, step.set_train(), optimizer, samples, samples_path.stem, order)
 
 
 def _optimizer(run: Run, net: nn.Cell) -> AdamW | SGD:
@@ -149,28 +247,40 @@ def _optimizer(run: Run, net: nn.Cell) -> AdamW | SGD:
     )
 
 
-def _loop(training: Training, writer: MetricsWriter | None) -> tuple[StepMetrics, StepMetrics]:
-    """All steps. Returns the first and the last one's metrics, as this rank knows them."""
-    run, engine, first, last = training.run, training.engine, None, None
-    for index in range(run.config.steps):
-        start = time.perf_counter()
-        rate = learning_rate(index + 1, run.learning_rate, run.min_learning_rate, run.warmup_steps, run.decay_steps)
-        training.optimizer.prepare(index + 1, rate)
-        loss, norm = engine.run(training.step, *training.batch(index))
-        values = float(loss.asnumpy().reshape(())), float(norm.asnumpy().reshape(()))
-        seconds = time.perf_counter() - start
-        tokens = run.config.batch_size * run.seq_len
-        last = StepMetrics(index + 1, values[0], rate, values[1], seconds, tokens / seconds)
+def _loop(
+    training: Training, writer: MetricsWriter | None, saver: Saver, steps_done: int
+) -> tuple[int, StepMetrics, StepMetrics]:
+    """All steps still to do. Returns the steps done then and the first and the last one's metrics, as this rank knows
+    them."""
+    run, first, last, step = training.run, None, None, steps_done
+    for step in range(steps_done + 1, run.config.steps + 1):
+        last = _one_step(training, step)
         first = first or last
-        if writer:
-            writer.write(last)
-        engine.announce_step(index + 1)
-        if not np.isfinite(values).all():
-            raise FloatingPointError(
-                f"step {index + 1}: loss {values[0]}, gradient norm {values[1]}; lower --learning-rate"
-            )
+        with saver.saving_after_an_error(step):
+            if writer:
+                writer.write(last)
+            training.engine.announce_step(step)
+        if saver.after_step(step):
+            break
     assert first and last
-    return first, last
+    return step, first, last
+
+
+def _one_step(training: Training, step: int) -> StepMetrics:
+    """Step number `step`, counted from 1.
+
+    Raises:
+        FloatingPointError: loss or gradients are not finite; nothing was saved of that step.
+    """
+    run, engine, start = training.run, training.engine, time.perf_counter()
+    rate = learning_rate(step, run.learning_rate, run.min_learning_rate, run.warmup_steps, run.decay_steps)
+    training.optimizer.prepare(step, rate)
+    loss, norm = engine.run(training.step, *training.batch(step - 1))
+    values = float(loss.asnumpy().reshape(())), float(norm.asnumpy().reshape(()))
+    if not np.isfinite(values).all():
+        raise FloatingPointError(f"step {step}: loss {values[0]}, gradient norm {values[1]}; lower --learning-rate")
+    seconds = time.perf_counter() - start
+    return StepMetrics(step, values[0], rate, values[1], seconds, run.config.batch_size * run.seq_len / seconds)
 
 
 def _save(training: Training, tokenizer: Tokenizer) -> None:
@@ -189,16 +299,9 @@ def _write_resolved(run: Run, report: Report) -> None:
         "train": {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(run.config).items()},
         "model": run.model.to_dict(),
         "strategy": {k: v for k, v in dataclasses.asdict(run.strategy).items() if k not in ("rules", "lines")},
-        "resolved": {
-            name: getattr(run, name)
-            for name in ("seq_len", "learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")
-        },
-        "versions": {"mindspore": ms.__version__, "numpy": np.__version__},
+        "resolved": {name: getattr(run, name) for name in ("seq_len", *SCHEDULE)},
+        "versions": versions(),
         "parallel": report.to_dict(),
     }
     text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(run.config.output_dir / "config.json", lambda path: _write(path, text))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_text_atomically(run.config.output_dir / "config.json", text)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a training checkpoint anew, cut in another way, one tensor at a time; or as a model folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from mindloom.checkpoint.content_hash import MASK, content_hash
+from mindloom.checkpoint.io import CONFIG, INDEX, WEIGHTS
+from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, checkpoints, read_manifest
+from mindloom.checkpoint.sharded import Reader, publish
+from mindloom.checkpoint.stream import Described, write_tensor_by_tensor
+from mindloom.errors import ConfigError
+
+Cut = tuple[str, tuple[slice, ...]]
+"""A file, and the part of a tensor that goes there."""
+MOMENTS = ("adam_m.", "adam_v.")
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """`folder` itself, or the newest checkpoint in it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (folder / MANIFEST).exists():
+        return folder
+    if found := checkpoints(folder):
+        return found[0]
+    raise ConfigError(f"{folder}: holds neither {MANIFEST} nor folders step-*; give a training checkpoint")
+
+
+def reshard(source: Path, target: Path, cuts: Mapping[str, Sequence[Cut]], strategy: Mapping[str, Any]) -> Manifest:
+    """Write the checkpoint `source` as `target`, each tensor in the parts that `cuts` says.
+
+    Raises:
+        ConfigError: the source is damaged, the target exists or cannot be written.
+    """
+    manifest = read_manifest(source)
+    reader = Reader(source, manifest)
+    parts: dict[str, list[Part]] = {name: [] for name in manifest.tensors}
+    partial = _new_folder(target)
+    by_file: dict[str, list[tuple[str, tuple[slice, ...]]]] = {}
+    for name, of_tensor in cuts.items():
+        for file, slices in of_tensor:
+            by_file.setdefault(file, []).append((name, slices))
+    try:
+        for file, wanted in sorted(by_file.items()):
+            arrays = _read_and_hash(reader, file, wanted, parts)
+            _write(partial / file, {name: _described(manifest, name, slices) for name, slices in wanted}, arrays)
+        for path in source.iterdir():
+            if path.is_file() and path.name not in (*manifest.files, MANIFEST):
+                shutil.copy(path, partial)
+        tensors = {name: _with_parts(source, name, entry, parts[name]) for name, entry in manifest.tensors.items()}
+        files = {file: (partial / file).stat().st_size for file in sorted(by_file)}
+        new = replace(manifest, tensors=tensors, files=files, strategy=dict(strategy))
+        new.write(partial)
+        publish(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return new
+
+
+def export(source: Path, target: Path, max_shard_bytes: int) -> int:
+    """Write the weights of a training checkpoint, whole, as a model folder. Returns the bytes.
+
+    Files hold at most `max_shard_bytes` each, or one tensor that is larger; with more than one there is an index.
+
+    Raises:
+        ConfigError: the source is damaged, the target exists or cannot be written.
+    """
+    manifest = read_manifest(source)
+    weights = {name: entry for name, entry in manifest.tensors.items() if not name.startswith(MOMENTS)}
+    reader, partial = Reader(source, manifest), _new_folder(target)
+    described = {name: Described(entry.dtype, entry.shape) for name, entry in weights.items()}
+    shards = _shards(described, max_shard_bytes)
+    names = [WEIGHTS] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    try:
+        for file, shard in zip(names, shards, strict=True):
+            arrays = _read_and_check(reader, shard)
+            _write(partial / file, {name: described[name] for name in shard}, arrays)
+        if len(shards) > 1:
+            index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+            total = sum(tensor.num_bytes for tensor in described.values())
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+            (partial / INDEX).write_text(text + "\n", encoding="utf-8")
+        (partial / CONFIG).write_text(json.dumps(manifest.model, indent=2) + "\n", encoding="utf-8")
+        for path in source.iterdir():
+            if path.is_file() and path.name not in (*manifest.files, MANIFEST):
+                shutil.copy(path, partial)
+        publish(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return sum(tensor.num_bytes for tensor in described.values())
+
+
+def _new_folder(target: Path) -> Path:
+    if target.exists():
+        raise ConfigError(f"{target}: exists; choose another name")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written: {error.strerror}") from None
+    return partial
+
+
+def _write(path: Path, described: Mapping[str, Described], arrays: Iterator[NDArray[Any]]) -> None:
+    try:
+        write_tensor_by_tensor(path, described, arrays)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _described(manifest: Manifest, name: str, slices: tuple[slice, ...]) -> Described:
+    return Described(manifest.tensors[name].dtype, tuple(s.stop - s.start for s in slices))
+
+
+def _read_and_hash(
+    reader: Reader, file: str, wanted: Sequence[tuple[str, tuple[slice, ...]]], parts: dict[str, list[Part]]
+) -> Iterator[NDArray[Any]]:
+    for name, slices in wanted:
+        array = reader.read(name, slices)
+        start = tuple(s.start for s in slices)
+        parts[name].append(Part(file, start, tuple(array.shape), f"{content_hash(array, start):016x}"))
+        yield array
+
+
+def _read_and_check(reader: Reader, names: Sequence[str]) -> Iterator[NDArray[Any]]:
+    for name in names:
+        entry = reader.manifest.tensors[name]
+        array = reader.read(name, tuple(slice(0, length) for length in entry.shape))
+        if f"{content_hash(array):016x}" != entry.hash:
+            raise ConfigError(_damaged(reader.folder, name, entry))
+        yield array
+
+
+def _with_parts(source: Path, name: str, old: TensorEntry, parts: list[Part]) -> TensorEntry:
+    """The entry with other parts. Their hashes, made of what was read, must sum to the old one."""
+    if f"{sum(int(part.hash, 16) for part in parts) & MASK:016x}" != old.hash:
+        raise ConfigError(_damaged(source, name, old))
+    return replace(old, parts=tuple(parts))
+
+
+def _damaged(folder: Path, name: str, entry: TensorEntry) -> str:
+    files = ", ".join(sorted({part.file for part in entry.parts}))
+    return f"{folder}: {name} in {files}: the content is not what was written (its hash differs)"
+
+
+def _shards(described: Mapping[str, Described], max_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = []
+    size = 0
+    for name, tensor in described.items():
+        if not shards or size + tensor.num_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.num_bytes
+    return shards
+
+
+def _shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"

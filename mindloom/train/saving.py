@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When and how a run saves its state, and where a resumed one begins."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+from mindloom.checkpoint.manifest import MANIFEST, Manifest, checkpoints, read_manifest
+from mindloom.checkpoint.sharded import (
+    Reader,
+    Slice,
+    damage,
+    finish,
+    remove_leftovers,
+    remove_old,
+    write_parts,
+)
+from mindloom.errors import ConfigError
+from mindloom.log import milestone
+from mindloom.parallel.report import Report
+from mindloom.runtime.engine import Engine
+
+STATES = ("model.", "adam_m.", "adam_v.")
+"""How the names of parameters begin that make up the training state."""
+TEXT_BYTES = 1024
+
+
+def logical_name(name: str) -> str:
+    """A parameter's name in a checkpoint: the model's own, and `adam_m.` or `adam_v.` before it for its moments."""
+    return name.replace("model.", "", 1)
+
+
+def state_parameters(cell: nn.Cell) -> dict[str, Parameter]:
+    """Weights and moments of a training step by their names."""
+    return {p.name: p for p in cell.get_parameters() if p.name.startswith(STATES)}
+
+
+class Saver:
+    """Saves the state of a run as its configuration asks, and when it is told to stop. All ranks take part.
+
+    Args:
+        about: the fields of the manifest besides step, tensors and files.
+        add_files: puts what else belongs to a checkpoint, the tokenizer, into its folder.
+    """
+
+    def __init__(
+        self,
+        cell: nn.Cell,
+        engine: Engine,
+        report: Report,
+        root: Path,
+        about: Mapping[str, Any],
+        add_files: Callable[[Path], object],
+        *,
+        every: int = 0,
+        minutes: float = 0.0,
+        keep_last: int = 0,
+        in_background: bool = False,
+    ):
+        self.cell, self.engine, self.report, self.root = cell, engine, report, root
+        self.about, self.add_files = about, add_files
+        self.every, self.minutes, self.keep_last, self.in_background = every, minutes, keep_last, in_background
+        self.last_step: int | None = None
+        self.stop_requested = False
+        self._last_time = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        token = np.array([secrets.randbelow(1 << 30)], np.int32)
+        self._token = int(engine.broadcast(token, engine.strategy.mesh.first_rank_of_last_stage)[0])
+        if engine.rank == 0:
+            if every or minutes:
+                _make_writable(root)
+            remove_leftovers(root)
+        signal.signal(signal.SIGTERM, self._request_stop)
+
+    def _request_stop(self, *_: object) -> None:
+        self.stop_requested = True
+
+    def after_step(self, step: int) -> bool:
+        """Save if it is time to. Returns whether the run is to stop, which all ranks learn together."""
+        is_time = self.minutes > 0 and time.monotonic() - self._last_time >= 60 * self.minutes
+        wish = self.engine.largest(2 if self.stop_requested else int(is_time))
+        if wish or (self.every and step % self.every == 0):
+            self.save(step)
+        return wish == 2
+
+    def save(self, step: int) -> None:
+        """Save the state after `step` steps.
+
+        Raises:
+            ConfigError: a file cannot be written; the checkpoints there stay as they are.
+        """
+        if step == self.last_step:
+            return
+        self.wait()
+        slices, self.last_step, self._last_time = self._snapshot(), step, time.monotonic()
+        if self.in_background:
+            self._thread = threading.Thread(target=self._write_and_remember, args=(step, slices))
+            self._thread.start()
+        else:
+            self._write(step, slices)
+
+    @contextlib.contextmanager
+    def saving_after_an_error(self, step: int) -> Iterator[None]:
+        """Save the state of `step` before an error inside ends the run. On one device: other ranks do not know of it."""
+        try:
+            yield
+        except Exception:
+            if self.engine.strategy.mesh.size == 1:
+                self.save(step)
+                self.wait()
+            raise
+
+    def wait(self) -> None:
+        """Until a save in the background is done.
+
+        Raises:
+            ConfigError: it could not write.
+        """
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._error:
+            error, self._error = self._error, None
+            raise error
+
+    def _snapshot(self) -> dict[str, Slice]:
+        """This rank's share of the state: what no other rank writes."""
+        result = {}
+        for name, parameter in state_parameters(self.cell).items():
+            report = self.report.of(name)
+            slices = self.engine.slices_to_write(name, report)
+            if slices is not None:
+                start = tuple(s.start for s in slices)
+                array = parameter.asnumpy().copy()  # the graph writes on into its own
+                result[logical_name(name)] = Slice(array, start, tuple(report.global_shape))
+        return result
+
+    def _write_and_remember(self, step: int, slices: Mapping[str, Slice]) -> None:
+        try:
+            self._write(step, slices)
+        except Exception as error:
+            self._error = error
+
+    def _write(self, step: int, slices: Mapping[str, Slice]) -> None:
+        partial = self.root / f".step-{step:08d}.{self._token}.partial"
+        try:
+            write_parts(partial, self.engine.rank, slices)
+            if self.engine.rank == 0:
+                self.add_files(partial)
+                folder = finish(partial, self.root, self.engine.strategy.mesh.size, step, self.about)
+                milestone(f"state of step {step} in {folder}")
+                if self.keep_last:
+                    remove_old(self.root, self.keep_last)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise ConfigError(
+                f"{error.filename or partial}: the state of step {step} cannot be saved: {error.strerror or error}; "
+                "older checkpoints are untouched"
+            ) from None
+
+
+def _make_writable(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{root}: no checkpoint can be written there: {error.strerror}") from None
+
+
+def newest_complete(root: Path, engine: Engine) -> tuple[Path, Manifest]:
+    """The newest checkpoint whose every byte is as it was written; damaged ones are named and skipped. All ranks take
+    part, each reads its share of the files.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    newest_problem = ""
+    for folder in checkpoints(root):
+        manifest, problem = None, None
+        try:
+            manifest = read_manifest(folder)
+            problem = damage(folder, manifest, slice(engine.rank, None, engine.strategy.mesh.size))
+        except ConfigError as error:
+            problem = error.problems[0]
+        finder = engine.largest(engine.rank + 1 if problem else 0)
+        if not finder:
+            assert manifest is not None
+            return folder, manifest
+        text = np.zeros(TEXT_BYTES, np.uint8)
+        encoded = np.frombuffer((problem or "").encode()[:TEXT_BYTES], np.uint8)
+        text[: len(encoded)] = encoded
+        told = (
+            bytes(engine.broadcast(text.astype(np.int32), finder - 1).astype(np.uint8))
+            .rstrip(b"\0")
+            .decode(errors="ignore")
+        )
+        newest_problem = newest_problem or told
+        if engine.speaks:
+            milestone(f"skipped: {told}")
+    raise ConfigError(f"{root}: holds no complete checkpoint; the newest: {newest_problem or 'none'}")
+
+
+def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, manifest: Manifest) -> None:
+    """Give the weights and moments of a compiled step the values of a checkpoint, whatever mesh wrote it.
+
+    Raises:
+        ConfigError: a tensor is missing or has another shape.
+    """
+    reader, problems = Reader(folder, manifest), []
+    parameters = state_parameters(cell)
+    for name, parameter in parameters.items():
+        logical, whole = logical_name(name), tuple(report.of(name).global_shape)
+        entry = manifest.tensors.get(logical)
+        if entry is None or entry.shape != whole:
+            found = "is missing" if entry is None else f"is {entry.shape}"
+            problems.append(f"{folder / MANIFEST}: {logical} {found}; the run's is {whole}")
+            continue
+        slices = engine.held_slices(name, whole)
+        if slices is not None and tuple(parameter.shape) == tuple(s.stop - s.start for s in slices):
+            value = np.ascontiguousarray(reader.read(logical, slices))
+            parameter.set_data(Tensor(value, dtype=parameter.dtype))
+    known = {logical_name(name) for name in parameters}
+    problems += [f"{folder / MANIFEST}: {name} is no part of the run" for name in manifest.tensors if name not in known]
+    if problems:
+        raise ConfigError(problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else []))
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    return {"mindspore": ms.__version__, "numpy": np.__version__}

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/train.py saving and going on: killed, told to stop, with damaged files, with nowhere to write; and the tools."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import CONFIGS, ROOT, msrun_env, run
+
+TEXT = ROOT / "examples" / "small_town.txt"
+ARGUMENTS = ("--data", TEXT, "--seq-len", 32, "--learning-rate", 1e-3)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def train(out, *arguments, **options):
+    return run("tools/train.py", *ARGUMENTS, "--output-dir", out, *arguments, **options)
+
+
+def start(out, *arguments):
+    words = [sys.executable, "tools/train.py", *ARGUMENTS, "--output-dir", out, *arguments]
+    return subprocess.Popen(
+        [*map(str, words)], cwd=ROOT, env=msrun_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for(path, seconds=150):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of 6 steps with its state after 2, 4 and 6."""
+    out = tmp_path_factory.mktemp("saved") / "out"
+    outcome = train(out, "--steps", 6, "--save-every", 2, "--async-save")
+    assert outcome.code == 0, outcome.output
+    return out
+
+
+@pytest.fixture
+def again(saved, tmp_path):
+    """The same, to go on from: the state after 6 steps is not there."""
+    shutil.copytree(saved, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-00000006")
+    return tmp_path / "out"
+
+
+def test_a_killed_job_of_four_goes_on_alone_as_if_nothing_had_happened(saved, tmp_path):
+    out = tmp_path / "out"
+    job = start(
+        out,
+        "--steps",
+        400,
+        "--decay-steps",
+        6,
+        "--save-every",
+        2,
+        "--strategy",
+        CONFIGS / "pangu_tiny_dp2_tp2_zero.yaml",
+        "--launch",
+    )
+    processes = [job]
+    try:
+        wait_for(out / "checkpoints" / "step-00000004")
+        processes = [*psutil.Process(job.pid).children(recursive=True), job]
+    finally:
+        for process in processes:
+            process.kill()
+        job.wait(timeout=30)
+        job.stdout.close()
+    for folder in sorted((out / "checkpoints").glob("step-*"))[2:]:
+        shutil.rmtree(folder)
+    outcome = train(out, "--steps", 6, "--resume")
+    assert outcome.code == 0, outcome.output
+    assert "resumed after step 4" in outcome.output
+    assert losses(out) == pytest.approx(losses(saved), rel=1e-5)
+    assert not list((out / "checkpoints").glob(".step-*"))
+
+
+def test_sigterm_saves_and_says_how_to_go_on(tmp_path):
+    out = tmp_path / "out"
+    process = start(out, "--steps", 100000)
+    wait_for(out / "metrics.jsonl")
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    (folder,) = (out / "checkpoints").glob("step-*")
+    done = int(folder.name[5:])
+    assert f"stopped after step {done}; --resume goes on from there" in output
+    assert len(losses(out)) == done
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(again, saved):
+    path = again / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    outcome = train(again, "--steps", 6, "--resume")
+    assert outcome.code == 0, outcome.output
+    assert f"skipped: {path}" in outcome.output
+    assert "the content is not what was written" in outcome.output
+    assert "resumed after step 2" in outcome.output
+    assert losses(again) == losses(saved)
+
+
+def test_without_a_sound_checkpoint_there_is_one_clear_message(again):
+    shutil.rmtree(again / "checkpoints" / "step-00000002")
+    (again / "checkpoints" / "step-00000004" / "rank-00000.safetensors").unlink()
+    outcome = train(again, "--steps", 6, "--resume")
+    assert outcome.code == 2
+    assert "error: " in outcome.output
+    assert "holds no complete checkpoint; the newest: " in outcome.output
+    assert "rank-00000.safetensors: missing; it holds adam_m." in outcome.output
+    assert "Traceback" not in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--size", "tiny", "--model", "codegeex", "--steps", 6), "model family was pangu, is codegeex"),
+        (("--batch-size", 4, "--steps", 6), "data batch_size was 8, is 4"),
+        (("--seed", 5, "--steps", 6), "data seed was 1, is 5"),
+        (("--optimizer", "adamw", "--steps", 6), "optimizer name was adamw-original, is adamw"),
+        (("--steps", 3), "4 steps are done, --steps 3 leaves none"),
+    ],
+)
+def test_another_run_cannot_go_on_from_it(again, arguments, words):
+    if "codegeex" in arguments:
+        arguments = (*arguments, "--dropout", 0)
+    outcome = train(again, *arguments, "--resume")
+    assert outcome.code == 2, outcome.output
+    assert words in outcome.output
+    assert "Traceback" not in outcome.output
+    assert (again / "checkpoints" / "step-00000004").exists()
+
+
+def test_nothing_to_resume(tmp_path):
+    outcome = train(tmp_path / "out", "--resume")
+    assert outcome.code == 2
+    assert "holds no checkpoint; start without --resume" in outcome.output
+
+
+def test_nowhere_to_write(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoints").write_text("a file")
+    outcome = train(tmp_path / "out", "--steps", 3, "--save-every", 1)
+    assert outcome.code == 2
+    assert f"error: {tmp_path}/out/checkpoints: no checkpoint can be written there" in outcome.output
+
+
+def test_a_full_disk_leaves_the_older_checkpoints(again):
+    """Files may not grow past 1 MB here, as on a disk that is full."""
+    before = sorted(path.name for path in (again / "checkpoints").iterdir())
+    words = [
+        sys.executable,
+        "tools/train.py",
+        *ARGUMENTS,
+        "--output-dir",
+        again,
+        "--steps",
+        6,
+        "--save-every",
+        1,
+        "--resume",
+    ]
+    done = subprocess.run(
+        [*map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
+        env={**os.environ, "GLOG_v": "3"},
+    )
+    assert done.returncode == 2, done.stderr
+    assert "the state of step 5 cannot be saved: File too large; older checkpoints are untouched" in done.stderr
+    assert sorted(path.name for path in (again / "checkpoints").iterdir()) == before
+
+
+def test_the_tools_reshard_inspect_and_export(again, tmp_path):
+    source, there, back = again / "checkpoints", tmp_path / "there", tmp_path / "back"
+    strategy = CONFIGS / "pangu_tiny_dp2_pp2_zero.yaml"
+    for arguments in ((source, there, "--strategy", strategy, "--verify"), (there, back, "--full", "--verify")):
+        outcome = run("tools/reshard_checkpoint.py", *arguments)
+        assert outcome.code == 0, outcome.output
+        assert "207 hashes verified" in outcome.output
+    assert len(list(there.glob("rank-*.safetensors"))) == 4
+    outcome = run("tools/checkpoint_info.py", there, "--diff", back)
+    assert (outcome.code, outcome.output) == (0, "0 of 207 tensors differ\n")
+    outcome = run("tools/checkpoint_info.py", source, "--diff", source / "step-00000002")
+    assert outcome.code == 1
+    assert "entries differ, by" in outcome.output
+    outcome = run("tools/checkpoint_info.py", there, "--verify")
+    assert "step 4, " in outcome.output
+    assert "written under pp 2 x dp 2 x tp 1" in outcome.output
+    assert "pangu_tiny_tp4" in outcome.output
+    outcome = run("tools/export_checkpoint.py", there, tmp_path / "model", "--max-shard-mb", 1)
+    assert outcome.code == 0, outcome.output
+    outcome = run("tools/generate.py", "--checkpoint", tmp_path / "model", "--prompt", "小镇", "--max-new-tokens", 3)
+    assert outcome.code == 0, outcome.output
+    outcome = run("tools/export_checkpoint.py", there, tmp_path / "model")
+    assert outcome.code == 2
+    assert "exists; choose another name" in outcome.output
+    outcome = run("tools/reshard_checkpoint.py", tmp_path, tmp_path / "x", "--full")
+    assert outcome.code == 2
+    assert "give a training checkpoint" in outcome.output

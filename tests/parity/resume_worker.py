@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains as a user's tools/train.py does, saves at the middle, then goes on from what other meshes saved.
+
+resume_worker.py OUT PHASES MESH ...     PHASES: save, resume or save+resume; a mesh is a strategy file, or `one_device`
+
+save: 8 steps under each mesh, state saved after 4 and after 8. resume: each mesh goes on from what the others saved.
+"""
+
+import json
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from mindloom.checkpoint.manifest import FOLDER
+from mindloom.runtime.environment import launched_processes, prepare_environment
+from mindloom.train.config import TrainConfig, check
+
+STEPS, MIDDLE = 8, 4
+DATA = Path(__file__).resolve().parents[2] / "examples" / "small_town.txt"
+
+
+class Losses:
+    """What a MetricsWriter is to a run."""
+
+    def __init__(self):
+        self.values = []
+
+    def write(self, metrics):
+        self.values.append(metrics.loss)
+
+
+class Mesh:
+    """A run under one mesh, its graph compiled once for everything it does."""
+
+    def __init__(self, out, strategy):
+        self.out, self.name = out, Path(strategy).stem
+        self.trainer = import_module("mindloom.train.trainer")  # loads MindSpore
+        self.config = TrainConfig(
+            data=DATA,
+            strategy=None if strategy == "one_device" else Path(strategy),
+            output_dir=out / self.name,
+            config=out / "model.json",
+            tokenizer=out / "tokenizer.model",
+            steps=STEPS,
+            seq_len=32,
+            learning_rate=1e-3,
+            save_every=MIDDLE,
+        )
+        self.training, self.tokenizer = self.trainer.start(check(self.config, launched_processes()))
+        self.engine = self.training.engine
+
+    def run(self, steps_done, kind):
+        saver, losses = self.trainer._saver(self.training, self.tokenizer), Losses()
+        self.trainer._loop(self.training, losses, saver, steps_done)
+        if self.engine.speaks:
+            (self.out / f"{self.name}.from_{kind}.json").write_text(json.dumps(losses.values))
+        if self.engine.rank == 0:
+            shutil.copytree(self.config.states_dir / FOLDER.format(STEPS), self.out / f"{self.name}_from_{kind}")
+
+    def save(self):
+        self.run(0, "the_start")
+        if self.engine.rank == 0:
+            shutil.copytree(self.config.states_dir / FOLDER.format(MIDDLE), self.out / "middle" / self.name)
+
+    def resume(self):
+        for source in sorted((self.out / "middle").iterdir()):
+            if source.name != self.name:
+                if self.engine.rank == 0:
+                    shutil.rmtree(self.config.states_dir)
+                    shutil.copytree(source, self.config.states_dir / FOLDER.format(MIDDLE))
+                self.engine.largest(0)  # all wait for the copy
+                self.run(self.trainer._resume(self.training), source.name)
+
+
+def main(out, phases, *strategies):
+    prepare_environment()
+    meshes = [Mesh(out, strategy) for strategy in strategies]
+    for phase in phases.split("+"):
+        for mesh in meshes:
+            getattr(mesh, phase)()
+            mesh.engine.largest(0)  # what it wrote is there for the next
+    for mesh in meshes:
+        mesh.engine.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

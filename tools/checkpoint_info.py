@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training checkpoint holds, whether it is sound, and how two of them differ.
+
+    python tools/checkpoint_info.py out/checkpoints --verify
+    python tools/checkpoint_info.py out/checkpoints/step-00000020 --diff other/checkpoints/step-00000020
+
+A folder of checkpoints stands for the newest. With --diff the exit code is 1 if a tensor differs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindloom.checkpoint.compare import Difference, compare
+from mindloom.checkpoint.io import config_from
+from mindloom.checkpoint.manifest import Manifest, read_manifest
+from mindloom.checkpoint.reshard import MOMENTS, find_checkpoint
+from mindloom.checkpoint.sharded import damage
+from mindloom.cli import argument, option, parse_args
+from mindloom.errors import ConfigError, run_tool
+from mindloom.strategy.checks import model_problems
+from mindloom.strategy.loader import load_strategy
+
+STRATEGIES = Path(__file__).resolve().parents[1] / "parallel_configs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoConfig:
+    checkpoint: Path = argument("checkpoint, or folder of checkpoints")
+    diff: Path | None = option(None, "another checkpoint: list the tensors that differ and by how much")
+    tensors: bool = option(False, "list every tensor: shape, parts, hash")
+    verify: bool = option(False, "read everything and recompute every hash")
+
+
+def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
+    weights = [e for name, e in manifest.tensors.items() if not name.startswith(MOMENTS)]
+    model = {k: v for k, v in manifest.model.items() if k != "family"}
+    degrees = " x ".join(f"{axis} {manifest.strategy.get(axis, 1)}" for axis in ("pp", "dp", "tp"))
+    lines = [
+        f"{folder}: step {manifest.step}, {manifest.num_bytes / 1e6:,.1f} MB in {len(manifest.files)} files",
+        f"  {len(weights)} weights and {len(manifest.tensors) - len(weights)} moments of {manifest.model['family']}: {model}",
+        f"  written under {degrees} {manifest.strategy.get('file', '')}".rstrip(),
+        *(f"  {part}: {values}" for part, values in manifest.state.items()),
+        f"  versions: {manifest.versions}",
+        "  resumes on one device and under any strategy that fits the model; of the shipped ones: "
+        + ", ".join(fitting(manifest)),
+    ]
+    if with_tensors:
+        width = max(map(len, manifest.tensors))
+        lines += [
+            f"  {name:{width}}  {entry.dtype} {list(entry.shape)}  {len(entry.parts)} parts  {entry.hash}"
+            for name, entry in manifest.tensors.items()
+        ]
+    return lines
+
+
+def fitting(manifest: Manifest) -> list[str]:
+    """Shipped strategies that the checkpoint's model can be cut by."""
+    model = config_from({k: v for k, v in manifest.model.items() if k != "family"}, "the checkpoint's model")
+    return [p.stem for p in sorted(STRATEGIES.glob("*.yaml")) if not model_problems(load_strategy(p), model)]
+
+
+def show(difference: Difference) -> str:
+    if difference.problem:
+        return f"  {difference.name}: {difference.problem}"
+    return f"  {difference.name}: {difference.count:,} entries differ, by {difference.largest:.3g} at most"
+
+
+def main() -> int:
+    config = parse_args(InfoConfig, __doc__)
+    folder = find_checkpoint(config.checkpoint)
+    manifest = read_manifest(folder)
+    if config.diff:
+        other = find_checkpoint(config.diff)
+        differences = compare(folder, manifest, other, read_manifest(other))
+        print(f"{len(differences)} of {len(manifest.tensors)} tensors differ")
+        print("\n".join(map(show, differences)), end="\n" if differences else "")
+        return 1 if differences else 0
+    print("\n".join(describe(folder, manifest, config.tensors)))
+    if config.verify:
+        if problem := damage(folder, manifest):
+            raise ConfigError(problem)
+        print(f"  all {len(manifest.tensors)} tensors are what was written")
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)

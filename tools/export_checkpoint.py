@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the model of a training checkpoint, whole, for tools/generate.py and everybody who reads safetensors.
+
+    python tools/export_checkpoint.py out/checkpoints model --max-shard-mb 5000
+
+IN is a checkpoint, or a folder of them: then the newest. OUT gets model.safetensors (or several files and
+model.safetensors.index.json), config.json and the tokenizer.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindloom.checkpoint.reshard import export, find_checkpoint
+from mindloom.cli import argument, option, parse_args
+from mindloom.errors import ConfigError, run_tool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    input: Path = argument("checkpoint to read")
+    output: Path = argument("folder to write")
+    max_shard_mb: float = option(5000.0, "megabytes of a file at most; a larger tensor gets one of its own")
+
+
+def main() -> int:
+    config = parse_args(ExportConfig, __doc__)
+    if config.max_shard_mb <= 0:
+        raise ConfigError(f"--max-shard-mb must be above 0, got {config.max_shard_mb}")
+    source = find_checkpoint(config.input)
+    num_bytes = export(source, config.output, int(config.max_shard_mb * 1e6))
+    print(f"{config.output}: {num_bytes / 1e6:,.1f} MB of weights from {source}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -8,9 +8,12 @@ IN is a checkpoint, or a folder of them: then the newest. Every checkpoint can b
 for a mesh only spare its ranks reading other ranks' parts. Memory: the largest part of a tensor, twice.
 """
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from mindloom.checkpoint.io import config_from
 from mindloom.checkpoint.manifest import read_manifest
@@ -18,6 +21,7 @@ from mindloom.checkpoint.reshard import Cut, find_checkpoint, reshard
 from mindloom.checkpoint.sharded import damage, file_name
 from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError, run_tool
+from mindloom.model_config import DecoderConfig
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.checks import model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
@@ -43,10 +47,16 @@ def cuts_for(strategy: Strategy, source: Path) -> dict[str, list[Cut]]:
     model = config_from({k: v for k, v in manifest.model.items() if k != "family"}, str(source))
     if problems := model_problems(strategy, model):
         raise ConfigError(problems)
-    prepare_environment()
-    parts = import_module("mindloom.train.foreseen").foreseen_parts(family, model, strategy)
+    # MindSpore takes 400 MB: a process of its own gives them back.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        parts = pool.submit(_foreseen_parts, family, model, strategy).result()
     weights = {name: name.removeprefix("adam_m.").removeprefix("adam_v.") for name in manifest.tensors}
     return {name: [(file_name(rank), slices) for rank, slices in parts[weights[name]]] for name in manifest.tensors}
+
+
+def _foreseen_parts(family: str, model: DecoderConfig, strategy: Strategy) -> Any:
+    prepare_environment()
+    return import_module("mindloom.train.foreseen").foreseen_parts(family, model, strategy)
 
 
 def main() -> int:

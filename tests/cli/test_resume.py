@@ -65,6 +65,8 @@ def test_a_killed_job_of_four_goes_on_alone_as_if_nothing_had_happened(saved, tm
         out,
         "--steps",
         400,
+        "--warmup-steps",
+        0,
         "--decay-steps",
         6,
         "--save-every",

@@ -25,6 +25,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/code.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 toolchains:
 	tools/install_toolchains.sh

@@ -3,7 +3,7 @@
 
 resume_worker.py OUT PHASES MESH ...     PHASES: save, resume or save+resume; a mesh is a strategy file, or `one_device`
 
-save: 8 steps under each mesh, state saved after 4 and after 8. resume: each mesh goes on from what the others saved.
+save: 8 steps under each mesh, state saved after 4 and after 8. resume: each mesh goes on from what all saved.
 """
 
 import json
@@ -65,12 +65,11 @@ class Mesh:
 
     def resume(self):
         for source in sorted((self.out / "middle").iterdir()):
-            if source.name != self.name:
-                if self.engine.rank == 0:
-                    shutil.rmtree(self.config.states_dir)
-                    shutil.copytree(source, self.config.states_dir / FOLDER.format(MIDDLE))
-                self.engine.largest(0)  # all wait for the copy
-                self.run(self.trainer._resume(self.training), source.name)
+            if self.engine.rank == 0:
+                shutil.rmtree(self.config.states_dir)
+                shutil.copytree(source, self.config.states_dir / FOLDER.format(MIDDLE))
+            self.engine.largest(0)  # all wait for the copy
+            self.run(self.trainer._resume(self.training), source.name)
 
 
 def main(out, phases, *strategies):

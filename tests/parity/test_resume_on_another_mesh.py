@@ -68,6 +68,13 @@ def test_the_run_goes_on_as_on_one_device(out, source, target):
             np.testing.assert_allclose(found[name], whole[name], rtol=0, atol=atol, err_msg=name)
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+def test_on_the_same_mesh_not_a_bit_differs(out, mesh):
+    assert losses(out, mesh, mesh) == losses(out, mesh, "the_start")[4:]
+    whole, resumed = (read_manifest(out / f"{mesh}_from_{source}") for source in ("the_start", mesh))
+    assert {n: e.hash for n, e in resumed.tensors.items()} == {n: e.hash for n, e in whole.tensors.items()}
+
+
 def test_one_device_resumes_bit_for_bit(tmp_path):
     text = ROOT / "examples" / "small_town.txt"
     arguments = ("tools/train.py", "--data", text, "--seq-len", 32, "--steps", 6, "--learning-rate", 1e-3)

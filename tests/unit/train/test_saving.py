@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+import signal
+import time
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn
+
+from mindloom.checkpoint.manifest import checkpoints, read_manifest
+from mindloom.checkpoint.sharded import Reader
+from mindloom.errors import ConfigError
+from mindloom.parallel.report import ParameterReport, Report
+from mindloom.runtime.engine import Engine
+from mindloom.strategy.config import SINGLE_DEVICE
+from mindloom.strategy.mesh import Mesh
+from mindloom.train import saving
+from mindloom.train.saving import Saver, load_state, newest_complete
+
+ABOUT = {"state": {}, "model": {}, "strategy": {}, "versions": {}}
+
+
+class State(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        for name in ("model.a", "adam_m.model.a", "optimizer_rate"):
+            parameter = Parameter(Tensor(np.zeros((2, 3), np.float32)), name=name)
+            self.insert_param_to_cell(name.replace(".", "_"), parameter, check_name_contain_dot=False)
+            parameter.name = name
+
+    def fill(self, value):
+        for parameter in self.get_parameters():
+            parameter.set_data(Tensor(np.full((2, 3), value, np.float32)))
+
+
+@pytest.fixture
+def make_saver(tmp_path, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    ms.set_device("CPU")
+    engine = Engine(SINGLE_DEVICE)
+    parameter = ParameterReport("model.a", (2, 3), (2, 3), ((), ()), 1, 0, "")
+    report = Report(Mesh(), [parameter], [], [], False)
+
+    def make(**options):
+        saver = Saver(State(), engine, report, tmp_path / "checkpoints", ABOUT, lambda _: None, **options)
+        saver.cell.fill(1.0)
+        return saver
+
+    return make
+
+
+def steps(saver):
+    return sorted(read_manifest(folder).step for folder in checkpoints(saver.root))
+
+
+def test_every_few_steps_and_the_newest_are_kept(make_saver):
+    saver = make_saver(every=2, keep_last=2)
+    for step in range(1, 8):
+        assert not saver.after_step(step)
+    assert steps(saver) == [4, 6]
+
+
+def test_after_minutes(make_saver, monkeypatch):
+    saver = make_saver(minutes=5.0)
+    now = time.monotonic()
+    for step, minutes in enumerate((1, 4.9, 5.1, 6, 10.2), 1):
+        monkeypatch.setattr(saving.time, "monotonic", lambda m=minutes: now + 60 * m)
+        saver.after_step(step)
+    assert steps(saver) == [3, 5]
+
+
+def test_told_to_stop_it_saves_once(make_saver):
+    saver = make_saver(every=3)
+    saver._request_stop()
+    assert saver.after_step(3)
+    assert steps(saver) == [3]
+
+
+def test_in_the_background_the_state_is_that_of_the_step(make_saver):
+    saver = make_saver(in_background=True)
+    saver.save(1)
+    saver.cell.fill(2.0)  # training goes on
+    saver.wait()
+    (folder,) = checkpoints(saver.root)
+    manifest = read_manifest(folder)
+    assert set(manifest.tensors) == {"a", "adam_m.a"}
+    assert Reader(folder, manifest).read("a", (slice(0, 2), slice(0, 3))).tolist() == [[1.0] * 3] * 2
+
+
+def test_an_error_in_the_background_is_not_lost(make_saver, tmp_path):
+    saver = make_saver(in_background=True)
+    saver.root = tmp_path / "file"
+    saver.root.write_text("x")
+    saver.save(1)
+    with pytest.raises(ConfigError, match="the state of step 1 cannot be saved"):
+        saver.wait()
+    saver.wait()  # told once
+
+
+def test_an_error_between_steps_saves_first(make_saver):
+    saver = make_saver()
+    with pytest.raises(KeyError), saver.saving_after_an_error(7):
+        raise KeyError("x")
+    assert steps(saver) == [7]
+
+
+def test_a_place_that_cannot_be_written_is_found_before_training(make_saver, tmp_path):
+    (tmp_path / "checkpoints").write_text("x")
+    with pytest.raises(ConfigError, match="no checkpoint can be written there"):
+        make_saver(every=1)
+
+
+def test_what_was_saved_is_loaded(make_saver):
+    saver = make_saver()
+    saver.cell.fill(3.0)
+    saver.save(1)
+    saver.cell.fill(4.0)
+    folder, manifest = newest_complete(Path(saver.root), saver.engine)
+    load_state(saver.cell, saver.engine, saver.report, folder, manifest)
+    values = {p.name: float(p.asnumpy()[0, 0]) for p in saver.cell.get_parameters()}
+    assert values == {"model.a": 3.0, "adam_m.model.a": 3.0, "optimizer_rate": 4.0}

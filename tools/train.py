@@ -6,17 +6,14 @@ python tools/train.py --data corpus.jsonl --strategy parallel_configs/pangu_tiny
 msrun --worker_num=4 --local_worker_num=4 --join=True tools/train.py --data corpus.jsonl --strategy ...
 """
 
-import signal
 import sys
 from importlib import import_module
 
 from mindloom.cli import parse_args
 from mindloom.errors import run_tool
 from mindloom.runtime.environment import launched_processes, prepare_environment
-from mindloom.runtime.launch import launch
+from mindloom.runtime.launch import STOPPED, launch
 from mindloom.train.config import TrainConfig, check
-
-STOPPED = 128 + signal.SIGTERM
 
 
 def main() -> int:

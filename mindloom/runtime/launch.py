@@ -17,6 +17,9 @@ from mindloom.errors import EXIT_BAD_INPUT
 from mindloom.log import MARK
 
 MILESTONE = MARK.encode()
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a job that was told to stop and did so in good order."""
+STOPPED_MARK = f"{MARK}stopped after step "
 
 
 def free_port() -> int:
@@ -47,16 +50,18 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
     ]
     environment = {**os.environ, "PATH": f"{msrun.parent}:{os.environ.get('PATH', '')}"}
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    signal.signal(signal.SIGTERM, lambda *_: _terminate_workers(job.pid))
     output = job.stdout
     assert output is not None
     try:
-        in_progress_bar = False
+        in_progress_bar = was_told = False
         for line in iter(lambda: _read_piece(output), b""):
             if line.startswith((b"Start worker process", b"Start scheduler process")):  # msrun's own chatter
                 continue
             # msrun mixes a worker's two streams; milestones and progress bars belong on stderr, as without msrun
             is_bar, in_progress_bar = in_progress_bar or line.endswith(b"\r"), line.endswith(b"\r")
             stream = sys.stderr if is_bar or line.startswith(MILESTONE) else sys.stdout
+            was_told = was_told or STOPPED_MARK.encode() in line
             stream.buffer.write(line)
             stream.buffer.flush()
         code = job.wait()
@@ -69,9 +74,21 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
         raise
     if not code:
         return 0
+    log = log_dir / f"worker_{shown_rank}.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    if stopped := re.search(rf"{re.escape(STOPPED_MARK)}.*", text):
+        if not was_told:  # msrun stops reading the log as soon as one worker has ended
+            print(stopped.group(0), file=sys.stderr)
+        return STOPPED
     report = failure_report(log_dir)
     print(report, file=sys.stderr)
     return EXIT_BAD_INPUT if report.startswith("error: ") else 1
+
+
+def _terminate_workers(msrun_pid: int) -> None:
+    """Pass SIGTERM on to the workers, who end in good order; msrun would end them at once."""
+    for pid in Path(f"/proc/{msrun_pid}/task/{msrun_pid}/children").read_text().split():
+        os.kill(int(pid), signal.SIGTERM)
 
 
 def _read_piece(stream: IO[bytes]) -> bytes:

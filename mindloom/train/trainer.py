@@ -94,6 +94,7 @@ def train(run: Run) -> Path | None:
     if done == config.steps and (config.save_every or config.save_minutes):
         saver.save(done)
     saver.wait()
+    training.engine.largest(0)  # nobody leaves before all is written: msrun ends the others with the first
     if done < config.steps:
         training.say(f"stopped after step {done}; --resume goes on from there")
         return None

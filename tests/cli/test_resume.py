@@ -93,9 +93,10 @@ def test_a_killed_job_of_four_goes_on_alone_as_if_nothing_had_happened(saved, tm
     assert not list((out / "checkpoints").glob(".step-*"))
 
 
-def test_sigterm_saves_and_says_how_to_go_on(tmp_path):
+@pytest.mark.parametrize("launched", [(), ("--strategy", CONFIGS / "pangu_tiny_dp2.yaml", "--launch")])
+def test_sigterm_saves_and_says_how_to_go_on(tmp_path, launched):
     out = tmp_path / "out"
-    process = start(out, "--steps", 100000)
+    process = start(out, "--steps", 100000, *launched)
     wait_for(out / "metrics.jsonl")
     time.sleep(1)
     process.send_signal(signal.SIGTERM)

@@ -7,7 +7,6 @@ every other one says which and ends, so that no job hangs.
 
 from __future__ import annotations
 
-import collections
 import os
 import pickle
 import queue
@@ -40,7 +39,8 @@ class Transport:
     def __init__(self, rank: int, size: int, job: str):
         self.rank, self.size = rank, size
         self.last_steps: dict[int, int | None] = dict.fromkeys(range(size))
-        self._inbox: dict[tuple[int, Hashable], queue.Queue[Any]] = collections.defaultdict(queue.Queue)
+        self._inbox: dict[tuple[int, Hashable], queue.Queue[Any]] = {}
+        self._inbox_lock = threading.Lock()
         self._left: set[int] = set()  # peers that ended in good order
         self._closing = False
         self._lock = threading.Lock()
@@ -86,7 +86,13 @@ class Transport:
                 self._left.add(source)
             else:
                 value = pickle.loads(body.bytes) if dtype is None else np.frombuffer(body.buffer, dtype).reshape(shape)
-                self._inbox[source, tag].put(value)
+                self._queue(source, tag).put(value)
+
+    def _queue(self, source: int, tag: Hashable) -> queue.Queue[Any]:
+        """Where messages wait. The one that comes and the one who waits for it may both be the first to ask: with two
+        queues they would miss each other."""
+        with self._inbox_lock:
+            return self._inbox.setdefault((source, tag), queue.Queue())
 
     def _post(self, peer: int, header: Any, body: Any = b"") -> None:
         with self._lock:
@@ -106,7 +112,7 @@ class Transport:
             TransportError: nothing came within the time-out.
         """
         try:
-            return self._inbox[peer, tag].get(timeout=timeout_s)
+            return self._queue(peer, tag).get(timeout=timeout_s)
         except queue.Empty:
             message = f"rank {self.rank} waited {timeout_s:.0f} s for rank {peer}, message {tag}"
             print(message, file=sys.stderr, flush=True)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+import queue
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,23 @@ def test_messages_keep_their_order_within_a_tag_and_do_not_mix_between_tags(pair
         pair[0].send(1, "a", np.array([value]))
         pair[0].send(1, "b", np.array([10 * value]))
     assert [pair[1].receive(0, tag).item() for tag in ("b", "a", "a", "b")] == [10, 1, 2, 20]
+
+
+def test_a_message_and_its_receiver_find_each_other_however_close_they_come(tmp_path, monkeypatch):
+    """Both ask for the queue of a new tag: the one whose queue is thrown away must not wait in it."""
+    make = queue.Queue
+
+    def slowly(*args):
+        time.sleep(0.002)  # as when another thread gets its turn in between
+        return make(*args)
+
+    monkeypatch.setattr(queue, "Queue", slowly)
+    pair = [Transport(rank, 2, tmp_path.name) for rank in (0, 1)]
+    for tag in range(100):
+        pair[0].send(1, tag, np.array([tag]))
+        assert pair[1].receive(0, tag, timeout_s=5.0).item() == tag
+    for one in pair:
+        one.close()
 
 
 def test_a_receive_that_gets_nothing_names_rank_and_tag(pair, capfd):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +51,31 @@ def read_tensors(path: Path) -> Tensors:
     raise ConfigError(
         f"{path}: {path.suffix or 'a file without suffix'} is not read here; give .npz, .ckpt or a folder of ours"
     )
+
+
+def read_rank_files(folder: Path, layouts: Path) -> Tensors:
+    """Whole tensors from MindSpore's own files: `rank_0/*.ckpt`, ... and the layouts it saved when it compiled
+    (`strategy_ckpt_config`), one file or, of a pipeline, a folder with one of each stage.
+
+    Raises:
+        ConfigError: missing, or files that MindSpore cannot put together.
+    """
+    if not sorted(folder.glob("rank_*/*.ckpt")):
+        raise ConfigError(f"{folder}: holds no rank_0/*.ckpt, rank_1/*.ckpt, ...")
+    if not layouts.exists():
+        raise ConfigError(f"{layouts}: there is no such file")
+    with tempfile.TemporaryDirectory(prefix="mindloom-") as name:
+        try:
+            if layouts.is_dir():
+                merged = Path(name) / "merged.ckpt"
+                ms.merge_pipeline_strategys(str(layouts), str(merged))
+                layouts = merged
+            ms.transform_checkpoints(str(folder), f"{name}/whole", "whole", str(layouts), None)
+            (whole,) = Path(name).glob("whole/rank_0/*.ckpt")
+        except Exception as error:  # of many kinds: MindSpore checks little before it computes
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ConfigError(f"{folder}: MindSpore cannot put these files together: {lines[0]}") from None
+        return read_tensors(whole)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:

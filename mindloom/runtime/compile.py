@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -75,16 +76,17 @@ class PartitionedGraph:
 
 
 @contextlib.contextmanager
-def auto_parallel_context(strategy: Strategy, rank: int) -> Iterator[None]:
+def auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path | None = None) -> Iterator[None]:
     """MindSpore's own settings for `strategy`, and none again afterwards."""
-    set_auto_parallel_context(strategy, rank)
+    set_auto_parallel_context(strategy, rank, layouts_file)
     try:
         yield
     finally:
         ms.reset_auto_parallel_context()
 
 
-def set_auto_parallel_context(strategy: Strategy, rank: int) -> None:
+def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path | None = None) -> None:
+    """MindSpore's settings for `strategy`. `layouts_file`: where it writes the layouts in its own format."""
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
     settings: dict[str, Any] = {}
     if zero:
@@ -95,6 +97,8 @@ def set_auto_parallel_context(strategy: Strategy, rank: int) -> None:
         if zero.shard_size:
             config["optimizer_weight_shard_size"] = zero.shard_size
         settings = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
+    if layouts_file:
+        settings["strategy_ckpt_config"] = {"save_file": str(layouts_file)}
     ms.set_auto_parallel_context(
         parallel_mode="semi_auto_parallel",
         full_batch=True,  # every rank is given the whole batch; the graph takes its part
@@ -105,15 +109,25 @@ def set_auto_parallel_context(strategy: Strategy, rank: int) -> None:
     )
 
 
-def partition(cell: nn.Cell, strategy: Strategy, rank: int, inputs: Sequence[tuple[Shape, Any]]) -> PartitionedGraph:
-    """Let MindSpore partition `cell` for `rank`. `inputs`: global shape and NumPy dtype of each input.
+def partition(
+    cell: nn.Cell,
+    strategy: Strategy,
+    rank: int,
+    inputs: Sequence[tuple[Shape, Any]],
+    layouts_file: Path | None = None,
+) -> PartitionedGraph:
+    """Let MindSpore partition `cell` for `rank`.
+
+    Args:
+        inputs: global shape and NumPy dtype of each input.
+        layouts_file: gets the layouts in MindSpore's own format, too.
 
     The parameters are not materialised. Every front-end pass runs (sharding, pipeline split, gradients, optimizer
     parallel, recompute); kernel selection does not.
     """
     start = time.perf_counter()
     executor = _cell_graph_executor._graph_executor
-    with virtual_ascend(rank, strategy.mesh.size) as groups, auto_parallel_context(strategy, rank):
+    with virtual_ascend(rank, strategy.mesh.size) as groups, auto_parallel_context(strategy, rank, layouts_file):
         tensors = [Tensor(np.zeros(shape, dtype)) for shape, dtype in inputs]
         phase, _ = _cell_graph_executor.compile(cell, *tensors, phase=f"export.mindir.{rank}", do_convert=False)
         raw_layouts = executor.get_parameter_layout(phase)

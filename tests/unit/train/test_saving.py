@@ -3,7 +3,6 @@ import signal
 import time
 from pathlib import Path
 
-import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
@@ -37,7 +36,6 @@ class State(nn.Cell):
 @pytest.fixture
 def make_saver(tmp_path, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    ms.set_device("CPU")
     engine = Engine(SINGLE_DEVICE)
     parameter = ParameterReport("model.a", (2, 3), (2, 3), ((), ()), 1, 0, "")
     report = Report(Mesh(), [parameter], [], [], False)

@@ -159,8 +159,13 @@ def _range_problems(config: TrainConfig) -> list[str]:
         value = getattr(config, name)
         if value is not None and not 0 <= value < float("inf"):
             problems.append(f"--{name.replace('_', '-')} must not be negative, got {value}")
-    if config.resume and not checkpoints(config.states_dir):
+    has_checkpoints = bool(checkpoints(config.states_dir))
+    if config.resume and not has_checkpoints:
         problems.append(f"--resume: {config.states_dir} holds no checkpoint; start without --resume")
+    if has_checkpoints and (config.save_every or config.save_minutes) and not config.resume:
+        problems.append(
+            f"{config.states_dir} holds checkpoints of an earlier run; go on with --resume, or give another --output-dir"
+        )
     if config.output_dir.exists() and not config.output_dir.is_dir():
         problems.append(f"--output-dir {config.output_dir} is a file")
     return problems

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from mindloom.checkpoint.manifest import MANIFEST, Manifest, checkpoints, read_manifest
+from mindloom.checkpoint.manifest import LATEST, MANIFEST, Manifest, checkpoints, read_manifest
 from mindloom.checkpoint.sharded import (
     Reader,
     Slice,
@@ -29,6 +29,7 @@ from mindloom.checkpoint.sharded import (
     write_parts,
 )
 from mindloom.errors import ConfigError
+from mindloom.files import write_text_atomically
 from mindloom.log import milestone
 from mindloom.parallel.report import Report
 from mindloom.runtime.engine import Engine
@@ -183,13 +184,15 @@ def _make_writable(root: Path) -> None:
 
 
 def newest_complete(root: Path, engine: Engine) -> tuple[Path, Manifest]:
-    """The newest checkpoint whose every byte is as it was written; damaged ones are named and skipped. All ranks take
-    part, each reads its share of the files.
+    """The newest checkpoint whose every byte is as it was written. All ranks take part, each reads its share of the files.
+
+    Damaged ones that are newer are named and renamed, so that nobody takes them for the newest again.
 
     Raises:
         ConfigError: there is none.
     """
-    newest_problem = ""
+    damaged: list[Path] = []
+    newest_problem = "none"
     for folder in checkpoints(root):
         manifest, problem = None, None
         try:
@@ -200,19 +203,30 @@ def newest_complete(root: Path, engine: Engine) -> tuple[Path, Manifest]:
         finder = engine.largest(engine.rank + 1 if problem else 0)
         if not finder:
             assert manifest is not None
+            if engine.rank == 0:
+                _set_aside(damaged, root, folder)
             return folder, manifest
-        text = np.zeros(TEXT_BYTES, np.uint8)
-        encoded = np.frombuffer((problem or "").encode()[:TEXT_BYTES], np.uint8)
-        text[: len(encoded)] = encoded
-        told = (
-            bytes(engine.broadcast(text.astype(np.int32), finder - 1).astype(np.uint8))
-            .rstrip(b"\0")
-            .decode(errors="ignore")
-        )
-        newest_problem = newest_problem or told
+        told = _told_by(finder - 1, problem or "", engine)
         if engine.speaks:
             milestone(f"skipped: {told}")
-    raise ConfigError(f"{root}: holds no complete checkpoint; the newest: {newest_problem or 'none'}")
+        newest_problem = newest_problem if damaged else told
+        damaged.append(folder)
+    raise ConfigError(f"{root}: holds no complete checkpoint; the newest: {newest_problem}")
+
+
+def _told_by(rank: int, text: str, engine: Engine) -> str:
+    """The text of one rank, on all."""
+    encoded = np.zeros(TEXT_BYTES, np.int32)
+    content = np.frombuffer(text.encode()[:TEXT_BYTES], np.uint8)
+    encoded[: len(content)] = content
+    return bytes(engine.broadcast(encoded, rank).astype(np.uint8)).rstrip(b"\0").decode(errors="ignore")
+
+
+def _set_aside(damaged: Sequence[Path], root: Path, newest: Path) -> None:
+    for folder in damaged:
+        shutil.rmtree(root / f"damaged-{folder.name}", ignore_errors=True)
+        folder.rename(root / f"damaged-{folder.name}")
+    write_text_atomically(root / LATEST, newest.name + "\n")
 
 
 def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, manifest: Manifest) -> None:

@@ -119,6 +119,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(again, saved):
     assert "the content is not what was written" in outcome.output
     assert "resumed after step 2" in outcome.output
     assert losses(again) == losses(saved)
+    assert (again / "checkpoints" / "damaged-step-00000004").exists()
+    assert (again / "checkpoints" / "latest").read_text() == "step-00000002\n"
 
 
 def test_without_a_sound_checkpoint_there_is_one_clear_message(again):
@@ -156,6 +158,12 @@ def test_nothing_to_resume(tmp_path):
     outcome = train(tmp_path / "out", "--resume")
     assert outcome.code == 2
     assert "holds no checkpoint; start without --resume" in outcome.output
+
+
+def test_two_runs_do_not_mix_their_checkpoints(again):
+    outcome = train(again, "--steps", 6, "--save-every", 3)
+    assert outcome.code == 2
+    assert "holds checkpoints of an earlier run; go on with --resume, or give another --output-dir" in outcome.output
 
 
 def test_nowhere_to_write(tmp_path):

@@ -33,7 +33,7 @@ class Losses:
 class Mesh:
     """A run under one mesh, its graph compiled once for everything it does."""
 
-    def __init__(self, out, strategy):
+    def __init__(self, out, strategy, resume):
         self.out, self.name = out, Path(strategy).stem
         self.trainer = import_module("mindloom.train.trainer")  # loads MindSpore
         self.config = TrainConfig(
@@ -46,6 +46,7 @@ class Mesh:
             seq_len=32,
             learning_rate=1e-3,
             save_every=MIDDLE,
+            resume=resume,
         )
         self.training, self.tokenizer = self.trainer.start(check(self.config, launched_processes()))
         self.engine = self.training.engine
@@ -74,7 +75,7 @@ class Mesh:
 
 def main(out, phases, *strategies):
     prepare_environment()
-    meshes = [Mesh(out, strategy) for strategy in strategies]
+    meshes = [Mesh(out, strategy, phases == "resume") for strategy in strategies]
     for phase in phases.split("+"):
         for mesh in meshes:
             getattr(mesh, phase)()

@@ -24,7 +24,7 @@ format: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/decode.py
-	$(BIN)/python benchmarks/code.py
+	$(BIN)/python benchmarks/humaneval_x.py
 	$(BIN)/python benchmarks/checkpoint.py
 
 toolchains:

@@ -6,15 +6,14 @@ Writes benchmarks/results/checkpoint.md.
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 
 import numpy as np
+from report import write_report
 
 from mindloom.checkpoint.content_hash import content_hash
 from mindloom.checkpoint.manifest import Manifest, Part, TensorEntry
@@ -139,11 +138,6 @@ def main() -> None:
         subprocess.run(["rm", "-r", folder / "source"], check=True)
         saved = saving(folder)
     lines = [
-        "# Checkpoints",
-        "",
-        f"{date.today()}, {os.cpu_count()} cores of {platform.machine()}, Python {platform.python_version()}. "
-        "`python benchmarks/checkpoint.py`",
-        "",
         "## Resharding (targets: 200 MB/s, under 600 MB of memory)",
         "",
         *moved,
@@ -154,7 +148,7 @@ def main() -> None:
         "",
         *saved,
     ]
-    RESULTS.write_text("\n".join(lines) + "\n")
+    write_report(RESULTS, "Checkpoints", "checkpoint.py", lines)
 
 
 if __name__ == "__main__":

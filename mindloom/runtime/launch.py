@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -87,8 +88,9 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
 
 def _terminate_workers(msrun_pid: int) -> None:
     """Pass SIGTERM on to the workers, who end in good order; msrun would end them at once."""
-    for pid in Path(f"/proc/{msrun_pid}/task/{msrun_pid}/children").read_text().split():
-        os.kill(int(pid), signal.SIGTERM)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended by itself
+        for pid in Path(f"/proc/{msrun_pid}/task/{msrun_pid}/children").read_text().split():
+            os.kill(int(pid), signal.SIGTERM)
 
 
 def _read_piece(stream: IO[bytes]) -> bytes:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CodeGeeX's tokenizer in MB/s, and HumanEval-X's own solutions run isolated: `python benchmarks/code.py --data FOLDER`.
+"""CodeGeeX's tokenizer in MB/s, and HumanEval-X's own solutions, isolated: `python benchmarks/humaneval_x.py --data FOLDER`.
 
-The released vocabulary is read from --tokenizer (vocab.json and merges.txt). Writes benchmarks/results/code.md.
+The released vocabulary is read from --tokenizer (vocab.json and merges.txt). Writes benchmarks/results/humaneval_x.md.
 """
 
 import argparse
 import os
-import platform
 import statistics
 import subprocess
 import sysconfig
 import time
-from datetime import date
 from pathlib import Path
+
+from report import write_report
 
 from codegeex.tokenizer import CodeGeeXTokenizer
 from mindloom.evaluation.config import read_problems
@@ -22,7 +22,7 @@ from mindloom.evaluation.sandbox import Limits
 from mindloom.evaluation.toolchains import MissingToolchainError, find_toolchain
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "code.md"
+RESULTS = ROOT / "benchmarks" / "results" / "humaneval_x.md"
 TIMES = 5
 VERSIONS = {
     "python": ("python3", "--version"),
@@ -83,11 +83,6 @@ def main() -> None:
     speed = tokenizer_speed(arguments.tokenizer)
     print("\n".join(speed))
     lines = [
-        "# Code: the tokenizer, and programs run isolated",
-        "",
-        f"{date.today()}, {os.cpu_count()} cores of {platform.machine()}, Python {platform.python_version()}. "
-        "`python benchmarks/code.py`",
-        "",
         *speed,
         "",
         "The benchmark's own solutions, two programs at a time (target: 164 Python problems in under 120 s):",
@@ -97,7 +92,7 @@ def main() -> None:
         "JavaScript/112 and /155 contradict their own tests, Go/95 depends on the order of a map, Rust/50 needs `rand` 0.7",
         "where Debian has 0.8; `codegeex/README.md` says more.",
     ]
-    RESULTS.write_text("\n".join(lines) + "\n")
+    write_report(RESULTS, "Code: the tokenizer, and programs run isolated", "humaneval_x.py", lines)
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ def train(run: Run) -> Path | None:
     """Train as `run` says. Returns the checkpoint folder; None if the run was told to stop before its end."""
     config = run.config
     training, tokenizer = start(run)
-    saver = _saver(training, tokenizer)
     steps_done = _resume(training) if config.resume else 0
+    saver = _saver(training, tokenizer)  # after the schedule that is resumed is known
     if training.engine.speaks:
         with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:
             done, first, last = _loop(training, writer, saver, steps_done)

@@ -160,6 +160,17 @@ def test_nothing_to_resume(tmp_path):
     assert "holds no checkpoint; start without --resume" in outcome.output
 
 
+def test_a_longer_run_keeps_the_schedule_it_was_saved_with(again):
+    outcome = train(again, "--steps", 8, "--save-every", 4, "--resume")
+    assert outcome.code == 0, outcome.output
+    schedules = [
+        json.loads((again / "checkpoints" / name / "manifest.json").read_text())["state"]["schedule"]
+        for name in ("step-00000004", "step-00000008")
+    ]
+    assert schedules[0] == schedules[1]
+    assert schedules[0]["decay_steps"] == 6
+
+
 def test_two_runs_do_not_mix_their_checkpoints(again):
     outcome = train(again, "--steps", 6, "--save-every", 3)
     assert outcome.code == 2

@@ -40,3 +40,17 @@ def make_batch(samples: NDArray[np.integer[Any]], eod_id: int | None, loss_ignor
     )
     weights = (mask / (mask.sum() + 1e-5)).astype(np.float32)
     return Batch(tokens, labels, document_positions(tokens, eod_id), weights)
+
+
+def dropout_keys(seed: int, first_sample: int, shape: tuple[int, int]) -> NDArray[np.int32]:
+    """(B, T): a random number for each token of a batch, a function of the seed and the token's place in the run alone.
+
+    `first_sample`: how many samples the run saw before this batch. Source of the mixing: SplitMix64 (Steele et al., 2014).
+    """
+    count = shape[0] * shape[1]
+    start = np.uint64(first_sample * shape[1]) + np.uint64(seed % 2**32) * np.uint64(2**40)  # 10^12 tokens apart
+    with np.errstate(over="ignore"):
+        x = (start + np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((x >> np.uint64(32)).astype(np.uint32)).view(np.int32).reshape(shape)

@@ -9,7 +9,7 @@ from mindspore import dtype as mstype
 
 from mindloom.model_config import DecoderConfig
 from mindloom.nn.cache import NoCache
-from mindloom.nn.embedding import Dropout
+from mindloom.nn.dropout import AttentionDropout, Dropout
 from mindloom.nn.linear import Linear
 
 MASKED_SCORE = -10000.0  # the originals' finite value: a row that may attend to nothing stays finite
@@ -94,9 +94,9 @@ class Attention(nn.Cell):
         self.scale, self.mask_add, self.softmax = ops.Mul(), ops.Add(), ops.Softmax(-1)
         self.cast = ops.Cast()
         self.cache = NoCache()
-        self.probs_dropout, self.dropout = Dropout(config.dropout_rate), Dropout(config.dropout_rate)
+        self.probs_dropout, self.dropout = AttentionDropout(config.dropout_rate), Dropout(config.dropout_rate)
 
-    def construct(self, query_input, x, bias, slots=None):
+    def construct(self, query_input, x, bias, slots=None, dropout_keys=None):
         """query_input, x: (B*T, D), where queries and where keys and values come from; bias: (B, 1, T, keys)."""
         batch, _, length, _ = bias.shape
         q = self.split_heads(self.query(query_input), batch, length)
@@ -105,10 +105,10 @@ class Attention(nn.Cell):
         k, v = self.cache(k, v, slots)  # (B, H, T, D/H) -> (B, H, keys, D/H)
         scores = self.cast(self.scores(q, k), mstype.float32)  # (B, H, T, keys)
         scores = self.mask_add(self.scale(scores, 1.0 / math.sqrt(self.head_dim)), bias)
-        probs = self.probs_dropout(self.softmax(scores))
+        probs = self.probs_dropout(self.softmax(scores), dropout_keys)
         y = self.context(self.cast(probs, self.dtype), v)  # (B, H, T, D/H)
         y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.hidden_size))  # -> (B*T, D)
-        return self.dropout(self.output(y))
+        return self.dropout(self.output(y), dropout_keys)
 
     def split_heads(self, x, batch, length):
         x = self.reshape(x, (batch, length, self.num_heads, self.head_dim))  # (B*T, D) -> (B, T, H, D/H)

@@ -11,6 +11,7 @@ from mindspore.common.initializer import TruncatedNormal
 from mindloom.model_config import DecoderConfig
 from mindloom.nn.attention import Attention, DocumentMask, SlotMask
 from mindloom.nn.cache import KVCache
+from mindloom.nn.dropout import number_dropouts
 from mindloom.nn.embedding import Embedding, TokenEmbedding
 from mindloom.nn.loss import CrossEntropy
 from mindloom.nn.mlp import MLP
@@ -29,18 +30,18 @@ class DecoderLayer(nn.Cell):
         self.mlp = MLP(config, dtype)
         self.mlp_add = ops.Add()
 
-    def construct(self, x, bias, slots=None):
+    def construct(self, x, bias, slots=None, dropout_keys=None):
         a = self.attention_norm(x)
-        x = self.attention_add(x, self.attention(a, a, bias, slots))
-        return self.mlp_add(x, self.mlp(self.mlp_norm(x)))
+        x = self.attention_add(x, self.attention(a, a, bias, slots, dropout_keys))
+        return self.mlp_add(x, self.mlp(self.mlp_norm(x), dropout_keys))
 
 
 class QueryLayer(DecoderLayer):
     """A decoder layer whose queries are embeddings of the positions: neither normed nor added to the stream."""
 
-    def construct(self, x, query, bias, slots=None):
-        x = self.attention_add(x, self.attention(query, self.attention_norm(x), bias, slots))
-        return self.mlp_add(x, self.mlp(self.mlp_norm(x)))
+    def construct(self, x, query, bias, slots=None, dropout_keys=None):
+        x = self.attention_add(x, self.attention(query, self.attention_norm(x), bias, slots, dropout_keys))
+        return self.mlp_add(x, self.mlp(self.mlp_norm(x), dropout_keys))
 
 
 class QueryEmbedding(nn.Cell):
@@ -74,7 +75,8 @@ class Decoder(nn.Cell):
     """Tokens (B, T) and their positions within documents (B, T) -> logits (B*T, V), float32.
 
     `rows` picks the rows of (B*T) to give logits for, counted among those this device holds. With caches attached the
-    tokens continue what the caches hold, and `slots` says where theirs belong (see `KVCache`).
+    tokens continue what the caches hold, and `slots` says where theirs belong (see `KVCache`). `dropout_keys` (B, T) are
+    needed while training with dropout.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -89,6 +91,7 @@ class Decoder(nn.Cell):
         self.final_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon, dtype)
         self.norm_first = config.final_norm == "before_query"
         self.head = Head(dtype)
+        number_dropouts(self)
 
     def attach_caches(self, num_rows: int, capacity: int) -> None:
         """Let attention keep the keys and values of `capacity` tokens for each of `num_rows` rows, in place of any before."""
@@ -99,15 +102,16 @@ class Decoder(nn.Cell):
                 cell.cache = KVCache(shape, cell.dtype)
                 cell.cache.update_parameters_name(f"{name}.cache.")
 
-    def construct(self, tokens, positions, rows=None, slots=None):
+    def construct(self, tokens, positions, rows=None, slots=None, dropout_keys=None):
         bias = self.mask(positions)
-        x = self.embedding(tokens, positions)
+        x = self.embedding(tokens, positions, dropout_keys)
         for layer in self.layers:
-            x = layer(x, bias, slots)
+            x = layer(x, bias, slots, dropout_keys)
+        query = self.query_embedding(positions)
         if self.norm_first:
-            x = self.query_layer(self.final_norm(x), self.query_embedding(positions), bias, slots)
+            x = self.query_layer(self.final_norm(x), query, bias, slots, dropout_keys)
         else:
-            x = self.final_norm(self.query_layer(x, self.query_embedding(positions), bias, slots))
+            x = self.final_norm(self.query_layer(x, query, bias, slots, dropout_keys))
         return self.head(x, self.embedding.word.weight, rows)
 
 
@@ -116,7 +120,7 @@ class DecoderWithLoss(nn.Cell):
 
     tokens, labels, positions: (B, T) int32; loss_weights: (B, T) float32, each token's share of the loss (see
     `mindloom.data.batch`). The weights already hold the denominator of the whole batch, so that the losses of its
-    microbatches simply add up.
+    microbatches simply add up. dropout_keys: (B, T) int32, with a dropout rate above 0.
     """
 
     def __init__(self, model: nn.Cell):
@@ -124,5 +128,6 @@ class DecoderWithLoss(nn.Cell):
         self.model = model
         self.loss = CrossEntropy()
 
-    def construct(self, tokens, labels, positions, loss_weights):
-        return self.loss(self.model(tokens, positions), labels, loss_weights)
+    def construct(self, tokens, labels, positions, loss_weights, dropout_keys=None):
+        logits = self.model(tokens, positions, dropout_keys=dropout_keys)
+        return self.loss(logits, labels, loss_weights)

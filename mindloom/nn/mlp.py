@@ -7,7 +7,7 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from mindloom.model_config import DecoderConfig
-from mindloom.nn.embedding import Dropout
+from mindloom.nn.dropout import Dropout
 from mindloom.nn.linear import Linear
 
 
@@ -59,5 +59,5 @@ class MLP(nn.Cell):
         self.down = Linear(ffn, d, 0.02 / math.sqrt(2 * config.num_layers), dtype)
         self.dropout = Dropout(config.dropout_rate)
 
-    def construct(self, x):  # (N, D) -> (N, D)
-        return self.dropout(self.down(self.activation(self.up(x))))
+    def construct(self, x, dropout_keys=None):  # (N, D) -> (N, D)
+        return self.dropout(self.down(self.activation(self.up(x))), dropout_keys)

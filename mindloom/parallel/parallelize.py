@@ -43,9 +43,6 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
     cells = dict(net.cells_and_names())
     for path in recomputed:
         cells[path].recompute()
-    for operator in found:
-        if operator.primitive.name == "Dropout":  # computed again it would draw another mask, and gradients go wrong
-            operator.primitive.recompute(False)
     stages = _assign_stages(net, strategy, layers)
     if strategy.mesh.pp > 1:
         for parameter in net.get_parameters():

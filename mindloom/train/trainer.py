@@ -17,7 +17,7 @@ from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from mindloom.checkpoint.io import save_checkpoint
-from mindloom.data.batch import make_batch
+from mindloom.data.batch import dropout_keys, make_batch
 from mindloom.data.documents import SampleOrder, pack
 from mindloom.data.tokenizer import Tokenizer, content_hash, load_tokenizer
 from mindloom.errors import ConfigError
@@ -59,8 +59,12 @@ class Training:
 
     def batch(self, index: int) -> list[Tensor]:
         """Inputs of step `index`, counted from 0: the whole batch, on every rank."""
+        model, config = self.run.model, self.run.config
         samples = self.samples[self.order.batch(index)]
-        return [Tensor(a) for a in make_batch(samples, self.run.model.eod_id, self.run.model.loss_ignore_id)]
+        inputs = [*make_batch(samples, model.eod_id, model.loss_ignore_id)]
+        if model.dropout_rate:
+            inputs.append(dropout_keys(config.seed, index * config.batch_size, (config.batch_size, self.run.seq_len)))
+        return [Tensor(array) for array in inputs]
 
 
 def start(run: Run) -> tuple[Training, Tokenizer]:
@@ -173,8 +177,6 @@ def _resume(training: Training) -> int:
         raise ConfigError(changed)
     load_state(training.step, training.engine, training.report, folder, manifest)
     training.say(f"resumed after step {manifest.step} from {folder}")
-    if run.model.dropout_rate:
-        training.say("dropout masks are not those of an uninterrupted run")
     return manifest.step
 
 

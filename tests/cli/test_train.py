@@ -88,21 +88,11 @@ def test_msrun_trains_a_pipeline_and_scores_its_checkpoint(one_device, tmp_path)
 
 
 def test_a_run_with_dropout_repeats_itself(one_device, tmp_path):
-    # Five steps: from its sixth call on MindSpore's CPU kernel shares the mask out among as many threads as its own
-    # timing of the first five found best, and each thread draws for itself (docs/cpu_execution.md).
-    arguments = (*SMALL, "--steps", 5, "--dropout", 0.2, "--tokenizer", one_device / "checkpoint" / "tokenizer.model")
+    arguments = (*SMALL, "--dropout", 0.2, "--tokenizer", one_device / "checkpoint" / "tokenizer.model")
     for name in ("a", "b"):
         assert run("tools/train.py", *arguments, "--output-dir", tmp_path / name).code == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
-    assert losses(tmp_path / "a") != losses(one_device)[:5]
-
-
-def test_dropout_trains_under_a_mesh(tmp_path):
-    strategy = CONFIGS / "pangu_tiny_dp2_tp2.yaml"
-    out = tmp_path / "out"
-    outcome = run("tools/train.py", *SMALL, "--dropout", 0.1, "--output-dir", out, "--strategy", strategy, "--launch")
-    assert outcome.code == 0, outcome.output
-    assert losses(out)[-1] < losses(out)[0]
+    assert losses(tmp_path / "a") != losses(one_device)
 
 
 def test_a_users_own_network_trains_the_same_with_one_line(tmp_path):

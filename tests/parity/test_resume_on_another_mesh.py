@@ -14,7 +14,7 @@ from mindloom.checkpoint.manifest import FOLDER, read_manifest
 from mindloom.checkpoint.sharded import Reader
 
 MESHES = ("one_device", "pangu_tiny_dp4", "pangu_tiny_dp2_tp2_zero", "pangu_tiny_tp2_pp2", "pangu_tiny_pp4")
-MODEL = {"hidden_size": 64, "vocab_size": 512, "seq_len": 32}
+MODEL = {"hidden_size": 64, "vocab_size": 512, "seq_len": 32, "dropout_rate": 0.1}
 WORKER = Path(__file__).with_name("resume_worker.py")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -93,3 +93,17 @@ def test_one_device_resumes_bit_for_bit(tmp_path):
     )
     assert len(whole) == 6
     assert resumed == whole
+
+
+def test_resharded_to_every_mesh_and_back_every_hash_is_kept(out, tmp_path):
+    start = out / "middle" / "pangu_tiny_dp2_tp2_zero"
+    source = start
+    for mesh in (*MESHES, "pangu_tiny_dp2_tp2_zero"):
+        how = ("--full",) if mesh == "one_device" else ("--strategy", CONFIGS / f"{mesh}.yaml")
+        target = tmp_path / f"{mesh}_from_{source.name}"
+        outcome = run("tools/reshard_checkpoint.py", source, target, *how, "--verify")
+        assert outcome.code == 0, outcome.output
+        source = target
+    first, last = read_manifest(start), read_manifest(source)
+    assert {n: e.hash for n, e in last.tensors.items()} == {n: e.hash for n, e in first.tensors.items()}
+    assert {n: e.parts for n, e in last.tensors.items()} == {n: e.parts for n, e in first.tensors.items()}

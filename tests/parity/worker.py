@@ -2,7 +2,7 @@
 """Trains PanGu or CodeGeeX tiny under each given case and writes what it did, for test_equal_to_one_device.
 
 worker.py OUT CASE ...      a case is a strategy file, then options: +clip, +accumulate, +after_query, +codegeex,
-                            +shallow (2 layers, which compile in half the time)
+                            +dropout, +shallow (2 layers, which compile in half the time)
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindloom.data.batch import make_batch
+from mindloom.data.batch import dropout_keys, make_batch
 from mindloom.family import family_module, size_config
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
@@ -31,11 +31,14 @@ SMALL = {"vocab_size": 128, "hidden_size": 64, "seq_len": 32}
 def batches(config):
     """Random tokens in documents of several lengths, with positions that are not trained on."""
     rng = np.random.RandomState(0)
-    for _ in range(STEPS):
+    for step in range(STEPS):
         samples = rng.randint(10, config.vocab_size, (BATCH, config.seq_len + 1))
         samples[rng.rand(*samples.shape) < 0.08] = config.eod_id
         samples[:3, 20:] = config.loss_ignore_id  # unequal in the parts of the batch
-        yield [Tensor(a) for a in make_batch(samples, config.eod_id, config.loss_ignore_id)]
+        inputs = [*make_batch(samples, config.eod_id, config.loss_ignore_id)]
+        if config.dropout_rate:
+            inputs.append(dropout_keys(3, step * BATCH, (BATCH, config.seq_len)))
+        yield [Tensor(array) for array in inputs]
 
 
 class BothOptimizers(nn.Cell):
@@ -58,6 +61,8 @@ def run(case: str, out: Path) -> None:
     family = "codegeex" if "codegeex" in options else "pangu"
     final_norm = "after_query" if "after_query" in options else "before_query"
     config = dataclasses.replace(size_config(family, "tiny"), final_norm=final_norm, **SMALL)
+    if "dropout" in options:
+        config = dataclasses.replace(config, dropout_rate=0.1)
     if "shallow" in options:
         config = dataclasses.replace(config, num_layers=2)
     engine = Engine(strategy)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+from mindloom.data.batch import dropout_keys
+from mindloom.nn.dropout import AttentionDropout, Dropout
+
+RATE, B, T, D = 0.1, 8, 64, 256
+
+
+def mask(cell, keys, shape, site=0):
+    cell.site = site
+    return cell.set_train()(Tensor(np.ones(shape, np.float32)), Tensor(keys)).asnumpy() != 0
+
+
+def masks_of_rows(site=0, seed=1, first_sample=0):
+    return mask(Dropout(RATE), dropout_keys(seed, first_sample, (B, T)), (B * T, D), site)
+
+
+def test_the_rate_holds_over_all_rows_and_columns():
+    dropped = ~masks_of_rows()
+    error = np.sqrt(RATE * (1 - RATE))
+    assert abs(dropped.mean() - RATE) < 4 * error / np.sqrt(dropped.size)
+    assert np.abs(dropped.mean(0) - RATE).max() < 5 * error / np.sqrt(B * T)
+    assert np.abs(dropped.mean(1) - RATE).max() < 5 * error / np.sqrt(D)
+
+
+def test_what_is_kept_is_scaled_up():
+    ones = Tensor(np.ones((B * T, D), np.float32))
+    y = Dropout(RATE).set_train()(ones, Tensor(dropout_keys(1, 0, (B, T)))).asnumpy()
+    assert np.unique(y).tolist() == [0.0, np.float32(1 / (1 - RATE))]
+    assert (Dropout(RATE).set_train(False)(ones, None).asnumpy() == 1).all()
+    assert (Dropout(0.0).set_train()(ones, None).asnumpy() == 1).all()
+
+
+def correlations(a, b):
+    """Of the columns of two masks, in units of what chance gives."""
+    a, b = ((m - m.mean(0)) / (m.std(0) + 1e-9) for m in (a.astype(float), b.astype(float)))
+    return a.T @ b / np.sqrt(len(a))
+
+
+def test_columns_and_rows_know_nothing_of_each_other():
+    for dropped in (masks_of_rows(), masks_of_rows().T):
+        found = correlations(dropped, dropped)
+        np.fill_diagonal(found, 0)
+        assert np.abs(found).max() < 6.5
+        assert abs(found.std() - 1) < 0.05
+
+
+@pytest.mark.parametrize("other", [{"site": 1}, {"seed": 2}, {"first_sample": B}])
+def test_other_places_seeds_and_samples_have_other_masks(other):
+    found = correlations(masks_of_rows(), masks_of_rows(**other))
+    assert np.abs(found).max() < 6.5
+    assert abs(found.std() - 1) < 0.05
+
+
+def test_heads_have_their_own_masks():
+    dropped = mask(AttentionDropout(RATE), dropout_keys(1, 0, (B, T)), (B, 4, T, T))
+    assert abs(dropped.mean() - (1 - RATE)) < 0.003
+    found = correlations(dropped[:, 0].reshape(-1, T), dropped[:, 3].reshape(-1, T))
+    assert np.abs(found).max() < 6.5
+    assert abs(found.std() - 1) < 0.05
+
+
+def test_keys_are_a_function_of_seed_and_place():
+    whole = dropout_keys(7, 0, (B, T))
+    assert (dropout_keys(7, 3, (B - 3, T)) == whole[3:]).all()
+    assert len(np.unique(whole)) == B * T
+    assert not np.intersect1d(whole, dropout_keys(8, 0, (B, T))).size
+    assert whole.dtype == ms.dtype_to_nptype(ms.int32)

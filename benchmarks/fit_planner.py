@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits the planner's few physical parameters per chip on published step times, and writes them.
+
+python benchmarks/fit_planner.py ../shared/facts/published_runs.csv      writes mindloom/planner/fitted.yaml
+
+What is minimised: the absolute errors of log time of all rows (the squares of small ones), and how far each
+chip's parameters are from those common to all, so that a chip with few rows stays near the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import yaml
+from scipy.optimize import least_squares
+
+from mindloom.planner.cluster import FITTED, Efficiency, Overlap, chips
+from mindloom.planner.published import Measured, Run, Unpredictable, describe, measured, read_rows
+from mindloom.planner.step_time import step_time
+
+START = {"matmul": 0.7, "attention": 0.35, "memory": 0.7, "intra_node": 0.6, "inter_node": 0.5}
+START |= {"layer_overhead_us": 60.0, "fp8": 1.4}
+SPREAD = {"matmul": 0.2, "attention": 0.4, "memory": 0.2, "intra_node": 0.3, "inter_node": 0.4}
+SPREAD |= {"layer_overhead_us": 1.0, "fp8": 0.2}
+"""How far, in log, a chip may be from what is common to all at the price of one such row error as `ROW`."""
+ROW = 0.1
+NAMES = list(START)
+Pair = tuple[Run, Measured]
+
+
+def pairs_of(rows: list[dict[str, str]]) -> list[Pair]:
+    """The rows that can be predicted and have a time."""
+    pairs = []
+    for row in rows:
+        try:
+            run = describe(row)
+            found = measured(row, run)
+        except Unpredictable:
+            continue
+        if found.seconds:
+            pairs.append((run, found))
+    return pairs
+
+
+def unpack(vector: np.ndarray) -> tuple[dict[str, Efficiency], Overlap]:
+    """Parameters of each chip and the overlaps, from the fit's numbers: logs, a chip's relative to the common ones."""
+    common, rest = vector[: len(NAMES)], vector[len(NAMES) : -2].reshape(-1, len(NAMES))
+    efficiencies = {}
+    for chip, own in zip(chips(), rest, strict=True):
+        values = dict(zip(NAMES, np.exp(common + own), strict=True))
+        for name in ("matmul", "attention", "memory", "intra_node", "inter_node"):
+            values[name] = min(values[name], 0.95)
+        values["fp8"] = float(np.clip(values["fp8"], 1.0, 2.0))
+        efficiencies[chip] = Efficiency(**{name: float(value) for name, value in values.items()})
+    gradients, weights = 1 / (1 + np.exp(-vector[-2:]))
+    return efficiencies, Overlap(gradients=float(gradients), weights=float(weights))
+
+
+def log_errors(pairs: list[Pair], efficiencies: dict[str, Efficiency], overlap: Overlap) -> np.ndarray:
+    """log(predicted / measured) of each row."""
+    errors = []
+    for run, found in pairs:
+        cluster = dataclasses.replace(run.cluster, efficiency=efficiencies[run.cluster.chip])
+        errors.append(np.log(step_time(run.dims, run.job, cluster, overlap).total / found.seconds))
+    return np.array(errors)
+
+
+def fit(pairs: list[Pair]) -> tuple[dict[str, Efficiency], Overlap]:
+    """The parameters that explain `pairs` best."""
+    start = np.concatenate([np.log([START[n] for n in NAMES]), np.zeros(len(chips()) * len(NAMES)), [0.0, 1.0]])
+    spread = np.tile([SPREAD[name] for name in NAMES], len(chips()))
+
+    def residuals(vector: np.ndarray) -> np.ndarray:
+        rows = log_errors(pairs, *unpack(vector)) / ROW
+        rows = np.sign(rows) * np.sqrt(2 * (np.sqrt(1 + rows**2) - 1))  # soft L1: an outlier costs its size, not its square
+        common = (vector[: len(NAMES)] - start[: len(NAMES)]) / 0.5
+        return np.concatenate([rows, common, vector[len(NAMES) : -2] / spread, (vector[-2:] - start[-2:]) / 3])
+
+    return unpack(least_squares(residuals, start, max_nfev=60, x_scale=0.1).x)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--out", type=Path, default=FITTED)
+    arguments = parser.parse_args()
+    pairs = pairs_of(read_rows(arguments.runs))
+    efficiencies, overlap = fit(pairs)
+    errors = np.abs(np.expm1(log_errors(pairs, efficiencies, overlap)))
+    head = f"# Written by benchmarks/fit_planner.py from {len(pairs)} runs of {arguments.runs.name}.\n"
+    values = {
+        "overlap": {k: round(v, 3) for k, v in dataclasses.asdict(overlap).items()},
+        "chips": {c: {k: round(v, 3) for k, v in dataclasses.asdict(e).items()} for c, e in efficiencies.items()},
+    }
+    arguments.out.write_text(head + yaml.safe_dump(values, sort_keys=False))
+    print(f"{len(pairs)} runs, median error {np.median(errors):.1%}, 90th percentile {np.quantile(errors, 0.9):.1%}")
+
+
+if __name__ == "__main__":
+    main()

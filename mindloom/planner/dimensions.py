@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder as the cost model sees it: dimensions, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import yaml
+
+from mindloom.errors import ConfigError, did_you_mean
+from mindloom.model_config import DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """A decoder-only transformer. Lengths in tokens, widths in features."""
+
+    num_layers: int
+    """All of them; PanGu's top query layer counts as one."""
+    hidden_size: int
+    num_heads: int
+    vocab_size: int
+    seq_len: int
+    num_kv_heads: int = 0
+    """Heads of keys and values: 0 as many as of queries, fewer GQA, one MQA."""
+    ffn_hidden_size: int = 0
+    """Width of the MLP; 0: four times hidden_size."""
+    gated_mlp: bool = False
+    """SwiGLU and its kin: three matrices instead of two."""
+    position_tables: int = 1
+    """Learned tables of seq_len rows: 0 with RoPE or ALiBi, 2 for PanGu and CodeGeeX (positions and top queries)."""
+    tied_head: bool = True
+    """The head uses the word embedding's table."""
+    parallel_block: bool = False
+    """Attention and MLP side by side on one norm: half the all-reduces."""
+    biases: bool = True
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be at least 1, got {getattr(self, name)}"
+            for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_len")
+            if getattr(self, name) < 1
+        ]
+        if not problems and self.hidden_size % self.num_heads:
+            problems.append(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
+        if not problems and self.num_heads % self.kv_heads:
+            problems.append(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}")
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def kv_size(self) -> int:
+        """Width of keys, and of values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def ffn(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def mlp_matrices(self) -> int:
+        return 3 if self.gated_mlp else 2
+
+    @property
+    def layer_matrices(self) -> int:
+        """Entries of one layer's matrices."""
+        h = self.hidden_size
+        return 2 * h * h + 2 * h * self.kv_size + self.mlp_matrices * h * self.ffn
+
+    @property
+    def layer_vectors_cut(self) -> int:
+        """Entries of one layer's biases that tensor parallel cuts."""
+        return self.hidden_size + 2 * self.kv_size + (self.mlp_matrices - 1) * self.ffn if self.biases else 0
+
+    @property
+    def layer_vectors_whole(self) -> int:
+        """Entries of one layer's norms, and of the biases that every tensor parallel rank holds."""
+        norms = (1 if self.parallel_block else 2) * (2 if self.biases else 1) * self.hidden_size
+        return norms + (2 * self.hidden_size if self.biases else 0)
+
+    @property
+    def num_parameters(self) -> int:
+        layer = self.layer_matrices + self.layer_vectors_cut + self.layer_vectors_whole
+        words = (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
+        positions = self.position_tables * self.seq_len * self.hidden_size
+        return self.num_layers * layer + words + positions + (2 if self.biases else 1) * self.hidden_size
+
+    def model_flops(self, tokens: float, causal: bool = False) -> float:
+        """FLOPs of forward and backward of `tokens`, nothing computed twice; `causal` counts half of the attention.
+
+        Source: arXiv:2205.05198 appendix A, for the general layer: 6 a matrix entry and token, 12 seq_len hidden_size
+        for the scores and the context.
+        """
+        attention = 12 * self.seq_len * self.hidden_size * self.num_layers * (0.5 if causal else 1.0)
+        matrices = self.num_layers * self.layer_matrices + self.vocab_size * self.hidden_size
+        return tokens * (6.0 * matrices + attention)
+
+
+def of_decoder(config: DecoderConfig) -> Dimensions:
+    """A family's model, as the planner sees it."""
+    return Dimensions(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        vocab_size=config.vocab_size,
+        seq_len=config.seq_len,
+        ffn_hidden_size=config.ffn_hidden_size,
+        position_tables=2,
+    )
+
+
+def read_dimensions(path: Path) -> Dimensions:
+    """The dimensions in a YAML file, under the names of `Dimensions`.
+
+    Raises:
+        ConfigError: unreadable, an unknown or missing field, a wrong type.
+    """
+    values = read_mapping(path)
+    return checked(Dimensions, values, str(path))
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: missing, unreadable, or not a mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: names with values are expected, got {type(values).__name__}")
+    return values
+
+
+def checked(kind: Any, values: dict[str, Any], source: str) -> Any:
+    """A dataclass of simple fields from `values`.
+
+    Raises:
+        ConfigError: an unknown or missing field, a wrong type; all at once.
+    """
+    hints, problems = get_type_hints(kind), []
+    for name, value in values.items():
+        hint = hints.get(name)
+        if hint is None:
+            problems.append(f"{source}: {name} is not known here{did_you_mean(str(name), hints)}")
+        elif hint is float and isinstance(value, int) and not isinstance(value, bool):
+            continue
+        elif isinstance(hint, type) and (not isinstance(value, hint) or (hint is int and isinstance(value, bool))):
+            problems.append(f"{source}: {name} must be {hint.__name__}, got {value!r}")
+    for field in dataclasses.fields(kind):
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING and field.name not in values:
+            problems.append(f"{source}: {field.name} is missing")
+    if problems:
+        raise ConfigError(problems)
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {problem}" for problem in error.problems) from None
+
+
+Recomputation = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How a step is spread over devices: all the cost model needs of a strategy."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    virtual_stages: int = 1
+    """Parts of the layers each pipeline rank holds (interleaving)."""
+    microbatch: int = 1
+    """Sequences of one microbatch, on one replica."""
+    num_microbatches: int = 1
+    recompute: Recomputation = "none"
+    """selective: only what attention makes between its products."""
+    recomputed_layers: tuple[int, ...] | None = None
+    """How many layers of each stage recompute; None: all of them."""
+    layers_of_stages: tuple[int, ...] | None = None
+    """None: as even as can be, leftovers to the first stages."""
+    zero: int = 0
+    """1: optimizer state cut over the replicas; 2: and gradients; 3: and weights."""
+    zero_shards: int = 0
+    """Over how many replicas; 0: all."""
+    gathers: Literal["microbatch", "step"] = "microbatch"
+    """How often cut weights are gathered, with zero 3."""
+    sequence_parallel: bool = False
+    scatter_gather: bool = False
+    """Tensor parallel ranks send a part each between stages and gather it there; implied by sequence parallel."""
+    flash_attention: bool = False
+    """Attention in one kernel that keeps no scores."""
+    precision: Literal["fp16", "bf16", "fp32", "fp8"] = "bf16"
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 12
+    """Of a parameter. Mixed precision has 2, 4 and 12 (master weights, two moments); float32 weights 4, 4 and 8."""
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights."""
+        return self.dp * self.cp
+
+    @property
+    def shards(self) -> int:
+        return (self.zero_shards or self.replicas) if self.zero else 1
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.dp * self.microbatch * self.num_microbatches
+
+    def stages(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each stage."""
+        if self.layers_of_stages:
+            return self.layers_of_stages
+        least, more = divmod(num_layers, self.pp)
+        return tuple(least + (stage < more) for stage in range(self.pp))

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes on each pipeline stage's devices, term by term. Derivations and sources: docs/planner.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindloom.planner.dimensions import Dimensions, Parallelism
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one device of a stage, at its peak."""
+
+    parameters: int
+    """How many parameters the device computes with, before the optimizer's cut."""
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Kept from forward to backward, for all microbatches on their way."""
+    working: float
+    """What one layer, the head or a gathered weight needs while it is at work."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+
+
+def layer_parameters(dims: Dimensions, tp: int) -> int:
+    """Parameters of one layer on one device."""
+    return (dims.layer_matrices + dims.layer_vectors_cut) // tp + dims.layer_vectors_whole
+
+
+def stage_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
+    """Parameters of each stage on one of its devices, before the optimizer's cut.
+
+    The first stage has the tables of words and positions, the last one the last norm, the queries' table and the
+    head's, which is a second copy of the words where they are tied and there is more than one stage.
+    """
+    words, last = dims.vocab_size * dims.hidden_size // job.tp, job.pp - 1
+    table = dims.seq_len * dims.hidden_size
+    counts = [count * layer_parameters(dims, job.tp) for count in job.stages(dims.num_layers)]
+    counts[0] += words + min(dims.position_tables, 1) * table
+    counts[last] += (2 if dims.biases else 1) * dims.hidden_size + max(dims.position_tables - 1, 0) * table
+    if not dims.tied_head or job.pp > 1:
+        counts[last] += words
+    return counts
+
+
+def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None = None) -> float:
+    """Bytes one layer keeps of one microbatch.
+
+    Source: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5 a s / (h t)), taken apart for other widths: whole on each tensor
+    parallel rank are the inputs of the norms and of the products after them (8 h) and two dropout masks (2 h); cut are
+    queries, keys and values, the context (2 bytes each), the MLP between its matrices, and per head and key the
+    scores' softmax, its dropout and mask (5).
+    """
+    recompute = recompute or job.recompute
+    tokens = job.microbatch * dims.seq_len / job.cp
+    h, spread = dims.hidden_size, job.tp if job.sequence_parallel else 1
+    if recompute == "full":
+        return tokens * 2 * h / spread
+    whole = (6 if dims.parallel_block else 10) * h
+    cut = 4 * h + 4 * dims.kv_size + (6 if dims.gated_mlp else 4) * dims.ffn
+    scores = 0 if job.flash_attention or recompute == "selective" else 5 * dims.num_heads * dims.seq_len
+    return tokens * (whole / spread + (cut + scores) / job.tp)
+
+
+def microbatches_in_flight(job: Parallelism, stage: int) -> float:
+    """Whole microbatches' worth of activations a stage holds under 1F1B; with interleaving (p-1)/v more.
+
+    Source: arXiv:2205.05198 section 4.3, L (1 + (p-1)/(p v)) layers on the first stage.
+    """
+    more = (job.pp - 1) / job.virtual_stages if job.virtual_stages > 1 else 0
+    return min(job.num_microbatches, job.pp - stage + more)
+
+
+def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
+    """Memory of each stage's devices."""
+    tokens = job.microbatch * dims.seq_len / job.cp
+    spread = job.tp if job.sequence_parallel else 1
+    kept, full = layer_activations(dims, job), layer_activations(dims, job, "none")
+    layers, result = job.stages(dims.num_layers), []
+    for stage, count in enumerate(stage_parameters(dims, job)):
+        flying = microbatches_in_flight(job, stage)
+        again = layers[stage] if job.recomputed_layers is None else min(job.recomputed_layers[stage], layers[stage])
+        activations = flying * (again * kept + (layers[stage] - again) * full)
+        working = full - kept if again else 0.0
+        if stage == 0:
+            activations += flying * tokens * dims.hidden_size / spread  # the embedding's dropout mask
+        if stage == job.pp - 1:  # input of the last norm and the head; logits in float32, and their gradient
+            activations += tokens * 4 * dims.hidden_size / spread
+            working = max(working, tokens * dims.vocab_size / job.tp * 8)
+        if job.zero == 3:  # two layers' whole weights, and one's gradient
+            working += 3 * layer_parameters(dims, job.tp) * 2
+        result.append(
+            StageMemory(
+                parameters=count,
+                weights=count * job.weight_bytes / (job.shards if job.zero >= 3 else 1),
+                gradients=count * job.gradient_bytes / (job.shards if job.zero >= 2 else 1),
+                optimizer=count * job.optimizer_bytes / job.shards,
+                activations=activations,
+                working=working,
+            )
+        )
+    return result
+
+
+def peak_memory(dims: Dimensions, job: Parallelism) -> float:
+    """Bytes on the fullest device."""
+    return max(stage.total for stage in stage_memory(dims, job))

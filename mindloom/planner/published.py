@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published training runs as the cost model's inputs, and what was measured beside them.
+
+What a row leaves open is filled in by the rules below, which look at model, chip and strategy only.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindloom.errors import ConfigError
+from mindloom.planner.cluster import Cluster, chips
+from mindloom.planner.dimensions import Dimensions, Parallelism
+
+GATED = re.compile(r"llama|qwen|baichuan|internlm|\byi|deepseek|glm|telechat|mixtral|aquila|palm", re.I)
+NEEDED = ("model", "layers", "hidden", "heads", "seq", "chip", "devices", "tp", "pp", "global_batch")
+ZERO = {"": 0, "dist-opt": 1, "FSDP": 3, "ms-opt-parallel": 3}
+ASSUMED_VOCABULARY = 50_000
+
+
+class Unpredictable(Exception):
+    """Why a row cannot be predicted."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was run."""
+
+    id: str
+    source: str
+    dims: Dimensions
+    job: Parallelism
+    cluster: Cluster
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was published about it."""
+
+    seconds: float | None
+    memory_bytes: float | None
+    fits: bool | None
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file with the columns of published runs.
+
+    Raises:
+        ConfigError: unreadable, or columns are missing.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    missing = [name for name in (*NEEDED, "note", "id", "source") if not rows or name not in rows[0]]
+    if missing:
+        raise ConfigError(f"{path}: no rows, or columns are missing: {', '.join(missing)}")
+    return rows
+
+
+def noted(row: dict[str, str], key: str) -> str:
+    """The value of `key=` in a row's note, or an empty text."""
+    found = re.search(rf"(?:^|[;, ]){re.escape(key)}=(\[[^\]]*\]|[^;, ]*)", row["note"] or "")
+    return found[1] if found else ""
+
+
+def describe(row: dict[str, str]) -> Run:
+    """Model, strategy and cluster of a row; measured columns are not read.
+
+    Raises:
+        Unpredictable: with the reason.
+    """
+    if missing := [name for name in NEEDED if not row[name]]:
+        raise Unpredictable(f"no {', '.join(missing)}")
+    if "experts" in row["note"] or "MoE" in row["note"]:
+        raise Unpredictable("mixture of experts")
+    cluster, flash = _cluster(row)
+    try:
+        dims = _dimensions(row)
+        job = _parallelism(row, dims, flash)
+    except ValueError as error:
+        raise Unpredictable(f"not a number: {error}") from None
+    except ConfigError as error:
+        raise Unpredictable(str(error)) from None
+    return Run(row["id"], row["source"], dims, job, cluster)
+
+
+def _cluster(row: dict[str, str]) -> tuple[Cluster, bool]:
+    for chip, sheet in chips().items():
+        if any(re.search(name, row["chip"]) for name in sheet["names"]):
+            cluster = Cluster.of_chip(chip)
+            break
+    else:
+        raise Unpredictable(f"chip {row['chip']}: nothing is known of it")
+    if row["mem_gb"]:
+        cluster = dataclasses.replace(cluster, memory_gb=float(row["mem_gb"]))
+    if network := re.search(r"IB (\d+) Gb/s|(\d+) Gbps between nodes", row["note"]):  # of a whole node
+        per_node = float(network[1] or network[2]) / 8
+        cluster = dataclasses.replace(cluster, inter_node_gb_per_s=per_node / cluster.devices_per_node)
+    return cluster, bool(sheet["flash_attention"])
+
+
+def _dimensions(row: dict[str, str]) -> Dimensions:
+    hidden, gated = int(row["hidden"]), bool(GATED.search(row["model"]))
+    alike_palm = "PaLM" in row["model"]
+    return Dimensions(
+        num_layers=int(row["layers"]),
+        hidden_size=hidden,
+        num_heads=int(row["heads"]),
+        num_kv_heads=int(noted(row, "kv_heads") or (1 if alike_palm else 0)),
+        vocab_size=int(row["vocab"] or ASSUMED_VOCABULARY),
+        seq_len=int(row["seq"]),
+        ffn_hidden_size=int(row["ffn"]) if row["ffn"] else _llama_ffn(row, hidden) if gated else 0,
+        gated_mlp=gated,
+        position_tables=0 if gated else 1,
+        tied_head=not gated,
+        parallel_block=alike_palm or "parallel transformer block" in row["note"],
+        biases=not gated,
+    )
+
+
+def _llama_ffn(row: dict[str, str], hidden: int) -> int:
+    """LLaMA's rule: two thirds of 4 h, times a factor, rounded up. A large `mult` is the width itself."""
+    multiple, factor = int(noted(row, "multiple_of") or 256), float(noted(row, "mult") or 1)
+    return int(factor) if factor > 100 else multiple * math.ceil(int(8 * hidden / 3) * factor / multiple)
+
+
+def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallelism:
+    tp, pp, cp = int(row["tp"]), int(row["pp"]), int(noted(row, "cp") or 1)
+    devices, batch = int(row["devices"]), int(float(row["global_batch"]))
+    dp = int(row["dp"]) if row["dp"] else devices // (tp * pp * cp)
+    if dp * tp * pp * cp != devices:
+        dp = devices // (tp * pp * cp)
+    if dp < 1 or dp * tp * pp * cp != devices:
+        raise Unpredictable("tp x pp x cp does not divide the devices")
+    if pp > dims.num_layers:
+        raise Unpredictable("more stages than layers")
+    local = int(float(noted(row, "local_batch") or 0)) if pp == 1 else 0
+    microbatch = int(float(row["microbatch"] or local or 1))
+    text, zero = row["precision"].lower(), row["zero"]
+    precision = "fp8" if "fp8" in text else "fp16" if "fp16" in text else "bf16"
+    level = ZERO[zero] if zero in ZERO else int(zero)
+    word = noted(row, "flash_attn").lower()
+    recompute, layers = _recompute(row, pp)
+    return Parallelism(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        virtual_stages=int(row["vpp"] or 0) or _virtual_stages(row, dims.num_layers, pp),
+        microbatch=microbatch,
+        num_microbatches=max(1, round(batch / dp / microbatch)),
+        recompute=recompute,  # type: ignore[arg-type]
+        recomputed_layers=layers,
+        zero=level,
+        gathers="step" if zero == "ms-opt-parallel" else "microbatch",
+        sequence_parallel=noted(row, "sp").lower() in ("1", "true") or "SP on" in row["note"] or cp > 1,
+        scatter_gather="scatter/gather" in row["note"],
+        flash_attention=word == "true" if word in ("true", "false") else flash or (precision == "bf16" and level >= 2),
+        precision=precision,  # type: ignore[arg-type]
+    )
+
+
+def _virtual_stages(row: dict[str, str], num_layers: int, pp: int) -> int:
+    """Where only the word interleaved is printed: as many parts, up to 4, as the layers of a stage can be cut into."""
+    if pp == 1 or "schedule=interleaved" not in row["note"] or num_layers % pp:
+        return 1
+    return max(parts for parts in (1, 2, 3, 4) if num_layers // pp % parts == 0)
+
+
+def _recompute(row: dict[str, str], pp: int) -> tuple[str, tuple[int, ...] | None]:
+    """Kind, and layers of each stage where the note lists them."""
+    for kind, key in (("full", "recompute"), ("selective", "select")):
+        if (listed := noted(row, key)).startswith("["):
+            counts = tuple(int(count) for count in listed.strip("[]").split(",") if count.strip())
+            if len(counts) == pp:
+                return kind, counts
+    return row["recompute"].split(" ")[0] or "none", None
+
+
+def measured(row: dict[str, str], run: Run) -> Measured:
+    """What the row says was measured.
+
+    Raises:
+        Unpredictable: it contradicts itself.
+    """
+    if "CONFLICT" in row["note"]:
+        raise Unpredictable("the source contradicts itself")
+    memory = float(noted(row, "measured_mem_gb") or 0) * 2**30 or None
+    failed = "OOM" in row["note"] or "FAILED" in row["note"]
+    seconds = float(row["iter_s"]) if row["iter_s"] else float(noted(row, "derived_iter_s_eq3") or 0) or None
+    tokens = run.job.global_batch_size * run.dims.seq_len
+    if seconds and run.dims.model_flops(tokens, causal=True) / run.job.devices / seconds > run.cluster.peak_tflops * (
+        2e12 if run.job.precision == "fp8" else 1e12
+    ):
+        raise Unpredictable("measured faster than the chip's peak")
+    return Measured(seconds, memory, False if failed else True if memory else None)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of one training step, term by term, in closed form. Derivations and sources: docs/planner.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindloom.planner.cluster import Cluster, Overlap
+from mindloom.planner.dimensions import Dimensions, Parallelism
+from mindloom.planner.memory import stage_parameters
+
+BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of one microbatch in one layer (or the head) on one device."""
+
+    matmul: float
+    attention: float
+    memory: float
+    overhead: float
+    tensor_parallel: float
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention + self.memory + self.overhead + self.tensor_parallel
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, on the slowest stage."""
+
+    matmul: float
+    attention: float
+    memory: float
+    overhead: float
+    tensor_parallel: float
+    recompute: float
+    pipeline: float
+    """Sending activations and gradients between stages."""
+    bubble: float
+    gradients: float
+    """Collectives of gradients, what is not hidden."""
+    weights: float
+    """Gathering cut weights, what is not hidden."""
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    @property
+    def communication(self) -> float:
+        """Exposed."""
+        return self.tensor_parallel + self.pipeline + self.gradients + self.weights
+
+
+def group_bandwidth(cluster: Cluster, size: int, stride: int) -> float:
+    """Bytes/s at which a ring through every `stride`-th device moves data, for one device.
+
+    Rings that leave a node share its links: of a group with k members in a node each member brings one device's link.
+    """
+    in_node = min(size, max(1, cluster.devices_per_node // stride))
+    intra = cluster.intra_node_gb_per_s * cluster.fitted.intra_node
+    if size <= in_node:
+        return intra * 1e9
+    return min(intra, in_node * cluster.inter_node_gb_per_s * cluster.fitted.inter_node) * 1e9
+
+
+def all_reduce(num_bytes: float, size: int, bandwidth: float) -> float:
+    """Seconds of a ring all-reduce; a reduce-scatter or an all-gather takes half."""
+    return 2 * (size - 1) / size * num_bytes / bandwidth
+
+
+class Rates:
+    """What one device and its tensor parallel group reach."""
+
+    def __init__(self, dims: Dimensions, job: Parallelism, cluster: Cluster):
+        fitted = cluster.fitted
+        faster = {"fp8": fitted.fp8, "fp32": 0.5}.get(job.precision, 1.0)
+        self.flops = cluster.peak_tflops * 1e12 * fitted.matmul * faster
+        aligned = dims.head_dim % cluster.alignment == 0
+        self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention * (1.0 if aligned else 1 / 12)
+        self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
+        self.overhead = fitted.layer_overhead_us * 1e-6
+        self.tp = group_bandwidth(cluster, job.tp, 1)
+
+    def matmul(self, m: float, n: float, k: float) -> float:
+        """Seconds of (m, k) x (k, n): the arithmetic, and then each matrix once through memory, in 2 bytes.
+
+        The second term makes products with a short side less efficient, as they are.
+        """
+        return 2 * m * n * k / self.flops + 2 * (m * k + k * n + m * n) / self.bytes
+
+
+def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
+    """Forward of one layer for one microbatch."""
+    tokens, tp, h = job.microbatch * dims.seq_len / job.cp, job.tp, dims.hidden_size
+    matmul = rates.matmul(tokens, (h + 2 * dims.kv_size) / tp, h) + rates.matmul(tokens, h, h / tp)
+    matmul += (dims.mlp_matrices - 1) * rates.matmul(tokens, dims.ffn / tp, h) + rates.matmul(tokens, h, dims.ffn / tp)
+    attention = 4 * tokens * dims.seq_len * h / tp / rates.attention_flops * (0.5 if job.flash_attention else 1.0)
+    # Passes: two norms read and write, two residual additions read twice and write once, each with half a dropout mask.
+    passes = (7 if dims.parallel_block else 11) * tokens * h / (tp if job.sequence_parallel else 1)
+    passes += (2 * dims.mlp_matrices - 2) * tokens * dims.ffn / tp  # the activation
+    if not job.flash_attention:  # products write and read the scores; scale, mask, softmax, dropout pass over them
+        passes += 6.5 * tokens * dims.num_heads * dims.seq_len / tp
+    reduced = (1 if dims.parallel_block else 2) * all_reduce(2 * tokens * h, tp, rates.tp)
+    if job.cp > 1:
+        reduced += 4 * tokens * dims.kv_size / tp * (job.cp - 1) / rates.tp  # keys and values go round
+    return Part(matmul, attention, 2 * passes / rates.bytes, rates.overhead, reduced)
+
+
+def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
+    """Seconds of what selective recomputation does again."""
+    if job.flash_attention:
+        return 0.0  # the kernel does so anyway
+    tokens = job.microbatch * dims.seq_len / job.cp
+    flops = 4 * tokens * dims.seq_len * dims.hidden_size / job.tp / rates.attention_flops
+    return flops + 2 * 6.5 * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
+
+
+def head_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
+    """Forward of the head and the loss for one microbatch."""
+    tokens, columns = job.microbatch * dims.seq_len / job.cp, dims.vocab_size / job.tp
+    passes = 3 * 4 * tokens * columns
+    return Part(rates.matmul(tokens, columns, dims.hidden_size), 0.0, passes / rates.bytes, rates.overhead, 0.0)
+
+
+def step_time(dims: Dimensions, job: Parallelism, cluster: Cluster, overlap: Overlap | None = None) -> StepTime:
+    """Time of one step of `job`.
+
+    The slowest stage sets the pace of all microbatches, the others add their own time once: with stage times t_i and m
+    microbatches, m max(t) + (sum(t) - max(t)) / v, where v virtual stages shorten filling and draining.
+    """
+    overlap = overlap or Overlap.fitted()
+    rates, m = Rates(dims, job, cluster), job.num_microbatches
+    layer, head = layer_forward(dims, job, rates), head_forward(dims, job, rates)
+    attention_backward = 2.5 if job.flash_attention else 2.0  # the kernel computes its scores again
+    forward_backward = Part(
+        3 * layer.matmul,
+        (1 + attention_backward) * layer.attention,
+        (1 + BACKWARD_PASSES) * layer.memory,
+        3 * layer.overhead,
+        2 * layer.tensor_parallel,
+    )
+    again = {"none": 0.0, "selective": attention_core(dims, job, rates), "full": layer.total}[job.recompute]
+    stages = job.stages(dims.num_layers)
+    counts = stages if job.recomputed_layers is None else tuple(map(min, job.recomputed_layers, stages))
+    head_total = 3 * head.matmul + (1 + BACKWARD_PASSES) * head.memory + 3 * head.overhead
+    times = [
+        layers * forward_backward.total + (counts[i] * again) + (head_total if i == job.pp - 1 else 0.0)
+        for i, layers in enumerate(stages)
+    ]
+    slowest = max(range(job.pp), key=times.__getitem__)
+    layers, has_head = stages[slowest], slowest == job.pp - 1
+    compute = m * times[slowest]
+    gradients, weights = _data_parallel(dims, job, cluster, compute, overlap)
+    return StepTime(
+        matmul=m * (layers * forward_backward.matmul + (3 * head.matmul if has_head else 0.0)),
+        attention=m * layers * forward_backward.attention,
+        memory=m * (layers * forward_backward.memory + ((1 + BACKWARD_PASSES) * head.memory if has_head else 0.0)),
+        overhead=m * (layers * forward_backward.overhead + (3 * head.overhead if has_head else 0.0)),
+        tensor_parallel=m * layers * forward_backward.tensor_parallel,
+        recompute=m * counts[slowest] * again,
+        pipeline=_sends(dims, job, cluster),
+        bubble=(sum(times) - times[slowest]) / job.virtual_stages,
+        gradients=gradients,
+        weights=weights,
+        optimizer=_update(dims, job, rates),
+    )
+
+
+def _sends(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
+    """Activations forward and gradients back, for each microbatch and virtual stage."""
+    if job.pp == 1:
+        return 0.0
+    num_bytes = 2 * job.microbatch * dims.seq_len / job.cp * dims.hidden_size
+    num_bytes /= job.tp if job.sequence_parallel or job.scatter_gather or job.virtual_stages > 1 else 1
+    bandwidth = group_bandwidth(cluster, 2, job.tp * job.replicas)
+    rounds = job.num_microbatches * job.virtual_stages + job.pp - 1
+    return 2 * rounds * num_bytes / bandwidth
+
+
+def _data_parallel(
+    dims: Dimensions, job: Parallelism, cluster: Cluster, compute: float, overlap: Overlap
+) -> tuple[float, float]:
+    """Exposed seconds of the gradients' collectives and of gathering cut weights."""
+    if job.replicas == 1:
+        return 0.0, 0.0
+    parameters = max(stage_parameters(dims, job))
+    bandwidth = group_bandwidth(cluster, job.replicas, job.tp)
+    ring = (job.replicas - 1) / job.replicas / bandwidth
+    backward = compute * 2 / 3
+    if job.zero == 3:
+        per_microbatch = job.gathers == "microbatch"
+        share, times = (overlap.weights, job.num_microbatches) if per_microbatch else (overlap.gradients, 1)
+        gathers = 2 if per_microbatch else 1  # again for the backward pass
+        moved = ring * parameters * 2 * times
+        return max(moved - share * backward, 0.0), max(gathers * moved - share * compute * (1 + gathers) / 3, 0.0)
+    moved, gathered = ring * parameters * job.gradient_bytes, ring * parameters * job.weight_bytes
+    last = backward / job.num_microbatches  # gradients are complete in the last microbatch
+    if job.zero == 0:  # an all-reduce; with cut optimizer state a reduce-scatter, and the new weights are gathered
+        return max(2 * moved - overlap.gradients * last, 0.0), 0.0
+    return max(moved - overlap.gradients * last, 0.0), gathered
+
+
+def _update(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
+    """The optimizer reads and writes its state and weights, and reads gradients."""
+    parameters = max(stage_parameters(dims, job)) / job.shards
+    return parameters * (2 * job.optimizer_bytes + job.gradient_bytes + 2 * job.weight_bytes) / rates.bytes
+
+
+def flops_per_device(dims: Dimensions, job: Parallelism) -> tuple[float, float]:
+    """FLOPs a step needs of a device on average: the model's own, and what it really computes with recomputation.
+
+    Source: arXiv:2205.05198 appendix A.
+    """
+    tokens = job.global_batch_size * dims.seq_len
+    model = dims.model_flops(tokens)
+    layers = sum(job.stages(dims.num_layers))
+    share = 1.0 if job.recomputed_layers is None else sum(job.recomputed_layers) / layers
+    attention = 4 * dims.seq_len * dims.hidden_size * dims.num_layers * tokens
+    again = {"none": 0.0, "selective": attention, "full": attention + 2 * tokens * dims.num_layers * dims.layer_matrices}
+    return model / job.devices, (model + share * again[job.recompute]) / job.devices
+

@@ -37,6 +37,8 @@ class Dimensions:
     parallel_block: bool = False
     """Attention and MLP side by side on one norm: half the all-reduces."""
     biases: bool = True
+    dropout: bool = True
+    """Masks are kept for the backward pass."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -211,6 +213,8 @@ class Parallelism:
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
     """Of a parameter. Mixed precision has 2, 4 and 12 (master weights, two moments); float32 weights 4, 4 and 8."""
+    fragmentation: float = 1.0
+    """Memory a dynamic allocator takes for each byte asked of it; graphs planned as a whole lose nothing."""
 
     @property
     def devices(self) -> int:

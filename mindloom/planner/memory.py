@@ -21,10 +21,12 @@ class StageMemory:
     """Kept from forward to backward, for all microbatches on their way."""
     working: float
     """What one layer, the head or a gathered weight needs while it is at work."""
+    fragmentation: float = 1.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+        asked = self.weights + self.gradients + self.optimizer + self.activations + self.working
+        return asked * self.fragmentation
 
 
 def layer_parameters(dims: Dimensions, tp: int) -> int:
@@ -61,9 +63,15 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     h, spread = dims.hidden_size, job.tp if job.sequence_parallel else 1
     if recompute == "full":
         return tokens * 2 * h / spread
-    whole = (6 if dims.parallel_block else 10) * h
+    whole = (4 if dims.parallel_block else 8) * h + (2 * h if dims.dropout else 0)
     cut = 4 * h + 4 * dims.kv_size + (6 if dims.gated_mlp else 4) * dims.ffn
-    scores = 0 if job.flash_attention or recompute == "selective" else 5 * dims.num_heads * dims.seq_len
+    scores = (5 if dims.dropout else 2) * dims.num_heads * dims.seq_len
+    if job.flash_attention:
+        scores = 0
+        if recompute == "selective":  # what is cheap to compute again: outputs of the norms and of the activation
+            whole, cut = whole - (2 if dims.parallel_block else 4) * h, cut - 2 * dims.ffn
+    elif recompute == "selective":
+        scores = 0
     return tokens * (whole / spread + (cut + scores) / job.tp)
 
 
@@ -87,7 +95,7 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
         again = layers[stage] if job.recomputed_layers is None else min(job.recomputed_layers[stage], layers[stage])
         activations = flying * (again * kept + (layers[stage] - again) * full)
         working = full - kept if again else 0.0
-        if stage == 0:
+        if stage == 0 and dims.dropout:
             activations += flying * tokens * dims.hidden_size / spread  # the embedding's dropout mask
         if stage == job.pp - 1:  # input of the last norm and the head; logits in float32, and their gradient
             activations += tokens * 4 * dims.hidden_size / spread
@@ -102,6 +110,7 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
                 optimizer=count * job.optimizer_bytes / job.shards,
                 activations=activations,
                 working=working,
+                fragmentation=job.fragmentation,
             )
         )
     return result

@@ -122,6 +122,7 @@ def _dimensions(row: dict[str, str]) -> Dimensions:
         tied_head=not gated,
         parallel_block=alike_palm or "parallel transformer block" in row["note"],
         biases=not gated,
+        dropout=not gated,
     )
 
 
@@ -160,11 +161,27 @@ def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallel
         recomputed_layers=layers,
         zero=level,
         gathers="step" if zero == "ms-opt-parallel" else "microbatch",
-        sequence_parallel=noted(row, "sp").lower() in ("1", "true") or "SP on" in row["note"] or cp > 1,
-        scatter_gather="scatter/gather" in row["note"],
+        sequence_parallel=noted(row, "sp").lower() in ("1", "true") or "SP on" in row["note"] or level == 3,
+        scatter_gather=zero in ("0", "dist-opt") or "scatter/gather" in row["note"],  # Megatron's; DeepSpeed sends all
         flash_attention=word == "true" if word in ("true", "false") else flash or (precision == "bf16" and level >= 2),
         precision=precision,  # type: ignore[arg-type]
+        **_state_bytes(zero, text),
     )
+
+
+def _state_bytes(zero: str, precision: str) -> dict[str, float]:
+    """Bytes of gradients and optimizer state, and what the allocator adds.
+
+    fp16 keeps gradients in 2 bytes, bf16 in 4, and DeepSpeed's bf16 optimizer in both; its fp16 one copies a shard's to
+    4 for the update. PyTorch's allocator loses a tenth.
+    """
+    deepspeed = zero in ("1", "2", "3")
+    gradients = 2 if precision.startswith("fp16") else 6 if deepspeed and "fp32 grad" in precision else 4
+    return {
+        "gradient_bytes": gradients,
+        "optimizer_bytes": 16 if deepspeed and gradients == 2 else 12,
+        "fragmentation": 1.1 if zero not in ("", "0", "ms-opt-parallel") else 1.0,
+    }
 
 
 def _virtual_stages(row: dict[str, str], num_layers: int, pp: int) -> int:

@@ -9,6 +9,7 @@ from mindloom.planner.cluster import Cluster, Overlap
 from mindloom.planner.dimensions import Dimensions, Parallelism
 from mindloom.planner.memory import stage_parameters
 
+GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
 BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward
 
 
@@ -113,9 +114,10 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
 
 def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
     """Seconds of what selective recomputation does again."""
-    if job.flash_attention:
-        return 0.0  # the kernel does so anyway
     tokens = job.microbatch * dims.seq_len / job.cp
+    if job.flash_attention:  # its kernel computes scores again anyway; two norms and the activation
+        spread = job.tp if job.sequence_parallel else 1
+        return 2 * tokens * (4 * dims.hidden_size / spread + 3 * dims.ffn / job.tp) / rates.bytes
     flops = 4 * tokens * dims.seq_len * dims.hidden_size / job.tp / rates.attention_flops
     return flops + 2 * 6.5 * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
 
@@ -198,8 +200,10 @@ def _data_parallel(
         gathers = 2 if per_microbatch else 1  # again for the backward pass
         moved = ring * parameters * 2 * times
         return max(moved - share * backward, 0.0), max(gathers * moved - share * compute * (1 + gathers) / 3, 0.0)
-    moved, gathered = ring * parameters * job.gradient_bytes, ring * parameters * job.weight_bytes
+    moved, gathered = ring * parameters * GRADIENT_BYTES, ring * parameters * job.weight_bytes
     last = backward / job.num_microbatches  # gradients are complete in the last microbatch
+    if job.zero == 2:  # implementations that cut gradients move each virtual stage's while the next is at work
+        moved, gathered = moved / job.virtual_stages, gathered / job.virtual_stages
     if job.zero == 0:  # an all-reduce; with cut optimizer state a reduce-scatter, and the new weights are gathered
         return max(2 * moved - overlap.gradients * last, 0.0), 0.0
     return max(moved - overlap.gradients * last, 0.0), gathered

@@ -41,8 +41,11 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
     owners = apply_rules(found, strategy.rules.operators, strategy.mesh)
     recomputed = [layers[i] for i in recomputed_layers(len(layers), strategy)]
     cells = dict(net.cells_and_names())
-    for path in recomputed:
-        cells[path].recompute()
+    if strategy.recompute and strategy.recompute.kind == "selective":
+        _recompute_operators(strategy, found, recomputed)
+    else:
+        for path in recomputed:
+            cells[path].recompute()
     stages = _assign_stages(net, strategy, layers)
     if strategy.mesh.pp > 1:
         for parameter in net.get_parameters():
@@ -61,6 +64,26 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         layers_of_stages=_layers_of_stages(layers, strategy),
         recomputed=recomputed,
     )
+
+
+def _recompute_operators(strategy: Strategy, found: Sequence[Operator], layers: Sequence[str]) -> None:
+    """Of some layers the operators that the rules call `selective`.
+
+    Raises:
+        ConfigError: the rules call none so.
+    """
+    chosen = [
+        operator
+        for operator in found
+        if any(path_matches(pattern, operator.path) for pattern in strategy.rules.selective)
+        and any(operator.path.startswith(layer + ".") for layer in layers)
+    ]
+    if layers and not chosen:
+        raise ConfigError(
+            f"{strategy.at('recompute.kind')}: no operator matches `selective` of the rules; list some there, or use full"
+        )
+    for operator in chosen:
+        operator.primitive.recompute()
 
 
 def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:

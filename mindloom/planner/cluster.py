@@ -53,12 +53,14 @@ class Cluster:
     """Matrix units want lengths that are multiples of this."""
     reserved_gb: float = 2.0
     """Kept by the framework and the collective library on every device."""
+    flash_attention: bool = False
+    """Attention runs in one kernel that keeps no scores."""
     efficiency: Efficiency | None = field(default=None)
 
     @classmethod
     def of_chip(cls, chip: str, **changes: Any) -> Cluster:
         """A cluster as the chip's data sheet has it, with `changes`."""
-        sheet = {name: value for name, value in chips()[chip].items() if name not in ("names", "flash_attention")}
+        sheet = {name: value for name, value in chips()[chip].items() if name != "names"}
         return cls(**{"chip": chip, **sheet, **changes})
 
     @property
@@ -120,7 +122,7 @@ def read_cluster(path: Path) -> Cluster:
     problems = [
         f"{path}: {name} must be positive, got {value}"
         for name, value in dataclasses.asdict(cluster).items()
-        if isinstance(value, int | float) and value <= 0
+        if not isinstance(value, bool) and isinstance(value, int | float) and value <= 0
     ]
     if problems:
         raise ConfigError(problems)

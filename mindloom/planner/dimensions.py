@@ -39,6 +39,8 @@ class Dimensions:
     biases: bool = True
     dropout: bool = True
     """Masks are kept for the backward pass."""
+    float32_softmax: bool = False
+    """Attention probabilities in float32 and masks as numbers, as our own models compute them; else 2 bytes and 1."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -119,6 +121,8 @@ def of_decoder(config: DecoderConfig) -> Dimensions:
         seq_len=config.seq_len,
         ffn_hidden_size=config.ffn_hidden_size,
         position_tables=2,
+        dropout=config.dropout_rate > 0,
+        float32_softmax=True,
     )
 
 

@@ -63,9 +63,12 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     h, spread = dims.hidden_size, job.tp if job.sequence_parallel else 1
     if recompute == "full":
         return tokens * 2 * h / spread
-    whole = (4 if dims.parallel_block else 8) * h + (2 * h if dims.dropout else 0)
+    mask = (2 if dims.float32_softmax else 1) if dims.dropout else 0
+    whole = (4 if dims.parallel_block else 8) * h + 2 * mask * h
     cut = 4 * h + 4 * dims.kv_size + (6 if dims.gated_mlp else 4) * dims.ffn
-    scores = (5 if dims.dropout else 2) * dims.num_heads * dims.seq_len
+    probabilities = 6 if dims.float32_softmax else 2  # float32 and, for the product, 2 bytes
+    dropped = (4 if dims.float32_softmax else 3) if dims.dropout else 0
+    scores = (probabilities + dropped) * dims.num_heads * dims.seq_len
     if job.flash_attention:
         scores = 0
         if recompute == "selective":  # what is cheap to compute again: outputs of the norms and of the activation

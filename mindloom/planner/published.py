@@ -80,10 +80,10 @@ def describe(row: dict[str, str]) -> Run:
         raise Unpredictable(f"no {', '.join(missing)}")
     if "experts" in row["note"] or "MoE" in row["note"]:
         raise Unpredictable("mixture of experts")
-    cluster, flash = _cluster(row)
+    cluster = _cluster(row)
     try:
         dims = _dimensions(row)
-        job = _parallelism(row, dims, flash)
+        job = _parallelism(row, dims, cluster.flash_attention)
     except ValueError as error:
         raise Unpredictable(f"not a number: {error}") from None
     except ConfigError as error:
@@ -91,7 +91,7 @@ def describe(row: dict[str, str]) -> Run:
     return Run(row["id"], row["source"], dims, job, cluster)
 
 
-def _cluster(row: dict[str, str]) -> tuple[Cluster, bool]:
+def _cluster(row: dict[str, str]) -> Cluster:
     for chip, sheet in chips().items():
         if any(re.search(name, row["chip"]) for name in sheet["names"]):
             cluster = Cluster.of_chip(chip)
@@ -103,7 +103,7 @@ def _cluster(row: dict[str, str]) -> tuple[Cluster, bool]:
     if network := re.search(r"IB (\d+) Gb/s|(\d+) Gbps between nodes", row["note"]):  # of a whole node
         per_node = float(network[1] or network[2]) / 8
         cluster = dataclasses.replace(cluster, inter_node_gb_per_s=per_node / cluster.devices_per_node)
-    return cluster, bool(sheet["flash_attention"])
+    return cluster
 
 
 def _dimensions(row: dict[str, str]) -> Dimensions:

@@ -36,6 +36,9 @@ class Recompute:
 
     layers: Literal["all"] | list[int] = "all"
     """`all`, or layer numbers from 0."""
+    kind: Literal["full", "selective"] = "full"
+    """`full`: everything in the layer. `selective`: only the operators the rules list under `selective`, those that keep
+    much and are cheap: what attention makes between its products."""
     per_stage: list[int] | None = None
     """Instead of `layers`: how many layers of each stage, its first ones."""
 
@@ -82,6 +85,8 @@ class Rules:
     """Patterns of the cells that go with the first layer."""
     last_stage: tuple[str, ...] = ()
     """Patterns of the cells that go with the last layer."""
+    selective: tuple[str, ...] = ()
+    """Patterns of the operators that selective recomputation computes again."""
     tied: tuple[str, ...] = ()
     """Patterns of the parameters the first and the last stage both use. In a pipeline they are sent every step, and
     MindSpore cannot cut what it sends: optimizer parallel leaves them whole."""

@@ -190,6 +190,7 @@ def _rules(reader: _Reader, children: dict[str, yaml.Node], base: Rules, sequenc
         layers=patterns("layers", base.layers),
         first_stage=patterns("first_stage", base.first_stage),
         last_stage=patterns("last_stage", base.last_stage),
+        selective=patterns("selective", base.selective),
         tied=patterns("tied", base.tied),
         operators=tuple(rules),
     )

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ways to spread one step over a cluster, ranked by the cost model, with what each would cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mindloom.errors import ConfigError
+from mindloom.planner.cluster import Cluster
+from mindloom.planner.dimensions import Dimensions, Parallelism, Recomputation
+from mindloom.planner.memory import StageMemory, stage_memory
+from mindloom.planner.step_time import StepTime, flops_per_device, step_time
+
+MICROBATCHES = (1, 2, 4, 8, 16)
+MOST_VIRTUAL_STAGES = 4
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way, and what it costs."""
+
+    dims: Dimensions
+    job: Parallelism
+    time: StepTime
+    memory: tuple[StageMemory, ...]
+    usable_bytes: float
+    peak_flops: float
+
+    @property
+    def seconds(self) -> float:
+        return self.time.total
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(stage.total for stage in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.usable_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.job.global_batch_size * self.dims.seq_len / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Share of peak that the model's own FLOPs make up."""
+        return flops_per_device(self.dims, self.job)[0] / self.seconds / self.peak_flops
+
+    @property
+    def hfu(self) -> float:
+        """The same with what is computed twice."""
+        return flops_per_device(self.dims, self.job)[1] / self.seconds / self.peak_flops
+
+
+def evaluate(dims: Dimensions, job: Parallelism, cluster: Cluster) -> Option:
+    """What one way costs."""
+    memory = tuple(stage_memory(dims, job))
+    peak = cluster.peak_tflops * 1e12 * (2 if job.precision == "fp8" else 1)
+    return Option(dims, job, step_time(dims, job, cluster), memory, cluster.usable_bytes, peak)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be planned."""
+
+    dims: Dimensions
+    cluster: Cluster
+    devices: int
+    global_batch_size: int
+    interleave: bool = False
+    """Also pipelines with virtual stages, which the engine cannot run yet."""
+    flash_attention: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}"
+            for name in ("devices", "global_batch_size")
+            if getattr(self, name) < 1
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+
+def search(request: Request) -> list[Option]:
+    """All options, those that fit first, then by time; of options that differ in little but memory the faster one.
+
+    Raises:
+        ConfigError: no mesh divides devices, model and batch.
+    """
+    options = [evaluate(request.dims, job, request.cluster) for job in _jobs(request)]
+    if not options:
+        raise ConfigError(
+            f"no dp x tp x pp = {request.devices} divides the model ({request.dims.num_heads} heads, hidden_size "
+            f"{request.dims.hidden_size}, vocab_size {request.dims.vocab_size}, {request.dims.num_layers} layers) and a "
+            f"global batch of {request.global_batch_size}; change the number of devices or the batch"
+        )
+    return sorted(options, key=lambda option: (not option.fits, option.seconds if option.fits else option.peak_bytes))
+
+
+def _jobs(request: Request) -> Iterator[Parallelism]:
+    dims, devices, batch = request.dims, request.devices, request.global_batch_size
+    for tp in _divisors(devices):
+        if any(size % tp for size in (dims.num_heads, dims.hidden_size, dims.vocab_size, dims.ffn)):
+            continue
+        if dims.kv_heads % tp and tp % dims.kv_heads:
+            continue
+        for pp in _divisors(devices // tp):
+            dp = devices // tp // pp
+            if pp > dims.num_layers or batch % dp:
+                continue
+            for microbatch in MICROBATCHES:
+                if batch // dp % microbatch or (pp > 1 and batch // dp // microbatch < pp):
+                    continue
+                base = Parallelism(
+                    dp=dp, tp=tp, pp=pp, microbatch=microbatch, num_microbatches=batch // dp // microbatch
+                )
+                yield from _variants(request, base)
+
+
+def _variants(request: Request, base: Parallelism) -> Iterator[Parallelism]:
+    """Optimizer parallel, sequence parallel, virtual stages and recomputation of one mesh."""
+    dims, usable = request.dims, request.cluster.usable_bytes
+    zeros = [(0, 0)]
+    if base.dp > 1:
+        # In a pipeline the gradients of the microbatches add up whole; else each is cut as soon as it is there.
+        level = 1 if base.pp > 1 or base.num_microbatches > 1 else 2
+        groups = {base.dp, *(size for size in (8, 16, 32, 64) if size < base.dp and base.dp % size == 0)}
+        zeros += [(level, size) for size in groups]
+    most = dims.num_layers // base.pp
+    virtual = [1]
+    if request.interleave and base.pp > 1 and dims.num_layers % base.pp == 0 and base.num_microbatches % base.pp == 0:
+        virtual += [parts for parts in range(2, MOST_VIRTUAL_STAGES + 1) if most % parts == 0]
+    parallels = [False]
+    if base.tp > 1 and base.microbatch * dims.seq_len % base.tp == 0:
+        parallels.append(True)
+    for zero, shards in zeros:
+        for sequence_parallel in parallels:
+            for virtual_stages in virtual:
+                job = dataclasses.replace(
+                    base,
+                    zero=zero,
+                    zero_shards=shards,
+                    sequence_parallel=sequence_parallel,
+                    virtual_stages=virtual_stages,
+                    flash_attention=request.flash_attention,
+                )
+                yield from _recomputations(dims, job, usable)
+
+
+def _recomputations(dims: Dimensions, job: Parallelism, usable: float) -> Iterator[Parallelism]:
+    """Nothing twice; if that does not fit, as few layers of each stage as make it fit, of either kind, or all."""
+    stages = stage_memory(dims, job)
+    if max(stage.total for stage in stages) <= usable:
+        yield job
+        return
+    layers = job.stages(dims.num_layers)
+    kinds: tuple[Recomputation, ...] = ("selective", "full")
+    for kind in kinds:
+        whole = dataclasses.replace(job, recompute=kind)
+        needed = []
+        for stage, (without, every) in enumerate(zip(stages, stage_memory(dims, whole), strict=True)):
+            saved = (without.activations - every.activations) / layers[stage]
+            over = without.total + (every.working - without.working) - usable
+            needed.append(min(layers[stage], max(0, -int(-over // saved))) if saved > 0 and over > 0 else 0)
+        if any(needed) and tuple(needed) != layers:
+            yield dataclasses.replace(whole, recomputed_layers=tuple(needed))
+        else:
+            yield whole
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def describe(job: Parallelism) -> str:
+    """One line."""
+    parts = [f"tp {job.tp}", f"pp {job.pp}", f"dp {job.dp}", f"microbatch {job.microbatch} x {job.num_microbatches}"]
+    if job.virtual_stages > 1:
+        parts.append(f"{job.virtual_stages} virtual stages")
+    if job.zero:
+        parts.append("optimizer parallel" + (f" over {job.shards}" if job.shards < job.dp else ""))
+    if job.sequence_parallel:
+        parts.append("sequence parallel")
+    if job.recompute != "none":
+        counts = job.recomputed_layers
+        which = "" if counts is None else f" of {counts[0]} layers" if len(set(counts)) == 1 else f" of {list(counts)}"
+        parts.append(f"recompute {job.recompute}{which}")
+    return ", ".join(parts)
+
+
+def why_slower(option: Option, best: Option) -> str:
+    """The terms that make `option` slower than `best`, the largest first, and what it gains."""
+    differences = {
+        name.replace("_", " "): value - getattr(best.time, name) for name, value in vars(option.time).items()
+    }
+    noted = [f"{name} {seconds:+.2f} s" for name, seconds in differences.items() if abs(seconds) > 0.005 * best.seconds]
+    noted.sort(key=lambda text: -abs(float(text.split()[-2])))
+    return ", ".join(noted[:3]) or "equal within half a percent"
+
+
+def smallest_changes(request: Request, options: list[Option]) -> list[str]:
+    """When nothing fits: by how much, and which more devices, memory or smaller batch would do."""
+    nearest = min(options, key=lambda option: option.peak_bytes)
+    lacking = nearest.peak_bytes - nearest.usable_bytes
+    lines = [
+        f"nothing fits: the nearest ({describe(nearest.job)}) needs {nearest.peak_bytes / 2**30:.1f} GB on a device that has "
+        f"{nearest.usable_bytes / 2**30:.1f} GB to use, {lacking / 2**30:.1f} GB too few",
+        f"devices with at least {nearest.peak_bytes / 2**30 + request.cluster.reserved_gb:.0f} GB would do",
+    ]
+    for factor in (2, 4, 8, 16, 32, 64):
+        larger = dataclasses.replace(request, devices=request.devices * factor)
+        try:
+            found = search(larger)[0]
+        except ConfigError:
+            continue
+        if found.fits:
+            lines.append(f"{larger.devices} devices would do: {describe(found.job)}")
+            break
+    for batch in sorted((d for d in _divisors(request.global_batch_size) if d < request.global_batch_size), reverse=True):
+        try:
+            found = search(dataclasses.replace(request, global_batch_size=batch))[0]
+        except ConfigError:
+            continue
+        if found.fits:
+            lines.append(f"a global batch of {batch} would do: {describe(found.job)}")
+            break
+    return lines

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best strategy for a model, a cluster and a batch, with its reasons; without a device and without MindSpore.
+
+    python tools/plan.py --model pangu --size 200b --cluster parallel_configs/clusters/ascend910a.yaml \\
+        --devices 2048 --global-batch-size 2048 --out plan.yaml
+    python tools/plan.py --config dims.yaml --cluster parallel_configs/clusters/h100.yaml --devices 64 --global-batch-size 512
+    python tools/plan.py validate RUNS.csv --json        how far the cost model is from published runs
+
+--config takes a model by its dimensions alone: a YAML file with the fields of mindloom.planner.dimensions.Dimensions.
+docs/planner.md derives every term.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindloom.cli import argument, option, parse_args
+from mindloom.errors import ConfigError, run_tool
+from mindloom.family import size_config
+from mindloom.files import write_text_atomically
+from mindloom.planner.cluster import read_cluster
+from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
+from mindloom.planner.report import as_dict, strategy_file, table, validation_report
+from mindloom.planner.search import Request, search, smallest_changes
+from mindloom.planner.validate import validate
+
+RULES = Path(__file__).resolve().parents[1] / "parallel_configs" / "rules" / "decoder.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    model: str | None = option(None, "model family")
+    size: str | None = option(None, "one of the family's published sizes")
+    config: Path | None = option(None, "YAML file with the dimensions of any decoder, instead of --model and --size")
+    cluster: Path = option(..., "cluster file, see parallel_configs/clusters")
+    devices: int = option(..., "devices of the job")
+    global_batch_size: int = option(..., "sequences of one step, over all devices")
+    seq_len: int | None = option(None, "tokens of a sequence; the model's longest context without this")
+    interleave: bool = option(False, "also consider virtual stages, which tools/train.py cannot run")
+    top: int = option(10, "options to show")
+    out: Path | None = option(None, "write the best one as a strategy file for tools/train.py")
+    json: bool = option(False, "JSON on stdout instead of the table")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateConfig:
+    runs: Path = argument("CSV file of published runs")
+    json: bool = option(False, "JSON on stdout instead of the summary")
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["validate"]:
+        return check_against_runs(parse_args(ValidateConfig, __doc__, sys.argv[2:]))
+    config = parse_args(PlanConfig, __doc__)
+    request = requested(config)
+    if config.out and config.interleave:
+        raise ConfigError("--out writes what tools/train.py runs, which knows no virtual stages; leave out --interleave")
+    options = search(request)
+    if not options[0].fits:
+        raise ConfigError(smallest_changes(request, options))
+    shown = [o for o in options if o.fits][: config.top]
+    if config.json:
+        print(json.dumps([as_dict(o, shown[0]) for o in shown], indent=1))
+    else:
+        print(table(request, shown))
+    if config.out:
+        if not config.model:
+            raise ConfigError("--out needs --model and --size: a strategy file names rules, which fit our own models")
+        rules = os.path.relpath(RULES, config.out.resolve().parent)
+        write_text_atomically(config.out, strategy_file(request, shown[0], rules))
+        print(f"strategy in {config.out}", file=sys.stderr)
+    return 0
+
+
+def requested(config: PlanConfig) -> Request:
+    """What the flags ask for.
+
+    Raises:
+        ConfigError: flags that exclude each other, files that are wrong.
+    """
+    if bool(config.config) == bool(config.model) or bool(config.model) != bool(config.size):
+        raise ConfigError("give either --model and --size, or --config FILE")
+    if config.top < 1:
+        raise ConfigError(f"--top must be at least 1, got {config.top}")
+    cluster = read_cluster(config.cluster)
+    dims: Dimensions
+    if config.model and config.size:
+        dims = of_decoder(size_config(config.model, config.size))
+        longest = dims.seq_len
+        if config.seq_len and config.seq_len > longest:
+            raise ConfigError(f"--seq-len {config.seq_len} is beyond the model's longest context, {longest}")
+    else:
+        assert config.config
+        dims = read_dimensions(config.config)
+    if config.seq_len is not None:
+        dims = dataclasses.replace(dims, seq_len=config.seq_len)
+    return Request(
+        dims=dims,
+        cluster=cluster,
+        devices=config.devices,
+        global_batch_size=config.global_batch_size,
+        interleave=config.interleave,
+        flash_attention=cluster.flash_attention and not config.model,  # our own models keep their scores
+    )
+
+
+def check_against_runs(config: ValidateConfig) -> int:
+    report = validate(config.runs)
+    print(json.dumps(report, indent=1) if config.json else validation_report(report))
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -142,7 +142,7 @@ def _assign_stages(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> d
 
 
 def _layers_of_stages(layers: Sequence[str], strategy: Strategy) -> list[list[str]]:
-    if strategy.mesh.pp == 1:
+    if not layers:
         return []
     stages = stage_of_layers(len(layers), strategy)
     return [[p for p, s in zip(layers, stages, strict=True) if s == stage] for stage in range(strategy.mesh.pp)]

@@ -8,7 +8,7 @@ from mindspore import dtype as mstype
 
 _square_sum = ops.MultitypeFuncGraph("square_sum")
 _scale = ops.MultitypeFuncGraph("scale")
-_add = ops.Add()
+_add, _assign_sub = ops.Add(), ops.AssignSub()
 _clear = ops.MultitypeFuncGraph("clear")
 
 
@@ -25,7 +25,7 @@ def _scale_by(factor, x):
 @_clear.register("Tensor", "Tensor")
 def _clear_after(accumulated, gradient):
     accumulated = ops.depend(accumulated, gradient)
-    return ops.assign(accumulated, ops.zeros_like(accumulated))
+    return _assign_sub(accumulated, accumulated)  # zeros would be folded into a constant as large as the gradient
 
 
 class TrainStep(nn.Cell):

@@ -50,6 +50,15 @@ def stage_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
     return counts
 
 
+def copied_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
+    """Of `stage_parameters` those that every tensor parallel rank of the stage holds whole."""
+    counts = [count * dims.layer_vectors_whole for count in job.stages(dims.num_layers)]
+    table = dims.seq_len * dims.hidden_size
+    counts[0] += min(dims.position_tables, 1) * table
+    counts[job.pp - 1] += (2 if dims.biases else 1) * dims.hidden_size + max(dims.position_tables - 1, 0) * table
+    return counts
+
+
 def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None = None) -> float:
     """Bytes one layer keeps of one microbatch.
 
@@ -59,7 +68,7 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     scores' softmax, its dropout and mask (5).
     """
     recompute = recompute or job.recompute
-    tokens = job.microbatch * dims.seq_len / job.cp
+    tokens = job.microbatch * dims.seq_len / job.cp * (2 if job.precision == "fp32" else 1)
     h, spread = dims.hidden_size, job.tp if job.sequence_parallel else 1
     if recompute == "full":
         return tokens * 2 * h / spread
@@ -89,7 +98,7 @@ def microbatches_in_flight(job: Parallelism, stage: int) -> float:
 
 def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
     """Memory of each stage's devices."""
-    tokens = job.microbatch * dims.seq_len / job.cp
+    tokens = job.microbatch * dims.seq_len / job.cp * (2 if job.precision == "fp32" else 1)
     spread = job.tp if job.sequence_parallel else 1
     kept, full = layer_activations(dims, job), layer_activations(dims, job, "none")
     layers, result = job.stages(dims.num_layers), []

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the real training or inference graph of one rank at full size, without its weights, and say what it holds."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+from mindspore.nn.utils import no_init_parameters
+
+from mindloom.dry_run.graph import Collective, read_work
+from mindloom.family import family_module
+from mindloom.model_config import DecoderConfig
+from mindloom.parallel.parallelize import parallelize, wrap
+from mindloom.parallel.report import Report
+from mindloom.parallel.step import TrainStep
+from mindloom.runtime.compile import partition
+from mindloom.runtime.environment import prepare_environment
+from mindloom.runtime.target import WORLD, virtual_ascend
+from mindloom.strategy.config import Strategy
+from mindloom.train.optim import AdamW
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+
+
+@dataclass(frozen=True)
+class RankParameter:
+    """A parameter as a rank holds it."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    layout: list[list[str]]
+    """Mesh axes that cut each dim."""
+    optimizer_shards: int
+    num_bytes: int
+    rule: str
+    """file:line of the rule that says so; empty: none, whole on every rank."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank's graph is."""
+
+    rank: int
+    stage: int
+    layers: list[str]
+    recomputed: list[str]
+    parameters: list[RankParameter]
+    parameter_bytes: int
+    optimizer_bytes: int
+    gradient_bytes: int
+    groups: dict[str, list[int]]
+    collectives: list[Collective]
+    flops: dict[str, int]
+    compile_s: float
+    untouched_operators: list[str]
+
+
+def compile_rank(
+    family: str, model: DecoderConfig, strategy: Strategy, rank: int, batch: tuple[int, int], inference: bool
+) -> RankReport:
+    """Everything about `rank`. `batch`: sequences of a step over all ranks and their tokens. Needs a process of its own."""
+    prepare_environment()
+    _spare_the_allocator()
+    mesh = strategy.mesh
+    with virtual_ascend(rank, mesh.size):
+        all_reduce = ms.ops.AllReduce(group=WORLD) if mesh.size > 1 else None
+    module = family_module(family, "model")
+    inputs: list[tuple[tuple[int, ...], Any]] = [(batch, np.int32)] * 2
+    cell: nn.Cell
+    with no_init_parameters():
+        net = module.Model(model) if inference else module.ModelWithLoss(model)
+        # Kept as a function: the microbatches of a pipeline then cost no time to compile.
+        net.cell_init_args = f"lazy_inline_{type(net).__name__}"
+        report = parallelize(net, strategy, whole=not inference)
+        if inference:
+            cell = net.set_train(False)
+        else:
+            inputs = [*inputs, (batch, np.int32), (batch, np.float32)]
+            inputs += [(batch, np.int32)] if model.dropout_rate else []
+            optimizer = AdamW(net.trainable_params())
+            cell = TrainStep(wrap(net, strategy), optimizer, report, rank, all_reduce, max_grad_norm=1.0).set_train()
+    graph = partition(cell, strategy, rank, inputs)
+    stage = mesh.coordinate(rank, "pp")
+    calls = strategy.pipeline.num_microbatches if mesh.pp > 1 and not inference else 1
+    work = read_work(graph, calls)
+    parameters = _parameters(report, graph.parameters)
+    held = {p.name for p in parameters}
+
+    def bytes_of(*prefixes: str) -> int:
+        return sum(
+            4 * int(np.prod(shape))
+            for name, shape in graph.parameters.items()
+            if any(name.startswith(prefix) and name.removeprefix(prefix) in held for prefix in prefixes)
+        )
+
+    layers = report.layers_of_stages[stage] if report.layers_of_stages else []
+    accumulated = bytes_of("accu_grads.")
+    return RankReport(
+        rank=rank,
+        stage=stage,
+        layers=layers,
+        recomputed=[layer for layer in report.recomputed if layer in layers],
+        parameters=parameters,
+        parameter_bytes=sum(p.num_bytes for p in parameters),
+        optimizer_bytes=bytes_of("adam_m.", "adam_v."),
+        gradient_bytes=0 if inference else accumulated or sum(p.num_bytes for p in parameters),
+        groups={name: ranks for name, ranks in graph.groups.items() if len(ranks) > 1},
+        collectives=work.collectives,
+        flops=work.flops,
+        compile_s=graph.compile_s,
+        untouched_operators=report.untouched_operators,
+    )
+
+
+def _parameters(report: Report, local_shapes: dict[str, tuple[int, ...]]) -> list[RankParameter]:
+    """The parameters in a rank's graph, with the shapes the compiler gave them."""
+    found = []
+    for p in report.parameters:
+        shape = local_shapes.get(p.name)
+        if shape is None:
+            continue
+        layout = [list(dim) for dim in p.layout]
+        num_bytes = 4 * int(np.prod(shape))
+        found.append(RankParameter(p.name, p.global_shape, shape, layout, p.optimizer_shards, num_bytes, p.rule))
+    return found
+
+
+def _spare_the_allocator() -> None:
+    """Compilation makes and drops millions of small objects: do not return memory in between, and do not look for cycles."""
+    gc.disable()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**30)

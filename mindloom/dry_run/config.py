@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a dry run is asked for, checked before MindSpore is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindloom.cli import option
+from mindloom.errors import ConfigError
+from mindloom.family import size_config
+from mindloom.model_config import DecoderConfig, override, read_json_object
+from mindloom.strategy.checks import batch_problems, model_problems
+from mindloom.strategy.config import Strategy
+from mindloom.strategy.loader import load_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunConfig:
+    """The flags of tools/dry_run.py."""
+
+    model: str = option("pangu", "model family")
+    size: str = option("tiny", "one of the family's published sizes")
+    config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
+    strategy: Path = option(..., "strategy file")
+    ranks: str = option("0,last", "ranks to compile, for example 0,37,last, or all")
+    batch_size: int | None = option(
+        None, "sequences of one step, over all devices; one a microbatch and replica without this"
+    )
+    seq_len: int | None = option(None, "tokens of a sequence; the model's longest context without this")
+    inference: bool = option(False, "the graph that reads a prompt instead of a training step")
+    memory_gb: float | None = option(None, "memory of a device, for a verdict")
+    jobs: int = option(1, "ranks to compile at the same time, a process each")
+    json: bool = option(False, "JSON on stdout instead of the report")
+    html: Path | None = option(None, "also write the report as one HTML file")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A dry run that was found right, with what it refers to."""
+
+    config: DryRunConfig
+    model: DecoderConfig
+    strategy: Strategy
+    ranks: list[int]
+    batch_size: int
+    seq_len: int
+
+    @property
+    def distinct_ranks(self) -> list[int]:
+        """One rank of each stage: the ranks of a stage hold, send and compute the same, over other groups."""
+        first: dict[int, int] = {}
+        for rank in self.ranks:
+            first.setdefault(self.strategy.mesh.coordinate(rank, "pp"), rank)
+        return list(first.values())
+
+
+def check(config: DryRunConfig) -> DryRun:
+    """Everything a dry run refers to, read and held against each other.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    model = size_config(config.model, config.size)
+    if config.config:
+        model = override(model, read_json_object(config.config), str(config.config))
+    strategy = load_strategy(config.strategy, for_inference=config.inference)
+    microbatches = strategy.pipeline.num_microbatches if strategy.mesh.pp > 1 and not config.inference else 1
+    batch = strategy.mesh.dp * microbatches if config.batch_size is None else config.batch_size
+    seq_len = model.seq_len if config.seq_len is None else config.seq_len
+    problems = model_problems(strategy, model)
+    if batch < 1:
+        problems.append(f"--batch-size must be at least 1, got {batch}")
+    else:
+        problems += batch_problems(strategy, batch, seq_len, training=not config.inference)
+    if not 1 <= seq_len <= model.seq_len:
+        problems.append(f"--seq-len {seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
+    if config.jobs < 1:
+        problems.append(f"--jobs must be at least 1, got {config.jobs}")
+    if config.memory_gb is not None and config.memory_gb <= 0:
+        problems.append(f"--memory-gb must be positive, got {config.memory_gb}")
+    ranks: list[int] = []
+    try:
+        ranks = parse_ranks(config.ranks, strategy.mesh.size)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return DryRun(config, model, dataclasses.replace(strategy), ranks, batch, seq_len)
+
+
+def parse_ranks(text: str, size: int) -> list[int]:
+    """`0,37,last` or `all` as numbers.
+
+    Raises:
+        ConfigError: not a number, or no such rank.
+    """
+    if text.strip() == "all":
+        return list(range(size))
+    ranks = []
+    for word in text.split(","):
+        word = word.strip()
+        rank = size - 1 if word == "last" else int(word) if word.isdecimal() else -1
+        if not 0 <= rank < size:
+            raise ConfigError(f"--ranks {text}: {word!r} is no rank; give numbers from 0 to {size - 1}, `last` or `all`")
+        ranks.append(rank)
+    return ranks

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a rank's compiled graph: every collective with its bytes, every product with its FLOPs, times it is called."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mindspore.train import mind_ir_pb2 as mind_ir
+
+from mindloom.runtime.compile import PartitionedGraph
+from mindloom.runtime.lowering import attributes
+
+PHASES = ("forward", "recompute", "backward", "optimizer")
+_SIZES = {"FLOAT": 4, "FLOAT16": 2, "BFLOAT16": 2, "INT32": 4, "INT64": 8, "BOOL": 1, "DOUBLE": 8, "INT8": 1}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of communication of one phase, over one group, of one size."""
+
+    kind: str
+    phase: str
+    group: str
+    count: int
+    """Times a step."""
+    bytes_each: int
+    """Of the whole tensor it works on: what an all-reduce or a send gives, an all-gather gives, a reduce-scatter takes."""
+
+    @property
+    def bytes_per_step(self) -> int:
+        return self.count * self.bytes_each
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a graph does in one step."""
+
+    collectives: list[Collective]
+    flops: dict[str, int]
+    """Of matrix products, by phase."""
+
+
+def read_work(graph: PartitionedGraph, num_calls: int) -> Work:
+    """What `graph` does in a step, whose network was kept as a function that is called `num_calls` times."""
+    collectives: Counter[tuple[str, str, str, int]] = Counter()
+    flops: dict[str, int] = defaultdict(int)
+    primitives = {p.name: p for p in graph.model.primitives}
+    for body, calls, backward in _bodies(graph.model, num_calls):
+        shapes = _shapes(body, graph.model)
+        for node in body.node:
+            primitive = primitives.get(node.op_type.removeprefix("REF::"))
+            if primitive is None:
+                continue
+            group = _group(primitive)
+            phase = _phase(node, primitive, backward, in_network=body is not graph.model.graph)
+            if group is not None and len(graph.groups[group]) > 1:
+                kind, size = primitive.op_type, _bytes(node)
+                if kind == "ReduceScatter":
+                    size *= len(graph.groups[group])
+                collectives[kind, phase, group, size] += calls
+            elif primitive.op_type in ("MatMul", "BatchMatMul"):
+                out = tuple(_output(node).dims)
+                depth = math.prod(shapes[node.input[0]]) // math.prod(out[:-1])
+                flops[phase] += calls * 2 * math.prod(out) * depth
+    found = [Collective(k, p, g, count, size) for (k, p, g, size), count in sorted(collectives.items())]
+    return Work(found, dict(flops))
+
+
+def _bodies(model: mind_ir.ModelProto, num_calls: int) -> Iterator[tuple[mind_ir.GraphProto, int, bool]]:
+    """Each graph, how often it is called, and whether it is a backward pass, which MindSpore names with ◂."""
+    yield model.graph, 1, False
+    for function in model.functions:
+        yield function, num_calls, "◂" in function.name
+
+
+def _shapes(body: mind_ir.GraphProto, model: mind_ir.ModelProto) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor a graph knows by name."""
+    shapes: dict[str, tuple[int, ...]] = {p.name: tuple(p.dims) for p in model.graph.parameter}
+    for value in body.input:
+        if value.tensor:
+            shapes[value.name] = tuple(value.tensor[0].dims)
+    for node in body.node:
+        for a in node.attribute:
+            if a.name == "shape" and a.tensors:
+                shapes[node.output[0]] = tuple(a.tensors[0].dims)
+    return shapes
+
+
+def _phase(node: mind_ir.NodeProto, primitive: mind_ir.PrimitiveProto, backward: bool, in_network: bool) -> str:
+    kind, name = primitive.op_type, primitive.instance_name
+    point_to_point = kind in ("Send", "Receive")
+    if "mirror" in name or "parallel_optimizer" in name or (not in_network and not point_to_point):
+        return "optimizer"
+    if node.domain.startswith("Gradients"):
+        return "backward"
+    return "recompute" if backward and node.domain.startswith("recompute_") else "forward"
+
+
+def _group(primitive: mind_ir.PrimitiveProto) -> str | None:
+    values: dict[str, Any] = attributes(primitive) if any(a.name == "group" for a in primitive.attribute) else {}
+    return values.get("group")
+
+
+def _output(node: mind_ir.NodeProto) -> mind_ir.TensorProto:
+    return next(a for a in node.attribute if a.name == "shape").tensors[0]
+
+
+def _bytes(node: mind_ir.NodeProto) -> int:
+    out = _output(node)
+    return math.prod(out.dims) * _SIZES[mind_ir.TensorProto.DataType.Name(out.data_type)]

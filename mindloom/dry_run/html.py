@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as one HTML file that needs nothing else: pictures of stages, memory and schedule, a table to search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from mindloom.dry_run.summary import GB, describe_layout
+
+PARTS = (
+    ("parameter_bytes", "parameters", "#4878a8"),
+    ("optimizer_bytes", "optimizer", "#78a850"),
+    ("gradient_bytes", "gradients", "#d8a038"),
+    ("computing_copy_bytes", "computing copies", "#9870b0"),
+    ("activation_bytes", "activations", "#c85850"),
+)
+SHOWN_MICROBATCHES = 12
+STYLE = """body{font:14px system-ui,sans-serif;margin:2em;max-width:75em}table{border-collapse:collapse;width:100%}
+td,th{text-align:left;padding:.2em .6em;border-bottom:1px solid #ddd}td.n{text-align:right}input{width:30em;padding:.4em}
+h2{margin-top:2em}.key{display:inline-block;width:1em;height:1em;margin:0 .3em 0 1em;vertical-align:middle}"""
+SEARCH = """const box=document.getElementById('search'),rows=[...document.querySelectorAll('#parameters tr')];
+box.oninput=()=>{const words=box.value.toLowerCase().split(' ');
+rows.forEach(r=>r.hidden=!words.every(w=>r.textContent.toLowerCase().includes(w)))}"""
+
+
+def page(values: dict[str, Any]) -> str:
+    """The whole file."""
+    job, ranks = values["job"], values["ranks"]
+    facts = f"{job['num_parameters']:,} parameters on {job['mesh']}, {job['batch_size']} sequences of {job['seq_len']} tokens a step"
+    sections = [
+        f"<h1>{escape(job['model'])}, {escape(job['strategy'])}</h1><p>{escape(facts)}</p>",
+        "<h2>Memory of each rank, GB</h2>" + _memory(ranks),
+        "<h2>Pipeline</h2>" + _pipeline(job) if len({s["stage"] for s in job["stages"]}) > 1 else "",
+        "<h2>Collectives of a step</h2>" + _collectives(ranks),
+        "<h2>Groups</h2>" + _groups(ranks),
+        "<h2>Parameters</h2><p><input id='search' placeholder='words to search for'></p>" + _parameters(ranks),
+        "".join(f"<p>{escape(text)}</p>" for text in job["advice"]),
+    ]
+    title = escape(f"dry run of {job['model']}")
+    return (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{STYLE}</style>"
+        f"<body>{''.join(sections)}<script>{SEARCH}</script></body></html>\n"
+    )
+
+
+def _memory(ranks: Sequence[dict[str, Any]]) -> str:
+    largest = max(rank["total_bytes"] for rank in ranks)
+    bars = []
+    for place, rank in enumerate(ranks):
+        x, y = 90.0, 6 + 26 * place
+        bars.append(f"<text x='0' y='{y + 15}'>rank {rank['rank']}</text>")
+        for key, name, color in PARTS:
+            width = 640 * rank[key] / largest
+            tip = f"<title>{name} {rank[key] / GB:.3f} GB</title>"
+            bars.append(f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='20' fill='{color}'>{tip}</rect>")
+            x += width
+        bars.append(f"<text x='{x + 6:.1f}' y='{y + 15}'>{rank['total_bytes'] / GB:.2f}</text>")
+    keys = "".join(f"<span class='key' style='background:{color}'></span>{name}" for _, name, color in PARTS)
+    return f"<p>{keys}</p><svg width='840' height='{12 + 26 * len(ranks)}'>{''.join(bars)}</svg>"
+
+
+def schedule(num_stages: int, num_microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """1F1B: for each stage its (pass, microbatch, start), a forward taking 1 and a backward 2."""
+    done: dict[tuple[str, int, int], int] = {}
+    todo = []
+    for stage in range(num_stages):
+        ahead = min(num_microbatches, num_stages - stage)
+        order = [("forward", i) for i in range(ahead)]
+        for i in range(num_microbatches):
+            order.append(("backward", i))
+            if i + ahead < num_microbatches:
+                order.append(("forward", i + ahead))
+        todo.append(order)
+    clock, result = [0] * num_stages, [[] for _ in range(num_stages)]  # type: ignore[var-annotated]
+    while any(todo):
+        for stage, order in enumerate(todo):
+            while order:
+                kind, i = order[0]
+                before = ("forward", i, stage - 1) if kind == "forward" else ("backward", i, stage + 1)
+                if not 0 <= before[2] < num_stages:
+                    before = ("forward", i, stage)
+                if before not in done and not (kind == "forward" and stage == 0):
+                    break
+                start = max(clock[stage], done.get(before, 0))
+                clock[stage] = done[kind, i, stage] = start + (1 if kind == "forward" else 2)
+                result[stage].append((kind, i, start))
+                order.pop(0)
+    return result
+
+
+def _pipeline(job: dict[str, Any]) -> str:
+    num_stages = 1 + max(stage["stage"] for stage in job["stages"])
+    shown = min(job["num_microbatches"], max(SHOWN_MICROBATCHES, num_stages))
+    stages, unit, cells = schedule(num_stages, shown), 16, []
+    for stage, passes in enumerate(stages):
+        y = 4 + 22 * stage
+        cells.append(f"<text x='0' y='{y + 14}'>stage {stage}</text>")
+        for kind, i, start in passes:
+            width, color = (unit, "#78a8d0") if kind == "forward" else (2 * unit, "#90c070")
+            x = 70 + unit * start
+            cells.append(f"<rect x='{x}' y='{y}' width='{width - 1}' height='18' fill='{color}'/>")
+            cells.append(f"<text x='{x + 2}' y='{y + 13}' font-size='10'>{i}</text>")
+    end = max(start for passes in stages for _, _, start in passes) + 2
+    note = f"1F1B, forward blue, backward green, {shown} of {job['num_microbatches']} microbatches"
+    flops = ", ".join(f"stage {s['stage']}: {s['flops']:.3e} FLOPs" for s in job["stages"])
+    size = f"width='{80 + unit * end}' height='{8 + 22 * num_stages}'"
+    return f"<p>{note}; {flops}</p><div style='overflow-x:auto'><svg {size}>{''.join(cells)}</svg></div>"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "") -> str:
+    def cell(value: Any) -> str:
+        if isinstance(value, int):
+            return f"<td class='n'>{value:,}</td>"
+        return f"<td>{escape(str(value))}</td>"
+
+    body = "".join("<tr>" + "".join(map(cell, row)) + "</tr>" for row in rows)
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    return f"<table><thead><tr>{titles}</tr></thead><tbody id='{name}'>{body}</tbody></table>"
+
+
+def _collectives(ranks: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        (f"rank {r['rank']}", c["kind"], c["phase"], len(r["groups"][c["group"]]), c["count"], c["bytes_each"], c["bytes_per_step"])
+        for r in ranks
+        for c in r["collectives"]
+    ]
+    return _table(("", "kind", "phase", "ranks", "times", "bytes each", "bytes a step"), rows)
+
+
+def _groups(ranks: Sequence[dict[str, Any]]) -> str:
+    rows = [(f"rank {r['rank']}", name, ", ".join(map(str, group))) for r in ranks for name, group in r["groups"].items()]
+    return _table(("", "group", "ranks"), rows)
+
+
+def _parameters(ranks: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        (
+            f"rank {r['rank']}",
+            p["name"],
+            str(list(p["global_shape"])),
+            str(list(p["local_shape"])),
+            describe_layout(p["layout"], p["optimizer_shards"]),
+            p["num_bytes"],
+            p["rule"],
+        )
+        for r in ranks
+        for p in r["parameters"]
+    ]
+    return _table(("", "name", "whole", "local", "layout", "bytes", "rule"), rows, "parameters")

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put compiled ranks and the memory model together: what each rank and the whole job would take."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from mindloom.dry_run.compile import RankReport
+from mindloom.dry_run.config import DryRun
+from mindloom.planner.dimensions import of_decoder
+from mindloom.planner.memory import stage_memory
+from mindloom.planner.own_engine import job_of
+from mindloom.strategy.mesh import Mesh
+
+GB = 2**30
+
+
+def summarize(run: DryRun, compiled: list[RankReport]) -> dict[str, Any]:
+    """The whole report, as data: `job`, `ranks`, and with all stages in it `stages`."""
+    by_stage = {report.stage: report for report in compiled}
+    mesh = run.strategy.mesh
+    ranks = [_rank(run, by_stage[mesh.coordinate(rank, "pp")], rank) for rank in run.ranks]
+    return {"job": _job(run, by_stage), "ranks": ranks}
+
+
+def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) -> list[int]:
+    """The group of `to_rank` that corresponds to a group of `of_rank` in the same stage.
+
+    A group is all places along some axes, or an aligned block of them, with the rank's own place along the others.
+    """
+    places = {axis: sorted({mesh.coordinate(rank, axis) for rank in members}) for axis in ("pp", "dp", "tp")}
+    moved = {}
+    for axis, found in places.items():
+        mine, wanted = mesh.coordinate(of_rank, axis), mesh.coordinate(to_rank, axis)
+        if len(found) == 1:
+            moved[axis] = [wanted + found[0] - mine]
+        else:
+            moved[axis] = [place + (wanted // len(found) - mine // len(found)) * len(found) for place in found]
+    return [(pp * mesh.dp + dp) * mesh.tp + tp for pp in moved["pp"] for dp in moved["dp"] for tp in moved["tp"]]
+
+
+def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
+    dims = dataclasses.replace(of_decoder(run.model), seq_len=run.seq_len)
+    memory = stage_memory(dims, job_of(run.strategy, run.model, run.batch_size))[report.stage]
+    held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
+    activations = 0.0 if run.config.inference else memory.activations + memory.working
+    copies = report.parameter_bytes // 2 if run.model.compute_dtype != "float32" else 0
+    groups = {n: translate_group(run.strategy.mesh, g, report.rank, rank) for n, g in report.groups.items()}
+    result = {
+        **dataclasses.asdict(report),
+        "rank": rank,
+        "compiled_as": report.rank,
+        "groups": groups,
+        "activation_bytes": activations,
+        "computing_copy_bytes": copies,
+        "total_bytes": held + activations + copies,
+        "collectives": [{**dataclasses.asdict(c), "bytes_per_step": c.bytes_per_step} for c in report.collectives],
+        "bytes_per_step": _by_kind(report),
+    }
+    if run.config.memory_gb:
+        result["fits"] = result["total_bytes"] <= run.config.memory_gb * GB
+    return result
+
+
+def _by_kind(report: RankReport) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for c in report.collectives:
+        sizes[f"{c.kind} {c.phase}"] += c.bytes_per_step
+    return dict(sizes)
+
+
+def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
+    """What concerns all ranks: balance of the stages, parameters that every rank holds though they could be cut."""
+    mesh, strategy = run.strategy.mesh, run.strategy
+    stages = []
+    for stage, report in sorted(by_stage.items()):
+        rank = _rank(run, report, report.rank)
+        stages.append({"stage": stage, "total_bytes": rank["total_bytes"], "flops": sum(report.flops.values())})
+    flops = [stage["flops"] for stage in stages]
+    values: dict[str, Any] = {
+        "model": f"{run.config.model} {run.config.size}",
+        "num_parameters": run.model.num_parameters,
+        "strategy": str(run.config.strategy),
+        "mesh": str(mesh),
+        "batch_size": run.batch_size,
+        "seq_len": run.seq_len,
+        "num_microbatches": strategy.pipeline.num_microbatches if mesh.pp > 1 else 1,
+        "stages": stages,
+        "imbalance": max(flops) / (sum(flops) / len(flops)) - 1 if flops and sum(flops) else 0.0,
+        "replicated": _replicated(run, by_stage),
+        "advice": [],
+    }
+    if mesh.dp > 1 and not strategy.optimizer_parallel and not run.config.inference:
+        saved = max(3 * r.parameter_bytes * (mesh.dp - 1) // mesh.dp for r in by_stage.values())
+        values["advice"].append(
+            f"optimizer_parallel would cut weights and moments over dp {mesh.dp}: {saved / GB:.2f} GB a device less"
+        )
+    return values
+
+
+def _replicated(run: DryRun, by_stage: dict[int, RankReport]) -> list[dict[str, Any]]:
+    """Parameters of 1 MB and more that each of several ranks holds whole although a mesh axis divides a dim."""
+    mesh, found = run.strategy.mesh, []
+    for report in by_stage.values():
+        for p in report.parameters:
+            if p.local_shape != p.global_shape or p.num_bytes < 2**20 or mesh.dp * mesh.tp == 1:
+                continue
+            if any(size % parts == 0 for size in p.global_shape for parts in (mesh.tp, mesh.dp) if parts > 1):
+                found.append({"name": p.name, "bytes": p.num_bytes, "ranks": mesh.dp * mesh.tp, "rule": p.rule})
+    return found
+
+
+def describe_layout(layout: list[list[str]], shards: int) -> str:
+    """One word a dim: `dp`, `dp,tp` or `~`; and the optimizer's cut."""
+    text = "[" + ", ".join(",".join(dim) or "~" for dim in layout) + "]"
+    return text + (f" /{shards}" if shards > 1 else "")
+
+
+def text_report(values: dict[str, Any]) -> str:
+    """For people, in a terminal."""
+    job, lines = values["job"], []
+    lines.append(
+        f"{job['model']}, {job['num_parameters']:,} parameters, {job['mesh']}; {job['batch_size']} sequences of "
+        f"{job['seq_len']} tokens a step, {job['num_microbatches']} microbatches"
+    )
+    for rank in values["ranks"]:
+        lines += ["", *_rank_lines(rank)]
+    lines += ["", f"all compiled stages: the busiest does {job['imbalance']:.1%} more than their mean"]
+    total = sum(p["bytes"] for p in job["replicated"])
+    if job["replicated"]:
+        lines.append(f"whole on every rank of a stage though they could be cut: {total / 2**20:.1f} MB in")
+        lines += [f"  {p['name']} {p['bytes'] / 2**20:.1f} MB  {p['rule'] or 'no rule'}" for p in job["replicated"][:8]]
+    lines += job["advice"]
+    return "\n".join(lines)
+
+
+def _rank_lines(rank: dict[str, Any]) -> list[str]:
+    layers = rank["layers"]
+    same = "" if rank["rank"] == rank["compiled_as"] else f" (same graph as rank {rank['compiled_as']}, other groups)"
+    lines = [
+        f"rank {rank['rank']}{same}: stage {rank['stage']}, {len(layers)} layers"
+        + (f" {layers[0]} .. {layers[-1]}" if layers else "")
+        + f", {len(rank['recomputed'])} recomputed; compiled in {rank['compile_s']:.1f} s"
+    ]
+    parts = ("parameter", "optimizer", "gradient", "computing_copy", "activation", "total")
+    sizes = "  ".join(f"{part.replace('_', ' ')} {rank[part + '_bytes'] / GB:.3f}" for part in parts)
+    lines.append(f"  memory, GB: {sizes}" + ("" if "fits" not in rank else "  fits" if rank["fits"] else "  DOES NOT FIT"))
+    lines.append("  FLOPs a step: " + ", ".join(f"{phase} {flops:.3e}" for phase, flops in rank["flops"].items()))
+    lines.append(f"  {'collective':28} {'ranks':>6} {'times':>7} {'bytes each':>14} {'bytes a step':>16}")
+    for c in rank["collectives"]:
+        size = len(rank["groups"][c["group"]])
+        lines.append(
+            f"  {c['kind'] + ' ' + c['phase']:28} {size:6} {c['count']:7} {c['bytes_each']:14,} {c['bytes_per_step']:16,}"
+        )
+    for name, members in rank["groups"].items():
+        shown = ", ".join(map(str, members[:10])) + (f", ... {members[-1]}" if len(members) > 10 else "")
+        lines.append(f"  group {name}: {len(members)} ranks {shown}")
+    if rank["untouched_operators"]:
+        lines.append(f"  no rule for {', '.join(rank['untouched_operators'])}: MindSpore chooses their layout")
+    return lines
+

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our own engine in the cost model's terms: a Strategy as numbers, and the bytes its graphs hold and send."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+from mindloom.model_config import DecoderConfig
+from mindloom.planner.dimensions import Dimensions, Parallelism
+from mindloom.planner.memory import copied_parameters, stage_parameters
+from mindloom.strategy.config import Strategy
+from mindloom.strategy.stages import layers_per_stage, recomputed_layers, stage_of_layers
+
+Precision = Literal["fp16", "bf16", "fp32"]
+PRECISIONS: dict[str, Precision] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+
+def job_of(strategy: Strategy, config: DecoderConfig, batch_size: int) -> Parallelism:
+    """What the cost model needs of a strategy. `batch_size`: sequences of a step, over all replicas."""
+    mesh, zero = strategy.mesh, strategy.optimizer_parallel
+    microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 else 1
+    stages = stage_of_layers(config.num_layers, strategy)
+    again = Counter(stages[layer] for layer in recomputed_layers(config.num_layers, strategy))
+    return Parallelism(
+        dp=mesh.dp,
+        tp=mesh.tp,
+        pp=mesh.pp,
+        microbatch=max(1, batch_size // mesh.dp // microbatches),
+        num_microbatches=microbatches,
+        recompute=strategy.recompute.kind if strategy.recompute else "none",
+        recomputed_layers=tuple(again[stage] for stage in range(mesh.pp)) if strategy.recompute else None,
+        layers_of_stages=tuple(layers_per_stage(config.num_layers, strategy)),
+        # Weights and moments lie cut, but the weights are gathered for a whole step in the computing type.
+        zero=0 if not zero else 1 if mesh.pp > 1 and not zero.shard_accumulated_gradients else 2,
+        zero_shards=(zero.shard_size or 0) if zero else 0,
+        sequence_parallel=strategy.sequence_parallel,
+        precision=PRECISIONS[config.compute_dtype],
+        weight_bytes=2 if config.compute_dtype != "float32" else 4 if zero else 0,
+    )
+
+
+def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
+    """Bytes of float32 parameters on a device of each stage, optimizer parallel included.
+
+    In a pipeline the tied words stay whole: MindSpore cannot cut what it sends.
+    """
+    sizes = []
+    for stage, (count, copied) in enumerate(zip(stage_parameters(dims, job), copied_parameters(dims, job), strict=True)):
+        tied = _tied_words(dims, job, stage)
+        # What every tensor parallel rank holds whole has more replicas to be cut over.
+        more = job.shards if job.zero_shards or not job.zero else job.shards * job.tp
+        sizes.append(4 * ((count - copied - tied) // job.shards + copied // more + tied))
+    return sizes
+
+
+def _tied_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
+    """Entries of the word table on a stage that shares it with another."""
+    shared = job.pp > 1 and stage in (0, job.pp - 1) and dims.tied_head
+    return dims.vocab_size * dims.hidden_size // job.tp if shared else 0
+
+
+def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
+    """Bytes a device of a stage works on in collectives of one step, by kind and phase.
+
+    Of a tensor parallel layer: two reductions forward, each mirrored backward, one more when it is computed again in full
+    (the MLP's result is not needed then); the embedding adds one. With sequence parallel each of a layer's is a
+    reduce-scatter and an all-gather instead, and the head gathers, too.
+    """
+    width, m, last = BYTES[job.precision], job.num_microbatches, job.pp - 1
+    tokens = job.microbatch * dims.seq_len
+    x, layers = tokens * dims.hidden_size * width, job.stages(dims.num_layers)[stage]
+    again = 0 if job.recompute != "full" else layers if job.recomputed_layers is None else job.recomputed_layers[stage]
+    first_stage, last_stage = int(stage == 0), int(stage == last)
+    found: Counter[str] = Counter()
+    if job.tp > 1 and not job.sequence_parallel:
+        found["AllReduce forward"] += m * x * (2 * layers + first_stage)
+        found["AllReduce recompute"] += m * x * again
+        found["AllReduce backward"] += m * x * (2 * layers + first_stage)
+    elif job.tp > 1:
+        found["AllReduce forward"] += m * x * first_stage
+        found["AllReduce backward"] += m * x * first_stage
+        found["ReduceScatter forward"] += m * x * 2 * layers
+        found["AllGather forward"] += m * x * (2 * layers + last_stage)
+        found["ReduceScatter recompute"] += m * x * again
+        found["AllGather recompute"] += 2 * m * x * again
+        found["AllGather backward"] += m * x * 2 * layers
+        found["ReduceScatter backward"] += m * x * (2 * layers + last_stage)
+    if job.tp > 1 and last_stage:  # the loss: maximum, sum and label's entry of each token
+        found["AllReduce forward"] += 3 * m * tokens * 4
+        found["AllReduce backward"] += 2 * m * tokens * 4
+    if job.pp > 1:
+        sent, tied = m * x // (job.tp if job.sequence_parallel else 1), 4 * _tied_words(dims, job, stage)
+        if not last_stage:
+            found["Send forward"] += sent + tied * first_stage
+            found["Receive backward"] += sent + tied * first_stage
+        if not first_stage:
+            found["Receive forward"] += sent + tied * last_stage
+            found["Send backward"] += sent + tied * last_stage
+    found.update(_parameter_traffic(dims, job, stage))
+    found["AllReduce optimizer"] += 4 if job.devices > 1 else 0  # the square sum of all gradients
+    return {name: size for name, size in found.items() if size}
+
+
+def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
+    """Gradients reduced and cut weights gathered, once a step."""
+    whole = 4 * stage_parameters(dims, job)[stage]
+    tied = 4 * _tied_words(dims, job, stage)
+    if not job.zero:
+        copied = 4 * copied_parameters(dims, job)[stage] if job.tp > 1 else 0
+        others = tied if stage > 0 else 0  # the first stage reduces the tied table for both
+        return {"AllReduce optimizer": whole - others if job.dp > 1 else copied}
+    traffic = {"AllGather optimizer": whole - tied, "ReduceScatter optimizer": whole - tied}
+    return {**traffic, "AllReduce optimizer": tied + (whole - tied) // job.shards * (job.shards < job.dp)}
+

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks of a cluster would hold, send and compute: the real graph, partitioned by MindSpore, without a device.
+
+    python tools/dry_run.py --model pangu --size 13b --strategy parallel_configs/pangu_13b_dp4_tp8_pp2.yaml --ranks 0,37,last
+    python tools/dry_run.py explain query.weight --model pangu --size 13b --strategy parallel_configs/pangu_13b_tp8.yaml
+
+Ranks of one pipeline stage have the same graph over other groups, so each stage is compiled once. Activation bytes are
+the memory model's (docs/planner.md); everything else is read from the compiled graph.
+"""
+
+import json
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from mindloom.cli import argument, option, parse_args
+from mindloom.dry_run.config import DryRun, DryRunConfig, check
+from mindloom.errors import run_tool
+from mindloom.family import size_config
+from mindloom.files import write_text_atomically
+from mindloom.runtime.environment import prepare_environment
+from mindloom.strategy.loader import load_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainConfig:
+    name: str = argument("parameter or operator, or the end of its name")
+    model: str = option("pangu", "model family")
+    size: str = option("tiny", "one of the family's published sizes")
+    strategy: Path = option(..., "strategy file")
+
+
+def main() -> int:
+    prepare_environment()
+    if sys.argv[1:2] == ["explain"]:
+        asked = parse_args(ExplainConfig, __doc__, sys.argv[2:])
+        model, strategy = size_config(asked.model, asked.size), load_strategy(asked.strategy)
+        print(import_module("mindloom.dry_run.explain").explain(asked.model, model, strategy, asked.name))
+        return 0
+    run = check(parse_args(DryRunConfig, __doc__))
+    summary = import_module("mindloom.dry_run.summary")
+    values = summary.summarize(run, compile_ranks(run))
+    if run.config.html:
+        page = import_module("mindloom.dry_run.html").page(values)
+        write_text_atomically(run.config.html, page)
+        print(f"report in {run.config.html}", file=sys.stderr)
+    print(json.dumps(values, indent=1) if run.config.json else summary.text_report(values))
+    return 1 if any(rank.get("fits") is False for rank in values["ranks"]) else 0
+
+
+def compile_ranks(run: DryRun) -> list:
+    """One rank of each stage, in parallel processes, each of which ends with its memory."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(run.config.jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        futures = [pool.submit(compile_one, run, rank) for rank in run.distinct_ranks]
+        return [future.result() for future in futures]
+
+
+def compile_one(run: DryRun, rank: int):
+    prepare_environment()
+    compiler, batch = import_module("mindloom.dry_run.compile"), (run.batch_size, run.seq_len)
+    return compiler.compile_rank(run.config.model, run.model, run.strategy, rank, batch, run.config.inference)
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -75,7 +75,9 @@ def fit(pairs: list[Pair]) -> tuple[dict[str, Efficiency], Overlap]:
 
     def residuals(vector: np.ndarray) -> np.ndarray:
         rows = log_errors(pairs, *unpack(vector)) / ROW
-        rows = np.sign(rows) * np.sqrt(2 * (np.sqrt(1 + rows**2) - 1))  # soft L1: an outlier costs its size, not its square
+        rows = np.sign(rows) * np.sqrt(
+            2 * (np.sqrt(1 + rows**2) - 1)
+        )  # soft L1: an outlier costs its size, not its square
         common = (vector[: len(NAMES)] - start[: len(NAMES)]) / 0.5
         return np.concatenate([rows, common, vector[len(NAMES) : -2] / spread, (vector[-2:] - start[-2:]) / 3])
 

@@ -44,6 +44,10 @@ PACKAGES = {
         "model_config",
     },
 }
+PACKAGES |= {
+    "planner": {"strategy", "errors", "model_config"},
+    "dry_run": {"parallel", "planner", "runtime", "strategy", "train", "cli", "errors", "family", "model_config"},
+}
 FAMILIES = ("pangu", "codegeex")
 
 
@@ -96,6 +100,9 @@ def test_a_model_knows_no_parallel_word(folder):
         "mindloom.strategy.stages",
         "mindloom.train.config",
         "mindloom.inference.config",
+        "mindloom.planner.report",
+        "mindloom.planner.validate",
+        "mindloom.dry_run.config",
         "pangu.config",
     ],
 )

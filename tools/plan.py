@@ -24,7 +24,7 @@ from mindloom.files import write_text_atomically
 from mindloom.planner.cluster import read_cluster
 from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
 from mindloom.planner.report import as_dict, strategy_file, table, validation_report
-from mindloom.planner.search import Request, search, smallest_changes
+from mindloom.planner.search import Request, distinct, search, smallest_changes
 from mindloom.planner.validate import validate
 
 RULES = Path(__file__).resolve().parents[1] / "parallel_configs" / "rules" / "decoder.yaml"
@@ -57,11 +57,13 @@ def main() -> int:
     config = parse_args(PlanConfig, __doc__)
     request = requested(config)
     if config.out and config.interleave:
-        raise ConfigError("--out writes what tools/train.py runs, which knows no virtual stages; leave out --interleave")
+        raise ConfigError(
+            "--out writes what tools/train.py runs, which knows no virtual stages; leave out --interleave"
+        )
     options = search(request)
     if not options[0].fits:
         raise ConfigError(smallest_changes(request, options))
-    shown = [o for o in options if o.fits][: config.top]
+    shown = distinct([o for o in options if o.fits])[: config.top]
     if config.json:
         print(json.dumps([as_dict(o, shown[0]) for o in shown], indent=1))
     else:

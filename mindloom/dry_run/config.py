@@ -103,6 +103,8 @@ def parse_ranks(text: str, size: int) -> list[int]:
         word = word.strip()
         rank = size - 1 if word == "last" else int(word) if word.isdecimal() else -1
         if not 0 <= rank < size:
-            raise ConfigError(f"--ranks {text}: {word!r} is no rank; give numbers from 0 to {size - 1}, `last` or `all`")
+            raise ConfigError(
+                f"--ranks {text}: {word!r} is no rank; give numbers from 0 to {size - 1}, `last` or `all`"
+            )
         ranks.append(rank)
     return ranks

@@ -12,7 +12,7 @@ from mindloom.family import family_module
 from mindloom.model_config import DecoderConfig
 from mindloom.parallel.parallelize import parallelize
 from mindloom.parallel.report import ParameterReport
-from mindloom.parallel.sharding import operators, parameter_uses, path_matches
+from mindloom.parallel.sharding import Use, operators, parameter_uses, path_matches
 from mindloom.strategy.config import Rule, Strategy
 from mindloom.strategy.layout import show
 
@@ -26,7 +26,7 @@ def explain(family: str, model: DecoderConfig, strategy: Strategy, name: str) ->
     with no_init_parameters():
         net = family_module(family, "model").ModelWithLoss(model)
     found = operators(net)
-    uses = {}
+    uses: dict[str, Use] = {}
     for use in parameter_uses(found):
         if any(path_matches(rule.pattern, use.operator.path) for rule in strategy.rules.operators):
             uses.setdefault(use.parameter.name, use)
@@ -41,9 +41,9 @@ def explain(family: str, model: DecoderConfig, strategy: Strategy, name: str) ->
     lines = [f"{strategy.source}: {strategy.mesh}"]
     for parameter in parameters:
         lines += ["", *_parameter(parameter)]
-        if use := uses.get(parameter.name):
-            lines.append(f"  it is input {use.position} of {use.operator.path}")
-            lines += _rules(strategy.rules.operators, use.operator.path, use.position)
+        if found_use := uses.get(parameter.name):
+            lines.append(f"  it is input {found_use.position} of {found_use.operator.path}")
+            lines += _rules(strategy.rules.operators, found_use.operator.path, found_use.position)
     for operator in chosen:
         lines += ["", f"operator {operator.path}, {operator.primitive.name}"]
         lines += _rules(strategy.rules.operators, operator.path, None)
@@ -74,5 +74,7 @@ def _rules(rules: Sequence[Rule], path: str, position: int | None) -> list[str]:
         said = ", ".join(show(layout) for layout in layouts) or "nothing"
         if rule.outputs and position is None:
             said += " -> " + ", ".join(show(layout) for layout in rule.outputs)
-        lines.append(f"  {'rule' if rule is matching[-1] else 'beaten, as an earlier one:'} {rule.source}: {rule.pattern}: {said}")
+        lines.append(
+            f"  {'rule' if rule is matching[-1] else 'beaten, as an earlier one:'} {rule.source}: {rule.pattern}: {said}"
+        )
     return lines

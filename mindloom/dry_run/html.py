@@ -122,7 +122,15 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "") -
 
 def _collectives(ranks: Sequence[dict[str, Any]]) -> str:
     rows = [
-        (f"rank {r['rank']}", c["kind"], c["phase"], len(r["groups"][c["group"]]), c["count"], c["bytes_each"], c["bytes_per_step"])
+        (
+            f"rank {r['rank']}",
+            c["kind"],
+            c["phase"],
+            len(r["groups"][c["group"]]),
+            c["count"],
+            c["bytes_each"],
+            c["bytes_per_step"],
+        )
         for r in ranks
         for c in r["collectives"]
     ]
@@ -130,7 +138,9 @@ def _collectives(ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def _groups(ranks: Sequence[dict[str, Any]]) -> str:
-    rows = [(f"rank {r['rank']}", name, ", ".join(map(str, group))) for r in ranks for name, group in r["groups"].items()]
+    rows = [
+        (f"rank {r['rank']}", name, ", ".join(map(str, group))) for r in ranks for name, group in r["groups"].items()
+    ]
     return _table(("", "group", "ranks"), rows)
 
 

@@ -28,7 +28,7 @@ def summarize(run: DryRun, compiled: list[RankReport]) -> dict[str, Any]:
 def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) -> list[int]:
     """The group of `to_rank` that corresponds to a group of `of_rank` in the same stage.
 
-    A group is all places along some axes, or an aligned block of them, with the rank's own place along the others.
+    Along each axis a group has one place, or places at equal distances that fill an aligned block.
     """
     places = {axis: sorted({mesh.coordinate(rank, axis) for rank in members}) for axis in ("pp", "dp", "tp")}
     moved = {}
@@ -37,7 +37,9 @@ def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) 
         if len(found) == 1:
             moved[axis] = [wanted + found[0] - mine]
         else:
-            moved[axis] = [place + (wanted // len(found) - mine // len(found)) * len(found) for place in found]
+            step = found[1] - found[0]
+            block = len(found) * step
+            moved[axis] = [wanted // block * block + wanted % step + i * step for i in range(len(found))]
     return [(pp * mesh.dp + dp) * mesh.tp + tp for pp in moved["pp"] for dp in moved["dp"] for tp in moved["tp"]]
 
 
@@ -146,7 +148,9 @@ def _rank_lines(rank: dict[str, Any]) -> list[str]:
     ]
     parts = ("parameter", "optimizer", "gradient", "computing_copy", "activation", "total")
     sizes = "  ".join(f"{part.replace('_', ' ')} {rank[part + '_bytes'] / GB:.3f}" for part in parts)
-    lines.append(f"  memory, GB: {sizes}" + ("" if "fits" not in rank else "  fits" if rank["fits"] else "  DOES NOT FIT"))
+    lines.append(
+        f"  memory, GB: {sizes}" + ("" if "fits" not in rank else "  fits" if rank["fits"] else "  DOES NOT FIT")
+    )
     lines.append("  FLOPs a step: " + ", ".join(f"{phase} {flops:.3e}" for phase, flops in rank["flops"].items()))
     lines.append(f"  {'collective':28} {'ranks':>6} {'times':>7} {'bytes each':>14} {'bytes a step':>16}")
     for c in rank["collectives"]:
@@ -160,4 +164,3 @@ def _rank_lines(rank: dict[str, Any]) -> list[str]:
     if rank["untouched_operators"]:
         lines.append(f"  no rule for {', '.join(rank['untouched_operators'])}: MindSpore chooses their layout")
     return lines
-

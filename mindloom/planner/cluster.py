@@ -112,7 +112,9 @@ def read_cluster(path: Path) -> Cluster:
     values = read_mapping(path)
     chip = values.pop("chip", None)
     if chip not in chips():
-        raise ConfigError(f"{path}: chip {chip} is not known{did_you_mean(str(chip), chips())}; known: {', '.join(chips())}")
+        raise ConfigError(
+            f"{path}: chip {chip} is not known{did_you_mean(str(chip), chips())}; known: {', '.join(chips())}"
+        )
     sheet = Cluster.of_chip(chip)
     if isinstance(values.get("efficiency"), dict):
         merged = {**dataclasses.asdict(sheet.fitted), **values["efficiency"]}

@@ -169,7 +169,11 @@ def checked(kind: Any, values: dict[str, Any], source: str) -> Any:
         elif isinstance(hint, type) and (not isinstance(value, hint) or (hint is int and isinstance(value, bool))):
             problems.append(f"{source}: {name} must be {hint.__name__}, got {value!r}")
     for field in dataclasses.fields(kind):
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING and field.name not in values:
+        if (
+            field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
+            and field.name not in values
+        ):
             problems.append(f"{source}: {field.name} is missing")
     if problems:
         raise ConfigError(problems)

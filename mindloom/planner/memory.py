@@ -108,7 +108,7 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
         activations = flying * (again * kept + (layers[stage] - again) * full)
         working = full - kept if again else 0.0
         if stage == 0 and dims.dropout:
-            activations += flying * tokens * dims.hidden_size / spread  # the embedding's dropout mask
+            activations += flying * tokens * dims.hidden_size / job.tp  # the embedding's dropout mask, as published
         if stage == job.pp - 1:  # input of the last norm and the head; logits in float32, and their gradient
             activations += tokens * 4 * dims.hidden_size / spread
             working = max(working, tokens * dims.vocab_size / job.tp * 8)

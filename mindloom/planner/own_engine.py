@@ -47,7 +47,9 @@ def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
     In a pipeline the tied words stay whole: MindSpore cannot cut what it sends.
     """
     sizes = []
-    for stage, (count, copied) in enumerate(zip(stage_parameters(dims, job), copied_parameters(dims, job), strict=True)):
+    for stage, (count, copied) in enumerate(
+        zip(stage_parameters(dims, job), copied_parameters(dims, job), strict=True)
+    ):
         tied = _tied_words(dims, job, stage)
         # What every tensor parallel rank holds whole has more replicas to be cut over.
         more = job.shards if job.zero_shards or not job.zero else job.shards * job.tp
@@ -90,6 +92,9 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     if job.tp > 1 and last_stage:  # the loss: maximum, sum and label's entry of each token
         found["AllReduce forward"] += 3 * m * tokens * 4
         found["AllReduce backward"] += 2 * m * tokens * 4
+    if job.dp > 1 and last_stage:  # the loss itself
+        found["AllReduce forward"] += 4 * m
+        found["AllReduce backward"] += 4 * m if job.pp > 1 else 0
     if job.pp > 1:
         sent, tied = m * x // (job.tp if job.sequence_parallel else 1), 4 * _tied_words(dims, job, stage)
         if not last_stage:
@@ -104,13 +109,22 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
 
 
 def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
-    """Gradients reduced and cut weights gathered, once a step."""
-    whole = 4 * stage_parameters(dims, job)[stage]
-    tied = 4 * _tied_words(dims, job, stage)
+    """Gradients reduced and cut weights gathered, once a step.
+
+    Without a pipeline MindSpore reduces the tied table's gradient once for each of its two uses, and with optimizer
+    parallel over groups the whole gradients before they are cut; in a pipeline they are cut first.
+    """
+    whole, tied = 4 * stage_parameters(dims, job)[stage], 4 * _tied_words(dims, job, stage)
+    twice = 4 * dims.vocab_size * dims.hidden_size // job.tp if job.pp == 1 and dims.tied_head else 0
     if not job.zero:
         copied = 4 * copied_parameters(dims, job)[stage] if job.tp > 1 else 0
         others = tied if stage > 0 else 0  # the first stage reduces the tied table for both
-        return {"AllReduce optimizer": whole - others if job.dp > 1 else copied}
-    traffic = {"AllGather optimizer": whole - tied, "ReduceScatter optimizer": whole - tied}
-    return {**traffic, "AllReduce optimizer": tied + (whole - tied) // job.shards * (job.shards < job.dp)}
-
+        return {"AllReduce optimizer": whole + twice - others if job.dp > 1 else copied}
+    reduced: float = tied
+    if job.shards < job.dp:
+        reduced = whole + twice if job.pp == 1 else tied + (whole - tied) // job.shards
+    return {
+        "AllGather optimizer": whole - tied,
+        "ReduceScatter optimizer": whole - tied,
+        "AllReduce optimizer": reduced,
+    }

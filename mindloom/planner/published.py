@@ -12,6 +12,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mindloom.errors import ConfigError
 from mindloom.planner.cluster import Cluster, chips
@@ -169,7 +170,7 @@ def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallel
     )
 
 
-def _state_bytes(zero: str, precision: str) -> dict[str, float]:
+def _state_bytes(zero: str, precision: str) -> dict[str, Any]:
     """Bytes of gradients and optimizer state, and what the allocator adds.
 
     fp16 keeps gradients in 2 bytes, bf16 in 4, and DeepSpeed's bf16 optimizer in both; its fp16 one copies a shard's to

@@ -44,7 +44,9 @@ def table(request: Request, options: list[Option]) -> str:
         )
         if option is not best:
             lines.append(f"{'':12} {option.seconds / best.seconds - 1:+.1%}: {why_slower(option, best)}")
-    shares = ", ".join(f"{name.replace('_', ' ')} {seconds:.2f} s" for name, seconds in vars(best.time).items() if seconds > 0)
+    shares = ", ".join(
+        f"{name.replace('_', ' ')} {seconds:.2f} s" for name, seconds in vars(best.time).items() if seconds > 0
+    )
     stages = ", ".join(f"{stage.total / GB:.1f}" for stage in best.memory)
     return "\n".join([*lines, "", f"the best one's step: {shares}", f"memory of its stages, GB: {stages}"])
 
@@ -56,7 +58,8 @@ def strategy_file(request: Request, option: Option, rules: str) -> str:
     if job.pp == 1 and job.num_microbatches > 1:
         flags += f" --accumulate {job.num_microbatches}"
     lines = [
-        f"# Planned for {request.devices} {request.cluster.chip}: step {option.seconds:.3f} s, {option.tokens_per_s:,.0f} tokens/s, "
+        f"# Planned for {request.devices} {request.cluster.chip}: step {option.seconds:.3f} s, "
+        f"{option.tokens_per_s:,.0f} tokens/s, "
         f"MFU {option.mfu:.1%}, {option.peak_bytes / GB:.1f} GB of {request.cluster.memory_gb:g}.",
         f"# tools/train.py {flags} --seq-len {dims.seq_len}",
         "mesh: {" + ", ".join(f"{axis}: {getattr(job, axis)}" for axis in ("pp", "dp", "tp")) + "}",

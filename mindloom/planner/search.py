@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mindloom.errors import ConfigError
@@ -185,10 +186,26 @@ def describe(job: Parallelism) -> str:
     if job.sequence_parallel:
         parts.append("sequence parallel")
     if job.recompute != "none":
-        counts = job.recomputed_layers
-        which = "" if counts is None else f" of {counts[0]} layers" if len(set(counts)) == 1 else f" of {list(counts)}"
-        parts.append(f"recompute {job.recompute}{which}")
+        parts.append(f"recompute {job.recompute}{_which_layers(job.recomputed_layers)}")
     return ", ".join(parts)
+
+
+def _which_layers(counts: tuple[int, ...] | None) -> str:
+    if counts is None:
+        return ""
+    runs = [(count, len(list(stages))) for count, stages in itertools.groupby(counts)]
+    if len(runs) == 1:
+        return f" of {counts[0]} layers" + (" a stage" if len(counts) > 1 else "")
+    return " of layers " + " ".join(f"{count}" if times == 1 else f"{count}(x{times})" for count, times in runs)
+
+
+def distinct(options: Sequence[Option]) -> list[Option]:
+    """Of options that differ in less than their mesh, microbatch and virtual stages the first."""
+    found: dict[tuple[int, ...], Option] = {}
+    for option in options:
+        job = option.job
+        found.setdefault((job.tp, job.pp, job.microbatch, job.virtual_stages), option)
+    return list(found.values())
 
 
 def why_slower(option: Option, best: Option) -> str:
@@ -219,7 +236,9 @@ def smallest_changes(request: Request, options: list[Option]) -> list[str]:
         if found.fits:
             lines.append(f"{larger.devices} devices would do: {describe(found.job)}")
             break
-    for batch in sorted((d for d in _divisors(request.global_batch_size) if d < request.global_batch_size), reverse=True):
+    for batch in sorted(
+        (d for d in _divisors(request.global_batch_size) if d < request.global_batch_size), reverse=True
+    ):
         try:
             found = search(dataclasses.replace(request, global_batch_size=batch))[0]
         except ConfigError:

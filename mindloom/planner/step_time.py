@@ -225,6 +225,9 @@ def flops_per_device(dims: Dimensions, job: Parallelism) -> tuple[float, float]:
     layers = sum(job.stages(dims.num_layers))
     share = 1.0 if job.recomputed_layers is None else sum(job.recomputed_layers) / layers
     attention = 4 * dims.seq_len * dims.hidden_size * dims.num_layers * tokens
-    again = {"none": 0.0, "selective": attention, "full": attention + 2 * tokens * dims.num_layers * dims.layer_matrices}
+    again = {
+        "none": 0.0,
+        "selective": attention,
+        "full": attention + 2 * tokens * dims.num_layers * dims.layer_matrices,
+    }
     return model / job.devices, (model + share * again[job.recompute]) / job.devices
-

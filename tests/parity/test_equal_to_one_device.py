@@ -31,7 +31,12 @@ CASES = [
     "pangu_tiny_dp2_tp2_zero+accumulate",
     "pangu_tiny_dp2_pp2+after_query",
 ]
-DROPOUT_CASES = ["pangu_tiny_tp2_pp2_recompute", "pangu_tiny_tp2_pp2_selective", "pangu_tiny_dp2_tp2_sp", "pangu_tiny_dp2_tp2_zero+accumulate"]
+DROPOUT_CASES = [
+    "pangu_tiny_tp2_pp2_recompute",
+    "pangu_tiny_tp2_pp2_selective",
+    "pangu_tiny_dp2_tp2_sp",
+    "pangu_tiny_dp2_tp2_zero+accumulate",
+]
 CASES += [
     f"{case}+codegeex" + ("" if "pp4" in case else "+shallow") for case in CASES if not case.endswith("+after_query")
 ]

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a dry run reads from compiled graphs is what the closed forms say, and what users see of it."""
+
+import dataclasses
+import json
+from collections import Counter
+
+import pytest
+from conftest import CONFIGS, ROOT, run
+
+from mindloom.dry_run.config import parse_ranks
+from mindloom.errors import ConfigError
+from mindloom.family import size_config
+from mindloom.planner.dimensions import of_decoder
+from mindloom.planner.own_engine import collective_bytes, job_of, parameter_bytes
+from mindloom.strategy.loader import load_strategy
+
+RULES = f"rules: {CONFIGS / 'rules/decoder.yaml'}\n"
+STRATEGIES = {
+    "tp2": "mesh: {tp: 2}\n",
+    "tp2_sp": "mesh: {tp: 2}\nsequence_parallel: true\n",
+    "dp4": "mesh: {dp: 4}\n",
+    "dp2_tp2_zero": "mesh: {dp: 2, tp: 2}\noptimizer_parallel: {axis: dp}\n",
+    "dp4_tp2_zero2": "mesh: {dp: 4, tp: 2}\noptimizer_parallel: {axis: dp, shard_size: 2}\n",
+    "pp2_tp2_recompute": "mesh: {pp: 2, tp: 2}\npipeline: {num_microbatches: 4}\nrecompute: {layers: all}\n",
+    "pp2_dp4_tp8_zero": "mesh: {pp: 2, dp: 4, tp: 8}\npipeline: {num_microbatches: 4}\noptimizer_parallel: {axis: dp}\n",
+    "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
+}
+MODEL = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def dry_run(*arguments):
+    outcome = run("tools/dry_run.py", *arguments)
+    assert outcome.code == 0, outcome.output
+    return outcome.output
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(name, write):
+    path, model = write(f"{name}.yaml", RULES + STRATEGIES[name]), write("model.json", json.dumps(MODEL))
+    text = dry_run("--strategy", path, "--config", model, "--ranks", "all", "--json", "--jobs", 2)
+    values = json.loads(text[text.index("{") :])
+    strategy, config = load_strategy(path), dataclasses.replace(size_config("pangu", "tiny"), **MODEL)
+    dims, job = of_decoder(config), job_of(strategy, config, values["job"]["batch_size"])
+    assert len(values["ranks"]) == strategy.mesh.size
+    for rank in values["ranks"]:
+        assert rank["stage"] == strategy.mesh.coordinate(rank["rank"], "pp")
+        assert rank["parameter_bytes"] == parameter_bytes(dims, job)[rank["stage"]]
+        assert rank["optimizer_bytes"] == 2 * rank["parameter_bytes"]
+        expected = collective_bytes(dims, job, rank["stage"])
+        assert rank["bytes_per_step"].keys() == expected.keys()
+        for kind, size in expected.items():
+            assert rank["bytes_per_step"][kind] == pytest.approx(size, rel=0.01), (rank["rank"], kind)
+        for members in rank["groups"].values():
+            assert rank["rank"] in members
+    model_flops = sum(sum(rank["flops"].values()) - rank["flops"].get("recompute", 0) for rank in values["ranks"])
+    tokens = values["job"]["batch_size"] * config.seq_len
+    assert model_flops == pytest.approx(dims.model_flops(tokens), rel=0.01)
+
+
+CODE = """
+import dataclasses, json, sys
+from collections import Counter
+import mindloom.dry_run.compile as compiler
+from mindloom.runtime.environment import prepare_environment
+prepare_environment()
+from mindloom.family import size_config
+from mindloom.strategy.loader import load_strategy
+strategy = load_strategy(sys.argv[1])
+config = dataclasses.replace(size_config("pangu", "tiny"), **json.loads(sys.argv[2]))
+report = compiler.compile_rank("pangu", config, strategy, int(sys.argv[3]), (4, 64), False)
+found = Counter()
+for c in report.collectives:
+    size = "" if c.kind in ("Send", "Receive") else len(report.groups[c.group])
+    found[f"{c.kind} {size} {c.bytes_each}"] += c.count
+print(json.dumps({"collectives": found, "flops": sum(report.flops.values()),
+                  "groups": sorted(map(sorted, report.groups.values()))}))
+"""
+
+
+def compiled(path, rank, inlined=False):
+    code = CODE
+    if inlined:  # microbatches spelled out, as the processes of a job compile them
+        code = CODE.replace(
+            "strategy = load_strategy", "from mindspore import nn\nnn.Cell.cell_init_args = property("
+            "lambda self: '', lambda self, value: None)\nstrategy = load_strategy", 1,
+        )  # fmt: skip
+    outcome = run("-c", code, path, json.dumps(MODEL), rank)
+    assert outcome.code == 0, outcome.output
+    return json.loads(outcome.output.strip().splitlines()[-1])
+
+
+def test_keeping_the_network_a_function_changes_nothing_but_compile_time(write):
+    path = write("s.yaml", RULES + STRATEGIES["pp2_tp2_recompute"])
+    function, inlined = compiled(path, 0), compiled(path, 0, inlined=True)
+    assert function["collectives"] == inlined["collectives"]
+    assert function["flops"] == inlined["flops"]
+
+
+def test_ranks_of_one_stage_have_the_same_graph_over_the_groups_foretold(write):
+    path = write("s.yaml", RULES + STRATEGIES["pp2_tp2_recompute"])
+    text = dry_run("--strategy", path, "--config", write("m.json", json.dumps(MODEL)), "--ranks", "0,1", "--json")
+    foretold = json.loads(text[text.index("{") :])["ranks"][1]
+    really = compiled(path, 1)
+    assert sorted(map(sorted, foretold["groups"].values())) == really["groups"]
+    found = Counter()
+    for c in foretold["collectives"]:
+        size = "" if c["kind"] in ("Send", "Receive") else len(foretold["groups"][c["group"]])
+        found[f"{c['kind']} {size} {c['bytes_each']}"] += c["count"]
+    assert found == really["collectives"]
+
+
+def test_the_report_says_what_fits_and_the_page_stands_alone(write, tmp_path):
+    path, page = write("s.yaml", RULES + STRATEGIES["pp2_tp2_recompute"]), tmp_path / "report.html"
+    arguments = ("--strategy", path, "--ranks", "0,last", "--jobs", 2, "--html", page)
+    text = dry_run(*arguments, "--memory-gb", 1)
+    assert "rank 3: stage 1" in text
+    assert "  fits" in text
+    outcome = run("tools/dry_run.py", *arguments, "--memory-gb", 0.001)
+    assert outcome.code == 1
+    assert "DOES NOT FIT" in outcome.output
+    html = page.read_text()
+    assert "<svg" in html
+    assert "attention.query.weight" in html
+    assert "http" not in html.replace("http://www.w3.org", "")
+    assert not [word for word in ("<link", "src=") if word in html]
+
+
+def test_inference_keeps_no_gradients(write):
+    text = dry_run("--strategy", write("s.yaml", RULES + STRATEGIES["tp2"]), "--ranks", "0", "--inference", "--json")
+    rank = json.loads(text[text.index("{") :])["ranks"][0]
+    assert (rank["gradient_bytes"], rank["optimizer_bytes"]) == (0, 0)
+    assert set(rank["flops"]) == {"forward"}
+
+
+def test_explain_names_the_rule_and_those_it_beat(write):
+    rules = f"rules:\n  base: {CONFIGS / 'rules/decoder.yaml'}\n  operators:\n    mlp.up.matmul: [[dp, ~], [~, ~]]\n"
+    path = write("s.yaml", "mesh: {dp: 2, tp: 2}\n" + rules)
+    text = dry_run("explain", "layers.0.mlp.up.weight", "--strategy", path)
+    assert "parameter model.layers.0.mlp.up.weight: [512, 128] -> [512, 128]" in text
+    assert f"rule {path}:5: mlp.up.matmul: [~, ~]" in text
+    assert "beaten, as an earlier one: " in text
+    text = dry_run("explain", "layers.0.attention.softmax", "--strategy", path)
+    assert "operator model.layers.0.attention.softmax, Softmax" in text
+    outcome = run("tools/dry_run.py", "explain", "mlp.upp.weight", "--strategy", path)
+    assert outcome.code == 2
+    assert "did you mean mlp.up.weight?" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ranks", "0,4"), "--ranks 0,4: '4' is no rank; give numbers from 0 to 3"),
+        (("--ranks", "first"), "'first' is no rank"),
+        (("--batch-size", "3"), "a batch of 3 sequences is not divisible by"),
+        (("--seq-len", "129"), "--seq-len 129 is outside 1 .. 128"),
+        (("--jobs", "0"), "--jobs must be at least 1"),
+        (("--memory-gb", "0"), "--memory-gb must be positive"),
+        (("--size", "14b"), "14b"),
+    ],
+)
+def test_mistakes_are_one_line_each(arguments, words):
+    outcome = run("tools/dry_run.py", "--strategy", CONFIGS / "pangu_tiny_tp2_pp2.yaml", *arguments)
+    assert outcome.code == 2
+    assert words in outcome.output
+    assert "Traceback" not in outcome.output
+
+
+def test_ranks_are_read():
+    assert parse_ranks("0, 2,last", 4) == [0, 2, 3]
+    assert parse_ranks("all", 3) == [0, 1, 2]
+    with pytest.raises(ConfigError):
+        parse_ranks("-1", 3)
+    assert ROOT

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+import csv
+import dataclasses
+
+import pytest
+from conftest import shared
+
+from mindloom.family import size_config
+from mindloom.planner.cluster import Cluster, Overlap
+from mindloom.planner.dimensions import Dimensions, Parallelism, of_decoder
+from mindloom.planner.memory import (
+    copied_parameters,
+    layer_activations,
+    microbatches_in_flight,
+    stage_memory,
+    stage_parameters,
+)
+from mindloom.planner.step_time import flops_per_device, group_bandwidth, step_time
+
+GPT = {"vocab_size": 51200, "seq_len": 2048}
+MODELS = {  # arXiv:2205.05198 table 3: dimensions and virtual stages
+    "22B": (Dimensions(num_layers=48, hidden_size=6144, num_heads=64, **GPT), 1),
+    "175B": (Dimensions(num_layers=96, hidden_size=12288, num_heads=96, **GPT), 3),
+    "530B": (Dimensions(num_layers=105, hidden_size=20480, num_heads=128, **GPT), 3),
+    "1T": (Dimensions(num_layers=128, hidden_size=25600, num_heads=160, **GPT), 1),
+}
+TECHNIQUES = {
+    "tp baseline": {},
+    "tp+sp": {"sequence_parallel": True},
+    "tp+selective": {"recompute": "selective"},
+    "tp+sp+selective": {"sequence_parallel": True, "recompute": "selective"},
+    "full recompute": {"recompute": "full"},
+}
+A100 = Cluster.of_chip("a100_80gb")
+
+
+def job_of_row(row, virtual_stages):
+    pp = int(row["pp"])
+    return Parallelism(
+        tp=int(row["tp"]),
+        pp=pp,
+        microbatch=int(row["microbatch"]),
+        num_microbatches=4 * pp,
+        virtual_stages=virtual_stages,
+        **TECHNIQUES[row["technique"]],
+    )
+
+
+def test_activation_memory_is_within_two_percent_of_the_published():
+    checked = 0
+    with shared("facts/activation_memory.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["technique"] == "any":
+                continue
+            dims, virtual_stages = MODELS[row["model"]]
+            job = job_of_row(row, virtual_stages)
+            if row["unit"] == "GiB":
+                found = stage_memory(dims, job)[0].activations / 2**30
+            else:  # per layer, relative to tensor parallel alone
+                baseline = layer_activations(dims, dataclasses.replace(job, sequence_parallel=False), "none")
+                found = 100 * layer_activations(dims, job) / baseline
+            assert found == pytest.approx(float(row["value"]), rel=0.02), row
+            checked += 1
+    assert checked == 28
+
+
+def test_weights_gradients_and_moments_are_the_published():
+    with shared("facts/activation_memory.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["technique"] == "any"]
+    for row in rows:  # their figure has no embeddings
+        dims = MODELS[row["model"]][0]
+        layers = 18 * 12 * dims.num_layers * dims.hidden_size**2 / int(row["tp"]) / int(row["pp"])
+        assert layers / 2**30 == pytest.approx(float(row["value"]), rel=0.005)
+        job = Parallelism(tp=int(row["tp"]), pp=int(row["pp"]))
+        middle = stage_memory(dims, job)[job.pp // 2]
+        if job.pp > 2:
+            assert middle.weights + middle.gradients + middle.optimizer == pytest.approx(layers, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [("pangu", "tiny"), ("pangu", "13b"), ("pangu", "200b"), ("codegeex", "13b")]
+)
+def test_parameters_are_counted_as_the_models_count_them(family, size):
+    config = size_config(family, size)
+    dims = of_decoder(config)
+    assert dims.num_parameters == config.num_parameters
+    assert stage_parameters(dims, Parallelism()) == [config.num_parameters]
+    cut = stage_parameters(dims, Parallelism(tp=4))[0]
+    copied = copied_parameters(dims, Parallelism(tp=4))[0]
+    assert 4 * (cut - copied) + copied == config.num_parameters
+    staged = stage_parameters(dims, Parallelism(pp=2))
+    assert sum(staged) == config.num_parameters + dims.vocab_size * dims.hidden_size  # the tied table twice
+
+
+def test_other_architectures():
+    llama = Dimensions(
+        num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, vocab_size=128256, seq_len=8192,
+        ffn_hidden_size=14336, gated_mlp=True, position_tables=0, tied_head=False, biases=False, dropout=False,
+    )  # fmt: skip
+    assert llama.num_parameters == 8_030_261_248  # Llama 3.1 8B
+    parallel = dataclasses.replace(llama, parallel_block=True)
+    assert parallel.num_parameters == llama.num_parameters - 32 * 4096  # one norm less a layer
+    job = Parallelism(tp=8, flash_attention=True)
+    assert step_time(parallel, job, A100).tensor_parallel == pytest.approx(
+        step_time(llama, job, A100).tensor_parallel / 2
+    )
+
+
+def test_first_stages_hold_more_microbatches():
+    job = Parallelism(pp=4, num_microbatches=8)
+    assert [microbatches_in_flight(job, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert microbatches_in_flight(dataclasses.replace(job, num_microbatches=2), 0) == 2
+    assert microbatches_in_flight(dataclasses.replace(job, virtual_stages=3), 0) == 5
+
+
+def test_the_optimizer_is_cut_over_the_replicas():
+    dims, plain = MODELS["22B"][0], Parallelism(dp=8, tp=8, zero=0)
+    whole = stage_memory(dims, plain)[0]
+    for level in (1, 2, 3):
+        cut = stage_memory(dims, dataclasses.replace(plain, zero=level))[0]
+        assert cut.optimizer == whole.optimizer / 8
+        assert cut.gradients == whole.gradients / (8 if level >= 2 else 1)
+        assert cut.weights == whole.weights / (8 if level >= 3 else 1)
+    groups = stage_memory(dims, dataclasses.replace(plain, zero=1, zero_shards=4))[0]
+    assert groups.optimizer == whole.optimizer / 4
+
+
+def test_the_bubble_is_that_of_1f1b():
+    dims = dataclasses.replace(MODELS["175B"][0], vocab_size=8)  # next to no head: all stages alike
+    job = Parallelism(tp=8, pp=8, num_microbatches=16)
+    time = step_time(dims, job, A100)
+    working = time.matmul + time.attention + time.memory + time.overhead + time.tensor_parallel
+    assert time.bubble / working == pytest.approx(7 / 16, rel=0.01)
+    interleaved = step_time(dims, dataclasses.replace(job, virtual_stages=3), A100)
+    assert interleaved.bubble == pytest.approx(time.bubble / 3)
+
+
+def test_time_adds_up_and_answers_to_what_it_should():
+    dims, job = MODELS["22B"][0], Parallelism(dp=2, tp=8, microbatch=2, num_microbatches=4)
+    time = step_time(dims, job, A100)
+    assert time.total == sum(vars(time).values())
+    assert step_time(dims, dataclasses.replace(job, tp=1), A100).tensor_parallel == 0
+    assert step_time(dims, dataclasses.replace(job, dp=1), A100).gradients == 0
+    full = step_time(dims, dataclasses.replace(job, recompute="full"), A100)
+    assert full.recompute > step_time(dims, dataclasses.replace(job, recompute="selective"), A100).recompute > 0
+    model, again = flops_per_device(dims, dataclasses.replace(job, recompute="full"))
+    assert again / model == pytest.approx(4 / 3, rel=0.02)
+    slower = dataclasses.replace(A100, inter_node_gb_per_s=1.0)
+    assert step_time(dims, dataclasses.replace(job, tp=1, dp=16), slower).total > time.total
+    assert step_time(dims, job, A100, Overlap(gradients=0.0, weights=0.0)).gradients >= time.gradients
+
+
+def test_heads_that_do_not_fill_the_matrix_unit_are_slow():
+    dims = MODELS["175B"][0]
+    odd = dataclasses.replace(dims, num_heads=1024, hidden_size=12288)  # 12 a head
+    assert step_time(odd, Parallelism(tp=8), A100).attention > 5 * step_time(dims, Parallelism(tp=8), A100).attention
+
+
+def test_rings_that_leave_a_node_share_its_links():
+    intra, inter = A100.fitted.intra_node, A100.fitted.inter_node
+    assert group_bandwidth(A100, 8, 1) == pytest.approx(300e9 * intra)
+    assert group_bandwidth(A100, 16, 8) == pytest.approx(25e9 * inter)
+    assert group_bandwidth(A100, 16, 4) == pytest.approx(2 * 25e9 * inter)

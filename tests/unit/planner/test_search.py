@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+import dataclasses
+
+import pytest
+
+from mindloom.errors import ConfigError
+from mindloom.family import size_config
+from mindloom.planner.cluster import Cluster, read_cluster
+from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
+from mindloom.planner.report import strategy_file
+from mindloom.planner.search import Request, distinct, evaluate, search, smallest_changes, why_slower
+from mindloom.strategy.checks import batch_problems, model_problems
+from mindloom.strategy.loader import load_strategy
+
+A100 = Cluster.of_chip("a100_80gb")
+
+
+def gpt(num_layers, hidden_size, num_heads):
+    return Dimensions(
+        num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=51200, seq_len=2048
+    )
+
+
+PUBLISHED = [  # dimensions, cluster, devices, batch, published tp and pp
+    (of_decoder(size_config("pangu", "200b")), Cluster.of_chip("ascend910a"), 2048, 2048, 8, 16),
+    (gpt(105, 20480, 128), A100, 2240, 1920, 8, 35),
+    (gpt(105, 20480, 128), A100, 3360, 1920, 8, 35),
+    (gpt(24, 2304, 24), A100, 32, 512, 1, 1),
+    (gpt(30, 3072, 32), A100, 64, 512, 2, 1),
+    (gpt(80, 12288, 96), A100, 1536, 2304, 8, 8),
+    (gpt(105, 20480, 128), A100, 2520, 2520, 8, 35),
+    (gpt(128, 25600, 160), A100, 3072, 3072, 8, 64),
+]
+
+
+@pytest.mark.parametrize(("dims", "cluster", "devices", "batch", "tp", "pp"), PUBLISHED)
+def test_published_choices_are_within_ten_percent_of_the_best(dims, cluster, devices, batch, tp, pp):
+    request = Request(dims=dims, cluster=cluster, devices=devices, global_batch_size=batch, interleave=cluster is A100)
+    options = [option for option in search(request) if option.fits]
+    published = next(o for o in options if (o.job.tp, o.job.pp) == (tp, pp))
+    assert published.seconds <= 1.10 * options[0].seconds
+
+
+def test_where_a_published_choice_is_not_the_reason_is_shown():
+    request = Request(dims=gpt(48, 8192, 64), cluster=A100, devices=512, global_batch_size=1536, interleave=True)
+    options = [option for option in search(request) if option.fits]
+    published = next(o for o in options if (o.job.tp, o.job.pp) == (8, 2))
+    assert why_slower(published, options[0]).startswith("tensor parallel +")
+
+
+@pytest.fixture(scope="module")
+def request_13b():
+    dims = of_decoder(size_config("pangu", "13b"))
+    return Request(dims=dims, cluster=Cluster.of_chip("ascend910b"), devices=64, global_batch_size=512)
+
+
+def test_every_option_uses_all_devices_and_the_whole_batch(request_13b):
+    options = search(request_13b)
+    assert len(options) > 100
+    for option in options:
+        assert option.job.devices == 64
+        assert option.job.global_batch_size == 512
+    fitting = [option for option in options if option.fits]
+    assert options[: len(fitting)] == fitting
+    assert [o.seconds for o in fitting] == sorted(o.seconds for o in fitting)
+    assert 0 < fitting[0].mfu <= fitting[0].hfu < 1
+    assert len(distinct(fitting)) < len(fitting)
+
+
+@pytest.mark.parametrize("place", [0, 5, 20, 60])
+def test_a_planned_strategy_file_is_one_that_can_be_trained(request_13b, place, tmp_path):
+    option = [option for option in search(request_13b) if option.fits][place]
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("layers: [layers.*]\n")
+    path = tmp_path / "plan.yaml"
+    path.write_text(strategy_file(request_13b, option, rules.name))
+    strategy = load_strategy(path)
+    job = option.job
+    assert (strategy.mesh.pp, strategy.mesh.dp, strategy.mesh.tp) == (job.pp, job.dp, job.tp)
+    assert model_problems(strategy, size_config("pangu", "13b")) == []
+    assert batch_problems(strategy, 512, 1024, 1 if job.pp > 1 else job.num_microbatches) == []
+    assert strategy.sequence_parallel == job.sequence_parallel
+    assert bool(strategy.optimizer_parallel) == bool(job.zero)
+    assert (strategy.recompute.kind if strategy.recompute else "none") == job.recompute
+
+
+def test_recomputation_is_as_much_as_memory_asks_for(request_13b):
+    small = dataclasses.replace(request_13b, cluster=dataclasses.replace(request_13b.cluster, memory_gb=24))
+    partly = [o for o in search(small) if o.fits and o.job.recomputed_layers and any(o.job.recomputed_layers)]
+    assert partly
+    for option in partly[:20]:
+        fewer = tuple(max(0, count - 1) for count in option.job.recomputed_layers)
+        assert not evaluate(small.dims, dataclasses.replace(option.job, recomputed_layers=fewer), small.cluster).fits
+
+
+def test_when_nothing_fits_the_smallest_changes_are_named(request_13b):
+    request = dataclasses.replace(request_13b, devices=1, global_batch_size=8)
+    options = search(request)
+    assert not options[0].fits
+    lines = smallest_changes(request, options)
+    assert "GB too few" in lines[0]
+    assert "devices with at least" in lines[1]
+    assert any(line.startswith(("4 devices", "8 devices", "16 devices")) for line in lines)
+
+
+def test_no_mesh_divides(request_13b):
+    with pytest.raises(ConfigError, match="no dp x tp x pp = 7 divides the model"):
+        search(dataclasses.replace(request_13b, devices=7, global_batch_size=3))
+
+
+def test_cluster_and_dimension_files(write):
+    cluster = read_cluster(write("c.yaml", "chip: ascend910a\ninter_node_gb_per_s: 6\n"))
+    assert (cluster.inter_node_gb_per_s, cluster.memory_gb) == (6, 32)
+    for text, words in (
+        ("chip: ascend910\n", "chip ascend910 is not known; did you mean"),
+        ("chip: h100\nmemory_gb: -1\n", "memory_gb must be positive, got -1"),
+        ("chip: h100\nmemory: 3\n", "memory is not known here; did you mean memory_gb?"),
+        ("chip: h100\nmemory_gb: much\n", "memory_gb must be float, got 'much'"),
+        ("- 1\n", "names with values are expected"),
+        ("a: [", "not YAML"),
+    ):
+        with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
+            read_cluster(write("bad.yaml", text))
+    with pytest.raises(ConfigError, match="vocab_size is missing"):
+        read_dimensions(write("d.yaml", "num_layers: 2\nhidden_size: 8\nnum_heads: 2\nseq_len: 4\n"))
+    with pytest.raises(ConfigError, match="hidden_size 9 is not divisible by num_heads 2"):
+        read_dimensions(write("d.yaml", "num_layers: 2\nhidden_size: 9\nnum_heads: 2\nseq_len: 4\nvocab_size: 5\n"))

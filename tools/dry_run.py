@@ -48,7 +48,7 @@ def main() -> int:
         write_text_atomically(run.config.html, page)
         print(f"report in {run.config.html}", file=sys.stderr)
     print(json.dumps(values, indent=1) if run.config.json else summary.text_report(values))
-    return 1 if any(rank.get("fits") is False for rank in values["ranks"]) else 0
+    return 1 if values["job"].get("fits") is False else 0
 
 
 def compile_ranks(run: DryRun) -> list:

@@ -28,11 +28,11 @@ rows.forEach(r=>r.hidden=!words.every(w=>r.textContent.toLowerCase().includes(w)
 def page(values: dict[str, Any]) -> str:
     """The whole file."""
     job, ranks = values["job"], values["ranks"]
-    facts = f"{job['num_parameters']:,} parameters on {job['mesh']}, {job['batch_size']} sequences of {job['seq_len']} tokens a step"
+    facts = f"{job['num_parameters']:,} parameters on {job['mesh']}, {job['batch_size']} sequences of {job['seq_len']} tokens"
     sections = [
         f"<h1>{escape(job['model'])}, {escape(job['strategy'])}</h1><p>{escape(facts)}</p>",
         "<h2>Memory of each rank, GB</h2>" + _memory(ranks),
-        "<h2>Pipeline</h2>" + _pipeline(job) if len({s["stage"] for s in job["stages"]}) > 1 else "",
+        "<h2>Pipeline</h2>" + _pipeline(job) if len(job["stages"]) > 1 else "",
         "<h2>Collectives of a step</h2>" + _collectives(ranks),
         "<h2>Groups</h2>" + _groups(ranks),
         "<h2>Parameters</h2><p><input id='search' placeholder='words to search for'></p>" + _parameters(ranks),
@@ -91,7 +91,7 @@ def schedule(num_stages: int, num_microbatches: int) -> list[list[tuple[str, int
 
 
 def _pipeline(job: dict[str, Any]) -> str:
-    num_stages = 1 + max(stage["stage"] for stage in job["stages"])
+    num_stages = len(job["stages"])
     shown = min(job["num_microbatches"], max(SHOWN_MICROBATCHES, num_stages))
     stages, unit, cells = schedule(num_stages, shown), 16, []
     for stage, passes in enumerate(stages):
@@ -104,9 +104,10 @@ def _pipeline(job: dict[str, Any]) -> str:
             cells.append(f"<text x='{x + 2}' y='{y + 13}' font-size='10'>{i}</text>")
     end = max(start for passes in stages for _, _, start in passes) + 2
     note = f"1F1B, forward blue, backward green, {shown} of {job['num_microbatches']} microbatches"
-    flops = ", ".join(f"stage {s['stage']}: {s['flops']:.3e} FLOPs" for s in job["stages"])
     size = f"width='{80 + unit * end}' height='{8 + 22 * num_stages}'"
-    return f"<p>{note}; {flops}</p><div style='overflow-x:auto'><svg {size}>{''.join(cells)}</svg></div>"
+    rows = [(s["stage"], s["layers"], f"{s['total_bytes'] / GB:.2f} GB", f"{s['flops']:.3e}") for s in job["stages"]]
+    table = _table(("stage", "layers", "memory of a device", "FLOPs of a device"), rows)
+    return f"{table}<p>{note}</p><div style='overflow-x:auto'><svg {size}>{''.join(cells)}</svg></div>"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "") -> str:

@@ -10,8 +10,8 @@ from typing import Any
 from mindloom.dry_run.compile import RankReport
 from mindloom.dry_run.config import DryRun
 from mindloom.planner.dimensions import of_decoder
-from mindloom.planner.memory import stage_memory
-from mindloom.planner.own_engine import job_of
+from mindloom.planner.memory import stage_memory, stage_parameters
+from mindloom.planner.own_engine import job_of, parameter_bytes
 from mindloom.strategy.mesh import Mesh
 
 GB = 2**30
@@ -73,13 +73,35 @@ def _by_kind(report: RankReport) -> dict[str, int]:
     return dict(sizes)
 
 
+def _stages(run: DryRun) -> list[dict[str, Any]]:
+    """Every stage, compiled or not, by the closed forms that the compiled ones are tested against."""
+    dims = dataclasses.replace(of_decoder(run.model), seq_len=run.seq_len)
+    job = job_of(run.strategy, run.model, run.batch_size)
+    sizes = parameter_bytes(of_decoder(run.model), job)  # the tables keep all their rows
+    wholes, tokens = stage_parameters(of_decoder(run.model), job), run.batch_size // job.dp * run.seq_len
+    passes = 1 if run.config.inference else 3
+    stages = []
+    for stage, (memory, layers) in enumerate(zip(stage_memory(dims, job), job.stages(dims.num_layers), strict=True)):
+        gradients = 4 * wholes[stage] if job.zero < 2 else sizes[stage]
+        copies = 0 if job.precision == "fp32" else 2 * wholes[stage]
+        training = 2 * sizes[stage] + gradients + memory.activations + memory.working
+        layer_flops = 2 * dims.layer_matrices + 4 * dims.seq_len * dims.hidden_size
+        head = 2 * dims.vocab_size * dims.hidden_size if stage == job.pp - 1 else 0
+        stages.append(
+            {
+                "stage": stage,
+                "layers": layers,
+                "parameter_bytes": sizes[stage],
+                "total_bytes": sizes[stage] + copies + (0 if run.config.inference else training),
+                "flops": passes * tokens * (layers * layer_flops + head) // job.tp,
+            }
+        )
+    return stages
+
+
 def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
     """What concerns all ranks: balance of the stages, parameters that every rank holds though they could be cut."""
-    mesh, strategy = run.strategy.mesh, run.strategy
-    stages = []
-    for stage, report in sorted(by_stage.items()):
-        rank = _rank(run, report, report.rank)
-        stages.append({"stage": stage, "total_bytes": rank["total_bytes"], "flops": sum(report.flops.values())})
+    mesh, strategy, stages = run.strategy.mesh, run.strategy, _stages(run)
     flops = [stage["flops"] for stage in stages]
     values: dict[str, Any] = {
         "model": f"{run.config.model} {run.config.size}",
@@ -90,10 +112,12 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
         "seq_len": run.seq_len,
         "num_microbatches": strategy.pipeline.num_microbatches if mesh.pp > 1 else 1,
         "stages": stages,
-        "imbalance": max(flops) / (sum(flops) / len(flops)) - 1 if flops and sum(flops) else 0.0,
+        "imbalance": max(flops) / (sum(flops) / len(flops)) - 1,
         "replicated": _replicated(run, by_stage),
         "advice": [],
     }
+    if run.config.memory_gb:
+        values["fits"] = all(stage["total_bytes"] <= run.config.memory_gb * GB for stage in stages)
     if mesh.dp > 1 and not strategy.optimizer_parallel and not run.config.inference:
         saved = max(3 * r.parameter_bytes * (mesh.dp - 1) // mesh.dp for r in by_stage.values())
         values["advice"].append(
@@ -129,7 +153,10 @@ def text_report(values: dict[str, Any]) -> str:
     )
     for rank in values["ranks"]:
         lines += ["", *_rank_lines(rank)]
-    lines += ["", f"all compiled stages: the busiest does {job['imbalance']:.1%} more than their mean"]
+    fullest = max(job["stages"], key=lambda stage: stage["total_bytes"])
+    verdict = "" if "fits" not in job else "; all fit" if job["fits"] else "; that DOES NOT FIT"
+    lines += ["", f"all {len(job['stages'])} stages: the busiest computes {job['imbalance']:.1%} more than their mean"]
+    lines[-1] += f"; the fullest is stage {fullest['stage']} with {fullest['total_bytes'] / GB:.2f} GB a device{verdict}"
     total = sum(p["bytes"] for p in job["replicated"])
     if job["replicated"]:
         lines.append(f"whole on every rank of a stage though they could be cut: {total / 2**20:.1f} MB in")

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits the planner's few physical parameters per chip on published step times, and writes them.
 
-python benchmarks/fit_planner.py ../shared/facts/published_runs.csv      writes mindloom/planner/fitted.yaml
+python benchmarks/fit_planner.py RUNS.csv                writes mindloom/planner/fitted.yaml
+python benchmarks/fit_planner.py RUNS.csv --hold-out 6   and the errors of six fits on the 30 % of rows each has not seen,
+                                                         with those of the whole fit, to benchmarks/results/planner.md
 
 What is minimised: the absolute errors of log time of all rows (the squares of small ones), and how far each
 chip's parameters are from those common to all, so that a chip with few rows stays near the others.
@@ -15,11 +17,16 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from report import write_report
 from scipy.optimize import least_squares
 
 from mindloom.planner.cluster import FITTED, Efficiency, Overlap, chips
-from mindloom.planner.published import Measured, Run, Unpredictable, describe, measured, read_rows
+from mindloom.planner.published import Measured, Run, UnpredictableError, describe, measured, read_rows
+from mindloom.planner.report import validation_report
 from mindloom.planner.step_time import step_time
+from mindloom.planner.validate import validate
+
+RESULTS = Path(__file__).parent / "results" / "planner.md"
 
 START = {"matmul": 0.7, "attention": 0.35, "memory": 0.7, "intra_node": 0.6, "inter_node": 0.5}
 START |= {"layer_overhead_us": 60.0, "fp8": 1.4}
@@ -38,7 +45,7 @@ def pairs_of(rows: list[dict[str, str]]) -> list[Pair]:
         try:
             run = describe(row)
             found = measured(row, run)
-        except Unpredictable:
+        except UnpredictableError:
             continue
         if found.seconds:
             pairs.append((run, found))
@@ -84,10 +91,25 @@ def fit(pairs: list[Pair]) -> tuple[dict[str, Efficiency], Overlap]:
     return unpack(least_squares(residuals, start, max_nfev=60, x_scale=0.1).x)
 
 
+def write_results(pairs: list[Pair], runs: Path, fits: int) -> None:
+    """The errors on rows a fit has not seen, for several splits, and of the fit of all rows."""
+    lines = ["| 30 % held out, seed | rows | median error of step time | 90th percentile |", "|---|---|---|---|"]
+    for seed in range(fits):
+        order, count = np.random.default_rng(seed).permutation(len(pairs)), len(pairs) * 3 // 10
+        held_out, rest = ([pairs[i] for i in part] for part in (order[:count], order[count:]))
+        errors = np.abs(np.expm1(log_errors(held_out, *fit(rest))))
+        lines.append(f"| {seed} | {count} | {np.median(errors):.1%} | {np.quantile(errors, 0.9):.1%} |")
+        print(lines[-1], flush=True)
+    shown = validation_report(validate(runs)).splitlines()
+    lines += ["", f"All rows of {runs.name}, fitted on all of them:", "", *(f"    {line}" for line in shown)]
+    write_report(RESULTS, "The planner against published runs", "fit_planner.py RUNS.csv --hold-out 6", lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path)
     parser.add_argument("--out", type=Path, default=FITTED)
+    parser.add_argument("--hold-out", type=int, default=0, metavar="FITS")
     arguments = parser.parse_args()
     pairs = pairs_of(read_rows(arguments.runs))
     efficiencies, overlap = fit(pairs)
@@ -98,6 +120,8 @@ def main() -> None:
         "chips": {c: {k: round(v, 3) for k, v in dataclasses.asdict(e).items()} for c, e in efficiencies.items()},
     }
     arguments.out.write_text(head + yaml.safe_dump(values, sort_keys=False))
+    if arguments.hold_out:
+        write_results(pairs, arguments.runs, arguments.hold_out)
     print(f"{len(pairs)} runs, median error {np.median(errors):.1%}, 90th percentile {np.quantile(errors, 0.9):.1%}")
 
 

@@ -103,6 +103,7 @@ def test_a_model_knows_no_parallel_word(folder):
         "mindloom.planner.report",
         "mindloom.planner.validate",
         "mindloom.dry_run.config",
+        "mindloom.dry_run.html",
         "pangu.config",
     ],
 )

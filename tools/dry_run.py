@@ -10,6 +10,7 @@ the memory model's (docs/planner.md); everything else is read from the compiled 
 
 import json
 import multiprocessing
+import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from pathlib import Path
 
 from mindloom.cli import argument, option, parse_args
 from mindloom.dry_run.config import DryRun, DryRunConfig, check
+from mindloom.dry_run.html import page
+from mindloom.dry_run.summary import summarize, text_report
 from mindloom.errors import run_tool
 from mindloom.family import size_config
 from mindloom.files import write_text_atomically
@@ -41,18 +44,28 @@ def main() -> int:
         print(import_module("mindloom.dry_run.explain").explain(asked.model, model, strategy, asked.name))
         return 0
     run = check(parse_args(DryRunConfig, __doc__))
-    summary = import_module("mindloom.dry_run.summary")
-    values = summary.summarize(run, compile_ranks(run))
+    values = summarize(run, compile_ranks(run))
     if run.config.html:
-        page = import_module("mindloom.dry_run.html").page(values)
-        write_text_atomically(run.config.html, page)
+        write_text_atomically(run.config.html, page(values))
         print(f"report in {run.config.html}", file=sys.stderr)
-    print(json.dumps(values, indent=1) if run.config.json else summary.text_report(values))
+    print(json.dumps(values, indent=1) if run.config.json else text_report(values))
     return 1 if values["job"].get("fits") is False else 0
+
+
+# Compilation makes and drops millions of small objects: keep freed ones at hand, in large pages, and return none.
+ALLOCATOR = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in {
+        "tcache_count": 4000,
+        "mxfast": 0,
+        "hugetlb": 1,
+    }.items()
+)
 
 
 def compile_ranks(run: DryRun) -> list:
     """One rank of each stage, in parallel processes, each of which ends with its memory."""
+    os.environ.setdefault("GLIBC_TUNABLES", ALLOCATOR)  # read when a process starts; other C libraries ignore it
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(run.config.jobs, mp_context=context, max_tasks_per_child=1) as pool:
         futures = [pool.submit(compile_one, run, rank) for rank in run.distinct_ranks]

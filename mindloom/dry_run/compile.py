@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
@@ -13,7 +11,8 @@ import numpy as np
 from mindspore import nn
 from mindspore.nn.utils import no_init_parameters
 
-from mindloom.dry_run.graph import Collective, read_work
+from mindloom.dry_run.graph import read_work
+from mindloom.dry_run.rank_report import RankParameter, RankReport
 from mindloom.family import family_module
 from mindloom.model_config import DecoderConfig
 from mindloom.parallel.parallelize import parallelize, wrap
@@ -25,49 +24,13 @@ from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.strategy.config import Strategy
 from mindloom.train.optim import AdamW
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-
-
-@dataclass(frozen=True)
-class RankParameter:
-    """A parameter as a rank holds it."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    layout: list[list[str]]
-    """Mesh axes that cut each dim."""
-    optimizer_shards: int
-    num_bytes: int
-    rule: str
-    """file:line of the rule that says so; empty: none, whole on every rank."""
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank's graph is."""
-
-    rank: int
-    stage: int
-    layers: list[str]
-    recomputed: list[str]
-    parameters: list[RankParameter]
-    parameter_bytes: int
-    optimizer_bytes: int
-    gradient_bytes: int
-    groups: dict[str, list[int]]
-    collectives: list[Collective]
-    flops: dict[str, int]
-    compile_s: float
-    untouched_operators: list[str]
-
 
 def compile_rank(
     family: str, model: DecoderConfig, strategy: Strategy, rank: int, batch: tuple[int, int], inference: bool
 ) -> RankReport:
     """Everything about `rank`. `batch`: sequences of a step over all ranks and their tokens. Needs a process of its own."""
     prepare_environment()
-    _spare_the_allocator()
+    gc.disable()  # millions of small objects, none in cycles
     mesh = strategy.mesh
     with virtual_ascend(rank, mesh.size):
         all_reduce = ms.ops.AllReduce(group=WORLD) if mesh.size > 1 else None
@@ -130,12 +93,3 @@ def _parameters(report: Report, local_shapes: dict[str, tuple[int, ...]]) -> lis
         num_bytes = 4 * int(np.prod(shape))
         found.append(RankParameter(p.name, p.global_shape, shape, layout, p.optimizer_shards, num_bytes, p.rule))
     return found
-
-
-def _spare_the_allocator() -> None:
-    """Compilation makes and drops millions of small objects: do not return memory in between, and do not look for cycles."""
-    gc.disable()
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**30)

@@ -11,28 +11,12 @@ from typing import Any
 
 from mindspore.train import mind_ir_pb2 as mind_ir
 
+from mindloom.dry_run.rank_report import Collective
 from mindloom.runtime.compile import PartitionedGraph
 from mindloom.runtime.lowering import attributes
 
 PHASES = ("forward", "recompute", "backward", "optimizer")
 _SIZES = {"FLOAT": 4, "FLOAT16": 2, "BFLOAT16": 2, "INT32": 4, "INT64": 8, "BOOL": 1, "DOUBLE": 8, "INT8": 1}
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One kind of communication of one phase, over one group, of one size."""
-
-    kind: str
-    phase: str
-    group: str
-    count: int
-    """Times a step."""
-    bytes_each: int
-    """Of the whole tensor it works on: what an all-reduce or a send gives, an all-gather gives, a reduce-scatter takes."""
-
-    @property
-    def bytes_per_step(self) -> int:
-        return self.count * self.bytes_each
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from mindloom.dry_run.compile import RankReport
 from mindloom.dry_run.config import DryRun
+from mindloom.dry_run.rank_report import RankReport
 from mindloom.planner.dimensions import of_decoder
 from mindloom.planner.memory import stage_memory, stage_parameters
 from mindloom.planner.own_engine import job_of, parameter_bytes
@@ -156,7 +156,9 @@ def text_report(values: dict[str, Any]) -> str:
     fullest = max(job["stages"], key=lambda stage: stage["total_bytes"])
     verdict = "" if "fits" not in job else "; all fit" if job["fits"] else "; that DOES NOT FIT"
     lines += ["", f"all {len(job['stages'])} stages: the busiest computes {job['imbalance']:.1%} more than their mean"]
-    lines[-1] += f"; the fullest is stage {fullest['stage']} with {fullest['total_bytes'] / GB:.2f} GB a device{verdict}"
+    lines[-1] += (
+        f"; the fullest is stage {fullest['stage']} with {fullest['total_bytes'] / GB:.2f} GB a device{verdict}"
+    )
     total = sum(p["bytes"] for p in job["replicated"])
     if job["replicated"]:
         lines.append(f"whole on every rank of a stage though they could be cut: {total / 2**20:.1f} MB in")

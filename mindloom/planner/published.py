@@ -24,7 +24,7 @@ ZERO = {"": 0, "dist-opt": 1, "FSDP": 3, "ms-opt-parallel": 3}
 ASSUMED_VOCABULARY = 50_000
 
 
-class Unpredictable(Exception):
+class UnpredictableError(Exception):
     """Why a row cannot be predicted."""
 
 
@@ -75,20 +75,20 @@ def describe(row: dict[str, str]) -> Run:
     """Model, strategy and cluster of a row; measured columns are not read.
 
     Raises:
-        Unpredictable: with the reason.
+        UnpredictableError: with the reason.
     """
     if missing := [name for name in NEEDED if not row[name]]:
-        raise Unpredictable(f"no {', '.join(missing)}")
+        raise UnpredictableError(f"no {', '.join(missing)}")
     if "experts" in row["note"] or "MoE" in row["note"]:
-        raise Unpredictable("mixture of experts")
+        raise UnpredictableError("mixture of experts")
     cluster = _cluster(row)
     try:
         dims = _dimensions(row)
         job = _parallelism(row, dims, cluster.flash_attention)
     except ValueError as error:
-        raise Unpredictable(f"not a number: {error}") from None
+        raise UnpredictableError(f"not a number: {error}") from None
     except ConfigError as error:
-        raise Unpredictable(str(error)) from None
+        raise UnpredictableError(str(error)) from None
     return Run(row["id"], row["source"], dims, job, cluster)
 
 
@@ -98,7 +98,7 @@ def _cluster(row: dict[str, str]) -> Cluster:
             cluster = Cluster.of_chip(chip)
             break
     else:
-        raise Unpredictable(f"chip {row['chip']}: nothing is known of it")
+        raise UnpredictableError(f"chip {row['chip']}: nothing is known of it")
     if row["mem_gb"]:
         cluster = dataclasses.replace(cluster, memory_gb=float(row["mem_gb"]))
     if network := re.search(r"IB (\d+) Gb/s|(\d+) Gbps between nodes", row["note"]):  # of a whole node
@@ -140,9 +140,9 @@ def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallel
     if dp * tp * pp * cp != devices:
         dp = devices // (tp * pp * cp)
     if dp < 1 or dp * tp * pp * cp != devices:
-        raise Unpredictable("tp x pp x cp does not divide the devices")
+        raise UnpredictableError("tp x pp x cp does not divide the devices")
     if pp > dims.num_layers:
-        raise Unpredictable("more stages than layers")
+        raise UnpredictableError("more stages than layers")
     local = int(float(noted(row, "local_batch") or 0)) if pp == 1 else 0
     microbatch = int(float(row["microbatch"] or local or 1))
     text, zero = row["precision"].lower(), row["zero"]
@@ -206,10 +206,10 @@ def measured(row: dict[str, str], run: Run) -> Measured:
     """What the row says was measured.
 
     Raises:
-        Unpredictable: it contradicts itself.
+        UnpredictableError: it contradicts itself.
     """
     if "CONFLICT" in row["note"]:
-        raise Unpredictable("the source contradicts itself")
+        raise UnpredictableError("the source contradicts itself")
     memory = float(noted(row, "measured_mem_gb") or 0) * 2**30 or None
     failed = "OOM" in row["note"] or "FAILED" in row["note"]
     seconds = float(row["iter_s"]) if row["iter_s"] else float(noted(row, "derived_iter_s_eq3") or 0) or None
@@ -217,5 +217,5 @@ def measured(row: dict[str, str], run: Run) -> Measured:
     if seconds and run.dims.model_flops(tokens, causal=True) / run.job.devices / seconds > run.cluster.peak_tflops * (
         2e12 if run.job.precision == "fp8" else 1e12
     ):
-        raise Unpredictable("measured faster than the chip's peak")
+        raise UnpredictableError("measured faster than the chip's peak")
     return Measured(seconds, memory, False if failed else True if memory else None)

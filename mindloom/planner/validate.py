@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mindloom.planner.memory import peak_memory
-from mindloom.planner.published import Measured, Run, Unpredictable, describe, measured, read_rows
+from mindloom.planner.published import Measured, Run, UnpredictableError, describe, measured, read_rows
 from mindloom.planner.step_time import step_time
 
 
@@ -46,7 +46,7 @@ def predict(rows: list[dict[str, str]]) -> tuple[list[Prediction], Counter[str]]
             run = describe(row)
             time, memory = step_time(run.dims, run.job, run.cluster).total, peak_memory(run.dims, run.job)
             predictions.append(Prediction(run, measured(row, run), time, memory))
-        except Unpredictable as reason:
+        except UnpredictableError as reason:
             reasons[str(reason)] += 1
     return predictions, reasons
 

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank's compiled graph is, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of communication of one phase, over one group, of one size."""
+
+    kind: str
+    phase: str
+    group: str
+    count: int
+    """Times a step."""
+    bytes_each: int
+    """Of the whole tensor it works on: what an all-reduce or a send gives, an all-gather gives, a reduce-scatter takes."""
+
+    @property
+    def bytes_per_step(self) -> int:
+        return self.count * self.bytes_each
+
+
+@dataclass(frozen=True)
+class RankParameter:
+    """A parameter as a rank holds it."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    layout: list[list[str]]
+    """Mesh axes that cut each dim."""
+    optimizer_shards: int
+    num_bytes: int
+    rule: str
+    """file:line of the rule that says so; empty: none, whole on every rank."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank's graph is."""
+
+    rank: int
+    stage: int
+    layers: list[str]
+    recomputed: list[str]
+    parameters: list[RankParameter]
+    parameter_bytes: int
+    optimizer_bytes: int
+    gradient_bytes: int
+    groups: dict[str, list[int]]
+    collectives: list[Collective]
+    flops: dict[str, int]
+    compile_s: float
+    untouched_operators: list[str]

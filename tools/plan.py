@@ -16,6 +16,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError, run_tool
@@ -23,6 +24,7 @@ from mindloom.family import size_config
 from mindloom.files import write_text_atomically
 from mindloom.planner.cluster import read_cluster
 from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
+from mindloom.planner.own_engine import PRECISIONS
 from mindloom.planner.report import as_dict, strategy_file, table, validation_report
 from mindloom.planner.search import Request, distinct, search, smallest_changes
 from mindloom.planner.validate import validate
@@ -39,6 +41,7 @@ class PlanConfig:
     devices: int = option(..., "devices of the job")
     global_batch_size: int = option(..., "sequences of one step, over all devices")
     seq_len: int | None = option(None, "tokens of a sequence; the model's longest context without this")
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of matrix products")
     interleave: bool = option(False, "also consider virtual stages, which tools/train.py cannot run")
     top: int = option(10, "options to show")
     out: Path | None = option(None, "write the best one as a strategy file for tools/train.py")
@@ -105,6 +108,7 @@ def requested(config: PlanConfig) -> Request:
         devices=config.devices,
         global_batch_size=config.global_batch_size,
         interleave=config.interleave,
+        precision=PRECISIONS[config.compute_dtype],
         flash_attention=cluster.flash_attention and not config.model,  # our own models keep their scores
     )
 

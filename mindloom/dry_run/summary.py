@@ -45,10 +45,11 @@ def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) 
 
 def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
     dims = dataclasses.replace(of_decoder(run.model), seq_len=run.seq_len)
-    memory = stage_memory(dims, job_of(run.strategy, run.model, run.batch_size))[report.stage]
+    job = job_of(run.strategy, run.model, run.batch_size)
+    memory = stage_memory(dims, job)[report.stage]
     held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
     activations = 0.0 if run.config.inference else memory.activations + memory.working
-    copies = report.parameter_bytes // 2 if run.model.compute_dtype != "float32" else 0
+    copies = job.weight_bytes * stage_parameters(of_decoder(run.model), job)[report.stage]
     groups = {n: translate_group(run.strategy.mesh, g, report.rank, rank) for n, g in report.groups.items()}
     result = {
         **dataclasses.asdict(report),
@@ -83,7 +84,7 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
     stages = []
     for stage, (memory, layers) in enumerate(zip(stage_memory(dims, job), job.stages(dims.num_layers), strict=True)):
         gradients = 4 * wholes[stage] if job.zero < 2 else sizes[stage]
-        copies = 0 if job.precision == "fp32" else 2 * wholes[stage]
+        copies = job.weight_bytes * wholes[stage]  # cast, or gathered from the optimizer's parts
         training = 2 * sizes[stage] + gradients + memory.activations + memory.working
         layer_flops = 2 * dims.layer_matrices + 4 * dims.seq_len * dims.hidden_size
         head = 2 * dims.vocab_size * dims.hidden_size if stage == job.pp - 1 else 0

@@ -31,7 +31,7 @@ def table(request: Request, options: list[Option]) -> str:
     best, dims = options[0], request.dims
     lines = [
         f"{dims.num_parameters / 1e9:.2f} G parameters on {request.devices} {request.cluster.chip}, "
-        f"{request.global_batch_size} sequences of {dims.seq_len} tokens a step",
+        f"{request.global_batch_size} sequences of {dims.seq_len} tokens a step, computed in {request.precision}",
         "",
         f"{'':3} {'step s':>8} {'tokens/s':>11} {'MFU':>6} {'HFU':>6} {'memory':>7} {'bubble':>7} {'comm.':>6}  strategy",
     ]
@@ -62,6 +62,7 @@ def strategy_file(request: Request, option: Option, rules: str) -> str:
         f"{option.tokens_per_s:,.0f} tokens/s, "
         f"MFU {option.mfu:.1%}, {option.peak_bytes / GB:.1f} GB of {request.cluster.memory_gb:g}.",
         f"# tools/train.py {flags} --seq-len {dims.seq_len}",
+        f"# Computed in {request.precision}: compute_dtype of the model configuration (--config).",
         "mesh: {" + ", ".join(f"{axis}: {getattr(job, axis)}" for axis in ("pp", "dp", "tp")) + "}",
         f"rules: {rules}",
     ]

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mindloom.errors import ConfigError
 from mindloom.planner.cluster import Cluster
@@ -74,6 +75,8 @@ class Request:
     interleave: bool = False
     """Also pipelines with virtual stages, which the engine cannot run yet."""
     flash_attention: bool = False
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Of matrix products; master weights and moments are float32 in any case."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -116,7 +119,12 @@ def _jobs(request: Request) -> Iterator[Parallelism]:
                 if batch // dp % microbatch or (pp > 1 and batch // dp // microbatch < pp):
                     continue
                 base = Parallelism(
-                    dp=dp, tp=tp, pp=pp, microbatch=microbatch, num_microbatches=batch // dp // microbatch
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    microbatch=microbatch,
+                    num_microbatches=batch // dp // microbatch,
+                    precision=request.precision,
                 )
                 yield from _variants(request, base)
 
@@ -147,6 +155,8 @@ def _variants(request: Request, base: Parallelism) -> Iterator[Parallelism]:
                     sequence_parallel=sequence_parallel,
                     virtual_stages=virtual_stages,
                     flash_attention=request.flash_attention,
+                    # Copies to compute with; in float32 only where the optimizer's cut makes gathering necessary.
+                    weight_bytes=2 if request.precision != "fp32" else 4 if zero else 0,
                 )
                 yield from _recomputations(dims, job, usable)
 

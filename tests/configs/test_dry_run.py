@@ -49,6 +49,9 @@ def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(name, write):
         assert rank["stage"] == strategy.mesh.coordinate(rank["rank"], "pp")
         assert rank["parameter_bytes"] == parameter_bytes(dims, job)[rank["stage"]]
         assert rank["optimizer_bytes"] == 2 * rank["parameter_bytes"]
+        stage = values["job"]["stages"][rank["stage"]]
+        assert (stage["parameter_bytes"], stage["layers"]) == (rank["parameter_bytes"], len(rank["layers"]))
+        assert stage["total_bytes"] == pytest.approx(rank["total_bytes"], rel=0.01)
         expected = collective_bytes(dims, job, rank["stage"])
         assert rank["bytes_per_step"].keys() == expected.keys()
         for kind, size in expected.items():

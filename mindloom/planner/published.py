@@ -81,8 +81,8 @@ def describe(row: dict[str, str]) -> Run:
         raise UnpredictableError(f"no {', '.join(missing)}")
     if "experts" in row["note"] or "MoE" in row["note"]:
         raise UnpredictableError("mixture of experts")
-    cluster = _cluster(row)
     try:
+        cluster = _cluster(row)
         dims = _dimensions(row)
         job = _parallelism(row, dims, cluster.flash_attention)
     except ValueError as error:
@@ -90,6 +90,14 @@ def describe(row: dict[str, str]) -> Run:
     except ConfigError as error:
         raise UnpredictableError(str(error)) from None
     return Run(row["id"], row["source"], dims, job, cluster)
+
+
+def _whole(text: str) -> int:
+    """A whole number, also where it is written with a point."""
+    value = float(text)
+    if value != int(value) or value < 0:
+        raise ValueError(f"{text!r} is no whole number")
+    return int(value)
 
 
 def _cluster(row: dict[str, str]) -> Cluster:
@@ -108,16 +116,16 @@ def _cluster(row: dict[str, str]) -> Cluster:
 
 
 def _dimensions(row: dict[str, str]) -> Dimensions:
-    hidden, gated = int(row["hidden"]), bool(GATED.search(row["model"]))
+    hidden, gated = _whole(row["hidden"]), bool(GATED.search(row["model"]))
     alike_palm = "PaLM" in row["model"]
     return Dimensions(
-        num_layers=int(row["layers"]),
+        num_layers=_whole(row["layers"]),
         hidden_size=hidden,
-        num_heads=int(row["heads"]),
-        num_kv_heads=int(noted(row, "kv_heads") or (1 if alike_palm else 0)),
-        vocab_size=int(row["vocab"] or ASSUMED_VOCABULARY),
-        seq_len=int(row["seq"]),
-        ffn_hidden_size=int(row["ffn"]) if row["ffn"] else _llama_ffn(row, hidden) if gated else 0,
+        num_heads=_whole(row["heads"]),
+        num_kv_heads=_whole(noted(row, "kv_heads") or ("1" if alike_palm else "0")),
+        vocab_size=_whole(row["vocab"]) if row["vocab"] else ASSUMED_VOCABULARY,
+        seq_len=_whole(row["seq"]),
+        ffn_hidden_size=_whole(row["ffn"]) if row["ffn"] else _llama_ffn(row, hidden) if gated else 0,
         gated_mlp=gated,
         position_tables=0 if gated else 1,
         tied_head=not gated,
@@ -134,20 +142,20 @@ def _llama_ffn(row: dict[str, str], hidden: int) -> int:
 
 
 def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallelism:
-    tp, pp, cp = int(row["tp"]), int(row["pp"]), int(noted(row, "cp") or 1)
-    devices, batch = int(row["devices"]), int(float(row["global_batch"]))
-    dp = int(row["dp"]) if row["dp"] else devices // (tp * pp * cp)
-    if dp * tp * pp * cp != devices:
-        dp = devices // (tp * pp * cp)
+    tp, pp, cp = _whole(row["tp"]), _whole(row["pp"]), _whole(noted(row, "cp") or "1")
+    devices, batch = _whole(row["devices"]), _whole(row["global_batch"])
+    if min(tp, pp, cp, devices, batch) < 1:
+        raise UnpredictableError("a degree, the devices or the batch is zero")
+    dp = devices // (tp * pp * cp)  # where cp is used, the column counts its ranks or not
     if dp < 1 or dp * tp * pp * cp != devices:
         raise UnpredictableError("tp x pp x cp does not divide the devices")
     if pp > dims.num_layers:
         raise UnpredictableError("more stages than layers")
-    local = int(float(noted(row, "local_batch") or 0)) if pp == 1 else 0
-    microbatch = int(float(row["microbatch"] or local or 1))
+    local = _whole(noted(row, "local_batch") or "0") if pp == 1 else 0
+    microbatch = _whole(row["microbatch"] or str(local or 1)) or 1
     text, zero = row["precision"].lower(), row["zero"]
     precision = "fp8" if "fp8" in text else "fp16" if "fp16" in text else "bf16"
-    level = ZERO[zero] if zero in ZERO else int(zero)
+    level = ZERO[zero] if zero in ZERO else _whole(zero)
     word = noted(row, "flash_attn").lower()
     recompute, layers = _recompute(row, pp)
     return Parallelism(
@@ -155,7 +163,7 @@ def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallel
         tp=tp,
         pp=pp,
         cp=cp,
-        virtual_stages=int(row["vpp"] or 0) or _virtual_stages(row, dims.num_layers, pp),
+        virtual_stages=_whole(row["vpp"] or "0") or _virtual_stages(row, dims.num_layers, pp),
         microbatch=microbatch,
         num_microbatches=max(1, round(batch / dp / microbatch)),
         recompute=recompute,  # type: ignore[arg-type]
@@ -199,7 +207,10 @@ def _recompute(row: dict[str, str], pp: int) -> tuple[str, tuple[int, ...] | Non
             counts = tuple(int(count) for count in listed.strip("[]").split(",") if count.strip())
             if len(counts) == pp:
                 return kind, counts
-    return row["recompute"].split(" ")[0] or "none", None
+    kind = row["recompute"].split(" ")[0] or "none"
+    if kind not in ("none", "selective", "full"):
+        raise UnpredictableError(f"recompute {kind}: not known")
+    return kind, None
 
 
 def measured(row: dict[str, str], run: Run) -> Measured:

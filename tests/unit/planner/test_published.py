@@ -76,6 +76,10 @@ def test_rows_that_cannot_be_predicted_say_why(rows):
         ({"tp": "7"}, "tp x pp x cp does not divide the devices"),
         ({"hidden": "20481"}, "hidden_size 20481 is not divisible by num_heads 128"),
         ({"seq": "long"}, "not a number"),
+        ({"mem_gb": "16 or 32"}, "not a number"),
+        ({"layers": "10.5"}, "'10.5' is no whole number"),
+        ({"tp": "0"}, "is zero"),
+        ({"recompute": "sometimes"}, "recompute sometimes: not known"),
         ({"note": "MoE experts=8"}, "mixture of experts"),
     ):
         with pytest.raises(UnpredictableError, match=reason):

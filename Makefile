@@ -26,6 +26,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/humaneval_x.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/dry_run.py
 
 toolchains:
 	tools/install_toolchains.sh

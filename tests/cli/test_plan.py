@@ -6,19 +6,7 @@ from conftest import CONFIGS, ROOT, run, shared
 
 ASCEND = CONFIGS / "clusters" / "ascend910b.yaml"
 PANGU = ("--model", "pangu", "--size", "13b", "--cluster", ASCEND, "--devices", 64, "--global-batch-size", 512)
-LLAMA = """num_layers: 32
-hidden_size: 4096
-num_heads: 32
-num_kv_heads: 8
-vocab_size: 128256
-seq_len: 8192
-ffn_hidden_size: 14336
-gated_mlp: true
-position_tables: 0
-tied_head: false
-biases: false
-dropout: false
-"""
+LLAMA = ROOT / "examples" / "llama3_8b_dimensions.yaml"
 
 
 def plan(*arguments):
@@ -44,10 +32,10 @@ def test_a_plan_shows_options_and_why_they_lose(tmp_path):
     assert "1 process was launched" in trained.output
 
 
-def test_json_and_a_model_by_its_dimensions_alone(write):
+def test_json_and_a_model_by_its_dimensions_alone():
     cluster = CONFIGS / "clusters" / "h100.yaml"
     outcome = plan(
-        *("--config", write("llama.yaml", LLAMA), "--cluster", cluster, "--devices", 64),
+        *("--config", LLAMA, "--cluster", cluster, "--devices", 64),
         *("--global-batch-size", 256, "--json", "--interleave"),
     )
     assert outcome.code == 0, outcome.output

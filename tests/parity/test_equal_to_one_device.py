@@ -37,12 +37,14 @@ DROPOUT_CASES = [
     "pangu_tiny_dp2_tp2_sp",
     "pangu_tiny_dp2_tp2_zero+accumulate",
 ]
-CASES += [
+CODEGEEX_CASES = [
     f"{case}+codegeex" + ("" if "pp4" in case else "+shallow") for case in CASES if not case.endswith("+after_query")
 ]
-CASES += [f"{case}+dropout+shallow" for case in DROPOUT_CASES]
+# Two layers compile in half the time; options that do not concern layers need no more.
+CASES = [f"{case}+shallow" if case.endswith(("+clip", "+accumulate")) else case for case in CASES]
+CASES += CODEGEEX_CASES + [f"{case}+dropout+shallow" for case in DROPOUT_CASES]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def options_of(case):
@@ -57,7 +59,7 @@ def results(tmp_path_factory):
     single = run(WORKER, out, *references, timeout=600)
     assert single.code == 0, single.output
     paths = [str(CONFIGS / (case.replace("+", ".yaml+", 1) if "+" in case else case + ".yaml")) for case in CASES]
-    parallel = msrun(4, out / "logs", WORKER, out, *paths, timeout=1400)
+    parallel = msrun(4, out / "logs", WORKER, out, *paths, timeout=1700)
     assert parallel.code == 0, parallel.output[-4000:]
 
     def load(label, optimizer):

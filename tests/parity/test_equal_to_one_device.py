@@ -104,7 +104,7 @@ def test_accumulating_on_one_device_equals_the_whole_batch(results):
 
 
 def test_clipping_was_active(results):
-    numbers, _ = results("one_device+clip", "SGD")
+    numbers, _ = results("one_device+clip+shallow", "SGD")
     assert min(numbers["norms"]) > 0.5
-    unclipped, _ = results("one_device", "SGD")
+    unclipped, _ = results("one_device+shallow", "SGD")
     assert abs(numbers["losses"][-1] - unclipped["losses"][-1]) > 1e-3

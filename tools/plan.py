@@ -59,6 +59,14 @@ def main() -> int:
         return check_against_runs(parse_args(ValidateConfig, __doc__, sys.argv[2:]))
     config = parse_args(PlanConfig, __doc__)
     request = requested(config)
+    if config.out and not config.model:
+        raise ConfigError("--out needs --model and --size: a strategy file names rules, which fit our own models")
+    if config.out and config.out.is_dir():
+        raise ConfigError(f"--out {config.out} is a folder")
+    if config.out and config.compute_dtype == "float16":
+        raise ConfigError(
+            "--out writes what tools/train.py runs, which does not train in float16; use bfloat16 or float32"
+        )
     if config.out and config.interleave:
         raise ConfigError(
             "--out writes what tools/train.py runs, which knows no virtual stages; leave out --interleave"
@@ -72,8 +80,6 @@ def main() -> int:
     else:
         print(table(request, shown))
     if config.out:
-        if not config.model:
-            raise ConfigError("--out needs --model and --size: a strategy file names rules, which fit our own models")
         rules = os.path.relpath(RULES, config.out.resolve().parent)
         write_text_atomically(config.out, strategy_file(request, shown[0], rules))
         print(f"strategy in {config.out}", file=sys.stderr)

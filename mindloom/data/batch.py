@@ -47,10 +47,13 @@ def dropout_keys(seed: int, first_sample: int, shape: tuple[int, int]) -> NDArra
 
     `first_sample`: how many samples the run saw before this batch. Source of the mixing: SplitMix64 (Steele et al., 2014).
     """
-    count = shape[0] * shape[1]
-    start = np.uint64(first_sample * shape[1]) + np.uint64(seed % 2**32) * np.uint64(2**40)  # 10^12 tokens apart
-    with np.errstate(over="ignore"):
-        x = (start + np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((x >> np.uint64(32)).astype(np.uint32)).view(np.int32).reshape(shape)
+    (start,) = _split_mix(np.array([seed % 2**64], np.uint64))  # far apart, also for seeds that are neighbours
+    places = np.arange(shape[0] * shape[1], dtype=np.uint64) + np.uint64(first_sample * shape[1])
+    return (_split_mix(places + start) >> np.uint64(32)).astype(np.uint32).view(np.int32).reshape(shape)
+
+
+def _split_mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)  # arrays wrap around modulo 2^64
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -18,6 +18,7 @@ from mindloom.model_config import DecoderConfig
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
+from mindloom.planner.own_engine import num_microbatches
 from mindloom.runtime.compile import partition
 from mindloom.runtime.environment import prepare_environment
 from mindloom.runtime.target import WORLD, virtual_ascend
@@ -26,9 +27,18 @@ from mindloom.train.optim import AdamW
 
 
 def compile_rank(
-    family: str, model: DecoderConfig, strategy: Strategy, rank: int, batch: tuple[int, int], inference: bool
+    family: str,
+    model: DecoderConfig,
+    strategy: Strategy,
+    rank: int,
+    batch: tuple[int, int],
+    inference: bool = False,
+    accumulate: int = 1,
 ) -> RankReport:
-    """Everything about `rank`. `batch`: sequences of a step over all ranks and their tokens. Needs a process of its own."""
+    """Everything about `rank`. Needs a process of its own.
+
+    `batch`: sequences of a step over all ranks and their tokens. `accumulate`: parts it is cut into without a pipeline.
+    """
     prepare_environment()
     gc.disable()  # millions of small objects, none in cycles
     mesh = strategy.mesh
@@ -48,11 +58,11 @@ def compile_rank(
             inputs = [*inputs, (batch, np.int32), (batch, np.float32)]
             inputs += [(batch, np.int32)] if model.dropout_rate else []
             optimizer = AdamW(net.trainable_params())
-            cell = TrainStep(wrap(net, strategy), optimizer, report, rank, all_reduce, max_grad_norm=1.0).set_train()
+            wrapped, options = wrap(net, strategy, accumulate), {"max_grad_norm": 1.0, "accumulate": accumulate}
+            cell = TrainStep(wrapped, optimizer, report, rank, all_reduce, **options).set_train()
     graph = partition(cell, strategy, rank, inputs)
     stage = mesh.coordinate(rank, "pp")
-    calls = strategy.pipeline.num_microbatches if mesh.pp > 1 and not inference else 1
-    work = read_work(graph, calls)
+    work = read_work(graph, 1 if inference else num_microbatches(strategy, accumulate))
     parameters = _parameters(report, graph.parameters)
     held = {p.name for p in parameters}
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from mindloom.cli import option
 from mindloom.errors import ConfigError
 from mindloom.family import size_config
-from mindloom.model_config import DecoderConfig, override, read_json_object
+from mindloom.model_config import ComputeDtype, DecoderConfig, override, read_json_object
+from mindloom.planner.own_engine import num_microbatches
 from mindloom.strategy.checks import batch_problems, model_problems
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy
@@ -28,6 +29,8 @@ class DryRunConfig:
     batch_size: int | None = option(
         None, "sequences of one step, over all devices; one a microbatch and replica without this"
     )
+    accumulate: int = option(1, "parts a step's batch is cut into without a pipeline, as tools/train.py's")
+    compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
     seq_len: int | None = option(None, "tokens of a sequence; the model's longest context without this")
     inference: bool = option(False, "the graph that reads a prompt instead of a training step")
     memory_gb: float | None = option(None, "memory of a device, for a verdict")
@@ -48,6 +51,11 @@ class DryRun:
     seq_len: int
 
     @property
+    def num_microbatches(self) -> int:
+        """Times a step runs the network."""
+        return 1 if self.config.inference else num_microbatches(self.strategy, self.config.accumulate)
+
+    @property
     def distinct_ranks(self) -> list[int]:
         """One rank of each stage: the ranks of a stage hold, send and compute the same, over other groups."""
         first: dict[int, int] = {}
@@ -65,19 +73,24 @@ def check(config: DryRunConfig) -> DryRun:
     model = size_config(config.model, config.size)
     if config.config:
         model = override(model, read_json_object(config.config), str(config.config))
+    if config.compute_dtype:
+        model = dataclasses.replace(model, compute_dtype=config.compute_dtype)
     strategy = load_strategy(config.strategy, for_inference=config.inference)
-    microbatches = strategy.pipeline.num_microbatches if strategy.mesh.pp > 1 and not config.inference else 1
+    microbatches = 1 if config.inference else num_microbatches(strategy, max(config.accumulate, 1))
     batch = strategy.mesh.dp * microbatches if config.batch_size is None else config.batch_size
     seq_len = model.seq_len if config.seq_len is None else config.seq_len
     problems = model_problems(strategy, model)
     if batch < 1:
         problems.append(f"--batch-size must be at least 1, got {batch}")
-    else:
-        problems += batch_problems(strategy, batch, seq_len, training=not config.inference)
+    elif config.accumulate > 0:
+        problems += batch_problems(strategy, batch, seq_len, config.accumulate, training=not config.inference)
     if not 1 <= seq_len <= model.seq_len:
         problems.append(f"--seq-len {seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
-    if config.jobs < 1:
-        problems.append(f"--jobs must be at least 1, got {config.jobs}")
+    for name in ("jobs", "accumulate"):
+        if getattr(config, name) < 1:
+            problems.append(f"--{name} must be at least 1, got {getattr(config, name)}")
+    if config.html and (config.html.is_dir() or not config.html.resolve().parent.is_dir()):
+        problems.append(f"--html {config.html}: no file can be written there; name one in a folder that exists")
     if config.memory_gb is not None and config.memory_gb <= 0:
         problems.append(f"--memory-gb must be positive, got {config.memory_gb}")
     ranks: list[int] = []
@@ -87,7 +100,7 @@ def check(config: DryRunConfig) -> DryRun:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return DryRun(config, model, dataclasses.replace(strategy), ranks, batch, seq_len)
+    return DryRun(config, model, strategy, ranks, batch, seq_len)
 
 
 def parse_ranks(text: str, size: int) -> list[int]:

@@ -13,9 +13,8 @@ from mindspore.train import mind_ir_pb2 as mind_ir
 
 from mindloom.dry_run.rank_report import Collective
 from mindloom.runtime.compile import PartitionedGraph
-from mindloom.runtime.lowering import attributes
+from mindloom.runtime.lowering import attributes, output_of
 
-PHASES = ("forward", "recompute", "backward", "optimizer")
 _SIZES = {"FLOAT": 4, "FLOAT16": 2, "BFLOAT16": 2, "INT32": 4, "INT64": 8, "BOOL": 1, "DOUBLE": 8, "INT8": 1}
 
 
@@ -47,7 +46,7 @@ def read_work(graph: PartitionedGraph, num_calls: int) -> Work:
                     size *= len(graph.groups[group])
                 collectives[kind, phase, group, size] += calls
             elif primitive.op_type in ("MatMul", "BatchMatMul"):
-                out = tuple(_output(node).dims)
+                out = tuple(output_of(node).dims)
                 depth = math.prod(shapes[node.input[0]]) // math.prod(out[:-1])
                 flops[phase] += calls * 2 * math.prod(out) * depth
     found = [Collective(k, p, g, count, size) for (k, p, g, size), count in sorted(collectives.items())]
@@ -89,10 +88,6 @@ def _group(primitive: mind_ir.PrimitiveProto) -> str | None:
     return values.get("group")
 
 
-def _output(node: mind_ir.NodeProto) -> mind_ir.TensorProto:
-    return next(a for a in node.attribute if a.name == "shape").tensors[0]
-
-
 def _bytes(node: mind_ir.NodeProto) -> int:
-    out = _output(node)
+    out = output_of(node)
     return math.prod(out.dims) * _SIZES[mind_ir.TensorProto.DataType.Name(out.data_type)]

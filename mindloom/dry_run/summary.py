@@ -9,7 +9,7 @@ from typing import Any
 
 from mindloom.dry_run.config import DryRun
 from mindloom.dry_run.rank_report import RankReport
-from mindloom.planner.dimensions import of_decoder
+from mindloom.planner.dimensions import Parallelism, of_decoder
 from mindloom.planner.memory import stage_memory, stage_parameters
 from mindloom.planner.own_engine import job_of, parameter_bytes
 from mindloom.strategy.mesh import Mesh
@@ -18,7 +18,7 @@ GB = 2**30
 
 
 def summarize(run: DryRun, compiled: list[RankReport]) -> dict[str, Any]:
-    """The whole report, as data: `job`, `ranks`, and with all stages in it `stages`."""
+    """The whole report, as data: `job`, with every stage by the closed forms, and the `ranks` asked for."""
     by_stage = {report.stage: report for report in compiled}
     mesh = run.strategy.mesh
     ranks = [_rank(run, by_stage[mesh.coordinate(rank, "pp")], rank) for rank in run.ranks]
@@ -45,7 +45,7 @@ def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) 
 
 def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
     dims = dataclasses.replace(of_decoder(run.model), seq_len=run.seq_len)
-    job = job_of(run.strategy, run.model, run.batch_size)
+    job = _job_of(run)
     memory = stage_memory(dims, job)[report.stage]
     held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
     activations = 0.0 if run.config.inference else memory.activations + memory.working
@@ -74,10 +74,14 @@ def _by_kind(report: RankReport) -> dict[str, int]:
     return dict(sizes)
 
 
+def _job_of(run: DryRun) -> Parallelism:
+    return job_of(run.strategy, run.model, run.batch_size, run.config.accumulate)
+
+
 def _stages(run: DryRun) -> list[dict[str, Any]]:
     """Every stage, compiled or not, by the closed forms that the compiled ones are tested against."""
     dims = dataclasses.replace(of_decoder(run.model), seq_len=run.seq_len)
-    job = job_of(run.strategy, run.model, run.batch_size)
+    job = _job_of(run)
     sizes = parameter_bytes(of_decoder(run.model), job)  # the tables keep all their rows
     wholes, tokens = stage_parameters(of_decoder(run.model), job), run.batch_size // job.dp * run.seq_len
     passes = 1 if run.config.inference else 3
@@ -111,7 +115,7 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
         "mesh": str(mesh),
         "batch_size": run.batch_size,
         "seq_len": run.seq_len,
-        "num_microbatches": strategy.pipeline.num_microbatches if mesh.pp > 1 else 1,
+        "num_microbatches": run.num_microbatches,
         "stages": stages,
         "imbalance": max(flops) / (sum(flops) / len(flops)) - 1,
         "replicated": _replicated(run, by_stage),

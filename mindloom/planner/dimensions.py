@@ -234,6 +234,11 @@ class Parallelism:
         return self.dp * self.cp
 
     @property
+    def activation_bytes(self) -> int:
+        """Of an entry of the residual stream."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
     def shards(self) -> int:
         return (self.zero_shards or self.replicas) if self.zero else 1
 

@@ -68,20 +68,22 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     scores' softmax, its dropout and mask (5).
     """
     recompute = recompute or job.recompute
-    tokens = job.microbatch * dims.seq_len / job.cp * (2 if job.precision == "fp32" else 1)
+    tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
     h, spread = dims.hidden_size, job.tp if job.sequence_parallel else 1
     if recompute == "full":
-        return tokens * 2 * h / spread
-    mask = (2 if dims.float32_softmax else 1) if dims.dropout else 0
-    whole = (4 if dims.parallel_block else 8) * h + 2 * mask * h
-    cut = 4 * h + 4 * dims.kv_size + (6 if dims.gated_mlp else 4) * dims.ffn
-    probabilities = 6 if dims.float32_softmax else 2  # float32 and, for the product, 2 bytes
-    dropped = (4 if dims.float32_softmax else 3) if dims.dropout else 0
-    scores = (probabilities + dropped) * dims.num_heads * dims.seq_len
+        return tokens * width * h / spread
+    norms = (1 if dims.parallel_block else 2) * width * h
+    whole = 2 * norms + (2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0)
+    cut = width * (2 * h + 2 * dims.kv_size + (3 if dims.gated_mlp else 2) * dims.ffn)
+    if dims.float32_softmax:  # probabilities in float32 and, where it is another type, in that of the product; masks
+        kept = 4 + (width if width < 4 else 0) + (4 if dims.dropout else 0)
+    else:
+        kept = width + (1 + width if dims.dropout else 0)
+    scores = kept * dims.num_heads * dims.seq_len
     if job.flash_attention:
         scores = 0
         if recompute == "selective":  # what is cheap to compute again: outputs of the norms and of the activation
-            whole, cut = whole - (2 if dims.parallel_block else 4) * h, cut - 2 * dims.ffn
+            whole, cut = whole - norms, cut - width * dims.ffn
     elif recompute == "selective":
         scores = 0
     return tokens * (whole / spread + (cut + scores) / job.tp)
@@ -98,7 +100,7 @@ def microbatches_in_flight(job: Parallelism, stage: int) -> float:
 
 def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
     """Memory of each stage's devices."""
-    tokens = job.microbatch * dims.seq_len / job.cp * (2 if job.precision == "fp32" else 1)
+    tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
     spread = job.tp if job.sequence_parallel else 1
     kept, full = layer_activations(dims, job), layer_activations(dims, job, "none")
     layers, result = job.stages(dims.num_layers), []
@@ -108,9 +110,12 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
         activations = flying * (again * kept + (layers[stage] - again) * full)
         working = full - kept if again else 0.0
         if stage == 0 and dims.dropout:
-            activations += flying * tokens * dims.hidden_size / job.tp  # the embedding's dropout mask, as published
+            mask = width if dims.float32_softmax else 1
+            activations += (
+                flying * tokens * mask * dims.hidden_size / job.tp
+            )  # of the embedding's dropout, as published
         if stage == job.pp - 1:  # input of the last norm and the head; logits in float32, and their gradient
-            activations += tokens * 4 * dims.hidden_size / spread
+            activations += tokens * 2 * width * dims.hidden_size / spread
             working = max(working, tokens * dims.vocab_size / job.tp * 8)
         if job.zero == 3:  # two layers' whole weights, and one's gradient
             working += 3 * layer_parameters(dims, job.tp) * 2

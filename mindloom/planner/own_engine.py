@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
+from typing import Any, Literal
 
 from mindloom.model_config import DecoderConfig
 from mindloom.planner.dimensions import Dimensions, Parallelism
@@ -14,13 +14,29 @@ from mindloom.strategy.stages import layers_per_stage, recomputed_layers, stage_
 
 Precision = Literal["fp16", "bf16", "fp32"]
 PRECISIONS: dict[str, Precision] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
-def job_of(strategy: Strategy, config: DecoderConfig, batch_size: int) -> Parallelism:
+def optimizer_cut(cut: bool, gradients_add_up: bool, precision: Precision) -> dict[str, Any]:
+    """What optimizer parallel means in the cost model's terms.
+
+    Master weights and moments lie cut. The weights are gathered for the whole step in the type that is computed in; in
+    float32 without a cut there is no such copy. Gradients of several microbatches add up whole, else they are cut at once.
+    """
+    return {
+        "zero": 0 if not cut else 1 if gradients_add_up else 2,
+        "weight_bytes": 2 if precision != "fp32" else 4 if cut else 0,
+    }
+
+
+def num_microbatches(strategy: Strategy, accumulate: int = 1) -> int:
+    """Parts of a step's batch that follow each other: a pipeline's, or those `accumulate` asks for without one."""
+    return strategy.pipeline.num_microbatches if strategy.mesh.pp > 1 else accumulate
+
+
+def job_of(strategy: Strategy, config: DecoderConfig, batch_size: int, accumulate: int = 1) -> Parallelism:
     """What the cost model needs of a strategy. `batch_size`: sequences of a step, over all replicas."""
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
-    microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 else 1
+    microbatches, precision = num_microbatches(strategy, accumulate), PRECISIONS[config.compute_dtype]
     stages = stage_of_layers(config.num_layers, strategy)
     again = Counter(stages[layer] for layer in recomputed_layers(config.num_layers, strategy))
     return Parallelism(
@@ -32,12 +48,10 @@ def job_of(strategy: Strategy, config: DecoderConfig, batch_size: int) -> Parall
         recompute=strategy.recompute.kind if strategy.recompute else "none",
         recomputed_layers=tuple(again[stage] for stage in range(mesh.pp)) if strategy.recompute else None,
         layers_of_stages=tuple(layers_per_stage(config.num_layers, strategy)),
-        # Weights and moments lie cut, but the weights are gathered for a whole step in the computing type.
-        zero=0 if not zero else 1 if mesh.pp > 1 and not zero.shard_accumulated_gradients else 2,
         zero_shards=(zero.shard_size or 0) if zero else 0,
         sequence_parallel=strategy.sequence_parallel,
-        precision=PRECISIONS[config.compute_dtype],
-        weight_bytes=2 if config.compute_dtype != "float32" else 4 if zero else 0,
+        precision=precision,
+        **optimizer_cut(bool(zero), microbatches > 1 and not (zero and zero.shard_accumulated_gradients), precision),
     )
 
 
@@ -70,7 +84,7 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     (the MLP's result is not needed then); the embedding adds one. With sequence parallel each of a layer's is a
     reduce-scatter and an all-gather instead, and the head gathers, too.
     """
-    width, m, last = BYTES[job.precision], job.num_microbatches, job.pp - 1
+    width, m, last = job.activation_bytes, job.num_microbatches, job.pp - 1
     tokens = job.microbatch * dims.seq_len
     x, layers = tokens * dims.hidden_size * width, job.stages(dims.num_layers)[stage]
     again = 0 if job.recompute != "full" else layers if job.recomputed_layers is None else job.recomputed_layers[stage]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from mindloom.planner.own_engine import PRECISIONS
 from mindloom.planner.search import Option, Request, describe, why_slower
 
 GB = 2**30
@@ -54,15 +55,15 @@ def table(request: Request, options: list[Option]) -> str:
 def strategy_file(request: Request, option: Option, rules: str) -> str:
     """The option as tools/train.py reads it."""
     job, dims = option.job, request.dims
-    flags = f"--batch-size {job.global_batch_size}"
+    flags = f"--batch-size {job.global_batch_size} --seq-len {dims.seq_len}"
+    flags += f" --compute-dtype {next(name for name, short in PRECISIONS.items() if short == job.precision)}"
     if job.pp == 1 and job.num_microbatches > 1:
         flags += f" --accumulate {job.num_microbatches}"
     lines = [
         f"# Planned for {request.devices} {request.cluster.chip}: step {option.seconds:.3f} s, "
         f"{option.tokens_per_s:,.0f} tokens/s, "
         f"MFU {option.mfu:.1%}, {option.peak_bytes / GB:.1f} GB of {request.cluster.memory_gb:g}.",
-        f"# tools/train.py {flags} --seq-len {dims.seq_len}",
-        f"# Computed in {request.precision}: compute_dtype of the model configuration (--config).",
+        f"# tools/train.py {flags}",
         "mesh: {" + ", ".join(f"{axis}: {getattr(job, axis)}" for axis in ("pp", "dp", "tp")) + "}",
         f"rules: {rules}",
     ]

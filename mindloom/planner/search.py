@@ -7,13 +7,14 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from mindloom.errors import ConfigError
 from mindloom.planner.cluster import Cluster
 from mindloom.planner.dimensions import Dimensions, Parallelism, Recomputation
 from mindloom.planner.memory import StageMemory, stage_memory
+from mindloom.planner.own_engine import Precision, optimizer_cut
 from mindloom.planner.step_time import StepTime, flops_per_device, step_time
+from mindloom.strategy.checks import divisors
 
 MICROBATCHES = (1, 2, 4, 8, 16)
 MOST_VIRTUAL_STAGES = 4
@@ -75,7 +76,7 @@ class Request:
     interleave: bool = False
     """Also pipelines with virtual stages, which the engine cannot run yet."""
     flash_attention: bool = False
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     """Of matrix products; master weights and moments are float32 in any case."""
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class Request:
 
 
 def search(request: Request) -> list[Option]:
-    """All options, those that fit first, then by time; of options that differ in little but memory the faster one.
+    """All options: those that fit by time, then the others by memory.
 
     Raises:
         ConfigError: no mesh divides devices, model and batch.
@@ -106,12 +107,12 @@ def search(request: Request) -> list[Option]:
 
 def _jobs(request: Request) -> Iterator[Parallelism]:
     dims, devices, batch = request.dims, request.devices, request.global_batch_size
-    for tp in _divisors(devices):
+    for tp in divisors(devices):
         if any(size % tp for size in (dims.num_heads, dims.hidden_size, dims.vocab_size, dims.ffn)):
             continue
         if dims.kv_heads % tp and tp % dims.kv_heads:
             continue
-        for pp in _divisors(devices // tp):
+        for pp in divisors(devices // tp):
             dp = devices // tp // pp
             if pp > dims.num_layers or batch % dp:
                 continue
@@ -132,12 +133,9 @@ def _jobs(request: Request) -> Iterator[Parallelism]:
 def _variants(request: Request, base: Parallelism) -> Iterator[Parallelism]:
     """Optimizer parallel, sequence parallel, virtual stages and recomputation of one mesh."""
     dims, usable = request.dims, request.cluster.usable_bytes
-    zeros = [(0, 0)]
+    cuts = [0]  # over how many replicas the optimizer is cut
     if base.dp > 1:
-        # In a pipeline the gradients of the microbatches add up whole; else each is cut as soon as it is there.
-        level = 1 if base.pp > 1 or base.num_microbatches > 1 else 2
-        groups = {base.dp, *(size for size in (8, 16, 32, 64) if size < base.dp and base.dp % size == 0)}
-        zeros += [(level, size) for size in groups]
+        cuts += sorted({base.dp, *(size for size in (8, 16, 32, 64) if size < base.dp and base.dp % size == 0)})
     most = dims.num_layers // base.pp
     virtual = [1]
     if request.interleave and base.pp > 1 and dims.num_layers % base.pp == 0 and base.num_microbatches % base.pp == 0:
@@ -145,18 +143,16 @@ def _variants(request: Request, base: Parallelism) -> Iterator[Parallelism]:
     parallels = [False]
     if base.tp > 1 and base.microbatch * dims.seq_len % base.tp == 0:
         parallels.append(True)
-    for zero, shards in zeros:
+    for shards in cuts:
         for sequence_parallel in parallels:
             for virtual_stages in virtual:
                 job = dataclasses.replace(
                     base,
-                    zero=zero,
                     zero_shards=shards,
                     sequence_parallel=sequence_parallel,
                     virtual_stages=virtual_stages,
                     flash_attention=request.flash_attention,
-                    # Copies to compute with; in float32 only where the optimizer's cut makes gathering necessary.
-                    weight_bytes=2 if request.precision != "fp32" else 4 if zero else 0,
+                    **optimizer_cut(shards > 0, base.num_microbatches > 1, request.precision),
                 )
                 yield from _recomputations(dims, job, usable)
 
@@ -180,10 +176,6 @@ def _recomputations(dims: Dimensions, job: Parallelism, usable: float) -> Iterat
             yield dataclasses.replace(whole, recomputed_layers=tuple(needed))
         else:
             yield whole
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def describe(job: Parallelism) -> str:
@@ -247,7 +239,7 @@ def smallest_changes(request: Request, options: list[Option]) -> list[str]:
             lines.append(f"{larger.devices} devices would do: {describe(found.job)}")
             break
     for batch in sorted(
-        (d for d in _divisors(request.global_batch_size) if d < request.global_batch_size), reverse=True
+        (d for d in divisors(request.global_batch_size) if d < request.global_batch_size), reverse=True
     ):
         try:
             found = search(dataclasses.replace(request, global_batch_size=batch))[0]

@@ -9,7 +9,9 @@ from mindloom.planner.cluster import Cluster, Overlap
 from mindloom.planner.dimensions import Dimensions, Parallelism
 from mindloom.planner.memory import stage_parameters
 
+FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
+SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
 BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward
 
 
@@ -79,20 +81,21 @@ class Rates:
 
     def __init__(self, dims: Dimensions, job: Parallelism, cluster: Cluster):
         fitted = cluster.fitted
-        faster = {"fp8": fitted.fp8, "fp32": 0.5}.get(job.precision, 1.0)
+        faster = {"fp8": fitted.fp8, "fp32": FLOAT32_SPEED}.get(job.precision, 1.0)
         self.flops = cluster.peak_tflops * 1e12 * fitted.matmul * faster
         aligned = dims.head_dim % cluster.alignment == 0
         self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention * (1.0 if aligned else 1 / 12)
         self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
         self.overhead = fitted.layer_overhead_us * 1e-6
         self.tp = group_bandwidth(cluster, job.tp, 1)
+        self.width = job.activation_bytes
 
     def matmul(self, m: float, n: float, k: float) -> float:
-        """Seconds of (m, k) x (k, n): the arithmetic, and then each matrix once through memory, in 2 bytes.
+        """Seconds of (m, k) x (k, n): the arithmetic, and then each matrix once through memory.
 
         The second term makes products with a short side less efficient, as they are.
         """
-        return 2 * m * n * k / self.flops + 2 * (m * k + k * n + m * n) / self.bytes
+        return 2 * m * n * k / self.flops + self.width * (m * k + k * n + m * n) / self.bytes
 
 
 def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
@@ -104,12 +107,12 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
     # Passes: two norms read and write, two residual additions read twice and write once, each with half a dropout mask.
     passes = (7 if dims.parallel_block else 11) * tokens * h / (tp if job.sequence_parallel else 1)
     passes += (2 * dims.mlp_matrices - 2) * tokens * dims.ffn / tp  # the activation
-    if not job.flash_attention:  # products write and read the scores; scale, mask, softmax, dropout pass over them
-        passes += 6.5 * tokens * dims.num_heads * dims.seq_len / tp
-    reduced = (1 if dims.parallel_block else 2) * all_reduce(2 * tokens * h, tp, rates.tp)
+    if not job.flash_attention:
+        passes += SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / tp
+    reduced = (1 if dims.parallel_block else 2) * all_reduce(rates.width * tokens * h, tp, rates.tp)
     if job.cp > 1:
-        reduced += 4 * tokens * dims.kv_size / tp * (job.cp - 1) / rates.tp  # keys and values go round
-    return Part(matmul, attention, 2 * passes / rates.bytes, rates.overhead, reduced)
+        reduced += 2 * rates.width * tokens * dims.kv_size / tp * (job.cp - 1) / rates.tp  # keys and values go round
+    return Part(matmul, attention, rates.width * passes / rates.bytes, rates.overhead, reduced)
 
 
 def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
@@ -117,9 +120,9 @@ def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
     tokens = job.microbatch * dims.seq_len / job.cp
     if job.flash_attention:  # its kernel computes scores again anyway; two norms and the activation
         spread = job.tp if job.sequence_parallel else 1
-        return 2 * tokens * (4 * dims.hidden_size / spread + 3 * dims.ffn / job.tp) / rates.bytes
+        return rates.width * tokens * (4 * dims.hidden_size / spread + 3 * dims.ffn / job.tp) / rates.bytes
     flops = 4 * tokens * dims.seq_len * dims.hidden_size / job.tp / rates.attention_flops
-    return flops + 2 * 6.5 * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
+    return flops + rates.width * SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
 
 
 def head_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
@@ -177,7 +180,7 @@ def _sends(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
     """Activations forward and gradients back, for each microbatch and virtual stage."""
     if job.pp == 1:
         return 0.0
-    num_bytes = 2 * job.microbatch * dims.seq_len / job.cp * dims.hidden_size
+    num_bytes = job.activation_bytes * job.microbatch * dims.seq_len / job.cp * dims.hidden_size
     num_bytes /= job.tp if job.sequence_parallel or job.scatter_gather or job.virtual_stages > 1 else 1
     bandwidth = group_bandwidth(cluster, 2, job.tp * job.replicas)
     rounds = job.num_microbatches * job.virtual_stages + job.pp - 1

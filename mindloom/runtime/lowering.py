@@ -63,7 +63,7 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
     for node, primitive in nodes:
         values = attributes(primitive)
         ranks, kind = groups[values["group"]], primitive.op_type
-        if _output(node).data_type == mind_ir.TensorProto.BFLOAT16:
+        if output_of(node).data_type == mind_ir.TensorProto.BFLOAT16:
             raise LoweringError(
                 "CPU processes exchange no bfloat16, which NumPy does not know; use compute_dtype float32"
             )
@@ -75,12 +75,12 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
         else:
             group = values["group"]
             counts[group] = counts.get(group, -1) + 1
-            what = f"{kind} {values.get('op', '')} {list(_output(node).dims)}"
+            what = f"{kind} {values.get('op', '')} {list(output_of(node).dims)}"
             message = Message("collective", tuple(ranks), f"{what}, number {counts[group]} of {group}")
             run = _collective(kind, values, Collectives(transport, ranks, (program, message.tag)))
         messages[node.output[0]] = message
         custom = model.primitives.add()
-        custom.CopyFrom(_custom_primitive(run, is_scalar=not _output(node).dims))
+        custom.CopyFrom(_custom_primitive(run, is_scalar=not output_of(node).dims))
         node.op_type = f"REF::{custom.name}"
     order_messages(model, messages, transport, program)
 
@@ -142,7 +142,7 @@ def _take_broadcasts_apart(model: mind_ir.ModelProto) -> None:
             graph.node.extend([*parts, *later])
 
 
-def _output(node: mind_ir.NodeProto) -> mind_ir.TensorProto:
+def output_of(node: mind_ir.NodeProto) -> mind_ir.TensorProto:
     """Shape and type of what a node returns."""
     return next(a for a in node.attribute if a.name == "shape").tensors[0]
 

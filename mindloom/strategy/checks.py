@@ -52,7 +52,7 @@ def _option_problems(strategy: Strategy) -> list[str]:
     if zero and zero.shard_size is not None and (zero.shard_size < 2 or mesh.dp % zero.shard_size):
         problems.append(
             f"{strategy.at('optimizer_parallel.shard_size')} = {zero.shard_size} must be at least 2 and divide "
-            f"mesh.dp = {mesh.dp}; possible: {', '.join(str(d) for d in _divisors(mesh.dp) if d > 1)}"
+            f"mesh.dp = {mesh.dp}; possible: {', '.join(str(d) for d in divisors(mesh.dp) if d > 1)}"
         )
     if strategy.sequence_parallel and mesh.tp == 1:
         problems.append(f"{strategy.at('sequence_parallel')} has no effect at mesh.tp = 1; remove it or raise mesh.tp")
@@ -128,12 +128,13 @@ def batch_problems(
     return problems
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """From 1 to the number itself."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _nearest(size: int, wanted: int) -> str:
-    divisors = _divisors(size)
-    lower = max((d for d in divisors if d < wanted), default=None)
-    upper = min((d for d in divisors if d > wanted), default=None)
+    possible = divisors(size)
+    lower = max((d for d in possible if d < wanted), default=None)
+    upper = min((d for d in possible if d > wanted), default=None)
     return "nearest that do: " + " and ".join(str(d) for d in (lower, upper) if d is not None)

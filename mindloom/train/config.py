@@ -13,7 +13,7 @@ from mindloom.cli import option
 from mindloom.data.documents import read_documents
 from mindloom.errors import ConfigError
 from mindloom.family import family_module, size_config
-from mindloom.model_config import DecoderConfig, override, read_json_object
+from mindloom.model_config import ComputeDtype, DecoderConfig, override, read_json_object
 from mindloom.strategy.checks import batch_problems, launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
 from mindloom.strategy.loader import load_strategy
@@ -50,6 +50,7 @@ class TrainConfig:
     weight_decay: float = option(0.1, "on matrices and embeddings")
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0 measures it and clips nothing")
     dropout: float | None = option(None, "dropout rate; the size's own without it")
+    compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
     seed: int = option(1, "of initial weights, sample order and dropout")
     save_every: int = option(0, "steps between checkpoints of the whole training state; 0: none")
     save_minutes: float = option(0.0, "minutes between such checkpoints; 0: none")
@@ -138,7 +139,9 @@ def _model_config(config: TrainConfig) -> DecoderConfig:
     model = size_config(config.model, config.size)
     if config.config:
         model = override(model, read_json_object(config.config), str(config.config))
-    return model if config.dropout is None else override(model, {"dropout_rate": config.dropout}, "--dropout")
+    if config.dropout is not None:
+        model = override(model, {"dropout_rate": config.dropout}, "--dropout")
+    return model if config.compute_dtype is None else dataclasses.replace(model, compute_dtype=config.compute_dtype)
 
 
 def _range_problems(config: TrainConfig) -> list[str]:

@@ -60,6 +60,7 @@ def test_json_and_a_model_by_its_dimensions_alone():
         (("--top", 0), "--top must be at least 1"),
         (("--config", "dims.yaml"), "give either --model and --size, or --config FILE"),
         (("--interleave", "--out", "plan.yaml"), "knows no virtual stages"),
+        (("--compute-dtype", "float16", "--out", "plan.yaml"), "does not train in float16"),
         (("--cluster", "no_such.yaml"), "no_such.yaml: cannot be read"),
         (("--devicess", 3), "did you mean --devices?"),
     ],

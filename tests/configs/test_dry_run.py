@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 import pytest
-from conftest import CONFIGS, ROOT, run
+from conftest import CONFIGS, run
 
 from mindloom.dry_run.config import parse_ranks
 from mindloom.errors import ConfigError
@@ -24,6 +24,7 @@ STRATEGIES = {
     "dp4_tp2_zero2": "mesh: {dp: 4, tp: 2}\noptimizer_parallel: {axis: dp, shard_size: 2}\n",
     "pp2_tp2_recompute": "mesh: {pp: 2, tp: 2}\npipeline: {num_microbatches: 4}\nrecompute: {layers: all}\n",
     "pp2_dp4_tp8_zero": "mesh: {pp: 2, dp: 4, tp: 8}\npipeline: {num_microbatches: 4}\noptimizer_parallel: {axis: dp}\n",
+    "dp2_tp2_zero_accumulate": "mesh: {dp: 2, tp: 2}\noptimizer_parallel: {axis: dp}\n",
     "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
 }
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
@@ -40,10 +41,12 @@ def dry_run(*arguments):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(name, write):
     path, model = write(f"{name}.yaml", RULES + STRATEGIES[name]), write("model.json", json.dumps(MODEL))
-    text = dry_run("--strategy", path, "--config", model, "--ranks", "all", "--json", "--jobs", 2)
+    accumulate = 4 if "accumulate" in name else 1
+    asked = ("--ranks", "all", "--json", "--jobs", 2, "--accumulate", accumulate)
+    text = dry_run("--strategy", path, "--config", model, *asked)
     values = json.loads(text[text.index("{") :])
     strategy, config = load_strategy(path), dataclasses.replace(size_config("pangu", "tiny"), **MODEL)
-    dims, job = of_decoder(config), job_of(strategy, config, values["job"]["batch_size"])
+    dims, job = of_decoder(config), job_of(strategy, config, values["job"]["batch_size"], accumulate)
     assert len(values["ranks"]) == strategy.mesh.size
     for rank in values["ranks"]:
         assert rank["stage"] == strategy.mesh.coordinate(rank["rank"], "pp")
@@ -161,6 +164,9 @@ def test_explain_names_the_rule_and_those_it_beat(write):
         (("--seq-len", "129"), "--seq-len 129 is outside 1 .. 128"),
         (("--jobs", "0"), "--jobs must be at least 1"),
         (("--memory-gb", "0"), "--memory-gb must be positive"),
+        (("--accumulate", "0"), "--accumulate must be at least 1"),
+        (("--accumulate", "2"), "a pipeline accumulates over its num_microbatches"),
+        (("--html", "no_such_folder/report.html"), "no file can be written there"),
         (("--size", "14b"), "14b"),
     ],
 )
@@ -176,4 +182,3 @@ def test_ranks_are_read():
     assert parse_ranks("all", 3) == [0, 1, 2]
     with pytest.raises(ConfigError):
         parse_ranks("-1", 3)
-    assert ROOT

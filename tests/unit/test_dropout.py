@@ -68,5 +68,6 @@ def test_keys_are_a_function_of_seed_and_place():
     whole = dropout_keys(7, 0, (B, T))
     assert (dropout_keys(7, 3, (B - 3, T)) == whole[3:]).all()
     assert len(np.unique(whole)) == B * T
-    assert not np.intersect1d(whole, dropout_keys(8, 0, (B, T))).size
+    for seed in (8, -7, 7 + 2**24, 7 + 2**32, 2**63 - 1):
+        assert not np.intersect1d(whole, dropout_keys(seed, 0, (B, T))).size
     assert whole.dtype == ms.dtype_to_nptype(ms.int32)

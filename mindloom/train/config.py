@@ -47,6 +47,9 @@ class TrainConfig:
     min_learning_rate: float | None = option(None, "rate at the end of the cosine")
     warmup_steps: int | None = option(None, "steps of linear warm-up; a tenth of the run, at most 2000, without it")
     decay_steps: int | None = option(None, "step at which the cosine ends; the run's last without it")
+    adam_beta1: float = option(0.9, "decay of AdamW's first moment")
+    adam_beta2: float = option(0.95, "decay of AdamW's second moment")
+    adam_epsilon: float = option(1e-8, "added to the root of AdamW's second moment")
     weight_decay: float = option(0.1, "on matrices and embeddings")
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0 measures it and clips nothing")
     dropout: float | None = option(None, "dropout rate; the size's own without it")
@@ -156,12 +159,16 @@ def _range_problems(config: TrainConfig) -> list[str]:
         "learning_rate",
         "min_learning_rate",
         "warmup_steps",
+        "adam_epsilon",
         "weight_decay",
         "max_grad_norm",
     ):
         value = getattr(config, name)
         if value is not None and not 0 <= value < float("inf"):
             problems.append(f"--{name.replace('_', '-')} must not be negative, got {value}")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            problems.append(f"--{name.replace('_', '-')} must be at least 0 and below 1, got {getattr(config, name)}")
     has_checkpoints = bool(checkpoints(config.states_dir))
     if config.resume and not has_checkpoints:
         problems.append(f"--resume: {config.states_dir} holds no checkpoint; start without --resume")

@@ -143,6 +143,9 @@ def _state(training: Training) -> dict[str, Any]:
         },
         "optimizer": {
             "name": config.optimizer,
+            "adam_beta1": config.adam_beta1,
+            "adam_beta2": config.adam_beta2,
+            "adam_epsilon": config.adam_epsilon,
             "weight_decay": config.weight_decay,
             "max_grad_norm": config.max_grad_norm,
         },
@@ -245,6 +248,9 @@ def _optimizer(run: Run, net: nn.Cell) -> AdamW | SGD:
         return SGD(net.trainable_params())
     return AdamW(
         net.trainable_params(),
+        beta1=run.config.adam_beta1,
+        beta2=run.config.adam_beta2,
+        epsilon=run.config.adam_epsilon,
         weight_decay=run.config.weight_decay,
         bias_correction=run.config.optimizer == "adamw",
     )

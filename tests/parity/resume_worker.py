@@ -45,6 +45,9 @@ class Mesh:
             steps=STEPS,
             seq_len=32,
             learning_rate=1e-3,
+            # Adam divides by |gradient| + epsilon: with 1e-8 an element whose gradient happens to be as small as rounding
+            # takes a step of arbitrary size, which says nothing of what is compared here.
+            adam_epsilon=1e-5,
             save_every=MIDDLE,
             resume=resume,
         )

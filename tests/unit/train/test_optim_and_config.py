@@ -88,6 +88,7 @@ def test_a_run_reports_all_its_problems_at_once(tmp_path, write):
         ({"model": "pango"}, "--model pango is unknown; did you mean pangu?"),
         ({"size": "13bb"}, "--size 13bb is unknown; did you mean 13b?"),
         ({"learning_rate": -1.0}, "--learning-rate must not be negative"),
+        ({"adam_beta2": 1.0}, "--adam-beta2 must be at least 0 and below 1, got 1.0"),
     ],
 )
 def test_a_wrong_choice_comes_with_the_right_ones(write, change, message):

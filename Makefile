@@ -27,6 +27,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/humaneval_x.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/dry_run.py
+	$(BIN)/python benchmarks/data.py
 
 toolchains:
 	tools/install_toolchains.sh
@@ -41,7 +42,7 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mindformers]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,mindformers]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

@@ -83,6 +83,10 @@ class CodeGeeXTokenizer:
             ids += [self._special_id(part)] if i % 2 else self._encode_text(part)
         return ids
 
+    def encode_document(self, text: str) -> list[int]:
+        """Token ids of a text of a corpus, which `decode` gives back unchanged."""
+        return self._encode_text(text)
+
     def decode(self, ids: Sequence[int], like_the_original: bool = False) -> str:
         """The text. `like_the_original` takes spaces away before punctuation, as transformers 4.x did there."""
         if not like_the_original:

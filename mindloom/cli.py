@@ -52,9 +52,12 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
         common: dict[str, Any] = {"default": field.default, "required": required, "dest": field.name, "help": text}
         if "positional" in field.metadata:
             choices = get_args(hint) if get_origin(hint) is Literal else None
-            type_ = str if choices else hint
-            metavar = None if choices else field.name.upper()
-            parser.add_argument(field.name, type=type_, choices=choices, metavar=metavar, help=text)
+            many = get_origin(hint) is tuple
+            type_ = str if choices else get_args(hint)[0] if many else hint
+            metavar = None if choices else field.name.rstrip("s" if many else "").upper()
+            parser.add_argument(
+                field.name, type=type_, choices=choices, nargs="+" if many else None, metavar=metavar, help=text
+            )
         elif hint is bool:
             parser.add_argument(flag, action="store_true", help=text)
         elif get_origin(hint) is tuple:

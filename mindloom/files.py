@@ -31,14 +31,16 @@ def write_text_atomically(path: Path, text: str) -> None:
     write_atomically(path, write)
 
 
-def made_once(path: Path, is_maker: bool, make: Callable[[Path], None], timeout_s: float = WAIT_S) -> Path:
+def made_once(path: Path, is_maker: bool, make: Callable[[Path], object], timeout_s: float = WAIT_S) -> Path:
     """`path`, made by one process of the job while the others wait. Its name must say what is in it.
+
+    `make` lets `path` appear when it is complete.
 
     Raises:
         TimeoutError: it did not appear in time.
     """
     if is_maker and not path.exists():
-        write_atomically(path, make)
+        make(path)
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:

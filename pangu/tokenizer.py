@@ -3,27 +3,38 @@
 
 Source: pcl_pangu 1.2.6.2 tokenizer/tokenization_jieba.py. Lossy by design: full-width punctuation folds to half-width,
 tabs and carriage returns vanish, what the model has no piece for becomes <unk>.
+
+The words are jieba 0.42.1's, found by rjieba (Rust, 25 times as fast) wherever the two agree; tests hold them together.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import re
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import jieba
+import rjieba
 import sentencepiece
 
 from mindloom.errors import ConfigError
 
-jieba.setLogLevel(logging.WARNING)
-
 SPACE, NEWLINE = "\u2582", "\u2583"
 # Ids 0..9 of the released vocabulary, in order; a trained one keeps them.
 SPECIAL = ("<unk>", "<s>", "</s>", NEWLINE, SPACE, "<sep>", "<pad>", "<mask>", "<eod>", "<eot>")
+# What jieba takes for one block, in which it looks for words; everything else is words of one character.
+_BLOCKS = re.compile(r"([\u4E00-\u9FD5a-zA-Z0-9+#&\._%\-]+)")
+_PUNCTUATION = re.compile(r"[+#&._%\-]")  # inside a block: rjieba cuts decimals elsewhere
+_LINE_BREAK = re.compile(r"(\r\n)")
+# Besides, rjieba counts the rarer ideographs to its blocks.
+_THEY_DIFFER = re.compile(r"[+#&._%\-\u3400-\u4DBF\u9FD6-\u9FFF\uF900-\uFAFF\U00020000-\U0003FFFF]")
 
 
 class PanGuTokenizer:
@@ -49,6 +60,8 @@ class PanGuTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._pieces.encode(segment(text))
 
+    encode_document = encode  # the released vocabulary takes <eod> and its like for pieces wherever they stand
+
     def decode(self, ids: Sequence[int]) -> str:
         text = self._pieces.decode([int(i) for i in ids])
         return text.replace(" ", "").replace(SPACE, " ").replace(NEWLINE, "\n")
@@ -60,8 +73,32 @@ class PanGuTokenizer:
 
 def segment(text: str) -> str:
     """Words with spaces between, white space as visible signs: what SentencePiece is given."""
-    words = jieba.cut(text, cut_all=False)
-    return " ".join(word.replace(" ", SPACE).replace("\n", NEWLINE) for word in words)
+    return " ".join(cut(text.replace(" ", SPACE))).replace("\n", NEWLINE)
+
+
+def cut(text: str) -> list[str]:
+    """The words of `jieba.cut(text, cut_all=False)`."""
+    if not _THEY_DIFFER.search(text):
+        return rjieba.cut(text)
+    words: list[str] = []
+    for i, block in enumerate(_BLOCKS.split(text)):
+        if i % 2 == 0:
+            words += [part for part in _LINE_BREAK.split(block) for part in ([part] if part == "\r\n" else part)]
+        elif _PUNCTUATION.search(block):
+            words += _jieba().cut(block, cut_all=False)
+        else:
+            words += rjieba.cut(block)
+    return words
+
+
+@cache
+def _jieba() -> Any:
+    """jieba itself, which takes a second to load."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it imports pkg_resources
+        jieba = import_module("jieba")
+    jieba.setLogLevel(logging.WARNING)
+    return jieba
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:

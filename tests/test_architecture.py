@@ -12,7 +12,7 @@ from conftest import ROOT
 PACKAGES = {
     "nn": {"model_config", "errors"},
     "strategy": {"model_config", "errors"},
-    "data": {"errors", "family", "model_config"},
+    "data": {"cli", "errors", "family", "files", "log", "model_config"},
     "parallel": {"strategy", "errors"},
     "runtime": {"parallel", "strategy", "errors", "files", "log"},
     "checkpoint": {"data", "strategy", "model_config", "errors", "files", "naming"},

@@ -29,30 +29,35 @@ def document_positions(tokens: NDArray[np.integer[Any]], eod_id: int | None) -> 
     return index - np.maximum.accumulate(starts, axis=1)
 
 
-def make_batch(samples: NDArray[np.integer[Any]], eod_id: int | None, loss_ignore_id: int | None) -> Batch:
+def make_batch(
+    samples: NDArray[np.integer[Any]], eod_id: int | None, loss_ignore_id: int | None, num_trained: int | None = None
+) -> Batch:
     """Split samples (B, T+1) into inputs and labels, with `mask / (sum(mask) + 1e-5)` as loss weights.
 
     The mask is off where the INPUT token is `loss_ignore_id`, as in the originals; None trains on every position.
+    `num_trained`: sum(mask) of the whole batch, where `samples` has only some rows of it.
     """
     tokens, labels = samples[:, :-1].astype(np.int32), samples[:, 1:].astype(np.int32)
     mask = (
         np.ones(tokens.shape, np.float64) if loss_ignore_id is None else (tokens != loss_ignore_id).astype(np.float64)
     )
-    weights = (mask / (mask.sum() + 1e-5)).astype(np.float32)
+    total = mask.sum() if num_trained is None else num_trained
+    weights = (mask / (total + 1e-5)).astype(np.float32)
     return Batch(tokens, labels, document_positions(tokens, eod_id), weights)
 
 
-def dropout_keys(seed: int, first_sample: int, shape: tuple[int, int]) -> NDArray[np.int32]:
+def dropout_keys(seed: int, first_token: int, shape: tuple[int, int]) -> NDArray[np.int32]:
     """(B, T): a random number for each token of a batch, a function of the seed and the token's place in the run alone.
 
-    `first_sample`: how many samples the run saw before this batch. Source of the mixing: SplitMix64 (Steele et al., 2014).
+    `first_token`: how many tokens the run saw before this batch. Source of the mixing: SplitMix64 (Steele et al., 2014).
     """
-    (start,) = _split_mix(np.array([seed % 2**64], np.uint64))  # far apart, also for seeds that are neighbours
-    places = np.arange(shape[0] * shape[1], dtype=np.uint64) + np.uint64(first_sample * shape[1])
-    return (_split_mix(places + start) >> np.uint64(32)).astype(np.uint32).view(np.int32).reshape(shape)
+    (start,) = split_mix(np.array([seed % 2**64], np.uint64))  # far apart, also for seeds that are neighbours
+    places = np.arange(shape[0] * shape[1], dtype=np.uint64) + np.uint64(first_token)
+    return (split_mix(places + start) >> np.uint64(32)).astype(np.uint32).view(np.int32).reshape(shape)
 
 
-def _split_mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def split_mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64-bit numbers whose results look random."""
     x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)  # arrays wrap around modulo 2^64
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

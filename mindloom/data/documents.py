@@ -1,33 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of a text file, and token samples packed from them."""
+"""All documents of a small text file at once."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from mindloom.data.tokenizer import Tokenizer
+from mindloom.data.sources import Source
 from mindloom.errors import ConfigError
 
 
 def read_documents(path: Path) -> list[str]:
-    """Texts of a `.jsonl` file (its `text` fields) or of a plain text file (blank lines between documents).
+    """Texts of all documents of a file or folder, in memory. `sources` says what files mean.
 
     Raises:
-        ConfigError: missing, empty, not UTF-8, not JSON, or a line without `text`.
+        ConfigError: missing, without text, not UTF-8, not JSON, or a line without `text`.
     """
-    text = decode_text(path)
-    if path.suffix == ".jsonl":
-        documents = [document for _, document in json_lines(path, text, "text")]
-    else:
-        documents = text.replace("\r\n", "\n").split("\n\n")
-    documents = [document for document in documents if document.strip()]
-    if not documents:
-        raise ConfigError(f"{path}: holds no text")
+    source, documents, problems = Source((path,), on_error="skip"), list[str](), list[str]()
+    for batch in source.batches():
+        parsed = source.parse(batch)
+        documents += [document.text for _, document in parsed.documents]
+        problems += parsed.problems
+    if not documents and not problems:
+        problems = [f"{path}: holds no text"]
+    if problems:
+        raise ConfigError(_shortened(path, problems))
     return documents
 
 
@@ -71,35 +68,9 @@ def json_lines(path: Path, text: str, key: str) -> list[tuple[int, str]]:
         else:
             found.append((number, value[key]))
     if problems:
-        more = [f"{path}: and {len(problems) - 5} more lines like these"] if len(problems) > 5 else []
-        raise ConfigError(problems[:5] + more)
+        raise ConfigError(_shortened(path, problems))
     return found
 
 
-def pack(documents: Iterable[str], tokenizer: Tokenizer, seq_len: int) -> NDArray[np.int32]:
-    """Samples (N, seq_len+1): documents one after another, each closed by an end-of-document token.
-
-    A sample begins with the last token of the one before, so that every token is predicted once.
-    """
-    ids: list[int] = []
-    for document in documents:
-        ids += tokenizer.encode(document)
-        ids.append(tokenizer.eod_id)
-    count = (len(ids) - 1) // seq_len
-    stream = np.asarray(ids[: count * seq_len + 1], np.int32)
-    starts = np.arange(count)[:, None] * seq_len
-    return stream[starts + np.arange(seq_len + 1)] if count else np.empty((0, seq_len + 1), np.int32)
-
-
-class SampleOrder:
-    """Which samples make up the batch of a step: a new shuffle every epoch, a function of seed and step alone."""
-
-    def __init__(self, num_samples: int, batch_size: int, seed: int):
-        assert num_samples >= batch_size, (num_samples, batch_size)
-        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
-
-    def batch(self, step: int) -> NDArray[np.int64]:
-        """Indices of the samples of `step`, counted from 0. The remainder of an epoch that fills no batch is left out."""
-        epoch, place = divmod(step, self.num_samples // self.batch_size)
-        order = np.random.default_rng((self.seed, epoch)).permutation(self.num_samples)
-        return order[place * self.batch_size : (place + 1) * self.batch_size]
+def _shortened(path: Path, problems: list[str]) -> list[str]:
+    return problems[:5] + ([f"{path}: and {len(problems) - 5} more lines like these"] if len(problems) > 5 else [])

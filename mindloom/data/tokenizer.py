@@ -28,6 +28,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_document(self, text: str) -> list[int]:
+        """As `encode`, but a name of a special token in the text is text like any other where the vocabulary allows it."""
+        ...
+
     def decode(self, ids: list[int]) -> str: ...
 
     def save(self, folder: Path) -> None:
@@ -55,3 +59,20 @@ def content_hash(path: Path) -> str:
     """Of a tokenizer's file, or of the files in its folder."""
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
+
+
+def special_token(family: str, path: Path, name: str) -> int:
+    """Id of a token that is given by its id or its name.
+
+    Raises:
+        ConfigError: there is no such tokenizer or token.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such tokenizer")
+    tokenizer: Tokenizer = family_module(family, "tokenizer").Tokenizer(path)
+    found = [int(name)] if name.isdigit() else tokenizer.encode(name)
+    if len(found) != 1 or found[0] >= tokenizer.vocab_size or found[0] == tokenizer.eod_id:
+        raise ConfigError(
+            f"{path}: {name} is not one special token of {tokenizer.vocab_size} other than the end of documents"
+        )
+    return found[0]

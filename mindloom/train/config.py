@@ -10,7 +10,11 @@ from typing import Literal
 
 from mindloom.checkpoint.manifest import checkpoints
 from mindloom.cli import option
+from mindloom.data.blend import BLENDS, Part, read_blend, short_datasets
 from mindloom.data.documents import read_documents
+from mindloom.data.order import Sizes, growing_seq_lens, ramped_batch_sizes
+from mindloom.data.token_file import is_token_file
+from mindloom.data.tokenizer import content_hash
 from mindloom.errors import ConfigError
 from mindloom.family import family_module, size_config
 from mindloom.model_config import ComputeDtype, DecoderConfig, override, read_json_object
@@ -27,16 +31,24 @@ class TrainConfig:
     size: str = option("tiny", "one of the family's published sizes")
     config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
     data: Path = option(
-        ..., "text to train on: .jsonl with a `text` field, or plain text with blank lines between documents"
+        ...,
+        "what to train on: a folder of token files, a .yaml file that blends several, or text as it is (.jsonl with a `text` "
+        "field, .txt with blank lines between documents, ...)",
     )
     tokenizer: Path | None = option(
-        None, "tokenizer of the family (a file, or a folder); without one, one is trained on the data"
+        None,
+        "tokenizer of the family (a file, or a folder); without one, the token files' own, or one is trained on the text",
     )
     strategy: Path | None = option(None, "strategy file; without one, one device")
     output_dir: Path = option(Path("out"), "where metrics, the resolved configuration and the checkpoint go")
     steps: int = option(50, "optimizer steps")
     batch_size: int = option(8, "sequences of one step, over all devices")
     seq_len: int | None = option(None, "tokens of a sequence; the model's longest context without this")
+    batch_size_ramp: tuple[int, ...] = option(
+        (), "START INCREMENT COUNT: grow from START to --batch-size by INCREMENT, evenly over the first COUNT sequences"
+    )
+    ramp_unit: Literal["sequences", "tokens"] = option("sequences", "what COUNT of --batch-size-ramp counts")
+    seq_len_growth: tuple[str, ...] = option((), "LENGTH:STEPS ...: shorter sequences for the first steps")
     accumulate: int = option(
         1, "parts a step's batch is cut into, one after another, to save memory (pipelines: num_microbatches)"
     )
@@ -80,12 +92,20 @@ class Run:
     config: TrainConfig
     model: DecoderConfig
     strategy: Strategy
-    documents: list[str] = dataclasses.field(repr=False)
-    seq_len: int
+    documents: list[str] | None = dataclasses.field(repr=False)
+    """Text that is still to be tokenized."""
+    parts: list[Part] | None
+    """Token files."""
+    sizes: Sizes
     learning_rate: float
     min_learning_rate: float
     warmup_steps: int
     decay_steps: int
+
+    @property
+    def seq_len(self) -> int:
+        """Of the longest sequences."""
+        return self.sizes.longest
 
 
 def check(config: TrainConfig, num_processes: int | None) -> Run:
@@ -108,7 +128,9 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
     problems += _range_problems(config)
     model = collect(_model_config, config)
     strategy = collect(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
-    documents = collect(read_documents, config.data)
+    tokenized = config.data.suffix in BLENDS or is_token_file(config.data)
+    documents = None if tokenized else collect(read_documents, config.data)
+    parts = collect(read_blend, config.data) if tokenized else None
     if model and model.compute_dtype == "float16":
         problems.append("compute_dtype float16 needs loss scaling, which is not built yet; use bfloat16 or float32")
     if config.tokenizer and not config.tokenizer.exists():
@@ -116,26 +138,76 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
     seq_len = config.seq_len or (model.seq_len if model else 0)
     if model and not 1 <= seq_len <= model.seq_len:
         problems.append(f"--seq-len {seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
+    sizes = collect(_sizes, config, seq_len) if config.batch_size > 0 and seq_len > 0 else None
+    problems += _data_problems(config, model, parts, seq_len) if model and parts else []
     if strategy:
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []
         problems += model_problems(strategy, model) if model else []
-        problems += (
-            batch_problems(strategy, config.batch_size, seq_len, config.accumulate) if config.batch_size > 0 else []
-        )
+        for batch_size, length in sizes.shapes() if sizes else []:
+            problems += batch_problems(strategy, batch_size, length, config.accumulate)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
+    assert sizes
     high, low = family_module(config.model, "config").LEARNING_RATES[config.size]
     return Run(
         config=config,
         model=model,
         strategy=strategy,
         documents=documents,
-        seq_len=seq_len,
+        parts=parts,
+        sizes=sizes,
         learning_rate=high if config.learning_rate is None else config.learning_rate,
         min_learning_rate=low if config.min_learning_rate is None else config.min_learning_rate,
         warmup_steps=min(2000, config.steps // 10) if config.warmup_steps is None else config.warmup_steps,
         decay_steps=config.decay_steps or config.steps,
     )
+
+
+def _sizes(config: TrainConfig, seq_len: int) -> Sizes:
+    """How much each step takes."""
+    try:
+        growth = [(int(length), int(steps)) for length, steps in (entry.split(":") for entry in config.seq_len_growth)]
+        lengths = growing_seq_lens(growth, seq_len)
+    except ValueError as error:
+        reason = error if "grow" in str(error) else "give LENGTH:STEPS, as in 256:1000 512:1000"
+        raise ConfigError(f"--seq-len-growth {' '.join(config.seq_len_growth)}: {reason}") from None
+    batch_sizes: tuple[int, ...] = (config.batch_size,)
+    if config.batch_size_ramp:
+        ramp = " ".join(map(str, config.batch_size_ramp))
+        if len(config.batch_size_ramp) != 3:
+            raise ConfigError(f"--batch-size-ramp {ramp}: give START INCREMENT COUNT, as in 16 16 100000")
+
+        def counted(step: int) -> int:
+            return lengths[min(step, len(lengths) - 1)] if config.ramp_unit == "tokens" else 1
+
+        start, increment, count = config.batch_size_ramp
+        try:
+            batch_sizes = ramped_batch_sizes(start, increment, count, config.batch_size, counted)
+        except ValueError as error:
+            raise ConfigError(f"--batch-size-ramp {ramp}: {error}") from None
+    sizes = Sizes(batch_sizes, lengths)
+    if sizes.problems():
+        raise ConfigError([f"--seq-len-growth: {problem}" for problem in sizes.problems()])
+    return sizes
+
+
+def _data_problems(config: TrainConfig, model: DecoderConfig, parts: list[Part], seq_len: int) -> list[str]:
+    """Token files against the model."""
+    info, problems = parts[0].tokens.info, short_datasets(parts, seq_len)
+    if info.family != config.model:
+        problems.append(f"{config.data}: tokens of {info.family}, not of --model {config.model}")
+    if info.vocab_size > model.vocab_size:
+        problems.append(f"{config.data}: {info.vocab_size} tokens do not fit the model's vocab_size {model.vocab_size}")
+    if info.eod_id != model.eod_id:
+        problems.append(
+            f"{config.data}: documents end with token {info.eod_id}, the model's with eod_id {model.eod_id}; set eod_id and "
+            "loss_ignore_id in --config"
+        )
+    if config.tokenizer and config.tokenizer.exists():
+        kept = parts[0].tokens.folder / family_module(info.family, "tokenizer").Tokenizer.file_name
+        if content_hash(config.tokenizer) not in (info.tokenizer, content_hash(kept)):
+            problems.append(f"--tokenizer {config.tokenizer} is not the one {config.data} was made with; leave it out")
+    return problems
 
 
 def _model_config(config: TrainConfig) -> DecoderConfig:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import time
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from mindloom.checkpoint.io import save_checkpoint
-from mindloom.data.batch import dropout_keys, make_batch
-from mindloom.data.documents import SampleOrder, pack
-from mindloom.data.tokenizer import Tokenizer, content_hash, load_tokenizer
+from mindloom.data.batch import dropout_keys
+from mindloom.data.loader import Loader, Prefetched
+from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
 from mindloom.family import family_module
-from mindloom.files import made_once, write_text_atomically
+from mindloom.files import write_text_atomically
 from mindloom.log import milestone
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
@@ -30,6 +29,7 @@ from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.gather import gather_whole
 from mindloom.train.config import Run
+from mindloom.train.data import describe, prepare_data
 from mindloom.train.metrics import MetricsWriter, StepMetrics
 from mindloom.train.optim import SGD, AdamW
 from mindloom.train.saving import Saver, load_state, newest_complete, versions
@@ -47,10 +47,11 @@ class Training:
     report: Report
     step: TrainStep
     optimizer: AdamW | SGD
-    samples: NDArray[np.int32]
-    samples_name: str
-    """Says what they were made of."""
-    order: SampleOrder
+    loader: Loader
+    batches: Prefetched[list[NDArray[Any]]]
+    """Inputs of each step."""
+    compiled: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    """Batch shapes there are graphs for."""
 
     def say(self, text: str) -> None:
         """A milestone, once for all ranks."""
@@ -58,13 +59,8 @@ class Training:
             milestone(text)
 
     def batch(self, index: int) -> list[Tensor]:
-        """Inputs of step `index`, counted from 0: the whole batch, on every rank."""
-        model, config = self.run.model, self.run.config
-        samples = self.samples[self.order.batch(index)]
-        inputs = [*make_batch(samples, model.eod_id, model.loss_ignore_id)]
-        if model.dropout_rate:
-            inputs.append(dropout_keys(config.seed, index * config.batch_size, (config.batch_size, self.run.seq_len)))
-        return [Tensor(array) for array in inputs]
+        """Inputs of step `index`, counted from 0: the shape of the whole batch, this rank's rows filled in."""
+        return [Tensor(array) for array in self.batches.get(index)]
 
 
 def start(run: Run) -> tuple[Training, Tokenizer]:
@@ -73,14 +69,12 @@ def start(run: Run) -> tuple[Training, Tokenizer]:
     engine = Engine(run.strategy)
     net = _build_network(run)
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
-    tokenizer, samples_path = _prepare_data(run, engine)
-    training = _build_step(run, engine, net, report, samples_path)
+    tokenizer, loader = prepare_data(run, engine.rank)
+    training = _build_step(run, engine, net, report, loader)
     if engine.rank == 0:
         _write_resolved(run, training.report)
     training.say(f"{config.model} {config.size}: {run.model.num_parameters:,} parameters on {run.strategy.mesh}")
-    begin = time.perf_counter()
-    engine.prepare(training.step, *training.batch(0))
-    training.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+    training.say(describe(loader, config.steps))
     return training, tokenizer
 
 
@@ -89,6 +83,7 @@ def train(run: Run) -> Path | None:
     config = run.config
     training, tokenizer = start(run)
     steps_done = _resume(training) if config.resume else 0
+    _compile(training, steps_done)
     saver = _saver(training, tokenizer)  # after the schedule that is resumed is known
     if training.engine.speaks:
         with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:
@@ -135,10 +130,11 @@ def _state(training: Training) -> dict[str, Any]:
     run, config = training.run, training.run.config
     return {
         "data": {
-            "samples": training.samples_name,
-            "num_samples": len(training.samples),
+            "datasets": [f"{d.tokens.info.content[:16]} x {d.weight:.6g}" for d in training.loader.datasets],
             "batch_size": config.batch_size,
+            "batch_size_ramp": [*config.batch_size_ramp, config.ramp_unit] if config.batch_size_ramp else [],
             "seq_len": run.seq_len,
+            "seq_len_growth": [*config.seq_len_growth],
             "seed": config.seed,
         },
         "optimizer": {
@@ -178,42 +174,10 @@ def _resume(training: Training) -> int:
         changed.append(f"{folder}: {manifest.step} steps are done, --steps {config.steps} leaves none")
     if changed:
         raise ConfigError(changed)
+    _compile(training, manifest.step)  # which decides what this rank holds
     load_state(training.step, training.engine, training.report, folder, manifest)
     training.say(f"resumed after step {manifest.step} from {folder}")
     return manifest.step
-
-
-def _prepare_data(run: Run, engine: Engine) -> tuple[Tokenizer, Path]:
-    """Tokenizer and a file of packed samples, made by rank 0 under names that say what they were made of."""
-    config, module = run.config, family_module(run.config.model, "tokenizer")
-    folder = config.output_dir / "data"
-    content = hashlib.sha256("\x00".join(run.documents).encode())
-    first = engine.rank == 0
-    if first:
-        folder.mkdir(parents=True, exist_ok=True)
-    path = config.tokenizer
-    if path is None:
-        name = Path(module.Tokenizer.file_name)
-        path = folder / f"{name.stem}-{content.hexdigest()[:16]}-{run.model.vocab_size}{name.suffix}"
-
-        def train_tokenizer(partial: Path) -> None:
-            partial.write_bytes(module.train_tokenizer(run.documents, run.model.vocab_size))
-
-        made_once(path, first, train_tokenizer)
-    tokenizer = load_tokenizer(config.model, path, run.model)
-    if tokenizer.eod_id != run.model.eod_id:
-        raise ConfigError(
-            f"{path}: this tokenizer ends documents with token {tokenizer.eod_id}, the model with eod_id "
-            f"{run.model.eod_id}; set eod_id and loss_ignore_id in --config"
-        )
-    content.update(content_hash(path).encode())
-    samples_path = folder / f"samples-{content.hexdigest()[:16]}-{run.seq_len}.npy"
-
-    def tokenize(partial: Path) -> None:
-        with partial.open("wb") as file:
-            np.save(file, pack(run.documents, tokenizer, run.seq_len))
-
-    return tokenizer, made_once(samples_path, first, tokenize)
 
 
 def _build_network(run: Run) -> nn.Cell:
@@ -221,14 +185,20 @@ def _build_network(run: Run) -> nn.Cell:
     return family_module(run.config.model, "model").ModelWithLoss(run.model)
 
 
-def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, samples_path: Path) -> Training:
+def _compile(training: Training, step: int) -> None:
+    """Compile for the batches of `step`, counted from 0, if their shape is new."""
+    shape = training.run.sizes.of_step(step)
+    if shape in training.compiled:
+        return
+    begin, inputs = time.perf_counter(), training.batch(step)
+    training.engine.prepare(training.step, *inputs)
+    training.compiled.add(shape)
+    for_what = f" for {shape[0]} sequences of {shape[1]}" if len(training.run.sizes.shapes()) > 1 else ""
+    training.say(f"compiled{for_what} in {time.perf_counter() - begin:.1f} s")
+
+
+def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, loader: Loader) -> Training:
     config = run.config
-    samples: NDArray[np.int32] = np.load(samples_path, mmap_mode="r")
-    if len(samples) < config.batch_size:
-        raise ConfigError(
-            f"{config.data}: {len(samples)} sequences of {run.seq_len} tokens are fewer than --batch-size "
-            f"{config.batch_size}; give more text, a smaller batch or a smaller --seq-len"
-        )
     optimizer = _optimizer(run, net)
     step = TrainStep(
         wrap(net, run.strategy, config.accumulate),
@@ -239,8 +209,14 @@ def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, samples_
         max_grad_norm=config.max_grad_norm or None,
         accumulate=config.accumulate,
     )
-    order = SampleOrder(len(samples), config.batch_size, config.seed)
-    return Training(run, engine, report, step.set_train(), optimizer, samples, samples_path.stem, order)
+
+    def inputs(index: int) -> list[NDArray[Any]]:
+        arrays: list[NDArray[Any]] = [*loader.batch(index)]
+        if run.model.dropout_rate:
+            arrays.append(dropout_keys(config.seed, loader.first_token(index), run.sizes.of_step(index)))
+        return arrays
+
+    return Training(run, engine, report, step.set_train(), optimizer, loader, Prefetched(inputs, config.steps))
 
 
 def _optimizer(run: Run, net: nn.Cell) -> AdamW | SGD:
@@ -281,6 +257,7 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     Raises:
         FloatingPointError: loss or gradients are not finite; nothing was saved of that step.
     """
+    _compile(training, step - 1)
     run, engine, start = training.run, training.engine, time.perf_counter()
     rate = learning_rate(step, run.learning_rate, run.min_learning_rate, run.warmup_steps, run.decay_steps)
     training.optimizer.prepare(step, rate)
@@ -289,7 +266,8 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     if not np.isfinite(values).all():
         raise FloatingPointError(f"step {step}: loss {values[0]}, gradient norm {values[1]}; lower --learning-rate")
     seconds = time.perf_counter() - start
-    return StepMetrics(step, values[0], rate, values[1], seconds, run.config.batch_size * run.seq_len / seconds)
+    batch_size, length = run.sizes.of_step(step - 1)
+    return StepMetrics(step, values[0], rate, values[1], seconds, batch_size * length / seconds)
 
 
 def _save(training: Training, tokenizer: Tokenizer) -> None:

@@ -116,7 +116,13 @@ def test_a_users_own_network_trains_the_same_with_one_line(tmp_path):
         (("--data", TEXT, "--strategy", "none.yaml"), "none.yaml: cannot be read"),
         (("--data", TEXT, "--batch-size", 6, "--strategy", CONFIGS / "pangu_tiny_dp4.yaml", "--launch"), "use 4 or 8"),
         (("--data", TEXT, "--strategy", CONFIGS / "pangu_tiny_dp4.yaml"), "4 processes, but 1 process was launched"),
-        (("--data", TEXT, "--batch-size", 5000), "sequences of 128 tokens are fewer than --batch-size 5000"),
+        (
+            ("--data", CONFIGS / "README.md", "--seq-len", 128, "--batch-size-ramp", 3, 4, 9),
+            "no whole number of increments",
+        ),
+        (("--data", TEXT, "--batch-size-ramp", 4, 4), "give START INCREMENT COUNT"),
+        (("--data", TEXT, "--seq-len-growth", "64"), "give LENGTH:STEPS, as in 256:1000"),
+        (("--data", TEXT, "--seq-len-growth", "24:9"), "24 does not divide the final 128"),
     ],
 )
 def test_a_mistake_gives_its_message_and_exit_code_2(tmp_path, arguments, message):

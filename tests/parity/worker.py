@@ -37,7 +37,7 @@ def batches(config):
         samples[:3, 20:] = config.loss_ignore_id  # unequal in the parts of the batch
         inputs = [*make_batch(samples, config.eod_id, config.loss_ignore_id)]
         if config.dropout_rate:
-            inputs.append(dropout_keys(3, step * BATCH, (BATCH, config.seq_len)))
+            inputs.append(dropout_keys(3, step * BATCH * config.seq_len, (BATCH, config.seq_len)))
         yield [Tensor(array) for array in inputs]
 
 

@@ -16,7 +16,7 @@ def mask(cell, keys, shape, site=0):
 
 
 def masks_of_rows(site=0, seed=1, first_sample=0):
-    return mask(Dropout(RATE), dropout_keys(seed, first_sample, (B, T)), (B * T, D), site)
+    return mask(Dropout(RATE), dropout_keys(seed, first_sample * T, (B, T)), (B * T, D), site)
 
 
 def test_the_rate_holds_over_all_rows_and_columns():
@@ -66,7 +66,7 @@ def test_heads_have_their_own_masks():
 
 def test_keys_are_a_function_of_seed_and_place():
     whole = dropout_keys(7, 0, (B, T))
-    assert (dropout_keys(7, 3, (B - 3, T)) == whole[3:]).all()
+    assert (dropout_keys(7, 3 * T, (B - 3, T)) == whole[3:]).all()
     assert len(np.unique(whole)) == B * T
     for seed in (8, -7, 7 + 2**24, 7 + 2**32, 2**63 - 1):
         assert not np.intersect1d(whole, dropout_keys(seed, 0, (B, T))).size

@@ -4,22 +4,10 @@ import pytest
 from conftest import shared
 
 from mindloom.data.batch import document_positions, make_batch
-from mindloom.data.documents import SampleOrder, pack, read_documents
+from mindloom.data.documents import read_documents
 from mindloom.errors import ConfigError
 
 EOD, IGNORED = 9, 6
-
-
-class Letters:
-    """A tokenizer of one id per character."""
-
-    vocab_size, eod_id = 200, EOD
-
-    def encode(self, text):
-        return [ord(c) for c in text]
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
 
 
 def brute_force_positions(row):
@@ -52,23 +40,16 @@ def test_the_loss_weights_hold_the_denominator_of_the_whole_batch():
     np.testing.assert_allclose(batch.loss_weights, np.array([[1, 1, 0], [1, 0, 0]]) / (3 + 1e-5), rtol=1e-6)
 
 
-def test_packing_predicts_every_token_once():
-    samples = pack(["abc", "de", "fghij"], Letters(), seq_len=4)
-    stream = [*map(ord, "abc"), EOD, *map(ord, "de"), EOD, *map(ord, "fghij"), EOD]
-    assert samples.tolist() == [stream[0:5], stream[4:9], stream[8:13]]
-
-
-def test_an_epoch_shows_every_sample_once_and_the_next_in_another_order():
-    order = SampleOrder(num_samples=12, batch_size=3, seed=5)
-    epochs = [np.concatenate([order.batch(step) for step in range(start, start + 4)]) for start in (0, 4)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
-    assert epochs[0].tolist() != epochs[1].tolist()
-    assert SampleOrder(12, 3, 5).batch(6).tolist() == order.batch(6).tolist()
+def test_the_denominator_can_be_that_of_rows_which_are_not_here():
+    samples = np.random.RandomState(1).randint(0, 10, (6, 9))
+    whole = make_batch(samples, EOD, IGNORED)
+    some = make_batch(samples[2:4], EOD, IGNORED, num_trained=int((samples[:, :-1] != IGNORED).sum()))
+    assert (some.loss_weights == whole.loss_weights[2:4]).all()
 
 
 def test_documents_of_both_kinds_of_file(write):
     assert read_documents(write("a.jsonl", '{"text": "one"}\n\n{"text": "two", "id": 2}\n')) == ["one", "two"]
-    assert read_documents(write("a.txt", "one\nmore\n\ntwo\n")) == ["one\nmore", "two\n"]
+    assert read_documents(write("a.txt", "one\nmore\n\ntwo\n")) == ["one\nmore", "two"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from random import Random
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from mindloom.errors import ConfigError
 from mindloom.model_config import DecoderConfig
 from mindloom.naming import decoder_shapes, names
 from pangu.config import LEARNING_RATES, SIZES
-from pangu.tokenizer import SPECIAL, PanGuTokenizer, train_tokenizer
+from pangu.tokenizer import SPECIAL, PanGuTokenizer, cut, train_tokenizer
 from pangu.weights import TABLES
 
 PUBLISHED = {"350m": 345_368_576, "2.6b": 2_625_295_360, "13b": 12_800_870_400, "200b": 206_861_008_896}
@@ -44,6 +45,29 @@ def test_the_tokenizer_gives_the_originals_ids():
     for case in cases:
         assert tokenizer.encode(case["text"]) == case["ids"], case["name"]
         assert tokenizer.decode(case["ids"]) == case["decoded"], case["name"]
+
+
+def test_words_are_those_of_jieba():
+    jieba = pytest.importorskip("jieba")
+    random, words = Random(1), [line.split(" ")[0] for line in jieba.get_dict_file().read().decode().splitlines()]
+    kinds = [
+        lambda: random.choice(words),
+        lambda: chr(random.randrange(0x4E00, 0x9FD6)),
+        lambda: random.choice("abcXYZ019 \n\t\r\uff0c\u3002Tt15\u2582\u2583"),
+        lambda: chr(random.randrange(1, 0x3000)),
+        lambda: str(random.random())[2:6],
+        lambda: "\r\n",
+    ]
+    rare = [
+        lambda: chr(random.randrange(0x3400, 0xD7FF)),
+        lambda: chr(random.randrange(0xE000, 0x30000)),
+        lambda: random.choice("+#&._%-"),
+        lambda: str(random.random())[:6],
+    ]
+    for number in range(6000):
+        chosen = kinds + rare * (number % 2)
+        text = "".join(random.choice(chosen)() for _ in range(random.randrange(1, 40)))
+        assert cut(text) == list(jieba.cut(text, cut_all=False)), text
 
 
 def test_a_trained_tokenizer_has_the_released_special_ids(write):

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents in, documents out: JSON lines that are complete or absent, written by one process while others work."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+from tqdm import tqdm
+
+from mindloom.data.sources import LINES, Batch, Document, Source
+from mindloom.data.workers import ordered_map
+from mindloom.errors import ConfigError
+
+SHOWN_PROBLEMS = 20
+
+
+@dataclass
+class Rewritten:
+    """What became of a batch."""
+
+    lines: list[bytes] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
+    """For the file beside it."""
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+
+def rewrite(
+    source: Source,
+    out: Path,
+    make_work: Callable[[], Callable[[Batch], Rewritten]],
+    workers: int,
+    notes: Path | None = None,
+) -> dict[str, Any]:
+    """Write what `make_work()` makes of each batch to `out`, its notes to `notes`. Returns counts and first problems.
+
+    Raises:
+        ConfigError: bad input, a file that is there already, a full disk. Neither file appears then.
+    """
+    check_outputs(out, notes)
+    total = Rewritten()
+    with complete_or_absent(out) as write, complete_or_absent(notes) as note:
+        for done in tqdm(ordered_map(make_work, source.batches(all_fields=True), workers), unit="MB", disable=None):
+            write(b"".join(done.lines))
+            note(b"".join(to_line(record) for record in done.notes))
+            total.counts += done.counts
+            total.problems += done.problems[: SHOWN_PROBLEMS - len(total.problems)]
+        if not total.counts["documents"]:
+            raise ConfigError([f"{', '.join(map(str, source.inputs))}: holds no text", *total.problems[:5]])
+    return {**total.counts, "first_problems": total.problems}
+
+
+def to_line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+def with_text(document: Document, key: str, text: str, **more: Any) -> bytes:
+    """A document's line with another text."""
+    return to_line({**document.record, key: text, **more})
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Whether files can be made there.
+
+    Raises:
+        ConfigError: one is there already, or is no kind that is written.
+    """
+    problems = [f"{path}: is there already; remove it or give another name" for path in paths if path and path.exists()]
+    problems += [
+        f"{path}: what is written is JSON lines; end the name in {', '.join(LINES)}"
+        for path in paths
+        if path and not path.name.endswith(LINES)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+@contextmanager
+def complete_or_absent(path: Path | None) -> Iterator[Callable[[bytes], object]]:
+    """Writes to a file, compressed as its name says, that has its name only when all went well. None: writes nothing.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is None:
+        yield lambda content: None
+        return
+    unfinished = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as raw, _compressed(raw, path) as file:
+            yield file.write
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _compressed(file: IO[bytes], path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.GzipFile("", "wb", fileobj=file, mtime=0)  # the same bytes for the same documents
+    if path.suffix == ".zst":
+        try:
+            return import_module("zstandard").ZstdCompressor().stream_writer(file, closefd=False)
+        except ModuleNotFoundError:
+            raise ConfigError(f"{path}: .zst files need zstandard: pip install 'mindloom[data]'") from None
+    return nullcontext(file)

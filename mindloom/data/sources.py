@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of files of many kinds, one after another; a file is never in memory as a whole.
+
+Reading has two halves: `read_raw` cuts files into documents, in one process and in order; `parse` makes text of one, in any.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+from mindloom.errors import ConfigError
+
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+TABLES = (".parquet",)
+NOT_TEXT = (".json", ".csv", ".zip", ".tar", ".tgz", ".bin", ".npy", ".mindrecord", ".gz", ".zst", ".7z", ".pdf")
+BATCH_BYTES = 1 << 20
+MAX_DOCUMENT_MB = 64
+OnError = Literal["stop", "skip"]
+ZSTD_FRAME = b"\x28\xb5\x2f\xfd"
+
+
+class Raw(NamedTuple):
+    """One document as its file has it."""
+
+    place: str
+    """file:line, for messages."""
+    content: bytes
+    is_json: bool
+    problem: str = ""
+    """Why there is no content."""
+
+
+Batch = tuple[int, list[Raw]]
+"""Some documents, and the number of the first."""
+
+
+class Document(NamedTuple):
+    """One document as text."""
+
+    place: str
+    text: str
+    record: dict[str, Any]
+    """All fields it came with."""
+
+
+@dataclass
+class Parsed:
+    """Documents of a batch that can be read, with their numbers, and what is to be said of the others."""
+
+    documents: list[tuple[int, Document]] = field(default_factory=list)
+    num_empty: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which documents a job reads, and what becomes of those that cannot be read."""
+
+    inputs: tuple[Path, ...]
+    key: str = "text"
+    """Field of JSON lines and column of tables that holds the text."""
+    suffixes: tuple[str, ...] = ()
+    """Of the files that are taken from folders; none: all."""
+    on_error: OnError = "stop"
+    max_document_mb: float = MAX_DOCUMENT_MB
+
+    def files(self) -> list[Path]:
+        return source_files(self.inputs, self.suffixes)
+
+    def batches(self, all_fields: bool = False) -> Iterator[Batch]:
+        """All documents, undecoded."""
+        max_bytes = int(self.max_document_mb * 1e6)
+        return batches(read_raw(self.files(), self.inputs, self.key, max_bytes, all_fields))
+
+    def parse(self, batch: Batch) -> Parsed:
+        """The documents of a batch.
+
+        Raises:
+            ConfigError: one cannot be read, and `on_error` is to stop.
+        """
+        parsed = Parsed()
+        for number, raw in enumerate(batch[1], batch[0]):
+            try:
+                document = parse(raw, self.key)
+            except ConfigError as error:
+                parsed.problems += error.problems
+                continue
+            if document.text.strip():
+                parsed.documents.append((number, document))
+            else:
+                parsed.num_empty += 1
+        if parsed.problems and self.on_error == "stop":
+            count = len(parsed.problems)
+            more = [f"and {count - 5} more like these nearby"] if count > 5 else []
+            raise ConfigError([*parsed.problems[:5], *more, "--on-error skip counts such documents and goes on"])
+        return parsed
+
+
+def source_files(inputs: Iterable[Path], suffixes: tuple[str, ...] = ()) -> list[Path]:
+    """The files that `inputs` mean, in a fixed order: files as given, folders with everything below, names sorted.
+
+    Hidden files and folders are left out, and of a folder what does not end in one of `suffixes`, if there are any.
+
+    Raises:
+        ConfigError: nothing there, or a kind of file that holds no text.
+    """
+    files, problems = list[Path](), list[str]()
+    for path in inputs:
+        if path.is_dir():
+            below = [f for f in path.rglob("*") if not any(p.startswith(".") for p in f.relative_to(path).parts)]
+            found = sorted(f for f in below if f.is_file() and (not suffixes or f.name.endswith(suffixes)))
+            kind = f" that end in {' or '.join(suffixes)}" if suffixes else ""
+            problems += [] if found else [f"{path}: the folder holds no files{kind}"]
+            files += found
+        elif not path.exists():
+            problems.append(f"{path}: there is no such file")
+        elif path.name.endswith(NOT_TEXT) and not path.name.endswith(LINES):
+            problems.append(
+                f"{path}: not a kind of file that is read; give {', '.join((*LINES, *TABLES))}, .txt or source"
+            )
+        else:
+            files.append(path)
+    if problems:
+        raise ConfigError(problems)
+    return files
+
+
+def read_raw(
+    files: Iterable[Path], inputs: Iterable[Path], key: str, max_bytes: int, all_columns: bool = False
+) -> Iterator[Raw]:
+    """Every document of `files`: a line of a .jsonl file, a row of a .parquet file, a part between blank lines of a .txt
+    file that was named itself, and each other file as a whole.
+
+    What cannot be read comes as a `Raw` with a `problem`. `all_columns`: rows of tables with all their fields.
+    """
+    named = set(inputs)
+    for path in files:
+        try:
+            if path.name.endswith(TABLES):
+                yield from _rows(path, key, all_columns)
+            elif path.name.endswith(LINES):
+                yield from _lines(path, max_bytes)
+            elif path.suffix == ".txt" and path in named:
+                yield from _paragraphs(path, max_bytes)
+            elif path.stat().st_size > max_bytes:
+                yield Raw(f"{path}:1", b"", False, _too_long(path.stat().st_size, max_bytes))
+            else:
+                yield Raw(f"{path}:1", path.read_bytes(), False)
+        except OSError as error:
+            yield Raw(str(path), b"", False, f"cannot be read: {error.strerror or error}")
+
+
+def batches(documents: Iterable[Raw]) -> Iterator[Batch]:
+    """Documents in lists of about BATCH_BYTES, each with the number of its first; where one ends follows from the
+    documents alone."""
+    first, batch, size = 0, list[Raw](), 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.content) + 100
+        if size >= BATCH_BYTES:
+            yield first, batch
+            first, batch, size = first + len(batch), [], 0
+    if batch:
+        yield first, batch
+
+
+def parse(raw: Raw, key: str) -> Document:
+    """The text of a document.
+
+    Raises:
+        ConfigError: file, line and what is wrong: not UTF-8, not JSON, no such field.
+    """
+    if raw.problem:
+        raise ConfigError(f"{raw.place}: {raw.problem}")
+    try:
+        text = raw.content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        path, _, line = raw.place.rpartition(":")
+        number = int(line) + raw.content[: error.start].count(b"\n")
+        raise ConfigError(f"{path}:{number}: not UTF-8 text ({error.reason}); convert the file to UTF-8") from None
+    if not raw.is_json:
+        return Document(raw.place, text, {})
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{raw.place}: not JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{raw.place}: not JSON that can be read: nested too deeply") from None
+    if not isinstance(record, dict) or not isinstance(record.get(key), str):
+        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise ConfigError(f"{raw.place}: no `{key}` field with a string; found: {keys}")
+    text = record[key]
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{raw.place}: holds half of a surrogate pair, which is no character") from None
+    return Document(raw.place, text, record)
+
+
+def _too_long(size: int, max_bytes: int) -> str:
+    return f"a document of {size / 1e6:.1f} MB is longer than --max-document-mb {max_bytes / 1e6:g}"
+
+
+def _lines(path: Path, max_bytes: int) -> Iterator[Raw]:
+    number = 0
+    with path.open("rb") as raw_file:
+        file = _decompressed(raw_file, path)
+        try:
+            while line := file.readline(max_bytes + 1):
+                number += 1
+                size = len(line)
+                while size > max_bytes and not line.endswith(b"\n") and (line := file.readline(max_bytes + 1)):
+                    size += len(line)
+                if size > max_bytes:
+                    yield Raw(f"{path}:{number}", b"", True, _too_long(size, max_bytes))
+                    continue
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if line.strip():
+                    yield Raw(f"{path}:{number}", line, True)
+        except (EOFError, OSError, zlib.error, _zstd_error(path)) as error:
+            yield Raw(f"{path}:{number + 1}", b"", True, f"damaged from here on: {error}")
+
+
+def _decompressed(file: IO[bytes], path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=file))
+    if path.suffix == ".zst":
+        zstandard = _optional("zstandard", path)
+        if path.stat().st_size and file.read(4) != ZSTD_FRAME:
+            raise OSError("not zstd data")
+        file.seek(0)
+        reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        return io.BufferedReader(reader, 1 << 20)
+    return file
+
+
+def _zstd_error(path: Path) -> type[Exception]:
+    return _optional("zstandard", path).ZstdError if path.suffix == ".zst" else EOFError
+
+
+def _paragraphs(path: Path, max_bytes: int) -> Iterator[Raw]:
+    """Parts of a text between blank lines."""
+    lines, start, size, number = list[bytes](), 1, 0, 0
+    with path.open("rb") as file:
+        while True:
+            line = file.readline(max_bytes + 1)
+            number += 1
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if line.strip(b"\r\n"):
+                start = start if size else number
+                size += len(line)
+                if size <= max_bytes:
+                    lines.append(line)
+                number -= not line.endswith(b"\n")  # a part of a line that is too long
+                continue
+            if size > max_bytes:
+                yield Raw(f"{path}:{start}", b"", False, _too_long(size, max_bytes))
+            elif size:
+                yield Raw(f"{path}:{start}", b"".join(lines).replace(b"\r\n", b"\n").rstrip(b"\n"), False)
+            lines, size = [], 0
+            if not line:
+                return
+
+
+def _rows(path: Path, key: str, all_columns: bool) -> Iterator[Raw]:
+    arrow, parquet = _optional("pyarrow", path), _optional("pyarrow.parquet", path)
+    try:
+        table = parquet.ParquetFile(path)
+    except arrow.ArrowInvalid as error:
+        yield Raw(str(path), b"", True, f"not a Parquet file: {str(error).splitlines()[0]}")
+        return
+    names = table.schema_arrow.names
+    if key not in names:
+        raise ConfigError(f"{path}: no column `{key}`; it has: {', '.join(names)}; choose one with --key")
+    number = 0
+    try:
+        for rows in table.iter_batches(batch_size=1000, columns=names if all_columns else [key]):
+            for row in rows.to_pylist():
+                number += 1
+                content = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+                yield Raw(f"{path}:{number}", content, True)
+    except (OSError, arrow.ArrowException) as error:
+        yield Raw(f"{path}:{number + 1}", b"", True, f"damaged from here on: {str(error).splitlines()[0]}")
+
+
+def _optional(module: str, path: Path) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError:
+        package = module.split(".")[0]
+        raise ConfigError(f"{path}: {path.suffix} files need {package}: pip install 'mindloom[data]'") from None

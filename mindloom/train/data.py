@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a run is told to read to its loader: text is tokenized first, by one process."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindloom.data.blend import Part, short_datasets
+from mindloom.data.loader import Dataset, Loader, rows_of_rank
+from mindloom.data.sources import Source
+from mindloom.data.token_file import TokenFile
+from mindloom.data.tokenize import Job, tokenize
+from mindloom.data.tokenizer import Tokenizer, content_hash, load_tokenizer
+from mindloom.errors import ConfigError
+from mindloom.family import family_module
+from mindloom.files import made_once, write_atomically
+from mindloom.train.config import Run
+
+
+def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
+    """Tokenizer and loader; what has to be made is made once, under names that say what it was made of.
+
+    Raises:
+        ConfigError: the tokenizer or the token files do not fit the model.
+    """
+    module = family_module(run.config.model, "tokenizer")
+    if run.parts is None:
+        tokenizer, part = _tokenized(run, rank)
+        parts = [part]
+        if problems := short_datasets(parts, run.seq_len):
+            raise ConfigError([*problems, "give more text, or a smaller --seq-len"])
+    else:
+        parts = run.parts
+        path = run.config.tokenizer or parts[0].tokens.folder / module.Tokenizer.file_name
+        tokenizer = load_tokenizer(run.config.model, path, run.model)
+    datasets = [Dataset(part.name, part.tokens, part.weight, _ignored(run, rank, part.tokens)) for part in parts]
+    mesh = run.strategy.mesh
+    microbatches = run.strategy.pipeline.num_microbatches if mesh.pp > 1 else run.config.accumulate
+    rows = rows_of_rank(mesh.dp, mesh.coordinate(rank, "dp"), microbatches)
+    loader = Loader(datasets, run.sizes, run.config.seed, run.model.eod_id, run.model.loss_ignore_id, rows)
+    return tokenizer, loader
+
+
+def describe(loader: Loader, steps: int) -> str:
+    """What a run of so many steps reads."""
+    weights, epochs = loader.shares.weights, loader.epochs(steps)
+    return "data: " + "; ".join(
+        f"{dataset.name} {weight:.1%}, {passes:.2f} epochs of {size:,} sequences"
+        for dataset, weight, passes, size in zip(loader.datasets, weights, epochs, loader.num_samples, strict=True)
+    )
+
+
+def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, Part]:
+    """Tokenizer and token files of the run's text."""
+    config, module = run.config, family_module(run.config.model, "tokenizer")
+    assert run.documents is not None
+    folder, first, documents = config.output_dir / "data", rank == 0, run.documents
+    content = hashlib.sha256("\x00".join(documents).encode())
+    if first:
+        folder.mkdir(parents=True, exist_ok=True)
+    path = config.tokenizer
+    if path is None:
+        name = Path(module.Tokenizer.file_name)
+        path = folder / f"{name.stem}-{content.hexdigest()[:16]}-{run.model.vocab_size}{name.suffix}"
+
+        def train_tokenizer(partial: Path) -> None:
+            partial.write_bytes(module.train_tokenizer(documents, run.model.vocab_size))
+
+        made_once(path, first, lambda path: write_atomically(path, train_tokenizer))
+    tokenizer = load_tokenizer(config.model, path, run.model)
+    if tokenizer.eod_id != run.model.eod_id:
+        raise ConfigError(
+            f"{path}: this tokenizer ends documents with token {tokenizer.eod_id}, the model with eod_id "
+            f"{run.model.eod_id}; set eod_id and loss_ignore_id in --config"
+        )
+    content.update(content_hash(path).encode())
+    job = Job(Source((config.data,)), config.model, path)
+    tokens = folder / f"tokens-{content.hexdigest()[:16]}"
+    made_once(tokens, first, lambda out: tokenize(job, out, workers=0, show_progress=False))
+    return tokenizer, Part(str(config.data), TokenFile(tokens), 1.0)
+
+
+def _ignored(run: Run, rank: int, tokens: TokenFile) -> NDArray[np.int64]:
+    """Where the token stands that is not trained on. Finding it takes a pass over the tokens, so one process does it."""
+    token = run.model.loss_ignore_id
+    if token == tokens.info.eod_id:
+        return tokens.places_of(token)
+    path = run.config.output_dir / "data" / f"places-{tokens.info.content[:16]}-{token}.npy"
+
+    def save(partial: Path) -> None:
+        with partial.open("wb") as file:
+            np.save(file, tokens.places_of(token))
+
+    made_once(path, rank == 0, lambda path: write_atomically(path, save))
+    places: NDArray[np.int64] = np.load(path, mmap_mode="r")
+    return places

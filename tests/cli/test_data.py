@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/preprocess.py as users start it, and training on what it writes."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from conftest import CONFIGS, ROOT, run
+
+TEXT = ROOT / "examples" / "small_town.txt"
+
+PARAGRAPHS = [part for part in TEXT.read_text(encoding="utf-8").split("\n\n") if part.strip()]
+
+pytestmark = pytest.mark.slow
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def preprocess(*arguments):
+    return run("tools/preprocess.py", *arguments)
+
+
+@pytest.fixture(scope="module")
+def blend(checkpoint, tmp_path_factory):
+    """A file that blends two token folders of one tokenizer."""
+    folder = tmp_path_factory.mktemp("blend")
+    for name, part in (("a", PARAGRAPHS[::2]), ("b", PARAGRAPHS[1::2])):
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in part), encoding="utf-8"
+        )
+        outcome = preprocess(
+            *(
+                "tokenize",
+                folder / f"{name}.jsonl",
+                "--tokenizer",
+                checkpoint / "tokenizer.model",
+                "--out",
+                folder / name,
+            )
+        )
+        assert outcome.code == 0, outcome.output
+        assert json.loads(outcome.output)["documents"] == len(part)
+    (folder / "blend.yaml").write_text("datasets:\n- {path: a, weight: 0.7}\n- {path: b, weight: 0.3}\n")
+    return folder / "blend.yaml"
+
+
+def test_a_blend_with_growing_batches_resumes_on_another_mesh_as_on_one_device(blend, write, tmp_path):
+    grow = ("--batch-size", 16, "--batch-size-ramp", 8, 8, 16, "--seq-len", 32, "--seq-len-growth", "16:2")
+    small = write("small.json", '{"num_layers": 2, "hidden_size": 64}')
+    arguments = ("tools/train.py", "--data", blend, "--config", small, *grow, "--dropout", 0.1, "--adam-epsilon", 1e-5)
+    outcome = run(*arguments, "--steps", 5, "--output-dir", tmp_path / "one")
+    assert outcome.code == 0, outcome.output
+    assert "compiled for 8 sequences of 16" in outcome.output
+    assert "compiled for 16 sequences of 32" in outcome.output
+    assert "a 70.0%" in outcome.output
+    first = CONFIGS / "pangu_tiny_dp2_pp2_zero.yaml"
+    rest = ("--launch", "--decay-steps", 5, "--save-every", 1, "--output-dir", tmp_path / "many")
+    outcome = run(*arguments, "--steps", 3, "--strategy", first, *rest)
+    assert outcome.code == 0, outcome.output
+    outcome = run(*arguments, "--steps", 5, "--strategy", CONFIGS / "pangu_tiny_dp4.yaml", *rest, "--resume")
+    assert outcome.code == 0, outcome.output
+    np.testing.assert_allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=1e-5)
+
+
+def test_a_resumed_run_must_read_the_same_data(blend, tmp_path):
+    arguments = ("tools/train.py", "--seq-len", 32, "--steps", 2, "--save-every", 1, "--output-dir", tmp_path / "out")
+    assert run(*arguments, "--data", blend).code == 0
+    for change, message in (
+        (("--data", blend.parent / "a"), "data datasets was"),
+        (("--data", blend, "--seed", 2), "data seed was 1, is 2"),
+        (("--data", blend, "--batch-size", 16, "--batch-size-ramp", 8, 8, 16), "data batch_size_ramp was []"),
+    ):
+        outcome = run(*arguments[:4], 4, *arguments[5:], *change, "--resume")
+        assert outcome.code == 2
+        assert message in outcome.output
+
+
+def test_inspect_shows_what_a_step_reads(blend, tmp_path):
+    arguments = ("inspect", "--data", blend, "--seq-len", 32, "--output-dir", tmp_path, "--step", 3)
+    outcome = preprocess(*arguments, "--rows", 0, 5, "--json")
+    assert outcome.code == 0, outcome.output
+    found = json.loads(outcome.output)
+    assert [part["samples"] for part in found["blend"]] == [17, 7]
+    assert (found["sequences"], found["tokens_before"], [row["row"] for row in found["rows"]]) == (8, 512, [0, 5])
+    row = found["rows"][1]
+    assert len(row["tokens"]) == len(row["positions"]) == row["trained"] == 32
+    assert row["labels"][:-1] == row["tokens"][1:]
+    assert preprocess(*arguments).output.startswith("step 3: 8 sequences of 32 tokens, after 512 tokens")
+    table = preprocess(*arguments, "--tokens").output
+    assert "loss weight" in table
+    assert "error: --rows 8: step 3 has rows 0 to 7" in preprocess(*arguments, "--rows", 8).output
+
+
+def test_the_steps_from_raw_text_to_tokens(checkpoint, tmp_path):
+    raw, test, clean = tmp_path / "raw.jsonl", tmp_path / "test.txt", tmp_path / "clean.jsonl"
+    raw.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in [*PARAGRAPHS, PARAGRAPHS[0], "short"]), encoding="utf-8"
+    )
+    test.write_text(PARAGRAPHS[3], encoding="utf-8")
+    steps = (
+        ("filter", raw, "--out", tmp_path / "long.jsonl", "--min-chars", 10),
+        ("dedup", tmp_path / "long.jsonl", "--out", tmp_path / "unique"),
+        ("decontaminate", tmp_path / "unique" / "long.jsonl", "--evaluation", test, "--out", clean),
+        ("tokenize", clean, "--tokenizer", checkpoint / "tokenizer.model", "--out", tmp_path / "tokens"),
+    )
+    reports = []
+    for step in steps:
+        outcome = preprocess(*step)
+        assert outcome.code == 0, outcome.output
+        reports.append(json.loads(outcome.output[outcome.output.index("{") : outcome.output.rindex("}") + 1]))
+    assert reports[0]["removed"] == 1
+    assert reports[1]["exact"] == 1
+    assert reports[2]["dropped"] >= 1
+    assert reports[3]["documents"] == len(clean.read_text(encoding="utf-8").splitlines())
+
+
+def test_mindrecord_there_and_back(blend, checkpoint, tmp_path):
+    records, tokenizer = tmp_path / "a.mindrecord", checkpoint / "tokenizer.model"
+    outcome = preprocess("to-mindrecord", blend.parent / "a", records, "--seq-len", 32)
+    assert outcome.code == 0, outcome.output
+    back = preprocess("from-mindrecord", records, "--tokenizer", tokenizer, "--out", tmp_path / "back")
+    assert back.code == 0, back.output
+    assert json.loads(back.output) == json.loads(outcome.output)
+    tokens = np.fromfile(blend.parent / "a" / "tokens.bin", np.uint16)
+    expected = np.lib.stride_tricks.sliding_window_view(tokens, 33)[::32]
+    assert (np.fromfile(tmp_path / "back" / "tokens.bin", np.uint16).reshape(-1, 33) == expected).all()
+    for data in (blend.parent / "a", tmp_path / "back"):
+        arguments = ("tools/train.py", "--data", data, "--seq-len", 32, "--steps", 2, "--seed", 3)
+        assert run(*arguments, "--output-dir", tmp_path / data.name / "run").code == 0
+    wrong = preprocess("from-mindrecord", tokenizer, "--tokenizer", tokenizer, "--out", tmp_path / "none")
+    assert (wrong.code, "not a MindRecord file" in wrong.output) == (2, True)
+    assert "records of 33 tokens; use --seq-len 32" in run("tools/train.py", "--data", tmp_path / "back").output
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith((".", "none"))) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tokenise",), "tokenise is unknown; did you mean tokenize?"),
+        (("tokenize", "nowhere.jsonl", "--tokenizer", "none", "--out", "x"), "nowhere.jsonl: there is no such file"),
+        (("tokenize", TEXT, "--tokenizer", "none", "--out", "x"), "none: there is no such tokenizer"),
+        (("tokenize", TEXT, "--tokenizer", TEXT, "--out", "x"), "not a SentencePiece model"),
+        (("tokenize", TEXT, "--out", "x"), "required: --tokenizer"),
+        (("tokenize", TEXT, "--tokenizer", TEXT, "--out", "x", "--workers", 0), "--workers must be at least 1"),
+        (
+            ("tokenize", TEXT, "--tokenizer", TEXT, "--out", "x", "--fim-rate", 0.5),
+            "needs --fim-tokens PREFIX SUFFIX MIDDLE",
+        ),
+        (("tokenize", TEXT, "--tokenizer", TEXT, "--out", "x", "--fim-rate", 5), "--fim-rate is a share from 0 to 1"),
+        (("tokenize", TEXT, "--tokenizer", TEXT, "--out", ROOT), "is there already"),
+        (("dedup", TEXT, "--out", "x", "--threshold", 8), "--threshold is a similarity above 0 and up to 1"),
+        (("filter", TEXT, "--out", "x.jsonl"), "no rule was given"),
+        (("filter", TEXT, "--out", "x.txt", "--min-chars", 9), "end the name in .jsonl, .jsonl.gz, .jsonl.zst"),
+        (("decontaminate", TEXT, "--evaluation", "none", "--out", "x.jsonl"), "none: there is no such file"),
+        (("decontaminate", TEXT, "--evaluation", TEXT, "--out", "x.jsonl", "--ngram", 0), "--ngram is too small"),
+        (("to-mindrecord", "none", "x"), "none: no token files there"),
+        (("inspect", "--data", TEXT, "--step", 0), "steps are counted from 1"),
+    ],
+)
+def test_a_mistake_gives_its_message_and_exit_code_2(tmp_path, monkeypatch, arguments, message):
+    arguments = [tmp_path / a if a in ("x", "x.jsonl", "x.txt") else a for a in arguments]
+    outcome = preprocess(*arguments)
+    assert (outcome.code, outcome.output.startswith("error: ")) == (2, True), outcome.output
+    assert message in outcome.output
+    assert not os.listdir(tmp_path)

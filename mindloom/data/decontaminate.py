@@ -146,8 +146,8 @@ def make_decontaminator(
                 done.lines.append(with_text(document, source.key, piece, piece=number))
             done.notes += [_note(document.place, cut) for cut in cuts]
             done.counts += Counter(cut=1, dropped=int(not left), pieces=len(left), matches=len(cuts))
-        done.counts += Counter(documents=len(parsed.documents), empty=parsed.num_empty, broken=len(parsed.problems))
-        done.problems = parsed.problems
+        done.counts += Counter(documents=len(parsed.documents)) + parsed.skipped
+        done.problems = parsed.remarks
         return done
 
     return work

@@ -46,7 +46,7 @@ class Signed:
     hashes: bytes
     keys: NDArray[np.uint64]
     problems: list[str]
-    num_empty: int
+    skipped: Counter[str]
 
 
 @dataclass
@@ -110,7 +110,7 @@ def _make_signer(source: Source, minhash: MinHash) -> Callable[[Batch], Signed]:
         keys = minhash.band_keys(texts) if texts else np.empty((0, minhash.bands), np.uint64)
         hashes = b"".join(map(text_hash, texts))
         numbers = [number for number, _ in parsed.documents]
-        return Signed(numbers, [t.encode() for t in texts], hashes, keys, parsed.problems, parsed.num_empty)
+        return Signed(numbers, [t.encode() for t in texts], hashes, keys, parsed.remarks, parsed.skipped)
 
     return sign
 
@@ -135,7 +135,7 @@ def _sign(source: Source, folder: Path, minhash: MinHash, workers: int) -> Corpu
                 corpus.datasets.extend([dataset] * len(signed.texts))
                 corpus.numbers.extend(signed.numbers)
                 corpus.problems += signed.problems[: max(0, 20 - len(corpus.problems))]
-                counts += Counter(documents=len(signed.texts), empty=signed.num_empty, broken=len(signed.problems))
+                counts += Counter(documents=len(signed.texts)) + signed.skipped
                 bar.update(len(signed.texts))
             corpus.counts.append(counts)
     if not len(corpus):

@@ -161,8 +161,8 @@ def make_filter(source: Source, rules: Rules, keep_removed: bool) -> Callable[[B
                 done.lines.append(with_text(document, source.key, document.text))
             elif keep_removed:
                 done.notes.append({"place": document.place, "failed": failed, "text": document.text})
-        done.counts += Counter(documents=len(parsed.documents), empty=parsed.num_empty, broken=len(parsed.problems))
-        done.problems = parsed.problems
+        done.counts += Counter(documents=len(parsed.documents)) + parsed.skipped
+        done.problems = parsed.remarks
         return done
 
     return work

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -57,8 +58,18 @@ class Parsed:
     """Documents of a batch that can be read, with their numbers, and what is to be said of the others."""
 
     documents: list[tuple[int, Document]] = field(default_factory=list)
-    num_empty: int = 0
+    empty: list[str] = field(default_factory=list)
+    """file:line of documents without text; an empty source file is no mistake."""
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def skipped(self) -> Counter[str]:
+        return Counter(empty=len(self.empty), broken=len(self.problems))
+
+    @property
+    def remarks(self) -> list[str]:
+        """What to tell of what was skipped, the worst first."""
+        return [*self.problems, *(f"{place}: empty" for place in self.empty)]
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ class Source:
             if document.text.strip():
                 parsed.documents.append((number, document))
             else:
-                parsed.num_empty += 1
+                parsed.empty.append(raw.place)
         if parsed.problems and self.on_error == "stop":
             count = len(parsed.problems)
             more = [f"and {count - 5} more like these nearby"] if count > 5 else []
@@ -145,6 +156,9 @@ def read_raw(
     named = set(inputs)
     for path in files:
         try:
+            if not path.stat().st_size and path.name.endswith((*LINES, *TABLES)):
+                yield Raw(f"{path}:1", b"", False, "an empty file")
+                continue
             if path.name.endswith(TABLES):
                 yield from _rows(path, key, all_columns)
             elif path.name.endswith(LINES):

@@ -62,7 +62,7 @@ class Encoded:
     lengths: bytes
     num_bytes: int
     """Of text."""
-    skipped: dict[str, int]
+    skipped: Counter[str]
     problems: list[str]
 
 
@@ -84,7 +84,7 @@ class Progress:
         self.batches += 1
         self.num_documents += len(encoded.lengths) // 8
         self.num_bytes += encoded.num_bytes
-        self.skipped += Counter(encoded.skipped)
+        self.skipped += encoded.skipped
         self.problems += encoded.problems[: SHOWN_PROBLEMS - len(self.problems)]
 
     def report(self) -> dict[str, Any]:
@@ -184,9 +184,12 @@ def _make_encoder(job: Job, dtype: str) -> Callable[[Batch], Encoded]:
             tokens.append(tokenizer.eod_id)
             lengths.append(len(ids) + 1)
             num_bytes += len(document.text.encode())
-        skipped = {"broken": len(parsed.problems), "empty": parsed.num_empty}
         return Encoded(
-            np.asarray(tokens, dtype).tobytes(), lengths.tobytes(), num_bytes, skipped, parsed.problems[:SHOWN_PROBLEMS]
+            np.asarray(tokens, dtype).tobytes(),
+            lengths.tobytes(),
+            num_bytes,
+            parsed.skipped,
+            parsed.remarks[:SHOWN_PROBLEMS],
         )
 
     return encode

@@ -80,9 +80,13 @@ def test_every_kind_of_file_gives_its_documents_back(tmp_path, write, vocabulary
 
 def test_the_standard_library_comes_back_unchanged(tmp_path):
     vocabulary = shared("golden/codegeex_tokenizer")
-    source = Path(sysconfig.get_paths()["stdlib"]) / "asyncio"
-    make(tmp_path / "out", [source], vocabulary, suffixes=(".py",))
-    expected = [path.read_bytes().decode() for path in sorted(source.rglob("*.py"))]
+    library = Path(sysconfig.get_paths()["stdlib"])
+    sources = [
+        library / name for name in ("asyncio", "ctypes", "email", "encodings", "importlib", "json", "unittest", "xml")
+    ]
+    make(tmp_path / "out", sources, vocabulary, suffixes=(".py",))
+    expected = [path.read_bytes().decode() for source in sources for path in sorted(source.rglob("*.py"))]
+    assert sum(map(len, expected)) > 2_000_000
     assert texts(tmp_path / "out", CodeGeeXTokenizer(vocabulary)) == [text for text in expected if text.strip()]
 
 
@@ -166,14 +170,16 @@ def test_broken_lines_are_named_and_nothing_is_left(tmp_path, write, vocabulary)
 def test_broken_lines_are_skipped_and_counted_when_asked(tmp_path, write, vocabulary):
     report = make(tmp_path / "out", [write("a.jsonl", BROKEN)], vocabulary, on_error="skip")
     assert (report["documents"], report["skipped"]) == (1, {"broken": 5, "empty": 1})
-    assert len(report["first_problems"]) == 5
+    assert len(report["first_problems"]) == 6
+    assert report["first_problems"][-1].endswith("a.jsonl:8: empty")
     assert TokenFile(tmp_path / "out").info.report["skipped"] == report["skipped"]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b"", "holds no text"),
+        ("a.jsonl", b"", "a.jsonl:1: an empty file"),
+        ("a.jsonl", b"\n\n", "holds no text"),
         ("a.txt", b"\n \n", "holds no text"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9999)[:-50], "a.jsonl.gz:"),
         ("a.jsonl.gz", b"no gzip", "Not a gzipped file"),

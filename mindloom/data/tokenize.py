@@ -127,7 +127,7 @@ def tokenize(job: Job, out: Path, workers: int, show_progress: bool = True) -> d
         _finish(folder, out, job, tokenizer, dtype, progress)
     except OSError as error:
         raise ConfigError(
-            f"{folder}: cannot be written: {error.strerror or error}; make room and run the same command again"
+            f"{folder}: cannot be written: {error.strerror or error}; the same command goes on from there"
         ) from None
     except WorkersLostError:
         raise  # what was done is kept

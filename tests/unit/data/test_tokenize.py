@@ -220,7 +220,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_afterwards(tmp_path, write, voc
     try:
         source = write("a.jsonl", json.dumps({"text": TEXT.read_text(encoding="utf-8")[:9000]}) + "\n")
         source.write_bytes(source.read_bytes() * 300)
-        with pytest.raises(ConfigError, match="No space left on device; make room and run the same command again"):
+        with pytest.raises(ConfigError, match="No space left on device; the same command goes on from there"):
             make(disk / "out", [source], vocabulary)
         assert not (disk / "out").exists()
         subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from mindloom.planner.own_engine import PRECISIONS
 from mindloom.planner.search import Option, Request, describe, why_slower
+from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Strategy
+from mindloom.strategy.dialects.ours import strategy_text
+from mindloom.strategy.mesh import Mesh
 
 GB = 2**30
 
@@ -59,26 +62,27 @@ def strategy_file(request: Request, option: Option, rules: str) -> str:
     flags += f" --compute-dtype {next(name for name, short in PRECISIONS.items() if short == job.precision)}"
     if job.pp == 1 and job.num_microbatches > 1:
         flags += f" --accumulate {job.num_microbatches}"
-    lines = [
+    head = [
         f"# Planned for {request.devices} {request.cluster.chip}: step {option.seconds:.3f} s, "
         f"{option.tokens_per_s:,.0f} tokens/s, "
         f"MFU {option.mfu:.1%}, {option.peak_bytes / GB:.1f} GB of {request.cluster.memory_gb:g}.",
         f"# tools/train.py {flags}",
-        "mesh: {" + ", ".join(f"{axis}: {getattr(job, axis)}" for axis in ("pp", "dp", "tp")) + "}",
-        f"rules: {rules}",
     ]
-    if job.pp > 1:
-        lines.append(f"pipeline: {{num_microbatches: {job.num_microbatches}}}")
+    recompute = None
     if job.recompute != "none":
-        kind = "kind: selective, " if job.recompute == "selective" else ""
-        which = "layers: all" if job.recomputed_layers is None else f"per_stage: {list(job.recomputed_layers)}"
-        lines.append(f"recompute: {{{kind}{which}}}")
-    if job.zero:
-        shards = f", shard_size: {job.shards}" if job.shards < job.dp else ""
-        lines.append(f"optimizer_parallel: {{axis: dp{shards}}}")
-    if job.sequence_parallel:
-        lines.append("sequence_parallel: true")
-    return "\n".join(lines) + "\n"
+        kind: Literal["full", "selective"] = "selective" if job.recompute == "selective" else "full"
+        layers = None if job.recomputed_layers is None else list(job.recomputed_layers)
+        recompute = Recompute(kind=kind, per_stage=layers)
+    strategy = Strategy(
+        mesh=Mesh(pp=job.pp, dp=job.dp, tp=job.tp),
+        pipeline=Pipeline(num_microbatches=job.num_microbatches) if job.pp > 1 else Pipeline(),
+        recompute=recompute,
+        optimizer_parallel=OptimizerParallel(shard_size=job.shards if job.shards < job.dp else None)
+        if job.zero
+        else None,
+        sequence_parallel=job.sequence_parallel,
+    )
+    return strategy_text(strategy, rules, head)
 
 
 def _percent(value: float | None) -> str:

@@ -45,6 +45,19 @@ def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
     return strategy
 
 
+def load_rules(path: Path, sequence_parallel: bool) -> Rules:
+    """The rules of a rules file, as a strategy with or without sequence parallel reads them.
+
+    Raises:
+        ConfigError: all problems of the file.
+    """
+    reader = _Reader(path)
+    rules = _whole_file(reader, sequence_parallel)
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return rules
+
+
 class _Reader:
     """One YAML file being read; collects problems instead of stopping at the first."""
 
@@ -170,9 +183,11 @@ def _rules_file(reader: _Reader, path: Path, node: yaml.Node, sequence_parallel:
     if not path.is_file():
         reader.problem(node, f"rules: there is no file {path}")
         return Rules()
-    inner = _Reader(path, reader.problems)
-    children = inner.items(inner.compose(), "", list(_RULES_KEYS))
-    return _rules(inner, children, Rules(), sequence_parallel)
+    return _whole_file(_Reader(path, reader.problems), sequence_parallel)
+
+
+def _whole_file(reader: _Reader, sequence_parallel: bool) -> Rules:
+    return _rules(reader, reader.items(reader.compose(), "", list(_RULES_KEYS)), Rules(), sequence_parallel)
 
 
 def _rules(reader: _Reader, children: dict[str, yaml.Node], base: Rules, sequence_parallel: bool) -> Rules:

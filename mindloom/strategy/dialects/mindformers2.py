@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MindFormers 2.x YAML: `parallelism`, `recompute`, `training` and the sections beside them.
+
+Names: mindformers 1.9.0 pynative/config/config.py, which is what 2.x starts from, and the 2.0 documentation, in which
+`data_parallel_shard` takes the place of `hsdp_shard_size`. Its data parallel degree is what is left of the devices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mindloom.errors import ConfigError
+from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.dialects.settings import Book, Lost, Note, Settings, betas, stage_layers
+from mindloom.strategy.dialects.yaml_file import read_flat
+from mindloom.strategy.mesh import Mesh
+
+STRICT = {
+    "parallelism": (
+        *("tensor_parallel", "context_parallel", "context_parallel_method", "pipeline_parallel", "expert_parallel"),
+        *("pipeline_parallel_layers_per_stage", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"),
+        *("pipeline_parallel_interleave_num", "hsdp_shard_size", "hsdp_optimizer_level", "hsdp_threshold"),
+        *("sequence_parallel", "data_parallel_shard", "data_parallel"),
+    ),
+    "recompute": ("full_recompute", "select_recompute"),
+    "training": ("steps", "local_batch_size", "global_batch_size", "max_norm", "seed", "deterministic"),
+}
+ONLY = (
+    ("parallelism.context_parallel", 1, "context parallelism is not built"),
+    ("parallelism.expert_parallel", 1, "there are no experts"),
+    ("parallelism.pipeline_parallel_interleave_num", 1, "the engine runs no virtual stages"),
+    (
+        "parallelism.pipeline_parallel_schedule",
+        "1f1b",
+        "MindSpore's compiler orders a pipeline one forward, one backward",
+    ),
+    ("optimizer.type", "AdamW", "AdamW as the original models were trained, or SGD"),
+)
+WITHOUT_EFFECT = {
+    "parallelism.context_parallel_method": "there is no context parallelism",
+    "parallelism.hsdp_optimizer_level": "weights, gradients and moments are all cut where optimizer parallel is on",
+    "training.deterministic": "a run on one mesh repeats itself",
+    "checkpoint.save_path": "checkpoints go to --output-dir",
+    "checkpoint.prefix": "folders are named by their step",
+    "checkpoint.remove_redundancy": "no two ranks write the same",
+    "checkpoint.load_balanced": "no rank reads more than it holds",
+    "checkpoint.load_worker_number": "each rank reads its own part",
+    "checkpoint.no_*": "the whole state is saved and loaded",
+    "checkpoint.enable_save": "save_interleaved_steps says it",
+    "context.*": "device and memory are the environment's",
+    "profiler.*": "of MindSpore's profiler",
+    "monitor.*": "metrics.jsonl and tensorboard/ have every step",
+    "callbacks*": "of MindFormers' callbacks",
+    "lr_scheduler.type": "a cosine with warm-up",
+    "train_dataset.*": "the loader is our own (--data)",
+    "model.*": "the model's own configuration says it (--size, --config)",
+}
+TRAIN = {
+    "training.steps": "steps",
+    "training.global_batch_size": "batch_size",
+    "training.max_norm": "max_grad_norm",
+    "training.seed": "seed",
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.weight_decay": "weight_decay",
+    "lr_scheduler.learning_rate": "learning_rate",
+    "lr_scheduler.lr_end": "min_learning_rate",
+    "lr_scheduler.warmup_steps": "warmup_steps",
+    "checkpoint.save_interleaved_steps": "save_every",
+    "checkpoint.save_max": "keep_last",
+    "checkpoint.async_save": "async_save",
+}
+
+
+def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, list[Note]]:
+    """A MindFormers 2.x file. `devices`: of the job, from which its data parallel degree follows.
+
+    Raises:
+        ConfigError: keys MindFormers refuses; the data parallel degree is not known.
+    """
+    book = Book(read_flat(path))
+    problems = book.refused(STRICT, "MindFormers 2.x")
+    if problems:
+        raise ConfigError(problems)
+    tp = book.take("parallelism.tensor_parallel", "mesh.tp", 1)
+    pp = book.take("parallelism.pipeline_parallel", "mesh.pp", 1)
+    if "parallelism.data_parallel" in book:
+        dp = book.take("parallelism.data_parallel", "mesh.dp")
+    elif devices is None or devices % (tp * pp):
+        why = (
+            "needs the number of devices: give --devices"
+            if devices is None
+            else f"{devices} devices are no multiple of {tp * pp}"
+        )
+        raise ConfigError(f"{path}: the data parallel degree {why}")
+    else:
+        dp = devices // (tp * pp)
+    train = dict(known.train)
+    for key, name in TRAIN.items():
+        if key in book:
+            train[name] = book.take(key, name)
+    if "optimizer.betas" in book:
+        train["adam_beta1"], train["adam_beta2"] = book.take("optimizer.betas", "adam_beta1 and adam_beta2")
+    if book.peek("training.local_batch_size") and "training.global_batch_size" in book:
+        parts = train["batch_size"] // (book.peek("training.local_batch_size") * dp)
+        if pp == 1 and parts > 1:
+            train["accumulate"] = parts
+    mesh = Mesh(pp=pp, dp=dp, tp=tp)
+    strategy = Strategy(
+        mesh=mesh,
+        pipeline=_pipeline(book, mesh, train),
+        recompute=_recompute(book),
+        optimizer_parallel=_optimizer_parallel(book, dp),
+        sequence_parallel=bool(book.take("parallelism.sequence_parallel", "sequence_parallel", False)),
+        source=str(path),
+    )
+    book.note("training.local_batch_size", "renamed", "batch_size over replicas and parts")
+    book.note("checkpoint.load_path", "not expressible", "read a checkpoint of ours with --resume")
+    book.only(ONLY)
+    book.without_effect(WITHOUT_EFFECT)
+    return Settings(strategy, train, known.num_layers), book.finish(
+        [*TRAIN, *WITHOUT_EFFECT, *(key for key, *_ in ONLY)]
+    )
+
+
+def _pipeline(book: Book, mesh: Mesh, train: dict[str, Any]) -> Pipeline:
+    size, batch = book.peek("parallelism.pipeline_parallel_microbatch_size", 1), train.get("batch_size")
+    key = "parallelism.pipeline_parallel_microbatch_size"
+    if mesh.pp == 1:
+        book.note(key, "no effect", "there is no pipeline")
+        return Pipeline()
+    if not batch or batch % (size * mesh.dp):
+        raise ConfigError(
+            f"{book.given[key].place if key in book else book.given['parallelism.pipeline_parallel'].place}: the number of "
+            f"microbatches needs a training.global_batch_size that is a multiple of {size} x dp {mesh.dp}"
+        )
+    microbatches = batch // (size * mesh.dp)
+    book.note(key, "renamed", f"pipeline.num_microbatches {microbatches}")
+    layers = book.peek("parallelism.pipeline_parallel_layers_per_stage")
+    counts = None
+    if layers:
+        rows = layers if isinstance(layers[0], list) else [layers]
+        if len(rows) == 1:
+            counts = rows[0]
+            book.note("parallelism.pipeline_parallel_layers_per_stage", "renamed", "pipeline.stages.num_layers")
+        else:
+            book.note(
+                "parallelism.pipeline_parallel_layers_per_stage", "not expressible", "virtual stages are not built"
+            )
+    return Pipeline(num_microbatches=microbatches, stages=Stages(num_layers=counts) if counts else "uniform")
+
+
+def _recompute(book: Book) -> Recompute | None:
+    full, selective = (book.peek(f"recompute.{key}", False) for key in ("full_recompute", "select_recompute"))
+    book.note("recompute.full_recompute", "renamed", "recompute.layers all" if full else "none")
+    if not full and selective:
+        why = "recompute.kind selective; the rules say which operators"
+        book.note("recompute.select_recompute", "approximated", why)
+        return Recompute(kind="selective")
+    book.note(
+        "recompute.select_recompute",
+        "no effect" if full else "same",
+        "full recomputation comes first" if full else "none",
+    )
+    return Recompute() if full else None
+
+
+def _optimizer_parallel(book: Book, dp: int) -> OptimizerParallel | None:
+    for key in ("parallelism.data_parallel_shard", "parallelism.hsdp_shard_size"):
+        if key not in book:
+            continue
+        size = book.take(key, "optimizer_parallel.shard_size")
+        threshold = book.take("parallelism.hsdp_threshold", "optimizer_parallel.threshold_kb", 64)
+        if size == 1:
+            return None
+        return OptimizerParallel(threshold_kb=threshold, shard_size=None if size in (-1, dp) else size)
+    book.note("parallelism.hsdp_threshold", "no effect", "nothing is cut over the replicas")
+    return None
+
+
+def write(settings: Settings) -> tuple[str, list[Note]]:
+    """A MindFormers 2.x file: parallelism and recompute, and what of the rest is known."""
+    strategy, train, lost = settings.strategy, dict(settings.train), Lost("mindformers2")
+    mesh, zero = strategy.mesh, strategy.optimizer_parallel
+    lines = [f"# {mesh.size} devices: its data parallel degree, {mesh.dp}, is what the others leave", "parallelism:"]
+    lines += [f"  tensor_parallel: {mesh.tp}", f"  pipeline_parallel: {mesh.pp}", "  context_parallel: 1"]
+    lines.append(f"  hsdp_shard_size: {(zero.shard_size or mesh.dp) if zero else 1}")
+    if zero:
+        lines.append(f"  hsdp_threshold: {zero.threshold_kb}")
+        if zero.shard_accumulated_gradients:
+            lost("optimizer_parallel.shard_accumulated_gradients", "hsdp_optimizer_level decides by other rules")
+    lines.append(f"  sequence_parallel: {strategy.sequence_parallel}")
+    if mesh.pp > 1:
+        size = settings.micro_batch_size
+        if size is None:
+            lost("pipeline.num_microbatches", "2.x counts the sequences of a microbatch: give --batch-size")
+        lines.append(f"  pipeline_parallel_microbatch_size: {size or 1}")
+        if counts := stage_layers(settings, lost):
+            lines.append(f"  pipeline_parallel_layers_per_stage: [{counts}]")
+    recompute = strategy.recompute
+    if recompute and (recompute.per_stage is not None or recompute.layers != "all"):
+        lost("recompute", "2.x recomputes all layers or none", "approximated")
+    if recompute and recompute.kind == "selective":
+        lost("recompute.kind", "MindFormers chooses the operators by itself", "approximated")
+    full = recompute is not None and recompute.kind == "full"
+    lines += ["recompute:", f"  full_recompute: {full}", f"  select_recompute: {recompute is not None and not full}"]
+    sections: dict[str, dict[str, Any]] = {}
+    if settings.micro_batch_size:
+        sections["training"] = {"local_batch_size": settings.micro_batch_size}
+    if both := betas(train):
+        sections["optimizer"] = {"betas": both}
+    for key, name in TRAIN.items():
+        if train.get(name) is not None:
+            section, _, field = key.partition(".")
+            sections.setdefault(section, {})[field] = train.pop(name)
+    for section, fields in sections.items():
+        lines += [f"{section}:", *(f"  {field}: {value}" for field, value in fields.items())]
+    lost.rest({name: value for name, value in train.items() if name != "accumulate"})
+    return "\n".join(lines) + "\n", lost.notes

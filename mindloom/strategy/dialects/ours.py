@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our own strategy file, with the flags of tools/train.py in a comment."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mindloom.strategy.config import OptimizerParallel, Recompute, Stages, Strategy
+from mindloom.strategy.dialects.settings import Note, Settings
+from mindloom.strategy.loader import load_strategy
+
+FLAGS = "# tools/train.py "
+
+
+def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
+    """A strategy file; `known` has what it does not say."""
+    strategy = load_strategy(path)
+    notes = [Note(key, f"{path}:{line}", "same") for key, line in strategy.lines.items() if "." not in key]
+    return Settings(strategy, known.train, known.num_layers), notes
+
+
+def write(settings: Settings, rules: str) -> tuple[str, list[Note]]:
+    """A strategy file that names the rules file `rules`."""
+    return strategy_text(settings.strategy, rules, [flags_comment(settings.train)] if settings.train else []), []
+
+
+def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> str:
+    """A strategy file. `head`: comments at its top."""
+    mesh = strategy.mesh
+    lines = [
+        *head,
+        f"mesh: {{pp: {mesh.pp}, dp: {mesh.dp}, tp: {mesh.tp}}}",
+        f"rules: {rules}",
+    ]
+    if strategy.pipeline.num_microbatches > 1 or strategy.pipeline.stages != "uniform":
+        stages = strategy.pipeline.stages
+        dealt = ""
+        if isinstance(stages, Stages):
+            dealt = f", stages: {{{_fields(stages, Stages())}}}"
+        lines.append(f"pipeline: {{num_microbatches: {strategy.pipeline.num_microbatches}{dealt}}}")
+    if strategy.recompute:
+        lines.append(f"recompute: {{{_fields(strategy.recompute, Recompute()) or 'layers: all'}}}")
+    if strategy.optimizer_parallel:
+        fields = _fields(strategy.optimizer_parallel, OptimizerParallel())
+        lines.append(f"optimizer_parallel: {{axis: dp{', ' * bool(fields)}{fields}}}")
+    if strategy.sequence_parallel:
+        lines.append("sequence_parallel: true")
+    return "\n".join(lines) + "\n"
+
+
+def flags_comment(train: dict[str, Any]) -> str:
+    """Flags of tools/train.py, as a comment."""
+    words = list[str]()
+    for name, value in train.items():
+        if value is False or value is None:
+            continue
+        words += ["--" + name.replace("_", "-")]
+        words += [] if value is True else [str(v) for v in (value if isinstance(value, (list, tuple)) else [value])]
+    return FLAGS + shlex.join(words)
+
+
+def _fields(found: Any, default: Any) -> str:
+    """`name: value` of what is not at its default."""
+    changed = [(name, value) for name, value in vars(found).items() if value != getattr(default, name)]
+    return ", ".join(f"{name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in changed)

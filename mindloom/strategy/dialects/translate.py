@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one dialect to another."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindloom.errors import ConfigError
+from mindloom.strategy.checks import strategy_problems
+from mindloom.strategy.config import Rules
+from mindloom.strategy.dialects import megatron, mindformers, mindformers2, ours
+from mindloom.strategy.dialects.settings import LOSSES, Note, Settings
+from mindloom.strategy.dialects.yaml_file import read_flat
+from mindloom.strategy.loader import load_rules
+
+DIALECTS = ("ours", "mindformers1", "mindformers2", "megatron")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A text in another dialect, and what became of every key."""
+
+    settings: Settings
+    text: str
+    notes: list[Note]
+
+    @property
+    def losses(self) -> list[Note]:
+        """What is not the same any more."""
+        return [note for note in self.notes if note.fate in LOSSES]
+
+
+def recognize(path: Path) -> str:
+    """The dialect of a file, by the sections it has.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if path.suffix not in (".yaml", ".yml"):
+        return "megatron"
+    sections = {key.partition(".")[0] for key in read_flat(path)}
+    if "mesh" in sections or "rules" in sections:
+        return "ours"
+    return "mindformers2" if "parallelism" in sections else "mindformers1"
+
+
+def read(path: Path, dialect: str, known: Settings, devices: int | None = None) -> tuple[Settings, list[Note]]:
+    """What a file says. `known`: what it may leave out.
+
+    Raises:
+        ConfigError: it cannot be understood, or says what cannot be.
+    """
+    if dialect == "ours":
+        return ours.read(path, known)
+    if dialect == "mindformers1":
+        settings, notes = mindformers.read(path, known)
+    else:
+        settings, notes = (mindformers2 if dialect == "mindformers2" else megatron).read(path, known, devices)
+    lines = {note.text.split(" ")[0]: int(note.place.rpartition(":")[2]) for note in notes if note.text}
+    strategy = dataclasses.replace(settings.strategy, lines=lines)
+    problems = strategy_problems(dataclasses.replace(strategy, lines=_without_whole_sections(lines)))
+    if problems:
+        raise ConfigError(problems)
+    return dataclasses.replace(settings, strategy=strategy), notes
+
+
+def _without_whole_sections(lines: dict[str, int]) -> dict[str, int]:
+    """Lines for messages: in other dialects a key of a section can stand there without meaning anything."""
+    return {key: line for key, line in lines.items() if "." in key and not key.startswith("recompute")}
+
+
+def translate(
+    path: Path, to: str, rules: Path, out: Path, known: Settings, devices: int | None = None, dialect: str | None = None
+) -> Translation:
+    """`path` in the words of `to`.
+
+    `rules`: the rules file of a strategy of ours that is written to `out`.
+
+    Raises:
+        ConfigError: it cannot be understood.
+    """
+    settings, notes = read(path, dialect or recognize(path), known, devices)
+    if to == "ours":
+        name = _relative(rules, out.parent)
+        text, more = ours.write(settings, name)
+    else:
+        writer = {"mindformers1": mindformers, "mindformers2": mindformers2, "megatron": megatron}[to]
+        text, more = writer.write(settings)
+        own = settings.strategy
+        if own.rules.operators and not _are_shipped(own.rules, rules, own.sequence_parallel):
+            more.append(Note("rules", to, "not expressible", "each model of theirs holds its layouts in its code"))
+    return Translation(settings, text, notes + more)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    try:
+        return str(path.resolve().relative_to(folder.resolve()))
+    except ValueError:
+        return str(path.resolve())
+
+
+def _are_shipped(rules: Rules, path: Path, sequence_parallel: bool) -> bool:
+    """Whether rules say what the rules file says."""
+    shipped = load_rules(path, sequence_parallel)
+    return [dataclasses.replace(rule, source="") for rule in rules.operators] == [
+        dataclasses.replace(rule, source="") for rule in shipped.operators
+    ]

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MindFormers' and Megatron's words: nothing is lost without being named."""
+
+import ast
+import dataclasses
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+
+import pytest
+from conftest import CONFIGS, ROOT, run
+
+from mindloom.errors import ConfigError
+from mindloom.strategy.checks import strategy_problems
+from mindloom.strategy.config import SINGLE_DEVICE, OptimizerParallel, Pipeline, Recompute, Rules, Stages, Strategy
+from mindloom.strategy.dialects import Settings, recognize, translate
+from mindloom.strategy.dialects.ours import strategy_text
+from mindloom.strategy.loader import load_strategy
+from mindloom.strategy.mesh import Mesh
+
+RULES = CONFIGS / "rules" / "decoder.yaml"
+SHIPPED = sorted(CONFIGS.glob("*.yaml"))
+NOTHING = Settings(SINGLE_DEVICE)
+
+
+def plain(strategy):
+    """Without what only messages need, and without rules, which other dialects do not have."""
+    return dataclasses.replace(strategy, rules=Rules(), source="", lines={})
+
+
+def there_and_back(path, dialect, tmp_path, known=NOTHING, devices=None):
+    """The strategy after a journey through a dialect, and what was noted on the way there."""
+    there = translate(path, dialect, RULES, tmp_path / "there", known)
+    suffix = ".sh" if dialect == "megatron" else ".yaml"
+    (tmp_path / f"there{suffix}").write_text(there.text)
+    back = translate(tmp_path / f"there{suffix}", "ours", RULES, tmp_path / "back.yaml", known, devices)
+    (tmp_path / "back.yaml").write_text(back.text)
+    return load_strategy(tmp_path / "back.yaml"), there, back
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_strategy_comes_back_from_mindformers_as_it_was(path, tmp_path):
+    original = load_strategy(path)
+    back, there, _ = there_and_back(path, "mindformers1", tmp_path)
+    assert plain(back) == plain(original)
+    assert [dataclasses.replace(r, source="") for r in back.rules.operators] == [
+        dataclasses.replace(r, source="") for r in original.rules.operators
+    ]
+    selective = original.recompute is not None and original.recompute.kind == "selective"
+    assert [note.key for note in there.losses] == ["recompute.kind"] * selective
+
+
+@pytest.mark.parametrize("dialect", ["mindformers2", "megatron"])
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_strategy_comes_back_from_the_others_or_the_difference_is_named(path, dialect, tmp_path):
+    original = load_strategy(path)
+    known = Settings(SINGLE_DEVICE, {"batch_size": 2 * original.mesh.dp * original.pipeline.num_microbatches}, 40)
+    back, there, _ = there_and_back(path, dialect, tmp_path, known, original.mesh.size)
+    assert named(plain(original), plain(back), there), (plain(original), plain(back), there.notes)
+
+
+def named(original, back, there):
+    """Whether each field that differs is named in the report of what was written."""
+    written = [note.key for note in there.notes if ":" not in note.place]
+    different = [f.name for f in dataclasses.fields(Strategy) if getattr(original, f.name) != getattr(back, f.name)]
+    return all(any(key.startswith(name) for key in written) for name in different)
+
+
+def random_strategy(random):
+    pp, dp, tp = (random.choice([1, 2, 4, 8]) for _ in range(3))
+    stages, pipeline, recompute, zero = "uniform", Pipeline(), None, None
+    if pp > 1:
+        if random.random() < 0.4:
+            weights = [random.choice([1.0, 1.5, 2.0]) for _ in range(pp)]
+            layers = [random.randrange(1, 9) for _ in range(pp)]
+            stages = random.choice([Stages(weights=weights), Stages(num_layers=layers)])
+        pipeline = Pipeline(num_microbatches=pp * random.randrange(1, 5), stages=stages)
+    if random.random() < 0.7:
+        kind = random.choice(["full", "selective"])
+        recompute = random.choice(
+            [
+                Recompute(kind=kind),
+                Recompute(kind=kind, per_stage=[random.randrange(0, 4) for _ in range(pp)]),
+                Recompute(kind=kind, layers=sorted(random.sample(range(8), random.randrange(1, 8)))),
+            ]
+        )
+    if dp > 1 and random.random() < 0.6:
+        size = random.choice([None, *(d for d in (2, 4) if dp % d == 0 and d < dp)])
+        zero = OptimizerParallel(
+            threshold_kb=random.choice([0, 64, 24]),
+            shard_size=size,
+            shard_accumulated_gradients=pp > 1 and random.random() < 0.5,
+        )
+    return Strategy(
+        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        pipeline=pipeline,
+        recompute=recompute,
+        optimizer_parallel=zero,
+        sequence_parallel=tp > 1 and random.random() < 0.5,
+    )
+
+
+@pytest.mark.parametrize("dialect", ["mindformers1", "mindformers2", "megatron"])
+def test_random_strategies_come_back_or_the_difference_is_named(dialect, tmp_path):
+    random, same, tried = Random(7), 0, 0
+    while tried < 250:
+        strategy = random_strategy(random)
+        if strategy_problems(strategy):
+            continue
+        tried += 1
+        path = tmp_path / "in.yaml"
+        path.write_text(strategy_text(strategy, str(RULES)))
+        original = load_strategy(path)
+        assert plain(original) == plain(strategy)  # our own words lose nothing
+        stages = strategy.pipeline.stages
+        num_layers = (
+            sum(stages.num_layers)
+            if isinstance(stages, Stages) and stages.num_layers
+            else random.choice([16, 17, None])
+        )
+        batch = 2 * strategy.mesh.dp * strategy.pipeline.num_microbatches
+        known = Settings(
+            SINGLE_DEVICE,
+            {"batch_size": batch} if random.random() < 0.9 or dialect != "mindformers1" else {},
+            num_layers,
+        )
+        try:
+            back, there, _ = there_and_back(path, dialect, tmp_path, known, strategy.mesh.size)
+        except ConfigError as error:
+            raise AssertionError((strategy, error)) from None
+        assert named(plain(original), plain(back), there), (strategy, plain(back), there.notes)
+        same += plain(original) == plain(back)
+    assert same > tried * 0.2
+
+
+MINE = """\
+seed: 7
+output_dir: ./out
+use_parallel: True
+micro_batch_interleave_num: 2
+seeed: 3
+trainer: {type: CausalLanguageModelingTrainer, model_name: pangualpha_13b}
+parallel_config:
+  data_parallel: 4
+  model_parallel: 2
+  pipeline_stage: 4
+  micro_batch_num: 8
+  optimizer_shard: True
+  gradient_aggregation_group: 4
+  vocab_emb_dp: True
+parallel:
+  enable_parallel_optimizer: True
+  parallel_optimizer_config: {gradient_accumulation_shard: True}
+  auto_parallel_search_mode: x
+recompute_config:
+  recompute: [3, 5, 5, 5]
+  select_recompute: True
+  mp_comm_recompute: True
+model:
+  model_config:
+    type: PanguAlphaConfig
+    num_layers: 42
+    offset: [0, 1, 1, 0]
+    compute_dtype: float16
+runner_config: {batch_size: 2, epochs: 1, gradient_accumulation_steps: 2}
+optimizer: {type: AdamW, betas: [0.9, 0.99], eps: 1e-6}
+lr_schedule: {type: CosineWithWarmUpLR, learning_rate: 2e-5, warmup_ratio: 0.1}
+runner_wrapper:
+  type: MFTrainOneStepCell
+  scale_sense: {type: DynamicLossScaleUpdateCell, loss_scale_value: 65536}
+callbacks:
+  - type: MFLossMonitor
+  - type: CheckpointMointor
+    save_checkpoint_steps: 500
+    integrated_save: True
+"""
+
+
+def fates(done):
+    return {note.key: note.fate for note in done.notes}
+
+
+def test_every_key_of_a_users_file_is_in_the_report_with_its_line(write, tmp_path):
+    path = write("mine.yaml", MINE)
+    done = translate(path, "ours", RULES, tmp_path / "out.yaml", NOTHING)
+    strategy, train = done.settings.strategy, done.settings.train
+    assert plain(strategy) == Strategy(
+        mesh=Mesh(pp=4, dp=4, tp=2),
+        pipeline=Pipeline(num_microbatches=8, stages=Stages(num_layers=[10, 11, 11, 10])),
+        recompute=Recompute(per_stage=[3, 5, 5, 5]),
+        optimizer_parallel=OptimizerParallel(threshold_kb=64, shard_accumulated_gradients=True),
+        source="",
+    )
+    expected = {"seed": 7, "model": "pangu", "size": "13b", "batch_size": 64, "adam_beta1": 0.9, "adam_beta2": 0.99}
+    expected |= {"adam_epsilon": 1e-6, "learning_rate": 2e-5, "save_every": 500, "output_dir": "./out"}
+    assert train == expected
+    found = fates(done)
+    assert found["micro_batch_interleave_num"] == "not expressible"
+    assert found["seeed"] == found["parallel.auto_parallel_search_mode"] == "unknown"
+    assert found["parallel_config.vocab_emb_dp"] == found["recompute_config.select_recompute"] == "no effect"
+    assert found["runner_config.gradient_accumulation_steps"] == "no effect"
+    assert found["model.model_config.compute_dtype"] == found["lr_schedule.warmup_ratio"] == "not expressible"
+    notes = {note.key: str(note) for note in done.notes}
+    assert notes["seeed"] == f"{path}:5: seeed: unknown: no key that is known here; did you mean seed?"
+    assert "MindFormers sets it to False in a pipeline" in notes["parallel_config.vocab_emb_dp"]
+    assert notes["parallel_config.vocab_emb_dp"].startswith(f"{path}:14: ")
+    lines = {int(note.place.rpartition(":")[2]) for note in done.notes}
+    leaves = {
+        n
+        for n, line in enumerate(MINE.splitlines(), 1)
+        if ":" in line and not line.rstrip().endswith((":", "- type: X"))
+    }
+    assert leaves <= lines
+    assert done.text.startswith("# tools/train.py --model pangu --size 13b")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ("data_parallel: 4", "data_paralel: 4"),
+            "mine.yaml:8: parallel_config.data_paralel is no key of MindFormers 1.x; did you mean data_parallel?",
+        ),
+        (("  mp_comm_recompute: True", "  recomput: True"), "mine.yaml:22: recompute_config.recomput is no key"),
+        (
+            ("micro_batch_num: 8", "micro_batch_num: 3"),
+            "mine.yaml:11: pipeline.num_microbatches = 3 is fewer than the 4 stages",
+        ),
+        (("seeed: 3", "seed: 3"), "mine.yaml:5: seed is given twice"),
+        (("seeed: 3", "seeed: ["), "not YAML"),
+        (("recompute: [3, 5, 5, 5]", "recompute: [3, 5]"), "recompute.per_stage has 2 entries for 4 stages"),
+        (("seeed: 3", "base_config: none.yaml"), "none.yaml: cannot be read"),
+        (("seeed: 3", "base_config: mine.yaml"), "inherits from itself"),
+    ],
+)
+def test_what_mindformers_would_refuse_is_refused_with_its_line(write, tmp_path, change, message):
+    path = write("mine.yaml", MINE.replace(*change))
+    with pytest.raises(ConfigError) as caught:
+        translate(path, "ours", RULES, tmp_path / "out.yaml", NOTHING)
+    assert message in str(caught.value)
+
+
+def test_a_file_inherits_from_another(write, tmp_path):
+    write("base.yaml", "seed: 1\nparallel_config: {data_parallel: 2, model_parallel: 4}\n")
+    path = write("mine.yaml", "base_config: base.yaml\nparallel_config:\n  data_parallel: 8\n")
+    done = translate(path, "ours", RULES, tmp_path / "out.yaml", NOTHING)
+    assert done.settings.strategy.mesh == Mesh(dp=8, tp=4)
+    assert {note.key: Path(note.place.rpartition(":")[0]).name for note in done.notes} == {
+        "seed": "base.yaml",
+        "parallel_config.model_parallel": "base.yaml",
+        "parallel_config.data_parallel": "mine.yaml",
+    }
+
+
+@pytest.mark.parametrize("name", ["pangualpha_2.6b", "pangualpha_13b", "codegeex_13b"])
+def test_the_ready_files_are_our_strategies_in_mindformers_words(name, tmp_path):
+    path = CONFIGS / "mindformers" / f"{name}.yaml"
+    ours = {
+        "pangualpha_2.6b": "pangu_2.6b_dp64_tp8",
+        "pangualpha_13b": "pangu_13b_dp128_tp8",
+        "codegeex_13b": "codegeex_13b_dp192_tp8",
+    }[name]
+    assert recognize(path) == "mindformers1"
+    done = translate(path, "ours", RULES, tmp_path / "out.yaml", NOTHING)
+    assert plain(done.settings.strategy) == plain(load_strategy(CONFIGS / f"{ours}.yaml"))
+    assert not done.losses
+    assert (
+        done.settings.train["batch_size"] == {"pangualpha_2.6b": 256, "pangualpha_13b": 256, "codegeex_13b": 3072}[name]
+    )
+
+
+def test_no_key_of_mindformers_own_template_is_unknown(write, tmp_path):
+    package = find_spec("mindformers")
+    if package is None:
+        pytest.skip("mindformers is not installed")
+    source = Path(package.submodule_search_locations[0]) / "tools" / "register" / "template.py"
+    classes = {n.name: n for n in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)}
+    sections = {"GeneralConfig": "", "ParallelConfig": "parallel_config.", "RecomputeConfig": "recompute_config."}
+    sections |= {"SwapConfig": "swap_config.", "MoEConfig": "moe_config.", "RunnerConfig": "runner_config."}
+    sections |= {"MsParallelConfig": "parallel.", "ContextConfig": "context.", "MonitorConfig": "monitor_config."}
+    keys = [
+        prefix + target.id
+        for name, prefix in sections.items()
+        for statement in classes[name].body
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if not target.id.startswith("_")
+    ]
+    assert len(keys) > 120
+    two = {"parallel_config.data_parallel", "parallel_config.model_parallel"}
+    text = "".join(f"{key}: 1\n" for key in keys if "." not in key)
+    for prefix in dict.fromkeys(key.partition(".")[0] for key in keys if "." in key):
+        text += f"{prefix}:\n" + "".join(
+            f"  {key.partition('.')[2]}: {1 + (key in two)}\n" for key in keys if key.startswith(prefix + ".")
+        )
+    done = translate(write("all.yaml", text), "ours", RULES, tmp_path / "out.yaml", NOTHING)
+    assert {note.key for note in done.notes} >= set(keys) - {"base_config"}
+    assert [note.key for note in done.notes if note.fate == "unknown"] == []
+
+
+def test_mindformers_2_needs_the_devices_for_its_data_parallel_degree(write, tmp_path):
+    text = (
+        "parallelism: {tensor_parallel: 2, pipeline_parallel: 2, hsdp_shard_size: 2, pipeline_parallel_microbatch_size: 2}\n"
+        "recompute: {select_recompute: True}\ntraining: {global_batch_size: 64, steps: 10}\n"
+    )
+    path = write("mine.yaml", text)
+    done = translate(path, "ours", RULES, tmp_path / "out.yaml", NOTHING, devices=16)
+    assert plain(done.settings.strategy) == Strategy(
+        mesh=Mesh(pp=2, dp=4, tp=2),
+        pipeline=Pipeline(num_microbatches=8),
+        recompute=Recompute(kind="selective"),
+        optimizer_parallel=OptimizerParallel(threshold_kb=64, shard_size=2),
+        source="",
+    )
+    assert done.settings.train == {"batch_size": 64, "steps": 10}
+    for devices, message in ((None, "give --devices"), (6, "6 devices are no multiple of 4")):
+        with pytest.raises(ConfigError, match=message):
+            translate(path, "ours", RULES, tmp_path / "out.yaml", NOTHING, devices=devices)
+    with pytest.raises(
+        ConfigError, match=r"tensor_paralel is no key of MindFormers 2\.x; did you mean tensor_parallel"
+    ):
+        translate(
+            write("b.yaml", text.replace("tensor_parallel", "tensor_paralel")), "ours", RULES, tmp_path / "o", NOTHING
+        )
+
+
+def test_a_megatron_script_is_read(write, tmp_path):
+    script = """#!/bin/bash
+# a comment with --not-a-flag
+torchrun --nproc_per_node 8 --nnodes 8 pretrain_gpt.py \\
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size=2 \\
+    --num-layers 40 --decoder-last-pipeline-num-layers 18 \\
+    --micro-batch-size 2 --global-batch-size 64 --rampup-batch-size 16 16 1000 \\
+    --sequence-parallel --use-distributed-optimizer --recompute-activations \\
+    --lr 1.5e-4 --bf16 --num-layers-per-virtual-pipeline-stage 2 --made-up 3
+"""
+    done = translate(write("pretrain.sh", script), "ours", RULES, tmp_path / "out.yaml", NOTHING)
+    assert plain(done.settings.strategy) == Strategy(
+        mesh=Mesh(pp=2, dp=4, tp=8),
+        pipeline=Pipeline(num_microbatches=8, stages=Stages(num_layers=[22, 18])),
+        recompute=Recompute(kind="selective"),
+        optimizer_parallel=OptimizerParallel(),
+        sequence_parallel=True,
+        source="",
+    )
+    train = {"batch_size": 64, "learning_rate": 1.5e-4, "compute_dtype": "bfloat16", "batch_size_ramp": (16, 16, 1000)}
+    assert done.settings.train == train
+    found = fates(done)
+    assert found["--made-up"] == "unknown"
+    assert found["--num-layers-per-virtual-pipeline-stage"] == "not expressible"
+    assert "--not-a-flag" not in found
+
+
+def test_the_tool_prints_the_report_and_writes_the_file(tmp_path):
+    source = CONFIGS / "mindformers" / "pangualpha_13b.yaml"
+    out = tmp_path / "mine.yaml"
+    outcome = run("tools/translate.py", source, "--to", "ours", "--out", out)
+    assert outcome.code == 0, outcome.output
+    assert "parallel_config.model_parallel: renamed: mesh.tp" in outcome.output
+    assert load_strategy(out).mesh == Mesh(dp=128, tp=8)
+    assert "is there already" in run("tools/translate.py", source, "--to", "ours", "--out", out).output
+    selective = CONFIGS / "pangu_tiny_tp2_pp2_selective.yaml"
+    outcome = run(
+        "tools/translate.py", selective, "--to", "mindformers1", "--out", tmp_path / "x.yaml", "--json", "--strict"
+    )
+    assert outcome.code == 1
+    assert json.loads(outcome.output)["losses"] == 1
+    outcome = run("tools/translate.py", ROOT / "none.yaml", "--to", "ours")
+    assert (outcome.code, "cannot be read" in outcome.output) == (2, True)

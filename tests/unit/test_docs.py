@@ -11,7 +11,17 @@ def test_the_strategy_reference_is_the_one_generated_from_the_dataclasses():
     assert (ROOT / "docs" / "strategy.md").read_text(encoding="utf-8") == generated, "run python docs/generate.py"
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "parallel_configs/README.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/architecture.md",
+        "docs/data.md",
+        "docs/mindformers.md",
+        "parallel_configs/README.md",
+    ],
+)
 def test_every_file_a_page_names_exists(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     for path in re.findall(

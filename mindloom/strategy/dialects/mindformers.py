@@ -143,6 +143,7 @@ TRAIN = {
     "output_dir": "output_dir",
     "resume_training": "resume",
     "runner_config.gradient_accumulation_steps": "accumulate",
+    "runner_config.stop_step": "steps",
     "runner_wrapper.max_grad_norm": "max_grad_norm",
     "optimizer.eps": "adam_epsilon",
     "optimizer.beta1": "adam_beta1",
@@ -328,6 +329,8 @@ def _train(book: Book, strategy: Strategy, train: dict[str, Any]) -> None:
         train["compute_dtype"] = book.take(MODEL + "compute_dtype", "compute_dtype")
     elif compute_dtype is not None:
         book.note(MODEL + "compute_dtype", "not expressible", f"{compute_dtype}: training is in bfloat16 or float32")
+    if not book.peek("runner_config.stop_step"):
+        book.note("runner_config.stop_step", "no effect", "0 is no limit; give --steps")
     for key, name in TRAIN.items():
         if book.is_open(key):
             train[name] = book.take(key, name)
@@ -342,8 +345,7 @@ def _train(book: Book, strategy: Strategy, train: dict[str, Any]) -> None:
             f"batch_size {train['batch_size']}: ours is over all devices and parts",
         )
     for key, why in (
-        ("runner_config.epochs", "a run is so many steps; the blend says how many epochs that are"),
-        ("runner_config.stop_step", "give --steps"),
+        ("runner_config.epochs", "a run is so many steps (stop_step, --steps); it prints how many epochs that are"),
         ("lr_schedule.warmup_ratio", "warm-up is counted in steps (--warmup-steps)"),
         ("load_checkpoint", "read a checkpoint of ours with --resume; tools/convert_checkpoint.py converts others"),
         ("train_dataset.data_loader.dataset_dir", "make token files of it with tools/preprocess.py (--data)"),

@@ -163,7 +163,7 @@ model:
     num_layers: 42
     offset: [0, 1, 1, 0]
     compute_dtype: float16
-runner_config: {batch_size: 2, epochs: 1, gradient_accumulation_steps: 2}
+runner_config: {batch_size: 2, epochs: 1, stop_step: 90, gradient_accumulation_steps: 2}
 optimizer: {type: AdamW, betas: [0.9, 0.99], eps: 1e-6}
 lr_schedule: {type: CosineWithWarmUpLR, learning_rate: 2e-5, warmup_ratio: 0.1}
 runner_wrapper:
@@ -192,7 +192,15 @@ def test_every_key_of_a_users_file_is_in_the_report_with_its_line(write, tmp_pat
         optimizer_parallel=OptimizerParallel(threshold_kb=64, shard_accumulated_gradients=True),
         source="",
     )
-    expected = {"seed": 7, "model": "pangu", "size": "13b", "batch_size": 64, "adam_beta1": 0.9, "adam_beta2": 0.99}
+    expected = {
+        "steps": 90,
+        "seed": 7,
+        "model": "pangu",
+        "size": "13b",
+        "batch_size": 64,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.99,
+    }
     expected |= {"adam_epsilon": 1e-6, "learning_rate": 2e-5, "save_every": 500, "output_dir": "./out"}
     assert train == expected
     found = fates(done)

@@ -34,6 +34,7 @@ _HUGGING_FACE = {
     "bos_token": END_OF_TEXT,
     "eos_token": END_OF_TEXT,
     "unk_token": END_OF_TEXT,
+    "pad_token": END_OF_TEXT,
     "clean_up_tokenization_spaces": False,
 }
 _SPECIAL = regex.compile(r"(<\|endoftext\|>|<\|extratoken_(?:[1-9]\d?|1[0-3]\d|14[0-3])\|>)")

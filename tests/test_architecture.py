@@ -48,6 +48,21 @@ PACKAGES |= {
     "planner": {"strategy", "errors", "model_config"},
     "dry_run": {"parallel", "planner", "runtime", "strategy", "train", "cli", "errors", "family", "model_config"},
 }
+PACKAGES |= {
+    "integrations": {
+        "checkpoint",
+        "data",
+        "inference",
+        "runtime",
+        "strategy",
+        "train",
+        "errors",
+        "family",
+        "files",
+        "log",
+        "model_config",
+    },
+}
 FAMILIES = ("pangu", "codegeex")
 
 

@@ -38,7 +38,7 @@ def save_checkpoint(
     try:
         save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, partial / WEIGHTS)
         (partial / CONFIG).write_text(
-            json.dumps({"family": family, **config.to_dict()}, indent=2) + "\n", encoding="utf-8"
+            json.dumps({"family": family, "model_type": family, **config.to_dict()}, indent=2) + "\n", encoding="utf-8"
         )
         if tokenizer:
             tokenizer.save(partial)
@@ -58,6 +58,7 @@ def load_config(folder: Path) -> tuple[str, DecoderConfig]:
         raise ConfigError(f"{folder}: there is no such checkpoint folder")
     values = read_json_object(folder / CONFIG)
     family = str(values.pop("family", ""))
+    values.pop("model_type", None)  # the family once more, for the Auto classes of MindFormers
     return family, config_from(values, str(folder / CONFIG))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from mindloom.data.batch import document_positions
@@ -44,15 +44,25 @@ def score(
     """
     engine = Engine(strategy)
     net = load_model(folder, family, config, strategy)
-    tokens = ids[:, : config.seq_len].astype(np.int32)
-    output = engine.run(net, Tensor(tokens), Tensor(document_positions(tokens, eod_id)))
-    if not engine.speaks:
+    logits = compute_logits(engine, net, ids[:, : config.seq_len], config.vocab_size, eod_id)
+    if logits is None:
         return None
-    logits: NDArray[np.float32] = output.asnumpy().reshape(*tokens.shape, config.vocab_size)
     inputs, labels = ids[:, :-1], ids[:, 1:]
     counted = inputs != config.loss_ignore_id
     nll = negative_log_likelihood(logits[:, : labels.shape[1]], labels)
     return Score(logits, float((nll * counted).sum() / max(1, counted.sum())), int(counted.sum()))
+
+
+def compute_logits(
+    engine: Engine, net: nn.Cell, ids: NDArray[np.integer[Any]], vocab_size: int, eod_id: int | None
+) -> NDArray[np.float32] | None:
+    """Logits (B, T, V) of ids (B, T); None on the ranks that do not hold them."""
+    tokens = ids.astype(np.int32)
+    output = engine.run(net, Tensor(tokens), Tensor(document_positions(tokens, eod_id)))
+    if not engine.speaks:
+        return None
+    logits: NDArray[np.float32] = output.asnumpy().reshape(*tokens.shape, vocab_size)
+    return logits
 
 
 def negative_log_likelihood(logits: NDArray[np.float32], labels: NDArray[np.integer[Any]]) -> NDArray[np.float64]:

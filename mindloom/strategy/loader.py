@@ -17,6 +17,7 @@ from mindloom.strategy.layout import Dim, Layout
 from mindloom.strategy.mesh import AXES
 
 _RULES_KEYS = tuple(f.name for f in dataclasses.fields(Rules))
+FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, where PyYAML was built with it
 SEQUENCE_AXIS = "sp"
 """In a rule: tp where sequence parallel is on, nothing where it is off."""
 
@@ -72,7 +73,7 @@ class _Reader:
 
     def compose(self) -> yaml.MappingNode:
         try:
-            node = yaml.compose(self.path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+            node = _compose(self.path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError([*self.problems, f"{self.path}: cannot be read: {error.strerror}"]) from None
         except UnicodeDecodeError as error:
@@ -138,6 +139,13 @@ class _Reader:
         wanted = " or ".join(_describe(option) for option in options if option is not type(None))
         self.problem(node, f"{key} must be {wanted}, got {value!r}")
         return None
+
+
+def _compose(text: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=FAST_LOADER)
+    except yaml.YAMLError:
+        return yaml.compose(text, Loader=yaml.SafeLoader)  # says more exactly where
 
 
 def _is_a(value: Any, hint: Any) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mindloom.checkpoint.io import load_config
 from mindloom.checkpoint.manifest import checkpoints
 from mindloom.cli import option
 from mindloom.data.blend import BLENDS, Part, read_blend, short_datasets
@@ -38,6 +39,9 @@ class TrainConfig:
     tokenizer: Path | None = option(
         None,
         "tokenizer of the family (a file, or a folder); without one, the token files' own, or one is trained on the text",
+    )
+    from_checkpoint: Path | None = option(
+        None, "start from the weights of this checkpoint folder, with its model configuration and tokenizer"
     )
     strategy: Path | None = option(None, "strategy file; without one, one device")
     output_dir: Path = option(Path("out"), "where metrics, the resolved configuration and the checkpoint go")
@@ -117,6 +121,7 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
         ConfigError: all problems at once.
     """
     problems: list[str] = []
+    config = _with_own_tokenizer(config)
 
     def collect(work, *args):  # type: ignore[no-untyped-def]
         try:
@@ -210,8 +215,22 @@ def _data_problems(config: TrainConfig, model: DecoderConfig, parts: list[Part],
     return problems
 
 
+def _with_own_tokenizer(config: TrainConfig) -> TrainConfig:
+    """With the tokenizer of the checkpoint it starts from, if no other is named."""
+    if config.from_checkpoint is None or config.tokenizer is not None:
+        return config
+    path = config.from_checkpoint / family_module(config.model, "tokenizer").Tokenizer.file_name
+    return dataclasses.replace(config, tokenizer=path) if path.exists() else config
+
+
 def _model_config(config: TrainConfig) -> DecoderConfig:
     model = size_config(config.model, config.size)
+    if config.from_checkpoint:
+        family, model = load_config(config.from_checkpoint)
+        if family != config.model:
+            raise ConfigError(
+                f"--from-checkpoint {config.from_checkpoint}: a checkpoint of {family}; give --model {family}"
+            )
     if config.config:
         model = override(model, read_json_object(config.config), str(config.config))
     if config.dropout is not None:

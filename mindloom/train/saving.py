@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
+from mindloom.checkpoint.io import check_weights, load_weights
 from mindloom.checkpoint.manifest import LATEST, MANIFEST, Manifest, checkpoints, read_manifest
 from mindloom.checkpoint.sharded import (
     Reader,
@@ -245,13 +247,31 @@ def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, mani
             problems.append(f"{folder / MANIFEST}: {logical} {found}; the run's is {whole}")
             continue
         slices = engine.held_slices(name, whole)
-        if slices is not None and tuple(parameter.shape) == tuple(s.stop - s.start for s in slices):
-            value = np.ascontiguousarray(reader.read(logical, slices))
-            parameter.set_data(Tensor(value, dtype=parameter.dtype))
+        _hold(parameter, slices, partial(reader.read, logical))
     known = {logical_name(name) for name in parameters}
     problems += [f"{folder / MANIFEST}: {name} is no part of the run" for name in manifest.tensors if name not in known]
     if problems:
         raise ConfigError(problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else []))
+
+
+def start_from(cell: nn.Cell, engine: Engine, report: Report, folder: Path) -> None:
+    """Give the weights of a compiled step those of a checkpoint folder.
+
+    Raises:
+        ConfigError: they are missing, damaged, or another model's.
+    """
+    weights = load_weights(folder)
+    parameters = {name: p for name, p in state_parameters(cell).items() if name.startswith(STATES[0])}
+    check_weights(weights, {logical_name(n): tuple(report.of(n).global_shape) for n in parameters}, str(folder))
+    for name, parameter in parameters.items():
+        slices = engine.held_slices(name, tuple(report.of(name).global_shape))
+        _hold(parameter, slices, weights[logical_name(name)].__getitem__)
+
+
+def _hold(parameter: Parameter, slices: tuple[slice, ...] | None, read: Callable[[tuple[slice, ...]], Any]) -> None:
+    """Give a parameter the part this rank computes with, if it has one."""
+    if slices is not None and tuple(parameter.shape) == tuple(s.stop - s.start for s in slices):
+        parameter.set_data(Tensor(np.ascontiguousarray(read(slices)), dtype=parameter.dtype))
 
 
 def versions() -> dict[str, str]:

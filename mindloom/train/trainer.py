@@ -32,7 +32,7 @@ from mindloom.train.config import Run
 from mindloom.train.data import describe, prepare_data
 from mindloom.train.metrics import MetricsWriter, StepMetrics
 from mindloom.train.optim import SGD, AdamW
-from mindloom.train.saving import Saver, load_state, newest_complete, versions
+from mindloom.train.saving import Saver, load_state, newest_complete, start_from, versions
 from mindloom.train.schedules import learning_rate
 
 SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")
@@ -84,6 +84,9 @@ def train(run: Run) -> Path | None:
     training, tokenizer = start(run)
     steps_done = _resume(training) if config.resume else 0
     _compile(training, steps_done)
+    if config.from_checkpoint and not config.resume:
+        start_from(training.step, training.engine, training.report, config.from_checkpoint)
+        training.say(f"weights from {config.from_checkpoint}")
     saver = _saver(training, tokenizer)  # after the schedule that is resumed is known
     if training.engine.speaks:
         with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:

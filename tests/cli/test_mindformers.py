@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and YAML files through MindFormers' interfaces give what our own tools give."""
+
+import ast
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, run
+
+TEXT = ROOT / "examples" / "small_town.txt"
+CODE = ROOT / "mindloom" / "cli.py"
+PROMPT = "\u5c0f\u57ce\u5728\u5c71\u811a\u4e0b"
+WORKER = Path(__file__).with_name("mindformers_worker.py")
+YAML = """\
+seed: 3
+output_dir: {out}
+trainer: {{type: CausalLanguageModelingTrainer, model_name: pangualpha_tiny}}
+parallel_config: {{data_parallel: 1, model_parallel: 1}}
+model: {{model_config: {{type: PanguAlphaConfig, seq_length: 32}}}}
+runner_config: {{batch_size: 4, stop_step: 20}}
+optimizer: {{type: AdamW, betas: [0.9, 0.98], eps: 1.0e-7, weight_decay: 0.05}}
+lr_schedule: {{type: CosineWithWarmUpLR, learning_rate: 2.0e-3, lr_end: 1.0e-4, warmup_steps: 3}}
+runner_wrapper: {{type: MFTrainOneStepCell, max_grad_norm: 0.5}}
+"""
+needs_mindformers = pytest.mark.skipif(find_spec("mindformers") is None, reason="mindformers is not installed")
+pytestmark = pytest.mark.slow
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def printed(outcome):
+    """The last line of JSON."""
+    return json.loads([line for line in outcome.output.splitlines() if line.startswith("{")][-1])
+
+
+def script(tmp_path, *lines, timeout=300):
+    """Run lines of a user's script in a folder of its own; the last one prints JSON."""
+    path = tmp_path / "script.py"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return run(path, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoint, tmp_path_factory):
+    """A checkpoint of each family."""
+    out = tmp_path_factory.mktemp("codegeex")
+    outcome = run(
+        "tools/train.py", "--model", "codegeex", "--data", CODE, "--steps", 2, "--seq-len", 32, "--output-dir", out
+    )
+    assert outcome.code == 0, outcome.output
+    return {"pangu": checkpoint, "codegeex": out / "checkpoint"}
+
+
+@needs_mindformers
+@pytest.mark.parametrize(("family", "prompt"), [("pangu", PROMPT), ("codegeex", "def add(a, b):\n    return")])
+def test_auto_classes_generate_and_pipeline_equal_our_tools(trained, tmp_path, family, prompt):
+    folder, ids_file = trained[family], tmp_path / "ids.npy"
+    np.save(ids_file, np.random.RandomState(0).randint(10, 900, (2, 20)))
+    outcome = run(WORKER, folder, ids_file, prompt, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert outcome.code == 0, outcome.output
+    assert not any(word in outcome.output for word in ("WARNING", "ERROR", "Traceback")), outcome.output
+    found = printed(outcome)
+    assert found["config"] == [{"pangu": "PanGuConfig", "codegeex": "CodeGeeXConfig"}[family], 4, 128]
+    assert found["round_trip"] == prompt
+
+    scored = run("tools/score.py", "--checkpoint", folder, "--ids", ids_file, "--logits-out", tmp_path / "logits.npy")
+    assert scored.code == 0, scored.output
+    assert np.load(tmp_path / "logits.npy").tobytes() == np.load(f"{ids_file}.logits.npy").tobytes()
+
+    generate = ("tools/generate.py", "--checkpoint", folder, "--max-new-tokens", 6, "--json", "--prompt", prompt)
+    ours = printed(run(*generate))
+    assert found["generated"][0] == found["prompt"] + ours["tokens"]
+    assert found["generated"][1][:2] == found["prompt"][:2]
+    assert found["pipeline"] == [prompt + ours["text"]]
+    masks = found["batch"]["attention_mask"]
+    assert masks[0] == [1] * len(found["prompt"])
+    assert sum(masks[1]) < len(masks[1])
+
+
+def test_a_yaml_trains_as_our_tool_does_and_goes_on_from_there(tmp_path):
+    (tmp_path / "mine.yaml").write_text(YAML.format(out=tmp_path / "theirs"))
+    code = (
+        "import json",
+        "from mindloom.integrations.trainer import Trainer",
+        f"trainer = Trainer('mine.yaml', train_dataset={str(TEXT)!r})",
+        "folder = trainer.train()",
+        f"text = trainer.predict({PROMPT!r}, max_new_tokens=6)",
+        f"more = Trainer('mine.yaml', train_dataset={str(TEXT)!r}, output_dir=__import__('pathlib').Path('more'), steps=2)",
+        "more.finetune(folder)",
+        "print(json.dumps({'folder': str(folder), 'text': text}))",
+    )
+    outcome = script(tmp_path, *code)
+    assert outcome.code == 0, outcome.output
+    found = printed(outcome)
+    flags = (
+        *("--seed", 3, "--seq-len", 32, "--batch-size", 4, "--steps", 20, "--adam-beta1", 0.9, "--adam-beta2", 0.98),
+        *("--adam-epsilon", 1e-7, "--weight-decay", 0.05, "--learning-rate", 2e-3, "--min-learning-rate", 1e-4),
+        *("--warmup-steps", 3, "--max-grad-norm", 0.5),
+    )
+    ours = run("tools/train.py", "--data", TEXT, *flags, "--output-dir", tmp_path / "ours")
+    assert ours.code == 0, ours.output
+    assert len(losses(tmp_path / "ours")) == 20
+    np.testing.assert_allclose(losses(tmp_path / "theirs"), losses(tmp_path / "ours"), rtol=1e-5)
+    generate = (
+        "tools/generate.py",
+        "--checkpoint",
+        found["folder"],
+        "--max-new-tokens",
+        6,
+        "--json",
+        "--prompt",
+        PROMPT,
+    )
+    assert found["text"] == [printed(run(*generate))["text"]]
+    assert abs(losses(tmp_path / "more")[0] - losses(tmp_path / "ours")[-1]) < 1.0 < losses(tmp_path / "ours")[0] - 5.0
+
+
+def test_evaluate_is_the_loss_of_our_tool(checkpoint, tmp_path):
+    (tmp_path / "mine.yaml").write_text(YAML.format(out=tmp_path / "out"))
+    tokens = tmp_path / "tokens"
+    made = run("tools/preprocess.py", "tokenize", TEXT, "--tokenizer", checkpoint / "tokenizer.model", "--out", tokens)
+    assert made.code == 0, made.output
+    code = (
+        "import json",
+        "from mindloom.integrations.trainer import Trainer",
+        f"found = Trainer('mine.yaml', eval_dataset={str(tokens)!r}).evaluate({str(checkpoint)!r})",
+        "print(json.dumps(found))",
+    )
+    outcome = script(tmp_path, *code)
+    assert outcome.code == 0, outcome.output
+    ids = np.lib.stride_tricks.sliding_window_view(np.fromfile(tokens / "tokens.bin", np.uint16), 33)[::32].astype(int)
+    np.save(tmp_path / "ids.npy", ids)
+    scored = run("tools/score.py", "--checkpoint", checkpoint, "--ids", tmp_path / "ids.npy", "--eod-id", 9)
+    assert printed(outcome)["loss"] == printed(scored)["loss"]
+
+
+def test_fine_tuning_on_a_mesh_starts_from_the_same_weights(checkpoint, tmp_path):
+    arguments = ("tools/train.py", "--data", TEXT, "--from-checkpoint", checkpoint, "--seq-len", 32, "--steps", 2)
+    strategy = ROOT / "parallel_configs" / "pangu_tiny_dp2_tp2_zero.yaml"
+    for name, more in (("one", ()), ("four", ("--strategy", strategy, "--launch"))):
+        outcome = run(*arguments, *more, "--output-dir", tmp_path / name)
+        assert outcome.code == 0, outcome.output
+        assert f"weights from {checkpoint}" in outcome.output
+    np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=1e-5)
+    fresh = run("tools/train.py", "--data", TEXT, "--seq-len", 32, "--steps", 1, "--output-dir", tmp_path / "fresh")
+    assert fresh.code == 0
+    assert losses(tmp_path / "one")[0] < losses(tmp_path / "fresh")[0] - 1.0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("Trainer('mine.yaml').train()", "train needs train_dataset"),
+        ("Trainer('mine.yaml', stepz=3)", "stepz is no field"),
+        ("Trainer('none.yaml')", "none.yaml: cannot be read"),
+        ("Trainer('mine.yaml').finetune()", "finetune needs a checkpoint folder"),
+        ("Trainer('mine.yaml').predict('x', temprature=1)", "temprature is unknown"),
+        ("Trainer('mine.yaml').evaluate()", "there is no such checkpoint folder"),
+    ],
+)
+def test_a_mistake_in_a_script_is_named(tmp_path, line, message):
+    (tmp_path / "mine.yaml").write_text(YAML.format(out=tmp_path / "out"))
+    outcome = script(tmp_path, "from mindloom.integrations.trainer import Trainer", line)
+    assert "ConfigError" in outcome.output
+    assert message in outcome.output
+
+
+def test_nothing_else_imports_mindformers_and_its_absence_is_said(tmp_path):
+    for path in [*(ROOT / "mindloom").rglob("*.py"), *(ROOT / "tools").glob("*.py")]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+        names += [alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names]
+        assert not any(name.split(".")[0] == "mindformers" for name in names), path
+    outcome = script(
+        tmp_path,
+        "import sys",
+        "sys.modules['mindformers'] = None",
+        "import mindloom.train.trainer, mindloom.inference.terminal, mindloom.integrations.trainer",
+        "import mindloom.integrations.mindformers",
+    )
+    assert "ConfigError: mindformers is not installed: pip install 'mindloom[mindformers]'" in outcome.output

@@ -2,7 +2,7 @@
 """Leave one of every group of duplicates, exact or near, within and across datasets.
 
 As MT-NLG did (Smith et al. 2022, section 3.1): MinHash and banding find candidates, their Jaccard similarity is computed,
-connected ones are a group, and the one from the best dataset stays. Memory grows by about 100 bytes a document, whatever
+connected ones are a group, and the one from the best dataset stays. Memory grows by about 200 bytes a document, whatever
 its length: texts and band keys lie in a temporary folder.
 """
 

@@ -41,7 +41,6 @@ TEXTS, KEYS = "texts", "keys"
 class Signed:
     """A batch of documents: what is needed to compare them."""
 
-    numbers: list[int]
     texts: list[bytes]
     hashes: bytes
     keys: NDArray[np.uint64]
@@ -56,8 +55,6 @@ class Corpus:
     folder: Path
     ends: array = field(default_factory=lambda: array("q"))  # type: ignore[type-arg]
     hashes: bytearray = field(default_factory=bytearray)
-    datasets: array = field(default_factory=lambda: array("H"))  # type: ignore[type-arg]
-    numbers: array = field(default_factory=lambda: array("q"))  # type: ignore[type-arg]
     counts: list[Counter[str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -74,11 +71,10 @@ def dedup(source: Source, out: Path, minhash: MinHash, workers: int) -> dict[str
         ConfigError: bad input; files that are there already; a full disk.
     """
     outputs = [out / (_stem(path) + ".jsonl") for path in source.inputs]
-    if len(set(outputs)) < len(outputs):
-        raise ConfigError(
-            f"two inputs would be written to one file: {', '.join(sorted({str(o) for o in outputs if outputs.count(o) > 1}))}"
-        )
     pairs_file = out / "duplicates.jsonl"
+    written = [str(path) for path in (*outputs, pairs_file)]
+    if twice := sorted({path for path in written if written.count(path) > 1}):
+        raise ConfigError(f"two inputs would be written to one file: {', '.join(twice)}; rename one")
     check_outputs(*outputs, pairs_file)
     source.files()
     try:
@@ -109,8 +105,7 @@ def _make_signer(source: Source, minhash: MinHash) -> Callable[[Batch], Signed]:
         texts = [document.text for _, document in parsed.documents]
         keys = minhash.band_keys(texts) if texts else np.empty((0, minhash.bands), np.uint64)
         hashes = b"".join(map(text_hash, texts))
-        numbers = [number for number, _ in parsed.documents]
-        return Signed(numbers, [t.encode() for t in texts], hashes, keys, parsed.remarks, parsed.skipped)
+        return Signed([t.encode() for t in texts], hashes, keys, parsed.remarks, parsed.skipped)
 
     return sign
 
@@ -122,9 +117,11 @@ def _sign(source: Source, folder: Path, minhash: MinHash, workers: int) -> Corpu
         texts = files.enter_context((folder / TEXTS).open("wb"))
         bands = [files.enter_context((folder / f"{KEYS}{band}").open("wb")) for band in range(minhash.bands)]
         bar = files.enter_context(tqdm(unit=" documents", unit_scale=True, disable=None))
-        for dataset, path in enumerate(source.inputs):
+        for path in source.inputs:
             alone, counts = replace(source, inputs=(path,)), Counter[str]()
-            for signed in ordered_map(partial(_make_signer, alone, minhash), alone.batches(), workers):
+            results = ordered_map(partial(_make_signer, alone, minhash), alone.batches(), workers)
+            files.callback(results.close)  # type: ignore[attr-defined]
+            for signed in results:
                 for text in signed.texts:
                     texts.write(text)
                     end += len(text)
@@ -132,8 +129,6 @@ def _sign(source: Source, folder: Path, minhash: MinHash, workers: int) -> Corpu
                 for band, keys in zip(bands, signed.keys.T, strict=True):
                     band.write(keys.tobytes())
                 corpus.hashes += signed.hashes
-                corpus.datasets.extend([dataset] * len(signed.texts))
-                corpus.numbers.extend(signed.numbers)
                 corpus.problems += signed.problems[: max(0, 20 - len(corpus.problems))]
                 counts += Counter(documents=len(signed.texts)) + signed.skipped
                 bar.update(len(signed.texts))
@@ -195,7 +190,8 @@ def _exact(corpus: Corpus) -> Ints:
 def _candidates(corpus: Corpus, minhash: MinHash, first: Ints) -> Ints:
     """Pairs (n, 2) of different documents with a band key in common.
 
-    In a bucket of many, each is paired with the SMALL_BUCKET before it: groups are connected all the same.
+    In a bucket of many, each is paired with the SMALL_BUCKET before it only; copies further apart are connected by those
+    between, or meet in another band.
     """
     unique = np.flatnonzero(first == np.arange(len(first)))
     found = np.empty(0, np.int64)

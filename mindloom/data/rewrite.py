@@ -7,7 +7,7 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -47,8 +47,10 @@ def rewrite(
     """
     check_outputs(out, notes)
     total = Rewritten()
-    with complete_or_absent(out) as write, complete_or_absent(notes) as note:
-        for done in tqdm(ordered_map(make_work, source.batches(all_fields=True), workers), unit="MB", disable=None):
+    with complete_or_absent(out) as write, complete_or_absent(notes) as note, ExitStack() as stack:
+        results = ordered_map(make_work, source.batches(all_fields=True), workers)
+        stack.callback(results.close)  # type: ignore[attr-defined]
+        for done in tqdm(results, unit="MB", disable=None):
             write(b"".join(done.lines))
             note(b"".join(to_line(record) for record in done.notes))
             total.counts += done.counts

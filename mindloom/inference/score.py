@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from mindloom.data.batch import document_positions
 from mindloom.inference.model import load_model
 from mindloom.model_config import DecoderConfig
 from mindloom.runtime.engine import Engine
-from mindloom.strategy.config import Strategy
+from mindloom.strategy.config import SINGLE_DEVICE, Strategy
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,31 @@ def score(
     logits = compute_logits(engine, net, ids[:, : config.seq_len], config.vocab_size, eod_id)
     if logits is None:
         return None
+    total, num_tokens = _summed(logits, ids, config.loss_ignore_id)
+    return Score(logits, total / max(1, num_tokens), num_tokens)
+
+
+def mean_loss(
+    folder: Path, family: str, config: DecoderConfig, batches: Iterable[NDArray[np.integer[Any]]]
+) -> tuple[float, int]:
+    """Loss of many token ids (B, T+1), batch after batch on one device, and how many it is taken over; documents are
+    told apart."""
+    engine, net = Engine(SINGLE_DEVICE), load_model(folder, family, config, SINGLE_DEVICE)
+    total, num_tokens = 0.0, 0
+    for ids in batches:
+        logits = compute_logits(engine, net, ids[:, :-1], config.vocab_size, config.eod_id)
+        assert logits is not None
+        summed, counted = _summed(logits, ids, config.loss_ignore_id)
+        total, num_tokens = total + summed, num_tokens + counted
+    return total / max(1, num_tokens), num_tokens
+
+
+def _summed(logits: NDArray[np.float32], ids: NDArray[np.integer[Any]], ignored: int | None) -> tuple[float, int]:
+    """-log p of the ids that follow another, those after `ignored` aside, added up; and how many."""
     inputs, labels = ids[:, :-1], ids[:, 1:]
-    counted = inputs != config.loss_ignore_id
+    counted = inputs != ignored
     nll = negative_log_likelihood(logits[:, : labels.shape[1]], labels)
-    return Score(logits, float((nll * counted).sum() / max(1, counted.sum())), int(counted.sum()))
+    return float((nll * counted).sum()), int(counted.sum())
 
 
 def compute_logits(

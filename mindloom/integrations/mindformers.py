@@ -146,7 +146,7 @@ class _Model(_mindformers.PreTrainedModel):
             ConfigError: there is none, of another family, or arguments that mean nothing here.
         """
         ours = {"config", "pretrained_model_name_or_path", "trust_remote_code"}
-        wrong = [name for name in others if name not in ours and not name.startswith("_")]
+        wrong = [name for name, given in others.items() if given is not None and name not in ours and name[0] != "_"]
         if unused or wrong:
             raise ConfigError(
                 f"from_pretrained takes a folder and a strategy, not {', '.join([*map(str, unused), *wrong])}"

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
 from mindloom.checkpoint.io import load_config
-from mindloom.data.blend import Part, read_blend
+from mindloom.data.blend import Part, read_blend, short_datasets
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.inference.config import GenerateConfig
@@ -32,6 +32,7 @@ from mindloom.train.config import TrainConfig
 from mindloom.train.config import check as check_training
 
 RULES = Path(__file__).resolve().parents[2] / "parallel_configs" / "rules" / "decoder.yaml"
+LOGITS_BYTES = 1 << 28
 
 
 class Trainer:
@@ -64,9 +65,12 @@ class Trainer:
         self.settings, self.notes = read(path, recognize(path), Settings(SINGLE_DEVICE), devices)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.model = Path(model) if model else None
-        hints = {field.name: field for field in dataclasses.fields(TrainConfig)}
-        given = {name: value for name, value in self.settings.train.items() if name in hints}
-        self.options = {**given, "output_dir": Path(given.get("output_dir", "output")), **options}
+        given = {name: value for name, value in self.settings.train.items() if name in known}
+        paths = {name for name, hint in get_type_hints(TrainConfig).items() if "Path" in str(hint)}
+        self.options: dict[str, Any] = {
+            name: Path(value) if name in paths and value is not None else value
+            for name, value in {"output_dir": "output", **given, **options}.items()
+        }
         if launched_rank() == 0:
             for note in self.notes:
                 if note.fate in LOSSES:
@@ -92,11 +96,10 @@ class Trainer:
         (part, *others) = read_blend(Path(self.eval_dataset))
         if others:
             raise ConfigError(f"{self.eval_dataset}: one folder of token files is expected, not a blend")
-        ids = _all_samples(part, self.options.get("seq_len") or model.seq_len)
+        samples = _samples(part, self.options.get("seq_len") or model.seq_len, model.vocab_size)
         prepare_environment()
-        score = import_module("mindloom.inference.score").score
-        result = score(folder, family, model, SINGLE_DEVICE, ids, model.eod_id)
-        return {"loss": result.loss, "num_tokens": result.num_tokens}
+        loss, num_tokens = import_module("mindloom.inference.score").mean_loss(folder, family, model, samples)
+        return {"loss": loss, "num_tokens": num_tokens}
 
     def predict(
         self, input_data: str | Sequence[str], predict_checkpoint: str | Path | None = None, **options: Any
@@ -145,9 +148,12 @@ class Trainer:
         return path
 
 
-def _all_samples(part: Part, seq_len: int) -> np.ndarray[Any, Any]:
-    tokens = part.tokens
+def _samples(part: Part, seq_len: int, vocab_size: int) -> Iterator[np.ndarray[Any, Any]]:
+    """All sequences, as many at a time as LOGITS_BYTES hold the logits of."""
+    tokens, rows = part.tokens, max(1, LOGITS_BYTES // (4 * seq_len * vocab_size))
+    if problems := short_datasets([part], seq_len):
+        raise ConfigError(problems)
     starts = [tokens.start(i, seq_len) for i in range(tokens.num_samples(seq_len))]
-    if not starts:
-        raise ConfigError(f"{part.name}: {tokens.info.num_tokens} tokens give no sequence of {seq_len}")
-    return np.stack([tokens.tokens[start : start + seq_len + 1] for start in starts]).astype(np.int32)
+    for first in range(0, len(starts), rows):
+        chosen = starts[first : first + rows]
+        yield np.stack([tokens.tokens[start : start + seq_len + 1] for start in chosen]).astype(np.int32)

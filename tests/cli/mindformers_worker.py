@@ -17,6 +17,7 @@ np.save(ids_file + ".logits.npy", model(np.load(ids_file)).asnumpy())
 ids = tokenizer(prompt)["input_ids"]
 generated = model.generate([ids, ids[:2]], max_new_tokens=6)
 writer = pipeline("text_generation", model=AutoModelForCausalLM.from_pretrained(folder), tokenizer=tokenizer)
+by_folder = pipeline("text_generation", model=folder)
 print(
     json.dumps(
         {
@@ -28,6 +29,7 @@ print(
                 name: array.tolist()
                 for name, array in tokenizer([prompt, prompt[:2]], padding=True, return_tensors="np").items()
             },
+            "by_folder": by_folder(prompt, max_new_tokens=6)[0]["text_generation_text"],
             "pipeline": writer(prompt, max_new_tokens=6)[0]["text_generation_text"],
         }
     )

@@ -76,7 +76,7 @@ def test_auto_classes_generate_and_pipeline_equal_our_tools(trained, tmp_path, f
     ours = printed(run(*generate))
     assert found["generated"][0] == found["prompt"] + ours["tokens"]
     assert found["generated"][1][:2] == found["prompt"][:2]
-    assert found["pipeline"] == [prompt + ours["text"]]
+    assert found["pipeline"] == found["by_folder"] == [prompt + ours["text"]]
     masks = found["batch"]["attention_mask"]
     assert masks[0] == [1] * len(found["prompt"])
     assert sum(masks[1]) < len(masks[1])
@@ -90,7 +90,7 @@ def test_a_yaml_trains_as_our_tool_does_and_goes_on_from_there(tmp_path):
         f"trainer = Trainer('mine.yaml', train_dataset={str(TEXT)!r})",
         "folder = trainer.train()",
         f"text = trainer.predict({PROMPT!r}, max_new_tokens=6)",
-        f"more = Trainer('mine.yaml', train_dataset={str(TEXT)!r}, output_dir=__import__('pathlib').Path('more'), steps=2)",
+        f"more = Trainer('mine.yaml', train_dataset={str(TEXT)!r}, output_dir='more', steps=2)",
         "more.finetune(folder)",
         "print(json.dumps({'folder': str(folder), 'text': text}))",
     )
@@ -128,7 +128,11 @@ def test_evaluate_is_the_loss_of_our_tool(checkpoint, tmp_path):
     code = (
         "import json",
         "from mindloom.integrations.trainer import Trainer",
-        f"found = Trainer('mine.yaml', eval_dataset={str(tokens)!r}).evaluate({str(checkpoint)!r})",
+        "import mindloom.integrations.trainer as module",
+        f"trainer = Trainer('mine.yaml', eval_dataset={str(tokens)!r})",
+        f"found = trainer.evaluate({str(checkpoint)!r})",
+        "module.LOGITS_BYTES = 30 * 4 * 32 * 2048  # batches of 30, 30 and what is left",
+        f"found['in_parts'] = trainer.evaluate({str(checkpoint)!r})",
         "print(json.dumps(found))",
     )
     outcome = script(tmp_path, *code)
@@ -136,7 +140,10 @@ def test_evaluate_is_the_loss_of_our_tool(checkpoint, tmp_path):
     ids = np.lib.stride_tricks.sliding_window_view(np.fromfile(tokens / "tokens.bin", np.uint16), 33)[::32].astype(int)
     np.save(tmp_path / "ids.npy", ids)
     scored = run("tools/score.py", "--checkpoint", checkpoint, "--ids", tmp_path / "ids.npy", "--eod-id", 9)
-    assert printed(outcome)["loss"] == printed(scored)["loss"]
+    found = printed(outcome)
+    assert found["loss"] == printed(scored)["loss"]
+    assert found["in_parts"]["loss"] == pytest.approx(found["loss"], rel=1e-6)
+    assert found["in_parts"]["num_tokens"] == found["num_tokens"]
 
 
 def test_fine_tuning_on_a_mesh_starts_from_the_same_weights(checkpoint, tmp_path):

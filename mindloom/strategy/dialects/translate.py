@@ -88,9 +88,9 @@ def translate(
     else:
         writer = {"mindformers1": mindformers, "mindformers2": mindformers2, "megatron": megatron}[to]
         text, more = writer.write(settings)
-        own = settings.strategy
-        if own.rules.operators and not _are_shipped(own.rules, rules, own.sequence_parallel):
-            more.append(Note("rules", to, "not expressible", "each model of theirs holds its layouts in its code"))
+    own = settings.strategy
+    if own.rules.operators and not _are_shipped(own.rules, rules, own.sequence_parallel):
+        more = [*more, Note("rules", to, "not expressible", f"other rules than {rules}, which alone can be named")]
     return Translation(settings, text, notes + more)
 
 

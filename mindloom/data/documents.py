@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from mindloom.data.sources import Source
+from mindloom.data.sources import Raw, Source, parse
 from mindloom.errors import ConfigError
 
 
@@ -53,20 +52,13 @@ def json_lines(path: Path, text: str, key: str) -> list[tuple[int, str]]:
     Raises:
         ConfigError: lines that are not such objects.
     """
-    found, problems = [], []
+    found, problems = list[tuple[int, str]](), list[str]()
     for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            problems.append(f"{path}:{number}: not JSON: {error}")
-            continue
-        if not isinstance(value, dict) or not isinstance(value.get(key), str):
-            keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            problems.append(f"{path}:{number}: no `{key}` field with a string; found: {keys}")
-        else:
-            found.append((number, value[key]))
+        if line.strip():
+            try:
+                found.append((number, parse(Raw(f"{path}:{number}", line.encode(), is_json=True), key).text))
+            except ConfigError as error:
+                problems += error.problems
     if problems:
         raise ConfigError(_shortened(path, problems))
     return found

@@ -76,7 +76,10 @@ class Loader:
 
     def samples(self, step: int) -> NDArray[np.int32]:
         """Tokens of `step`, (B, T+1), in the rows of this rank."""
-        drawn, (batch, length) = self.drawn(step), self.sizes.of_step(step)
+        return self._read(step, self.drawn(step))
+
+    def _read(self, step: int, drawn: Drawn) -> NDArray[np.int32]:
+        batch, length = self.sizes.of_step(step)
         tokens = np.zeros((batch, length + 1), np.int32)
         for row in self.rows(batch):
             sample, part = divmod(int(row), self.sizes.longest // length)
@@ -87,7 +90,8 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         """Inputs of `step`; the loss weights count the whole batch, also where only some rows are read."""
-        return make_batch(self.samples(step), self.eod_id, self.loss_ignore_id, self._num_trained(step))
+        drawn = self.drawn(step)
+        return make_batch(self._read(step, drawn), self.eod_id, self.loss_ignore_id, self._num_trained(drawn))
 
     def first_token(self, step: int) -> int:
         """How many tokens the steps before `step` have trained on."""
@@ -97,9 +101,8 @@ class Loader:
         """How often the steps before `step` have been through each dataset."""
         return [float(n) / size for n, size in zip(self.shares.before(step), self.num_samples, strict=True)]
 
-    def _num_trained(self, step: int) -> int:
-        drawn, longest = self.drawn(step), self.sizes.longest
-        ignored = 0
+    def _num_trained(self, drawn: Drawn) -> int:
+        longest, ignored = self.sizes.longest, 0
         for number, dataset in enumerate(self.datasets):
             mine = drawn.samples[drawn.datasets == number]
             starts = mine * dataset.tokens.start(1, longest)

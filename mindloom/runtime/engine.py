@@ -24,7 +24,7 @@ from mindloom.runtime.compile import (
     read_layouts,
     set_auto_parallel_context,
 )
-from mindloom.runtime.environment import launched_processes, launched_rank
+from mindloom.runtime.environment import job_name, launched_processes, launched_rank
 from mindloom.runtime.executor import Program
 from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.runtime.transport import Collectives, Transport
@@ -71,9 +71,8 @@ class Engine:
         if os.environ.get("MS_ROLE") == "MS_SCHED":
             sys.exit(0)  # CPU processes find each other without msrun's scheduler
         ms.set_device("CPU")
-        # msrun is the parent of all workers; a process that starts a second engine does so on every rank.
-        job = f"{os.environ.get('MS_SCHED_PORT', '0')}-{os.getppid()}-{next(_engine_count)}"
-        self.transport = Transport(self.rank, self.strategy.mesh.size, job)
+        # A process that starts a second engine does so on every rank.
+        self.transport = Transport(self.rank, self.strategy.mesh.size, f"{job_name()}-{next(_engine_count)}")
         atexit.register(self.transport.close)
 
     @property
@@ -146,7 +145,7 @@ class Engine:
             return value
         if self.transport is None:
             return int(ops.AllReduce(ops.ReduceOp.MAX)(Tensor([value], ms.int32)).asnumpy()[0])
-        return max(self.transport.gather_objects(value, "largest"))
+        return max(self.transport.gather_values(value, "largest"))
 
     def announce_step(self, step: int) -> None:
         """Let the other ranks know how far this one is, for the message should it be killed."""

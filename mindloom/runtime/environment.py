@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import zlib
 
 
 def launched_processes() -> int:
@@ -15,6 +16,12 @@ def launched_processes() -> int:
 def launched_rank() -> int:
     """Rank of this process, 0 without msrun."""
     return int(os.environ.get("RANK_ID") or 0)
+
+
+def job_name() -> str:
+    """A name for this job that msrun tells all its processes, whatever is wrapped around each: where its scheduler is."""
+    host, port = (os.environ.get(name, "0") for name in ("MS_SCHED_HOST", "MS_SCHED_PORT"))
+    return f"{int(port) if port.isdecimal() else 0}-{zlib.crc32(host.encode()):08x}"  # short, as names of sockets must be
 
 
 def prepare_environment() -> None:

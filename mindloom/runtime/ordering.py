@@ -3,8 +3,10 @@
 
 MindSpore runs independent nodes of a graph in any order, each on a thread that a waiting collective holds. Ranks that
 wait in different collectives, all threads held, would wait for ever. Here all ranks join what their graphs say about
-the order of messages, sort it once, and each rank's waiting nodes become a chain in that order: the first message of
-the order that is not through yet can always be completed, even with one thread.
+the order of messages, sort it once, and each rank's messages become a chain in that order. Why that is enough, even with
+one thread: of the messages that are not through yet take the first in the order. All that comes before it is through, so
+no rank that takes part in it waits anywhere else, and nothing holds the threads they need to come to it. Sends are links of
+the chain too: a send never waits, but a receive that takes the only thread before it would keep it from its receiver.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import graphlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mindspore.train import mind_ir_pb2 as mind_ir
 
@@ -27,11 +29,6 @@ class Message(NamedTuple):
     ranks: tuple[int, ...]
     """The group; of a send or receive the source and the target."""
     tag: str
-
-    @property
-    def waits(self) -> bool:
-        """Whether the node holds its thread until others have come as far; sends do not."""
-        return self.kind != "send"
 
 
 Dependencies = dict[Message, list[Message]]
@@ -50,8 +47,21 @@ def order_messages(
     """
     if twice := [m for m, count in Counter(messages.values()).items() if count > 1]:
         raise TransportError(f"rank {transport.rank} holds {twice[0]} twice: one cannot be told from the other")
-    ranks = transport.gather_objects(dependencies(model.graph, messages), (program, "order"))
+    mine = to_lists(dependencies(model.graph, messages))
+    ranks = [from_lists(lists) for lists in transport.gather_values(mine, (program, "order"))]
     chain(model, messages, common_order(ranks))
+
+
+def to_lists(rank: Dependencies) -> list[Any]:
+    """Dependencies as they travel: each message, and the numbers of those it needs."""
+    numbers = {message: number for number, message in enumerate(rank)}
+    return [[*message, [numbers[n] for n in needed]] for message, needed in rank.items()]
+
+
+def from_lists(lists: Sequence[Any]) -> Dependencies:
+    """The inverse of `to_lists`."""
+    messages = [Message(kind, tuple(ranks), tag) for kind, ranks, tag, _ in lists]
+    return {m: [messages[number] for number in entry[3]] for m, entry in zip(messages, lists, strict=True)}
 
 
 def dependencies(graph: mind_ir.GraphProto, messages: Mapping[str, Message]) -> Dependencies:
@@ -97,7 +107,7 @@ def common_order(ranks: Sequence[Dependencies]) -> list[Message]:
 
 
 def chain(model: mind_ir.ModelProto, messages: Mapping[str, Message], order: Sequence[Message]) -> None:
-    """Make each waiting node of the graph depend on the one before it in `order`."""
+    """Make each message of the graph depend on the one before it in `order`."""
     graph = model.graph
     depend = model.primitives.add(name="mindloom_depend", op_type="Depend", prim_type=mind_ir.PrimitiveProto.PRIMITIVE)
     depend.attribute.add(name="side_effect_propagate", type=mind_ir.AttributeProto.INT64, i=1)
@@ -106,7 +116,7 @@ def chain(model: mind_ir.ModelProto, messages: Mapping[str, Message], order: Seq
     added: dict[str, mind_ir.NodeProto] = {}
     previous: mind_ir.NodeProto | None = None
     for message in order:
-        if not message.waits or message not in nodes:
+        if message not in nodes:
             continue
         node = nodes[message]
         if previous is not None:

@@ -7,8 +7,10 @@ every other one says which and ends, so that no job hangs.
 
 from __future__ import annotations
 
+import functools
+import json
+import math
 import os
-import pickle
 import queue
 import sys
 import threading
@@ -21,12 +23,15 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
+from mindloom.runtime.meeting_place import MeetingPlace
+
 RECEIVE_TIMEOUT_S = 600.0
 GOODBYE_S = 0.3
 SMALL_BYTES = 1 << 16  # up to here one exchange of whole arrays beats two exchanges of parts
+NUMBERS = "biufc"  # kinds of NumPy dtypes that a message may hold
 
 Array = NDArray[Any]
-_STEP, _BYE = "step", "bye"
+_HELLO, _STEP, _BYE, _VALUE, _ARRAY = "hello", "step", "bye", "value", "array"
 
 
 class TransportError(RuntimeError):
@@ -34,31 +39,41 @@ class TransportError(RuntimeError):
 
 
 class Transport:
-    """This rank's connections to all other ranks of `job`, a name only they share."""
+    """This rank's connections to all other ranks of `job`, a name only they share.
+
+    A message has two frames: a header in JSON, `[kind, source, tag, dtype, shape]`, and a body: the bytes of an array, or
+    a value in JSON. Nothing that arrives is ever executed; what does not parse is dropped with one line. Sockets lie in a
+    folder only their owner may enter, and only until all ranks are connected.
+
+    Raises:
+        ConfigError: somebody else owns that folder, or another job has this name just now.
+    """
 
     def __init__(self, rank: int, size: int, job: str):
         self.rank, self.size = rank, size
         self.last_steps: dict[int, int | None] = dict.fromkeys(range(size))
-        self._inbox: dict[tuple[int, Hashable], queue.Queue[Any]] = {}
+        self._inbox: dict[tuple[int, str], queue.Queue[Any]] = {}
         self._inbox_lock = threading.Lock()
+        self._absent = set(range(size)) - {rank}  # peers that did not say hello yet
         self._left: set[int] = set()  # peers that ended in good order
         self._closing = False
         self._lock = threading.Lock()
+        self._place = MeetingPlace(job, rank)
         self._context = zmq.Context()
         self._pull = self._context.socket(zmq.PULL)
-        self._pull.bind(_address(job, rank))
+        self._pull.bind(f"ipc://{self._place.socket(rank)}")
         self._peers: dict[int, zmq.Socket[bytes]] = {}
-        for peer in range(size):
-            if peer != rank:
-                self._connect(peer, job)
+        for peer in sorted(self._absent):
+            self._connect(peer)
         threading.Thread(target=self._receive_loop, daemon=True).start()
 
-    def _connect(self, peer: int, job: str) -> None:
+    def _connect(self, peer: int) -> None:
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)  # never block a sender: in 1F1B both sides send before they receive
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        socket.connect(_address(job, peer))
+        socket.connect(f"ipc://{self._place.socket(peer)}")
         self._peers[peer] = socket
+        self._post(peer, _HELLO)
         threading.Thread(target=self._watch, args=(peer, monitor), daemon=True).start()
 
     def _watch(self, peer: int, monitor: Any) -> None:
@@ -71,39 +86,65 @@ class Transport:
         step = self.last_steps[peer]
         where = "before its first step" if step is None else f"its last step was {step}"
         print(f"rank {self.rank}: rank {peer} is gone ({where}); ending this job", file=sys.stderr, flush=True)
+        self._place.leave()
         os._exit(1)  # other threads wait inside C++ for messages that cannot come
 
     def _receive_loop(self) -> None:
         while True:
             try:
-                header, body = self._pull.recv_multipart(copy=False)
+                frames = self._pull.recv_multipart(copy=False)
             except zmq.ZMQError:
                 return  # we are closing
-            source, tag, dtype, shape = pickle.loads(header.bytes)
-            if tag == _STEP:
-                self.last_steps[source] = shape
-            elif tag == _BYE:
-                self._left.add(source)
-            else:
-                value = pickle.loads(body.bytes) if dtype is None else np.frombuffer(body.buffer, dtype).reshape(shape)
-                self._queue(source, tag).put(value)
+            try:
+                self._take(frames)
+            except Exception as error:  # whatever it was, the next message may be a good one
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                print(f"rank {self.rank}: dropped a message that is none of ours ({reason})", file=sys.stderr, flush=True)
 
-    def _queue(self, source: int, tag: Hashable) -> queue.Queue[Any]:
+    def _take(self, frames: Sequence[zmq.Frame]) -> None:
+        """Put one message where it belongs.
+
+        Raises:
+            Exception: it is not what `_post` sends.
+        """
+        header, body = frames
+        kind, source, tag, dtype, shape = json.loads(header.bytes)
+        if type(source) is not int or source not in self._peers or not isinstance(tag, str):
+            raise ValueError(f"from {source!r}, tag {tag!r}")
+        if kind == _ARRAY:
+            self._queue(source, tag).put(_to_array(body, dtype, shape))
+        elif kind == _VALUE:
+            self._queue(source, tag).put(json.loads(body.bytes))
+        elif kind == _STEP:
+            self.last_steps[source] = int(tag)
+        elif kind == _BYE:
+            self._left.add(source)
+        elif kind == _HELLO:
+            self._absent.discard(source)
+            if not self._absent:
+                self._place.leave()  # all are connected: nobody needs the names any more
+        else:
+            raise ValueError(f"kind {kind!r}")
+
+    def _queue(self, source: int, tag: str) -> queue.Queue[Any]:
         """Where messages wait. The one that comes and the one who waits for it may both be the first to ask: with two
         queues they would miss each other."""
         with self._inbox_lock:
             return self._inbox.setdefault((source, tag), queue.Queue())
 
-    def _post(self, peer: int, header: Any, body: Any = b"") -> None:
+    def _post(self, peer: int, kind: str, tag: str = "", body: Any = b"", array: Array | None = None) -> None:
+        described = ("", ()) if array is None else (array.dtype.str, array.shape)
+        header = json.dumps((kind, self.rank, tag, *described)).encode()
         with self._lock:
-            self._peers[peer].send_multipart([pickle.dumps(header), body], copy=False)
+            self._peers[peer].send_multipart([header, body], copy=False)
 
     def send(self, peer: int, tag: Hashable, array: Array) -> None:
         """Hand `array` over and return at once; the bytes are copied, so the caller may reuse them."""
-        self._post(peer, (self.rank, tag, array.dtype.str, array.shape), array.tobytes())
+        self._post(peer, _ARRAY, _text(tag), array.tobytes(), array)
 
-    def send_object(self, peer: int, tag: Hashable, value: Any) -> None:
-        self._post(peer, (self.rank, tag, None, None), pickle.dumps(value))
+    def send_value(self, peer: int, tag: Hashable, value: Any) -> None:
+        """As `send`, for a number, a text, or lists and mappings of such."""
+        self._post(peer, _VALUE, _text(tag), json.dumps(value).encode())
 
     def receive(self, peer: int, tag: Hashable, timeout_s: float = RECEIVE_TIMEOUT_S) -> Any:
         """The next message of `peer` under `tag`; lets other threads run while it waits.
@@ -112,7 +153,7 @@ class Transport:
             TransportError: nothing came within the time-out.
         """
         try:
-            return self._queue(peer, tag).get(timeout=timeout_s)
+            return self._queue(peer, _text(tag)).get(timeout=timeout_s)
         except queue.Empty:
             message = f"rank {self.rank} waited {timeout_s:.0f} s for rank {peer}, message {tag}"
             print(message, file=sys.stderr, flush=True)
@@ -121,14 +162,14 @@ class Transport:
     def announce_step(self, step: int) -> None:
         """Tell everybody which step this rank has finished; named should it be killed."""
         for peer in self._peers:
-            self._post(peer, (self.rank, _STEP, None, step))
+            self._post(peer, _STEP, str(step))
 
-    def gather_objects(self, value: Any, tag: Hashable, ranks: Sequence[int] | None = None) -> list[Any]:
+    def gather_values(self, value: Any, tag: Hashable, ranks: Sequence[int] | None = None) -> list[Any]:
         """Everybody's value, in rank order."""
         ranks = range(self.size) if ranks is None else ranks
         for peer in ranks:
             if peer != self.rank:
-                self.send_object(peer, tag, value)
+                self.send_value(peer, tag, value)
         return [value if peer == self.rank else self.receive(peer, tag) for peer in ranks]
 
     def close(self) -> None:
@@ -136,7 +177,7 @@ class Transport:
         if self._closing:
             return
         for peer in self._peers:
-            self._post(peer, (self.rank, _BYE, None, None))
+            self._post(peer, _BYE)
         self._closing = True
         # The goodbye travels another way than the news of our end, which others act on at once: before msrun, which
         # looks every second, ends them too.
@@ -144,10 +185,20 @@ class Transport:
         for socket in self._peers.values():
             socket.disable_monitor()
             socket.close(linger=5000)
+        self._place.leave()
 
 
-def _address(job: str, rank: int) -> str:
-    return f"ipc://@mindloom-{os.getuid()}-{job}-{rank}"  # Linux's abstract sockets: no file is left behind
+@functools.lru_cache(maxsize=1 << 16)
+def _text(tag: Hashable) -> str:
+    """A tag as it travels."""
+    return json.dumps(tag)
+
+
+def _to_array(body: zmq.Frame, dtype: str, shape: Sequence[int]) -> Array:
+    kind = np.dtype(dtype)
+    if kind.kind not in NUMBERS or math.prod(shape) * kind.itemsize != len(body):
+        raise ValueError(f"{len(body)} bytes for {shape} of {dtype}")
+    return np.frombuffer(body.buffer, kind).reshape(shape)
 
 
 class Collectives:

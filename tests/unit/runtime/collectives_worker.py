@@ -10,6 +10,7 @@ from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import mind_ir_pb2 as mind_ir
 
 from mindloom.runtime.compile import PartitionedGraph
+from mindloom.runtime.environment import job_name
 from mindloom.runtime.executor import Program
 from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.runtime.transport import Transport
@@ -100,9 +101,8 @@ def cases():
 if __name__ == "__main__":
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE, inter_op_parallel_num=1)  # one wait at a time: an order must be kept
-    job = f"{os.environ['MS_SCHED_PORT']}-{os.getppid()}"
     if os.environ.get("MS_ROLE") != "MS_SCHED":
-        connection = Transport(RANK, SIZE, job)
+        connection = Transport(RANK, SIZE, job_name())
         for case, build, expected in cases():
             got = execute(build, connection, case)
             np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6, err_msg=case)

@@ -2,6 +2,7 @@
 """Writes docs/strategy.md from the dataclasses of the strategy: `python docs/generate.py`."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,6 +17,8 @@ SHOWN = {
     "Rules": "rules",
 }
 HIDDEN = ("source", "lines")
+PLAIN = {"Count": "int", "Natural": "int", "Positive": "float"}
+"""What numbers with bounds are called in the tables."""
 
 
 def fields(node: ast.ClassDef):
@@ -24,7 +27,8 @@ def fields(node: ast.ClassDef):
         if isinstance(item, ast.AnnAssign) and item.target.id not in HIDDEN:
             text = following.value.value if isinstance(following, ast.Expr) else ""
             default = "" if item.value is None else ast.unparse(item.value)
-            yield item.target.id, ast.unparse(item.annotation), default, " ".join(text.split())
+            kind = re.sub(r"\w+", lambda word: PLAIN.get(word[0], word[0]), ast.unparse(item.annotation))
+            yield item.target.id, kind, default, " ".join(text.split())
 
 
 def reference() -> str:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mindloom.errors import ConfigError, did_you_mean
+from mindloom.numbers import as_flag, number_problems
 
 T = TypeVar("T")
 
@@ -29,18 +31,53 @@ def argument(help: str) -> Any:
 class _Parser(argparse.ArgumentParser):
     flags: Sequence[str] = ()
 
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.problems: list[str] = []
+
     def error(self, message: str) -> NoReturn:
         hint = ""
         if message.startswith("unrecognized arguments: "):
             hint = did_you_mean(message.split(": ")[1].split()[0].split("=")[0], self.flags)
-        raise ConfigError(f"{message}{hint} (see --help)")
+        raise ConfigError([*self.problems, f"{message}{hint} (see --help)"])
+
+    def reads(self, flag: str, kind: Any) -> Callable[[str], Any]:
+        """Turns a text into a value; a wrong one becomes a problem, so that all of them are told at once."""
+
+        def read(text: str) -> Any:
+            try:
+                return _value(text, kind)
+            except ValueError as error:
+                self.problems.append(f"argument {flag}: {error}")
+                return None
+
+        return read
+
+
+def _value(text: str, kind: Any) -> Any:
+    """Raises:
+    ValueError: what is wrong with the text.
+    """
+    if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            known = ", ".join(get_args(kind))
+            raise ValueError(f"invalid choice: {text!r} (choose from {known}){did_you_mean(text, get_args(kind))}")
+        return text
+    if "\0" in text:
+        raise ValueError("holds a NUL character")
+    if kind is Path and not text:
+        raise ValueError("an empty name")
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"invalid {kind.__name__} value: {text!r}") from None
 
 
 def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = None) -> T:
-    """The command line as a `kind`.
+    """The command line as a `kind`. Types are looked at here, the bounds of numbers by `number_problems`.
 
     Raises:
-        ConfigError: an unknown flag, a missing one, a value of the wrong type.
+        ConfigError: an unknown flag, a missing one, values of the wrong type.
     """
     parser = _Parser(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     hints = get_type_hints(kind)
@@ -48,28 +85,36 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
         required = field.default is dataclasses.MISSING
         default = "" if required or field.default in (None, "", (), False) else f" (default: {field.default})"
         text = field.metadata["help"].replace("%", "%%") + default
-        flag, hint = "--" + field.name.rstrip("_").replace("_", "-"), _without_none(hints[field.name])
+        flag, hint = as_flag(field.name), _without_none(hints[field.name])
+        many = get_origin(hint) is tuple
+        hint = get_args(hint)[0] if many else hint
+        choices = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else None
         common: dict[str, Any] = {"default": field.default, "required": required, "dest": field.name, "help": text}
         if "positional" in field.metadata:
-            choices = get_args(hint) if get_origin(hint) is Literal else None
-            many = get_origin(hint) is tuple
-            type_ = str if choices else get_args(hint)[0] if many else hint
-            metavar = None if choices else field.name.rstrip("s" if many else "").upper()
-            parser.add_argument(
-                field.name, type=type_, choices=choices, nargs="+" if many else None, metavar=metavar, help=text
-            )
+            metavar = choices or field.name.rstrip("s" if many else "").upper()
+            reads = parser.reads(metavar if choices is None else field.name, hint)
+            parser.add_argument(field.name, type=reads, nargs="+" if many else None, metavar=metavar, help=text)
         elif hint is bool:
             parser.add_argument(flag, action="store_true", help=text)
-        elif get_origin(hint) is tuple:
-            kind_of_each = get_args(hint)[0]
-            parser.add_argument(flag, type=kind_of_each, nargs="+", metavar=kind_of_each.__name__.upper(), **common)
-        elif get_origin(hint) is Literal:
-            parser.add_argument(flag, choices=get_args(hint), **common)
         else:
-            parser.add_argument(flag, type=hint, metavar=hint.__name__.upper(), **common)
+            metavar = choices or hint.__name__.upper()
+            reads = parser.reads(flag, hint)
+            parser.add_argument(flag, type=reads, nargs="+" if many else None, metavar=metavar, **common)
     parser.flags = [action.option_strings[-1] for action in parser._actions if action.option_strings]
     values = vars(parser.parse_args(argv))
+    if parser.problems:
+        raise ConfigError(f"{problem} (see --help)" for problem in parser.problems)
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def check_numbers(config: Any) -> None:
+    """For tools without checks of their own.
+
+    Raises:
+        ConfigError: flags that are outside their bounds.
+    """
+    if problems := list(number_problems(config)):
+        raise ConfigError(problems)
 
 
 def _without_none(hint: Any) -> Any:

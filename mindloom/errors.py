@@ -7,6 +7,9 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 EXIT_BAD_INPUT = 2
 
@@ -18,6 +21,25 @@ class ConfigError(Exception):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         assert self.problems, "a ConfigError needs at least one problem"
         super().__init__("\n".join(self.problems))
+
+
+class Problems(list[str]):
+    """Collects what is wrong with a call, so that all of it is told at once."""
+
+    def of(self, work: Callable[..., Result], *arguments: Any) -> Result | None:
+        """What `work` returns; None if the user's mistakes kept it from that."""
+        try:
+            return work(*arguments)
+        except ConfigError as error:
+            self.extend(error.problems)
+            return None
+
+    def tell(self) -> None:
+        """Raises:
+        ConfigError: there are any; each is told once.
+        """
+        if self:
+            raise ConfigError(dict.fromkeys(self))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,24 @@ def write_text_atomically(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
     write_atomically(path, write)
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why no file can be made in `folder`, which need not exist yet; None if one can. Nothing of the attempt stays."""
+    made: list[Path] = []
+    try:
+        for part in [*reversed(folder.parents), folder]:
+            if not part.exists():
+                part.mkdir()
+                made.append(part)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except (OSError, ValueError) as error:
+        return f"{folder}: no file can be written there: {getattr(error, 'strerror', None) or error}"
+    finally:
+        for part in reversed(made):
+            with contextlib.suppress(OSError):  # somebody has begun to use it
+                part.rmdir()
 
 
 def made_once(path: Path, is_maker: bool, make: Callable[[Path], object], timeout_s: float = WAIT_S) -> Path:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindloom.checkpoint.compare import Difference, compare
-from mindloom.checkpoint.io import config_from
+from mindloom.checkpoint.contents import MOMENTS, check_contents, model_of
 from mindloom.checkpoint.manifest import Manifest, read_manifest
-from mindloom.checkpoint.reshard import MOMENTS, find_checkpoint
+from mindloom.checkpoint.reshard import find_checkpoint
 from mindloom.checkpoint.sharded import damage
 from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError, run_tool
@@ -42,7 +42,7 @@ def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
         *(f"  {part}: {values}" for part, values in manifest.state.items()),
         f"  versions: {manifest.versions}",
         "  resumes on one device and under any strategy that fits the model; of the shipped ones: "
-        + ", ".join(fitting(manifest)),
+        + ", ".join(fitting(manifest, folder)),
     ]
     if with_tensors:
         width = max(map(len, manifest.tensors))
@@ -53,9 +53,9 @@ def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
     return lines
 
 
-def fitting(manifest: Manifest) -> list[str]:
+def fitting(manifest: Manifest, folder: Path) -> list[str]:
     """Shipped strategies that the checkpoint's model can be cut by."""
-    model = config_from({k: v for k, v in manifest.model.items() if k != "family"}, "the checkpoint's model")
+    _, model = model_of(manifest, folder)
     return [p.stem for p in sorted(STRATEGIES.glob("*.yaml")) if not model_problems(load_strategy(p), model)]
 
 
@@ -69,6 +69,7 @@ def main() -> int:
     config = parse_args(InfoConfig, __doc__)
     folder = find_checkpoint(config.checkpoint)
     manifest = read_manifest(folder)
+    check_contents(manifest, folder)
     if config.diff:
         other = find_checkpoint(config.diff)
         differences = compare(folder, manifest, other, read_manifest(other))

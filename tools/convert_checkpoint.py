@@ -15,12 +15,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from mindloom.checkpoint.io import check_weights, config_from, load_config, save_checkpoint
+from mindloom.checkpoint.io import check_weights, load_config, save_checkpoint
 from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError, run_tool
 from mindloom.family import family_module, size_config
-from mindloom.model_config import DecoderConfig, override, read_json_object
+from mindloom.model_config import DecoderConfig
 from mindloom.naming import decoder_shapes, names
+from mindloom.reader import Document, fields_from, read_json
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.checks import model_problems
 from mindloom.strategy.config import Strategy
@@ -54,18 +55,20 @@ def model_config(config: ConvertConfig, dimensions: dict[str, int]) -> DecoderCo
         values = load_config(config.input)[1].to_dict()
     elif config.size:
         values = size_config(config.model, config.size).to_dict()
-    base = None if not values else config_from({**values, **dimensions}, str(config.input))
-    given = read_json_object(config.config) if config.config else {}
+    document = read_json(config.config) if config.config else Document(str(config.input), {})
+    given = document.mapping
     for name, size in dimensions.items():
         if name in given and given[name] != size:
             raise ConfigError(f"{config.config}: {name} is {given[name]}, but the weights say {size}")
-    if base:
-        return override(base, given, str(config.config))
+    if values:
+        base = fields_from(DecoderConfig, Document(str(config.input), {**values, **dimensions}))
+        return fields_from(DecoderConfig, document, base)
     if "num_heads" not in given:
         raise ConfigError(
             f"{config.input}: weights do not tell the number of heads; give --size, or num_heads in --config"
         )
-    return config_from({**given, **dimensions}, str(config.config))
+    document.value = {**given, **dimensions}
+    return fields_from(DecoderConfig, document)
 
 
 def main() -> int:

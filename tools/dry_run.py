@@ -8,16 +8,14 @@ Ranks of one pipeline stage have the same graph over other groups, so each stage
 the memory model's (docs/planner.md); everything else is read from the compiled graph.
 """
 
-import contextlib
-import ctypes
 import json
 import multiprocessing
 import os
-import signal
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from mindloom.dry_run.summary import summarize, text_report
 from mindloom.errors import ConfigError, run_tool
 from mindloom.family import size_config
 from mindloom.files import write_text_atomically
+from mindloom.processes import end_with_parent
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.loader import load_strategy
 
@@ -56,8 +55,6 @@ def main() -> int:
     return 1 if values["job"].get("fits") is False else 0
 
 
-PR_SET_PDEATHSIG = 1
-
 # Compilation makes and drops millions of small objects: keep freed ones at hand, in large pages, and return none.
 ALLOCATOR = ":".join(
     f"glibc.malloc.{name}={value}"
@@ -73,7 +70,8 @@ def compile_ranks(run: DryRun) -> list:
     """One rank of each stage, in parallel processes, each of which ends with its memory."""
     os.environ.setdefault("GLIBC_TUNABLES", ALLOCATOR)  # read when a process starts; other C libraries ignore it
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(run.config.jobs, mp_context=context, max_tasks_per_child=1) as pool:
+    begin = partial(end_with_parent, os.getpid())
+    with ProcessPoolExecutor(run.config.jobs, context, begin, max_tasks_per_child=1) as pool:
         futures = {rank: pool.submit(compile_one, run, rank) for rank in run.distinct_ranks}
         try:
             return [future.result() for future in futures.values()]
@@ -86,17 +84,10 @@ def compile_ranks(run: DryRun) -> list:
 
 
 def compile_one(run: DryRun, rank: int):
-    end_with_parent()
     prepare_environment()
     compiler, batch = import_module("mindloom.dry_run.compile"), (run.batch_size, run.seq_len)
     family, inference, accumulate = run.config.model, run.config.inference, run.config.accumulate
     return compiler.compile_rank(family, run.model, run.strategy, rank, batch, inference, accumulate)
-
-
-def end_with_parent() -> None:
-    """A dry run that is killed leaves no compilation behind; on Linux."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

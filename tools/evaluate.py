@@ -13,26 +13,32 @@ what became of it, and the summary.
 """
 
 import sys
-import tempfile
+from contextlib import nullcontext
 from importlib import import_module
-from pathlib import Path
 
 from mindloom.cli import parse_args
 from mindloom.errors import run_tool
-from mindloom.evaluation.config import EvaluateConfig, check
-from mindloom.runtime.environment import launched_processes, prepare_environment
+from mindloom.evaluation.config import EvaluateConfig, Evaluation, check
+from mindloom.locks import one_writer
+from mindloom.runtime.environment import launched_processes, launched_rank, prepare_environment
 from mindloom.runtime.launch import launch
+from mindloom.scratch import scratch_folder
 
 
 def main() -> int:
     prepare_environment()
     config = parse_args(EvaluateConfig, __doc__)
     evaluation = check(config, None if config.launch else launched_processes())
+    with one_writer(config.output_dir) if launched_rank() == 0 else nullcontext():
+        return evaluate(config, evaluation)
+
+
+def evaluate(config: EvaluateConfig, evaluation: Evaluation) -> int:
     if evaluation.job and config.launch:
         arguments = [word for word in sys.argv[1:] if word not in ("--launch", "--allow-execution")]
         mesh = evaluation.job.strategy.mesh
-        with tempfile.TemporaryDirectory(prefix="mindloom-") as folder:
-            if code := launch(__file__, arguments, mesh.size, Path(folder), mesh.first_rank_of_last_stage):
+        with scratch_folder() as folder:
+            if code := launch(__file__, arguments, mesh.size, folder, mesh.first_rank_of_last_stage):
                 return code
     elif evaluation.job and not import_module("mindloom.evaluation.generation").make_samples(evaluation).speaks:
         return 0

@@ -10,23 +10,26 @@ model.safetensors.index.json), config.json and the tokenizer.
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindloom.checkpoint.contents import check_contents
+from mindloom.checkpoint.manifest import read_manifest
 from mindloom.checkpoint.reshard import export, find_checkpoint
-from mindloom.cli import argument, option, parse_args
-from mindloom.errors import ConfigError, run_tool
+from mindloom.cli import argument, check_numbers, option, parse_args
+from mindloom.errors import run_tool
+from mindloom.numbers import Positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     input: Path = argument("checkpoint to read")
     output: Path = argument("folder to write")
-    max_shard_mb: float = option(5000.0, "megabytes of a file at most; a larger tensor gets one of its own")
+    max_shard_mb: Positive = option(5000.0, "megabytes of a file at most; a larger tensor gets one of its own")
 
 
 def main() -> int:
     config = parse_args(ExportConfig, __doc__)
-    if config.max_shard_mb <= 0:
-        raise ConfigError(f"--max-shard-mb must be above 0, got {config.max_shard_mb}")
+    check_numbers(config)
     source = find_checkpoint(config.input)
+    check_contents(read_manifest(source), source)
     num_bytes = export(source, config.output, int(config.max_shard_mb * 1e6))
     print(f"{config.output}: {num_bytes / 1e6:,.1f} MB of weights from {source}")
     return 0

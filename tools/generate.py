@@ -8,15 +8,14 @@ msrun --worker_num=2 --local_worker_num=2 --join=True tools/generate.py --checkp
 """
 
 import sys
-import tempfile
 from importlib import import_module
-from pathlib import Path
 
 from mindloom.cli import parse_args
 from mindloom.errors import run_tool
 from mindloom.inference.config import GenerateConfig, check
 from mindloom.runtime.environment import launched_processes, prepare_environment
 from mindloom.runtime.launch import launch
+from mindloom.scratch import scratch_folder
 
 
 def main() -> int:
@@ -26,8 +25,8 @@ def main() -> int:
     if config.launch:
         arguments = [argument for argument in sys.argv[1:] if argument != "--launch"]
         mesh = job.strategy.mesh
-        with tempfile.TemporaryDirectory(prefix="mindloom-") as folder:
-            return launch(__file__, arguments, mesh.size, Path(folder), mesh.first_rank_of_last_stage)
+        with scratch_folder() as folder:
+            return launch(__file__, arguments, mesh.size, folder, mesh.first_rank_of_last_stage)
     import_module("mindloom.inference.terminal").run(job)  # loads MindSpore, which the checks above do without
     return 0
 

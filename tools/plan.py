@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mindloom.cli import argument, option, parse_args
+from mindloom.cli import argument, check_numbers, option, parse_args
 from mindloom.errors import ConfigError, run_tool
 from mindloom.family import size_config
 from mindloom.files import write_text_atomically
+from mindloom.numbers import Count
 from mindloom.planner.cluster import read_cluster
 from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
 from mindloom.planner.own_engine import PRECISIONS
 from mindloom.planner.report import as_dict, strategy_file, table, validation_report
-from mindloom.planner.search import Request, distinct, search, smallest_changes
+from mindloom.planner.search import Devices, Request, distinct, search, smallest_changes
 from mindloom.planner.validate import validate
 
 RULES = Path(__file__).resolve().parents[1] / "parallel_configs" / "rules" / "decoder.yaml"
@@ -38,12 +39,12 @@ class PlanConfig:
     size: str | None = option(None, "one of the family's published sizes")
     config: Path | None = option(None, "YAML file with the dimensions of any decoder, instead of --model and --size")
     cluster: Path = option(..., "cluster file, see parallel_configs/clusters")
-    devices: int = option(..., "devices of the job")
-    global_batch_size: int = option(..., "sequences of one step, over all devices")
-    seq_len: int | None = option(None, "tokens of a sequence; the model's longest context without this")
+    devices: Devices = option(..., "devices of the job")
+    global_batch_size: Count = option(..., "sequences of one step, over all devices")
+    seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
     compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of matrix products")
     interleave: bool = option(False, "also consider virtual stages, which tools/train.py cannot run")
-    top: int = option(10, "options to show")
+    top: Count = option(10, "options to show")
     out: Path | None = option(None, "write the best one as a strategy file for tools/train.py")
     json: bool = option(False, "JSON on stdout instead of the table")
 
@@ -59,10 +60,10 @@ def main() -> int:
         return check_against_runs(parse_args(ValidateConfig, __doc__, sys.argv[2:]))
     config = parse_args(PlanConfig, __doc__)
     request = requested(config)
+    if config.out and config.out.exists():
+        raise ConfigError(f"--out {config.out}: is there already; remove it or give another name")
     if config.out and not config.model:
         raise ConfigError("--out needs --model and --size: a strategy file names rules, which fit our own models")
-    if config.out and config.out.is_dir():
-        raise ConfigError(f"--out {config.out} is a folder")
     if config.out and config.compute_dtype == "float16":
         raise ConfigError(
             "--out writes what tools/train.py runs, which does not train in float16; use bfloat16 or float32"
@@ -94,8 +95,7 @@ def requested(config: PlanConfig) -> Request:
     """
     if bool(config.config) == bool(config.model) or bool(config.model) != bool(config.size):
         raise ConfigError("give either --model and --size, or --config FILE")
-    if config.top < 1:
-        raise ConfigError(f"--top must be at least 1, got {config.top}")
+    check_numbers(config)
     cluster = read_cluster(config.cluster)
     dims: Dimensions
     if config.model and config.size:

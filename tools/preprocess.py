@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from mindloom.cli import argument, option, parse_args
+from mindloom.cli import argument, check_numbers, option, parse_args
 from mindloom.data.decontaminate import Settings, make_decontaminator, read_evaluation
 from mindloom.data.dedup import dedup
 from mindloom.data.filters import Rules, make_filter
@@ -34,6 +34,7 @@ from mindloom.data.sources import MAX_DOCUMENT_MB, Source
 from mindloom.data.tokenize import Job, tokenize
 from mindloom.data.tokenizer import special_token
 from mindloom.errors import ConfigError, did_you_mean, run_tool
+from mindloom.numbers import Count, Natural, Positive, Probability, Seed, Share
 from mindloom.runtime.environment import prepare_environment
 from mindloom.train.inspection import InspectConfig, describe, inspect
 
@@ -48,14 +49,10 @@ class Common:
     on_error: Literal["stop", "skip"] = option(
         "stop", "what to do with what cannot be read; skip counts it and goes on"
     )
-    max_document_mb: float = option(MAX_DOCUMENT_MB, "a longer document cannot be read")
-    workers: int = option(CORES, "processes; what is written does not depend on it")
+    max_document_mb: Positive = option(MAX_DOCUMENT_MB, "a longer document cannot be read")
+    workers: Count = option(CORES, "processes; what is written does not depend on it")
 
     def source(self) -> Source:
-        if self.workers < 1:
-            raise ConfigError(f"--workers must be at least 1, got {self.workers}")
-        if not self.max_document_mb > 0:
-            raise ConfigError(f"--max-document-mb must be above 0, got {self.max_document_mb}")
         return Source(self.inputs, self.key, self.suffixes, self.on_error, self.max_document_mb)
 
 
@@ -64,18 +61,18 @@ class TokenizeConfig(Common):
     out: Path = option(..., "folder for the token files")
     model: str = option("pangu", "model family, whose tokenizer it is")
     tokenizer: Path = option(..., "tokenizer of the family: a file, or a folder")
-    fim_rate: float = option(0.0, "share of documents rearranged so that a model learns to fill in the middle")
-    fim_spm_rate: float = option(0.5, "share of those in the order suffix, prefix, middle")
+    fim_rate: Share = option(0.0, "share of documents rearranged so that a model learns to fill in the middle")
+    fim_spm_rate: Share = option(0.5, "share of those in the order suffix, prefix, middle")
     fim_tokens: tuple[str, ...] = option((), "names or ids of the tokens that announce prefix, suffix and middle")
-    fim_seed: int = option(1, "of which documents, and where they are cut")
+    fim_seed: Seed = option(1, "of which documents, and where they are cut")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DedupConfig(Common):
     out: Path = option(..., "folder for the files of what stays, one for each input, and duplicates.jsonl")
-    threshold: float = option(0.8, "Jaccard similarity from which documents are near-duplicates")
-    shingle: int = option(5, "characters of the pieces that are compared")
-    seed: int = option(1, "of the hash functions")
+    threshold: Probability = option(0.8, "Jaccard similarity from which documents are near-duplicates")
+    shingle: Count = option(5, "characters of the pieces that are compared")
+    seed: Seed = option(1, "of the hash functions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,23 +81,23 @@ class DecontaminateConfig(Common):
     evaluation_keys: tuple[str, ...] = option(("text",), "their fields that must not be seen in training")
     out: Path = option(..., "file for what is left: .jsonl, .jsonl.gz or .jsonl.zst")
     report: Path | None = option(None, "file for every cut: where, what, and of which evaluation document")
-    ngram: int = option(13, "words in a row that both must have")
-    margin: int = option(200, "characters cut away on each side of a match")
-    min_piece: int = option(200, "characters of a piece that is kept")
-    max_pieces: int = option(10, "documents that fall into more are dropped")
+    ngram: Count = option(13, "words in a row that both must have")
+    margin: Natural = option(200, "characters cut away on each side of a match")
+    min_piece: Natural = option(200, "characters of a piece that is kept")
+    max_pieces: Count = option(10, "documents that fall into more are dropped")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterConfig(Common):
     out: Path = option(..., "file for what passes: .jsonl, .jsonl.gz or .jsonl.zst")
     removed: Path | None = option(None, "file for what does not, with the rules it failed")
-    min_chars: int = option(0, "characters at least")
-    max_chars: int = option(0, "characters at most; 0: any number")
-    min_letters: float = option(0.0, "share of letters among what is not white space, at least")
+    min_chars: Natural = option(0, "characters at least")
+    max_chars: Natural = option(0, "characters at most; 0: any number")
+    min_letters: Share = option(0.0, "share of letters among what is not white space, at least")
     scripts: tuple[str, ...] = option((), "scripts the letters must be of, as in: han latin")
-    min_script: float = option(0.5, "share of the letters that must be of these scripts")
-    max_repeated_lines: float = option(1.0, "share of lines that were there before in the document, at most")
-    max_repeated_ngrams: float = option(1.0, "share of runs of 10 words that were there before, at most")
+    min_script: Share = option(0.5, "share of the letters that must be of these scripts")
+    max_repeated_lines: Share = option(1.0, "share of lines that were there before in the document, at most")
+    max_repeated_ngrams: Share = option(1.0, "share of runs of 10 words that were there before, at most")
     classifier: Path | None = option(None, "Python file with a function score(text)")
     min_score: float = option(0.0, "score at least")
 
@@ -109,7 +106,7 @@ class FilterConfig(Common):
 class ToMindRecordConfig:
     tokens: Path = argument("folder of token files")
     out: Path = argument("MindRecord file to write")
-    seq_len: int = option(1024, "tokens of a sequence; a record has one more")
+    seq_len: Count = option(1024, "tokens of a sequence; a record has one more")
     column: str = option(COLUMN, "name of the column")
 
 
@@ -129,11 +126,8 @@ def run_tokenize(config: TokenizeConfig) -> dict[str, Any]:
 
 def fill_in_the_middle(config: TokenizeConfig) -> FillInTheMiddle | None:
     """Raises:
-    ConfigError: rates that are no shares, or tokens that are none.
+    ConfigError: tokens that are none.
     """
-    for name in ("fim_rate", "fim_spm_rate"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is a share from 0 to 1, got {getattr(config, name)}")
     if not config.fim_rate:
         return None
     if len(set(config.fim_tokens)) != 3:
@@ -143,18 +137,11 @@ def fill_in_the_middle(config: TokenizeConfig) -> FillInTheMiddle | None:
 
 
 def run_dedup(config: DedupConfig) -> dict[str, Any]:
-    if not 0 < config.threshold <= 1:
-        raise ConfigError(f"--threshold is a similarity above 0 and up to 1, got {config.threshold}")
-    if config.shingle < 1:
-        raise ConfigError(f"--shingle must be at least 1, got {config.shingle}")
     return dedup(config.source(), config.out, MinHash(config.threshold, config.shingle, config.seed), config.workers)
 
 
 def run_decontaminate(config: DecontaminateConfig) -> dict[str, Any]:
     settings = Settings(config.ngram, config.margin, config.min_piece, config.max_pieces)
-    for name, value in vars(settings).items():
-        if value < (1 if name in ("ngram", "max_pieces") else 0):
-            raise ConfigError(f"--{name.replace('_', '-')} is too small: {value}")
     short = read_evaluation(config.evaluation, config.evaluation_keys, config.ngram).num_short  # mistakes come first
     source = config.source()
     make_work = partial(make_decontaminator, source, config.evaluation, config.evaluation_keys, settings)
@@ -204,7 +191,9 @@ def main() -> None:
     if command not in COMMANDS:
         raise ConfigError(f"{command} is unknown{did_you_mean(command, COMMANDS)}; known: {', '.join(COMMANDS)}")
     kind, work = COMMANDS[command]
-    report = work(parse_args(kind, f"tools/preprocess.py {command}\n\n{__doc__}", sys.argv[2:]))
+    config = parse_args(kind, f"tools/preprocess.py {command}\n\n{__doc__}", sys.argv[2:])
+    check_numbers(config)
+    report = work(config)
     if report is not None:
         print(json.dumps(report, indent=1, ensure_ascii=False))
 

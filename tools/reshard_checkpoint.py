@@ -9,19 +9,21 @@ for a mesh only spare its ranks reading other ranks' parts. Memory: the largest 
 """
 
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mindloom.checkpoint.io import config_from
+from mindloom.checkpoint.contents import check_contents, model_of
 from mindloom.checkpoint.manifest import read_manifest
 from mindloom.checkpoint.reshard import Cut, find_checkpoint, reshard
 from mindloom.checkpoint.sharded import damage, file_name
 from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError, run_tool
 from mindloom.model_config import DecoderConfig
+from mindloom.processes import end_with_parent
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.checks import model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
@@ -43,12 +45,11 @@ def cuts_for(strategy: Strategy, source: Path) -> dict[str, list[Cut]]:
     if strategy.mesh.size == 1:
         whole = {name: tuple(slice(0, length) for length in e.shape) for name, e in manifest.tensors.items()}
         return {name: [(file_name(0), slices)] for name, slices in whole.items()}
-    family = str(manifest.model["family"])
-    model = config_from({k: v for k, v in manifest.model.items() if k != "family"}, str(source))
+    family, model = model_of(manifest, source)
     if problems := model_problems(strategy, model):
         raise ConfigError(problems)
     # MindSpore takes 400 MB: a process of its own gives them back.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent, (os.getpid(),)) as pool:
         parts = pool.submit(_foreseen_parts, family, model, strategy).result()
     weights = {name: name.removeprefix("adam_m.").removeprefix("adam_v.") for name in manifest.tensors}
     return {name: [(file_name(rank), slices) for rank, slices in parts[weights[name]]] for name in manifest.tensors}
@@ -64,6 +65,7 @@ def main() -> int:
     if bool(config.strategy) == config.full:
         raise ConfigError("give either --strategy FILE or --full")
     source = find_checkpoint(config.input)
+    check_contents(read_manifest(source), source)
     strategy = load_strategy(config.strategy) if config.strategy else SINGLE_DEVICE
     described = {**asdict(strategy.mesh), "file": str(config.strategy or "")}
     manifest = reshard(source, config.output, cuts_for(strategy, source), described)

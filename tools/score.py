@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from mindloom.checkpoint.io import load_config
-from mindloom.cli import option, parse_args
+from mindloom.cli import check_numbers, option, parse_args
 from mindloom.errors import ConfigError, run_tool
 from mindloom.family import family_module
 from mindloom.files import write_atomically
+from mindloom.numbers import Natural
 from mindloom.runtime.environment import launched_processes, prepare_environment
 from mindloom.strategy.checks import batch_problems, launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE
@@ -31,7 +32,7 @@ class ScoreConfig:
     checkpoint: Path = option(..., "checkpoint folder")
     ids: Path = option(..., "NumPy file of token ids, (B, N)")
     logits_out: Path | None = option(None, "NumPy file to write the logits to, (B, T, V)")
-    eod_id: int | None = option(None, "end-of-document id after which attention and positions start anew")
+    eod_id: Natural | None = option(None, "end-of-document id after which attention and positions start anew")
     strategy: Path | None = option(None, "strategy file; without one, one device")
 
 
@@ -53,6 +54,7 @@ def read_ids(path: Path, vocab_size: int, seq_len: int) -> Any:
 
 def main() -> int:
     config = parse_args(ScoreConfig, __doc__)
+    check_numbers(config)
     family, model = load_config(config.checkpoint)
     family_module(family, "config")
     ids = read_ids(config.ids, model.vocab_size, model.seq_len)

@@ -11,6 +11,7 @@ from importlib import import_module
 
 from mindloom.cli import parse_args
 from mindloom.errors import run_tool
+from mindloom.locks import one_writer
 from mindloom.runtime.environment import launched_processes, prepare_environment
 from mindloom.runtime.launch import STOPPED, launch
 from mindloom.train.config import TrainConfig, check
@@ -22,7 +23,8 @@ def main() -> int:
     if config.launch:
         arguments = [argument for argument in sys.argv[1:] if argument != "--launch"]
         mesh = run.strategy.mesh
-        return launch(__file__, arguments, mesh.size, config.output_dir / "logs", mesh.first_rank_of_last_stage)
+        with one_writer(config.output_dir):  # for all its processes
+            return launch(__file__, arguments, mesh.size, config.output_dir / "logs", mesh.first_rank_of_last_stage)
     prepare_environment()
     train = import_module("mindloom.train.trainer").train  # loads MindSpore, which the checks above do without
     return 0 if train(run) else STOPPED

@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mindloom.cli import argument, option, parse_args
+from mindloom.cli import argument, check_numbers, option, parse_args
 from mindloom.errors import ConfigError, run_tool
 from mindloom.family import size_config
 from mindloom.files import write_text_atomically
+from mindloom.numbers import Count
+from mindloom.planner.search import Devices
 from mindloom.strategy.config import SINGLE_DEVICE
 from mindloom.strategy.dialects import Settings, Translation, translate
 
@@ -33,12 +35,12 @@ class TranslateConfig:
         None, "dialect of the input; found out without this"
     )
     out: Path | None = option(None, "file to write; without it the text goes to stdout")
-    devices: int | None = option(None, "devices of the job, where the input does not say its data parallel degree")
+    devices: Devices | None = option(None, "devices of the job, where the input does not say its data parallel degree")
     model: str | None = option(None, "model family, where --num-layers is that of a size")
     size: str | None = option(None, "one of the family's sizes")
-    num_layers: int | None = option(None, "layers of the model, where stages are counted from it")
-    batch_size: int | None = option(None, "sequences of one step over all devices, where a strategy does not say it")
-    seq_len: int | None = option(None, "tokens of a sequence")
+    num_layers: Count | None = option(None, "layers of the model, where stages are counted from it")
+    batch_size: Count | None = option(None, "sequences of one step over all devices, where a strategy does not say it")
+    seq_len: Count | None = option(None, "tokens of a sequence")
     rules: Path = option(RULES, "rules file that a strategy of ours names")
     json: bool = option(False, "the report as JSON on stdout")
     strict: bool = option(False, "exit code 1 where anything is approximated, not expressible or unknown")
@@ -46,6 +48,7 @@ class TranslateConfig:
 
 def main() -> int:
     config = parse_args(TranslateConfig, __doc__)
+    check_numbers(config)
     if config.out and config.out.exists():
         raise ConfigError(f"{config.out}: is there already; remove it or give another name")
     if config.json and not config.out:

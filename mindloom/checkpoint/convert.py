@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from mindloom.checkpoint.io import load_weights
 from mindloom.errors import ConfigError
 from mindloom.files import write_atomically
 from mindloom.naming import Name
+from mindloom.scratch import scratch_folder
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -64,14 +64,14 @@ def read_rank_files(folder: Path, layouts: Path) -> Tensors:
         raise ConfigError(f"{folder}: holds no rank_0/*.ckpt, rank_1/*.ckpt, ...")
     if not layouts.exists():
         raise ConfigError(f"{layouts}: there is no such file")
-    with tempfile.TemporaryDirectory(prefix="mindloom-") as name:
+    with scratch_folder() as scratch:
         try:
             if layouts.is_dir():
-                merged = Path(name) / "merged.ckpt"
+                merged = scratch / "merged.ckpt"
                 ms.merge_pipeline_strategys(str(layouts), str(merged))
                 layouts = merged
-            ms.transform_checkpoints(str(folder), f"{name}/whole", "whole", str(layouts), None)
-            (whole,) = Path(name).glob("whole/rank_0/*.ckpt")
+            ms.transform_checkpoints(str(folder), f"{scratch}/whole", "whole", str(layouts), None)
+            (whole,) = scratch.glob("whole/rank_0/*.ckpt")
         except Exception as error:  # of many kinds: MindSpore checks little before it computes
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(f"{folder}: MindSpore cannot put these files together: {lines[0]}") from None

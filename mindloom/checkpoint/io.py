@@ -4,7 +4,6 @@ the tokenizer."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -19,7 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
-from mindloom.model_config import DecoderConfig, override, read_json_object
+from mindloom.family import FAMILIES
+from mindloom.model_config import DecoderConfig
+from mindloom.reader import fields_from, read_json
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
@@ -37,15 +38,19 @@ def save_checkpoint(
     partial.mkdir(parents=True)
     try:
         save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, partial / WEIGHTS)
-        (partial / CONFIG).write_text(
-            json.dumps({"family": family, "model_type": family, **config.to_dict()}, indent=2) + "\n", encoding="utf-8"
-        )
+        write_config(partial, family, config)
         if tokenizer:
             tokenizer.save(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_config(folder: Path, family: str, config: DecoderConfig) -> None:
+    """Write a model folder's config.json; `model_type` is the family once more, for the Auto classes of MindFormers."""
+    values = {"family": family, "model_type": family, **config.to_dict()}
+    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def load_config(folder: Path) -> tuple[str, DecoderConfig]:
@@ -56,23 +61,12 @@ def load_config(folder: Path) -> tuple[str, DecoderConfig]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such checkpoint folder")
-    values = read_json_object(folder / CONFIG)
-    family = str(values.pop("family", ""))
-    values.pop("model_type", None)  # the family once more, for the Auto classes of MindFormers
-    return family, config_from(values, str(folder / CONFIG))
-
-
-def config_from(values: dict[str, Any], source: str) -> DecoderConfig:
-    """A configuration from its fields alone.
-
-    Raises:
-        ConfigError: a field without default is missing, unknown or wrong.
-    """
-    required = [f.name for f in dataclasses.fields(DecoderConfig) if f.default is dataclasses.MISSING]
-    if missing := [name for name in required if name not in values]:
-        raise ConfigError(f"{source}: {', '.join(missing)} missing")
-    smallest = DecoderConfig(vocab_size=2**40, hidden_size=1, num_layers=1, num_heads=1)
-    return override(smallest, values, source)
+    document = read_json(folder / CONFIG)
+    document.value = {name: value for name, value in document.mapping.items() if name != "model_type"}
+    family = document.value.pop("family", "")
+    if family not in FAMILIES:
+        raise ConfigError(f"{document.at(('family',))}: family is {family!r}; known: {', '.join(FAMILIES)}")
+    return family, fields_from(DecoderConfig, document)
 
 
 def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
@@ -95,11 +89,12 @@ def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
 def _weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).exists():
         return [folder / WEIGHTS]
-    index = read_json_object(folder / INDEX)
-    try:
-        return [folder / name for name in sorted(set(index["weight_map"].values()))]
-    except (KeyError, AttributeError, TypeError):
-        raise ConfigError(f"{folder / INDEX}: no `weight_map` that says which file holds which tensor") from None
+    names = read_json(folder / INDEX).mapping.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"{folder / INDEX}: no `weight_map` that says which file holds which tensor")
+    if outside := [name for name in names.values() if Path(name).name != name or name.startswith(".")]:
+        raise ConfigError(f"{folder / INDEX}: {outside[0]!r} is no file of this folder")
+    return [folder / name for name in sorted(set(names.values()))]
 
 
 def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mindloom.checkpoint.content_hash import MASK, content_hash
-from mindloom.checkpoint.io import CONFIG, INDEX, WEIGHTS
+from mindloom.checkpoint.contents import MOMENTS, model_of
+from mindloom.checkpoint.io import INDEX, WEIGHTS, write_config
 from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, checkpoints, read_manifest
 from mindloom.checkpoint.sharded import Reader, publish
 from mindloom.checkpoint.stream import Described, write_tensor_by_tensor
@@ -22,7 +23,6 @@ from mindloom.errors import ConfigError
 
 Cut = tuple[str, tuple[slice, ...]]
 """A file, and the part of a tensor that goes there."""
-MOMENTS = ("adam_m.", "adam_v.")
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -63,7 +63,7 @@ def reshard(source: Path, target: Path, cuts: Mapping[str, Sequence[Cut]], strat
         files = {file: (partial / file).stat().st_size for file in sorted(by_file)}
         new = replace(manifest, tensors=tensors, files=files, strategy=dict(strategy))
         new.write(partial)
-        publish(partial, target)
+        _publish_new(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return new
@@ -92,14 +92,21 @@ def export(source: Path, target: Path, max_shard_bytes: int) -> int:
             total = sum(tensor.num_bytes for tensor in described.values())
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
             (partial / INDEX).write_text(text + "\n", encoding="utf-8")
-        (partial / CONFIG).write_text(json.dumps(manifest.model, indent=2) + "\n", encoding="utf-8")
+        write_config(partial, *model_of(manifest, source))
         for path in source.iterdir():
             if path.is_file() and path.name not in (*manifest.files, MANIFEST):
                 shutil.copy(path, partial)
-        publish(partial, target)
+        _publish_new(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sum(tensor.num_bytes for tensor in described.values())
+
+
+def _publish_new(partial: Path, target: Path) -> None:
+    """Give a folder its name, unless another process was faster."""
+    if target.exists():
+        raise ConfigError(f"{target}: exists; choose another name")
+    publish(partial, target)
 
 
 def _new_folder(target: Path) -> Path:

@@ -21,6 +21,7 @@ from mindloom.checkpoint.manifest import FOLDER, LATEST, Manifest, Part, TensorE
 from mindloom.checkpoint.stream import Described, write_tensor_by_tensor
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
+from mindloom.reader import read_json
 
 WAIT_S = 1800.0
 MAPPED_BYTES = 64 << 20
@@ -70,7 +71,7 @@ def finish(partial: Path, root: Path, num_ranks: int, step: int, about: Mapping[
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {rank} did not write its part of the checkpoint to {partial}")
             time.sleep(0.01)
-    entries = [json.loads(index.read_text(encoding="utf-8")) for index in indices]
+    entries = [read_json(index).mapping for index in indices]
     files = {path.name: path.stat().st_size for path in sorted(partial.glob("*.safetensors"))}
     Manifest(step=step, tensors=_join(entries), files=files, **about).write(partial)
     for index in indices:

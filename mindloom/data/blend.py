@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mindloom.data.token_file import TokenFile
-from mindloom.errors import ConfigError, did_you_mean
+from mindloom.errors import ConfigError
+from mindloom.numbers import Positive
+from mindloom.reader import Keys, Reader, read_yaml
 
 KEYS, DATASET_KEYS = ("datasets", "temperature"), ("path", "weight")
 BLENDS = (".yaml", ".yml")
@@ -83,40 +83,28 @@ def short_datasets(parts: Sequence[Part], seq_len: int) -> list[str]:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], float | None]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        raise ConfigError(
-            f"{path}{f':{mark.line + 1}' if mark else ''}: not YAML: {getattr(error, 'problem', error)}"
-        ) from None
-    if not isinstance(values, dict) or not isinstance(values.get("datasets"), list) or not values["datasets"]:
-        raise ConfigError(f"{path}: needs `datasets`, a list of path and weight")
-    problems = [f"{path}: {key} is unknown{did_you_mean(str(key), KEYS)}" for key in values if key not in KEYS]
-    temperature = values.get("temperature")
-    if temperature is not None and not _is_positive(temperature):
-        problems.append(f"{path}: temperature must be a number above 0, got {temperature!r}")
-    for number, entry in enumerate(values["datasets"]):
-        at = f"{path}: datasets[{number}]"
+    document = read_yaml(path)
+    reader, values = Reader(document), document.mapping
+    given = reader.known(values, (), KEYS)
+    datasets, temperature = given.get("datasets"), given.get("temperature")
+    if not isinstance(datasets, list) or not datasets:
+        raise ConfigError([*reader.problems, f"{path}: needs `datasets`, a list of path and weight"])
+    if temperature is not None:
+        reader.value(temperature, Positive, ("temperature",))
+    for number, entry in enumerate(datasets):
+        keys: Keys = ("datasets", number)
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
-            problems.append(f"{at} needs a path")
+            reader.problem(keys, f"datasets[{number}] needs a path")
             continue
-        problems += [
-            f"{at}.{key} is unknown{did_you_mean(str(key), DATASET_KEYS)}" for key in entry if key not in DATASET_KEYS
-        ]
-        weight = entry.get("weight")
-        if temperature is not None and weight is not None:
-            problems.append(f"{at} has a weight, and temperature is set: choose one")
-        elif temperature is None and not _is_positive(weight):
-            problems.append(f"{at}.weight must be a number above 0, got {weight!r}")
-    paths = [entry["path"] for entry in values["datasets"] if isinstance(entry, dict) and "path" in entry]
-    problems += [f"{path}: {name} is named twice" for name in dict.fromkeys(paths) if paths.count(name) > 1]
-    if problems:
-        raise ConfigError(problems)
-    return values["datasets"], temperature
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+        weight = reader.known(entry, keys, DATASET_KEYS).get("weight")
+        if temperature is None:
+            reader.value(weight, Positive, (*keys, "weight"))
+        elif weight is not None:
+            reader.problem((*keys, "weight"), f"datasets[{number}] has a weight, and temperature is set: choose one")
+    paths = [entry["path"] for entry in datasets if isinstance(entry, dict) and "path" in entry]
+    for name in dict.fromkeys(paths):
+        if paths.count(name) > 1:
+            reader.problem((), f"{name} is named twice")
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return datasets, temperature

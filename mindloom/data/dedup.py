@@ -28,6 +28,7 @@ from mindloom.data.rewrite import check_outputs, complete_or_absent, to_line
 from mindloom.data.sources import LINES, Batch, Source
 from mindloom.data.workers import ordered_map
 from mindloom.errors import ConfigError
+from mindloom.locks import one_writer
 from mindloom.log import milestone
 
 SMALL_BUCKET = 16
@@ -79,7 +80,7 @@ def dedup(source: Source, out: Path, minhash: MinHash, workers: int) -> dict[str
     source.files()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".dedup-", dir=out) as folder:
+        with one_writer(out), tempfile.TemporaryDirectory(prefix=".dedup-", dir=out) as folder:
             corpus = _sign(source, Path(folder), minhash, workers)
             groups = _group(corpus, minhash, workers)
             removed = _write(source, outputs, pairs_file, corpus, groups)

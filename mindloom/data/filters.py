@@ -64,9 +64,6 @@ class Rules:
             for s in self.scripts
             if s not in SCRIPTS
         ]
-        for name in ("min_letters", "min_script", "max_repeated_lines", "max_repeated_ngrams"):
-            if not 0 <= getattr(self, name) <= 1:
-                problems.append(f"--{name.replace('_', '-')} is a share from 0 to 1, got {getattr(self, name)}")
         if self.max_chars and self.max_chars < self.min_chars:
             problems.append(f"--max-chars {self.max_chars} is below --min-chars {self.min_chars}")
         if self.min_score and not self.classifier:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from mindloom.data.sources import LINES, Batch, Document, Source
 from mindloom.data.workers import ordered_map
 from mindloom.errors import ConfigError
+from mindloom.locks import one_writer
 
 SHOWN_PROBLEMS = 20
 
@@ -47,7 +48,12 @@ def rewrite(
     """
     check_outputs(out, notes)
     total = Rewritten()
-    with complete_or_absent(out) as write, complete_or_absent(notes) as note, ExitStack() as stack:
+    with (
+        one_writer(out, is_folder=False),
+        complete_or_absent(out) as write,
+        complete_or_absent(notes) as note,
+        ExitStack() as stack,
+    ):
         results = ordered_map(make_work, source.batches(all_fields=True), workers)
         stack.callback(results.close)  # type: ignore[attr-defined]
         for done in tqdm(results, unit="MB", disable=None):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from mindloom.errors import ConfigError
+from mindloom.reader import parse_json
 
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 TABLES = (".parquet",)
@@ -203,12 +204,7 @@ def parse(raw: Raw, key: str) -> Document:
         raise ConfigError(f"{path}:{number}: not UTF-8 text ({error.reason}); convert the file to UTF-8") from None
     if not raw.is_json:
         return Document(raw.place, text, {})
-    try:
-        record = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{raw.place}: not JSON: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{raw.place}: not JSON that can be read: nested too deeply") from None
+    record = parse_json(text, raw.place, finite=False)
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise ConfigError(f"{raw.place}: no `{key}` field with a string; found: {keys}")

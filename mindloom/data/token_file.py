@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.errors import ConfigError
+from mindloom.numbers import Amount, Count, Natural
+from mindloom.reader import fields_from, read_json
 
 TOKENS, ENDS, INFO = "tokens.bin", "ends.bin", "dataset.json"
 VERSION = 1
@@ -32,16 +34,16 @@ class TokenFileInfo:
     version: int
     dtype: str
     """uint16 or uint32."""
-    num_tokens: int
-    num_documents: int
+    num_tokens: Amount
+    num_documents: Amount
     content: str
     """A hash of the tokens and where documents end."""
     family: str
     tokenizer: str
     """Hash of the tokenizer's files."""
-    vocab_size: int
-    eod_id: int
-    record_length: int | None = None
+    vocab_size: Count
+    eod_id: Natural
+    record_length: Count | None = None
     """Tokens were cut into records of this length elsewhere; None: one stream."""
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -104,10 +106,11 @@ def read_info(folder: Path) -> TokenFileInfo:
         partial = " (unfinished: run the same command again)" if partial_folder(folder).exists() else ""
         raise ConfigError(f"{folder}: no token files there{partial}; make them with tools/preprocess.py tokenize")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        info = TokenFileInfo(**values)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be understood: {error}; tokenize again") from None
+        info = fields_from(TokenFileInfo, read_json(path))
+    except ConfigError as error:
+        raise ConfigError([*error.problems, f"{path}: cannot be understood; tokenize again"]) from None
+    if info.dtype not in ("uint16", "uint32"):
+        raise ConfigError(f"{path}: dtype {info.dtype}; tokens are uint16 or uint32; tokenize again")
     if info.version != VERSION:
         raise ConfigError(f"{path}: version {info.version}; this program reads version {VERSION}; tokenize again")
     return info

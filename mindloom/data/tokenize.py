@@ -37,7 +37,9 @@ from mindloom.data.workers import WorkersLostError, ordered_map
 from mindloom.errors import ConfigError
 from mindloom.family import family_module
 from mindloom.files import write_text_atomically
+from mindloom.locks import one_writer
 from mindloom.log import milestone
+from mindloom.reader import fields_from, read_json
 
 PROGRESS = "progress.json"
 SAVE_SECONDS = 2.0
@@ -109,9 +111,16 @@ def tokenize(job: Job, out: Path, workers: int, show_progress: bool = True) -> d
     if out.exists():
         raise ConfigError(f"{out}: is there already; remove it or give another name")
     files = job.source.files()
+    folder = partial_folder(out)
+    with one_writer(out, is_folder=False):
+        return _tokenize(job, out, folder, files, workers, show_progress)
+
+
+def _tokenize(
+    job: Job, out: Path, folder: Path, files: list[Path], workers: int, show_progress: bool
+) -> dict[str, Any]:
     tokenizer = _load(job)
     dtype = token_dtype(tokenizer.vocab_size)
-    folder = partial_folder(out)
     try:
         progress = _started_before(folder, _fingerprint(job, files))
         begin = time.perf_counter()
@@ -158,9 +167,9 @@ def _started_before(folder: Path, fingerprint: str) -> Progress:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / PROGRESS
     if path.exists():
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["fingerprint"] == fingerprint:
-            progress = Progress(**{**values, "skipped": Counter(values["skipped"])})
+        progress = fields_from(Progress, read_json(path))
+        progress.skipped = Counter(progress.skipped)
+        if progress.fingerprint == fingerprint:
             milestone(f"going on after {progress.num_documents:,} documents, {progress.num_tokens:,} tokens")
             return progress
         milestone(f"{folder}: begun with other files or settings; starting anew")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from collections import deque
@@ -14,10 +13,10 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from mindloom.errors import ConfigError
+from mindloom.processes import end_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-PR_SET_PDEATHSIG = 1
 _work: Callable[[Any], Any] | None = None
 
 
@@ -56,10 +55,7 @@ def ordered_map(
 
 def _start(make_work: Callable[[], Callable[[Any], Any]], parent: int) -> None:
     global _work
-    if hasattr(ctypes.CDLL(None), "prctl"):  # Linux: no worker outlives its parent, however that ends
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells
     _work = make_work()
 

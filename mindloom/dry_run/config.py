@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindloom.cli import option
-from mindloom.errors import ConfigError
+from mindloom.errors import ConfigError, Problems
 from mindloom.family import size_config
-from mindloom.model_config import ComputeDtype, DecoderConfig, override, read_json_object
+from mindloom.model_config import ComputeDtype, DecoderConfig
+from mindloom.numbers import Count, Positive, number_problems
 from mindloom.planner.own_engine import num_microbatches
+from mindloom.reader import fields_from, read_json
 from mindloom.strategy.checks import batch_problems, model_problems
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy
@@ -26,15 +28,15 @@ class DryRunConfig:
     config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
     strategy: Path = option(..., "strategy file")
     ranks: str = option("0,last", "ranks to compile, for example 0,37,last, or all")
-    batch_size: int | None = option(
+    batch_size: Count | None = option(
         None, "sequences of one step, over all devices; one a microbatch and replica without this"
     )
-    accumulate: int = option(1, "parts a step's batch is cut into without a pipeline, as tools/train.py's")
+    accumulate: Count = option(1, "parts a step's batch is cut into without a pipeline, as tools/train.py's")
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
-    seq_len: int | None = option(None, "tokens of a sequence; the model's longest context without this")
+    seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
     inference: bool = option(False, "the graph that reads a prompt instead of a training step")
-    memory_gb: float | None = option(None, "memory of a device, for a verdict")
-    jobs: int = option(1, "ranks to compile at the same time, a process each")
+    memory_gb: Positive | None = option(None, "memory of a device, for a verdict")
+    jobs: Count = option(1, "ranks to compile at the same time, a process each")
     json: bool = option(False, "JSON on stdout instead of the report")
     html: Path | None = option(None, "also write the report as one HTML file")
 
@@ -70,37 +72,33 @@ def check(config: DryRunConfig) -> DryRun:
     Raises:
         ConfigError: all problems at once.
     """
-    model = size_config(config.model, config.size)
-    if config.config:
-        model = override(model, read_json_object(config.config), str(config.config))
-    if config.compute_dtype:
-        model = dataclasses.replace(model, compute_dtype=config.compute_dtype)
-    strategy = load_strategy(config.strategy, for_inference=config.inference)
-    microbatches = 1 if config.inference else num_microbatches(strategy, max(config.accumulate, 1))
-    batch = strategy.mesh.dp * microbatches if config.batch_size is None else config.batch_size
-    seq_len = model.seq_len if config.seq_len is None else config.seq_len
-    problems = model_problems(strategy, model)
-    if batch < 1:
-        problems.append(f"--batch-size must be at least 1, got {batch}")
-    elif config.accumulate > 0:
-        problems += batch_problems(strategy, batch, seq_len, config.accumulate, training=not config.inference)
-    if not 1 <= seq_len <= model.seq_len:
-        problems.append(f"--seq-len {seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
-    for name in ("jobs", "accumulate"):
-        if getattr(config, name) < 1:
-            problems.append(f"--{name} must be at least 1, got {getattr(config, name)}")
+    problems = Problems(number_problems(config))
+    model = problems.of(_model_config, config)
+    strategy = problems.of(load_strategy, config.strategy, config.inference)
     if config.html and (config.html.is_dir() or not config.html.resolve().parent.is_dir()):
         problems.append(f"--html {config.html}: no file can be written there; name one in a folder that exists")
-    if config.memory_gb is not None and config.memory_gb <= 0:
-        problems.append(f"--memory-gb must be positive, got {config.memory_gb}")
-    ranks: list[int] = []
-    try:
-        ranks = parse_ranks(config.ranks, strategy.mesh.size)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    ranks = problems.of(parse_ranks, config.ranks, strategy.mesh.size) if strategy else None
+    if model and config.seq_len and config.seq_len > model.seq_len:
+        problems.append(f"--seq-len {config.seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
+    if not model or not strategy:
+        problems.tell()
+    assert model and strategy
+    problems += model_problems(strategy, model)
+    microbatches = 1 if config.inference else num_microbatches(strategy, config.accumulate)
+    batch = strategy.mesh.dp * microbatches if config.batch_size is None else config.batch_size
+    seq_len = model.seq_len if config.seq_len is None else config.seq_len
+    if batch > 0 and config.accumulate > 0:
+        problems += batch_problems(strategy, batch, seq_len, config.accumulate, training=not config.inference)
+    problems.tell()
+    assert ranks
     return DryRun(config, model, strategy, ranks, batch, seq_len)
+
+
+def _model_config(config: DryRunConfig) -> DecoderConfig:
+    model = size_config(config.model, config.size)
+    if config.config:
+        model = fields_from(DecoderConfig, read_json(config.config), model)
+    return dataclasses.replace(model, compute_dtype=config.compute_dtype) if config.compute_dtype else model
 
 
 def parse_ranks(text: str, size: int) -> list[int]:

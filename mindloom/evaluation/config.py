@@ -7,17 +7,21 @@ import gzip
 import json
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mindloom.cli import option
 from mindloom.errors import ConfigError, did_you_mean
 from mindloom.evaluation.programs import NAMES, Problem, generation_prompt, translation_prompt
 from mindloom.evaluation.sandbox import check_isolation
+from mindloom.files import unwritable
 from mindloom.inference import config as inference
 from mindloom.inference.config import GenerateConfig, Job
 from mindloom.inference.sampling import SamplingConfig
 from mindloom.inference.stopping import Ending
+from mindloom.numbers import Bounds, Count, Positive, number_problems
+from mindloom.reader import parse_json, read_json
 
+Megabytes = Annotated[int, Bounds(64, 1 << 20)]
 SETTINGS_FILE, SAMPLES_FILE, RESULTS_FILE, SUMMARY_FILE = (
     "settings.json",
     "samples.jsonl",
@@ -43,19 +47,19 @@ class EvaluateConfig(SamplingConfig):
     checkpoint: Path | None = option(None, "checkpoint folder; without it, the samples in --output-dir are judged")
     canonical: bool = option(False, "judge the benchmark's own solutions instead of a model's")
     translate_from: str | None = option(None, "give the solution in this language and ask for a translation")
-    num_samples: int = option(1, "samples of each problem")
-    k: tuple[int, ...] = option((1, 10, 100), "report pass@k for these, where there are as many samples")
-    max_problems: int | None = option(None, "only so many problems of each language")
-    max_new_tokens: int = option(1024, "tokens of a sample at most; fewer where the context ends")
+    num_samples: Count = option(1, "samples of each problem")
+    k: tuple[Count, ...] = option((1, 10, 100), "report pass@k for these, where there are as many samples")
+    max_problems: Count | None = option(None, "only so many problems of each language")
+    max_new_tokens: Count = option(1024, "tokens of a sample at most; fewer where the context ends")
     tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
     strategy: Path | None = option(None, "strategy file; without one, one device")
     launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
-    batch_size: int | None = option(None, "prompts worked on at once")
+    batch_size: Count | None = option(None, "prompts worked on at once")
     weights: Literal["float32", "int8"] = option("float32", "as for tools/generate.py")
     allow_execution: bool = option(False, "run the programs, isolated; without it samples are only written")
-    workers: int | None = option(None, "programs run at once; one a core without it")
-    time_limit: float = option(10.0, "seconds a program may run")
-    memory_limit_mb: int = option(1024, "memory a program may use, all its processes together")
+    workers: Count | None = option(None, "programs run at once; one a core without it")
+    time_limit: Positive = option(10.0, "seconds a program may run")
+    memory_limit_mb: Megabytes = option(1024, "memory a program may use, all its processes together")
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,8 @@ def read_problems(data: Path, language: str) -> dict[str, Problem]:
     found: dict[str, Problem] = {}
     try:
         for number, line in enumerate(gzip.decompress(path.read_bytes()).decode().splitlines(), 1):
-            problem = json.loads(line)
-            if missing := [key for key in PROBLEM_FIELDS if key not in problem]:
+            problem = parse_json(line, f"{path}:{number}")
+            if missing := [key for key in PROBLEM_FIELDS if not isinstance(problem, dict) or key not in problem]:
                 raise ConfigError(f"{path}:{number}: no field {', '.join(missing)}")
             found[problem["task_id"]] = problem
     except (OSError, EOFError, ValueError) as error:
@@ -160,7 +164,9 @@ def _language(name: str) -> str:
 
 
 def _own_problems(config: EvaluateConfig, languages: tuple[str, ...]) -> list[str]:
-    problems = []
+    problems = list(number_problems(config))
+    if problem := unwritable(config.output_dir):
+        problems.append(f"--output-dir {problem}")
     if config.canonical and config.checkpoint:
         problems.append("--canonical judges the benchmark's own solutions; leave out --checkpoint")
     if config.canonical and not config.allow_execution:
@@ -171,18 +177,6 @@ def _own_problems(config: EvaluateConfig, languages: tuple[str, ...]) -> list[st
         problems.append(f"--translate-from {config.translate_from} is one of the languages to write")
     if config.num_samples > 1 and config.temperature == 0:
         problems.append(f"--num-samples {config.num_samples} at temperature 0 are all the same; set --temperature")
-    for name, value, least in (
-        ("num-samples", config.num_samples, 1),
-        ("max-new-tokens", config.max_new_tokens, 1),
-        ("max-problems", config.max_problems, 1),
-        ("workers", config.workers, 1),
-        ("memory-limit-mb", config.memory_limit_mb, 64),
-        ("k", min(config.k), 1),
-    ):
-        if value is not None and value < least:
-            problems.append(f"--{name} must be at least {least}, got {value}")
-    if not 0 < config.time_limit < float("inf"):
-        problems.append(f"--time-limit must be above 0, got {config.time_limit}")
     return problems
 
 
@@ -222,7 +216,7 @@ def _check_settings(evaluation: Evaluation) -> None:
     path = evaluation.folder / SETTINGS_FILE
     if not path.exists():
         return
-    old, new = json.loads(path.read_text(encoding="utf-8")), evaluation.settings()
+    old, new = read_json(path).mapping, evaluation.settings()
     changed = [f"{name} was {old.get(name)}, is {value}" for name, value in new.items() if old.get(name) != value]
     if changed:
         raise ConfigError(f"{path}: the samples there were made otherwise: {'; '.join(changed)}; use another folder")

@@ -15,6 +15,7 @@ from mindloom.files import write_text_atomically
 from mindloom.inference.session import Completion
 from mindloom.inference.terminal import open_session
 from mindloom.log import milestone
+from mindloom.reader import parse_json
 from mindloom.runtime.engine import Engine
 
 Sample = dict[str, Any]
@@ -26,7 +27,7 @@ def read_samples(path: Path) -> list[Sample]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    return [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines[:-1], 1)]
 
 
 def make_samples(evaluation: Evaluation) -> Engine:

@@ -13,12 +13,13 @@ from mindloom.checkpoint.io import load_config
 from mindloom.cli import option
 from mindloom.data.documents import decode_text, json_lines
 from mindloom.data.tokenizer import Tokenizer, load_tokenizer
-from mindloom.errors import ConfigError, did_you_mean
+from mindloom.errors import ConfigError, Problems, did_you_mean
 from mindloom.family import family_module
 from mindloom.inference.cache import num_slots_for
 from mindloom.inference.sampling import SamplingConfig
 from mindloom.inference.stopping import Ending, at_closed_brace, at_dedent
 from mindloom.model_config import DecoderConfig
+from mindloom.numbers import Count, Natural
 from mindloom.strategy.checks import launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
 from mindloom.strategy.loader import load_strategy
@@ -37,16 +38,16 @@ class GenerateConfig(SamplingConfig):
         "texts to continue: one a line, or .jsonl with a `prompt` field; without either, standard input is one text",
     )
     interactive: bool = option(False, "ask for one text after another (one device only)")
-    max_new_tokens: int = option(64, "tokens to generate at most")
+    max_new_tokens: Count = option(64, "tokens to generate at most")
     stop: tuple[str, ...] = option((), "texts that end the output; not part of it")
     language: str | None = option(
         None, "name the programming language to the model, and stop where the function that the prompt began ends"
     )
-    stop_ids: tuple[int, ...] = option((), "tokens that end the output, besides end-of-document")
+    stop_ids: tuple[Natural, ...] = option((), "tokens that end the output, besides end-of-document")
     tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
     strategy: Path | None = option(None, "strategy file; without one, one device")
     launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
-    batch_size: int | None = option(None, f"prompts worked on at once; all, at most {MAX_ROWS}, without it")
+    batch_size: Count | None = option(None, f"prompts worked on at once; all, at most {MAX_ROWS}, without it")
     weights: Literal["float32", "int8"] = option(
         "float32", "int8: matrices take a quarter of the bytes, with one scale for each output channel"
     )
@@ -97,31 +98,35 @@ def check(config: GenerateConfig, num_processes: int | None, prompts: list[tuple
     Raises:
         ConfigError: all problems at once.
     """
-    family, model = load_config(config.checkpoint)
-    problems = [*config.problems(model.vocab_size), *_own_problems(config, model)]
-    strategy = load_strategy(config.strategy, for_inference=True) if config.strategy else SINGLE_DEVICE
-    if num_processes is not None:
-        problems += launch_problems(strategy, num_processes)
-    problems += model_problems(strategy, model)
-    own = config.checkpoint / family_module(family, "tokenizer").Tokenizer.file_name
-    tokenizer = load_tokenizer(family, config.tokenizer or own, model)
-    if config.interactive and strategy.mesh.size > 1:
-        problems.append("--interactive runs on one device; use --prompt-file with --strategy")
-    if problems:
-        raise ConfigError(problems)
-    language = find_language(config.language, family) if config.language else None
+    problems = Problems()
+    family, model = problems.of(load_config, config.checkpoint) or (None, None)
+    problems += config.problems(model.vocab_size if model else None)
+    problems += _own_problems(config, model)
+    strategy = problems.of(load_strategy, config.strategy, True) if config.strategy else SINGLE_DEVICE
+    if strategy:
+        problems += launch_problems(strategy, num_processes) if num_processes is not None else []
+        problems += model_problems(strategy, model) if model else []
+        if config.interactive and strategy.mesh.size > 1:
+            problems.append("--interactive runs on one device; use --prompt-file with --strategy")
+    tokenizer = problems.of(_tokenizer, config, family, model) if family and model else None
+    language = problems.of(find_language, config.language, family) if config.language and family else None
     named = prompts
-    if named is None:
-        named = [] if config.interactive else read_prompts(config, strategy)
-    if language:
+    if named is None and strategy:
+        named = [] if config.interactive else problems.of(read_prompts, config, strategy)
+    if language and named:
         named = [(name, language.tagged(prompt)) for name, prompt in named]
-    for name, prompt in named:
-        problems += prompt_problems(name, prompt, tokenizer, model, config.max_new_tokens)
-    if problems:
-        more = [f"and {len(problems) - 8} more prompts like these"] if len(problems) > 8 else []
-        raise ConfigError(problems[:8] + more)
+    if tokenizer and model and config.max_new_tokens > 0:
+        wrong = [p for place in named or [] for p in prompt_problems(*place, tokenizer, model, config.max_new_tokens)]
+        problems += wrong[:8] + ([f"and {len(wrong) - 8} more prompts like these"] if len(wrong) > 8 else [])
+    problems.tell()
+    assert family and model and strategy and tokenizer and named is not None
     ending = language.ending if language else None
     return Job(config, family, model, strategy, tokenizer, [prompt for _, prompt in named], ending)
+
+
+def _tokenizer(config: GenerateConfig, family: str, model: DecoderConfig) -> Tokenizer:
+    own = config.checkpoint / family_module(family, "tokenizer").Tokenizer.file_name
+    return load_tokenizer(family, config.tokenizer or own, model)
 
 
 @dataclass(frozen=True)
@@ -201,19 +206,15 @@ def prompt_problems(
     return []
 
 
-def _own_problems(config: GenerateConfig, model: DecoderConfig) -> list[str]:
+def _own_problems(config: GenerateConfig, model: DecoderConfig | None) -> list[str]:
     problems = []
     sources = [config.prompt is not None, config.prompt_file is not None, config.interactive]
     if sum(sources) > 1:
         problems.append("--prompt, --prompt-file and --interactive exclude each other")
-    if config.max_new_tokens < 1:
-        problems.append(f"--max-new-tokens must be at least 1, got {config.max_new_tokens}")
     if config.min_new_tokens > config.max_new_tokens:
         problems.append(
             f"--min-new-tokens {config.min_new_tokens} is more than --max-new-tokens {config.max_new_tokens}"
         )
-    if config.batch_size is not None and config.batch_size < 1:
-        problems.append(f"--batch-size must be at least 1, got {config.batch_size}")
     if config.interactive and config.language:
         problems.append("--interactive takes texts of one line; use --prompt or --prompt-file with --language")
     if config.interactive and config.json:
@@ -223,6 +224,6 @@ def _own_problems(config: GenerateConfig, model: DecoderConfig) -> list[str]:
     if "" in config.stop:
         problems.append("--stop: an empty text would end every output")
     for token in config.stop_ids:
-        if not 0 <= token < model.vocab_size:
+        if model and token >= model.vocab_size:
             problems.append(f"--stop-ids: {token} is outside the vocabulary of {model.vocab_size}")
     return problems

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.cli import option
+from mindloom.numbers import Natural, NotNegative, Number, Positive, Probability, Seed, number_problems
 
 Logits = NDArray[np.float64]
 
@@ -33,35 +34,25 @@ Processor = Callable[[Logits, History], Logits]
 class SamplingConfig:
     """How tokens are chosen: flags of tools/generate.py. The defaults choose the likeliest."""
 
-    temperature: float = option(0.0, "divides the logits; 0 takes the likeliest token (greedy)")
-    top_k: int = option(0, "choose among the k likeliest tokens only; 0: all")
-    top_p: float = option(1.0, "choose among the likeliest tokens that together have this probability")
-    frequency_penalty: float = option(0.0, "taken off a token's logit for each time it was generated")
-    presence_penalty: float = option(0.0, "taken off a token's logit once it was generated at all")
-    repetition_penalty: float = option(  # Source: CTRL, section 4.1
+    temperature: NotNegative = option(0.0, "divides the logits; 0 takes the likeliest token (greedy)")
+    top_k: Natural = option(0, "choose among the k likeliest tokens only; 0: all")
+    top_p: Probability = option(1.0, "choose among the likeliest tokens that together have this probability")
+    frequency_penalty: Number = option(0.0, "taken off a token's logit for each time it was generated")
+    presence_penalty: Number = option(0.0, "taken off a token's logit once it was generated at all")
+    repetition_penalty: Positive = option(  # Source: CTRL, section 4.1
         1.0, "divides positive and multiplies negative logits of all tokens of prompt and output"
     )
-    min_new_tokens: int = option(0, "no end-of-document or other stop token before as many tokens")
-    banned_tokens: tuple[int, ...] = option((), "ids that are never generated")
-    seed: int = option(0, "same seed, same samples")
+    min_new_tokens: Natural = option(0, "no end-of-document or other stop token before as many tokens")
+    banned_tokens: tuple[Natural, ...] = option((), "ids that are never generated")
+    seed: Seed = option(0, "same seed, same samples")
 
-    def problems(self, vocab_size: int) -> Iterator[str]:
-        """What is out of range, by flag."""
-        ranges = {
-            "temperature": (0 <= self.temperature < float("inf"), "at least 0 (0 is greedy)"),
-            "top-k": (self.top_k >= 0, "at least 0 (0 is off)"),
-            "top-p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "frequency-penalty": (np.isfinite(self.frequency_penalty), "a number"),
-            "presence-penalty": (np.isfinite(self.presence_penalty), "a number"),
-            "repetition-penalty": (0 < self.repetition_penalty < float("inf"), "above 0 (1 is off)"),
-            "min-new-tokens": (self.min_new_tokens >= 0, "at least 0"),
-            "seed": (0 <= self.seed < 2**64, "in 0 .. 2^64 - 1"),
-        }
-        for flag, (is_good, wanted) in ranges.items():
-            if not is_good:
-                yield f"--{flag} must be {wanted}, got {getattr(self, flag.replace('-', '_'))}"
+    def problems(self, vocab_size: int | None) -> Iterator[str]:
+        """What is out of range, by flag; None: the vocabulary is not known."""
+        yield from number_problems(self)
+        if vocab_size is None:
+            return
         for token in self.banned_tokens:
-            if not 0 <= token < vocab_size:
+            if token >= vocab_size:
                 yield f"--banned-tokens: {token} is outside the vocabulary of {vocab_size}"
         if len(set(self.banned_tokens)) >= vocab_size:
             yield "--banned-tokens leaves no token to choose"

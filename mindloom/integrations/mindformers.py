@@ -37,7 +37,8 @@ from mindloom.inference.generate import Request, generate
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
 from mindloom.inference.score import compute_logits
-from mindloom.model_config import DecoderConfig, override
+from mindloom.model_config import DecoderConfig
+from mindloom.reader import Document, fields_from
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.config import SINGLE_DEVICE
@@ -103,7 +104,7 @@ class _Config(_mindformers.PretrainedConfig):
     def __init__(self, **values: Any):
         values.pop("family", None)
         mine = {name: values.pop(name) for name in FIELDS if name in values}
-        config = override(size_config(self.family, "tiny"), mine, "config.json")
+        config = fields_from(DecoderConfig, Document("config.json", mine), size_config(self.family, "tiny"))
         for name in FIELDS:
             setattr(self, name, getattr(config, name))
         self.seq_length = config.seq_len

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mindloom.errors import ConfigError, did_you_mean
-from mindloom.planner.dimensions import checked, read_mapping
+from mindloom.numbers import Count, NotNegative, Positive
+from mindloom.reader import fields_from, read_yaml
 
 FITTED = Path(__file__).with_name("fitted.yaml")
 CHIPS = Path(__file__).with_name("chips.yaml")
@@ -20,18 +21,18 @@ CHIPS = Path(__file__).with_name("chips.yaml")
 class Efficiency:
     """What a chip makes of its data sheet; fitted on published runs by benchmarks/fit_planner.py."""
 
-    matmul: float
+    matmul: Positive
     """Share of peak FLOP/s that a large matrix product reaches."""
-    attention: float
+    attention: Positive
     """The same, for the products inside attention."""
-    memory: float
+    memory: Positive
     """Share of memory bandwidth that passes over activations reach."""
-    intra_node: float
-    inter_node: float
+    intra_node: Positive
+    inter_node: Positive
     """Share of the links' bandwidth that collectives reach."""
-    layer_overhead_us: float
+    layer_overhead_us: NotNegative
     """Launches and gaps of one layer's forward pass, whatever its size."""
-    fp8: float = 1.0
+    fp8: Positive = 1.0
     """How much faster matrix products are in fp8 than in bf16."""
 
 
@@ -41,17 +42,17 @@ class Cluster:
 
     chip: str
     """A name in mindloom/planner/fitted.yaml."""
-    peak_tflops: float
+    peak_tflops: Positive
     """Dense, fp16 or bf16."""
-    memory_gb: float
+    memory_gb: Positive
     """Of a device, in GB of 2^30 bytes."""
-    memory_gb_per_s: float
-    devices_per_node: int
-    intra_node_gb_per_s: float
-    inter_node_gb_per_s: float
-    alignment: int = 8
+    memory_gb_per_s: Positive
+    devices_per_node: Count
+    intra_node_gb_per_s: Positive
+    inter_node_gb_per_s: Positive
+    alignment: Count = 8
     """Matrix units want lengths that are multiples of this."""
-    reserved_gb: float = 2.0
+    reserved_gb: Positive = 2.0
     """Kept by the framework and the collective library on every device."""
     flash_attention: bool = False
     """Attention runs in one kernel that keeps no scores."""
@@ -75,12 +76,12 @@ class Cluster:
 @functools.cache
 def chips() -> dict[str, Any]:
     """Data sheets by name of the chip."""
-    return read_mapping(CHIPS)
+    return read_yaml(CHIPS).mapping
 
 
 @functools.cache
 def _fitted() -> dict[str, Any]:
-    return read_mapping(FITTED)
+    return read_yaml(FITTED).mapping
 
 
 def fitted_efficiency(chip: str) -> Efficiency:
@@ -109,23 +110,15 @@ def read_cluster(path: Path) -> Cluster:
     Raises:
         ConfigError: unreadable, unknown chip, a field that is unknown, wrong or not positive.
     """
-    values = read_mapping(path)
-    chip = values.pop("chip", None)
+    document = read_yaml(path)
+    given = document.mapping
+    chip = given.get("chip")
     if chip not in chips():
         raise ConfigError(
-            f"{path}: chip {chip} is not known{did_you_mean(str(chip), chips())}; known: {', '.join(chips())}"
+            f"{document.at(('chip',))}: chip {chip} is not known{did_you_mean(str(chip), chips())}; "
+            f"known: {', '.join(chips())}"
         )
-    sheet = Cluster.of_chip(chip)
-    if isinstance(values.get("efficiency"), dict):
-        merged = {**dataclasses.asdict(sheet.fitted), **values["efficiency"]}
-        values["efficiency"] = checked(Efficiency, merged, f"{path}: efficiency")
-    known = {field.name: getattr(sheet, field.name) for field in dataclasses.fields(Cluster)}
-    cluster: Cluster = checked(Cluster, {**known, **values}, str(path))
-    problems = [
-        f"{path}: {name} must be positive, got {value}"
-        for name, value in dataclasses.asdict(cluster).items()
-        if not isinstance(value, bool) and isinstance(value, int | float) and value <= 0
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return cluster
+    sheet = Cluster.of_chip(str(chip))
+    if isinstance(given.get("efficiency"), dict):
+        given["efficiency"] = {**dataclasses.asdict(sheet.fitted), **given["efficiency"]}
+    return fields_from(Cluster, document, sheet)

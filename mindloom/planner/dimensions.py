@@ -3,34 +3,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Literal
 
-import yaml
-
-from mindloom.errors import ConfigError, did_you_mean
+from mindloom.errors import ConfigError
 from mindloom.model_config import DecoderConfig
+from mindloom.numbers import Count, Natural, number_problems
+from mindloom.reader import fields_from, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
     """A decoder-only transformer. Lengths in tokens, widths in features."""
 
-    num_layers: int
+    num_layers: Count
     """All of them; PanGu's top query layer counts as one."""
-    hidden_size: int
-    num_heads: int
-    vocab_size: int
-    seq_len: int
-    num_kv_heads: int = 0
+    hidden_size: Count
+    num_heads: Count
+    vocab_size: Count
+    seq_len: Count
+    num_kv_heads: Natural = 0
     """Heads of keys and values: 0 as many as of queries, fewer GQA, one MQA."""
-    ffn_hidden_size: int = 0
+    ffn_hidden_size: Natural = 0
     """Width of the MLP; 0: four times hidden_size."""
     gated_mlp: bool = False
     """SwiGLU and its kin: three matrices instead of two."""
-    position_tables: int = 1
+    position_tables: Natural = 1
     """Learned tables of seq_len rows: 0 with RoPE or ALiBi, 2 for PanGu and CodeGeeX (positions and top queries)."""
     tied_head: bool = True
     """The head uses the word embedding's table."""
@@ -43,11 +42,7 @@ class Dimensions:
     """Attention probabilities in float32 and masks as numbers, as our own models compute them; else 2 bytes and 1."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} must be at least 1, got {getattr(self, name)}"
-            for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_len")
-            if getattr(self, name) < 1
-        ]
+        problems = list(number_problems(self, str))
         if not problems and self.hidden_size % self.num_heads:
             problems.append(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
         if not problems and self.num_heads % self.kv_heads:
@@ -132,55 +127,7 @@ def read_dimensions(path: Path) -> Dimensions:
     Raises:
         ConfigError: unreadable, an unknown or missing field, a wrong type.
     """
-    values = read_mapping(path)
-    return checked(Dimensions, values, str(path))
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        ConfigError: missing, unreadable, or not a mapping.
-    """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: names with values are expected, got {type(values).__name__}")
-    return values
-
-
-def checked(kind: Any, values: dict[str, Any], source: str) -> Any:
-    """A dataclass of simple fields from `values`.
-
-    Raises:
-        ConfigError: an unknown or missing field, a wrong type; all at once.
-    """
-    hints, problems = get_type_hints(kind), []
-    for name, value in values.items():
-        hint = hints.get(name)
-        if hint is None:
-            problems.append(f"{source}: {name} is not known here{did_you_mean(str(name), hints)}")
-        elif hint is float and isinstance(value, int) and not isinstance(value, bool):
-            continue
-        elif isinstance(hint, type) and (not isinstance(value, hint) or (hint is int and isinstance(value, bool))):
-            problems.append(f"{source}: {name} must be {hint.__name__}, got {value!r}")
-    for field in dataclasses.fields(kind):
-        if (
-            field.default is dataclasses.MISSING
-            and field.default_factory is dataclasses.MISSING
-            and field.name not in values
-        ):
-            problems.append(f"{source}: {field.name} is missing")
-    if problems:
-        raise ConfigError(problems)
-    try:
-        return kind(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {problem}" for problem in error.problems) from None
+    return fields_from(Dimensions, read_yaml(path))
 
 
 Recomputation = Literal["none", "selective", "full"]

@@ -7,15 +7,19 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from mindloom.cli import check_numbers
 from mindloom.errors import ConfigError
+from mindloom.numbers import Bounds, Count
 from mindloom.planner.cluster import Cluster
 from mindloom.planner.dimensions import Dimensions, Parallelism, Recomputation
 from mindloom.planner.memory import StageMemory, stage_memory
 from mindloom.planner.own_engine import Precision, optimizer_cut
 from mindloom.planner.step_time import StepTime, flops_per_device, step_time
-from mindloom.strategy.checks import divisors
+from mindloom.strategy.checks import MOST_DEVICES, divisors
 
+Devices = Annotated[int, Bounds(1, MOST_DEVICES)]
 MICROBATCHES = (1, 2, 4, 8, 16)
 MOST_VIRTUAL_STAGES = 4
 
@@ -71,8 +75,8 @@ class Request:
 
     dims: Dimensions
     cluster: Cluster
-    devices: int
-    global_batch_size: int
+    devices: Devices
+    global_batch_size: Count
     interleave: bool = False
     """Also pipelines with virtual stages, which the engine cannot run yet."""
     flash_attention: bool = False
@@ -80,13 +84,7 @@ class Request:
     """Of matrix products; master weights and moments are float32 in any case."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}"
-            for name in ("devices", "global_batch_size")
-            if getattr(self, name) < 1
-        ]
-        if problems:
-            raise ConfigError(problems)
+        check_numbers(self)
 
 
 def search(request: Request) -> list[Option]:

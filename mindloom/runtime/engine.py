@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mindloom.errors import ConfigError
 from mindloom.parallel.report import ParameterReport
+from mindloom.processes import end_with_parent
 from mindloom.runtime.compile import (
     ParameterLayout,
     describe_inputs,
@@ -70,6 +71,7 @@ class Engine:
     def _start_on_cpu(self) -> None:
         if os.environ.get("MS_ROLE") == "MS_SCHED":
             sys.exit(0)  # CPU processes find each other without msrun's scheduler
+        end_with_parent()
         ms.set_device("CPU")
         # A process that starts a second engine does so on every rank.
         self.transport = Transport(self.rank, self.strategy.mesh.size, f"{job_name()}-{next(_engine_count)}")

@@ -7,6 +7,8 @@ import os
 import warnings
 import zlib
 
+from mindloom.processes import end_with_parent
+
 
 def launched_processes() -> int:
     """Processes of this job, 1 without msrun."""
@@ -21,15 +23,21 @@ def launched_rank() -> int:
 def job_name() -> str:
     """A name for this job that msrun tells all its processes, whatever is wrapped around each: where its scheduler is."""
     host, port = (os.environ.get(name, "0") for name in ("MS_SCHED_HOST", "MS_SCHED_PORT"))
-    return f"{int(port) if port.isdecimal() else 0}-{zlib.crc32(host.encode()):08x}"  # short, as names of sockets must be
+    return (
+        f"{int(port) if port.isdecimal() else 0}-{zlib.crc32(host.encode()):08x}"  # short, as names of sockets must be
+    )
 
 
 def prepare_environment() -> None:
-    """Quiet logs, and no more threads than this process's share of the cores. A user's own settings stay."""
+    """Quiet logs, and no more threads than this process's share of the cores. A user's own settings stay.
+
+    A process of several ends with msrun.
+    """
     os.environ.setdefault("GLOG_v", "3")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="pkg_resources is deprecated")
     if (processes := launched_processes()) > 1:
+        end_with_parent()
         threads = max(1, (os.cpu_count() or 1) // processes)
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(name, str(threads))

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -14,6 +12,7 @@ from mindspore import Parameter, Tensor, nn
 from mindloom.runtime.compile import PartitionedGraph
 from mindloom.runtime.lowering import lower
 from mindloom.runtime.transport import Transport
+from mindloom.scratch import scratch_folder
 
 
 class Program:
@@ -22,8 +21,8 @@ class Program:
     def __init__(self, graph: PartitionedGraph, cell: nn.Cell, transport: Transport, name: str):
         self.graph = graph
         lower(graph.model, transport, graph.groups, name)
-        with tempfile.TemporaryDirectory(prefix="mindloom-") as folder:
-            path = Path(folder) / "rank.mindir"
+        with scratch_folder() as folder:
+            path = folder / "rank.mindir"
             path.write_bytes(graph.model.SerializeToString())
             self.cell = nn.GraphCell(ms.load(str(path)))
         owners = {parameter.name: parameter for parameter in cell.get_parameters()}

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from mindloom.files import write_atomically
 from mindloom.parallel.report import Report
+from mindloom.reader import read_json
 from mindloom.runtime.engine import Engine
 
 WAIT_S = 1800.0
@@ -69,7 +70,7 @@ def _join(folder: Path, num_ranks: int, report: Report) -> dict[str, NDArray[Any
                     f"rank {rank} did not write its part of the checkpoint to {folder} within {WAIT_S} s"
                 )
             time.sleep(0.05)
-        places = json.loads((folder / f"rank_{rank}.json").read_text(encoding="utf-8"))
+        places = read_json(folder / f"rank_{rank}.json").mapping
         for name, value in load_file(path).items():
             target = whole.setdefault(name, np.empty(report.of(name).global_shape, value.dtype))
             target[tuple(slice(start, stop) for start, stop in places[name])] = value

@@ -10,17 +10,21 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import TextIO
 
 from mindloom.errors import EXIT_BAD_INPUT
 from mindloom.log import MARK
+from mindloom.processes import LAUNCHER, end_with_parent
 
 MILESTONE = MARK.encode()
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a job that was told to stop and did so in good order."""
 STOPPED_MARK = f"{MARK}stopped after step "
+LOOK_EVERY_S = 0.05
 
 
 def free_port() -> int:
@@ -32,7 +36,8 @@ def free_port() -> int:
 def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: Path, shown_rank: int) -> int:
     """Run `script` in `num_processes` workers under msrun; show what `shown_rank` prints. Returns the exit code.
 
-    The logs of all workers are in `log_dir`. After a failure the first failing rank's last lines are shown.
+    The logs of all workers are in `log_dir`. After a failure the first failing rank's last lines are shown. The job ends
+    with this process, however that ends.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     for old in log_dir.glob("worker_*.log"):
@@ -45,26 +50,22 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
         "--join=True",
         f"--master_port={free_port()}",
         f"--log_dir={log_dir}",
-        f"--tail_worker_log={shown_rank}",
+        f"--tail_worker_log={num_processes}",  # of no rank: the one that is shown is read here
         script,
         *arguments,
     ]
-    environment = {**os.environ, "PATH": f"{msrun.parent}:{os.environ.get('PATH', '')}"}
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    path = f"{msrun.parent}:{os.environ.get('PATH', '')}"
+    job = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PATH": path, LAUNCHER: str(os.getpid())},
+        preexec_fn=partial(end_with_parent, os.getpid()),
+    )
     signal.signal(signal.SIGTERM, lambda *_: _terminate_workers(job.pid))
-    output = job.stdout
-    assert output is not None
+    shown = log_dir / f"worker_{shown_rank}.log"
     try:
-        in_progress_bar = was_told = False
-        for line in iter(lambda: _read_piece(output), b""):
-            if line.startswith((b"Start worker process", b"Start scheduler process")):  # msrun's own chatter
-                continue
-            # msrun mixes a worker's two streams; milestones and progress bars belong on stderr, as without msrun
-            is_bar, in_progress_bar = in_progress_bar or line.endswith(b"\r"), line.endswith(b"\r")
-            stream = sys.stderr if is_bar or line.startswith(MILESTONE) else sys.stdout
-            was_told = was_told or STOPPED_MARK.encode() in line
-            stream.buffer.write(line)
-            stream.buffer.flush()
+        _show(shown, lambda: job.poll() is not None)
         code = job.wait()
     except KeyboardInterrupt:
         job.send_signal(signal.SIGINT)  # msrun ends its workers
@@ -75,11 +76,7 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
         raise
     if not code:
         return 0
-    log = log_dir / f"worker_{shown_rank}.log"
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    if stopped := re.search(rf"{re.escape(STOPPED_MARK)}.*", text):
-        if not was_told:  # msrun stops reading the log as soon as one worker has ended
-            print(stopped.group(0), file=sys.stderr)
+    if shown.exists() and STOPPED_MARK in shown.read_text(encoding="utf-8", errors="replace"):
         return STOPPED
     report = failure_report(log_dir)
     print(report, file=sys.stderr)
@@ -93,14 +90,43 @@ def _terminate_workers(msrun_pid: int) -> None:
             os.kill(int(pid), signal.SIGTERM)
 
 
-def _read_piece(stream: IO[bytes]) -> bytes:
-    """The next line; a progress bar's carriage return ends one too."""
-    piece = bytearray()
-    while byte := stream.read(1):
-        piece += byte
-        if byte in b"\r\n":
-            break
-    return bytes(piece)
+def _show(log: Path, has_ended: Callable[[], bool]) -> None:
+    """Print what a worker writes to its log until the job has ended.
+
+    A log mixes a worker's two streams; milestones and progress bars belong on stderr, as without msrun.
+    """
+    in_progress_bar = False
+    rest = b""
+    for piece in _growing(log, has_ended):
+        *lines, rest = re.split(rb"(?<=[\r\n])", rest + piece)
+        for line in lines:
+            is_bar, in_progress_bar = in_progress_bar or line.endswith(b"\r"), line.endswith(b"\r")
+            _write(sys.stderr if is_bar or line.startswith(MILESTONE) else sys.stdout, line)
+        if rest and not MILESTONE.startswith(rest[: len(MILESTONE)]) and not in_progress_bar:
+            _write(sys.stdout, rest)  # text that is made token by token waits for no end of line
+            rest = b""
+    _write(sys.stderr if in_progress_bar else sys.stdout, rest)
+
+
+def _write(stream: TextIO, text: bytes) -> None:
+    stream.buffer.write(text)
+    stream.buffer.flush()
+
+
+def _growing(path: Path, has_ended: Callable[[], bool]) -> Iterator[bytes]:
+    """What is added to a file, until nothing more can be."""
+    while not path.exists():
+        if has_ended():
+            return
+        time.sleep(LOOK_EVERY_S)
+    with path.open("rb", buffering=0) as file:
+        while True:
+            is_last = has_ended()  # asked first: what is written meanwhile is still read
+            while piece := file.read(1 << 16):
+                yield piece
+            if is_last:
+                return
+            time.sleep(LOOK_EVERY_S)
 
 
 def failure_report(log_dir: Path) -> str:

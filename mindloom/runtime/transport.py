@@ -99,7 +99,9 @@ class Transport:
                 self._take(frames)
             except Exception as error:  # whatever it was, the next message may be a good one
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                print(f"rank {self.rank}: dropped a message that is none of ours ({reason})", file=sys.stderr, flush=True)
+                print(
+                    f"rank {self.rank}: dropped a message that is none of ours ({reason})", file=sys.stderr, flush=True
+                )
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
         """Put one message where it belongs.

@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
+import math
+
 from mindloom.model_config import DecoderConfig
+from mindloom.numbers import Count, Positive, number_problem
 from mindloom.strategy.config import Stages, Strategy
 from mindloom.strategy.mesh import AXES, RESERVED_AXES
+
+MOST_DEVICES = 1 << 24
 
 
 def strategy_problems(strategy: Strategy) -> list[str]:
     """What is wrong whatever the model is."""
     mesh, pipeline, problems = strategy.mesh, strategy.pipeline, []
     for axis in (*AXES, *RESERVED_AXES):
-        if mesh.degree(axis) < 1:
-            problems.append(f"{strategy.at('mesh.' + axis)} must be at least 1, got {mesh.degree(axis)}")
+        if problem := number_problem(mesh.degree(axis), Count):
+            problems.append(f"{strategy.at('mesh.' + axis)} {problem}, got {mesh.degree(axis)}")
         elif axis in RESERVED_AXES and mesh.degree(axis) > 1:
             problems.append(f"{strategy.at('mesh.' + axis)} is reserved and must be 1, got {mesh.degree(axis)}")
+    if mesh.size > MOST_DEVICES:
+        problems.append(f"{strategy.at('mesh')}: {mesh} processes; there are at most {MOST_DEVICES:,}")
     if mesh.pp > 1 and pipeline.num_microbatches < mesh.pp:
         problems.append(
             f"{strategy.at('pipeline.num_microbatches')} = {pipeline.num_microbatches} is fewer than the "
@@ -33,8 +40,8 @@ def strategy_problems(strategy: Strategy) -> list[str]:
                 problems.append(
                     f"{strategy.at('pipeline.stages.' + name)} has {len(values or ())} entries for {mesh.pp} stages"
                 )
-            if min(values or [1]) <= 0:
-                problems.append(f"{strategy.at('pipeline.stages.' + name)} must all be positive, got {values}")
+            if problem := number_problem(values, list[Positive]):
+                problems.append(f"{strategy.at('pipeline.stages.' + name)} {problem}, got {values}")
     return problems + _option_problems(strategy)
 
 
@@ -130,7 +137,8 @@ def batch_problems(
 
 def divisors(number: int) -> list[int]:
     """From 1 to the number itself."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def _nearest(size: int, wanted: int) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mindloom.numbers import Count, Natural, Positive
 from mindloom.strategy.layout import Layout
 from mindloom.strategy.mesh import Mesh
 
@@ -14,9 +15,9 @@ from mindloom.strategy.mesh import Mesh
 class Stages:
     """How the layers are dealt out to the pipeline stages; without a setting, evenly."""
 
-    weights: list[float] | None = None
+    weights: list[Positive] | None = None
     """Relative load of each stage: the layers are dealt out in this proportion, at least one each."""
-    num_layers: list[int] | None = None
+    num_layers: list[Count] | None = None
     """Layers of each stage, spelled out."""
 
 
@@ -24,7 +25,7 @@ class Stages:
 class Pipeline:
     """Pipeline parallelism: the batch is cut into microbatches that follow each other through the stages."""
 
-    num_microbatches: int = 1
+    num_microbatches: Count = 1
     """Microbatches of one step; at least as many as stages. More of them make the idle part (bubble) smaller."""
     stages: Literal["uniform"] | Stages = "uniform"
     """`uniform`, `{weights: [...]}` or `{num_layers: [...]}`."""
@@ -34,12 +35,12 @@ class Pipeline:
 class Recompute:
     """Layers whose activations are computed again in the backward pass instead of kept."""
 
-    layers: Literal["all"] | list[int] = "all"
+    layers: Literal["all"] | list[Natural] = "all"
     """`all`, or layer numbers from 0."""
     kind: Literal["full", "selective"] = "full"
     """`full`: everything in the layer. `selective`: only the operators the rules list under `selective`, those that keep
     much and are cheap: what attention makes between its products."""
-    per_stage: list[int] | None = None
+    per_stage: list[Natural] | None = None
     """Instead of `layers`: how many layers of each stage, its first ones."""
 
 
@@ -49,9 +50,9 @@ class OptimizerParallel:
 
     axis: Literal["dp"] = "dp"
     """Mesh axis of the replicas."""
-    threshold_kb: int = 0
+    threshold_kb: Natural = 0
     """Parameters smaller than this, in KB of this rank's part, stay whole."""
-    shard_size: int | None = None
+    shard_size: Natural | None = None
     """Cut over groups of this many replicas instead of all of them."""
     shard_accumulated_gradients: bool = False
     """In a pipeline: cut the gradients while microbatches add up, too. Less memory, a reduce-scatter per microbatch."""
@@ -110,9 +111,9 @@ class Strategy:
     """Cut parameters and optimizer state over the replicas; off without this key."""
     sequence_parallel: bool = False
     """Cut the tokens over tp where a layer works on each token alone (the axis `sp` of the rules)."""
-    source: str = field(default="<strategy>", compare=False)
+    source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
-    lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})
     """Line of each key, for messages."""
 
     def at(self, key: str) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mindloom.numbers import Count
+
 AXES = ("pp", "dp", "tp")  # outer to inner
 RESERVED_AXES = ("cp", "ep")
 
@@ -14,15 +16,15 @@ RESERVED_AXES = ("cp", "ep")
 class Mesh:
     """Degrees of the mesh axes, outer to inner: neighbouring ranks share a tp group, the fastest links."""
 
-    pp: int = 1
+    pp: Count = 1
     """Pipeline stages."""
-    dp: int = 1
+    dp: Count = 1
     """Data parallel replicas: each takes a part of the batch."""
-    tp: int = 1
+    tp: Count = 1
     """Tensor parallel ranks: each holds a part of every large matrix."""
-    cp: int = 1
+    cp: Count = 1
     """Context parallel ranks. Reserved: only 1 is accepted yet."""
-    ep: int = 1
+    ep: Count = 1
     """Expert parallel ranks. Reserved: only 1 is accepted yet."""
 
     @property

@@ -16,9 +16,13 @@ from mindloom.data.documents import read_documents
 from mindloom.data.order import Sizes, growing_seq_lens, ramped_batch_sizes
 from mindloom.data.token_file import is_token_file
 from mindloom.data.tokenizer import content_hash
-from mindloom.errors import ConfigError
+from mindloom.errors import ConfigError, Problems
 from mindloom.family import family_module, size_config
-from mindloom.model_config import ComputeDtype, DecoderConfig, override, read_json_object
+from mindloom.files import unwritable
+from mindloom.model_config import ComputeDtype, DecoderConfig
+from mindloom.numbers import Amount, Count, Natural, NotNegative, Rate, number_problems
+from mindloom.reader import Document, fields_from, read_json
+from mindloom.runtime.environment import launched_rank
 from mindloom.strategy.checks import batch_problems, launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
 from mindloom.strategy.loader import load_strategy
@@ -45,35 +49,35 @@ class TrainConfig:
     )
     strategy: Path | None = option(None, "strategy file; without one, one device")
     output_dir: Path = option(Path("out"), "where metrics, the resolved configuration and the checkpoint go")
-    steps: int = option(50, "optimizer steps")
-    batch_size: int = option(8, "sequences of one step, over all devices")
-    seq_len: int | None = option(None, "tokens of a sequence; the model's longest context without this")
-    batch_size_ramp: tuple[int, ...] = option(
+    steps: Count = option(50, "optimizer steps")
+    batch_size: Count = option(8, "sequences of one step, over all devices")
+    seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
+    batch_size_ramp: tuple[Amount, ...] = option(
         (), "START INCREMENT COUNT: grow from START to --batch-size by INCREMENT, evenly over the first COUNT sequences"
     )
     ramp_unit: Literal["sequences", "tokens"] = option("sequences", "what COUNT of --batch-size-ramp counts")
     seq_len_growth: tuple[str, ...] = option((), "LENGTH:STEPS ...: shorter sequences for the first steps")
-    accumulate: int = option(
+    accumulate: Count = option(
         1, "parts a step's batch is cut into, one after another, to save memory (pipelines: num_microbatches)"
     )
     optimizer: Literal["adamw-original", "adamw", "sgd"] = option(
         "adamw-original", "adamw-original has no bias correction, as PanGu and CodeGeeX were trained"
     )
-    learning_rate: float | None = option(None, "highest rate; the family's own for this size without it")
-    min_learning_rate: float | None = option(None, "rate at the end of the cosine")
-    warmup_steps: int | None = option(None, "steps of linear warm-up; a tenth of the run, at most 2000, without it")
-    decay_steps: int | None = option(None, "step at which the cosine ends; the run's last without it")
-    adam_beta1: float = option(0.9, "decay of AdamW's first moment")
-    adam_beta2: float = option(0.95, "decay of AdamW's second moment")
-    adam_epsilon: float = option(1e-8, "added to the root of AdamW's second moment")
-    weight_decay: float = option(0.1, "on matrices and embeddings")
-    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0 measures it and clips nothing")
-    dropout: float | None = option(None, "dropout rate; the size's own without it")
+    learning_rate: NotNegative | None = option(None, "highest rate; the family's own for this size without it")
+    min_learning_rate: NotNegative | None = option(None, "rate at the end of the cosine")
+    warmup_steps: Natural | None = option(None, "steps of linear warm-up; a tenth of the run, at most 2000, without it")
+    decay_steps: Count | None = option(None, "step at which the cosine ends; the run's last without it")
+    adam_beta1: Rate = option(0.9, "decay of AdamW's first moment")
+    adam_beta2: Rate = option(0.95, "decay of AdamW's second moment")
+    adam_epsilon: NotNegative = option(1e-8, "added to the root of AdamW's second moment")
+    weight_decay: NotNegative = option(0.1, "on matrices and embeddings")
+    max_grad_norm: NotNegative = option(1.0, "clip gradients to this global norm; 0 measures it and clips nothing")
+    dropout: Rate | None = option(None, "dropout rate; the size's own without it")
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
-    seed: int = option(1, "of initial weights, sample order and dropout")
-    save_every: int = option(0, "steps between checkpoints of the whole training state; 0: none")
-    save_minutes: float = option(0.0, "minutes between such checkpoints; 0: none")
-    keep_last: int = option(0, "such checkpoints to keep, the newest; 0: all")
+    seed: Natural = option(1, "of initial weights, sample order and dropout")
+    save_every: Natural = option(0, "steps between checkpoints of the whole training state; 0: none")
+    save_minutes: NotNegative = option(0.0, "minutes between such checkpoints; 0: none")
+    keep_last: Natural = option(0, "such checkpoints to keep, the newest; 0: all")
     async_save: bool = option(False, "go on training while a checkpoint is written; takes memory for one copy")
     resume: bool = option(False, "go on from the newest complete checkpoint in --output-dir, on any mesh")
     launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
@@ -120,39 +124,34 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
     Raises:
         ConfigError: all problems at once.
     """
-    problems: list[str] = []
-    config = _with_own_tokenizer(config)
-
-    def collect(work, *args):  # type: ignore[no-untyped-def]
-        try:
-            return work(*args)
-        except ConfigError as error:
-            problems.extend(error.problems)
-            return None
-
-    problems += _range_problems(config)
-    model = collect(_model_config, config)
-    strategy = collect(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
+    problems = Problems()
+    config = problems.of(_with_own_tokenizer, config) or config
+    problems += _own_problems(config)
+    model = problems.of(_model_config, config)
+    strategy = problems.of(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
     tokenized = config.data.suffix in BLENDS or is_token_file(config.data)
-    documents = None if tokenized else collect(read_documents, config.data)
-    parts = collect(read_blend, config.data) if tokenized else None
+    documents = None if tokenized else problems.of(read_documents, config.data)
+    parts = problems.of(read_blend, config.data) if tokenized else None
     if model and model.compute_dtype == "float16":
         problems.append("compute_dtype float16 needs loss scaling, which is not built yet; use bfloat16 or float32")
     if config.tokenizer and not config.tokenizer.exists():
         problems.append(f"--tokenizer {config.tokenizer}: there is no such tokenizer")
-    seq_len = config.seq_len or (model.seq_len if model else 0)
-    if model and not 1 <= seq_len <= model.seq_len:
+    seq_len = (model.seq_len if model else 0) if config.seq_len is None else config.seq_len
+    if model and seq_len > model.seq_len:
         problems.append(f"--seq-len {seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
-    sizes = collect(_sizes, config, seq_len) if config.batch_size > 0 and seq_len > 0 else None
+    sizes = (
+        problems.of(_sizes, config, seq_len)
+        if config.batch_size > 0 and seq_len > 0 and config.accumulate > 0
+        else None
+    )
     problems += _data_problems(config, model, parts, seq_len) if model and parts else []
     if strategy:
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []
         problems += model_problems(strategy, model) if model else []
         for batch_size, length in sizes.shapes() if sizes else []:
             problems += batch_problems(strategy, batch_size, length, config.accumulate)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    assert sizes
+    problems.tell()
+    assert model and strategy and sizes
     high, low = family_module(config.model, "config").LEARNING_RATES[config.size]
     return Run(
         config=config,
@@ -232,34 +231,16 @@ def _model_config(config: TrainConfig) -> DecoderConfig:
                 f"--from-checkpoint {config.from_checkpoint}: a checkpoint of {family}; give --model {family}"
             )
     if config.config:
-        model = override(model, read_json_object(config.config), str(config.config))
+        model = fields_from(DecoderConfig, read_json(config.config), model)
     if config.dropout is not None:
-        model = override(model, {"dropout_rate": config.dropout}, "--dropout")
+        model = fields_from(DecoderConfig, Document("--dropout", {"dropout_rate": config.dropout}), model)
     return model if config.compute_dtype is None else dataclasses.replace(model, compute_dtype=config.compute_dtype)
 
 
-def _range_problems(config: TrainConfig) -> list[str]:
-    problems = []
-    for name in ("steps", "batch_size", "accumulate"):
-        if getattr(config, name) < 1:
-            problems.append(f"--{name.replace('_', '-')} must be at least 1, got {getattr(config, name)}")
-    for name in (
-        "save_every",
-        "save_minutes",
-        "keep_last",
-        "learning_rate",
-        "min_learning_rate",
-        "warmup_steps",
-        "adam_epsilon",
-        "weight_decay",
-        "max_grad_norm",
-    ):
-        value = getattr(config, name)
-        if value is not None and not 0 <= value < float("inf"):
-            problems.append(f"--{name.replace('_', '-')} must not be negative, got {value}")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(config, name) < 1:
-            problems.append(f"--{name.replace('_', '-')} must be at least 0 and below 1, got {getattr(config, name)}")
+def _own_problems(config: TrainConfig) -> list[str]:
+    problems = list(number_problems(config))
+    if (problem := unwritable(config.output_dir)) and launched_rank() == 0:
+        problems.append(f"--output-dir {problem}")
     has_checkpoints = bool(checkpoints(config.states_dir))
     if config.resume and not has_checkpoints:
         problems.append(f"--resume: {config.states_dir} holds no checkpoint; start without --resume")
@@ -267,6 +248,4 @@ def _range_problems(config: TrainConfig) -> list[str]:
         problems.append(
             f"{config.states_dir} holds checkpoints of an earlier run; go on with --resume, or give another --output-dir"
         )
-    if config.output_dir.exists() and not config.output_dir.is_dir():
-        problems.append(f"--output-dir {config.output_dir} is a file")
     return problems

@@ -13,6 +13,7 @@ from mindloom.cli import option
 from mindloom.data.loader import Loader
 from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
+from mindloom.numbers import Count, Natural
 from mindloom.train.config import TrainConfig, check
 from mindloom.train.data import prepare_data
 
@@ -23,8 +24,8 @@ END = "<end of document>"
 class InspectConfig(TrainConfig):
     """The flags of tools/train.py, and what to look at."""
 
-    step: int = option(1, "step of the run, counted from 1")
-    rows: tuple[int, ...] = option((0,), "rows of its batch, counted from 0")
+    step: Count = option(1, "step of the run, counted from 1")
+    rows: tuple[Natural, ...] = option((0,), "rows of its batch, counted from 0")
     tokens: bool = option(False, "each token with its position and loss weight instead of the text")
     json: bool = option(False, "JSON on stdout")
 
@@ -37,8 +38,6 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
     """
     train = {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
     alone = TrainConfig(**{**train, "save_every": 0, "save_minutes": 0.0, "resume": False, "strategy": None})
-    if config.step < 1:
-        raise ConfigError(f"--step {config.step}: steps are counted from 1")
     run = check(alone, None)
     tokenizer, loader = prepare_data(run, 0)
     batch_size, length = run.sizes.of_step(config.step - 1)

@@ -7,7 +7,6 @@ import contextlib
 import secrets
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
+from mindloom.checkpoint.contents import check_contents
 from mindloom.checkpoint.io import check_weights, load_weights
 from mindloom.checkpoint.manifest import LATEST, MANIFEST, Manifest, checkpoints, read_manifest
 from mindloom.checkpoint.sharded import (
@@ -82,10 +82,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         token = np.array([secrets.randbelow(1 << 30)], np.int32)
-        self._token = int(engine.broadcast(token, engine.strategy.mesh.first_rank_of_last_stage)[0])
+        self.token = int(engine.broadcast(token, engine.strategy.mesh.first_rank_of_last_stage)[0])
         if engine.rank == 0:
-            if every or minutes:
-                _make_writable(root)
             remove_leftovers(root)
         signal.signal(signal.SIGTERM, self._request_stop)
 
@@ -159,7 +157,7 @@ class Saver:
             self._error = error
 
     def _write(self, step: int, slices: Mapping[str, Slice]) -> None:
-        partial = self.root / f".step-{step:08d}.{self._token}.partial"
+        partial = self.root / f".step-{step:08d}.{self.token}.partial"
         try:
             write_parts(partial, self.engine.rank, slices)
             if self.engine.rank == 0:
@@ -176,17 +174,10 @@ class Saver:
             ) from None
 
 
-def _make_writable(root: Path) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{root}: no checkpoint can be written there: {error.strerror}") from None
-
-
-def newest_complete(root: Path, engine: Engine) -> tuple[Path, Manifest]:
-    """The newest checkpoint whose every byte is as it was written. All ranks take part, each reads its share of the files.
+def newest_complete(
+    root: Path, engine: Engine, check: Callable[[Manifest, Path], None] = check_contents
+) -> tuple[Path, Manifest]:
+    """The newest checkpoint whose every byte is as it was written, and which holds what `check` expects. All ranks take part, each reads its share of the files.
 
     Damaged ones that are newer are named and renamed, so that nobody takes them for the newest again.
 
@@ -199,6 +190,7 @@ def newest_complete(root: Path, engine: Engine) -> tuple[Path, Manifest]:
         manifest, problem = None, None
         try:
             manifest = read_manifest(folder)
+            check(manifest, folder)
             problem = damage(folder, manifest, slice(engine.rank, None, engine.strategy.mesh.size))
         except ConfigError as error:
             problem = error.problems[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,13 @@ from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
 from mindloom.family import family_module
 from mindloom.files import write_text_atomically
+from mindloom.locks import one_writer
 from mindloom.log import milestone
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
+from mindloom.runtime.environment import launched_rank
 from mindloom.runtime.gather import gather_whole
 from mindloom.train.config import Run
 from mindloom.train.data import describe, prepare_data
@@ -35,6 +38,8 @@ from mindloom.train.optim import SGD, AdamW
 from mindloom.train.saving import Saver, load_state, newest_complete, start_from, versions
 from mindloom.train.schedules import learning_rate
 
+LEFTOVERS = (".checkpoint_parts-*", ".checkpoint.*.partial", ".*.json.*.partial", "data/.*.partial")
+"""What a run that was killed leaves in its folder, besides unfinished states and tokens."""
 SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")
 
 
@@ -79,7 +84,22 @@ def start(run: Run) -> tuple[Training, Tokenizer]:
 
 
 def train(run: Run) -> Path | None:
-    """Train as `run` says. Returns the checkpoint folder; None if the run was told to stop before its end."""
+    """Train as `run` says. Returns the checkpoint folder; None if the run was told to stop before its end.
+
+    Raises:
+        ConfigError: another run writes to the same folder, or nothing can be written there.
+    """
+    if launched_rank():
+        return _train(run)
+    with one_writer(run.config.output_dir):
+        for pattern in LEFTOVERS:
+            for path in run.config.output_dir.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+                path.unlink(missing_ok=True)
+        return _train(run)
+
+
+def _train(run: Run) -> Path | None:
     config = run.config
     training, tokenizer = start(run)
     steps_done = _resume(training) if config.resume else 0
@@ -101,7 +121,7 @@ def train(run: Run) -> Path | None:
         training.say(f"stopped after step {done}; --resume goes on from there")
         return None
     training.say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {config.steps - steps_done} steps")
-    _save(training, tokenizer)
+    _save(training, tokenizer, saver.token)
     training.say(f"checkpoint in {config.checkpoint_dir}")
     return config.checkpoint_dir
 
@@ -273,10 +293,11 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     return StepMetrics(step, values[0], rate, values[1], seconds, batch_size * length / seconds)
 
 
-def _save(training: Training, tokenizer: Tokenizer) -> None:
+def _save(training: Training, tokenizer: Tokenizer, token: int) -> None:
+    """Write the whole model. `token` tells this run's parts from those of one that was killed here."""
     run = training.run
     weights = {parameter.name for parameter in training.report.parameters}
-    parts_folder = run.config.output_dir / ".checkpoint_parts"
+    parts_folder = run.config.output_dir / f".checkpoint_parts-{token}"
     whole = gather_whole(training.step, training.engine, training.report, parts_folder, weights.__contains__)
     if whole is not None:
         named = {name.removeprefix("model."): value for name, value in whole.items()}

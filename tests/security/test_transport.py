@@ -16,8 +16,8 @@ import pytest
 import zmq
 from conftest import ROOT
 
+from mindloom import scratch
 from mindloom.errors import ConfigError
-from mindloom.runtime import meeting_place
 from mindloom.runtime.transport import Transport
 
 PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
@@ -27,12 +27,14 @@ PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 def place(monkeypatch):
     """The folder of sockets, the test's own; the path of a socket is short."""
     folder = tempfile.mkdtemp(prefix="test-")
-    monkeypatch.setattr(meeting_place.tempfile, "gettempdir", lambda: folder)
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: folder)
     yield Path(folder, f"mindloom-{os.getuid()}")
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("path", [p for f in ("mindloom", "tools", "pangu", "codegeex") for p in (ROOT / f).rglob("*.py")], ids=str)
+@pytest.mark.parametrize(
+    "path", [p for f in ("mindloom", "tools", "pangu", "codegeex") for p in (ROOT / f).rglob("*.py")], ids=str
+)
 def test_nothing_is_pickled(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     named = {n.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for n in node.names}
@@ -106,7 +108,7 @@ def test_what_a_killed_job_left_is_removed_by_the_next(place, monkeypatch):
     code = "import os; from mindloom.runtime.transport import *; Transport(0, 2, 'dead'); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(place.parent)}, timeout=60)
     assert sorted(p.name for p in (place / "dead").iterdir()) == ["0", "0.lock"]
-    monkeypatch.setattr(meeting_place, "STALE_S", -1.0)
+    monkeypatch.setattr(scratch, "STALE_S", -1.0)
     living = Transport(0, 2, "living")
     Transport(1, 2, "other").close()
     assert [p.name for p in place.iterdir()] == ["living"]

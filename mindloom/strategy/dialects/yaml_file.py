@@ -6,9 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mindloom.errors import ConfigError
+from mindloom.reader import Document, Keys, read_yaml
 from mindloom.strategy.dialects.settings import Given
 
 VALUES = (
@@ -28,18 +27,9 @@ def read_flat(path: Path, base_key: str | None = None, seen: tuple[Path, ...] = 
     Raises:
         ConfigError: not YAML, a key given twice, files that inherit from each other.
     """
-    try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{path}: a mapping of keys is expected")
+    document = read_yaml(path)
     given: dict[str, Given] = {}
-    _flatten(path, node, "", given)
+    _flatten(document, document.mapping, (), "", given)
     if base_key not in given:
         return given
     base = (path.parent / str(given.pop(base_key).value)).resolve()
@@ -48,40 +38,18 @@ def read_flat(path: Path, base_key: str | None = None, seen: tuple[Path, ...] = 
     return {**read_flat(base, base_key, (*seen, path.resolve())), **given}
 
 
-def _flatten(path: Path, node: yaml.MappingNode, prefix: str, given: dict[str, Given]) -> None:
-    for key_node, value_node in node.value:
-        key = prefix + str(key_node.value)
-        place = f"{path}:{key_node.start_mark.line + 1}"
+def _flatten(document: Document, values: dict[str, Any], keys: Keys, prefix: str, given: dict[str, Given]) -> None:
+    for name, value in values.items():
+        here, key = (*keys, name), prefix + name
         if key in given:
-            raise ConfigError(f"{place}: {key} is given twice")
-        if isinstance(value_node, yaml.MappingNode) and value_node.value and not (prefix and key_node.value in VALUES):
-            _flatten(path, value_node, key + ".", given)
-        elif _names_types(value_node):
-            for item in value_node.value:
-                fields = {k.value: v for k, v in item.value}
-                item.value = [(k, v) for k, v in item.value if k.value != "type"]
-                name = f"{key}[{fields['type'].value}]"
-                given[name] = Given(True, f"{path}:{item.start_mark.line + 1}")
-                _flatten(path, item, name + ".", given)
+            raise ConfigError(f"{document.at(here)}: {key} is given twice")
+        if isinstance(value, dict) and value and not (prefix and name in VALUES):
+            _flatten(document, value, here, key + ".", given)
+        elif isinstance(value, list) and value and all(isinstance(item, dict) and "type" in item for item in value):
+            for number, item in enumerate(value):
+                entry = f"{key}[{item['type']}]"
+                given[entry] = Given(True, document.at((*here, number)))
+                rest = {k: v for k, v in item.items() if k != "type"}
+                _flatten(document, rest, (*here, number), entry + ".", given)
         else:
-            given[key] = Given(_value(value_node), place)
-
-
-def _names_types(node: yaml.Node) -> bool:
-    return (
-        isinstance(node, yaml.SequenceNode)
-        and bool(node.value)
-        and all(
-            isinstance(item, yaml.MappingNode) and any(k.value == "type" for k, _ in item.value) for item in node.value
-        )
-    )
-
-
-def _value(node: yaml.Node) -> Any:
-    value = yaml.SafeLoader("").construct_object(node, deep=True)
-    if isinstance(value, str):  # YAML 1.1 takes 1e-5 for a text
-        try:
-            return float(value) if value[:1] in "+-.0123456789" else value
-        except ValueError:
-            return value
-    return value
+            given[key] = Given(value, document.at(here))

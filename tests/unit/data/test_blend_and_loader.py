@@ -162,9 +162,9 @@ def test_a_blend_of_weights_or_by_temperature(tmp_path, write):
     [
         ("datasets: []", "needs `datasets`, a list"),
         ("datasets: [", "w.yaml:1: not YAML"),
-        ("datasets: [{path: a, weight: 0}]", r"datasets\[0\].weight must be a number above 0, got 0"),
+        ("datasets: [{path: a, weight: 0}]", r"datasets\[0\].weight must be above 0, got 0"),
         ("datasets: [{path: a, wieght: 1}]", r"datasets\[0\].wieght is unknown; did you mean weight\?"),
-        ("datasets: [{path: a}]\ntemperature: -1", "temperature must be a number above 0"),
+        ("datasets: [{path: a}]\ntemperature: -1", "temperature must be above 0"),
         ("datasets: [{path: a, weight: 1}]\ntemperature: 2", "choose one"),
         ("datasets: [{path: a, weight: 1}, {path: a, weight: 2}]", "a is named twice"),
         ("datasets: [{path: none, weight: 1}]", "w.yaml: .*none: no token files there"),

@@ -53,7 +53,6 @@ def test_a_users_own_classifier_scores(tmp_path, write):
     [
         ({}, "no rule was given"),
         ({"scripts": ("hann",)}, "hann is unknown; did you mean han"),
-        ({"min_letters": 2.0}, "--min-letters is a share from 0 to 1"),
         ({"min_chars": 5, "max_chars": 4}, "--max-chars 4 is below --min-chars 5"),
         ({"min_score": 0.5}, "--min-score needs --classifier"),
     ],

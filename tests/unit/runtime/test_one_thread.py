@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random graphs on 2 to 8 ranks, each with one thread that takes ready nodes in any order: chained, none ever stands still."""
+"""Random graphs on 2 to 8 ranks, each with one thread that takes ready nodes in any order: none ever stands still."""
 
 import random
 
@@ -70,9 +70,9 @@ def stands_still(ranks, seed):
             message = messages.get(waiting[number])
             if message is None or message.kind == "send":
                 sent.add(message)
-            elif message.kind == "receive" and message._replace(kind="send") not in sent:
-                continue
-            elif message.kind == "collective" and arrived[message] != set(message.ranks):
+            elif (message.kind == "receive" and message._replace(kind="send") not in sent) or (
+                message.kind == "collective" and arrived[message] != set(message.ranks)
+            ):
                 continue
             del nodes[waiting.pop(number)]
             moved = True
@@ -82,9 +82,7 @@ def stands_still(ranks, seed):
 
 
 def chained(ranks, kept=lambda message: True):
-    order = common_order(
-        [from_lists(to_lists(dependencies(rank.model.graph, rank.messages))) for rank in ranks]
-    )
+    order = common_order([from_lists(to_lists(dependencies(rank.model.graph, rank.messages))) for rank in ranks])
     for rank in ranks:
         chain(rank.model, rank.messages, [message for message in order if kept(message)])
     return ranks

@@ -103,18 +103,12 @@ def test_an_error_between_steps_saves_first(make_saver):
     assert steps(saver) == [7]
 
 
-def test_a_place_that_cannot_be_written_is_found_before_training(make_saver, tmp_path):
-    (tmp_path / "checkpoints").write_text("x")
-    with pytest.raises(ConfigError, match="no checkpoint can be written there"):
-        make_saver(every=1)
-
-
 def test_what_was_saved_is_loaded(make_saver):
     saver = make_saver()
     saver.cell.fill(3.0)
     saver.save(1)
     saver.cell.fill(4.0)
-    folder, manifest = newest_complete(Path(saver.root), saver.engine)
+    folder, manifest = newest_complete(Path(saver.root), saver.engine, lambda *_: None)
     load_state(saver.cell, saver.engine, saver.report, folder, manifest)
     values = {p.name: float(p.asnumpy()[0, 0]) for p in saver.cell.get_parameters()}
     assert values == {"model.a": 3.0, "adam_m.model.a": 3.0, "optimizer_rate": 4.0}

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training checkpoint must hold: exactly the tensors of its model, and the moments of its optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mindloom.checkpoint.manifest import MANIFEST, Manifest
+from mindloom.errors import ConfigError
+from mindloom.family import FAMILIES
+from mindloom.model_config import DecoderConfig
+from mindloom.naming import decoder_shapes
+from mindloom.reader import Document, fields_from
+
+MOMENTS = ("adam_m.", "adam_v.")
+SHOWN = 8
+
+
+def model_of(manifest: Manifest, folder: Path) -> tuple[str, DecoderConfig]:
+    """Family and configuration of a checkpoint's model.
+
+    Raises:
+        ConfigError: they are missing, unknown or wrong.
+    """
+    source, family = str(folder / MANIFEST), manifest.model.get("family")
+    if family not in FAMILIES:
+        raise ConfigError(f"{source}: model.family is {family!r}; known: {', '.join(FAMILIES)}")
+    values = {name: value for name, value in manifest.model.items() if name != "family"}
+    return str(family), fields_from(DecoderConfig, Document(f"{source}: model", values))
+
+
+def check_contents(manifest: Manifest, folder: Path) -> None:
+    """Hold the manifest against the model it names.
+
+    Raises:
+        ConfigError: tensors that are missing or too many, of another shape or type; no state to go on from.
+    """
+    _, config = model_of(manifest, folder)
+    source, state = folder / MANIFEST, manifest.state
+    problems = [
+        f"{source}: state.{part} is missing"
+        for part in ("data", "optimizer", "schedule")
+        if not isinstance(state.get(part), dict)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    moments = () if state["optimizer"].get("name") == "sgd" else MOMENTS
+    shapes = decoder_shapes(config)
+    wanted = {prefix + name: shape for prefix in ("", *moments) for name, shape in shapes.items()}
+    for name, shape in wanted.items():
+        entry = manifest.tensors.get(name)
+        if entry is None:
+            problems.append(f"{source}: {name} {shape} is missing")
+        elif (entry.shape, entry.dtype) != (shape, "float32"):
+            problems.append(f"{source}: {name} is {entry.dtype} {entry.shape}; the model's is float32 {shape}")
+    problems += [f"{source}: {name} is no part of the model" for name in manifest.tensors if name not in wanted]
+    if problems:
+        more = [f"{source}: and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise ConfigError(problems[:SHOWN] + more)

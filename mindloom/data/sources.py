@@ -248,9 +248,34 @@ def _decompressed(file: IO[bytes], path: Path) -> IO[bytes]:
         if path.stat().st_size and file.read(4) != ZSTD_FRAME:
             raise OSError("not zstd data")
         file.seek(0)
-        reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-        return io.BufferedReader(reader, 1 << 20)
+        return io.BufferedReader(_ZstdFile(file, zstandard.ZstdDecompressor()), 1 << 20)
     return file
+
+
+class _ZstdFile(io.RawIOBase):
+    """One frame after another. The library's own reader takes a frame that was cut off for the end of the file."""
+
+    def __init__(self, file: IO[bytes], decompressor: Any):
+        self.file, self.decompressor = file, decompressor
+        self.frame: Any = None
+        self.waiting = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.waiting:
+            chunk = (self.frame.unused_data if self.frame and self.frame.eof else b"") or self.file.read(1 << 17)
+            if not chunk:
+                if self.frame and not self.frame.eof:
+                    raise EOFError("the file was cut off")
+                return 0
+            if not self.frame or self.frame.eof:
+                self.frame = self.decompressor.decompressobj()
+            self.waiting = memoryview(self.frame.decompress(chunk))
+        count = min(len(buffer), len(self.waiting))
+        buffer[:count], self.waiting = self.waiting[:count], self.waiting[count:]
+        return count
 
 
 def _zstd_error(path: Path) -> type[Exception]:

@@ -2,14 +2,19 @@
 """Runs commands that nobody vouches for. A script of its own, started by `sandbox`, with the standard library alone.
 
 It reads a job as JSON from standard input and writes what became of each step to standard output. The commands live in
-namespaces of Linux: they see no process but their own, no network, a file system they cannot write to, and one empty
-folder in memory that is theirs. When the first process of the namespace ends, the kernel ends all others.
+namespaces of Linux, with a root of their own: the system's programs and libraries, their toolchain, both read-only, and
+one empty folder in memory that is theirs. They see no other process, no network, no other file of the host. A filter of
+system calls keeps them from namespaces, mounts, keys and memory that nobody counts. When the first process of the
+namespace ends, the kernel ends all others.
 """
 
 import contextlib
 import ctypes
+import errno
+import itertools
 import json
 import os
+import platform
 import resource
 import select
 import signal
@@ -20,14 +25,149 @@ from typing import Any, NoReturn
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 0x1000, 0x4000, 0x40000, 2, 4
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
+CLONE_NEW = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | 0x2000080
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 1, 2, 4, 0x1000, 0x4000, 0x40000, 2
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 442, -100, 0x8000, 1, 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 LOOK_EVERY_S = 0.02
 THREADS_PER_PROCESS = 8  # RLIMIT_NPROC counts threads, of which Java and Node start a dozen
+OPEN_FILES = 512  # what waits in pipes and sockets is memory too
 PAGE = resource.getpagesize()
 
+SYSTEM = (
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64"),
+    *("/usr/libexec", "/usr/include", "/etc/ld.so.cache", "/etc/alternatives"),
+)
+"""What of the host every command sees, besides its toolchain."""
+DEVICES = ("null", "zero", "full", "random", "urandom")
+
+# name: (x86-64, aarch64). From 424 on the numbers are the same everywhere.
+REFUSED = {
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "fanotify_init": (300, 262),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "kcmp": (312, 272),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "acct": (163, 89),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+}
+CLONE, CLONE3, SOCKET, IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+X32_BIT, TIOCSTI = 0x40000000, 0x5412
+SOCKET_FAMILIES = (1, 2, 10)  # Unix, IPv4, IPv6; not those that no namespace holds back
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x50000
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24  # places in what the filter is shown
+
 libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = [
+        ("code", ctypes.c_uint16),
+        ("if_true", ctypes.c_uint8),
+        ("if_false", ctypes.c_uint8),
+        ("value", ctypes.c_uint32),
+    ]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction))]
+
+
+def _filter() -> list[tuple[int, int, int, int]]:
+    """The program that decides on each system call: (code, instructions to skip if true, if false, value)."""
+    column, architecture = ARCHITECTURES[platform.machine()]
+
+    def answer(result: int) -> tuple[int, int, int, int]:
+        return (RETURN, 0, 0, result)
+
+    program = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (EQUAL, 1, 0, architecture),
+        answer(KILL),
+        (LOAD, 0, 0, NUMBER),
+        (AT_LEAST, 0, 1, X32_BIT),
+        answer(ERROR | errno.EPERM),
+    ]
+    for numbers in REFUSED.values():
+        program += [(EQUAL, 0, 1, numbers[column]), answer(ERROR | errno.EPERM)]
+    program += [(EQUAL, 0, 1, CLONE3[column]), answer(ERROR | errno.ENOSYS)]  # its flags lie in memory: use clone
+    program += [
+        (EQUAL, 0, 4, CLONE[column]),
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        (ANY_BIT, 0, 1, CLONE_NEW),
+        answer(ERROR | errno.EPERM),
+        answer(ALLOW),
+    ]
+    program += [
+        (EQUAL, 0, len(SOCKET_FAMILIES) + 3, SOCKET[column]),
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        *((EQUAL, len(SOCKET_FAMILIES) - i, 0, family) for i, family in enumerate(SOCKET_FAMILIES)),
+        answer(ERROR | errno.EAFNOSUPPORT),
+        answer(ALLOW),
+    ]
+    program += [
+        (EQUAL, 0, 3, IOCTL[column]),
+        (LOAD, 0, 0, SECOND_ARGUMENT),
+        (EQUAL, 0, 1, TIOCSTI),
+        answer(ERROR | errno.EPERM),
+        answer(ALLOW),
+    ]
+    return program
+
+
+def refuse_system_calls() -> None:
+    """From here on this process and its children cannot ask the kernel for what `REFUSED` names."""
+    instructions = [_Instruction(*instruction) for instruction in _filter()]
+    array = (_Instruction * len(instructions))(*instructions)
+    program = _Program(len(instructions), array)
+    _check(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "seccomp")
 
 
 class _MountAttributes(ctypes.Structure):
@@ -45,7 +185,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def _set_tree_read_only(path: str) -> None:
-    attributes = _MountAttributes(set=MOUNT_ATTR_RDONLY)
+    attributes = _MountAttributes(set=MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
     size = ctypes.sizeof(attributes)
     result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), size)
     _check(result, f"mount_setattr {path}")
@@ -62,43 +202,142 @@ def enter_namespaces() -> None:
                 file.write(text)
 
 
-def _first_private_folder(path: str) -> str | None:
-    """The topmost folder above `path` that only its owner may enter."""
-    parts = path.strip("/").split("/")
-    for i in range(1, len(parts)):
-        folder = "/" + "/".join(parts[:i])
-        if not stat.S_IMODE(os.stat(folder).st_mode) & stat.S_IXOTH:
-            return folder
-    return None
+def build_root(needed: list[str], uid: int | None, disk_bytes: int, folder: str) -> None:
+    """Make a root that holds what is allowed and nothing else, and leave the host's.
 
-
-def build_view(folder: str, needed: list[str], overlays: dict[str, str], disk_bytes: int, uid: int | None) -> None:
-    """Make everything read-only but `folder`, which is made empty.
-
-    `needed`: folders the commands read. Those in a home that is closed to others are shown without the rest of it.
-    `overlays`: name in `folder` -> a folder whose content stands there and may be written over, to no effect.
+    `needed`: files and folders of the toolchain. `folder`: made empty, of the user `uid`.
     """
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
-    _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
-    if uid is not None:
-        private = {path: _first_private_folder(path) for path in needed}
-        opened = {path: os.open(path, os.O_PATH) for path, folder in private.items() if folder}
-        for covered in {folder for folder in private.values() if folder}:
-            _mount("tmpfs", covered, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755")
-        for path, handle in opened.items():
-            os.makedirs(path, exist_ok=True)
-            _mount(f"/proc/self/fd/{handle}", path, None, MS_BIND | MS_REC)
-            os.close(handle)
+    _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)  # in which our open files have names
+    opened = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in _outermost([*SYSTEM, *needed])}
+    devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES}
+    root = "/tmp"  # any folder will do: what is under it was opened before
+    _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=16m")
+    for path, handle in opened.items():
+        _show(handle, path, root + path)
+    for name in ("etc", "dev", "proc", folder.strip("/")):
+        os.makedirs(f"{root}/{name}", exist_ok=True)
+    with open(f"{root}/etc/passwd", "w") as file:
+        user = os.getuid() if uid is None else uid
+        file.write(f"user:x:{user}:{user}::{folder}:/bin/sh\n")
+    _set_tree_read_only(root)
+    _mount("tmpfs", f"{root}/dev", "tmpfs", MS_NOSUID, "mode=0755,size=1m")
+    for name, handle in devices.items():
+        _show(handle, "", f"{root}/dev/{name}")
+    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{target}", f"{root}/dev/{name}")
     owner = "" if uid is None else f",uid={uid},gid={uid}"
-    os.makedirs(folder, exist_ok=True)
-    _set_tree_read_only("/")
-    _mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},mode=0700{owner}")
+    _mount("tmpfs", root + folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},mode=0700{owner}")
+    _mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_RDONLY)
+    for handle in (*opened.values(), *devices.values()):
+        os.close(handle)
+    os.chdir(root)
+    _check(libc.syscall(REFUSED["pivot_root"][ARCHITECTURES[platform.machine()][0]], b".", b"."), "pivot_root")
+    _check(libc.umount2(b".", MNT_DETACH), "umount")
+    os.chdir("/")
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    """Those that are there and lie in no other one."""
+    found: list[str] = []
+    for path in sorted({os.path.normpath(path) for path in paths if os.path.lexists(path)}):
+        if path != "/usr" and not any(path.startswith(f"{other}/") and not os.path.islink(other) for other in found):
+            found.append(path)
+    return found
+
+
+def _show(handle: int, path: str, target: str) -> None:
+    """Let something of the host, opened before, stand at `target`: a link as a link."""
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISLNK(mode):
+        os.symlink(os.readlink("", dir_fd=handle), target)
+        return
+    if stat.S_ISDIR(mode):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(f"/proc/self/fd/{handle}", target, None, MS_BIND | MS_REC)
+
+
+def overlay(folder: str, overlays: dict[str, str]) -> None:
+    """In `folder`, by name: folders whose content may be written over, to no effect."""
     for name, source in overlays.items():
         parts = [os.path.join(folder, name + end) for end in ("", ".upper", ".work")]
         for part in parts:
             os.mkdir(part)
         target, upper, work = parts
         _mount("overlay", target, "overlay", 0, f"lowerdir={source},upperdir={upper},workdir={work}")
+
+
+class MemoryGroup:
+    """A control group that counts everything, shared memory and the kernel's own for these processes, where there is one.
+
+    Where nobody may make one, resident pages are counted; `REFUSED`, the absence of /dev/shm and the size of the folder leave
+    nothing else to hoard in.
+    """
+
+    def __init__(self, limit: int):
+        self.events = self.path = None
+        for base, maximum, events in _memory_groups():
+            path = f"{base}/mindloom-{os.getpid()}"
+            try:
+                self._remove_left(base)
+                os.mkdir(path)
+                self.path, self.base = path, base
+                _write(f"{path}/{maximum}", str(limit))
+                with contextlib.suppress(OSError):
+                    _write(f"{path}/memory.swap.max", "0")
+                self.events = os.open(f"{path}/{events}", os.O_RDONLY)
+                _write(f"{path}/cgroup.procs", "0")
+                return
+            except OSError:
+                self.leave()
+
+    def _remove_left(self, base: str) -> None:
+        """Of jails that were killed."""
+        for name in os.listdir(base):
+            if name.startswith("mindloom-") and not os.path.exists(f"/proc/{name.partition('-')[2]}"):
+                with contextlib.suppress(OSError):
+                    os.rmdir(f"{base}/{name}")
+
+    def is_exceeded(self) -> bool:
+        """Whether the kernel had to end a process for want of memory."""
+        if self.events is None:
+            return False
+        words = os.pread(self.events, 4096, 0).decode().split()
+        return any(key == "oom_kill" and int(count) > 0 for key, count in itertools.pairwise(words))
+
+    def leave(self) -> None:
+        """Once its other processes have ended."""
+        if self.path:
+            with contextlib.suppress(OSError):
+                _write(f"{self.base}/cgroup.procs", "0")
+            for _ in range(100):  # the kernel takes a moment to let go of processes that have ended
+                try:
+                    os.rmdir(self.path)
+                    break
+                except OSError:
+                    time.sleep(0.01)
+            self.path = None
+
+
+def _memory_groups() -> list[tuple[str, str, str]]:
+    """(folder of this process's group, file of the limit, file of what happened) of each hierarchy that counts memory."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+        for line in file:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controllers == "memory":
+                found.append((f"/sys/fs/cgroup/memory{path}", "memory.limit_in_bytes", "memory.oom_control"))
+            elif not controllers:
+                found.append((f"/sys/fs/cgroup{path}", "memory.max", "memory.events"))
+    return [entry for entry in found if os.path.exists(f"{entry[0]}/cgroup.procs")]
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
 
 
 def _processes() -> tuple[int, int]:
@@ -130,6 +369,8 @@ def _become(command: dict[str, Any], job: dict[str, Any], output: int, uid: int 
         (resource.RLIMIT_DATA, limits["memory_bytes"]),
         (resource.RLIMIT_CPU, int(command["time_s"]) + 1),
         (resource.RLIMIT_NPROC, threads),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_MSGQUEUE, 0),
     ):
         resource.setrlimit(kind, (value, value))
     if uid is not None:
@@ -137,11 +378,12 @@ def _become(command: dict[str, Any], job: dict[str, Any], output: int, uid: int 
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    refuse_system_calls()
     os.chdir(job["folder"])
     os.execve(command["argv"][0], command["argv"], job["environment"])
 
 
-def run_step(command: dict[str, Any], job: dict[str, Any], uid: int | None) -> dict[str, Any]:
+def run_step(command: dict[str, Any], job: dict[str, Any], uid: int | None, group: MemoryGroup) -> dict[str, Any]:
     """Run one command to its end, or to the first limit it hits; nothing it started is left."""
     reader, writer = os.pipe()
     start = time.monotonic()
@@ -162,7 +404,7 @@ def run_step(command: dict[str, Any], job: dict[str, Any], uid: int | None) -> d
         count, resident = _processes()
         if len(output) > limits["output_bytes"]:
             broken = "output"
-        elif resident > limits["memory_bytes"]:
+        elif resident > limits["memory_bytes"] or group.is_exceeded():
             broken = "memory"
         elif count > limits["processes"]:
             broken = "processes"
@@ -173,6 +415,7 @@ def run_step(command: dict[str, Any], job: dict[str, Any], uid: int | None) -> d
         pid, status = os.waitpid(child if broken else -1, 0 if broken else os.WNOHANG)  # -1: also orphans
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
+    broken = broken or ("memory" if group.is_exceeded() else None)
     _end_all()
     while chunk := os.read(reader, 1 << 16):
         output += chunk
@@ -192,19 +435,20 @@ def _end_all() -> None:
             return
 
 
-def be_first_process(job: dict[str, Any]) -> None:
-    """Process 1: build the view, run the steps, report."""
+def be_first_process(job: dict[str, Any], group: MemoryGroup) -> None:
+    """Process 1: build the root, run the steps, report."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     # Root's processes are not counted against RLIMIT_NPROC, and root may do too much: a user that nobody else is.
     uid = 1_000_000 + job["number"] if os.getuid() == 0 else None
-    build_view(job["folder"], job["needed"], job["overlays"], job["limits"]["disk_bytes"], uid)
+    build_root(job["needed"], uid, job["limits"]["disk_bytes"], job["folder"])
+    overlay(job["folder"], job["overlays"])
     for name, text in job["files"].items():
         with open(os.path.join(job["folder"], name), "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
     results = []
     for command in job["steps"]:
-        results.append(run_step(command, job, uid))
+        results.append(run_step(command, job, uid, group))
         if results[-1]["code"] != 0:
             break
     json.dump(results, sys.stdout)
@@ -214,17 +458,22 @@ def be_first_process(job: dict[str, Any]) -> None:
 def main() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     job = json.load(sys.stdin)
+    limits = job["limits"]
+    group = MemoryGroup(limits["memory_bytes"] + limits["disk_bytes"])
     try:
+        if platform.machine() not in ARCHITECTURES:
+            raise OSError(0, f"no filter of system calls for {platform.machine()}")
         enter_namespaces()
         child = os.fork()
         if child == 0:
-            be_first_process(job)
+            be_first_process(job, group)
             os._exit(0)
     except OSError as error:
         json.dump({"refused": str(error)}, sys.stdout)
         sys.stdout.flush()
         os._exit(1)
     os.waitpid(child, 0)
+    group.leave()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any, Literal
 
 from mindloom.errors import ConfigError
 
+FOLDER = "/box"
+"""Where the commands work, in the root they see."""
 JAIL = Path(__file__).with_name("jail.py")
 GRACE_S = 20.0  # for starting, mounting and reporting, on a busy machine
 _numbers = itertools.count(os.getpid() * 1000)
@@ -29,7 +30,7 @@ class Limits:
     """Of everything a step starts, together."""
 
     memory_bytes: int = 1 << 30
-    """Resident memory; also what one process may map for itself."""
+    """Of all processes; also what one may map for itself."""
     processes: int = 64
     output_bytes: int = 1 << 20
     disk_bytes: int = 256 << 20
@@ -74,29 +75,25 @@ def run(
     Args:
         environment: variables of the commands, who see no others. `{folder}` in a value stands for their folder, as in
             the words of `steps`.
-        needed: folders the commands read, should they lie in a home that other users may not enter.
+        needed: files and folders of the toolchain: besides the system's programs and libraries all the commands see.
         overlays: name in the folder -> a folder elsewhere whose content stands there and may be changed, to no effect.
 
     Raises:
         ConfigError: this machine does not let us isolate a process.
     """
-    folder = tempfile.mkdtemp(prefix="mindloom-jail-")
-    try:
-        variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
-        variables |= {name: value.replace("{folder}", folder) for name, value in (environment or {}).items()}
-        job = {
-            "number": next(_numbers) % 1_000_000_000,
-            "folder": folder,
-            "files": dict(files),
-            "steps": [{**asdict(s), "argv": [word.replace("{folder}", folder) for word in s.argv]} for s in steps],
-            "limits": asdict(limits),
-            "environment": variables,
-            "needed": list(needed),
-            "overlays": dict(overlays or {}),
-        }
-        results = _run_jail(job, sum(step.time_s for step in steps) + GRACE_S)
-    finally:
-        os.rmdir(folder)
+    variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8"}
+    variables |= {name: value.replace("{folder}", FOLDER) for name, value in (environment or {}).items()}
+    job = {
+        "number": next(_numbers) % 1_000_000_000,
+        "folder": FOLDER,
+        "files": dict(files),
+        "steps": [{**asdict(s), "argv": [word.replace("{folder}", FOLDER) for word in s.argv]} for s in steps],
+        "limits": asdict(limits),
+        "environment": variables,
+        "needed": [*needed, *(overlays or {}).values()],
+        "overlays": dict(overlays or {}),
+    }
+    results = _run_jail(job, sum(step.time_s for step in steps) + GRACE_S)
     return [StepResult(**result) for result in results]
 
 

@@ -51,7 +51,7 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         for parameter in net.get_parameters():
             if any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied):
                 parameter.parallel_optimizer = False
-    return Report(
+    net.parallel_report = Report(  # the engine holds it against the compiler
         mesh=strategy.mesh,
         parameters=_parameter_reports(net, strategy, found, owners, stages),
         unmatched_rules=[
@@ -64,6 +64,7 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         layers_of_stages=_layers_of_stages(layers, strategy),
         recomputed=recomputed,
     )
+    return net.parallel_report
 
 
 def _recompute_operators(strategy: Strategy, found: Sequence[Operator], layers: Sequence[str]) -> None:

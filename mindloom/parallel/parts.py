@@ -29,6 +29,20 @@ def parts_of(parameter: ParameterReport, mesh: Mesh) -> list[tuple[int, Slices]]
     return parts
 
 
+def held_part(parameter: ParameterReport, mesh: Mesh, rank: int) -> Slices:
+    """The part that `rank` holds, one of a stage that has the parameter."""
+    part = _operator_part(parameter, mesh, rank)
+    if parameter.optimizer_shards == 1:
+        return tuple(slice(*bounds) for bounds in part)
+    (start, stop), *others = part
+    stage = rank // (mesh.dp * mesh.tp)
+    ranks = range(stage * mesh.dp * mesh.tp, (stage + 1) * mesh.dp * mesh.tp)
+    holding = [other for other in ranks if _operator_part(parameter, mesh, other) == part]
+    length = (stop - start) // parameter.optimizer_shards
+    start += holding.index(rank) % parameter.optimizer_shards * length
+    return (slice(start, start + length), *(slice(*bounds) for bounds in others))
+
+
 def _operator_part(parameter: ParameterReport, mesh: Mesh, rank: int) -> tuple[tuple[int, int], ...]:
     """Bounds of the part that the operators of `rank` use, by dim."""
     bounds = []

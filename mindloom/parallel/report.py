@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,8 +60,11 @@ class Report:
 
     def of(self, name: str) -> ParameterReport:
         """The report of a parameter, or of the one an optimizer state `prefix.name` belongs to."""
-        by_name = {p.name: p for p in self.parameters}
-        return by_name[name] if name in by_name else by_name[name.partition(".")[2]]
+        return self.by_name[name] if name in self.by_name else self.by_name[name.partition(".")[2]]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, ParameterReport]:
+        return {p.name: p for p in self.parameters}
 
     def to_dict(self) -> dict[str, object]:
         values = dataclasses.asdict(self)

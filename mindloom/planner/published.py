@@ -20,6 +20,23 @@ from mindloom.planner.dimensions import Dimensions, Parallelism
 
 GATED = re.compile(r"llama|qwen|baichuan|internlm|\byi|deepseek|glm|telechat|mixtral|aquila|palm", re.I)
 NEEDED = ("model", "layers", "hidden", "heads", "seq", "chip", "devices", "tp", "pp", "global_batch")
+COLUMNS = (
+    *NEEDED,
+    *(
+        "id",
+        "source",
+        "note",
+        "mem_gb",
+        "vocab",
+        "ffn",
+        "vpp",
+        "microbatch",
+        "zero",
+        "precision",
+        "recompute",
+        "iter_s",
+    ),
+)
 ZERO = {"": 0, "dist-opt": 1, "FSDP": 3, "ms-opt-parallel": 3}
 ASSUMED_VOCABULARY = 50_000
 
@@ -59,15 +76,17 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    missing = [name for name in (*NEEDED, "note", "id", "source") if not rows or name not in rows[0]]
+    except csv.Error as error:
+        raise ConfigError(f"{path}: not CSV: {error}") from None
+    missing = [name for name in COLUMNS if not rows or name not in rows[0]]
     if missing:
         raise ConfigError(f"{path}: no rows, or columns are missing: {', '.join(missing)}")
-    return rows
+    return [{name: row[name] or "" for name in COLUMNS} for row in rows]  # a short row leaves the last ones out
 
 
 def noted(row: dict[str, str], key: str) -> str:
     """The value of `key=` in a row's note, or an empty text."""
-    found = re.search(rf"(?:^|[;, ]){re.escape(key)}=(\[[^\]]*\]|[^;, ]*)", row["note"] or "")
+    found = re.search(rf"(?:^|[;, ]){re.escape(key)}=(\[[^\]]*\]|[^;, ]*)", row["note"])
     return found[1] if found else ""
 
 
@@ -94,10 +113,17 @@ def describe(row: dict[str, str]) -> Run:
 
 def _whole(text: str) -> int:
     """A whole number, also where it is written with a point."""
-    value = float(text)
+    value = _number(text)
     if value != int(value) or value < 0:
         raise ValueError(f"{text!r} is no whole number")
     return int(value)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is no finite number")
+    return value
 
 
 def _cluster(row: dict[str, str]) -> Cluster:
@@ -108,7 +134,7 @@ def _cluster(row: dict[str, str]) -> Cluster:
     else:
         raise UnpredictableError(f"chip {row['chip']}: nothing is known of it")
     if row["mem_gb"]:
-        cluster = dataclasses.replace(cluster, memory_gb=float(row["mem_gb"]))
+        cluster = dataclasses.replace(cluster, memory_gb=_number(row["mem_gb"]))
     if network := re.search(r"IB (\d+) Gb/s|(\d+) Gbps between nodes", row["note"]):  # of a whole node
         per_node = float(network[1] or network[2]) / 8
         cluster = dataclasses.replace(cluster, inter_node_gb_per_s=per_node / cluster.devices_per_node)
@@ -137,7 +163,7 @@ def _dimensions(row: dict[str, str]) -> Dimensions:
 
 def _llama_ffn(row: dict[str, str], hidden: int) -> int:
     """LLaMA's rule: two thirds of 4 h, times a factor, rounded up. A large `mult` is the width itself."""
-    multiple, factor = int(noted(row, "multiple_of") or 256), float(noted(row, "mult") or 1)
+    multiple, factor = _whole(noted(row, "multiple_of") or "256") or 1, _number(noted(row, "mult") or "1")
     return int(factor) if factor > 100 else multiple * math.ceil(int(8 * hidden / 3) * factor / multiple)
 
 
@@ -221,9 +247,14 @@ def measured(row: dict[str, str], run: Run) -> Measured:
     """
     if "CONFLICT" in row["note"]:
         raise UnpredictableError("the source contradicts itself")
-    memory = float(noted(row, "measured_mem_gb") or 0) * 2**30 or None
     failed = "OOM" in row["note"] or "FAILED" in row["note"]
-    seconds = float(row["iter_s"]) if row["iter_s"] else float(noted(row, "derived_iter_s_eq3") or 0) or None
+    try:
+        memory = _number(noted(row, "measured_mem_gb") or "0") * 2**30 or None
+        seconds = _number(row["iter_s"] or noted(row, "derived_iter_s_eq3") or "0") or None
+    except ValueError as error:
+        raise UnpredictableError(f"not a number: {error}") from None
+    if min(memory or 1, seconds or 1) < 0:
+        raise UnpredictableError("a measured value is negative")
     tokens = run.job.global_batch_size * run.dims.seq_len
     if seconds and run.dims.model_flops(tokens, causal=True) / run.job.devices / seconds > run.cluster.peak_tflops * (
         2e12 if run.job.precision == "fp8" else 1e12

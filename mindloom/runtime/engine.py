@@ -7,7 +7,7 @@ import atexit
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -16,7 +16,8 @@ from mindspore.communication import get_group_size, get_process_group_ranks, get
 from numpy.typing import NDArray
 
 from mindloom.errors import ConfigError
-from mindloom.parallel.report import ParameterReport
+from mindloom.parallel.parts import held_part
+from mindloom.parallel.report import ParameterReport, Report
 from mindloom.processes import end_with_parent
 from mindloom.runtime.compile import (
     ParameterLayout,
@@ -31,6 +32,7 @@ from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.runtime.transport import Collectives, Transport
 from mindloom.strategy.checks import launch_problems
 from mindloom.strategy.config import Strategy
+from mindloom.strategy.layout import show
 
 _engine_count = itertools.count()
 
@@ -112,6 +114,7 @@ class Engine:
                 for layout in self.layouts.values():
                     if layout.optimizer_group and layout.optimizer_group not in self.groups:
                         self.groups[layout.optimizer_group] = get_process_group_ranks(layout.optimizer_group)
+                self._check_layouts(cell, self.layouts, self.groups)
 
     def run(self, cell: nn.Cell, *inputs: Tensor) -> Any:
         """Call `cell`, a Cell around a parallelized network, with the whole batch."""
@@ -126,10 +129,41 @@ class Engine:
         key = (id(cell), cell.training, str(described))
         if key not in self._programs:
             graph = partition(cell, self.strategy, self.rank, described)
+            held = {name: layout for name, layout in graph.layouts.items() if name in graph.parameters}
+            self._check_layouts(cell, held, graph.groups)
             self.layouts |= graph.layouts
             self.groups |= graph.groups
             self._programs[key] = Program(graph, cell, self.transport, f"program {len(self._programs)}")
         return self._programs[key]
+
+    def _check_layouts(
+        self, cell: nn.Cell, layouts: Mapping[str, ParameterLayout], groups: dict[str, list[int]]
+    ) -> None:
+        """Hold what `parallelize` said of each parameter against what the compiler did. The norm of gradients and the files
+        of checkpoints follow the former: where it is wrong, they would be, too.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        problems = []
+        for report in {
+            id(c.parallel_report): c.parallel_report for _, c in cell.cells_and_names() if _is_said(c)
+        }.values():
+            for name, layout in layouts.items():
+                said = report.by_name.get(name)
+                if said is None:
+                    continue
+                ours = held_part(said, self.strategy.mesh, self.rank)
+                theirs = layout.slices(said.global_shape, self.rank, groups)
+                if ours != theirs:
+                    problems.append(
+                        f"{said.rule or self.strategy.source}: {name} {said.global_shape}: by its rule rank "
+                        f"{self.rank} holds {_bounds(ours)}, layout {show(said.layout)}; MindSpore compiled "
+                        f"{_bounds(theirs)}, device matrix {layout.device_matrix}, tensor map {layout.tensor_map}; give it "
+                        "to its operator as self.OPERATOR(..., self.PARAMETER), unchanged, so that the rule is its own"
+                    )
+        if problems:
+            raise ConfigError(problems[:8])
 
     def broadcast(self, array: NDArray[Any], source: int) -> NDArray[Any]:
         """What rank `source` gave, on every rank; all give an array of one shape and dtype."""
@@ -182,3 +216,11 @@ class Engine:
         """Leave the job in good order; also done when the process ends."""
         if self.transport is not None:
             self.transport.close()
+
+
+def _is_said(cell: nn.Cell) -> bool:
+    return isinstance(getattr(cell, "parallel_report", None), Report)
+
+
+def _bounds(part: Sequence[slice]) -> str:
+    return "[" + ", ".join(f"{s.start}:{s.stop}" for s in part) + "]"

@@ -177,7 +177,9 @@ class Saver:
 def newest_complete(
     root: Path, engine: Engine, check: Callable[[Manifest, Path], None] = check_contents
 ) -> tuple[Path, Manifest]:
-    """The newest checkpoint whose every byte is as it was written, and which holds what `check` expects. All ranks take part, each reads its share of the files.
+    """The newest checkpoint whose every byte is as it was written, and which holds what `check` expects.
+
+    All ranks take part, each reads its share of the files.
 
     Damaged ones that are newer are named and renamed, so that nobody takes them for the newest again.
 

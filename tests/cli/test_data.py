@@ -149,7 +149,10 @@ def test_mindrecord_there_and_back(blend, checkpoint, tmp_path):
             ("tokenize", TEXT, "--tokenizer", TEXT, "--out", "x", "--fim-rate", 0.5),
             "needs --fim-tokens PREFIX SUFFIX MIDDLE",
         ),
-        (("tokenize", TEXT, "--tokenizer", TEXT, "--out", "x", "--fim-rate", 5), "--fim-rate must be in [0, 1], got 5.0"),
+        (
+            ("tokenize", TEXT, "--tokenizer", TEXT, "--out", "x", "--fim-rate", 5),
+            "--fim-rate must be in [0, 1], got 5.0",
+        ),
         (("tokenize", TEXT, "--tokenizer", TEXT, "--out", ROOT), "is there already"),
         (("dedup", TEXT, "--out", "x", "--threshold", 8), "--threshold is a similarity above 0 and up to 1"),
         (("filter", TEXT, "--out", "x.jsonl"), "no rule was given"),

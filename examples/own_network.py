@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindloom import auto_parallel
+from mindloom import auto_parallel, is_log_rank
 
 
 class Block(nn.Cell):
@@ -48,9 +48,10 @@ net = Regression()
 if len(sys.argv) > 1:
     net = auto_parallel(net, sys.argv[1])  # the one line
 
-step = nn.TrainOneStepCell(net, nn.AdamWeightDecay(net.trainable_params(), learning_rate=1e-2)).set_train()
+step = nn.TrainOneStepCell(net, nn.AdamWeightDecay(net.trainable_params(), learning_rate=3e-3)).set_train()
 rng = np.random.RandomState(0)
 x = rng.randn(16, 32).astype(np.float32)
 for i in range(6):
     loss = step(Tensor(x), Tensor(np.sin(x)))
-    print(f"step {i + 1} loss {float(loss.asnumpy()):.6f}", flush=True)
+    if is_log_rank():  # of several processes the one that knows the loss
+        print(f"step {i + 1} loss {float(loss.asnumpy()):.6f}", flush=True)

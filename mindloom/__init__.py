@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mindloom.runtime.auto_parallel import auto_parallel
+    from mindloom.runtime.auto_parallel import auto_parallel, is_log_rank
 
-__all__ = ["__version__", "auto_parallel"]
+__all__ = ["__version__", "auto_parallel", "is_log_rank"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "auto_parallel":  # loads MindSpore, which strategies and plans do without
-        return import_module("mindloom.runtime.auto_parallel").auto_parallel
+    if name in ("auto_parallel", "is_log_rank"):  # loads MindSpore, which strategies and plans do without
+        return getattr(import_module("mindloom.runtime.auto_parallel"), name)
     raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -57,10 +57,15 @@ def run_tool(main: Callable[[], int | None]) -> None:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         code = EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 130
     except BrokenPipeError:  # the reader of our output (head, less) left; Python would complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {str(error.filename)[:200]}: {error.strerror}", file=sys.stderr)
+        code = EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
     sys.exit(code)

@@ -40,7 +40,7 @@ def one_writer(target: Path, is_folder: bool = True) -> Iterator[None]:
     before = os.environ.get(HELD)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = _take(path)
+        handle, path = _take(path)
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {error.strerror}") from None
     if handle is None:
@@ -79,18 +79,21 @@ def try_lock(path: Path) -> int | None:
         os.close(handle)
 
 
-def _take(path: Path) -> int | None:
+def _take(path: Path) -> tuple[int | None, Path]:
+    """An open file that is this process's alone, or None; and which file it is."""
     try:
         handle = try_lock(path)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+        path.unlink(missing_ok=True)  # here it locks nothing
+        path = path.with_name(f"{path.name}.pid")
         handle = _create_alone(path)
     if handle is not None:
         who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time(), "command": " ".join(sys.argv)}
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(who).encode(), 0)
-    return handle
+    return handle, path
 
 
 def _create_alone(path: Path) -> int | None:

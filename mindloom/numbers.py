@@ -34,11 +34,11 @@ class Bounds:
         """What to say of a value outside."""
         if not math.isfinite(value):
             return "must be a finite number"
-        if math.isfinite(self.high) and self.high < MOST and math.isfinite(self.low):
+        if self.high <= 1 and math.isfinite(self.low):
             left, right = "(" if self.without_low else "[", ")" if self.without_high else "]"
             return f"must be in {left}{self.low:g}, {self.high:g}{right}"
         if value >= self.high:
-            return f"must be at most {self.high:.15g}"
+            return f"must be at most {self.high:,.0f}"
         return f"must be {'above' if self.without_low else 'at least'} {self.low:g}"
 
 

@@ -25,7 +25,7 @@ from mindloom.numbers import number_problem
 
 T = TypeVar("T")
 Keys = tuple[str | int, ...]
-DEEPEST, MOST_VALUES, MOST_BYTES = 64, 100_000, 256 << 20
+DEEPEST, MOST_VALUES, MOST_BYTES, LONGEST = 64, 100_000, 256 << 20, 100
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, where PyYAML was built with it
 _TAG = "tag:yaml.org,2002:"
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
@@ -282,7 +282,7 @@ class _Yaml:
         try:
             value = self.scalars.construct_object(node)
         except (ValueError, KeyError, yaml.YAMLError):
-            self._problem(node, keys, f"{text!r} is no {tag}")
+            self._problem(node, keys, f"{_brief(text)} is no {tag}")
             return None
         return self._float(node, keys, value) if tag == "float" else value
 
@@ -290,6 +290,11 @@ class _Yaml:
         if not math.isfinite(value):
             self._problem(node, keys, f"{node.value} is not a finite number")
         return value
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _shown(tag: str) -> str:
@@ -345,9 +350,9 @@ class Reader:
         if get_origin(hint) is list and isinstance(value, list):
             return [self.value(entry, get_args(hint)[0], (*keys, i)) for i, entry in enumerate(value)]
         if not is_a(value, hint):
-            self.problem(keys, f"{show_key(keys)} must be {describe(hint)}, got {value!r}")
+            self.problem(keys, f"{show_key(keys)} must be {describe(hint)}, got {_brief(value)}")
         elif problem := number_problem(value, hint):
-            self.problem(keys, f"{show_key(keys)} {problem}, got {value!r}")
+            self.problem(keys, f"{show_key(keys)} {problem}, got {_brief(value)}")
         return value
 
     def _union(self, value: Any, options: tuple[Any, ...], keys: Keys) -> Any:
@@ -359,7 +364,7 @@ class Reader:
                 self.problems += trial.problems
                 return result
         wanted = " or ".join(describe(option) for option in options if option is not type(None))
-        self.problem(keys, f"{show_key(keys)} must be {wanted}, got {value!r}")
+        self.problem(keys, f"{show_key(keys)} must be {wanted}, got {_brief(value)}")
         return None
 
 

@@ -29,6 +29,7 @@ from mindloom.errors import ConfigError
 SPACE, NEWLINE = "\u2582", "\u2583"
 # Ids 0..9 of the released vocabulary, in order; a trained one keeps them.
 SPECIAL = ("<unk>", "<s>", "</s>", NEWLINE, SPACE, "<sep>", "<pad>", "<mask>", "<eod>", "<eot>")
+NUM_BYTES = 256
 # What jieba takes for one block, in which it looks for words; everything else is words of one character.
 _BLOCKS = re.compile(r"([\u4E00-\u9FD5a-zA-Z0-9+#&\._%\-]+)")
 _PUNCTUATION = re.compile(r"[+#&._%\-]")  # inside a block: rjieba cuts decimals elsewhere
@@ -104,12 +105,15 @@ def _jieba() -> Any:
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
     """A SentencePiece unigram model of at most `vocab_size` pieces, in the released vocabulary's form.
 
+    Where there is room it has a piece for each byte, so that no character is unknown.
+
     Raises:
         ConfigError: `vocab_size` leaves no room for characters.
     """
     lines = [segment(line) for document in documents for line in document.split("\n") if line.strip()]
     counts = Counter(character for line in lines for character in line if not character.isspace())
-    room = int(0.8 * vocab_size) - len(SPECIAL)  # the rest is for pieces of several characters
+    with_bytes = vocab_size >= 2 * NUM_BYTES
+    room = int(0.8 * vocab_size) - len(SPECIAL) - with_bytes * NUM_BYTES  # the rest is for pieces of several characters
     if room < 1:
         raise ConfigError(f"a vocabulary of {vocab_size} is too small for {len(SPECIAL)} special pieces and characters")
     # SentencePiece wants a piece for 98 % of the text's characters at least; what does not fit is not shown to it.
@@ -123,6 +127,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
         vocab_size=vocab_size,
         hard_vocab_limit=False,
         character_coverage=1.0,
+        byte_fallback=with_bytes,
         user_defined_symbols=list(SPECIAL[3:]),
         unk_id=0,
         bos_id=1,

@@ -17,6 +17,7 @@ from mindloom.checkpoint.reshard import find_checkpoint
 from mindloom.checkpoint.sharded import damage
 from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError, run_tool
+from mindloom.log import counted
 from mindloom.strategy.checks import model_problems
 from mindloom.strategy.loader import load_strategy
 
@@ -35,8 +36,9 @@ def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
     weights = [e for name, e in manifest.tensors.items() if not name.startswith(MOMENTS)]
     model = {k: v for k, v in manifest.model.items() if k != "family"}
     degrees = " x ".join(f"{axis} {manifest.strategy.get(axis, 1)}" for axis in ("pp", "dp", "tp"))
+    files = counted(len(manifest.files), "file", "files")
     lines = [
-        f"{folder}: step {manifest.step}, {manifest.num_bytes / 1e6:,.1f} MB in {len(manifest.files)} files",
+        f"{folder}: step {manifest.step}, {manifest.num_bytes / 1e6:,.1f} MB in {files}",
         f"  {len(weights)} weights and {len(manifest.tensors) - len(weights)} moments of {manifest.model['family']}: {model}",
         f"  written under {degrees} {manifest.strategy.get('file', '')}".rstrip(),
         *(f"  {part}: {values}" for part, values in manifest.state.items()),

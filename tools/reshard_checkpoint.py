@@ -22,6 +22,7 @@ from mindloom.checkpoint.reshard import Cut, find_checkpoint, reshard
 from mindloom.checkpoint.sharded import damage, file_name
 from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError, run_tool
+from mindloom.log import counted
 from mindloom.model_config import DecoderConfig
 from mindloom.processes import end_with_parent
 from mindloom.runtime.environment import prepare_environment
@@ -72,9 +73,8 @@ def main() -> int:
     if config.verify and (problem := damage(config.output, manifest)):
         raise ConfigError(problem)
     checked = f"; {len(manifest.tensors)} hashes verified" if config.verify else ""
-    print(
-        f"{config.output}: {len(manifest.files)} files, {manifest.num_bytes / 1e6:,.1f} MB for {strategy.mesh}{checked}"
-    )
+    files = counted(len(manifest.files), "file", "files")
+    print(f"{config.output}: {files}, {manifest.num_bytes / 1e6:,.1f} MB for {strategy.mesh}{checked}")
     return 0
 
 

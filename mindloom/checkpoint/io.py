@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint folder: model.safetensors (whole tensors; or several files and their index), config.json (the model's),
-the tokenizer."""
+the tokenizer. A training checkpoint is one, too: its weights are put together from their parts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ import safetensors
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from mindloom.checkpoint.contents import MOMENTS, check_contents
+from mindloom.checkpoint.manifest import MANIFEST, read_manifest
+from mindloom.checkpoint.sharded import Reader, damage
 from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
 from mindloom.family import FAMILIES
@@ -75,6 +78,8 @@ def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
     Raises:
         ConfigError: the file is missing or damaged.
     """
+    if (folder / MANIFEST).exists():
+        return _weights_of_state(folder)
     weights: dict[str, NDArray[Any]] = {}
     for path in _weight_files(folder):
         if not path.is_file():
@@ -84,6 +89,20 @@ def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
         except (safetensors.SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: damaged or not safetensors: {error}") from None
     return weights
+
+
+def _weights_of_state(folder: Path) -> dict[str, NDArray[Any]]:
+    """The weights of a training checkpoint, whole, without the moments beside them."""
+    manifest = read_manifest(folder)
+    check_contents(manifest, folder)
+    if problem := damage(folder, manifest):
+        raise ConfigError(problem)
+    reader = Reader(folder, manifest)
+    return {
+        name: reader.read(name, tuple(slice(0, length) for length in entry.shape))
+        for name, entry in manifest.tensors.items()
+        if not name.startswith(MOMENTS)
+    }
 
 
 def _weight_files(folder: Path) -> list[Path]:

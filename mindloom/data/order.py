@@ -11,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.data.batch import split_mix
+from mindloom.log import progress
 
 ROUNDS = 6
 STRIDE = 1024
+MOST_STEPS = 10_000_000  # of a ramp
 Ints = NDArray[np.int64]
 
 
@@ -105,6 +107,8 @@ def ramped_batch_sizes(
     sizes, seen = list[int](), 0
     while increments and (size := start + increment * (seen * increments // until)) < final:
         sizes.append(size)
+        if len(sizes) > MOST_STEPS:
+            raise ValueError(f"it takes more than {MOST_STEPS:,} steps")
         seen += size * counted(len(sizes) - 1)
     return (*sizes, final)
 
@@ -136,12 +140,12 @@ class Shares:
         nearest = min(step // STRIDE, len(self._known) - 1)
         if nearest * STRIDE > at:
             at, drawn = nearest * STRIDE, self._known[nearest]
-        while at < step:
+        remaining = range(at, step)
+        for at in progress(remaining, "sharing out samples") if len(remaining) > STRIDE else remaining:
             drawn = drawn + self._allocate(drawn, self.sizes.samples_of_step(at))
-            at += 1
-            if at == len(self._known) * STRIDE:
+            if at + 1 == len(self._known) * STRIDE:
                 self._known.append(drawn)
-        self._last = (at, drawn)
+        self._last = (step, drawn)
         return drawn
 
     def _allocate(self, drawn: Ints, count: int) -> Ints:

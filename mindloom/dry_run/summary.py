@@ -9,6 +9,7 @@ from typing import Any
 
 from mindloom.dry_run.config import DryRun
 from mindloom.dry_run.rank_report import RankReport
+from mindloom.log import counted
 from mindloom.planner.dimensions import Parallelism, of_decoder
 from mindloom.planner.memory import stage_memory, stage_parameters
 from mindloom.planner.own_engine import job_of, parameter_bytes
@@ -152,15 +153,19 @@ def describe_layout(layout: list[list[str]], shards: int) -> str:
 def text_report(values: dict[str, Any]) -> str:
     """For people, in a terminal."""
     job, lines = values["job"], []
+    sequences = counted(job["batch_size"], "sequence", "sequences")
     lines.append(
-        f"{job['model']}, {job['num_parameters']:,} parameters, {job['mesh']}; {job['batch_size']} sequences of "
-        f"{job['seq_len']} tokens a step, {job['num_microbatches']} microbatches"
+        f"{job['model']}, {job['num_parameters']:,} parameters, {job['mesh']}; {sequences} of "
+        f"{job['seq_len']} tokens a step, {counted(job['num_microbatches'], 'microbatch', 'microbatches')}"
     )
     for rank in values["ranks"]:
         lines += ["", *_rank_lines(rank)]
     fullest = max(job["stages"], key=lambda stage: stage["total_bytes"])
     verdict = "" if "fits" not in job else "; all fit" if job["fits"] else "; that DOES NOT FIT"
-    lines += ["", f"all {len(job['stages'])} stages: the busiest computes {job['imbalance']:.1%} more than their mean"]
+    lines += [
+        "",
+        f"{counted(len(job['stages']), 'stage', 'stages')}: the busiest computes {job['imbalance']:.1%} more than their mean",
+    ]
     lines[-1] += (
         f"; the fullest is stage {fullest['stage']} with {fullest['total_bytes'] / GB:.2f} GB a device{verdict}"
     )
@@ -176,7 +181,7 @@ def _rank_lines(rank: dict[str, Any]) -> list[str]:
     layers = rank["layers"]
     same = "" if rank["rank"] == rank["compiled_as"] else f" (same graph as rank {rank['compiled_as']}, other groups)"
     lines = [
-        f"rank {rank['rank']}{same}: stage {rank['stage']}, {len(layers)} layers"
+        f"rank {rank['rank']}{same}: stage {rank['stage']}, {counted(len(layers), 'layer', 'layers')}"
         + (f" {layers[0]} .. {layers[-1]}" if layers else "")
         + f", {len(rank['recomputed'])} recomputed; compiled in {rank['compile_s']:.1f} s"
     ]
@@ -194,7 +199,7 @@ def _rank_lines(rank: dict[str, Any]) -> list[str]:
         )
     for name, members in rank["groups"].items():
         shown = ", ".join(map(str, members[:10])) + (f", ... {members[-1]}" if len(members) > 10 else "")
-        lines.append(f"  group {name}: {len(members)} ranks {shown}")
+        lines.append(f"  group {name}: {counted(len(members), 'rank', 'ranks')} {shown}")
     if rank["untouched_operators"]:
         lines.append(f"  no rule for {', '.join(rank['untouched_operators'])}: MindSpore chooses their layout")
     return lines

@@ -36,7 +36,7 @@ PAGE = resource.getpagesize()
 
 SYSTEM = (
     *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64"),
-    *("/usr/libexec", "/usr/include", "/etc/ld.so.cache", "/etc/alternatives"),
+    *("/usr/libexec", "/usr/include", "/usr/share/nodejs", "/etc/ld.so.cache", "/etc/alternatives"),
 )
 """What of the host every command sees, besides its toolchain."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -278,28 +278,39 @@ class MemoryGroup:
     """
 
     def __init__(self, limit: int):
-        self.events = self.path = None
-        for base, maximum, events in _memory_groups():
-            path = f"{base}/mindloom-{os.getpid()}"
+        self.events: int | None = None
+        self.name = f"mindloom-{os.getpid()}"
+        for path, maximum, events in _memory_groups():
+            self.base = os.open(path, os.O_RDONLY)  # by its handle: the path leads nowhere once the root is another
             try:
-                self._remove_left(base)
-                os.mkdir(path)
-                self.path, self.base = path, base
-                _write(f"{path}/{maximum}", str(limit))
+                self._remove_left()
+                os.mkdir(self.name, dir_fd=self.base)
+                self._write(f"{self.name}/{maximum}", str(limit))
                 with contextlib.suppress(OSError):
-                    _write(f"{path}/memory.swap.max", "0")
-                self.events = os.open(f"{path}/{events}", os.O_RDONLY)
-                _write(f"{path}/cgroup.procs", "0")
+                    self._write(f"{self.name}/memory.swap.max", "0")
+                self._write(f"{self.name}/cgroup.procs", "0")
+                self.events = os.open(f"{self.name}/{events}", os.O_RDONLY, dir_fd=self.base)
                 return
             except OSError:
-                self.leave()
+                self._remove(self.name)
+                os.close(self.base)
 
-    def _remove_left(self, base: str) -> None:
+    def _write(self, path: str, text: str) -> None:
+        handle = os.open(path, os.O_WRONLY, dir_fd=self.base)
+        try:
+            os.write(handle, text.encode())
+        finally:
+            os.close(handle)
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.rmdir(name, dir_fd=self.base)
+
+    def _remove_left(self) -> None:
         """Of jails that were killed."""
-        for name in os.listdir(base):
+        for name in os.listdir(self.base):
             if name.startswith("mindloom-") and not os.path.exists(f"/proc/{name.partition('-')[2]}"):
-                with contextlib.suppress(OSError):
-                    os.rmdir(f"{base}/{name}")
+                self._remove(name)
 
     def is_exceeded(self) -> bool:
         """Whether the kernel had to end a process for want of memory."""
@@ -310,16 +321,9 @@ class MemoryGroup:
 
     def leave(self) -> None:
         """Once its other processes have ended."""
-        if self.path:
-            with contextlib.suppress(OSError):
-                _write(f"{self.base}/cgroup.procs", "0")
-            for _ in range(100):  # the kernel takes a moment to let go of processes that have ended
-                try:
-                    os.rmdir(self.path)
-                    break
-                except OSError:
-                    time.sleep(0.01)
-            self.path = None
+        if self.events is not None:
+            self._write("cgroup.procs", "0")
+            self._remove(self.name)
 
 
 def _memory_groups() -> list[tuple[str, str, str]]:
@@ -331,13 +335,8 @@ def _memory_groups() -> list[tuple[str, str, str]]:
             if controllers == "memory":
                 found.append((f"/sys/fs/cgroup/memory{path}", "memory.limit_in_bytes", "memory.oom_control"))
             elif not controllers:
-                found.append((f"/sys/fs/cgroup{path}", "memory.max", "memory.events"))
+                found.append((f"/sys/fs/cgroup{path}".rstrip("/"), "memory.max", "memory.events"))
     return [entry for entry in found if os.path.exists(f"{entry[0]}/cgroup.procs")]
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
 
 
 def _processes() -> tuple[int, int]:

@@ -65,6 +65,18 @@ def _program(name: str) -> tuple[str, str]:
     return str(real), str(real.parent.parent)
 
 
+def _with_links(home: str) -> tuple[str, ...]:
+    """A folder of a toolchain, and what the links in it lead to elsewhere, as Debian deals packages out."""
+    found = {home: None}
+    for folder, folders, files in os.walk(home):
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            target = os.path.realpath(path) if os.path.islink(path) else path
+            if not target.startswith(f"{home}/") and os.path.exists(target):
+                found[target] = None
+    return tuple(found)
+
+
 def _cache_folder(name: str) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindloom" / "humaneval-x" / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +124,7 @@ def _java() -> Toolchain:
     (javac, home), (java, _) = _program("javac"), _program("java")
     quick = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xmx512m")
     compiling = (javac, *(f"-J{flag}" for flag in quick), "-nowarn", "Main.java")
-    return Toolchain("Main.java", compiling, (java, *quick, "Main"), needed=(home,))
+    return Toolchain("Main.java", compiling, (java, *quick, "Main"), needed=_with_links(home))
 
 
 def _go() -> Toolchain:
@@ -139,7 +151,7 @@ def _go() -> Toolchain:
         ("{folder}/main", "-test.v"),
         passed_output="\nPASS",
         environment={**environment, "GOCACHE": "{folder}/cache"},
-        needed=(home, str(path), str(cache)),
+        needed=(*_with_links(home), str(path), str(cache)),
         overlays={"cache": str(cache)},
     )
 

@@ -41,6 +41,11 @@ def auto_parallel(net: nn.Cell, strategy_file: str | Path) -> nn.Cell:
     return network
 
 
+def is_log_rank() -> bool:
+    """Whether this is the one process of the job that knows the loss and tells it; always, on one device."""
+    return _engine is None or _engine.speaks
+
+
 def report_of(network: nn.Cell) -> Report:
     """What `auto_parallel` did to the network it returned."""
     return _networks[id(network)][1]

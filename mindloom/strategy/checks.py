@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+from mindloom.log import counted
 from mindloom.model_config import DecoderConfig
 from mindloom.numbers import Count, Positive, number_problem
 from mindloom.strategy.config import Stages, Strategy
@@ -70,9 +71,10 @@ def launch_problems(strategy: Strategy, num_processes: int) -> list[str]:
     """The mesh against the processes that were started."""
     if strategy.mesh.size == num_processes:
         return []
-    started = "1 process was" if num_processes == 1 else f"{num_processes} processes were"
+    started = counted(num_processes, "process was", "processes were")
+    noun = "process" if strategy.mesh.size == 1 else "processes"
     return [
-        f"{strategy.at('mesh')}: {strategy.mesh} processes, but {started} launched; change a degree or launch "
+        f"{strategy.at('mesh')}: {strategy.mesh} {noun}, but {started} launched; change a degree or launch "
         f"{strategy.mesh.size}: msrun --worker_num={strategy.mesh.size} --local_worker_num={strategy.mesh.size} ..."
     ]
 

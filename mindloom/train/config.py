@@ -13,7 +13,7 @@ from mindloom.checkpoint.manifest import checkpoints
 from mindloom.cli import option
 from mindloom.data.blend import BLENDS, Part, read_blend, short_datasets
 from mindloom.data.documents import read_documents
-from mindloom.data.order import Sizes, growing_seq_lens, ramped_batch_sizes
+from mindloom.data.order import MOST_STEPS, Sizes, growing_seq_lens, ramped_batch_sizes
 from mindloom.data.token_file import is_token_file
 from mindloom.data.tokenizer import content_hash
 from mindloom.errors import ConfigError, Problems
@@ -26,6 +26,9 @@ from mindloom.runtime.environment import launched_rank
 from mindloom.strategy.checks import batch_problems, launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
 from mindloom.strategy.loader import load_strategy
+
+MOST_TOKENS = 1 << 28
+"""Of one step: more are a slip of the keyboard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +174,8 @@ def _sizes(config: TrainConfig, seq_len: int) -> Sizes:
     """How much each step takes."""
     try:
         growth = [(int(length), int(steps)) for length, steps in (entry.split(":") for entry in config.seq_len_growth)]
+        if sum(steps for _, steps in growth) > MOST_STEPS:
+            raise ConfigError(f"--seq-len-growth {' '.join(config.seq_len_growth)}: more than {MOST_STEPS:,} steps")
         lengths = growing_seq_lens(growth, seq_len)
     except ValueError as error:
         reason = error if "grow" in str(error) else "give LENGTH:STEPS, as in 256:1000 512:1000"
@@ -190,6 +195,8 @@ def _sizes(config: TrainConfig, seq_len: int) -> Sizes:
         except ValueError as error:
             raise ConfigError(f"--batch-size-ramp {ramp}: {error}") from None
     sizes = Sizes(batch_sizes, lengths)
+    if (tokens := max(batch * length for batch, length in sizes.shapes())) > MOST_TOKENS:
+        raise ConfigError(f"--batch-size {config.batch_size}: {tokens:,} tokens a step are more than {MOST_TOKENS:,}")
     if sizes.problems():
         raise ConfigError([f"--seq-len-growth: {problem}" for problem in sizes.problems()])
     return sizes
@@ -239,9 +246,10 @@ def _model_config(config: TrainConfig) -> DecoderConfig:
 
 def _own_problems(config: TrainConfig) -> list[str]:
     problems = list(number_problems(config))
-    if (problem := unwritable(config.output_dir)) and launched_rank() == 0:
+    problem = unwritable(config.output_dir) if launched_rank() == 0 else None
+    if problem:
         problems.append(f"--output-dir {problem}")
-    has_checkpoints = bool(checkpoints(config.states_dir))
+    has_checkpoints = not problem and bool(checkpoints(config.states_dir))
     if config.resume and not has_checkpoints:
         problems.append(f"--resume: {config.states_dir} holds no checkpoint; start without --resume")
     if has_checkpoints and (config.save_every or config.save_minutes) and not config.resume:

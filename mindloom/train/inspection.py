@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -13,10 +13,12 @@ from mindloom.cli import option
 from mindloom.data.loader import Loader
 from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
-from mindloom.numbers import Count, Natural
+from mindloom.log import counted
+from mindloom.numbers import Bounds, Natural
 from mindloom.train.config import TrainConfig, check
 from mindloom.train.data import prepare_data
 
+Step = Annotated[int, Bounds(1, 10_000_000)]
 END = "<end of document>"
 
 
@@ -24,7 +26,7 @@ END = "<end of document>"
 class InspectConfig(TrainConfig):
     """The flags of tools/train.py, and what to look at."""
 
-    step: Count = option(1, "step of the run, counted from 1")
+    step: Step = option(1, "step of the run, counted from 1")
     rows: tuple[Natural, ...] = option((0,), "rows of its batch, counted from 0")
     tokens: bool = option(False, "each token with its position and loss weight instead of the text")
     json: bool = option(False, "JSON on stdout")
@@ -99,7 +101,8 @@ def describe(found: dict[str, Any], as_tokens: bool) -> str:
             "",
             f"row {row['row']}: sample {row['sample']} of {row['dataset']}"
             + (f", part {row['part']}" if row["part"] else "")
-            + f"; {row['document_ends']} documents end in it; {row['trained']} of {found['seq_len']} tokens are trained on",
+            + f"; {counted(row['document_ends'], 'document ends', 'documents end')} in it; "
+            + f"{row['trained']} of {found['seq_len']} tokens are trained on",
         ]
         if as_tokens:
             lines.append("  place  token  next   position  loss weight  text")

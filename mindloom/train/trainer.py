@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
-from mindloom.checkpoint.io import save_checkpoint
+from mindloom.checkpoint.io import save_checkpoint, write_config
 from mindloom.data.batch import dropout_keys
 from mindloom.data.loader import Loader, Prefetched
 from mindloom.data.tokenizer import Tokenizer
@@ -80,6 +80,7 @@ def start(run: Run) -> tuple[Training, Tokenizer]:
         _write_resolved(run, training.report)
     training.say(f"{config.model} {config.size}: {run.model.num_parameters:,} parameters on {run.strategy.mesh}")
     training.say(describe(loader, config.steps))
+    training.say(f"metrics, configuration and checkpoints go to {config.output_dir}")
     return training, tokenizer
 
 
@@ -134,13 +135,18 @@ def _saver(training: Training, tokenizer: Tokenizer) -> Saver:
         "strategy": {**dataclasses.asdict(run.strategy.mesh), "file": str(config.strategy or "")},
         "versions": versions(),
     }
+
+    def add_files(folder: Path) -> None:
+        tokenizer.save(folder)
+        write_config(folder, config.model, run.model)
+
     return Saver(
         training.step,
         training.engine,
         training.report,
         config.states_dir,
         about,
-        tokenizer.save,
+        add_files,
         every=config.save_every,
         minutes=config.save_minutes,
         keep_last=config.keep_last,

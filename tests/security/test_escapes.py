@@ -46,8 +46,8 @@ HOARDS = {
     "deleted files": "import os\nhoard = []\nwhile True:\n    f = open('x', 'wb'); f.write(bytes(1 << 20)); f.flush()\n"
     "    os.unlink('x'); hoard.append(f)",
     "/dev/shm": "n = 0\nwhile True:\n    open(f'/dev/shm/{n}', 'wb').write(bytes(1 << 20)); n += 1",
-    "many processes": "import os, time\nfor i in range(30):\n    if os.fork() == 0: hoard = bytearray(30_000_000); time.sleep(60)\n"
-    "time.sleep(60)",
+    "many processes": "import os, time\nfor i in range(30):\n"
+    "    if os.fork() == 0: hoard = bytearray(30_000_000); time.sleep(60)\ntime.sleep(60)",
     "POSIX message queues": SYSCALL
     + "import sys\nsys.exit(call(240 if os.uname().machine == 'x86_64' else 180, b'/q', 0o102, 0o600, 0))",
     "files without end": "import os\nwhile True: os.open('/dev/null', 0)",
@@ -98,6 +98,9 @@ def test_a_call_that_leads_out_fails(call):
     assert result.output.strip().startswith("-1"), result.output
 
 
+TOPS = ["/", "/etc", "/dev", "/root", "/home", "/tmp", "/var", "/mnt", "/opt", "/srv", "/run", "/sys", "/usr"]
+
+
 def test_the_root_holds_the_toolchain_and_nothing_else_of_the_host(tmp_path):
     (tmp_path / "solutions.jsonl").write_text("secret")
     for folder in (tmp_path, *tmp_path.parents):
@@ -105,13 +108,13 @@ def test_the_root_holds_the_toolchain_and_nothing_else_of_the_host(tmp_path):
             folder.chmod(folder.stat().st_mode | 0o055)
     code = (
         "import os\n"
-        "for top in ('/', '/etc', '/dev', '/root', '/home', '/tmp', '/var', '/mnt', '/opt', '/srv', '/run', '/sys', '/usr'):\n"
+        f"for top in {TOPS}:\n"
         "    print(top, *sorted(os.listdir(top)) if os.path.isdir(top) else ['absent'])\n"
         f"print('SECRET' if os.path.exists({str(tmp_path / 'solutions.jsonl')!r}) else 'unseen')\n"
-        f"print(*[p for p in {[str(p) for p in (Path(__file__), Path('/etc/shadow'), Path('/etc/hostname'))]} if os.path.exists(p)])"
+        f"print(*[p for p in {[__file__, '/etc/shadow', '/etc/hostname']} if os.path.exists(p)])"
     )
     lines = run(code).output.splitlines()
-    seen = dict(line.split(" ", 1) for line in lines[:13])
+    seen = dict(line.split(" ", 1) for line in lines[: len(TOPS)])
     allowed = {"bin", "sbin", "lib", "lib32", "lib64", "libx32", "box", "dev", "etc", "proc", "usr"}
     parents = {Path(p).parts[1] for p in (sys.prefix, sys.base_prefix)}
     assert set(seen["/"].split()) <= allowed | parents

@@ -170,9 +170,10 @@ def _json_lines(text: str) -> dict[Keys, int]:
 
 
 def _line_of_second(text: str | bytes, key: str) -> str:
-    """`line 3: `, where a key stands that was there before in its mapping."""
+    """`line 3: `, where a key stands that was there before in its mapping; of a text of one line nothing."""
     seen: set[Keys] = set()
-    for keys, line in _json_walk(text if isinstance(text, str) else text.decode(errors="replace")):
+    text = text if isinstance(text, str) else text.decode(errors="replace")
+    for keys, line in _json_walk(text) if "\n" in text.strip() else ():
         if keys in seen and keys[-1] == key:
             return f"line {line}: "
         seen.add(keys)

@@ -83,8 +83,9 @@ NOISE = (
     "config swap_config is empty",
     "config monitor_config is empty",
     "Some configs in yaml are useless",
+    *("loading configuration file", "Model config ", "model config: "),
 )
-"""Warnings of MindFormers about files nobody asked for."""
+"""What MindFormers says of files nobody asked for, and the whole configuration whenever one is read."""
 GENERATE = (
     "max_new_tokens",
     "max_length",

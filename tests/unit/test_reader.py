@@ -105,7 +105,7 @@ def test_every_key_has_its_line(write):
 def test_data_may_hold_nan_but_no_key_twice():
     assert parse_json('{"x": 1}', "f:1", finite=False) == {"x": 1}
     assert parse_json('{"x": NaN}', "f:1", finite=False)["x"] != 0
-    with pytest.raises(ConfigError, match="f:1: line 1: x is given twice"):
+    with pytest.raises(ConfigError, match="f:1: x is given twice"):
         parse_json('{"x": "a", "x": "b"}', "f:1", finite=False)
 
 

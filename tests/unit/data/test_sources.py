@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed files that were cut off are told, wherever the cut is; duplicate keys are."""
+
+import gzip
+import json
+import random
+
+import pytest
+
+from mindloom.data.sources import Source
+from mindloom.errors import ConfigError
+
+LINES = [json.dumps({"text": f"line {number} " + "x" * (number % 97)}) + "\n" for number in range(400)]
+
+
+def compressed(kind):
+    """A file's name, bytes, and where it may end without a loss: behind a whole frame."""
+    parts = ["".join(LINES[:150]).encode(), "".join(LINES[150:]).encode()]
+    if kind == "gz":
+        frames = [gzip.compress(part) for part in parts]
+    else:
+        zstandard = pytest.importorskip("zstandard")
+        frames = [zstandard.ZstdCompressor(write_checksum=True).compress(part) for part in parts]
+    return f"a.jsonl.{kind}", b"".join(frames), {len(frames[0])}
+
+
+def read(path):
+    source = Source((path,), on_error="skip")
+    parsed = [source.parse(batch) for batch in source.batches()]
+    return [d.text for p in parsed for _, d in p.documents], [problem for p in parsed for problem in p.problems]
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_a_whole_file_of_several_frames_is_read(write, kind):
+    name, content, _ = compressed(kind)
+    assert read(write(name, content)) == ([json.loads(line)["text"] for line in LINES], [])
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_a_file_that_was_cut_off_is_told(write, kind):
+    name, content, whole = compressed(kind)
+    draw = random.Random(3)
+    for cut in [1, 2, 5, len(content) - 1, len(content) - 4, *(draw.randrange(1, len(content)) for _ in range(30))]:
+        if cut in whole:
+            continue
+        texts, problems = read(write(name, content[:cut]))
+        assert problems, f"cut at {cut} of {len(content)}: {len(texts)} lines and no word"
+        with pytest.raises(ConfigError):
+            source = Source((write(name, content[:cut]),))
+            [source.parse(batch) for batch in source.batches()]
+
+
+def test_a_key_given_twice_is_told(write):
+    path = write("a.jsonl", '{"text": "kept"}\n{"text": "one", "text": "two"}\n')
+    texts, problems = read(path)
+    assert texts == ["kept"]
+    assert problems == [f"{path}:2: text is given twice"]

@@ -81,6 +81,12 @@ def shared(path: str) -> Path:
     return SHARED / path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kept_graphs(tmp_path_factory):
+    """Graphs that runs of this session share, and no others."""
+    os.environ["MINDLOOM_KEPT_GRAPHS"] = str(tmp_path_factory.mktemp("graphs"))
+
+
 @pytest.fixture
 def write(tmp_path):
     """Write a file of the test's own; returns its path."""

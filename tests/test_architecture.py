@@ -17,7 +17,7 @@ PACKAGES = {
     "planner": {"strategy"},
     "data": {"family"},
     "parallel": {"strategy"},
-    "runtime": {"parallel", "strategy"},
+    "runtime": {"family", "parallel", "strategy"},
     "checkpoint": {"data", "family", "strategy", "naming"},
     "train": {"checkpoint", "data", "parallel", "runtime", "strategy", "family"},
     "inference": {"checkpoint", "data", "nn", "parallel", "runtime", "strategy", "family"},

@@ -34,6 +34,7 @@ def build_model(
         if caches:
             net.attach_caches(*caches)
     parallelize(net, strategy, whole=False)
+    net.graph_key = {"family": family, "model": config.to_dict(), "caches": caches, "int8": int8}
     return net.set_train(False)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import itertools
 import os
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_process_group_ranks, get_rank, init
 from numpy.typing import NDArray
@@ -21,6 +23,7 @@ from mindloom.parallel.report import ParameterReport, Report
 from mindloom.processes import end_with_parent
 from mindloom.runtime.compile import (
     ParameterLayout,
+    PartitionedGraph,
     describe_inputs,
     partition,
     read_layouts,
@@ -28,11 +31,12 @@ from mindloom.runtime.compile import (
 )
 from mindloom.runtime.environment import job_name, launched_processes, launched_rank
 from mindloom.runtime.executor import Program
+from mindloom.runtime.kept_graphs import kept_graph
 from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.runtime.transport import Collectives, Transport
 from mindloom.strategy.checks import launch_problems
 from mindloom.strategy.config import Strategy
-from mindloom.strategy.layout import show
+from mindloom.strategy.layout import Shape, show
 
 _engine_count = itertools.count()
 
@@ -128,13 +132,27 @@ class Engine:
         described = describe_inputs(inputs)
         key = (id(cell), cell.training, str(described))
         if key not in self._programs:
-            graph = partition(cell, self.strategy, self.rank, described)
+            graph = self._graph(cell, described)
             held = {name: layout for name, layout in graph.layouts.items() if name in graph.parameters}
             self._check_layouts(cell, held, graph.groups)
             self.layouts |= graph.layouts
             self.groups |= graph.groups
             self._programs[key] = Program(graph, cell, self.transport, f"program {len(self._programs)}")
         return self._programs[key]
+
+    def _graph(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> PartitionedGraph:
+        """This rank's part of a Cell. Where `cell.graph_key` says what its graph depends on, an earlier run's is taken."""
+
+        def make() -> PartitionedGraph:
+            return partition(cell, self.strategy, self.rank, described)
+
+        key = getattr(cell, "graph_key", None)
+        if key is None:
+            return make()
+        strategy = repr(dataclasses.replace(self.strategy, source="", lines={}))
+        inputs = [[list(shape), np.dtype(dtype).str] for shape, dtype in described]
+        more = {"strategy": strategy, "rank": self.rank, "inputs": inputs, "training": cell.training}
+        return kept_graph({"network": key, **more}, make)
 
     def _check_layouts(
         self, cell: nn.Cell, layouts: Mapping[str, ParameterLayout], groups: dict[str, list[int]]

@@ -31,7 +31,7 @@ from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import launched_rank
 from mindloom.runtime.gather import gather_whole
-from mindloom.train.config import Run
+from mindloom.train.config import Run, TrainConfig
 from mindloom.train.data import describe, prepare_data
 from mindloom.train.metrics import MetricsWriter, StepMetrics
 from mindloom.train.optim import SGD, AdamW
@@ -166,16 +166,20 @@ def _state(training: Training) -> dict[str, Any]:
             "seq_len_growth": [*config.seq_len_growth],
             "seed": config.seed,
         },
-        "optimizer": {
-            "name": config.optimizer,
-            "adam_beta1": config.adam_beta1,
-            "adam_beta2": config.adam_beta2,
-            "adam_epsilon": config.adam_epsilon,
-            "weight_decay": config.weight_decay,
-            "max_grad_norm": config.max_grad_norm,
-        },
+        "optimizer": _state_of_optimizer(config),
         "schedule": {name: getattr(run, name) for name in SCHEDULE},
         "loss_scale": None,
+    }
+
+
+def _state_of_optimizer(config: TrainConfig) -> dict[str, Any]:
+    return {
+        "name": config.optimizer,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_epsilon": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
     }
 
 
@@ -238,6 +242,12 @@ def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, loader: 
         max_grad_norm=config.max_grad_norm or None,
         accumulate=config.accumulate,
     )
+    step.graph_key = {
+        "family": config.model,
+        "model": run.model.to_dict(),
+        "optimizer": _state_of_optimizer(config),
+        "accumulate": config.accumulate,
+    }
 
     def inputs(index: int) -> list[NDArray[Any]]:
         arrays: list[NDArray[Any]] = [*loader.batch(index)]

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -68,6 +69,19 @@ def test_launch_trains_the_same_with_four_processes(one_device, tmp_path):
     ours, theirs = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (out, one_device))
     assert ours.keys() == theirs.keys()
     assert {name: v.shape for name, v in ours.items()} == {name: v.shape for name, v in theirs.items()}
+    # The second run reads the graphs that the first one kept, and gives the same bits.
+    graphs = Path(os.environ["MINDLOOM_KEPT_GRAPHS"])
+    used = {path.name: path.stat().st_mtime_ns for path in graphs.iterdir()}
+    again = tmp_path / "again"
+    outcome = run(
+        "tools/train.py", *SMALL, "--output-dir", again, "--tokenizer", tokenizer, "--strategy", strategy, "--launch"
+    )
+    assert outcome.code == 0, outcome.output
+    assert {path.name for path in graphs.iterdir()} == used.keys()
+    assert sum(path.stat().st_mtime_ns > used[path.name] for path in graphs.iterdir()) == 4
+    assert losses(again) == losses(out)
+    kept = load_file(again / "checkpoint" / "model.safetensors")
+    assert all((kept[name] == value).all() for name, value in ours.items())
 
 
 def test_msrun_trains_a_pipeline_and_scores_its_checkpoint(one_device, tmp_path):

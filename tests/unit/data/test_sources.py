@@ -45,8 +45,8 @@ def test_a_file_that_was_cut_off_is_told(write, kind):
             continue
         texts, problems = read(write(name, content[:cut]))
         assert problems, f"cut at {cut} of {len(content)}: {len(texts)} lines and no word"
+        source = Source((write(name, content[:cut]),))
         with pytest.raises(ConfigError):
-            source = Source((write(name, content[:cut]),))
             [source.parse(batch) for batch in source.batches()]
 
 

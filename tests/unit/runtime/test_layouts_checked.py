@@ -57,5 +57,9 @@ def test_where_they_differ_both_layouts_are_told(write):
     with pytest.raises(ConfigError) as caught:
         compile_for(1, Turned(), write)
     (problem,) = caught.value.problems
-    for words in ("s.yaml:4: weight (4, 8)", "rank 1 holds [2:4, 0:8], layout [tp, ~]", "MindSpore compiled [1:2, 0:8]"):
+    for words in (
+        "s.yaml:4: weight (4, 8)",
+        "rank 1 holds [2:4, 0:8], layout [tp, ~]",
+        "MindSpore compiled [1:2, 0:8]",
+    ):
         assert words in problem

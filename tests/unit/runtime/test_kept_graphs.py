@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+import multiprocessing
+import os
+
+import pytest
+from mindspore.train import mind_ir_pb2 as mind_ir
+
+from mindloom.runtime import kept_graphs
+from mindloom.runtime.compile import ParameterLayout, PartitionedGraph
+from mindloom.runtime.kept_graphs import SUFFIX, SWITCH, kept_graph
+
+KEY = {"network": {"family": "pangu"}, "rank": 1, "inputs": [[[2, 3], "<f4"]]}
+
+
+def graph(size=10):
+    model = mind_ir.ModelProto(producer_name="x" * size)
+    model.graph.node.add(name="a\nb", op_type="REF::c")
+    layout = ParameterLayout((2, 2), (0, -1), (4, 8), "2-123")
+    return PartitionedGraph(model, {"weight": layout}, {"2-123": [0, 2]}, 1, 3.0)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(SWITCH, str(tmp_path / "graphs"))
+    return tmp_path / "graphs"
+
+
+def never():
+    raise AssertionError("it was to be read")
+
+
+def test_what_was_kept_is_what_was_made(folder):
+    made = kept_graph(KEY, graph)
+    read = kept_graph(KEY, never)
+    assert read.model.SerializeToString() == made.model.SerializeToString()
+    assert (read.layouts, read.groups, read.rank) == (made.layouts, made.groups, made.rank)
+    assert read.compile_s < 3.0
+    assert [path.suffix for path in folder.iterdir()] == [SUFFIX]
+
+
+@pytest.mark.parametrize("change", [{"rank": 2}, {"network": {"family": "codegeex"}}, {"inputs": []}, {"more": 1}])
+def test_another_key_is_another_graph(change):
+    kept_graph(KEY, graph)
+    calls = []
+    kept_graph({**KEY, **change}, lambda: calls.append(1) or graph())
+    assert calls == [1]
+
+
+def test_other_sources_or_another_mindspore_are_another_key(monkeypatch):
+    kept_graph(KEY, graph)
+    for module, name, value in ((kept_graphs.ms, "__version__", "9.9"), (kept_graphs, "_sources", lambda: "changed")):
+        with monkeypatch.context() as other:
+            other.setattr(module, name, value)
+            with pytest.raises(AssertionError, match="to be read"):
+                kept_graph(KEY, never)
+
+
+def cut(content):
+    return content[: len(content) // 2]
+
+
+def flip(content):
+    return content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+
+
+HARM = {
+    "cut off": cut,
+    "flipped": flip,
+    "empty": lambda c: b"",
+    "pickled": lambda c: b"\x80\x04.",
+    "older": lambda c: b"x" + c,
+}
+
+
+@pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
+def test_a_damaged_one_is_dropped_with_one_line_and_made_anew(folder, harm, capfd):
+    kept_graph(KEY, graph)
+    (path,) = folder.iterdir()
+    path.write_bytes(harm(path.read_bytes()))
+    assert kept_graph(KEY, graph).rank == 1
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert f"dropped the kept graph {path}" in said[0]
+    kept_graph(KEY, never)
+
+
+def test_the_least_recently_used_go_first(folder, monkeypatch):
+    monkeypatch.setattr(kept_graphs, "MOST_BYTES", 35_000)
+    for rank in range(3):
+        kept_graph({**KEY, "rank": rank}, lambda: graph(10_000))
+        newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        os.utime(newest, (rank + 1, rank + 1))
+    kept_graph({**KEY, "rank": 0}, never)  # used: no longer the oldest
+    kept_graph({**KEY, "rank": 3}, lambda: graph(10_000))
+    kept_graph({**KEY, "rank": 0}, never)
+    with pytest.raises(AssertionError, match="to be read"):
+        kept_graph({**KEY, "rank": 1}, never)
+
+
+def test_they_can_be_switched_off_and_removed(folder, monkeypatch):
+    kept_graph(KEY, graph)
+    assert kept_graphs.clear()[0] == 1
+    assert list(folder.iterdir()) == []
+    monkeypatch.setenv(SWITCH, "0")
+    kept_graph(KEY, graph)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_full_disk_costs_the_graph_and_nothing_else(folder, capfd):
+    folder.write_text("in the way")
+    assert kept_graph(KEY, graph).rank == 1
+    assert "the compiled graph is not kept" in capfd.readouterr().err
+
+
+def keep_one(i):
+    return kept_graph({**KEY, "rank": i % 3}, lambda: graph(1000 + i % 3)).model.producer_name
+
+
+def keep_many(number):
+    return list(map(keep_one, range(number, 60)))
+
+
+def test_many_processes_at_once():
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        for found in pool.map(keep_many, range(4)):
+            assert {len(name) for name in found} == {1000, 1001, 1002}

@@ -5,6 +5,7 @@ Writes benchmarks/results/dry_run.md.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -38,7 +39,12 @@ def dry_run(size: str, strategy: str, ranks: str, jobs: int) -> tuple[float, flo
     command += ["--strategy", str(CONFIGS / f"{strategy}.yaml")]
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", MEASURED, *command], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", MEASURED, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "MINDLOOM_KEPT_GRAPHS": "0"},
     )
     seconds = time.perf_counter() - start
     values = json.loads(done.stdout[done.stdout.index("{") :])

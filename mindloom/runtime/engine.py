@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from mindloom.errors import ConfigError
 from mindloom.parallel.parts import held_part
 from mindloom.parallel.report import ParameterReport, Report
-from mindloom.processes import end_with_parent
 from mindloom.runtime.compile import (
     ParameterLayout,
     PartitionedGraph,
@@ -29,7 +28,7 @@ from mindloom.runtime.compile import (
     read_layouts,
     set_auto_parallel_context,
 )
-from mindloom.runtime.environment import job_name, launched_processes, launched_rank
+from mindloom.runtime.environment import end_with_msrun, job_name, launched_processes, launched_rank
 from mindloom.runtime.executor import Program
 from mindloom.runtime.kept_graphs import kept_graph
 from mindloom.runtime.target import WORLD, virtual_ascend
@@ -77,7 +76,7 @@ class Engine:
     def _start_on_cpu(self) -> None:
         if os.environ.get("MS_ROLE") == "MS_SCHED":
             sys.exit(0)  # CPU processes find each other without msrun's scheduler
-        end_with_parent()
+        end_with_msrun()
         ms.set_device("CPU")
         # A process that starts a second engine does so on every rank.
         self.transport = Transport(self.rank, self.strategy.mesh.size, f"{job_name()}-{next(_engine_count)}")

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import warnings
 import zlib
+from pathlib import Path
 
-from mindloom.processes import end_with_parent
+from mindloom.processes import LAUNCHER, end_with_parent
 
 
 def launched_processes() -> int:
@@ -28,6 +29,21 @@ def job_name() -> str:
     )
 
 
+def end_with_msrun() -> None:
+    """Let this process end with the msrun that started it and waits for it; without --join=True msrun leaves its workers."""
+    if LAUNCHER in os.environ:
+        end_with_parent()
+        return
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+    except OSError:
+        return  # no Linux
+    waits = [value for word, value in zip(words, [*words[1:], ""], strict=True) if word == "--join"]
+    waits += [word.partition("=")[2] for word in words if word.startswith("--join=")]
+    if any(Path(word).name == "msrun" for word in words) and waits and waits[-1].lower() in ("true", "1"):
+        end_with_parent()
+
+
 def prepare_environment() -> None:
     """Quiet logs, and no more threads than this process's share of the cores. A user's own settings stay.
 
@@ -37,7 +53,7 @@ def prepare_environment() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="pkg_resources is deprecated")
     if (processes := launched_processes()) > 1:
-        end_with_parent()
+        end_with_msrun()
         threads = max(1, (os.cpu_count() or 1) // processes)
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(name, str(threads))

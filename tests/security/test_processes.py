@@ -100,6 +100,14 @@ def test_workers_end_with_msrun(tmp_path):
             process.kill()
 
 
+def test_msrun_that_does_not_wait_leaves_its_workers_to_their_work(tmp_path):
+    out = tmp_path / "out"
+    command = [word for word in msrun_command(4, tmp_path / "logs", *train(out, 3)) if word != "--join=True"]
+    assert start(command, env=msrun_env()).wait(60) == 0
+    wait_until(lambda: (out / "checkpoint").exists())
+    wait_until(lambda: mine(out) == [], 30)
+
+
 def test_ranks_in_wrappers_find_each_other(tmp_path):
     """A shell or `timeout` around each rank: their parents differ, what msrun tells them does not."""
     out = tmp_path / "out"

@@ -20,7 +20,7 @@ from mindloom.cli import parse_args
 from mindloom.errors import run_tool
 from mindloom.evaluation.config import EvaluateConfig, Evaluation, check
 from mindloom.locks import one_writer
-from mindloom.runtime.environment import launched_processes, launched_rank, prepare_environment
+from mindloom.runtime.environment import is_first_process, launched_processes, prepare_environment
 from mindloom.runtime.launch import launch
 from mindloom.scratch import scratch_folder
 
@@ -29,7 +29,7 @@ def main() -> int:
     prepare_environment()
     config = parse_args(EvaluateConfig, __doc__)
     evaluation = check(config, None if config.launch else launched_processes())
-    with one_writer(config.output_dir) if launched_rank() == 0 else nullcontext():
+    with one_writer(config.output_dir) if is_first_process() else nullcontext():
         return evaluate(config, evaluation)
 
 

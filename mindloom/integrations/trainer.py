@@ -22,7 +22,7 @@ from mindloom.files import write_text_atomically
 from mindloom.inference.config import GenerateConfig
 from mindloom.inference.config import check as check_generation
 from mindloom.log import milestone
-from mindloom.runtime.environment import launched_processes, launched_rank, prepare_environment
+from mindloom.runtime.environment import is_first_process, launched_processes, prepare_environment
 from mindloom.strategy.config import SINGLE_DEVICE
 from mindloom.strategy.dialects import Settings
 from mindloom.strategy.dialects.ours import strategy_text
@@ -71,7 +71,7 @@ class Trainer:
             name: Path(value) if name in paths and value is not None else value
             for name, value in {"output_dir": "output", **given, **options}.items()
         }
-        if launched_rank() == 0:
+        if is_first_process():
             for note in self.notes:
                 if note.fate in LOSSES:
                     milestone(str(note))

@@ -21,6 +21,11 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK_ID") or 0)
 
 
+def is_first_process() -> bool:
+    """Whether this is the one process of the job that writes what there is only one of; msrun's scheduler is none."""
+    return launched_rank() == 0 and os.environ.get("MS_ROLE") != "MS_SCHED"
+
+
 def job_name() -> str:
     """A name for this job that msrun tells all its processes, whatever is wrapped around each: where its scheduler is."""
     host, port = (os.environ.get(name, "0") for name in ("MS_SCHED_HOST", "MS_SCHED_PORT"))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,7 @@ from mindloom.files import unwritable
 from mindloom.model_config import ComputeDtype, DecoderConfig
 from mindloom.numbers import Amount, Count, Natural, NotNegative, Rate, number_problems
 from mindloom.reader import Document, fields_from, read_json
-from mindloom.runtime.environment import launched_rank
+from mindloom.runtime.environment import is_first_process
 from mindloom.strategy.checks import batch_problems, launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
 from mindloom.strategy.loader import load_strategy
@@ -244,12 +245,18 @@ def _model_config(config: TrainConfig) -> DecoderConfig:
     return model if config.compute_dtype is None else dataclasses.replace(model, compute_dtype=config.compute_dtype)
 
 
+def _place_problems(config: TrainConfig) -> Iterator[str]:
+    if problem := unwritable(config.output_dir):
+        yield f"--output-dir {problem}"
+    elif (config.save_every or config.save_minutes) and (problem := unwritable(config.states_dir)):
+        yield problem.replace("no file", "no checkpoint")
+
+
 def _own_problems(config: TrainConfig) -> list[str]:
     problems = list(number_problems(config))
-    problem = unwritable(config.output_dir) if launched_rank() == 0 else None
-    if problem:
-        problems.append(f"--output-dir {problem}")
-    has_checkpoints = not problem and bool(checkpoints(config.states_dir))
+    place = list(_place_problems(config)) if is_first_process() else []
+    problems += place
+    has_checkpoints = not place and bool(checkpoints(config.states_dir))
     if config.resume and not has_checkpoints:
         problems.append(f"--resume: {config.states_dir} holds no checkpoint; start without --resume")
     if has_checkpoints and (config.save_every or config.save_minutes) and not config.resume:

@@ -29,7 +29,7 @@ from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
-from mindloom.runtime.environment import launched_rank
+from mindloom.runtime.environment import is_first_process
 from mindloom.runtime.gather import gather_whole
 from mindloom.train.config import Run, TrainConfig
 from mindloom.train.data import describe, prepare_data
@@ -90,7 +90,7 @@ def train(run: Run) -> Path | None:
     Raises:
         ConfigError: another run writes to the same folder, or nothing can be written there.
     """
-    if launched_rank():
+    if not is_first_process():
         return _train(run)
     with one_writer(run.config.output_dir):
         for pattern in LEFTOVERS:

@@ -154,13 +154,13 @@ def test_mindrecord_there_and_back(blend, checkpoint, tmp_path):
             "--fim-rate must be in [0, 1], got 5.0",
         ),
         (("tokenize", TEXT, "--tokenizer", TEXT, "--out", ROOT), "is there already"),
-        (("dedup", TEXT, "--out", "x", "--threshold", 8), "--threshold is a similarity above 0 and up to 1"),
+        (("dedup", TEXT, "--out", "x", "--threshold", 8), "--threshold must be in (0, 1]"),
         (("filter", TEXT, "--out", "x.jsonl"), "no rule was given"),
         (("filter", TEXT, "--out", "x.txt", "--min-chars", 9), "end the name in .jsonl, .jsonl.gz, .jsonl.zst"),
         (("decontaminate", TEXT, "--evaluation", "none", "--out", "x.jsonl"), "none: there is no such file"),
-        (("decontaminate", TEXT, "--evaluation", TEXT, "--out", "x.jsonl", "--ngram", 0), "--ngram is too small"),
+        (("decontaminate", TEXT, "--evaluation", TEXT, "--out", "x.jsonl", "--ngram", 0), "--ngram must be at least 1"),
         (("to-mindrecord", "none", "x"), "none: no token files there"),
-        (("inspect", "--data", TEXT, "--step", 0), "steps are counted from 1"),
+        (("inspect", "--data", TEXT, "--step", 0), "--step must be at least 1"),
     ],
 )
 def test_a_mistake_gives_its_message_and_exit_code_2(tmp_path, monkeypatch, arguments, message):

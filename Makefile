@@ -9,7 +9,7 @@ demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=10
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -48,10 +48,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]}?" if match else ""
 
 
-def run_tool(main: Callable[[], int | None]) -> None:
-    """Run a command line: a ConfigError becomes its message and exit code 2, Ctrl-C exit code 130."""
+def run_tool(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> None:
+    """Run a command line: a ConfigError becomes its message and exit code 2, Ctrl-C exit code 130.
+
+    `argv`: the words after the tool's name; those this process was started with without it.
+    """
     try:
-        code = main()
+        code = main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except ConfigError as error:
         for problem in error.problems:

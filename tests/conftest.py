@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests share: the repository's root, outside data, and jobs in processes of their own."""
 
+import contextlib
+import importlib.util
+import io
 import os
 import subprocess
 import sys
@@ -8,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from mindloom.errors import run_tool
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -39,6 +44,24 @@ def run(*arguments, cwd=ROOT, timeout=300, env=None) -> Outcome:
         stdin=subprocess.DEVNULL,
     )
     return Outcome(done.returncode, done.stdout + done.stderr, {})
+
+
+def in_process(script: str, *arguments, cwd=ROOT) -> Outcome:
+    """As `run` for a tool, in this process: a call that is refused needs no Python of its own."""
+    name, said = Path(script).stem, io.StringIO()
+    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / script)
+    tool = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = tool
+    spec.loader.exec_module(tool)
+    before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO())
+    try:
+        with contextlib.chdir(cwd), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            run_tool(tool.main, list(map(str, arguments)))
+    except SystemExit as ended:
+        return Outcome(ended.code, said.getvalue(), {})
+    finally:
+        sys.stdin = before
+    raise AssertionError("a tool ends with an exit code")
 
 
 def msrun_command(num_processes: int, log_dir: Path, *arguments) -> list[str]:

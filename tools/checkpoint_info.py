@@ -7,6 +7,7 @@
 A folder of checkpoints stands for the newest. With --diff the exit code is 1 if a tensor differs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +68,8 @@ def show(difference: Difference) -> str:
     return f"  {difference.name}: {difference.count:,} entries differ, by {difference.largest:.3g} at most"
 
 
-def main() -> int:
-    config = parse_args(InfoConfig, __doc__)
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(InfoConfig, __doc__, argv)
     folder = find_checkpoint(config.checkpoint)
     manifest = read_manifest(folder)
     check_contents(manifest, folder)

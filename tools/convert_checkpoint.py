@@ -10,6 +10,7 @@ Ours is a folder (safetensors and config.json); the others are .npz or MindSpore
 MindSpore's files of each rank, rank_0/*.ckpt, ..., put together by MindSpore; with --ranks-of OUT becomes one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -71,8 +72,8 @@ def model_config(config: ConvertConfig, dimensions: dict[str, int]) -> DecoderCo
     return fields_from(DecoderConfig, document)
 
 
-def main() -> int:
-    config = parse_args(ConvertConfig, __doc__)
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(ConvertConfig, __doc__, argv)
     weights = family_module(config.model, "weights")
     prepare_environment()
     convert = import_module("mindloom.checkpoint.convert")  # loads MindSpore, for .ckpt files

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -39,14 +40,14 @@ class ExplainConfig:
     strategy: Path = option(..., "strategy file")
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     prepare_environment()
-    if sys.argv[1:2] == ["explain"]:
-        asked = parse_args(ExplainConfig, __doc__, sys.argv[2:])
+    if argv[:1] == ["explain"]:
+        asked = parse_args(ExplainConfig, __doc__, argv[1:])
         model, strategy = size_config(asked.model, asked.size), load_strategy(asked.strategy)
         print(import_module("mindloom.dry_run.explain").explain(asked.model, model, strategy, asked.name))
         return 0
-    run = check(parse_args(DryRunConfig, __doc__))
+    run = check(parse_args(DryRunConfig, __doc__, argv))
     values = summarize(run, compile_ranks(run))
     if run.config.html:
         write_text_atomically(run.config.html, page(values))

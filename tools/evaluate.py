@@ -12,7 +12,7 @@ limits on time, memory, processes and output. Prints pass@k of each language in 
 what became of it, and the summary.
 """
 
-import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 
@@ -25,17 +25,17 @@ from mindloom.runtime.launch import launch
 from mindloom.scratch import scratch_folder
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     prepare_environment()
-    config = parse_args(EvaluateConfig, __doc__)
+    config = parse_args(EvaluateConfig, __doc__, argv)
     evaluation = check(config, None if config.launch else launched_processes())
     with one_writer(config.output_dir) if is_first_process() else nullcontext():
-        return evaluate(config, evaluation)
+        return evaluate(config, evaluation, argv)
 
 
-def evaluate(config: EvaluateConfig, evaluation: Evaluation) -> int:
+def evaluate(config: EvaluateConfig, evaluation: Evaluation, argv: Sequence[str]) -> int:
     if evaluation.job and config.launch:
-        arguments = [word for word in sys.argv[1:] if word not in ("--launch", "--allow-execution")]
+        arguments = [word for word in argv if word not in ("--launch", "--allow-execution")]
         mesh = evaluation.job.strategy.mesh
         with scratch_folder() as folder:
             if code := launch(__file__, arguments, mesh.size, folder, mesh.first_rank_of_last_stage):

@@ -7,6 +7,7 @@ IN is a checkpoint, or a folder of them: then the newest. OUT gets model.safeten
 model.safetensors.index.json), config.json and the tokenizer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +26,8 @@ class ExportConfig:
     max_shard_mb: Positive = option(5000.0, "megabytes of a file at most; a larger tensor gets one of its own")
 
 
-def main() -> int:
-    config = parse_args(ExportConfig, __doc__)
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(ExportConfig, __doc__, argv)
     check_numbers(config)
     source = find_checkpoint(config.input)
     check_contents(read_manifest(source), source)

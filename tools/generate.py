@@ -7,7 +7,7 @@ python tools/generate.py --checkpoint out/checkpoint --prompt-file prompts.txt -
 msrun --worker_num=2 --local_worker_num=2 --join=True tools/generate.py --checkpoint ... --strategy ...
 """
 
-import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 from mindloom.cli import parse_args
@@ -18,12 +18,12 @@ from mindloom.runtime.launch import launch
 from mindloom.scratch import scratch_folder
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     prepare_environment()
-    config = parse_args(GenerateConfig, __doc__)
+    config = parse_args(GenerateConfig, __doc__, argv)
     job = check(config, None if config.launch else launched_processes())
     if config.launch:
-        arguments = [argument for argument in sys.argv[1:] if argument != "--launch"]
+        arguments = [argument for argument in argv if argument != "--launch"]
         mesh = job.strategy.mesh
         with scratch_folder() as folder:
             return launch(__file__, arguments, mesh.size, folder, mesh.first_rank_of_last_stage)

@@ -8,6 +8,7 @@ They lie in the user's cache directory; MINDLOOM_KEPT_GRAPHS=0 keeps and reads n
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
@@ -23,8 +24,8 @@ class KeptGraphsConfig:
     what: Literal["list", "clear"] = argument("list them, or remove them all")
 
 
-def main() -> int:
-    config = parse_args(KeptGraphsConfig, __doc__)
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(KeptGraphsConfig, __doc__, argv)
     prepare_environment()
     kept_graphs = import_module("mindloom.runtime.kept_graphs")  # loads MindSpore
     if config.what == "clear":

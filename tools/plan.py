@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -55,10 +56,10 @@ class ValidateConfig:
     json: bool = option(False, "JSON on stdout instead of the summary")
 
 
-def main() -> int:
-    if sys.argv[1:2] == ["validate"]:
-        return check_against_runs(parse_args(ValidateConfig, __doc__, sys.argv[2:]))
-    config = parse_args(PlanConfig, __doc__)
+def main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["validate"]:
+        return check_against_runs(parse_args(ValidateConfig, __doc__, argv[1:]))
+    config = parse_args(PlanConfig, __doc__, argv)
     request = requested(config)
     if config.out and config.out.exists():
         raise ConfigError(f"--out {config.out}: is there already; remove it or give another name")

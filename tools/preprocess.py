@@ -15,8 +15,7 @@ or a folder, in which each other file is a document. docs/data.md has the whole 
 
 import json
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -183,15 +182,15 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], dict[str, Any] | None]]] = {
 }
 
 
-def main() -> None:
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+def main(argv: Sequence[str]) -> None:
+    command = argv[0] if argv else "--help"
     if command in ("-h", "--help"):
         print(__doc__)
         return
     if command not in COMMANDS:
         raise ConfigError(f"{command} is unknown{did_you_mean(command, COMMANDS)}; known: {', '.join(COMMANDS)}")
     kind, work = COMMANDS[command]
-    config = parse_args(kind, f"tools/preprocess.py {command}\n\n{__doc__}", sys.argv[2:])
+    config = parse_args(kind, f"tools/preprocess.py {command}\n\n{__doc__}", argv[1:])
     check_numbers(config)
     report = work(config)
     if report is not None:

@@ -10,6 +10,7 @@ for a mesh only spare its ranks reading other ranks' parts. Memory: the largest 
 
 import multiprocessing
 import os
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -61,8 +62,8 @@ def _foreseen_parts(family: str, model: DecoderConfig, strategy: Strategy) -> An
     return import_module("mindloom.train.foreseen").foreseen_parts(family, model, strategy)
 
 
-def main() -> int:
-    config = parse_args(ReshardConfig, __doc__)
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(ReshardConfig, __doc__, argv)
     if bool(config.strategy) == config.full:
         raise ConfigError("give either --strategy FILE or --full")
     source = find_checkpoint(config.input)

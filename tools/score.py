@@ -8,6 +8,7 @@ Prints {"loss": ..., "num_tokens": ..., "shape": [...]} and writes the logits (B
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -52,8 +53,8 @@ def read_ids(path: Path, vocab_size: int, seq_len: int) -> Any:
     return ids
 
 
-def main() -> int:
-    config = parse_args(ScoreConfig, __doc__)
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(ScoreConfig, __doc__, argv)
     check_numbers(config)
     family, model = load_config(config.checkpoint)
     family_module(family, "config")

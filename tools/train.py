@@ -6,7 +6,7 @@ python tools/train.py --data corpus.jsonl --strategy parallel_configs/pangu_tiny
 msrun --worker_num=4 --local_worker_num=4 --join=True tools/train.py --data corpus.jsonl --strategy ...
 """
 
-import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 from mindloom.cli import parse_args
@@ -17,11 +17,11 @@ from mindloom.runtime.launch import STOPPED, launch
 from mindloom.train.config import TrainConfig, check
 
 
-def main() -> int:
-    config = parse_args(TrainConfig, __doc__)
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(TrainConfig, __doc__, argv)
     run = check(config, None if config.launch else launched_processes())
     if config.launch:
-        arguments = [argument for argument in sys.argv[1:] if argument != "--launch"]
+        arguments = [argument for argument in argv if argument != "--launch"]
         mesh = run.strategy.mesh
         with one_writer(config.output_dir):  # for all its processes
             return launch(__file__, arguments, mesh.size, config.output_dir / "logs", mesh.first_rank_of_last_stage)

@@ -11,6 +11,7 @@ every key: same, renamed, approximated, no effect, not expressible, unknown; doc
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,8 +47,8 @@ class TranslateConfig:
     strict: bool = option(False, "exit code 1 where anything is approximated, not expressible or unknown")
 
 
-def main() -> int:
-    config = parse_args(TranslateConfig, __doc__)
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(TranslateConfig, __doc__, argv)
     check_numbers(config)
     if config.out and config.out.exists():
         raise ConfigError(f"{config.out}: is there already; remove it or give another name")

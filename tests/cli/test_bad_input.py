@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input to every tool, in this process: clear lines, exit code 2, no traceback, nothing written."""
 
-import contextlib
 import dataclasses
 import importlib
-import io
-import sys
 from typing import get_type_hints
 
 import pytest
-from conftest import CONFIGS, ROOT
+from conftest import CONFIGS, ROOT, in_process
 
-from mindloom.errors import run_tool
 from mindloom.numbers import Bounds
 from mindloom.reader import get_args, get_origin
 
@@ -35,27 +31,13 @@ TRAIN, DRY_RUN = ("train", "--data", TEXT), ("dry_run", "--strategy", STRATEGY)
 OUT_FLAGS = {"train": "--output-dir", "evaluate": "--output-dir"}
 
 
-def call(tool, *arguments):
-    """Exit code and everything said by tools/TOOL.py."""
-    said = io.StringIO()
-    sys.path.insert(0, str(ROOT / "tools"))
-    before, sys.argv = sys.argv, [f"tools/{tool}.py", *map(str, arguments)]
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended:
-            run_tool(importlib.import_module(tool).main)
-    finally:
-        sys.argv = before
-        sys.path.remove(str(ROOT / "tools"))
-    return ended.value.code, said.getvalue()
-
-
 def refused(tmp_path, tool, *arguments):
     """The lines of a call that is refused, in a folder that stays empty."""
-    with contextlib.chdir(tmp_path):
-        before = sorted(tmp_path.rglob("*"))
-        code, said = call(tool, *arguments)
-        assert code == 2, said
-        assert sorted(tmp_path.rglob("*")) == before
+    before = sorted(tmp_path.rglob("*"))
+    outcome = in_process(f"tools/{tool}.py", *arguments, cwd=tmp_path)
+    said = outcome.output
+    assert outcome.code == 2, said
+    assert sorted(tmp_path.rglob("*")) == before
     lines = said.splitlines()
     assert lines
     assert all(line.startswith("error: ") and len(line) < 1000 for line in lines), said

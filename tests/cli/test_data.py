@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import pytest
-from conftest import CONFIGS, ROOT, run
+from conftest import CONFIGS, ROOT, in_process, run
 
 TEXT = ROOT / "examples" / "small_town.txt"
 
@@ -165,7 +165,7 @@ def test_mindrecord_there_and_back(blend, checkpoint, tmp_path):
 )
 def test_a_mistake_gives_its_message_and_exit_code_2(tmp_path, monkeypatch, arguments, message):
     arguments = [tmp_path / a if a in ("x", "x.jsonl", "x.txt") else a for a in arguments]
-    outcome = preprocess(*arguments)
+    outcome = in_process("tools/preprocess.py", *arguments)
     assert (outcome.code, outcome.output.startswith("error: ")) == (2, True), outcome.output
     assert message in outcome.output
     assert not os.listdir(tmp_path)

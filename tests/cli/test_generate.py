@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from conftest import CONFIGS, ROOT, msrun, msrun_command, msrun_env, run
+from conftest import CONFIGS, ROOT, in_process, msrun, msrun_command, msrun_env, run
 
 PROMPT = "小镇的早晨"
 
@@ -163,7 +163,7 @@ def test_bad_input_is_one_clear_line_each_and_exit_code_2(checkpoint, tmp_path, 
     given = [os.fsdecode(a) for a in given]
     if "--checkpoint" not in given:
         given += ["--checkpoint", checkpoint]
-    outcome = run("tools/generate.py", *given)
+    outcome = in_process("tools/generate.py", *given)
     assert outcome.code == 2, outcome.output
     for message in messages:
         assert message in outcome.output

@@ -3,12 +3,16 @@
 
 import ast
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, run
+
+from mindloom.errors import ConfigError
+from mindloom.integrations.trainer import Trainer
 
 TEXT = ROOT / "examples" / "small_town.txt"
 CODE = ROOT / "mindloom" / "cli.py"
@@ -170,11 +174,11 @@ def test_fine_tuning_on_a_mesh_starts_from_the_same_weights(checkpoint, tmp_path
         ("Trainer('mine.yaml').evaluate()", "there is no such checkpoint folder"),
     ],
 )
-def test_a_mistake_in_a_script_is_named(tmp_path, line, message):
+def test_a_mistake_in_a_script_is_named(tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(YAML.format(out=tmp_path / "out"))
-    outcome = script(tmp_path, "from mindloom.integrations.trainer import Trainer", line)
-    assert "ConfigError" in outcome.output
-    assert message in outcome.output
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        exec(line, {"Trainer": Trainer})
 
 
 def test_nothing_else_imports_mindformers_and_its_absence_is_said(tmp_path):

@@ -2,7 +2,7 @@
 import json
 
 import pytest
-from conftest import CONFIGS, ROOT, run, shared
+from conftest import CONFIGS, ROOT, in_process, run, shared
 
 ASCEND = CONFIGS / "clusters" / "ascend910b.yaml"
 PANGU = ("--model", "pangu", "--size", "13b", "--cluster", ASCEND, "--devices", 64, "--global-batch-size", 512)
@@ -10,7 +10,7 @@ LLAMA = ROOT / "examples" / "llama3_8b_dimensions.yaml"
 
 
 def plan(*arguments):
-    return run("tools/plan.py", *arguments, timeout=60)
+    return in_process("tools/plan.py", *arguments)
 
 
 def test_a_plan_shows_options_and_why_they_lose(tmp_path):

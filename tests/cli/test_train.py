@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from conftest import CONFIGS, ROOT, msrun, msrun_command, msrun_env, run
+from conftest import CONFIGS, ROOT, in_process, msrun, msrun_command, msrun_env, run
 from safetensors.numpy import load_file
 
 TEXT = ROOT / "examples" / "small_town.txt"
@@ -141,7 +141,7 @@ def test_a_users_own_network_trains_the_same_with_one_line(tmp_path):
     ],
 )
 def test_a_mistake_gives_its_message_and_exit_code_2(tmp_path, arguments, message):
-    outcome = run("tools/train.py", *arguments, "--output-dir", tmp_path / "out")
+    outcome = in_process("tools/train.py", *arguments, "--output-dir", tmp_path / "out")
     assert outcome.code == 2
     assert message in outcome.output
     assert "Traceback" not in outcome.output

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles strategy files for the virtual Ascend target, first, middle and last rank, at reduced depth.
+"""Compiles strategy files for the virtual Ascend target, a rank of the first, middle and last stage, at reduced depth.
 
 CodeGeeX 13B keeps its width; the others have the smallest that every parameter can be cut at. Long pipelines get as many
 microbatches as stages.
 
-compile_worker.py STRATEGY ...     prints one JSON line per rank
+compile_worker.py STRATEGY ...     prints one JSON line per rank; of STRATEGY+all every rank
 """
 
 import dataclasses
@@ -88,7 +88,10 @@ def compile_rank(path, rank):
 
 
 if __name__ == "__main__":
-    for path in sys.argv[1:]:
-        size = load_strategy(path).mesh.size
-        for rank in sorted({0, size // 2, size - 1}):
+    for word in sys.argv[1:]:
+        path, _, which = word.partition("+")
+        mesh = load_strategy(path).mesh
+        of_stage = mesh.size // mesh.pp
+        ranks = {0, mesh.pp // 2 * of_stage, mesh.size - 1} if mesh.pp > 1 else {mesh.size - 1}
+        for rank in range(mesh.size) if which else sorted(ranks):
             print(json.dumps(compile_rank(path, rank)), flush=True)

@@ -16,6 +16,7 @@ from mindloom.strategy.loader import load_strategy
 FILES = sorted(CONFIGS.glob("*.yaml"))
 NAMES = [path.stem for path in FILES]
 
+EQUAL = ("pangu_tiny_dp2_tp2_zero", "pangu_tiny_dp2_pp2_zero")
 WORKER = ROOT / "tests" / "configs" / "compile_worker.py"
 
 
@@ -30,12 +31,12 @@ def test_a_name_says_family_size_and_degrees(path):
 
 @pytest.fixture(scope="session")
 def compiled():
-    """strategy name -> what the compiler made of its first, middle and last rank."""
+    """strategy name -> what the compiler made of a rank of its first, middle and last stage; of EQUAL, of every rank."""
     longest_first = sorted(FILES, key=lambda path: -load_strategy(path).mesh.pp)
     halves = [longest_first[0::2], longest_first[1::2]]
     processes = [
         subprocess.Popen(
-            [sys.executable, WORKER, *half],
+            [sys.executable, WORKER, *(f"{path}+all" if path.stem in EQUAL else path for path in half)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -63,11 +64,23 @@ pytestmark = pytest.mark.timeout(1000)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_first_middle_and_last_rank_compile_as_foreseen(compiled, name):
-    assert len(compiled[name]) == min(3, load_strategy(CONFIGS / f"{name}.yaml").mesh.size)
+def test_first_middle_and_last_stage_compile_as_foreseen(compiled, name):
+    mesh = load_strategy(CONFIGS / f"{name}.yaml").mesh
+    assert len(compiled[name]) == (mesh.size if name in EQUAL else min(3, mesh.pp))
     for result in compiled[name]:
         assert result["foreseen_wrong"] == []
         assert result["untouched"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EQUAL)
+def test_ranks_of_one_stage_are_equal(compiled, name):
+    """So that the others need one rank of each stage only."""
+    pp = load_strategy(CONFIGS / f"{name}.yaml").mesh.pp
+    of_stage = len(compiled[name]) // pp
+    for rank, result in enumerate(compiled[name]):
+        first = compiled[name][rank // of_stage * of_stage]
+        assert {**result, "rank": 0} == {**first, "rank": 0}
 
 
 @pytest.mark.slow

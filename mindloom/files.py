@@ -39,7 +39,7 @@ def unwritable(folder: Path) -> str | None:
     try:
         for part in [*reversed(folder.parents), folder]:
             if not part.exists():
-                part.mkdir()
+                part.mkdir(exist_ok=True)  # another process may have been faster
                 made.append(part)
         with tempfile.TemporaryFile(dir=folder):
             return None

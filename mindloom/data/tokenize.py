@@ -39,6 +39,7 @@ from mindloom.family import family_module
 from mindloom.files import write_text_atomically
 from mindloom.locks import one_writer
 from mindloom.log import milestone
+from mindloom.numbers import Amount
 from mindloom.reader import fields_from, read_json
 
 PROGRESS = "progress.json"
@@ -73,10 +74,10 @@ class Progress:
     """How far a run is; all of it is on disk."""
 
     fingerprint: str
-    batches: int = 0
-    num_tokens: int = 0
-    num_documents: int = 0
-    num_bytes: int = 0
+    batches: Amount = 0
+    num_tokens: Amount = 0
+    num_documents: Amount = 0
+    num_bytes: Amount = 0
     content: str = ""
     skipped: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)

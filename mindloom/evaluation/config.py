@@ -20,6 +20,7 @@ from mindloom.inference.sampling import SamplingConfig
 from mindloom.inference.stopping import Ending
 from mindloom.numbers import Bounds, Count, Positive, number_problems
 from mindloom.reader import parse_json, read_json
+from mindloom.runtime.environment import is_first_process
 
 Megabytes = Annotated[int, Bounds(64, 1 << 20)]
 SETTINGS_FILE, SAMPLES_FILE, RESULTS_FILE, SUMMARY_FILE = (
@@ -165,7 +166,7 @@ def _language(name: str) -> str:
 
 def _own_problems(config: EvaluateConfig, languages: tuple[str, ...]) -> list[str]:
     problems = list(number_problems(config))
-    if problem := unwritable(config.output_dir):
+    if is_first_process() and (problem := unwritable(config.output_dir)):
         problems.append(f"--output-dir {problem}")
     if config.canonical and config.checkpoint:
         problems.append("--canonical judges the benchmark's own solutions; leave out --checkpoint")

@@ -83,7 +83,8 @@ NOISE = (
     "config swap_config is empty",
     "config monitor_config is empty",
     "Some configs in yaml are useless",
-    *("loading configuration file", "Model config ", "model config: "),
+    *("loading configuration file", "Model config ", "model config: ", "Could not locate the tokenizer configuration"),
+    *("Initializing ms pipeline", "mindspore mode not set"),
 )
 """What MindFormers says of files nobody asked for, and the whole configuration whenever one is read."""
 GENERATE = (

@@ -68,6 +68,7 @@ def test_auto_classes_generate_and_pipeline_equal_our_tools(trained, tmp_path, f
     outcome = run(WORKER, folder, ids_file, prompt, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
     assert outcome.code == 0, outcome.output
     assert not any(word in outcome.output for word in ("WARNING", "ERROR", "Traceback")), outcome.output
+    assert "INFO" not in outcome.output, outcome.output  # least of all the whole configuration
     found = printed(outcome)
     assert found["config"] == [{"pangu": "PanGuConfig", "codegeex": "CodeGeeXConfig"}[family], 4, 128]
     assert found["round_trip"] == prompt

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -99,6 +100,28 @@ def test_msrun_trains_a_pipeline_and_scores_its_checkpoint(one_device, tmp_path)
     )
     assert outcome.code == 0, outcome.output
     np.testing.assert_allclose(np.load(tmp_path / "four.npy"), np.load(tmp_path / "one.npy"), rtol=0, atol=1e-5)
+
+
+def test_a_second_run_into_the_same_folder_is_told_who_writes_there(tmp_path):
+    out = tmp_path / "out"
+    words = [*SMALL, "--steps", 100_000, "--output-dir", out]
+    first = subprocess.Popen(
+        [sys.executable, "tools/train.py", *map(str, words)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (out / ".writer").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        second = in_process("tools/train.py", *words)
+        assert second.code == 2
+        assert re.search(rf"error: .*out: process {first.pid} on .* writes there since .*tools/train.py", second.output)
+    finally:
+        first.kill()
+        first.wait()
 
 
 def test_a_run_with_dropout_repeats_itself(one_device, tmp_path):

@@ -85,6 +85,12 @@ def test_a_vocabulary_smaller_than_the_text_leaves_rare_characters_out(write):
     assert tokenizer.decode(tokenizer.encode("天地")) == "天地"
 
 
+def test_a_trained_tokenizer_knows_every_character(write):
+    path = write("t.model", train_tokenizer(["小城在山脚下，一条河从城中穿过。"] * 5, 600))
+    for text in ("小镇的早晨", "鑫龘", "émile", "🙂 и"):
+        assert PanGuTokenizer(path).decode(PanGuTokenizer(path).encode(text)) == text
+
+
 def test_a_tokenizer_file_that_is_none_is_named(write, tmp_path):
     with pytest.raises(ConfigError, match="not a SentencePiece model"):
         PanGuTokenizer(write("t.model", b"nothing"))

@@ -84,7 +84,7 @@ NOISE = (
     "config monitor_config is empty",
     "Some configs in yaml are useless",
     *("loading configuration file", "Model config ", "model config: ", "Could not locate the tokenizer configuration"),
-    *("Initializing ms pipeline", "mindspore mode not set"),
+    *("loading file ", "Initializing ms pipeline", "mindspore mode not set"),
 )
 """What MindFormers says of files nobody asked for, and the whole configuration whenever one is read."""
 GENERATE = (

@@ -11,7 +11,7 @@ from mindloom.inference.config import Job, prompt_problems
 from mindloom.inference.decoding import Cached, Decoding, Recomputed
 from mindloom.inference.model import load_model
 from mindloom.inference.session import Completion, Session
-from mindloom.log import milestone
+from mindloom.log import counted, milestone
 from mindloom.runtime.engine import Engine
 
 
@@ -95,7 +95,7 @@ def _summary(completions: list[Completion], session: Session) -> str:
     prefill = max(completion.prefill_s for completion in completions)
     times = [completion.time_per_token_s for completion in completions if completion.time_per_token_s is not None]
     reasons = sorted({str(completion.finish_reason) for completion in completions})
-    text = f"{tokens} tokens ({', '.join(reasons)}), prefill {prefill * 1e3:.0f} ms"
+    text = f"{counted(tokens, 'token', 'tokens')} ({', '.join(reasons)}), prefill {prefill * 1e3:.0f} ms"
     if times:
         text += f", {sum(times) / len(times) * 1e3:.1f} ms a token"
     return f"{text}, cache {session.decoding.cache_bytes / 2**20:.1f} MiB"

@@ -8,7 +8,7 @@ Writes results/reliability.md. Each line is a way of dying, how often it was tri
   being saved is lost, and the losses are bit for bit those of an undisturbed run
 - a worker: SIGKILL of one of 4; the job ends within 20 s, names it, and leaves no process
 - Ctrl-C and SIGTERM of a launched job: 130 and 143, no process left
-- two jobs at once on this machine: both right; two in one folder: the second is refused
+- two jobs at once on this machine: both right; two in one folder: the second is refused; msrun's port is taken: no matter on CPU
 """
 
 import argparse
@@ -18,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from report import write_report
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ROOT / "examples" / "small_town.txt"
 STRATEGY = ROOT / "parallel_configs" / "pangu_tiny_dp2_tp2_zero.yaml"
-STEPS = 400
+STEPS = 200
 
 
 def run(*arguments, **options):
@@ -109,15 +110,16 @@ def kills_while_tokenizing(folder, kills, rng):
     seconds, survived, tried = time.monotonic() - begin, 0, 0
     expected = digest(folder / "whole")
     while tried < kills:
-        out = folder / "tokens"
+        out, killed = folder / "tokens", 0
         for _ in range(rng.randint(1, 4)):
             job = start(*command, out)
             time.sleep(rng.uniform(0.2, seconds))
             job.kill()
-            tried += job.wait() != 0
+            killed += job.wait() != 0
+        tried += killed
         done = run(*command, out)
         if out.exists() and digest(out) == expected and all_gone(out):
-            survived = tried
+            survived += killed
         else:
             print(done.stderr[-2000:])
         shutil.rmtree(out, ignore_errors=True)
@@ -205,7 +207,16 @@ def two_jobs(folder, kills, rng):
     second = run(*train(folder / "shared", "--steps", 60))
     told = second.returncode == 2 and f"process {first.pid} on" in second.stderr
     survived += told and first.wait(300) == 0 and len(losses(folder / "shared")) == 60
-    return 2, survived
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        msrun = ("-m", "mindspore.parallel.cluster.run", "--worker_num=4", "--local_worker_num=4", "--join=True")
+        port = (f"--master_port={taken.getsockname()[1]}", f"--log_dir={folder / 'logs'}")
+        words = train(folder / "port", "--steps", 20, "--strategy", STRATEGY)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = run(*msrun, *port, *words, env={**os.environ, "PATH": path})
+        survived += done.returncode == 0 and losses(folder / "port") == losses(outs[0])
+    return 3, survived
 
 
 CASES = {
@@ -213,7 +224,7 @@ CASES = {
     "SIGKILL of a job of 4 that saves every step, then --resume": (kills_while_saving, 1.0),
     "SIGKILL of one of 4 workers": (killed_workers, 0.2),
     "Ctrl-C, SIGTERM of a launched job of 4": (signals, 0.2),
-    "two jobs at once, in two folders and in one": (two_jobs, 0.04),
+    "two jobs at once in two folders, in one, and a port that is taken": (two_jobs, 0.04),
 }
 
 

@@ -8,7 +8,7 @@ Writes results/reliability.md. Each line is a way of dying, how often it was tri
   being saved is lost, and the losses are bit for bit those of an undisturbed run
 - a worker: SIGKILL of one of 4; the job ends within 20 s, names it, and leaves no process
 - Ctrl-C and SIGTERM of a launched job: 130 and 143, no process left
-- two jobs at once on this machine: both right; two in one folder: the second is refused; msrun's port is taken: no matter on CPU
+- two jobs at once on this machine: both right; two in one folder: the second is refused; msrun's port is taken: no matter
 """
 
 import argparse

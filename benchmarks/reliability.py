@@ -251,6 +251,9 @@ def main():
             print(
                 f"{what}: {tried} times, survived {survived}, lost {tried - survived} ({time.monotonic() - begin:.0f} s)"
             )
+    if arguments.only:
+        print("\n".join(lines))
+        return 1 if lost else 0
     title = "What killed runs keep"
     write_report(
         ROOT / "benchmarks" / "results" / "reliability.md", title, f"reliability.py --kills {arguments.kills}", lines

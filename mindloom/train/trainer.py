@@ -120,6 +120,7 @@ def _train(run: Run) -> Path | None:
     training.engine.largest(0)  # nobody leaves before all is written: msrun ends the others with the first
     if done < config.steps:
         training.say(f"stopped after step {done}; --resume goes on from there")
+        training.engine.largest(0)  # likewise: before it is told
         return None
     training.say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {config.steps - steps_done} steps")
     _save(training, tokenizer, saver.token)

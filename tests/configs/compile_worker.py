@@ -92,6 +92,7 @@ if __name__ == "__main__":
         path, _, which = word.partition("+")
         mesh = load_strategy(path).mesh
         of_stage = mesh.size // mesh.pp
-        ranks = {0, mesh.pp // 2 * of_stage, mesh.size - 1} if mesh.pp > 1 else {mesh.size - 1}
-        for rank in range(mesh.size) if which else sorted(ranks):
+        last = mesh.pp - 1
+        ranks = [mesh.size - 1 if stage == last else stage * of_stage for stage in sorted({0, mesh.pp // 2, last})]
+        for rank in range(mesh.size) if which else ranks:
             print(json.dumps(compile_rank(path, rank)), flush=True)

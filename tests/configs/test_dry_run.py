@@ -163,7 +163,7 @@ def test_explain_names_the_rule_and_those_it_beat(write):
         (("--batch-size", "3"), "a batch of 3 sequences is not divisible by"),
         (("--seq-len", "129"), "--seq-len 129 is outside 1 .. 128"),
         (("--jobs", "0"), "--jobs must be at least 1"),
-        (("--memory-gb", "0"), "--memory-gb must be positive"),
+        (("--memory-gb", "0"), "--memory-gb must be above 0"),
         (("--accumulate", "0"), "--accumulate must be at least 1"),
         (("--accumulate", "2"), "a pipeline accumulates over its num_microbatches"),
         (("--html", "no_such_folder/report.html"), "no file can be written there"),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from typing import Any
 
@@ -22,7 +21,7 @@ from mindloom.parallel.step import TrainStep
 from mindloom.planner.own_engine import num_microbatches
 from mindloom.runtime.compile import partition
 from mindloom.runtime.environment import prepare_environment
-from mindloom.runtime.kept_graphs import kept_graph
+from mindloom.runtime.kept_graphs import kept_graph, strategy_key
 from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.strategy.config import Strategy
 from mindloom.train.optim import AdamW
@@ -62,15 +61,8 @@ def compile_rank(
             optimizer = AdamW(net.trainable_params())
             wrapped, options = wrap(net, strategy, accumulate), {"max_grad_norm": 1.0, "accumulate": accumulate}
             cell = TrainStep(wrapped, optimizer, report, rank, all_reduce, **options).set_train()
-    key = {
-        "dry_run": family,
-        "model": model.to_dict(),
-        "strategy": repr(dataclasses.replace(strategy, source="", lines={})),
-        "rank": rank,
-        "batch": batch,
-        "inference": inference,
-        "accumulate": accumulate,
-    }
+    key = {"dry_run": family, "model": model.to_dict(), "strategy": strategy_key(strategy), "rank": rank}
+    key |= {"batch": batch, "inference": inference, "accumulate": accumulate}
     graph = kept_graph(key, lambda: partition(cell, strategy, rank, inputs))
     stage = mesh.coordinate(rank, "pp")
     work = read_work(graph, 1 if inference else num_microbatches(strategy, accumulate))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import itertools
 import os
 import sys
@@ -30,7 +29,7 @@ from mindloom.runtime.compile import (
 )
 from mindloom.runtime.environment import end_with_msrun, job_name, launched_processes, launched_rank
 from mindloom.runtime.executor import Program
-from mindloom.runtime.kept_graphs import kept_graph
+from mindloom.runtime.kept_graphs import kept_graph, strategy_key
 from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.runtime.transport import Collectives, Transport
 from mindloom.strategy.checks import launch_problems
@@ -148,9 +147,8 @@ class Engine:
         key = getattr(cell, "graph_key", None)
         if key is None:
             return make()
-        strategy = repr(dataclasses.replace(self.strategy, source="", lines={}))
         inputs = [[list(shape), np.dtype(dtype).str] for shape, dtype in described]
-        more = {"strategy": strategy, "rank": self.rank, "inputs": inputs, "training": cell.training}
+        more = {"strategy": strategy_key(self.strategy), "rank": self.rank, "inputs": inputs, "training": cell.training}
         return kept_graph({"network": key, **more}, make)
 
     def _check_layouts(

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from mindloom.family import FAMILIES
 from mindloom.files import write_atomically
 from mindloom.log import milestone
 from mindloom.runtime.compile import ParameterLayout, PartitionedGraph
+from mindloom.strategy.config import Strategy
 
 SWITCH = "MINDLOOM_KEPT_GRAPHS"
 """Environment: 0 keeps and reads none; anything else is the folder."""
@@ -67,6 +68,11 @@ def kept_graph(key: Mapping[str, Any], make: Callable[[], PartitionedGraph]) -> 
     except OSError as error:
         milestone(f"the compiled graph is not kept: {error.filename or path}: {error.strerror}")
     return graph
+
+
+def strategy_key(strategy: Strategy) -> str:
+    """All of a strategy that a graph depends on: not the file it was read from."""
+    return repr(replace(strategy, source="", lines={}))
 
 
 def clear() -> tuple[int, int]:

@@ -94,6 +94,7 @@ def test_workers_end_with_msrun(tmp_path):
         wait_until(lambda: has_steps(out))
         os.kill(job.pid, signal.SIGKILL)
         wait_until(lambda: [p for p in mine(out) if "tail" not in p.name()] == [], 20)  # msrun's own tail -f stays
+        assert job.wait(20) == -signal.SIGKILL
     finally:
         job.wait(20)
         for process in mine(tmp_path):

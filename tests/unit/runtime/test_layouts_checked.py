@@ -44,12 +44,14 @@ def compile_for(rank, net, write, more=""):
     engine = Engine.__new__(Engine)
     engine.strategy, engine.rank = strategy, rank
     engine._check_layouts(net, graph.layouts, graph.groups)
+    return graph
 
 
 @pytest.mark.parametrize("rank", range(4))
 def test_what_agrees_is_compiled(write, rank):
     ms.set_context(mode=ms.GRAPH_MODE)
-    compile_for(rank, Plain(), write)
+    graph = compile_for(rank, Plain(), write)
+    assert graph.layouts["weight"].slices((8, 4), rank, graph.groups)[0] == slice(4 * (rank % 2), 4 * (rank % 2) + 4)
 
 
 def test_where_they_differ_both_layouts_are_told(write):

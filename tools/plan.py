@@ -30,6 +30,7 @@ from mindloom.planner.own_engine import PRECISIONS
 from mindloom.planner.report import as_dict, strategy_file, table, validation_report
 from mindloom.planner.search import Devices, Request, distinct, search, smallest_changes
 from mindloom.planner.validate import validate
+from mindloom.strategy.checks import POSSIBLE_SIZES, is_possible_size
 
 RULES = Path(__file__).resolve().parents[1] / "parallel_configs" / "rules" / "decoder.yaml"
 
@@ -72,6 +73,11 @@ def main(argv: Sequence[str]) -> int:
     if config.out and config.interleave:
         raise ConfigError(
             "--out writes what tools/train.py runs, which knows no virtual stages; leave out --interleave"
+        )
+    if config.out and not is_possible_size(config.devices):
+        raise ConfigError(
+            f"--out writes what tools/train.py runs, on {POSSIBLE_SIZES} devices, as MindSpore takes no others; got "
+            f"--devices {config.devices}"
         )
     options = search(request)
     if not options[0].fits:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import sys
@@ -23,6 +24,7 @@ from mindloom.runtime.compile import (
     ParameterLayout,
     PartitionedGraph,
     describe_inputs,
+    faster_compilation,
     partition,
     read_layouts,
     set_auto_parallel_context,
@@ -30,7 +32,7 @@ from mindloom.runtime.compile import (
 from mindloom.runtime.environment import end_with_msrun, job_name, launched_processes, launched_rank
 from mindloom.runtime.executor import Program
 from mindloom.runtime.kept_graphs import kept_graph, strategy_key
-from mindloom.runtime.target import WORLD, virtual_ascend
+from mindloom.runtime.target import WORLD, TargetError, pin_cpu, virtual_ascend
 from mindloom.runtime.transport import Collectives, Transport
 from mindloom.strategy.checks import launch_problems
 from mindloom.strategy.config import Strategy
@@ -60,6 +62,9 @@ class Engine:
         self._programs: dict[Any, Program] = {}
         ms.set_context(mode=ms.GRAPH_MODE)
         if strategy.mesh.size == 1:
+            if self.target == "CPU":
+                with contextlib.suppress(TargetError):  # only a later virtual target needs it, and says so
+                    pin_cpu()
             return
         if self.target == "CPU":
             self._start_on_cpu()
@@ -76,7 +81,7 @@ class Engine:
         if os.environ.get("MS_ROLE") == "MS_SCHED":
             sys.exit(0)  # CPU processes find each other without msrun's scheduler
         end_with_msrun()
-        ms.set_device("CPU")
+        pin_cpu()
         # A process that starts a second engine does so on every rank.
         self.transport = Transport(self.rank, self.strategy.mesh.size, f"{job_name()}-{next(_engine_count)}")
         atexit.register(self.transport.close)
@@ -110,7 +115,9 @@ class Engine:
         if self.transport is not None:
             self.program(cell, inputs).compile(inputs)
         else:
-            cell.compile(*inputs)
+            # Devices keep MindSpore's own way: the faster one was never tried on them.
+            with faster_compilation() if self.target == "CPU" else contextlib.nullcontext():
+                cell.compile(*inputs)
             if self.strategy.mesh.size > 1:
                 self.layouts |= read_layouts(cell.parameter_layout_dict)
                 for layout in self.layouts.values():

@@ -8,7 +8,7 @@ a `Custom` node of kind pyfunc around a function of `transport`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ from mindloom.runtime.transport import Array, Collectives, Transport
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
+Direction = tuple[str, int]
+"""Send or Receive, and the other rank."""
+
 _serial = itertools.count()
 _keep: list[Callable[[Array], Any]] = []  # C++ holds the functions by id only
 
@@ -30,12 +33,17 @@ class LoweringError(RuntimeError):
 
 def collective_nodes(model: mind_ir.ModelProto) -> Iterator[tuple[mind_ir.NodeProto, mind_ir.PrimitiveProto]]:
     """Every node that communicates, in graph order, with its primitive."""
-    primitives = {p.name: p for p in model.primitives if any(a.name == "group" for a in p.attribute)}
+    primitives = {p.name: p for p in model.primitives if any(names_group(a) for a in p.attribute)}
     for graph in (model.graph, *model.functions):
         for node in graph.node:
             primitive = primitives.get(node.op_type.removeprefix("REF::"))
             if primitive is not None:
                 yield node, primitive
+
+
+def names_group(attribute: mind_ir.AttributeProto) -> bool:
+    """Convolutions have a `group`, too: a number."""
+    return attribute.name == "group" and attribute.type == mind_ir.AttributeProto.STRING
 
 
 def attributes(primitive: mind_ir.PrimitiveProto) -> dict[str, Any]:
@@ -59,7 +67,7 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
     messages: dict[str, Message] = {}
     _take_broadcasts_apart(model)
     nodes = list(collective_nodes(model))
-    outside = {node.name for node in model.graph.node}
+    outside, places = {node.name for node in model.graph.node}, _places_of_tags(nodes, groups)
     for node, primitive in nodes:
         values = attributes(primitive)
         ranks, kind = groups[values["group"]], primitive.op_type
@@ -70,7 +78,9 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
         if node.name not in outside:
             raise LoweringError(f"{kind} on ranks {ranks} lies in a control-flow branch, where no order can be kept")
         if kind in ("Send", "Receive"):
-            message = _point_to_point_message(kind, values, transport.rank, ranks)
+            message = _point_to_point_message(
+                _direction(kind, values, groups), values["sr_tag"], transport.rank, places
+            )
             run = _point_to_point(message, transport, program)
         else:
             group = values["group"]
@@ -85,10 +95,28 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
     order_messages(model, messages, transport, program)
 
 
-def _point_to_point_message(kind: str, values: dict[str, Any], rank: int, ranks: list[int]) -> Message:
-    if kind == "Send":
-        return Message("send", (rank, ranks[values["dest_rank"]]), str(values["sr_tag"]))
-    return Message("receive", (ranks[values["src_rank"]], rank), str(values["sr_tag"]))
+def _places_of_tags(
+    nodes: Sequence[tuple[mind_ir.NodeProto, mind_ir.PrimitiveProto]], groups: dict[str, list[int]]
+) -> dict[Direction, list[int]]:
+    """The tags of each direction, in order, whatever groups carry them. MindSpore counts tags through all compilations of a
+    process; those of both ends differ when one end's graph was kept by an earlier run. Their order is the same."""
+    tags: dict[Direction, set[int]] = {}
+    for _, primitive in nodes:
+        if primitive.op_type in ("Send", "Receive"):
+            values = attributes(primitive)
+            tags.setdefault(_direction(primitive.op_type, values, groups), set()).add(values["sr_tag"])
+    return {direction: sorted(found) for direction, found in tags.items()}
+
+
+def _direction(kind: str, values: dict[str, Any], groups: dict[str, list[int]]) -> Direction:
+    return kind, groups[values["group"]][values["dest_rank" if kind == "Send" else "src_rank"]]
+
+
+def _point_to_point_message(
+    direction: Direction, sr_tag: int, rank: int, places: dict[Direction, list[int]]
+) -> Message:
+    (kind, peer), tag = direction, str(places[direction].index(sr_tag))
+    return Message("send", (rank, peer), tag) if kind == "Send" else Message("receive", (peer, rank), tag)
 
 
 def _point_to_point(message: Message, transport: Transport, program: str) -> Callable[[Array], Array]:

@@ -135,7 +135,7 @@ def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
     Raises:
         TargetError: this MindSpore is of another version, or lacks the symbols this leans on.
     """
-    ms.set_device("CPU")  # pins the device the process really runs on: what we come back to
+    pin_cpu()
     communicator = _install()
     communicator.enter(rank, size)
     comm = _comm_helper.GlobalComm
@@ -152,6 +152,20 @@ def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
         comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = saved
         for module, name, original in helpers:
             setattr(module, name, original)
+
+
+def pin_cpu() -> None:
+    """Fix the device this process really runs on: what `virtual_ascend` comes back to. To be called before any kernel runs.
+
+    Raises:
+        TargetError: kernels ran already, and MindSpore was never told where.
+    """
+    try:
+        ms.set_device("CPU")
+    except RuntimeError:
+        raise TargetError(
+            'MindSpore has run in this process before it was told its device: call mindspore.set_device("CPU") first'
+        ) from None
 
 
 _HELPERS = {

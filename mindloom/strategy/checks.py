@@ -12,6 +12,12 @@ from mindloom.strategy.config import Stages, Strategy
 from mindloom.strategy.mesh import AXES, RESERVED_AXES
 
 MOST_DEVICES = 1 << 24
+POSSIBLE_SIZES = "1, 2, 4 or a multiple of 8"
+"""Devices of a job. Source: CheckDeviceConfig of MindSpore's device_manager.cc."""
+
+
+def is_possible_size(devices: int) -> bool:
+    return devices in (1, 2, 4) or devices % 8 == 0
 
 
 def strategy_problems(strategy: Strategy) -> list[str]:
@@ -24,6 +30,8 @@ def strategy_problems(strategy: Strategy) -> list[str]:
             problems.append(f"{strategy.at('mesh.' + axis)} is reserved and must be 1, got {mesh.degree(axis)}")
     if mesh.size > MOST_DEVICES:
         problems.append(f"{strategy.at('mesh')}: {mesh} processes; there are at most {MOST_DEVICES:,}")
+    elif not problems and not is_possible_size(mesh.size):
+        problems.append(f"{strategy.at('mesh')}: {mesh} processes; MindSpore takes {POSSIBLE_SIZES}")
     if mesh.pp > 1 and pipeline.num_microbatches < mesh.pp:
         problems.append(
             f"{strategy.at('pipeline.num_microbatches')} = {pipeline.num_microbatches} is fewer than the "

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from mindloom.model_config import DecoderConfig
-from mindloom.strategy.checks import batch_problems, launch_problems, model_problems
+from mindloom.strategy.checks import batch_problems, launch_problems, model_problems, strategy_problems
 from mindloom.strategy.config import Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.mesh import Mesh
 
@@ -22,6 +22,12 @@ def test_a_dimension_tp_does_not_divide_comes_with_the_nearest_degrees_that_do()
     assert "s.yaml:1: mesh.tp = 5 does not divide num_heads = 12; nearest that do: 4 and 6" in problems
     assert any("hidden_size = 24; nearest that do: 4 and 6" in p for p in problems)
     assert not any("vocab_size" in p for p in problems)
+
+
+def test_a_number_of_devices_that_mindspore_does_not_take():
+    (problem,) = strategy_problems(strategy(dp=3, tp=2))
+    assert "pp 1 x dp 3 x tp 2 = 6 processes; MindSpore takes 1, 2, 4 or a multiple of 8" in problem
+    assert all(strategy_problems(strategy(dp=dp)) == [] for dp in (1, 2, 4, 8, 24))
 
 
 def test_more_stages_than_layers():

@@ -64,7 +64,7 @@ def test_sgd_subtracts_the_gradient():
 
 
 def test_a_run_reports_all_its_problems_at_once(tmp_path, write):
-    strategy = write("s.yaml", "mesh: {tp: 3}\n")
+    strategy = write("s.yaml", "mesh: {tp: 8}\n")
     config = TrainConfig(
         data=tmp_path / "none.txt", strategy=strategy, steps=0, seq_len=4000, tokenizer=tmp_path / "no.model"
     )
@@ -76,7 +76,7 @@ def test_a_run_reports_all_its_problems_at_once(tmp_path, write):
         "--steps must be at least 1",
         "--seq-len 4000",
         "no.model",
-        "tp 3 = 3 processes, but 2",
+        "tp 8 = 8 processes, but 2",
         "num_heads = 4",
     ):
         assert part in text, part

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs of single ranks, for the tests of dry runs, inference and recomputation: what is counted in them."""
+
+import contextlib
+import dataclasses
+import re
+import unittest.mock
+from collections import Counter
+
+import numpy as np
+from mindspore import nn
+
+from mindloom.cli import parse_args
+from mindloom.dry_run.by_depth import full_depth, small_depths
+from mindloom.dry_run.compile import compile_rank
+from mindloom.dry_run.config import DryRunConfig, check
+from mindloom.dry_run.summary import summarize
+from mindloom.family import family_module, size_config
+from mindloom.inference.model import build_model
+from mindloom.parallel.parallelize import parallelize, wrap
+from mindloom.parallel.step import TrainStep
+from mindloom.planner.own_engine import num_microbatches
+from mindloom.runtime import compile as compilation
+from mindloom.runtime.compile import partition
+from mindloom.runtime.lowering import attributes, collective_nodes
+from mindloom.strategy.loader import load_strategy
+from mindloom.train.optim import SGD
+from pangu.model import PanGuWithLoss
+
+
+@contextlib.contextmanager
+def written_out():
+    """Microbatches are copied into the graph, as the processes of a job compile them, though a cell asks for a function."""
+    nn.Cell.cell_init_args = property(lambda cell: "", lambda cell, value: None)
+    try:
+        yield
+    finally:
+        del nn.Cell.cell_init_args
+
+
+def dry_run(path, model, rank, as_function):
+    config = dataclasses.replace(size_config("pangu", "tiny"), **model)
+    with contextlib.nullcontext() if as_function else written_out():
+        report = compile_rank("pangu", config, load_strategy(path), rank, (4, 64), False)
+    found = Counter()
+    for c in report.collectives:
+        size = "" if c.kind in ("Send", "Receive") else len(report.groups[c.group])
+        found[f"{c.kind} {size} {c.bytes_each}"] += c.count
+    groups = sorted(map(sorted, report.groups.values()))
+    return {"collectives": found, "flops": sum(report.flops.values()), "groups": groups}
+
+
+def inference(path, size, rank, length, int8):
+    strategy, config = load_strategy(path, for_inference=True), size_config("pangu", size)
+    rows, slots = 2 * strategy.mesh.dp, 256
+    net = build_model("pangu", config, strategy, (rows, slots), int8)
+    shapes = [(rows, length), (rows, length), (rows,), (rows, config.num_heads, length, 3)]
+    graph = partition(net, strategy, rank, [(shape, np.int32) for shape in shapes])
+    counts = Counter(primitive.op_type for _, primitive in collective_nodes(graph.model))
+    return {"counts": counts, "parameters": graph.parameters}
+
+
+def recompute(path):
+    strategy = load_strategy(path)
+    net = PanGuWithLoss(dataclasses.replace(size_config("pangu", "tiny"), dropout_rate=0.1, num_layers=2))
+    report = parallelize(net, strategy)
+    step = TrainStep(net, SGD(net.trainable_params()), report, 0).set_train()
+    graph = partition(step, strategy, 0, [((4, 16), np.int32)] * 3 + [((4, 16), np.float32), ((4, 16), np.int32)])
+    kinds = {p.name: p.op_type for p in graph.model.primitives}
+    nodes = [n for g in (graph.model.graph, *graph.model.functions) for n in g.node]
+    names = [kinds.get(n.op_type.removeprefix("REF::")) for n in nodes if not n.domain.startswith("Gradients")]
+    return {name: names.count(name) for name in ("BatchMatMul", "MatMul", "Softmax")}
+
+
+def by_depth(path, model, rank):
+    """A training step compiled whole, and derived from small depths."""
+    config, strategy = dataclasses.replace(size_config("pangu", "tiny"), **model), load_strategy(path)
+    batch = (strategy.mesh.dp * num_microbatches(strategy, 1), config.seq_len)
+
+    def compile_stage(model, strategy):
+        return compile_rank("pangu", model, strategy, rank, batch)
+
+    compiled = [compile_stage(*depth) for depth in small_depths(config, strategy, rank)]
+    whole, fast = compile_stage(config, strategy), full_depth(config, strategy, rank, compiled)
+    return [dataclasses.asdict(report) for report in (whole, fast)]
+
+
+def both_ways(path):
+    """Every node of a training step, as MindSpore compiles it by itself and by our faster way."""
+    strategy, found = load_strategy(path), []
+    for context in (contextlib.nullcontext, compilation.faster_compilation):
+        config = dataclasses.replace(size_config("pangu", "tiny"), num_layers=2)
+        net = family_module("pangu", "model").ModelWithLoss(config)
+        report = parallelize(net, strategy)
+        step = TrainStep(wrap(net, strategy), SGD(net.trainable_params()), report, 0, None, 1.0).set_train()
+        shapes = [((8, 16), np.int32)] * 3 + [((8, 16), np.float32), ((8, 16), np.int32)]
+        with unittest.mock.patch.object(compilation, "faster_compilation", context):
+            graph = partition(step, strategy, 0, shapes)
+        found.append(_nodes(graph.model))
+    return found
+
+
+def _nodes(model):
+    """Kind, place, and attributes but MindSpore's own numbering of each node, and how many there are."""
+    primitives = {p.name: p for p in model.primitives}
+    nodes = Counter()
+    for graph in (model.graph, *model.functions):
+        for node in graph.node:
+            primitive = primitives.get(node.op_type.removeprefix("REF::"))
+            values = attributes(primitive) if primitive else {}
+            shown = {k: v for k, v in values.items() if k in ("group", "op", "fusion", "mean_flag", "rank_size")}
+            kind = primitive.op_type if primitive else node.op_type
+            nodes[f"{kind} {re.sub(r'[0-9]+$', '', node.domain)} {sorted(shown.items())}"] += 1
+    return nodes
+
+
+def dry_run_values(arguments):
+    """What tools/dry_run.py --json prints, compiled in this process."""
+    run = check(parse_args(DryRunConfig, "", arguments))
+    family, batch = run.config.model, (run.batch_size, run.seq_len)
+    options = (run.config.inference, run.config.accumulate)
+    ranks = run.distinct_ranks
+    return summarize(run, [compile_rank(family, run.model, run.strategy, rank, batch, *options) for rank in ranks])

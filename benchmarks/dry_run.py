@@ -11,8 +11,11 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from report import write_report
+
+from mindloom.strategy.loader import load_strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "dry_run.md"
@@ -21,8 +24,12 @@ DRY_RUNS = [  # what, arguments, seconds and GB allowed
     ("PanGu 13B, rank 37 of 64, 8 microbatches", ("13b", "pangu_13b_dp4_tp8_pp2", "37", 1), (60, 6)),
     ("PanGu 200B, rank 1000 of 2048, 32 microbatches", ("200b", "pangu_200b_dp16_tp8_pp16", "1000", 1), (240, 12)),
     ("PanGu 13B, all 64 ranks, two at a time", ("13b", "pangu_13b_dp4_tp8_pp2", "all", 2), (300, None)),
+    ("PanGu 13B, rank 37, `--fast`", ("13b", "pangu_13b_dp4_tp8_pp2", "37", 1, "--fast"), (20, 6)),
+    ("PanGu 200B, rank 1000, `--fast`", ("200b", "pangu_200b_dp16_tp8_pp16", "1000", 1, "--fast"), (30, 12)),
 ]
 PLANS = [("200b", "ascend910a", 2048, 2048, 10), ("13b", "ascend910b", 64, 512, 1)]
+UNLIKE = ("compile_s", "compiled_layers")
+"""What a report says of its making."""
 MEASURED = """
 import resource, runpy, sys
 sys.argv = sys.argv[1:]
@@ -33,10 +40,13 @@ finally:
 """
 
 
-def dry_run(size: str, strategy: str, ranks: str, jobs: int) -> tuple[float, float, list[float]]:
-    """Seconds, GB of the largest process, and each compilation's seconds."""
-    command = ["tools/dry_run.py", "--model", "pangu", "--size", size, "--ranks", ranks, "--jobs", str(jobs), "--json"]
-    command += ["--strategy", str(CONFIGS / f"{strategy}.yaml")]
+def dry_run(
+    size: str, strategy: str, ranks: str, jobs: int = 1, *more: str
+) -> tuple[float, float, list[dict[str, Any]]]:
+    """Seconds, GB of the largest process, and the report of each rank."""
+    family = strategy.partition("_")[0]
+    command = ["tools/dry_run.py", "--model", family, "--size", size, "--ranks", ranks, "--jobs", str(jobs), "--json"]
+    command += ["--strategy", str(CONFIGS / f"{strategy}.yaml"), *more]
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, *command],
@@ -48,18 +58,35 @@ def dry_run(size: str, strategy: str, ranks: str, jobs: int) -> tuple[float, flo
     )
     seconds = time.perf_counter() - start
     values = json.loads(done.stdout[done.stdout.index("{") :])
-    compiled = {rank["compiled_as"]: rank["compile_s"] for rank in values["ranks"]}
-    return seconds, int(done.stderr.split()[-1]) / 2**20, list(compiled.values())
+    return seconds, int(done.stderr.split()[-1]) / 2**20, values["ranks"]
+
+
+def fast_lines() -> list[str]:
+    """Every shipped strategy, a rank of each stage: from small depths and whole, which must say the same."""
+    lines = ["", "| strategy | ranks | whole, s | `--fast`, s | same report |", "|---|---|---|---|---|"]
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        strategy = load_strategy(path)
+        size, of_stage = path.stem.split("_")[1], strategy.mesh.size // strategy.mesh.pp
+        first = range(0, strategy.mesh.size, of_stage)
+        ranks = [str(first[-1])] if size == "200b" else list(map(str, first))
+        whole, fast = (dry_run(size, path.stem, ",".join(ranks), 1, *more) for more in ((), ("--fast",)))
+        reports = [[{k: v for k, v in rank.items() if k not in UNLIKE} for rank in ran[2]] for ran in (whole, fast)]
+        same = "yes" if reports[0] == reports[1] else "**NO**"
+        lines.append(f"| {path.stem} | {', '.join(ranks)} | {whole[0]:.1f} | {fast[0]:.1f} | {same} |")
+        print(lines[-1], flush=True)
+    return lines
 
 
 def main() -> None:
     lines = [f"MindSpore {version('mindspore')}", ""]
     lines += ["| dry run | seconds | allowed | GB | allowed | of it compiling |", "|---|---|---|---|---|---|"]
     for what, arguments, (allowed, most) in DRY_RUNS:
-        seconds, memory, compiled = dry_run(*arguments)
-        each = ", ".join(f"{s:.0f}" for s in compiled)
+        seconds, memory, ranks = dry_run(*arguments)
+        compiled = {rank["compiled_as"]: rank["compile_s"] for rank in ranks}
+        each = ", ".join(f"{s:.0f}" for s in compiled.values())
         lines.append(f"| {what} | {seconds:.1f} | {allowed} | {memory:.2f} | {most or '-'} | {each} |")
         print(lines[-1], flush=True)
+    lines += fast_lines()
     lines += ["", "| plan | seconds | allowed |", "|---|---|---|"]
     for size, chip, devices, batch, allowed in PLANS:
         command = ["tools/plan.py", "--model", "pangu", "--size", size, "--devices", str(devices)]

@@ -41,30 +41,12 @@ def compile_rank(
     `batch`: sequences of a step over all ranks and their tokens. `accumulate`: parts it is cut into without a pipeline.
     """
     prepare_environment()
-    gc.disable()  # millions of small objects, none in cycles
-    mesh = strategy.mesh
-    with virtual_ascend(rank, mesh.size):
-        all_reduce = ms.ops.AllReduce(group=WORLD) if mesh.size > 1 else None
-    module = family_module(family, "model")
-    inputs: list[tuple[tuple[int, ...], Any]] = [(batch, np.int32)] * 2
-    cell: nn.Cell
-    with no_init_parameters():
-        net = module.Model(model) if inference else module.ModelWithLoss(model)
-        # Kept as a function: the microbatches of a pipeline then cost no time to compile.
-        net.cell_init_args = f"lazy_inline_{type(net).__name__}"
-        report = parallelize(net, strategy, whole=not inference)
-        if inference:
-            cell = net.set_train(False)
-        else:
-            inputs = [*inputs, (batch, np.int32), (batch, np.float32)]
-            inputs += [(batch, np.int32)] if model.dropout_rate else []
-            optimizer = AdamW(net.trainable_params())
-            wrapped, options = wrap(net, strategy, accumulate), {"max_grad_norm": 1.0, "accumulate": accumulate}
-            cell = TrainStep(wrapped, optimizer, report, rank, all_reduce, **options).set_train()
+    gc.disable()  # millions of small objects, none in cycles, before and after the compilation, too
+    cell, report, inputs = _cell(family, model, strategy, rank, batch, inference, accumulate)
     key = {"dry_run": family, "model": model.to_dict(), "strategy": strategy_key(strategy), "rank": rank}
     key |= {"batch": batch, "inference": inference, "accumulate": accumulate}
     graph = kept_graph(key, lambda: partition(cell, strategy, rank, inputs))
-    stage = mesh.coordinate(rank, "pp")
+    stage = strategy.mesh.coordinate(rank, "pp")
     work = read_work(graph, 1 if inference else num_microbatches(strategy, accumulate))
     parameters = _parameters(report, graph.parameters)
     held = {p.name for p in parameters}
@@ -93,6 +75,35 @@ def compile_rank(
         compile_s=graph.compile_s,
         untouched_operators=report.untouched_operators,
     )
+
+
+def _cell(
+    family: str,
+    model: DecoderConfig,
+    strategy: Strategy,
+    rank: int,
+    batch: tuple[int, int],
+    inference: bool,
+    accumulate: int,
+) -> tuple[nn.Cell, Report, list[tuple[tuple[int, ...], Any]]]:
+    """The network or training step of a rank, without its weights; what `parallelize` did; and its inputs."""
+    with virtual_ascend(rank, strategy.mesh.size):
+        all_reduce = ms.ops.AllReduce(group=WORLD) if strategy.mesh.size > 1 else None
+    module = family_module(family, "model")
+    inputs: list[tuple[tuple[int, ...], Any]] = [(batch, np.int32)] * 2
+    with no_init_parameters():
+        net = module.Model(model) if inference else module.ModelWithLoss(model)
+        # Kept as a function: the microbatches of a pipeline then cost no time to compile.
+        net.cell_init_args = f"lazy_inline_{type(net).__name__}"
+        report = parallelize(net, strategy, whole=not inference)
+        if inference:
+            return net.set_train(False), report, inputs
+        inputs = [*inputs, (batch, np.int32), (batch, np.float32)]
+        inputs += [(batch, np.int32)] if model.dropout_rate else []
+        optimizer = AdamW(net.trainable_params())
+        wrapped, options = wrap(net, strategy, accumulate), {"max_grad_norm": 1.0, "accumulate": accumulate}
+        step = TrainStep(wrapped, optimizer, report, rank, all_reduce, **options).set_train()
+    return step, report, inputs
 
 
 def _parameters(report: Report, local_shapes: dict[str, tuple[int, ...]]) -> list[RankParameter]:

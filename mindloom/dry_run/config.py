@@ -35,8 +35,14 @@ class DryRunConfig:
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
     seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
     inference: bool = option(False, "the graph that reads a prompt instead of a training step")
+    fast: bool = option(
+        False,
+        "compile one and two layers of a kind and count on to the stage's full depth: the same numbers, sooner",
+    )
     memory_gb: Positive | None = option(None, "memory of a device, for a verdict")
-    jobs: Count = option(1, "ranks to compile at the same time, a process each")
+    jobs: Count | None = option(
+        None, "graphs to compile at the same time, a process each; without this 1, with --fast 2"
+    )
     json: bool = option(False, "JSON on stdout instead of the report")
     html: Path | None = option(None, "also write the report as one HTML file")
 
@@ -56,6 +62,11 @@ class DryRun:
     def num_microbatches(self) -> int:
         """Times a step runs the network."""
         return 1 if self.config.inference else num_microbatches(self.strategy, self.config.accumulate)
+
+    @property
+    def jobs(self) -> int:
+        """Processes that compile at the same time."""
+        return self.config.jobs or (2 if self.config.fast else 1)
 
     @property
     def distinct_ranks(self) -> list[int]:

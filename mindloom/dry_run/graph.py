@@ -7,13 +7,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from mindspore.train import mind_ir_pb2 as mind_ir
 
 from mindloom.dry_run.rank_report import Collective
 from mindloom.runtime.compile import PartitionedGraph
-from mindloom.runtime.lowering import attributes, output_of
+from mindloom.runtime.lowering import attributes, names_group, output_of
 
 _SIZES = {"FLOAT": 4, "FLOAT16": 2, "BFLOAT16": 2, "INT32": 4, "INT64": 8, "BOOL": 1, "DOUBLE": 8, "INT8": 1}
 
@@ -84,8 +83,7 @@ def _phase(node: mind_ir.NodeProto, primitive: mind_ir.PrimitiveProto, backward:
 
 
 def _group(primitive: mind_ir.PrimitiveProto) -> str | None:
-    values: dict[str, Any] = attributes(primitive) if any(a.name == "group" for a in primitive.attribute) else {}
-    return values.get("group")
+    return attributes(primitive)["group"] if any(names_group(a) for a in primitive.attribute) else None
 
 
 def _bytes(node: mind_ir.NodeProto) -> int:

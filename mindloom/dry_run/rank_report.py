@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -55,3 +55,5 @@ class RankReport:
     flops: dict[str, int]
     compile_s: float
     untouched_operators: list[str]
+    compiled_layers: list[int] = field(default_factory=list)
+    """Layers of the stage in each graph that was compiled, where the full depth was derived from smaller ones."""

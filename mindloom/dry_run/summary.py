@@ -178,12 +178,14 @@ def text_report(values: dict[str, Any]) -> str:
 
 
 def _rank_lines(rank: dict[str, Any]) -> list[str]:
-    layers = rank["layers"]
+    layers, few = rank["layers"], rank["compiled_layers"]
     same = "" if rank["rank"] == rank["compiled_as"] else f" (same graph as rank {rank['compiled_as']}, other groups)"
     lines = [
         f"rank {rank['rank']}{same}: stage {rank['stage']}, {counted(len(layers), 'layer', 'layers')}"
         + (f" {layers[0]} .. {layers[-1]}" if layers else "")
-        + f", {len(rank['recomputed'])} recomputed; compiled in {rank['compile_s']:.1f} s"
+        + f", {len(rank['recomputed'])} recomputed; "
+        + (f"from {' and '.join(map(str, few))} of them, " if few else "")
+        + f"compiled in {rank['compile_s']:.1f} s"
     ]
     parts = ("parameter", "optimizer", "gradient", "computing_copy", "activation", "total")
     sizes = "  ".join(f"{part.replace('_', ' ')} {rank[part + '_bytes'] / GB:.3f}" for part in parts)

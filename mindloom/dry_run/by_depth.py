@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage of many equal layers from a few of them: compile small depths, count on to the full one.
+
+Every layer of one kind adds the same parameters, collectives and products to its stage. So a stage with one layer of
+each kind, and one with a layer more, tell what any number of layers takes. Kinds are: recomputed, kept, and the model's
+last layer, which may be built differently and stays as it is. Exact, not an estimate: tests hold it against whole compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mindloom.dry_run.rank_report import Collective, RankReport
+from mindloom.model_config import DecoderConfig
+from mindloom.strategy.config import Recompute, Stages, Strategy
+from mindloom.strategy.stages import layers_per_stage, recomputed_layers
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The layers of one stage, each told to be recomputed or not, without the model's last layer."""
+
+    stage: int
+    first: int
+    """Number of its first layer."""
+    recomputed: tuple[bool, ...]
+    last: bool | None
+    """Whether the model's last layer, if this stage has it, is recomputed; None: it has not."""
+
+    def count(self, kind: bool) -> int:
+        return self.recomputed.count(kind)
+
+
+def small_depths(model: DecoderConfig, strategy: Strategy, rank: int) -> list[tuple[DecoderConfig, Strategy]]:
+    """The models and strategies to compile `rank` of: with one layer of each kind, then with one more of each."""
+    layers = _layers_of(model, strategy, strategy.mesh.coordinate(rank, "pp"))
+    few, many = _few_and_many(layers)
+    depths = [few, *({**few, kind: 2} for kind in many)]
+    return [_reduced(model, strategy, layers, depth) for depth in depths]
+
+
+def full_depth(model: DecoderConfig, strategy: Strategy, rank: int, compiled: Sequence[RankReport]) -> RankReport:
+    """What compiling `rank` whole would report, from the reports of its `small_depths`."""
+    layers = _layers_of(model, strategy, strategy.mesh.coordinate(rank, "pp"))
+    many = _few_and_many(layers)[1]
+    more = dict(zip(many, compiled[1:], strict=True))
+    return _extended(compiled[0], more, {kind: layers.count(kind) - 1 for kind in many}, layers)
+
+
+def _few_and_many(layers: StageLayers) -> tuple[dict[bool, int], list[bool]]:
+    """One layer of each kind there is, and the kinds of which there are more."""
+    kinds = (True, False)
+    return {kind: min(1, layers.count(kind)) for kind in kinds}, [kind for kind in kinds if layers.count(kind) > 1]
+
+
+def _layers_of(model: DecoderConfig, strategy: Strategy, stage: int) -> StageLayers:
+    counts, recomputed = layers_per_stage(model.num_layers, strategy), recomputed_layers(model.num_layers, strategy)
+    first = sum(counts[:stage])
+    kinds = [layer in recomputed for layer in range(first, first + counts[stage])]
+    last = kinds.pop() if stage == len(counts) - 1 else None
+    return StageLayers(stage, first, tuple(kinds), last)
+
+
+def _reduced(
+    model: DecoderConfig, strategy: Strategy, layers: StageLayers, few: Mapping[bool, int]
+) -> tuple[DecoderConfig, Strategy]:
+    """The same job with `few` layers of each kind in this stage, recomputed ones first, and one in every other."""
+    mine = few[True] + few[False] + (layers.last is not None)
+    counts = [mine if stage == layers.stage else 1 for stage in range(strategy.mesh.pp)]
+    first = layers.stage  # one layer in each stage before
+    chosen = list(range(first, first + few[True])) + ([first + mine - 1] if layers.last else [])
+    pipeline, recompute = strategy.pipeline, strategy.recompute
+    if strategy.mesh.pp > 1:
+        pipeline = dataclasses.replace(pipeline, stages=Stages(num_layers=counts))
+    if recompute:
+        recompute = Recompute(kind=recompute.kind, layers=chosen)
+    reduced = dataclasses.replace(strategy, pipeline=pipeline, recompute=recompute)
+    return dataclasses.replace(model, num_layers=sum(counts)), reduced
+
+
+def _extended(
+    base: RankReport, more: Mapping[bool, RankReport], times: Mapping[bool, int], layers: StageLayers
+) -> RankReport:
+    def count_on(read: Callable[[RankReport], Mapping[Key, int]]) -> dict[Key, int]:
+        """base + times x (more - base), of everything that is counted."""
+        start = read(base)
+        total = Counter(start)
+        for kind, report in more.items():
+            found = read(report)
+            for key in start.keys() | found.keys():
+                total[key] += times[kind] * (found.get(key, 0) - start.get(key, 0))
+        return {key: value for key, value in total.items() if value}
+
+    sizes = count_on(lambda r: {"optimizer": r.optimizer_bytes, "gradient": r.gradient_bytes})
+    collectives = count_on(_collectives)
+    names = _names(base, layers)
+    parameters = _in_every_layer(
+        base.parameters, base, layers, lambda p: p.name, lambda p, name: dataclasses.replace(p, name=name)
+    )
+    numbered = names[: len(layers.recomputed)]
+    recomputed = [name for name, chosen in zip(numbered, layers.recomputed, strict=True) if chosen]
+    return dataclasses.replace(
+        base,
+        layers=names,
+        recomputed=recomputed + (names[-1:] if layers.last else []),
+        parameters=parameters,
+        parameter_bytes=sum(p.num_bytes for p in parameters),
+        optimizer_bytes=sizes.get("optimizer", 0),
+        gradient_bytes=sizes.get("gradient", 0),
+        collectives=[Collective(k, p, g, times, size) for (k, p, g, size), times in sorted(collectives.items())],
+        flops=count_on(lambda r: r.flops),
+        groups={name: ranks for report in (base, *more.values()) for name, ranks in report.groups.items()},
+        untouched_operators=_in_every_layer(
+            base.untouched_operators, base, layers, lambda path: path, lambda _, path: path
+        ),
+        compiled_layers=[len(report.layers) for report in (base, *more.values())],
+        compile_s=base.compile_s + sum(report.compile_s for report in more.values()),
+    )
+
+
+def _collectives(report: RankReport) -> dict[tuple[str, str, str, int], int]:
+    return {(c.kind, c.phase, c.group, c.bytes_each): c.count for c in report.collectives}
+
+
+def _names(base: RankReport, layers: StageLayers) -> list[str]:
+    """Paths of all layers: MindSpore numbers the cells of a list."""
+    found = [_renumbered(base.layers[0], layers.first + i) for i in range(len(layers.recomputed))]
+    return found + (base.layers[-1:] if layers.last is not None else [])
+
+
+def _renumbered(path: str, number: int) -> str:
+    return f"{path.rpartition('.')[0]}.{number}"
+
+
+def _in_every_layer(
+    found: Sequence[Item],
+    base: RankReport,
+    layers: StageLayers,
+    path_of: Callable[[Item], str],
+    with_path: Callable[[Item, str], Item],
+) -> list[Item]:
+    """What the first numbered layer has, for each of them; all else as it is."""
+    compiled = [f"{path}." for path in base.layers[: -1 if layers.last is not None else None]]
+    if not compiled:
+        return list(found)
+    names = _names(base, layers)[: len(layers.recomputed)]
+    start = next((i for i, item in enumerate(found) if path_of(item).startswith(compiled[0])), len(found))
+    of_first = [item for item in found if path_of(item).startswith(compiled[0])]
+    copies = [with_path(x, f"{name}.{path_of(x).removeprefix(compiled[0])}") for name in names for x in of_first]
+    others = [
+        [x for x in part if not path_of(x).startswith(tuple(compiled))] for part in (found[:start], found[start:])
+    ]
+    return others[0] + copies + others[1]

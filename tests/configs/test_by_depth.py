@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--fast`: what one and two layers tell of a stage is what compiling all of them says.
+
+The published sizes are held against their whole compiles by benchmarks/dry_run.py, which takes a quarter of an hour.
+"""
+
+import pytest
+from conftest import CONFIGS, call
+
+pytestmark = pytest.mark.slow
+
+RULES = f"rules: {CONFIGS / 'rules/decoder.yaml'}\n"
+CASES = {  # strategy, layers, rank
+    "no pipeline, some layers recomputed, cut by the optimizer": (
+        "mesh: {dp: 4}\noptimizer_parallel: {axis: dp, shard_size: 2}\nrecompute: {layers: [0, 2]}\n",
+        5,
+        3,
+    ),
+    "a first stage, its first layers recomputed": (
+        "mesh: {pp: 2, dp: 2, tp: 2}\npipeline: {num_microbatches: 2, stages: {num_layers: [4, 1]}}\n"
+        "recompute: {per_stage: [2, 1]}\noptimizer_parallel: {axis: dp}\n",
+        5,
+        1,
+    ),
+    "a stage in the midst, selective": (
+        "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4, stages: {num_layers: [1, 3, 1, 1]}}\n"
+        "recompute: {kind: selective}\nsequence_parallel: true\n",
+        6,
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_derived_equals_compiled(write, name):
+    strategy, layers, rank = CASES[name]
+    path = write("s.yaml", strategy + RULES)
+    model = {"num_layers": layers, "hidden_size": 64, "num_heads": 8, "vocab_size": 128, "seq_len": 32}
+    whole, fast = call("tests/configs/graph_worker.py", "by_depth", path, model, rank)
+    assert max(fast.pop("compiled_layers")) < len(whole["layers"])
+    assert whole.pop("compiled_layers") == []
+    for report in (whole, fast):
+        report.pop("compile_s")
+    assert fast == whole

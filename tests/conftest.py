@@ -7,33 +7,25 @@ import io
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from farm import FOUR, ONE, ROOT, Outcome, call, tool
 
 from mindloom.errors import run_tool
 
-ROOT = Path(__file__).resolve().parent.parent
+__all__ = ["CONFIGS", "ROOT", "SHARED", "TWO_LAYERS", "Outcome", "call", "in_process", "msrun", "run", "shared", "tool"]
+
 SHARED = ROOT.parent / "shared"
 CONFIGS = ROOT / "parallel_configs"
+TWO_LAYERS = ROOT / "tests" / "two_layers.json"
+"""A model configuration for tests where depth proves nothing: half the layers, half the time to compile."""
 
 os.environ.setdefault("GLOG_v", "3")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a process left behind."""
-
-    code: int
-    output: str
-    """stdout and stderr together."""
-    logs: dict[int, str]
-    """Of each worker, for msrun jobs."""
-
-
 def run(*arguments, cwd=ROOT, timeout=300, env=None) -> Outcome:
-    """Run this Python with `arguments`."""
+    """Run this Python with `arguments`, as a user does. Where the start is not what is tested, `tool` is faster."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
@@ -107,7 +99,12 @@ def shared(path: str) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def kept_graphs(tmp_path_factory):
     """Graphs that runs of this session share, and no others."""
-    os.environ["MINDLOOM_KEPT_GRAPHS"] = str(tmp_path_factory.mktemp("graphs"))
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    os.environ["MINDLOOM_KEPT_GRAPHS"] = str(folder / "graphs")
+    yield
+    ONE.close()
+    FOUR.close()
 
 
 @pytest.fixture
@@ -125,9 +122,11 @@ def write(tmp_path):
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """Of PanGu tiny, trained for a few steps."""
+    """Of PanGu tiny with two layers, trained for a few steps."""
     out = tmp_path_factory.mktemp("trained") / "out"
     text = ROOT / "examples" / "small_town.txt"
-    outcome = run("tools/train.py", "--data", text, "--steps", 30, "--seq-len", 32, "--output-dir", out)
+    outcome = tool(
+        "tools/train.py", "--data", text, "--config", TWO_LAYERS, "--steps", 30, "--seq-len", 32, "--output-dir", out
+    )
     assert outcome.code == 0, outcome.output
     return out / "checkpoint"

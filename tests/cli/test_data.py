@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import pytest
-from conftest import CONFIGS, ROOT, in_process, run
+from conftest import CONFIGS, ROOT, in_process, run, tool
 
 TEXT = ROOT / "examples" / "small_town.txt"
 
@@ -19,8 +19,8 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def preprocess(*arguments):
-    return run("tools/preprocess.py", *arguments)
+def preprocess(*arguments, start=tool):
+    return start("tools/preprocess.py", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -51,29 +51,31 @@ def test_a_blend_with_growing_batches_resumes_on_another_mesh_as_on_one_device(b
     grow = ("--batch-size", 16, "--batch-size-ramp", 8, 8, 16, "--seq-len", 32, "--seq-len-growth", "16:2")
     small = write("small.json", '{"num_layers": 2, "hidden_size": 64}')
     arguments = ("tools/train.py", "--data", blend, "--config", small, *grow, "--dropout", 0.1, "--adam-epsilon", 1e-5)
-    outcome = run(*arguments, "--steps", 5, "--output-dir", tmp_path / "one")
+    outcome = tool(*arguments, "--steps", 5, "--output-dir", tmp_path / "one")
     assert outcome.code == 0, outcome.output
     assert "compiled for 8 sequences of 16" in outcome.output
     assert "compiled for 16 sequences of 32" in outcome.output
     assert "a 70.0%" in outcome.output
-    first = CONFIGS / "pangu_tiny_dp2_pp2_zero.yaml"
-    rest = ("--launch", "--decay-steps", 5, "--save-every", 1, "--output-dir", tmp_path / "many")
-    outcome = run(*arguments, "--steps", 3, "--strategy", first, *rest)
+    first = CONFIGS / "pangu_tiny_pp2.yaml"
+    rest = ("--decay-steps", 5, "--save-every", 1, "--output-dir", tmp_path / "many")
+    outcome = tool(*arguments, "--steps", 3, "--strategy", first, *rest, processes=2)
     assert outcome.code == 0, outcome.output
-    outcome = run(*arguments, "--steps", 5, "--strategy", CONFIGS / "pangu_tiny_dp4.yaml", *rest, "--resume")
+    outcome = tool(
+        *arguments, "--steps", 5, "--strategy", CONFIGS / "pangu_tiny_dp2.yaml", *rest, "--resume", processes=2
+    )
     assert outcome.code == 0, outcome.output
     np.testing.assert_allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=1e-5)
 
 
 def test_a_resumed_run_must_read_the_same_data(blend, tmp_path):
     arguments = ("tools/train.py", "--seq-len", 32, "--steps", 2, "--save-every", 1, "--output-dir", tmp_path / "out")
-    assert run(*arguments, "--data", blend).code == 0
+    assert tool(*arguments, "--data", blend).code == 0
     for change, message in (
         (("--data", blend.parent / "a"), "data datasets was"),
         (("--data", blend, "--seed", 2), "data seed was 1, is 2"),
         (("--data", blend, "--batch-size", 16, "--batch-size-ramp", 8, 8, 16), "data batch_size_ramp was []"),
     ):
-        outcome = run(*arguments[:4], 4, *arguments[5:], *change, "--resume")
+        outcome = tool(*arguments[:4], 4, *arguments[5:], *change, "--resume")
         assert outcome.code == 2
         assert message in outcome.output
 
@@ -108,7 +110,7 @@ def test_the_steps_from_raw_text_to_tokens(checkpoint, tmp_path):
     )
     reports = []
     for step in steps:
-        outcome = preprocess(*step)
+        outcome = preprocess(*step, start=run)
         assert outcome.code == 0, outcome.output
         reports.append(json.loads(outcome.output[outcome.output.index("{") : outcome.output.rindex("}") + 1]))
     assert reports[0]["removed"] == 1
@@ -129,10 +131,10 @@ def test_mindrecord_there_and_back(blend, checkpoint, tmp_path):
     assert (np.fromfile(tmp_path / "back" / "tokens.bin", np.uint16).reshape(-1, 33) == expected).all()
     for data in (blend.parent / "a", tmp_path / "back"):
         arguments = ("tools/train.py", "--data", data, "--seq-len", 32, "--steps", 2, "--seed", 3)
-        assert run(*arguments, "--output-dir", tmp_path / data.name / "run").code == 0
+        assert tool(*arguments, "--output-dir", tmp_path / data.name / "run").code == 0
     wrong = preprocess("from-mindrecord", tokenizer, "--tokenizer", tokenizer, "--out", tmp_path / "none")
     assert (wrong.code, "not a MindRecord file" in wrong.output) == (2, True)
-    assert "records of 33 tokens; use --seq-len 32" in run("tools/train.py", "--data", tmp_path / "back").output
+    assert "records of 33 tokens; use --seq-len 32" in tool("tools/train.py", "--data", tmp_path / "back").output
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith((".", "none"))) == []
 
 

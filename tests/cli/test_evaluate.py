@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from conftest import CONFIGS, ROOT, run
+from conftest import CONFIGS, ROOT, tool
 
 from mindloom.errors import ConfigError
 from mindloom.evaluation.sandbox import check_isolation
@@ -54,7 +54,7 @@ def coder(tmp_path_factory):
     text = "\n\n".join(problem(n)["prompt"] + problem(n)["canonical_solution"] for n in range(200))
     (folder / "code.txt").write_text(text)
     (folder / "tiny.json").write_text(json.dumps({"num_layers": 2, "hidden_size": 64, "vocab_size": 512}))
-    outcome = run(
+    outcome = tool(
         *("tools/train.py", "--model", "codegeex", "--config", folder / "tiny.json", "--data", folder / "code.txt"),
         *("--steps", 10, "--batch-size", 4, "--output-dir", folder / "out"),
     )
@@ -62,8 +62,8 @@ def coder(tmp_path_factory):
     return folder / "out" / "checkpoint"
 
 
-def evaluate(data, out, *arguments):
-    return run("tools/evaluate.py", "humaneval-x", "--data", data, "--output-dir", out, *arguments)
+def evaluate(data, out, *arguments, **options):
+    return tool("tools/evaluate.py", "humaneval-x", "--data", data, "--output-dir", out, *arguments, **options)
 
 
 def samples(out):
@@ -82,7 +82,7 @@ def test_the_benchmarks_own_solutions_score_100(data, tmp_path):
 
 def test_a_language_without_a_toolchain_is_skipped_in_words(data, tmp_path):
     (tmp_path / "humaneval_go.jsonl.gz").write_bytes((data / "humaneval_python.jsonl.gz").read_bytes())
-    outcome = run(
+    outcome = tool(
         *("tools/evaluate.py", "humaneval-x", "--data", tmp_path, "--output-dir", tmp_path / "out"),
         *("--language", "go", "--canonical", "--allow-execution"),
         env={"PATH": "/nonexistent"},
@@ -123,7 +123,7 @@ def test_four_processes_make_the_samples_of_one(data, coder, tmp_path):
     arguments = ("--checkpoint", coder, *GENERATION, "--num-samples", 3, "--allow-execution")
     assert evaluate(data, tmp_path / "one", *arguments).code == 0
     strategy = CONFIGS / "pangu_tiny_dp2_tp2.yaml"
-    outcome = evaluate(data, tmp_path / "four", *arguments, "--strategy", strategy, "--launch")
+    outcome = evaluate(data, tmp_path / "four", *arguments, "--strategy", strategy, processes=4)
     assert outcome.code == 0, outcome.output
     assert samples(tmp_path / "four") == samples(tmp_path / "one")
     assert outcome.output.count("pass@1") == 1

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import run, shared
+from conftest import run, shared, tool
 
 ACTIVATIONS = {"gelu": "", "gelu_tanh": "_act_tanh", "fast_gelu": "_act_fast"}
 
@@ -24,25 +24,36 @@ def golden_codegeex():
     return {name.removeprefix("golden."): archive[name] for name in archive.files}
 
 
-def convert(*arguments, family="pangu"):
-    outcome = run("tools/convert_checkpoint.py", "--model", family, *arguments)
+def convert(*arguments, family="pangu", start=tool):
+    outcome = start("tools/convert_checkpoint.py", "--model", family, *arguments)
     assert outcome.code == 0, outcome.output
 
 
-def checkpoint(folder, activation, family="pangu"):
+def checkpoint(folder, activation, family="pangu", start=tool):
     config = folder / "config_in.json"
     eod_id = {"pangu": 9, "codegeex": 100}[family]
     values = {"num_heads": 4, "activation": activation, "eod_id": eod_id}
     config.write_text(json.dumps(values if family == "pangu" else {**values, "loss_ignore_id": eod_id}))
     source = shared(f"golden/{family}_case_a.npz")
-    convert("--from", "megatron", "--to", "ours", "--config", config, source, folder / "checkpoint", family=family)
+    convert(
+        "--from",
+        "megatron",
+        "--to",
+        "ours",
+        "--config",
+        config,
+        source,
+        folder / "checkpoint",
+        family=family,
+        start=start,
+    )
     return folder / "checkpoint"
 
 
-def score(folder, ids, *arguments):
+def score(folder, ids, *arguments, start=tool):
     np.save(folder / "ids.npy", ids)
     logits = folder / "logits.npy"
-    outcome = run(
+    outcome = start(
         "tools/score.py",
         "--checkpoint",
         folder / "checkpoint",
@@ -86,9 +97,9 @@ def test_codegeex_gives_the_originals_logits_and_losses(tmp_path, golden_codegee
 
 
 def test_the_network_of_the_originals_pipeline_mode(tmp_path, golden):
-    config = checkpoint(tmp_path, "gelu_tanh") / "config.json"
+    config = checkpoint(tmp_path, "gelu_tanh", start=run) / "config.json"
     config.write_text(config.read_text().replace("before_query", "after_query"))
-    _, logits = score(tmp_path, golden["input_ids"])
+    _, logits = score(tmp_path, golden["input_ids"], start=run)
     expected = golden["transcribed_logits_pipeline_final_ln_last_act_tanh"]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
@@ -133,7 +144,7 @@ def test_both_published_namings_give_the_same_weights_and_come_back_unchanged(tm
 )
 def test_what_cannot_be_converted_says_why_and_writes_nothing(tmp_path, arguments, message):
     places = {"IN": shared("golden/pangu_case_a.npz"), "OUT": tmp_path / "out"}
-    outcome = run("tools/convert_checkpoint.py", *(places.get(a, a) for a in arguments))
+    outcome = tool("tools/convert_checkpoint.py", *(places.get(a, a) for a in arguments))
     assert outcome.code == 2
     assert message in outcome.output
     assert "Traceback" not in outcome.output
@@ -142,7 +153,7 @@ def test_what_cannot_be_converted_says_why_and_writes_nothing(tmp_path, argument
 
 def test_a_damaged_archive_is_named(tmp_path, write):
     broken = write("broken.npz", b"PK\x03\x04nothing")
-    outcome = run(
+    outcome = tool(
         "tools/convert_checkpoint.py", "--from", "megatron", "--to", "ours", "--size", "tiny", broken, tmp_path / "out"
     )
     assert outcome.code == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, TWO_LAYERS, run, tool
 
 from mindloom.errors import ConfigError
 from mindloom.integrations.trainer import Trainer
@@ -53,8 +53,20 @@ def script(tmp_path, *lines, timeout=300):
 def trained(checkpoint, tmp_path_factory):
     """A checkpoint of each family."""
     out = tmp_path_factory.mktemp("codegeex")
-    outcome = run(
-        "tools/train.py", "--model", "codegeex", "--data", CODE, "--steps", 2, "--seq-len", 32, "--output-dir", out
+    outcome = tool(
+        "tools/train.py",
+        "--model",
+        "codegeex",
+        "--config",
+        TWO_LAYERS,
+        "--data",
+        CODE,
+        "--steps",
+        2,
+        "--seq-len",
+        32,
+        "--output-dir",
+        out,
     )
     assert outcome.code == 0, outcome.output
     return {"pangu": checkpoint, "codegeex": out / "checkpoint"}
@@ -70,15 +82,15 @@ def test_auto_classes_generate_and_pipeline_equal_our_tools(trained, tmp_path, f
     assert not any(word in outcome.output for word in ("WARNING", "ERROR", "Traceback")), outcome.output
     assert "INFO" not in outcome.output, outcome.output  # least of all the whole configuration
     found = printed(outcome)
-    assert found["config"] == [{"pangu": "PanGuConfig", "codegeex": "CodeGeeXConfig"}[family], 4, 128]
+    assert found["config"] == [{"pangu": "PanGuConfig", "codegeex": "CodeGeeXConfig"}[family], 2, 128]
     assert found["round_trip"] == prompt
 
-    scored = run("tools/score.py", "--checkpoint", folder, "--ids", ids_file, "--logits-out", tmp_path / "logits.npy")
+    scored = tool("tools/score.py", "--checkpoint", folder, "--ids", ids_file, "--logits-out", tmp_path / "logits.npy")
     assert scored.code == 0, scored.output
     assert np.load(tmp_path / "logits.npy").tobytes() == np.load(f"{ids_file}.logits.npy").tobytes()
 
     generate = ("tools/generate.py", "--checkpoint", folder, "--max-new-tokens", 6, "--json", "--prompt", prompt)
-    ours = printed(run(*generate))
+    ours = printed(tool(*generate))
     assert found["generated"][0] == found["prompt"] + ours["tokens"]
     assert found["generated"][1][:2] == found["prompt"][:2]
     assert found["pipeline"] == found["by_folder"] == [prompt + ours["text"]]
@@ -107,7 +119,7 @@ def test_a_yaml_trains_as_our_tool_does_and_goes_on_from_there(tmp_path):
         *("--adam-epsilon", 1e-7, "--weight-decay", 0.05, "--learning-rate", 2e-3, "--min-learning-rate", 1e-4),
         *("--warmup-steps", 3, "--max-grad-norm", 0.5),
     )
-    ours = run("tools/train.py", "--data", TEXT, *flags, "--output-dir", tmp_path / "ours")
+    ours = tool("tools/train.py", "--data", TEXT, *flags, "--output-dir", tmp_path / "ours")
     assert ours.code == 0, ours.output
     assert len(losses(tmp_path / "ours")) == 20
     np.testing.assert_allclose(losses(tmp_path / "theirs"), losses(tmp_path / "ours"), rtol=1e-5)
@@ -121,14 +133,14 @@ def test_a_yaml_trains_as_our_tool_does_and_goes_on_from_there(tmp_path):
         "--prompt",
         PROMPT,
     )
-    assert found["text"] == [printed(run(*generate))["text"]]
+    assert found["text"] == [printed(tool(*generate))["text"]]
     assert abs(losses(tmp_path / "more")[0] - losses(tmp_path / "ours")[-1]) < 1.0 < losses(tmp_path / "ours")[0] - 5.0
 
 
 def test_evaluate_is_the_loss_of_our_tool(checkpoint, tmp_path):
     (tmp_path / "mine.yaml").write_text(YAML.format(out=tmp_path / "out"))
     tokens = tmp_path / "tokens"
-    made = run("tools/preprocess.py", "tokenize", TEXT, "--tokenizer", checkpoint / "tokenizer.model", "--out", tokens)
+    made = tool("tools/preprocess.py", "tokenize", TEXT, "--tokenizer", checkpoint / "tokenizer.model", "--out", tokens)
     assert made.code == 0, made.output
     code = (
         "import json",
@@ -144,9 +156,10 @@ def test_evaluate_is_the_loss_of_our_tool(checkpoint, tmp_path):
     assert outcome.code == 0, outcome.output
     ids = np.lib.stride_tricks.sliding_window_view(np.fromfile(tokens / "tokens.bin", np.uint16), 33)[::32].astype(int)
     np.save(tmp_path / "ids.npy", ids)
-    scored = run("tools/score.py", "--checkpoint", checkpoint, "--ids", tmp_path / "ids.npy", "--eod-id", 9)
+    scored = tool("tools/score.py", "--checkpoint", checkpoint, "--ids", tmp_path / "ids.npy", "--eod-id", 9)
     found = printed(outcome)
-    assert found["loss"] == printed(scored)["loss"]
+    # The tool also runs the last id of a row: products of another shape, which round otherwise.
+    assert found["loss"] == pytest.approx(printed(scored)["loss"], rel=1e-6)
     assert found["in_parts"]["loss"] == pytest.approx(found["loss"], rel=1e-6)
     assert found["in_parts"]["num_tokens"] == found["num_tokens"]
 
@@ -154,12 +167,24 @@ def test_evaluate_is_the_loss_of_our_tool(checkpoint, tmp_path):
 def test_fine_tuning_on_a_mesh_starts_from_the_same_weights(checkpoint, tmp_path):
     arguments = ("tools/train.py", "--data", TEXT, "--from-checkpoint", checkpoint, "--seq-len", 32, "--steps", 2)
     strategy = ROOT / "parallel_configs" / "pangu_tiny_dp2_tp2_zero.yaml"
-    for name, more in (("one", ()), ("four", ("--strategy", strategy, "--launch"))):
-        outcome = run(*arguments, *more, "--output-dir", tmp_path / name)
+    for name, processes, more in (("one", 1, ()), ("four", 4, ("--strategy", strategy))):
+        outcome = tool(*arguments, *more, "--output-dir", tmp_path / name, processes=processes)
         assert outcome.code == 0, outcome.output
         assert f"weights from {checkpoint}" in outcome.output
     np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=1e-5)
-    fresh = run("tools/train.py", "--data", TEXT, "--seq-len", 32, "--steps", 1, "--output-dir", tmp_path / "fresh")
+    fresh = tool(
+        "tools/train.py",
+        "--data",
+        TEXT,
+        "--config",
+        TWO_LAYERS,
+        "--seq-len",
+        32,
+        "--steps",
+        1,
+        "--output-dir",
+        tmp_path / "fresh",
+    )
     assert fresh.code == 0
     assert losses(tmp_path / "one")[0] < losses(tmp_path / "fresh")[0] - 1.0
 

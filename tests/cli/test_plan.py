@@ -2,7 +2,7 @@
 import json
 
 import pytest
-from conftest import CONFIGS, ROOT, in_process, run, shared
+from conftest import CONFIGS, ROOT, in_process, run, shared, tool
 
 ASCEND = CONFIGS / "clusters" / "ascend910b.yaml"
 PANGU = ("--model", "pangu", "--size", "13b", "--cluster", ASCEND, "--devices", 64, "--global-batch-size", 512)
@@ -23,7 +23,7 @@ def test_a_plan_shows_options_and_why_they_lose(tmp_path):
     assert outcome.output.count("%: ") == 2  # the losers' reasons
     # tools/train.py reads it as it is: nothing is wrong but the number of processes
     flags = out.read_text().splitlines()[1].partition("tools/train.py ")[2].split()
-    trained = run(
+    trained = tool(
         *("tools/train.py", "--model", "pangu", "--size", "13b", "--strategy", out, *flags),
         *("--data", ROOT / "examples" / "small_town.txt"),
     )
@@ -61,6 +61,7 @@ def test_json_and_a_model_by_its_dimensions_alone():
         (("--config", "dims.yaml"), "give either --model and --size, or --config FILE"),
         (("--interleave", "--out", "plan.yaml"), "knows no virtual stages"),
         (("--compute-dtype", "float16", "--out", "plan.yaml"), "does not train in float16"),
+        (("--devices", 6, "--global-batch-size", 6, "--out", "plan.yaml"), "a multiple of 8 devices"),
         (("--cluster", "no_such.yaml"), "no_such.yaml: cannot be read"),
         (("--devicess", 3), "did you mean --devices?"),
     ],

@@ -2,14 +2,14 @@
 """MindSpore's own files of every rank: what its transformation makes of them is the checkpoint they were made from."""
 
 import pytest
-from conftest import CONFIGS, run
+from conftest import CONFIGS, tool
 from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.slow
 
 
 def convert(*arguments):
-    return run("tools/convert_checkpoint.py", "--from", "ours", "--to", "ours", *arguments)
+    return tool("tools/convert_checkpoint.py", "--from", "ours", "--to", "ours", *arguments)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,9 @@
 
 CodeGeeX 13B keeps its width; the others have the smallest that every parameter can be cut at. Long pipelines get as many
 microbatches as stages.
-
-compile_worker.py STRATEGY ...     prints one JSON line per rank; of STRATEGY+all every rank
 """
 
 import dataclasses
-import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -22,6 +18,7 @@ from mindloom.model_config import DecoderConfig
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.compile import partition
+from mindloom.runtime.environment import launched_processes, launched_rank
 from mindloom.runtime.lowering import attributes, collective_nodes
 from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.strategy.loader import load_strategy
@@ -87,12 +84,12 @@ def compile_rank(path, rank):
     }
 
 
-if __name__ == "__main__":
-    for word in sys.argv[1:]:
-        path, _, which = word.partition("+")
+def compile_share(paths, whole):
+    """This process's share of the ranks: one of the first, middle and last stage; every rank of those in `whole`."""
+    tasks = []
+    for path in paths:
         mesh = load_strategy(path).mesh
-        of_stage = mesh.size // mesh.pp
-        last = mesh.pp - 1
+        of_stage, last = mesh.size // mesh.pp, mesh.pp - 1
         ranks = [mesh.size - 1 if stage == last else stage * of_stage for stage in sorted({0, mesh.pp // 2, last})]
-        for rank in range(mesh.size) if which else ranks:
-            print(json.dumps(compile_rank(path, rank)), flush=True)
+        tasks += [(path, rank) for rank in (range(mesh.size) if Path(path).stem in whole else ranks)]
+    return [compile_rank(*task) for task in tasks[launched_rank() :: launched_processes()]]

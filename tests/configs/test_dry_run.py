@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 import pytest
-from conftest import CONFIGS, run
+from conftest import CONFIGS, call, run, tool
 
 from mindloom.dry_run.config import parse_ranks
 from mindloom.errors import ConfigError
@@ -29,11 +29,11 @@ STRATEGIES = {
 }
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 def dry_run(*arguments):
-    outcome = run("tools/dry_run.py", *arguments)
+    outcome = tool("tools/dry_run.py", *arguments)
     assert outcome.code == 0, outcome.output
     return outcome.output
 
@@ -42,9 +42,8 @@ def dry_run(*arguments):
 def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(name, write):
     path, model = write(f"{name}.yaml", RULES + STRATEGIES[name]), write("model.json", json.dumps(MODEL))
     accumulate = 4 if "accumulate" in name else 1
-    asked = ("--ranks", "all", "--json", "--jobs", 2, "--accumulate", accumulate)
-    text = dry_run("--strategy", path, "--config", model, *asked)
-    values = json.loads(text[text.index("{") :])
+    asked = ("--strategy", path, "--config", model, "--ranks", "all", "--accumulate", accumulate)
+    values = call("tests/configs/graph_worker.py", "dry_run_values", list(map(str, asked)))
     strategy, config = load_strategy(path), dataclasses.replace(size_config("pangu", "tiny"), **MODEL)
     dims, job = of_decoder(config), job_of(strategy, config, values["job"]["batch_size"], accumulate)
     assert len(values["ranks"]) == strategy.mesh.size
@@ -66,41 +65,14 @@ def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(name, write):
     assert model_flops == pytest.approx(dims.model_flops(tokens), rel=0.01)
 
 
-CODE = """
-import dataclasses, json, sys
-from collections import Counter
-import mindloom.dry_run.compile as compiler
-from mindloom.runtime.environment import prepare_environment
-prepare_environment()
-from mindloom.family import size_config
-from mindloom.strategy.loader import load_strategy
-strategy = load_strategy(sys.argv[1])
-config = dataclasses.replace(size_config("pangu", "tiny"), **json.loads(sys.argv[2]))
-report = compiler.compile_rank("pangu", config, strategy, int(sys.argv[3]), (4, 64), False)
-found = Counter()
-for c in report.collectives:
-    size = "" if c.kind in ("Send", "Receive") else len(report.groups[c.group])
-    found[f"{c.kind} {size} {c.bytes_each}"] += c.count
-print(json.dumps({"collectives": found, "flops": sum(report.flops.values()),
-                  "groups": sorted(map(sorted, report.groups.values()))}))
-"""
-
-
-def compiled(path, rank, inlined=False):
-    code = CODE
-    if inlined:  # microbatches spelled out, as the processes of a job compile them
-        code = CODE.replace(
-            "strategy = load_strategy", "from mindspore import nn\nnn.Cell.cell_init_args = property("
-            "lambda self: '', lambda self, value: None)\nstrategy = load_strategy", 1,
-        )  # fmt: skip
-    outcome = run("-c", code, path, json.dumps(MODEL), rank)
-    assert outcome.code == 0, outcome.output
-    return json.loads(outcome.output.strip().splitlines()[-1])
+def compiled(path, rank, as_function=True):
+    env = {"MINDLOOM_KEPT_GRAPHS": "0"}  # a kept graph would be compared with itself
+    return call("tests/configs/graph_worker.py", "dry_run", path, MODEL, rank, as_function, env=env)
 
 
 def test_keeping_the_network_a_function_changes_nothing_but_compile_time(write):
     path = write("s.yaml", RULES + STRATEGIES["pp2_tp2_recompute"])
-    function, inlined = compiled(path, 0), compiled(path, 0, inlined=True)
+    function, inlined = compiled(path, 0), compiled(path, 0, as_function=False)
     assert function["collectives"] == inlined["collectives"]
     assert function["flops"] == inlined["flops"]
 
@@ -120,11 +92,17 @@ def test_ranks_of_one_stage_have_the_same_graph_over_the_groups_foretold(write):
 
 def test_the_report_says_what_fits_and_the_page_stands_alone(write, tmp_path):
     path, page = write("s.yaml", RULES + STRATEGIES["pp2_tp2_recompute"]), tmp_path / "report.html"
-    arguments = ("--strategy", path, "--ranks", "0,last", "--jobs", 2, "--html", page)
-    text = dry_run(*arguments, "--memory-gb", 1)
-    assert "rank 3: stage 1" in text
+    arguments = ("--strategy", path, "--ranks", "0,last", "--jobs", 2, "--html", page, "--fast")
+    outcome = run("tools/dry_run.py", *arguments, "--memory-gb", 1)
+    assert outcome.code == 0, outcome.output
+    text = outcome.output
+    assert (
+        "rank 3: stage 1, 2 layers model.layers.2 .. model.query_layer, 2 recomputed; from 2 of them, compiled in"
+        in text
+    )
+    assert "rank 0: stage 0, 2 layers model.layers.0 .. model.layers.1, 2 recomputed; from 1 and 2 of them" in text
     assert "  fits" in text
-    outcome = run("tools/dry_run.py", *arguments, "--memory-gb", 0.001)
+    outcome = tool("tools/dry_run.py", *arguments, "--memory-gb", 0.001)
     assert outcome.code == 1
     assert "DOES NOT FIT" in outcome.output
     html = page.read_text()
@@ -150,7 +128,7 @@ def test_explain_names_the_rule_and_those_it_beat(write):
     assert "beaten, as an earlier one: " in text
     text = dry_run("explain", "layers.0.attention.softmax", "--strategy", path)
     assert "operator model.layers.0.attention.softmax, Softmax" in text
-    outcome = run("tools/dry_run.py", "explain", "mlp.upp.weight", "--strategy", path)
+    outcome = tool("tools/dry_run.py", "explain", "mlp.upp.weight", "--strategy", path)
     assert outcome.code == 2
     assert "did you mean mlp.up.weight?" in outcome.output
 
@@ -171,7 +149,7 @@ def test_explain_names_the_rule_and_those_it_beat(write):
     ],
 )
 def test_mistakes_are_one_line_each(arguments, words):
-    outcome = run("tools/dry_run.py", "--strategy", CONFIGS / "pangu_tiny_tp2_pp2.yaml", *arguments)
+    outcome = tool("tools/dry_run.py", "--strategy", CONFIGS / "pangu_tiny_tp2_pp2.yaml", *arguments)
     assert outcome.code == 2
     assert words in outcome.output
     assert "Traceback" not in outcome.output

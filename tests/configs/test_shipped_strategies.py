@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every strategy we ship compiles for Ascend, and communicates what it implies: no more, no less."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
-from conftest import CONFIGS, ROOT
+from conftest import CONFIGS, call
 
 from mindloom.family import size_config
 from mindloom.strategy.checks import model_problems
@@ -17,7 +12,7 @@ FILES = sorted(CONFIGS.glob("*.yaml"))
 NAMES = [path.stem for path in FILES]
 
 EQUAL = ("pangu_tiny_dp2_tp2_zero", "pangu_tiny_dp2_pp2_zero")
-WORKER = ROOT / "tests" / "configs" / "compile_worker.py"
+WORKER = "tests/configs/compile_worker.py"
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -33,33 +28,20 @@ def test_a_name_says_family_size_and_degrees(path):
 def compiled():
     """strategy name -> what the compiler made of a rank of its first, middle and last stage; of EQUAL, of every rank."""
     longest_first = sorted(FILES, key=lambda path: -load_strategy(path).mesh.pp)
-    halves = [longest_first[0::2], longest_first[1::2]]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, WORKER, *(f"{path}+all" if path.stem in EQUAL else path for path in half)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for half in halves
-    ]
     found = {}
-    for process in processes:
-        output, errors = process.communicate(timeout=900)
-        assert process.returncode == 0, errors[-3000:]
-        for line in output.splitlines():
-            if line.startswith("{"):
-                result = json.loads(line)
-                found.setdefault(result["strategy"].removesuffix(".yaml"), []).append(result)
+    for results in call(WORKER, "compile_share", list(map(str, longest_first)), EQUAL, processes=2, timeout=900):
+        for result in results:
+            found.setdefault(result["strategy"].removesuffix(".yaml"), []).append(result)
+    for results in found.values():
+        results.sort(key=lambda result: result["rank"])
     return found
+
+
+pytestmark = pytest.mark.timeout(1000)
 
 
 def total(counts, *words):
     return sum(count for key, count in counts.items() if all(word in key.split() for word in words))
-
-
-pytestmark = pytest.mark.timeout(1000)
 
 
 @pytest.mark.slow

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates in one process of a job: generate_worker.py CHECKPOINT PROMPTS STRATEGY OUT
+"""Generates in one process of a job, for test_generate_on_a_mesh."""
 
-Writes what each sampling gives to OUT, as {name: [[token, ...], ...]}, with the first tokens' log-probabilities.
-"""
-
-import json
-import sys
 from pathlib import Path
 
 from mindloom.inference.config import GenerateConfig, check
 from mindloom.inference.terminal import open_session
 from mindloom.runtime.engine import Engine
-from mindloom.runtime.environment import launched_processes, prepare_environment
+from mindloom.runtime.environment import launched_processes
 
 NEW_TOKENS = 16
 SAMPLINGS = {
@@ -21,8 +16,8 @@ SAMPLINGS = {
 }
 
 
-def main(checkpoint, prompts, strategy, out):
-    prepare_environment()
+def generate(checkpoint, prompts, strategy):
+    """What each sampling gives: {name: [[token, ...], ...]}, and the tokens' log-probabilities."""
     for weights in ("float32", "int8"):
         common = {"checkpoint": Path(checkpoint), "prompt_file": Path(prompts), "max_new_tokens": NEW_TOKENS}
         common |= {
@@ -40,9 +35,4 @@ def main(checkpoint, prompts, strategy, out):
             done = session.complete(job.prompts, GenerateConfig(**common, **values), NEW_TOKENS)
             found[f"{weights} {name}"] = [completion.tokens for completion in done]
             found[f"{weights} {name} log-probabilities"] = [completion.log_probabilities for completion in done]
-    if engine.speaks:
-        Path(out).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return found if engine.speaks else None

@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains as a user's tools/train.py does, saves at the middle, then goes on from what other meshes saved.
-
-resume_worker.py OUT PHASES MESH ...     PHASES: save, resume or save+resume; a mesh is a strategy file, or `one_device`
-
-save: 8 steps under each mesh, state saved after 4 and after 8. resume: each mesh goes on from what all saved.
-"""
+"""Trains as a user's tools/train.py does, saves at the middle, then goes on from what other meshes saved."""
 
 import json
 import shutil
-import sys
 from importlib import import_module
 from pathlib import Path
 
 from mindloom.checkpoint.manifest import FOLDER
-from mindloom.runtime.environment import launched_processes, prepare_environment
+from mindloom.runtime.environment import launched_processes
 from mindloom.train.config import TrainConfig, check
 
 STEPS, MIDDLE = 8, 4
@@ -76,16 +70,15 @@ class Mesh:
             self.run(self.trainer._resume(self.training), source.name)
 
 
-def main(out, phases, *strategies):
-    prepare_environment()
-    meshes = [Mesh(out, strategy, phases == "resume") for strategy in strategies]
-    for phase in phases.split("+"):
+def run(out, phases, strategies):
+    """`phases`, in order: save (8 steps, the state saved after 4 and after 8), resume (go on from what all meshes saved).
+
+    `strategies`: files, or one_device.
+    """
+    meshes = [Mesh(Path(out), strategy, phases == ["resume"]) for strategy in strategies]
+    for phase in phases:
         for mesh in meshes:
             getattr(mesh, phase)()
             mesh.engine.largest(0)  # what it wrote is there for the next
     for mesh in meshes:
         mesh.engine.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])

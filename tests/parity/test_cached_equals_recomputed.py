@@ -7,7 +7,7 @@ import json
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import run, shared
+from conftest import shared, tool
 from mindspore.graph.api import _cell_graph_executor
 
 from mindloom.checkpoint.io import load_config, save_checkpoint
@@ -54,7 +54,7 @@ def tiny(tmp_path_factory):
 def converted(folder, activation, family="pangu"):
     config = folder / "config_in.json"
     config.write_text(json.dumps({"num_heads": 4, "activation": activation, "eod_id": 9}))
-    outcome = run(
+    outcome = tool(
         *("tools/convert_checkpoint.py", "--model", family, "--from", "megatron", "--to", "ours"),
         *("--config", config, shared(f"golden/{family}_case_a.npz"), folder / "checkpoint"),
     )

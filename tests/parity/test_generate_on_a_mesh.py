@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same tokens under every mesh: greedy, sampled with a seed, with penalties, with int8 weights."""
 
-import json
-
 import numpy as np
 import pytest
-from conftest import CONFIGS, ROOT, msrun, run
+from conftest import CONFIGS, call
 
 from mindloom.strategy.loader import load_strategy
 
-WORKER = ROOT / "tests" / "parity" / "generate_worker.py"
+WORKER = "tests/parity/generate_worker.py"
 NAMES = ("tp2", "dp2", "pp2", "dp2_tp2", "tp2_pp2")
 
 pytestmark = pytest.mark.slow
@@ -23,22 +21,17 @@ def prompts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint, prompts, tmp_path_factory):
-    out = tmp_path_factory.mktemp("one_device") / "tokens.json"
-    outcome = run(WORKER, checkpoint, prompts, "one_device", out)
-    assert outcome.code == 0, outcome.output
-    found = json.loads(out.read_text())
+def expected(checkpoint, prompts):
+    found = call(WORKER, "generate", checkpoint, prompts, "one_device")
     assert found["float32 greedy"] != found["float32 sampled"] != found["float32 penalized"]
     return found
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, prompts, expected, tmp_path, name):
-    strategy, out = CONFIGS / f"pangu_tiny_{name}.yaml", tmp_path / "tokens.json"
-    size = load_strategy(strategy).mesh.size
-    outcome = msrun(size, tmp_path / "logs", WORKER, checkpoint, prompts, strategy, out)
-    assert outcome.code == 0, outcome.output[-4000:]
-    found = json.loads(out.read_text())
+def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, prompts, expected, name):
+    strategy = CONFIGS / f"pangu_tiny_{name}.yaml"
+    told = call(WORKER, "generate", checkpoint, prompts, strategy, processes=load_strategy(strategy).mesh.size)
+    (found,) = (tokens for tokens in told if tokens)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         if key.endswith("log-probabilities"):

@@ -4,18 +4,17 @@
 import json
 import shutil
 from itertools import permutations
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CONFIGS, ROOT, msrun, run
+from conftest import CONFIGS, ROOT, call, tool
 
 from mindloom.checkpoint.manifest import FOLDER, read_manifest
 from mindloom.checkpoint.sharded import Reader
 
 MESHES = ("one_device", "pangu_tiny_dp4", "pangu_tiny_dp2_tp2_zero", "pangu_tiny_tp2_pp2", "pangu_tiny_pp4")
 MODEL = {"hidden_size": 64, "vocab_size": 512, "seq_len": 32, "dropout_rate": 0.1}
-WORKER = Path(__file__).with_name("resume_worker.py")
+WORKER = "tests/parity/resume_worker.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -26,19 +25,16 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     (folder / "model.json").write_text(json.dumps(MODEL))
     text = ROOT / "examples" / "small_town.txt"
-    outcome = run(
+    outcome = tool(
         *("tools/train.py", "--data", text, "--config", folder / "model.json", "--steps", 1),
         *("--output-dir", folder / "first"),
     )
     assert outcome.code == 0, outcome.output
     shutil.copy(folder / "first" / "checkpoint" / "tokenizer.model", folder / "tokenizer.model")
-    single = run(WORKER, folder, "save", "one_device")
-    assert single.code == 0, single.output
     strategies = [CONFIGS / f"{mesh}.yaml" for mesh in MESHES[1:]]
-    parallel = msrun(4, folder / "logs", WORKER, folder, "save+resume", *strategies, timeout=900)
-    assert parallel.code == 0, parallel.output[-4000:]
-    single = run(WORKER, folder, "resume", "one_device")
-    assert single.code == 0, single.output
+    call(WORKER, "run", folder, ["save"], ["one_device"])
+    call(WORKER, "run", folder, ["save", "resume"], [str(path) for path in strategies], processes=4, timeout=900)
+    call(WORKER, "run", folder, ["resume"], ["one_device"])
     return folder
 
 
@@ -83,7 +79,7 @@ def test_one_device_resumes_bit_for_bit(tmp_path):
             shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
             shutil.rmtree(tmp_path / "resumed" / "checkpoints" / FOLDER.format(6))
             shutil.rmtree(tmp_path / "resumed" / "checkpoint")
-        outcome = run(*arguments, "--save-every", 3, "--output-dir", tmp_path / name, *more)
+        outcome = tool(*arguments, "--save-every", 3, "--output-dir", tmp_path / name, *more)
         assert outcome.code == 0, outcome.output
     first, second = (read_manifest(tmp_path / name / "checkpoints" / FOLDER.format(6)) for name in ("whole", "resumed"))
     assert {n: e.hash for n, e in first.tensors.items()} == {n: e.hash for n, e in second.tensors.items()}
@@ -101,7 +97,7 @@ def test_resharded_to_every_mesh_and_back_every_hash_is_kept(out, tmp_path):
     for mesh in (*MESHES, "pangu_tiny_dp2_tp2_zero"):
         how = ("--full",) if mesh == "one_device" else ("--strategy", CONFIGS / f"{mesh}.yaml")
         target = tmp_path / f"{mesh}_from_{source.name}"
-        outcome = run("tools/reshard_checkpoint.py", source, target, *how, "--verify")
+        outcome = tool("tools/reshard_checkpoint.py", source, target, *how, "--verify")
         assert outcome.code == 0, outcome.output
         source = target
     first, last = read_manifest(start), read_manifest(source)

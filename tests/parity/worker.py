@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains PanGu or CodeGeeX tiny under each given case and writes what it did, for test_equal_to_one_device.
-
-worker.py OUT CASE ...      a case is a strategy file, then options: +clip, +accumulate, +after_query, +codegeex,
-                            +dropout, +shallow (2 layers, which compile in half the time)
-"""
+"""Trains PanGu or CodeGeeX tiny and writes what it did, for test_equal_to_one_device."""
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import mindspore as ms
@@ -20,7 +15,7 @@ from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.gather import gather_whole
-from mindloom.strategy.config import SINGLE_DEVICE
+from mindloom.strategy.config import SINGLE_DEVICE, Pipeline
 from mindloom.strategy.loader import load_strategy
 from mindloom.train.optim import SGD, AdamW
 
@@ -54,8 +49,12 @@ class BothOptimizers(nn.Cell):
         return self.sgd(ops.depend(gradients, self.adam(gradients)))
 
 
-def run(case: str, out: Path) -> None:
-    path, *options = case.split("+")
+def train(path: str, options: list[str], out: str) -> None:
+    """Five steps of each optimizer. Writes OUT.OPTIMIZER.json (losses, norms) and .npz (gradients or weights).
+
+    `path`: a strategy file, or one_device. `options`: of clip, accumulate, after_query, codegeex, dropout, and shallow
+    (2 layers and 2 microbatches, which compile in half the time).
+    """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
     accumulate = 2 if "accumulate" in options else 1
     family = "codegeex" if "codegeex" in options else "pangu"
@@ -65,7 +64,9 @@ def run(case: str, out: Path) -> None:
         config = dataclasses.replace(config, dropout_rate=0.1)
     if "shallow" in options:
         config = dataclasses.replace(config, num_layers=2)
-    engine = Engine(strategy)
+        if strategy.mesh.pp > 1:
+            strategy = dataclasses.replace(strategy, pipeline=Pipeline(num_microbatches=2))
+    engine, parts = Engine(strategy), Path(f"{out}.parts")
     ms.set_seed(3)
     net = family_module(family, "model").ModelWithLoss(config)
     report = parallelize(net, strategy)
@@ -79,9 +80,9 @@ def run(case: str, out: Path) -> None:
         max_grad_norm=0.5 if "clip" in options else None,
         accumulate=accumulate,
     ).set_train()
+    step.graph_key = {"parity": family, "config": config.to_dict(), "options": options}
     engine.prepare(step, *next(batches(config)))
     start = {parameter.name: parameter.asnumpy().copy() for parameter in step.get_parameters()}
-    label = Path(path).stem + "".join("+" + option for option in options)
     for name, rates in (("AdamW", (1e-3, 0.0)), ("SGD", (0.0, 0.1))):
         for parameter in step.get_parameters():
             parameter.set_data(Tensor(start[parameter.name]))
@@ -93,13 +94,13 @@ def run(case: str, out: Path) -> None:
             losses.append(float(loss.asnumpy().reshape(())))
             norms.append(float(norm.asnumpy().reshape(())))
             if index == 0 and name == "AdamW":  # m = (1 - beta1) g after the first step
-                tensors = gather_whole(step, engine, report, out / "parts", lambda n: n.startswith("adam_m."))
+                tensors = gather_whole(step, engine, report, parts, lambda n: n.startswith("adam_m."))
         if name == "SGD":
-            tensors = gather_whole(step, engine, report, out / "parts", lambda n: n.startswith("model."))
+            tensors = gather_whole(step, engine, report, parts, lambda n: n.startswith("model."))
         if tensors is not None:
-            np.savez(out / f"{label}.{name}.npz", **tensors)
+            np.savez(f"{out}.{name}.npz", **tensors)
         if engine.speaks:
-            (out / f"{label}.{name}.json").write_text(json.dumps({"losses": losses, "norms": norms}))
+            Path(f"{out}.{name}.json").write_text(json.dumps({"losses": losses, "norms": norms}))
     check_report(report, engine)
     engine.close()
 
@@ -111,8 +112,3 @@ def check_report(report, engine):
             found = program.graph.parameters.get(parameter.name)
             if found is not None and parameter.stage == engine.strategy.mesh.coordinate(engine.rank, "pp"):
                 assert found == parameter.local_shape, (parameter, found)
-
-
-if __name__ == "__main__":
-    for case in sys.argv[2:]:
-        run(case, Path(sys.argv[1]))

@@ -9,7 +9,7 @@ demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest --durations=10 --numprocesses=2 --dist=loadfile
+	$(BIN)/python -m pytest --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,20 @@ from farm import FOUR, ONE, ROOT, Outcome, call, tool
 
 from mindloom.errors import run_tool
 
-__all__ = ["CONFIGS", "ROOT", "SHARED", "TWO_LAYERS", "Outcome", "call", "in_process", "msrun", "run", "shared", "tool"]
+__all__ = [
+    "CONFIGS",
+    "ROOT",
+    "SHARED",
+    "TWO_LAYERS",
+    "Outcome",
+    "call",
+    "fewer_microbatches",
+    "in_process",
+    "msrun",
+    "run",
+    "shared",
+    "tool",
+]
 
 SHARED = ROOT.parent / "shared"
 CONFIGS = ROOT / "parallel_configs"
@@ -94,6 +108,20 @@ def shared(path: str) -> Path:
     if not (SHARED / path).exists():
         pytest.skip(f"no {path} beside the project")
     return SHARED / path
+
+
+def fewer_microbatches(path: Path, folder: Path) -> Path:
+    """A shipped strategy with 2 microbatches: compiling takes time for each."""
+    text = path.read_text().replace("rules: rules", f"rules: {CONFIGS}/rules")
+    copy = folder / path.name
+    copy.write_text(re.sub(r"num_microbatches: \d+", "num_microbatches: 2", text))
+    return copy
+
+
+def pytest_collection_finish():
+    """Before any kernel runs in this process: a test that partitions a graph may come after one that computes."""
+    if "mindspore" in sys.modules:
+        sys.modules["mindspore"].set_device("CPU")
 
 
 @pytest.fixture(scope="session", autouse=True)

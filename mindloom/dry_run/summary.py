@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -31,7 +32,7 @@ def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) 
 
     Along each axis a group has one place, or places at equal distances that fill an aligned block.
     """
-    places = {axis: sorted({mesh.coordinate(rank, axis) for rank in members}) for axis in ("pp", "dp", "tp")}
+    places = {axis: sorted({mesh.coordinate(rank, axis) for rank in members}) for axis in mesh.order}
     moved = {}
     for axis, found in places.items():
         mine, wanted = mesh.coordinate(of_rank, axis), mesh.coordinate(to_rank, axis)
@@ -41,7 +42,8 @@ def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) 
             step = found[1] - found[0]
             block = len(found) * step
             moved[axis] = [wanted // block * block + wanted % step + i * step for i in range(len(found))]
-    return [(pp * mesh.dp + dp) * mesh.tp + tp for pp in moved["pp"] for dp in moved["dp"] for tp in moved["tp"]]
+    coordinates = itertools.product(*moved.values())
+    return [mesh.rank_at(dict(zip(moved, place, strict=True))) for place in coordinates]
 
 
 def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
@@ -137,10 +139,10 @@ def _replicated(run: DryRun, by_stage: dict[int, RankReport]) -> list[dict[str, 
     mesh, found = run.strategy.mesh, []
     for report in by_stage.values():
         for p in report.parameters:
-            if p.local_shape != p.global_shape or p.num_bytes < 2**20 or mesh.dp * mesh.tp == 1:
+            if p.local_shape != p.global_shape or p.num_bytes < 2**20 or mesh.stage_size == 1:
                 continue
-            if any(size % parts == 0 for size in p.global_shape for parts in (mesh.tp, mesh.dp) if parts > 1):
-                found.append({"name": p.name, "bytes": p.num_bytes, "ranks": mesh.dp * mesh.tp, "rule": p.rule})
+            if any(size % parts == 0 for size in p.global_shape for parts in mesh.cutting_axes.values()):
+                found.append({"name": p.name, "bytes": p.num_bytes, "ranks": mesh.stage_size, "rule": p.rule})
     return found
 
 

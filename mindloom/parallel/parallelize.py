@@ -180,7 +180,7 @@ def _optimizer_shards(parameter: ms.Parameter, layout: Layout, part: Shape, stra
     cut = 1
     for parts in degrees(layout, mesh):
         cut *= parts
-    replicas = zero.shard_size or mesh.dp * mesh.tp // cut
+    replicas = zero.shard_size or mesh.stage_size // cut
     size = ms.dtype_to_nptype(parameter.dtype)().itemsize
     for length in part:
         size *= length

@@ -12,7 +12,7 @@ Slices = tuple[slice, ...]
 
 def parts_of(parameter: ParameterReport, mesh: Mesh) -> list[tuple[int, Slices]]:
     """(rank, part) of each part; together they are the whole parameter, once."""
-    ranks = range(parameter.stage * mesh.dp * mesh.tp, (parameter.stage + 1) * mesh.dp * mesh.tp)
+    ranks = mesh.ranks_of_stage(parameter.stage)
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank in ranks:
         holders.setdefault(_operator_part(parameter, mesh, rank), []).append(rank)
@@ -35,8 +35,7 @@ def held_part(parameter: ParameterReport, mesh: Mesh, rank: int) -> Slices:
     if parameter.optimizer_shards == 1:
         return tuple(slice(*bounds) for bounds in part)
     (start, stop), *others = part
-    stage = rank // (mesh.dp * mesh.tp)
-    ranks = range(stage * mesh.dp * mesh.tp, (stage + 1) * mesh.dp * mesh.tp)
+    ranks = mesh.ranks_of_stage(mesh.coordinate(rank, "pp"))
     holding = [other for other in ranks if _operator_part(parameter, mesh, other) == part]
     length = (stop - start) // parameter.optimizer_shards
     start += holding.index(rank) % parameter.optimizer_shards * length

@@ -54,9 +54,9 @@ class Report:
 
         A tied parameter is held by several stages, but its whole gradient by the stage that owns it.
         """
-        stage, ranks_of_stage = self.mesh.coordinate(rank, "pp"), self.mesh.dp * self.mesh.tp
+        stage = self.mesh.coordinate(rank, "pp")
         reports = [self.of(name) for name in names]
-        return tuple(p.num_parts / ranks_of_stage if p.stage == stage else 0.0 for p in reports)
+        return tuple(p.num_parts / self.mesh.stage_size if p.stage == stage else 0.0 for p in reports)
 
     def of(self, name: str) -> ParameterReport:
         """The report of a parameter, or of the one an optimizer state `prefix.name` belongs to."""

@@ -221,7 +221,7 @@ class Engine:
         layout = self.layouts.get(name)
         if layout is None or mesh.coordinate(self.rank, "pp") != parameter.stage:
             return None
-        ranks_of_stage = range(parameter.stage * mesh.dp * mesh.tp, (parameter.stage + 1) * mesh.dp * mesh.tp)
+        ranks_of_stage = mesh.ranks_of_stage(parameter.stage)
         mine = layout.operator_slices(shape, self.rank)
         holders = [rank for rank in ranks_of_stage if layout.operator_slices(shape, rank) == mine]
         group = self.groups[layout.optimizer_group] if layout.optimizer_group else [self.rank]

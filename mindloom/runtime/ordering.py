@@ -113,7 +113,7 @@ def chain(model: mind_ir.ModelProto, messages: Mapping[str, Message], order: Seq
     depend.attribute.add(name="side_effect_propagate", type=mind_ir.AttributeProto.INT64, i=1)
     nodes = {messages[node.output[0]]: node for node in graph.node if node.output[0] in messages}
     producers = {node.output[0]: node for node in graph.node}
-    added: dict[str, mind_ir.NodeProto] = {}
+    added: list[mind_ir.NodeProto] = []
     previous: mind_ir.NodeProto | None = None
     for message in order:
         if message not in nodes:
@@ -125,9 +125,10 @@ def chain(model: mind_ir.ModelProto, messages: Mapping[str, Message], order: Seq
             after.op_type, after.domain = f"REF::{depend.name}", node.domain
             after.attribute.append(_shape(node.input[0], producers, graph))
             node.input[0] = name
-            added[name] = after
+            added.append(after)
         previous = node
-    _sort([*graph.node, *added.values()], graph)
+    graph.node.extend(added)
+    _sort(graph)
 
 
 def _shape(name: str, producers: Mapping[str, mind_ir.NodeProto], graph: mind_ir.GraphProto) -> mind_ir.AttributeProto:
@@ -142,11 +143,9 @@ def _shape(name: str, producers: Mapping[str, mind_ir.NodeProto], graph: mind_ir
     return shape
 
 
-def _sort(nodes: Sequence[mind_ir.NodeProto], graph: mind_ir.GraphProto) -> None:
-    """Write `nodes` to the graph, each behind those it needs: MindSpore reads them one after the other."""
-    by_output = {node.output[0]: node for node in nodes}
-    needed = {name: [i for i in node.input if i in by_output] for name, node in by_output.items()}
-    ordered = [by_output[name] for name in graphlib.TopologicalSorter(needed).static_order()]
-    copies = [mind_ir.NodeProto.FromString(node.SerializeToString()) for node in ordered]
-    del graph.node[:]
-    graph.node.extend(copies)
+def _sort(graph: mind_ir.GraphProto) -> None:
+    """Put each node behind those it needs: MindSpore reads them one after the other."""
+    outputs = {node.output[0] for node in graph.node}
+    needed = {node.output[0]: [i for i in node.input if i in outputs] for node in graph.node}
+    place = {name: i for i, name in enumerate(graphlib.TopologicalSorter(needed).static_order())}
+    graph.node.sort(key=lambda node: place[node.output[0]])

@@ -9,7 +9,7 @@ from mindloom.log import counted
 from mindloom.model_config import DecoderConfig
 from mindloom.numbers import Count, Positive, number_problem
 from mindloom.strategy.config import Stages, Strategy
-from mindloom.strategy.mesh import AXES, RESERVED_AXES
+from mindloom.strategy.mesh import AXES
 
 MOST_DEVICES = 1 << 24
 POSSIBLE_SIZES = "1, 2, 4 or a multiple of 8"
@@ -23,11 +23,11 @@ def is_possible_size(devices: int) -> bool:
 def strategy_problems(strategy: Strategy) -> list[str]:
     """What is wrong whatever the model is."""
     mesh, pipeline, problems = strategy.mesh, strategy.pipeline, []
-    for axis in (*AXES, *RESERVED_AXES):
+    for axis in AXES:
         if problem := number_problem(mesh.degree(axis), Count):
             problems.append(f"{strategy.at('mesh.' + axis)} {problem}, got {mesh.degree(axis)}")
-        elif axis in RESERVED_AXES and mesh.degree(axis) > 1:
-            problems.append(f"{strategy.at('mesh.' + axis)} is reserved and must be 1, got {mesh.degree(axis)}")
+    if mesh.pp > 1 and next(iter(mesh.degrees)) != "pp":
+        problems.append(f"{strategy.at('mesh.pp')} must be the outermost axis: write pp first")
     if mesh.size > MOST_DEVICES:
         problems.append(f"{strategy.at('mesh')}: {mesh} processes; there are at most {MOST_DEVICES:,}")
     elif not problems and not is_possible_size(mesh.size):

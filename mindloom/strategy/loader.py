@@ -134,7 +134,7 @@ def _rule(reader: Reader, value: Any, keys: Keys, sequence_parallel: bool) -> Ru
 
 
 def _layouts(reader: Reader, value: Any, keys: Keys, sequence_parallel: bool) -> tuple[Layout, ...]:
-    pattern = keys[-1]
+    pattern, axes_of_layouts = keys[-1], (*AXES[1:], SEQUENCE_AXIS)
     if not isinstance(value, list) or not all(isinstance(layout, list) for layout in value):
         reader.problem(keys, f"{pattern}: a list with one layout per input is expected, e.g. [[dp, ~], [tp, ~]]")
         return ()
@@ -144,8 +144,11 @@ def _layouts(reader: Reader, value: Any, keys: Keys, sequence_parallel: bool) ->
         for dim in layout:
             axes = [] if dim is None else dim if isinstance(dim, list) else [dim]
             for axis in axes:
-                if axis not in (*AXES[1:], SEQUENCE_AXIS):
-                    reader.problem(keys, f"{pattern}: {axis!r} is no mesh axis of a layout; use dp, tp, sp or ~")
+                if axis not in axes_of_layouts:
+                    reader.problem(
+                        keys,
+                        f"{pattern}: {axis!r} is no mesh axis of a layout; use {', '.join(axes_of_layouts)} or ~",
+                    )
             axes = [
                 "tp" if axis == SEQUENCE_AXIS else axis for axis in axes if axis != SEQUENCE_AXIS or sequence_parallel
             ]

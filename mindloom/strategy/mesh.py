@@ -1,48 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device mesh: which rank sits where."""
+"""The device mesh: which rank sits where, and which ranks form a group. All arithmetic of ranks is here."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from mindloom.numbers import Count
 
-AXES = ("pp", "dp", "tp")  # outer to inner
-RESERVED_AXES = ("cp", "ep")
+AXES = ("pp", "dp", "cp", "ep", "tp")
+"""The usual order, outer to inner. A strategy file may order them otherwise."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False)
 class Mesh:
-    """Degrees of the mesh axes, outer to inner: neighbouring ranks share a tp group, the fastest links."""
+    """Degrees of the mesh axes. Their order, outer to inner, is the order in which they are given: neighbouring ranks
+    differ in the last one, so it should have the fastest links.
+    """
 
     pp: Count = 1
-    """Pipeline stages."""
+    """Pipeline stages; always the outermost axis."""
     dp: Count = 1
     """Data parallel replicas: each takes a part of the batch."""
+    cp: Count = 1
+    """Context parallel ranks: each takes a part of every sequence. Cuts what the rules cut over it."""
+    ep: Count = 1
+    """Expert parallel ranks: each holds a part of the experts. Cuts what the rules cut over it."""
     tp: Count = 1
     """Tensor parallel ranks: each holds a part of every large matrix."""
-    cp: Count = 1
-    """Context parallel ranks. Reserved: only 1 is accepted yet."""
-    ep: Count = 1
-    """Expert parallel ranks. Reserved: only 1 is accepted yet."""
+    order: tuple[str, ...] = field(default=AXES, metadata={"hidden": True})
+    """All axes, outer to inner."""
+
+    def __init__(self, *, order: Sequence[str] | None = None, **degrees: Any):
+        if unknown := set(degrees) - set(AXES):
+            raise TypeError(f"no axes of a mesh: {', '.join(sorted(unknown))}; there are {', '.join(AXES)}")
+        for axis in AXES:
+            object.__setattr__(self, axis, degrees.get(axis, 1))
+        cutting = [axis for axis in order or degrees if degrees.get(axis, 1) != 1]
+        usual = [axis for axis in AXES if axis in cutting]
+        others = [axis for axis in AXES if axis not in cutting]  # of one rank: their place means nothing
+        object.__setattr__(self, "order", AXES if cutting == usual else (*others, *cutting))
 
     @property
     def size(self) -> int:
+        """Ranks of the job."""
         return math.prod(self.degree(axis) for axis in AXES)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.size // self.pp
 
     @property
     def first_rank_of_last_stage(self) -> int:
         """The rank that speaks for all: it knows losses and logits."""
-        return (self.pp - 1) * self.dp * self.tp
+        return self.ranks_of_stage(self.pp - 1).start
+
+    @property
+    def cutting_axes(self) -> dict[str, int]:
+        """Degrees above 1 of the axes within a stage, outer to inner: MindSpore's device matrix."""
+        return {axis: self.degree(axis) for axis in self.order if axis != "pp" and self.degree(axis) > 1}
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """What to show of it: pp, dp and tp, and every other axis above 1, outer to inner."""
+        return {axis: self.degree(axis) for axis in self.order if axis in ("pp", "dp", "tp") or self.degree(axis) > 1}
 
     def degree(self, axis: str) -> int:
         return getattr(self, axis)
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Place of `rank` along `axis`."""
-        inner = math.prod(self.degree(a) for a in AXES[AXES.index(axis) + 1 :])
-        return rank // inner % self.degree(axis)
+        return rank // self._stride(axis) % self.degree(axis)
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at a place; 0 along the axes that are not given."""
+        return sum(self._stride(axis) * place for axis, place in coordinates.items())
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that differ from `rank` in their places along `axes` only, ascending, itself among them."""
+        base = rank - sum(self._stride(axis) * self.coordinate(rank, axis) for axis in axes)
+        places = itertools.product(*(range(self.degree(axis)) for axis in axes))
+        return sorted(base + self.rank_at(dict(zip(axes, place, strict=True))) for place in places)
+
+    def ranks_of_stage(self, stage: int) -> range:
+        """The ranks of one pipeline stage."""
+        return range(stage * self.stage_size, (stage + 1) * self.stage_size)
+
+    def _stride(self, axis: str) -> int:
+        return math.prod(self.degree(inner) for inner in self.order[self.order.index(axis) + 1 :])
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {self.degree(axis)}" for axis in AXES) + f" = {self.size}"
+        return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items()) + f" = {self.size}"

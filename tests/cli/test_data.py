@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import pytest
-from conftest import CONFIGS, ROOT, in_process, run, tool
+from conftest import CONFIGS, ROOT, fewer_microbatches, in_process, run, tool
 
 TEXT = ROOT / "examples" / "small_town.txt"
 
@@ -56,7 +56,7 @@ def test_a_blend_with_growing_batches_resumes_on_another_mesh_as_on_one_device(b
     assert "compiled for 8 sequences of 16" in outcome.output
     assert "compiled for 16 sequences of 32" in outcome.output
     assert "a 70.0%" in outcome.output
-    first = CONFIGS / "pangu_tiny_pp2.yaml"
+    first = fewer_microbatches(CONFIGS / "pangu_tiny_pp2.yaml", tmp_path)
     rest = ("--decay-steps", 5, "--save-every", 1, "--output-dir", tmp_path / "many")
     outcome = tool(*arguments, "--steps", 3, "--strategy", first, *rest, processes=2)
     assert outcome.code == 0, outcome.output

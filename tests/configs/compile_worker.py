@@ -56,6 +56,8 @@ def compile_rank(path, rank):
     with no_init_parameters():
         config = reduced(family, size, mesh)
         net = family_module(family, "model").ModelWithLoss(config)
+        if mesh.pp > 1:  # kept as a function: microbatches cost no time to compile
+            net.cell_init_args = f"lazy_inline_{type(net).__name__}"
         report = parallelize(net, strategy)
         step = TrainStep(wrap(net, strategy), AdamW(net.trainable_params()), report, rank, all_reduce, 1.0).set_train()
     microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 else 1
@@ -63,13 +65,15 @@ def compile_rank(path, rank):
     graph = partition(step, strategy, rank, [(shape, np.int32)] * 3 + [(shape, np.float32)])
     stage = mesh.coordinate(rank, "pp")
     counts = Counter()
+    in_network = {id(node) for function in graph.model.functions for node in function.node}
     for node, primitive in collective_nodes(graph.model):
         values = attributes(primitive)
         part = "backward" if node.domain.startswith("Gradients") else "forward"
         layer = "layer" if "-DecoderLayer" in node.domain or "-QueryLayer" in node.domain else "other"
         of_parameter = "mirror" in primitive.instance_name or "parallel_optimizer" in primitive.instance_name
         kind = "gradient" if of_parameter and part == "backward" else part
-        counts[f"{primitive.op_type} {kind} {layer} {len(graph.groups[values['group']])}"] += 1
+        times = microbatches if id(node) in in_network else 1
+        counts[f"{primitive.op_type} {kind} {layer} {len(graph.groups[values['group']])}"] += times
     held = [p for p in report.parameters if p.stage == stage]
     return {
         "strategy": Path(path).name,

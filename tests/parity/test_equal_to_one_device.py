@@ -24,7 +24,7 @@ CASES = [
     "pangu_tiny_dp2_tp2_sp+dropout+shallow",
     "pangu_tiny_dp2_tp2_sp+codegeex+shallow",
     "pangu_tiny_tp4+codegeex+clip+shallow",
-    "pangu_tiny_tp2_pp2",
+    "pangu_tiny_tp2_pp2+shallow",
     "pangu_tiny_tp2_pp2_recompute+dropout+shallow",
     "pangu_tiny_tp2_pp2_selective+dropout+shallow",
     "pangu_tiny_pp4+codegeex",

@@ -8,7 +8,7 @@ from conftest import CONFIGS, call
 from mindloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/generate_worker.py"
-NAMES = ("tp2", "dp2", "pp2", "dp2_tp2", "tp2_pp2")
+NAMES = ("pp2", "dp2_tp2", "tp2_pp2")
 
 pytestmark = pytest.mark.slow
 

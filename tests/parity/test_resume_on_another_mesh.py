@@ -7,13 +7,13 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from conftest import CONFIGS, ROOT, call, tool
+from conftest import CONFIGS, ROOT, call, fewer_microbatches, tool
 
 from mindloom.checkpoint.manifest import FOLDER, read_manifest
 from mindloom.checkpoint.sharded import Reader
 
-MESHES = ("one_device", "pangu_tiny_dp4", "pangu_tiny_dp2_tp2_zero", "pangu_tiny_tp2_pp2", "pangu_tiny_pp4")
-MODEL = {"hidden_size": 64, "vocab_size": 512, "seq_len": 32, "dropout_rate": 0.1}
+MESHES = ("one_device", "pangu_tiny_dp4", "pangu_tiny_dp2_tp2_zero", "pangu_tiny_tp2_pp2", "pangu_tiny_dp2_pp2")
+MODEL = {"num_layers": 2, "hidden_size": 64, "vocab_size": 512, "seq_len": 32, "dropout_rate": 0.1}
 WORKER = "tests/parity/resume_worker.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -31,7 +31,7 @@ def out(tmp_path_factory):
     )
     assert outcome.code == 0, outcome.output
     shutil.copy(folder / "first" / "checkpoint" / "tokenizer.model", folder / "tokenizer.model")
-    strategies = [CONFIGS / f"{mesh}.yaml" for mesh in MESHES[1:]]
+    strategies = [fewer_microbatches(CONFIGS / f"{mesh}.yaml", folder) for mesh in MESHES[1:]]
     call(WORKER, "run", folder, ["save"], ["one_device"])
     call(WORKER, "run", folder, ["save", "resume"], [str(path) for path in strategies], processes=4, timeout=900)
     call(WORKER, "run", folder, ["resume"], ["one_device"])

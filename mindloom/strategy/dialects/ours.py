@@ -29,10 +29,9 @@ def write(settings: Settings, rules: str) -> tuple[str, list[Note]]:
 
 def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> str:
     """A strategy file. `head`: comments at its top."""
-    mesh = strategy.mesh
     lines = [
         *head,
-        f"mesh: {{pp: {mesh.pp}, dp: {mesh.dp}, tp: {mesh.tp}}}",
+        "mesh: {" + ", ".join(f"{axis}: {degree}" for axis, degree in strategy.mesh.degrees.items()) + "}",
         f"rules: {rules}",
     ]
     if strategy.pipeline.num_microbatches > 1 or strategy.pipeline.stages != "uniform":

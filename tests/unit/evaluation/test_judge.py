@@ -52,11 +52,14 @@ def installed(request):
     return request.param, read_problems(shared("data/humaneval-x"), request.param), toolchain
 
 
-@pytest.mark.timeout(900)
 def test_the_canonical_solutions_pass(installed):
+    """Of every eighth problem, and of those with mistakes; benchmarks/humaneval_x.py runs all 164 in each language."""
     language, problems, toolchain = installed
-    sources = {program(p, language, p["canonical_solution"]): task for task, p in problems.items()}
-    assert len(sources) == 164
+    assert len(problems) == 164
+    known = WRONG_SOLUTIONS.get(language, set()) | UNCERTAIN_SOLUTIONS.get(language, set())
+    chosen = {task: p for i, (task, p) in enumerate(problems.items()) if i % 8 == 0 or task in known}
+    sources = {program(p, language, p["canonical_solution"]): task for task, p in chosen.items()}
+    assert len(sources) >= 21
     verdicts = {sources[s]: verdict for s, verdict in judge_all(list(sources), toolchain, Limits(), 20.0)}
     failed = {task: verdict for task, verdict in verdicts.items() if not verdict.passed}
     for task in UNCERTAIN_SOLUTIONS.get(language, ()):

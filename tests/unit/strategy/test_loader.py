@@ -60,7 +60,7 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
     [
         ("mesh: {dp: 0}", "s.yaml:1: mesh.dp must be at least 1, got 0"),
         ("mesh: {dp: two}", "s.yaml:1: mesh.dp must be a whole number, got 'two'"),
-        ("mesh: {cp: 2}", "s.yaml:1: mesh.cp is reserved and must be 1, got 2"),
+        ("mesh: {tp: 2, pp: 2}", "s.yaml:1: mesh.pp must be the outermost axis: write pp first"),
         (
             "mesh: {pp: 4}\npipeline: {num_microbatches: 2}",
             "s.yaml:2: pipeline.num_microbatches = 2 is fewer than the 4 stages",
@@ -75,7 +75,7 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
         ("mesh: {dp: 2", "s.yaml:1: not YAML"),
         ("rules: nowhere.yaml", "rules: there is no file"),
         ("- a\n", "s.yaml: a mapping of keys is expected"),
-        ("rules: {operators: {up: [[dpp, ~]]}}", "'dpp' is no mesh axis of a layout; use dp, tp, sp or ~"),
+        ("rules: {operators: {up: [[dpp, ~]]}}", "'dpp' is no mesh axis of a layout; use dp, cp, ep, tp, sp or ~"),
     ],
 )
 def test_each_mistake_has_its_message(problems, text, message):

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
+
 import pytest
 
 from mindloom.strategy.config import Pipeline, Recompute, Stages, Strategy
@@ -15,6 +17,25 @@ def test_tp_is_the_innermost_axis_and_pp_the_outermost():
     assert places[0] == (0, 0, 0)
     assert places[1] == (0, 0, 1)
     assert places[-1] == (1, 2, 3)
+
+
+def test_the_order_in_which_axes_are_given_is_the_order_of_ranks():
+    mesh = Mesh(tp=2, dp=2)
+    assert [(mesh.coordinate(r, "tp"), mesh.coordinate(r, "dp")) for r in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert mesh != Mesh(dp=2, tp=2)
+    assert Mesh(tp=2, dp=1) == Mesh(tp=2)
+    assert dataclasses.replace(mesh, tp=4).group(0, "tp") == [0, 2, 4, 6]
+    assert str(Mesh(pp=2, dp=2, cp=2, tp=2)) == "pp 2 x dp 2 x cp 2 x tp 2 = 16"
+
+
+def test_a_group_differs_along_its_axes_only():
+    mesh = Mesh(pp=2, dp=2, ep=2, tp=2)
+    assert mesh.group(5, "tp") == [4, 5]
+    assert mesh.group(5, "dp", "ep") == mesh.group(5, "ep", "dp") == [1, 3, 5, 7]
+    assert mesh.group(9, "pp") == [1, 9]
+    assert list(mesh.ranks_of_stage(1)) == mesh.group(8, "dp", "ep", "tp") == list(range(8, 16))
+    assert mesh.rank_at({axis: mesh.coordinate(13, axis) for axis in mesh.order}) == 13
+    assert mesh.cutting_axes == {"dp": 2, "ep": 2, "tp": 2}
 
 
 def test_a_layout_cuts_each_dim_by_the_product_of_its_axes():

@@ -16,7 +16,7 @@ SHOWN = {
     "OptimizerParallel": "optimizer_parallel",
     "Rules": "rules",
 }
-HIDDEN = ("source", "lines")
+HIDDEN = {"source", "lines", "order"}
 PLAIN = {"Count": "int", "Natural": "int", "Positive": "float"}
 """What numbers with bounds are called in the tables."""
 

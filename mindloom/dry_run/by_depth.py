@@ -117,9 +117,6 @@ def _extended(
         collectives=[Collective(k, p, g, times, size) for (k, p, g, size), times in sorted(collectives.items())],
         flops=count_on(lambda r: r.flops),
         groups={name: ranks for report in (base, *more.values()) for name, ranks in report.groups.items()},
-        untouched_operators=_in_every_layer(
-            base.untouched_operators, base, layers, lambda path: path, lambda _, path: path
-        ),
         compiled_layers=[len(report.layers) for report in (base, *more.values())],
         compile_s=base.compile_s + sum(report.compile_s for report in more.values()),
     )

@@ -22,6 +22,7 @@ from mindloom.planner.own_engine import num_microbatches
 from mindloom.runtime.compile import partition
 from mindloom.runtime.environment import prepare_environment
 from mindloom.runtime.kept_graphs import kept_graph, strategy_key
+from mindloom.runtime.layouts import learn_layouts
 from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.strategy.config import Strategy
 from mindloom.train.optim import AdamW
@@ -46,6 +47,7 @@ def compile_rank(
     key = {"dry_run": family, "model": model.to_dict(), "strategy": strategy_key(strategy), "rank": rank}
     key |= {"batch": batch, "inference": inference, "accumulate": accumulate}
     graph = kept_graph(key, lambda: partition(cell, strategy, rank, inputs))
+    learn_layouts(report, graph.held_layouts, graph.groups, rank, strategy.source)
     stage = strategy.mesh.coordinate(rank, "pp")
     work = read_work(graph, 1 if inference else num_microbatches(strategy, accumulate))
     parameters = _parameters(report, graph.parameters)
@@ -73,7 +75,6 @@ def compile_rank(
         collectives=work.collectives,
         flops=work.flops,
         compile_s=graph.compile_s,
-        untouched_operators=report.untouched_operators,
     )
 
 

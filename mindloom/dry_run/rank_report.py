@@ -54,6 +54,5 @@ class RankReport:
     collectives: list[Collective]
     flops: dict[str, int]
     compile_s: float
-    untouched_operators: list[str]
     compiled_layers: list[int] = field(default_factory=list)
     """Layers of the stage in each graph that was compiled, where the full depth was derived from smaller ones."""

@@ -204,6 +204,4 @@ def _rank_lines(rank: dict[str, Any]) -> list[str]:
     for name, members in rank["groups"].items():
         shown = ", ".join(map(str, members[:10])) + (f", ... {members[-1]}" if len(members) > 10 else "")
         lines.append(f"  group {name}: {counted(len(members), 'rank', 'ranks')} {shown}")
-    if rank["untouched_operators"]:
-        lines.append(f"  no rule for {', '.join(rank['untouched_operators'])}: MindSpore chooses their layout")
     return lines

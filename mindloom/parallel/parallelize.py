@@ -59,7 +59,6 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
             for rule in strategy.rules.operators
             if rule.optional and not any(path_matches(rule.pattern, operator.path) for operator in found)
         ],
-        untouched_operators=[o.path for o in found if o.primitive.name in LARGE_OPERATORS and o.path not in owners],
         optimizer_parallel=strategy.optimizer_parallel is not None,
         layers_of_stages=_layers_of_stages(layers, strategy),
         recomputed=recomputed,
@@ -117,6 +116,20 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
                 local_shape(layout, tuple(use.parameter.shape), mesh)
             except LayoutError as error:
                 problems.append(f"{rule.source}: {use.parameter.name}: {error}")
+    if not mesh.derives_layouts:
+        problems += [
+            f"{strategy.at('mesh')}: {mesh}: MindSpore derives layouts on stages of 2^n ranks only, and no rule is for "
+            f"{o.path}; write one, or for our decoders take rules/decoder_spelled_out.yaml"
+            for o in found
+            if o.primitive.name in LARGE_OPERATORS and not any(path_matches(r.pattern, o.path) for r in rules.operators)
+        ][:3]
+    cut = {axis for rule in rules.operators for layout in rule.inputs for dim in layout for axis in dim}
+    problems += [
+        f"{strategy.at('mesh.' + axis)} = {mesh.degree(axis)}, but no rule cuts anything over {axis}: all its ranks would do "
+        "the same; write a rule for it, or leave it out"
+        for axis in mesh.cutting_axes
+        if axis != "dp" and axis not in cut
+    ]
     if mesh.pp > 1 and not layers:
         problems.append(
             f"{strategy.at('rules')}: no cell matches `layers`, so there is nothing to deal out to {mesh.pp} stages"

@@ -9,8 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mindloom.strategy.layout import Layout, Shape, show
+from mindloom.strategy.layout import Layout, Shape, local_shape, show
 from mindloom.strategy.mesh import Mesh
+
+DERIVED = "derived"
+"""Instead of a rule: what MindSpore derived from the rules of other operators."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class ParameterReport:
     """Ranks over which optimizer parallel cuts dim 0 further; 1: not at all."""
     stage: int
     rule: str
-    """file:line of the rule that owns it, or empty: every rank holds it whole."""
+    """file:line of the rule that owns it; `derived`: no rule does, MindSpore's propagation cut it; empty: every rank holds
+    it whole."""
 
     @property
     def num_parts(self) -> int:
@@ -43,8 +47,6 @@ class Report:
     parameters: list[ParameterReport]
     unmatched_rules: list[str]
     """Optional rules that matched nothing, with file:line."""
-    untouched_operators: list[str]
-    """Large operators no rule touched: MindSpore chooses their layout, often by copying their inputs whole."""
     optimizer_parallel: bool
     layers_of_stages: list[list[str]] = field(default_factory=list)
     recomputed: list[str] = field(default_factory=list)
@@ -57,6 +59,16 @@ class Report:
         stage = self.mesh.coordinate(rank, "pp")
         reports = [self.of(name) for name in names]
         return tuple(p.num_parts / self.mesh.stage_size if p.stage == stage else 0.0 for p in reports)
+
+    def derive(self, name: str, layout: Layout, optimizer_shards: int) -> None:
+        """Learn how MindSpore cut a parameter that no rule is for."""
+        whole = self.by_name[name]
+        part = list(local_shape(layout, whole.global_shape, self.mesh))
+        part[0] //= optimizer_shards
+        learned = dataclasses.replace(
+            whole, layout=layout, local_shape=tuple(part), optimizer_shards=optimizer_shards, rule=DERIVED
+        )
+        self.parameters[self.parameters.index(whole)] = self.by_name[name] = learned
 
     def of(self, name: str) -> ParameterReport:
         """The report of a parameter, or of the one an optimizer state `prefix.name` belongs to."""
@@ -79,7 +91,7 @@ class Report:
             shards = f" /{p.optimizer_shards}" if p.optimizer_shards > 1 else ""
             lines.append(
                 f"  {p.name:{width}}  {p.global_shape!s:>16} -> {p.local_shape!s:<16} {show(p.layout) + shards:<18} "
-                f"stage {p.stage}  {p.rule or 'no rule: whole on every rank'}"
+                f"stage {p.stage}  {p.rule or 'whole on every rank'}"
             )
         for stage, layers in enumerate(self.layers_of_stages):
             lines.append(f"  stage {stage}: {', '.join(layers)}")
@@ -87,6 +99,4 @@ class Report:
             lines.append(f"  recomputed: {', '.join(self.recomputed)}")
         for rule in self.unmatched_rules:
             lines.append(f"  matched nothing: {rule}")
-        for operator in self.untouched_operators:
-            lines.append(f"  no rule for {operator}: MindSpore chooses its layout")
         return "\n".join(lines)

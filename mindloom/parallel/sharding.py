@@ -22,7 +22,7 @@ from mindloom.strategy.mesh import Mesh
 LARGE_OPERATORS = frozenset(
     {"MatMul", "BatchMatMul", "MatMulExt", "Dense", "Gather", "Embedding", "Conv2D", "Softmax", "FlashAttentionScore"}
 )
-"""Whose unruled layout costs memory or traffic worth a word to the user."""
+"""Those that need a rule of their own where MindSpore derives no layouts: it would copy their inputs whole."""
 
 
 @dataclass(frozen=True)

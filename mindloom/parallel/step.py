@@ -48,7 +48,8 @@ class TrainStep(nn.Cell):
         self.optimizer = optimizer
         self.weights = optimizer.parameters
         self.grad = ops.GradOperation(get_by_list=True)
-        self.shares = report.norm_shares([weight.name for weight in self.weights], rank)
+        self.report = report
+        self.update_shares(rank)
         self.all_reduce = all_reduce
         self.scale = scale
         self.clip = max_grad_norm is not None
@@ -61,6 +62,10 @@ class TrainStep(nn.Cell):
         self.optimizer_parallel = report.optimizer_parallel
         if self.buffered:  # MindSpore's parallel passes add microbatches up in these, found by their name
             self.accumulated = self.weights.clone(prefix="accu_grads", init="zeros")
+
+    def update_shares(self, rank):
+        """Say anew how much of each gradient's square sum `rank` adds to the norm: the report has learned more."""
+        self.shares = self.report.norm_shares([weight.name for weight in self.weights], rank)
 
     def construct(self, *batch):
         loss, gradients = self.in_parts(*batch) if self.num_parts > 1 else self.at_once(*batch)

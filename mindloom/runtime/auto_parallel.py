@@ -3,86 +3,223 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
-from mindspore import nn
+from mindspore import Tensor, nn
+from mindspore.graph import api
 
+from mindloom.errors import ConfigError
+from mindloom.parallel.cells import CutBatch, FunctionCell, average_over_all_rows, statistics_of_all_rows
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
+from mindloom.runtime.compile import set_auto_parallel_context
 from mindloom.runtime.engine import Engine
-from mindloom.strategy.loader import load_strategy
+from mindloom.runtime.kept_graphs import strategy_key
+from mindloom.strategy.loader import load_strategy, strategy_of
 
-_engine: Engine | None = None
-_networks: dict[int, tuple[nn.Cell, Report]] = {}  # by id; the Cell is kept so that the id stays its own
-_contents: dict[int, tuple[nn.Cell, nn.Cell | None]] = {}
-_steps: dict[int, tuple[nn.Cell, TrainStep]] = {}
-_original_compile_and_run = nn.Cell.compile_and_run
+_compile_and_run = nn.Cell.compile_and_run
+_call_jit = api._JitExecutor.__call__
 
 
-def auto_parallel(net: nn.Cell, strategy_file: str | Path) -> nn.Cell:
-    """Make a network, written for one device, run as the strategy file says; use what is returned in its place.
+@dataclass(frozen=True)
+class _Parallel:
+    """A network that `auto_parallel` returned."""
 
-    Build the optimizer on the result's `trainable_params()` and train with `nn.TrainOneStepCell` as on one device. Every
-    process of the job runs the same script with the same, whole batches; the parameters of each hold its part.
-    In a pipeline the loss is the mean over the microbatches, known to the last stage; the others return 0.
+    network: nn.Cell
+    report: Report
+    engine: Engine
+
+
+_engines: dict[str, Engine] = {}
+_networks: dict[int, _Parallel] = {}  # by id; what is kept here keeps its id
+_contents: dict[int, tuple[Any, _Parallel | None]] = {}
+_steps: dict[int, tuple[Any, nn.Cell]] = {}
+_context_of: list[Engine] = []
+"""The engine whose settings MindSpore has, on a device."""
+
+
+def auto_parallel(
+    net: nn.Cell, strategy: str | Path | None = None, *, mesh: Mapping[str, int] | None = None, **settings: Any
+) -> nn.Cell:
+    """Make a network, written for one device, run as a strategy says; use what is returned in its place.
+
+    Args:
+        strategy: a strategy file; or instead
+        mesh: degrees of the mesh axes, as `{"dp": 2, "tp": 2}`. Alone it is data parallelism.
+        settings: what else a strategy file may say: `rules`, `pipeline`, `recompute`, `optimizer_parallel`, ...
+            `rules` may be just the operators: `{"up.matmul": [["dp", None], ["tp", None]]}`.
+
+    Without a rule on it the batch, dim 0 of every input as long as the first one's, is cut over dp; what no rule is for
+    follows from that and from the other rules. Train with `nn.TrainOneStepCell`, `ms.train.Model`, `ms.value_and_grad` or
+    a function under `ms.jit`, evaluate and predict, in graph mode, as on one device. Every process of the job runs the
+    same script with the same, whole batches; the parameters of each hold its part. In a pipeline, for which there is
+    `nn.TrainOneStepCell`, the loss is the mean over the microbatches, known to the last stage; the others return 0.
 
     Raises:
-        ConfigError: the file, the launched processes or the network do not fit each other.
+        ConfigError: the strategy, the launched processes or the network do not fit each other.
     """
-    global _engine
-    strategy = load_strategy(strategy_file)
-    _engine = Engine(strategy)
-    report = parallelize(net, strategy)
-    network = wrap(net, strategy)
-    _networks[id(network)] = (network, report)
-    nn.Cell.compile_and_run = _compile_and_run
+    if (strategy is None) == (mesh is None):
+        raise ConfigError("auto_parallel takes a strategy file or mesh=..., one of them")
+    loaded = load_strategy(strategy) if strategy is not None else strategy_of({"mesh": mesh, **settings})
+    if strategy is not None and settings:
+        raise ConfigError(
+            f"auto_parallel: {', '.join(settings)} belong into {strategy}, or give mesh=... instead of it"
+        )
+    engine = _engines.setdefault(strategy_key(loaded), None) or Engine(loaded)  # type: ignore[arg-type]
+    _engines[strategy_key(loaded)] = engine
+    if loaded.mesh.size > 1:
+        statistics_of_all_rows(net)
+    report = parallelize(net, loaded)
+    network = wrap(CutBatch(net, loaded.mesh.dp) if loaded.mesh.dp > 1 else net, loaded)
+    _networks[id(network)] = _Parallel(network, report, engine)
+    _contents.clear()
+    # An outer Cell or a compiled function that calls the network does not tell it so: calls of both are looked at, and
+    # those that hold no parallel network go on as before.
+    nn.Cell.compile_and_run = _run_cell
+    api._JitExecutor.__call__ = _run_function
     return network
 
 
 def is_log_rank() -> bool:
     """Whether this is the one process of the job that knows the loss and tells it; always, on one device."""
-    return _engine is None or _engine.speaks
+    return all(engine.speaks for engine in _engines.values())
 
 
 def report_of(network: nn.Cell) -> Report:
     """What `auto_parallel` did to the network it returned."""
-    return _networks[id(network)][1]
+    return _networks[id(network)].report
 
 
-def _compile_and_run(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
-    """Graph-mode calls of Cells around a parallel network go to the engine; all others stay as they are."""
-    assert _engine is not None
-    network = _network_in(cell)
-    if network is None or (_engine.strategy.mesh.pp == 1 and not _engine.partitions_itself):
-        return _original_compile_and_run(cell, *args, **kwargs)
-    if _engine.strategy.mesh.pp > 1 and type(cell) is nn.TrainOneStepCell:
-        return _run_on_engine(_pipeline_step(cell, network), *args)[0]
-    return _run_on_engine(cell, *args)
+def _run_cell(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
+    """A graph-mode call of a Cell."""
+    parallel = _parallel_in(cell, cell.cells_and_names)
+    if parallel is None or parallel.engine.strategy.mesh.size == 1:
+        return _compile_and_run(cell, *args, **kwargs)
+    inputs = _inputs(cell.construct, args, kwargs, parallel.engine)
+    if parallel.engine.strategy.mesh.pp > 1 and type(cell) is nn.TrainOneStepCell:
+        return _run(_pipeline_step(cell, parallel), inputs, parallel.engine)[0]
+    return _run(cell, inputs, parallel.engine)
 
 
-def _network_in(cell: nn.Cell) -> nn.Cell | None:
-    """The parallel network inside a Cell, found once."""
-    if id(cell) not in _contents:
-        network = next((part for _, part in cell.cells_and_names() if id(part) in _networks), None)
-        _contents[id(cell)] = (cell, network)
-    return _contents[id(cell)][1]
+def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of a function that `ms.jit` or a gradient of MindSpore compiles."""
+    function = executor.fn
+    parallel = None if executor.obj is not None else _parallel_in(function, lambda: _cells_of(function))
+    if parallel is None or parallel.engine.strategy.mesh.size == 1 or not parallel.engine.partitions_itself:
+        return _call_jit(executor, *args, **kwargs)
+    if parallel.engine.strategy.mesh.pp > 1:
+        raise ConfigError(
+            f"{parallel.engine.strategy.at('mesh.pp')}: a pipeline trains with nn.TrainOneStepCell(net, optimizer), not in "
+            f"a function of your own ({getattr(function, '__name__', function)})"
+        )
+    if id(function) not in _steps:
+        if any(getattr(value, "has_aux", False) is True for _, value in _reached_from(function)):
+            raise ConfigError(
+                "value_and_grad with has_aux=True: MindSpore does not find the loss among several outputs and sums the "
+                "gradients of the replicas instead of averaging them; return the loss alone, and call the network again "
+                "for what else you want"
+            )
+        cells = dict(_cells_of(function))
+        parallel.network.set_grad()  # as MindSpore's own steps do
+        _steps[id(function)] = (function, FunctionCell(function, cells.values()).set_train())
+    return _run(_steps[id(function)][1], _inputs(function, args, kwargs, parallel.engine), parallel.engine)
 
 
-def _run_on_engine(cell: nn.Cell, *args: Any) -> Any:
-    assert _engine is not None
-    if _engine.partitions_itself:
-        return _engine.program(cell, args).run(args)
-    return _original_compile_and_run(cell, *args)
+def _run(cell: nn.Cell, inputs: tuple[Tensor, ...], engine: Engine) -> Any:
+    average_over_all_rows(cell)
+    if engine.partitions_itself:
+        return engine.program(cell, inputs).run(inputs)
+    if _context_of != [engine]:  # MindSpore has one for the process, read when it compiles
+        set_auto_parallel_context(engine.strategy, engine.rank)
+        _context_of[:] = [engine]
+    return _compile_and_run(cell, *inputs)
 
 
-def _pipeline_step(cell: nn.Cell, network: nn.Cell) -> TrainStep:
+def _inputs(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], engine: Engine) -> tuple[Tensor, ...]:
+    """The arguments in the order of the parameters of `function`.
+
+    Raises:
+        ConfigError: one is no Tensor, or the batch cannot be cut.
+    """
+    if kwargs:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        args = bound.args
+    for place, value in enumerate(args):
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"{function.__qualname__}: argument {place + 1} is {value!r:.40}; a parallel network takes Tensors: give "
+                "numbers and options to its __init__"
+            )
+    strategy = engine.strategy
+    parts = strategy.mesh.dp * (strategy.pipeline.num_microbatches if strategy.mesh.pp > 1 else 1)
+    if args and args[0].ndim and args[0].shape[0] % parts:
+        raise ConfigError(
+            f"{strategy.at('mesh.dp')}: a batch of {args[0].shape[0]} rows is not divisible by dp {strategy.mesh.dp}"
+            + (f" x {parts // strategy.mesh.dp} microbatches = {parts}" if parts > strategy.mesh.dp else "")
+        )
+    return args
+
+
+def _parallel_in(owner: Any, cells: Any) -> _Parallel | None:
+    """The parallel network inside a Cell or function, found once.
+
+    Raises:
+        ConfigError: there are two, under different strategies.
+    """
+    if id(owner) not in _contents:
+        inside = {id(cell): cell for _, top in cells() for _, cell in top.cells_and_names()}
+        found = [_networks[key] for key in inside if key in _networks]
+        if len({id(parallel.engine) for parallel in found}) > 1:
+            raise ConfigError(f"{type(owner).__name__} holds networks under two strategies; one graph has one")
+        _contents[id(owner)] = (owner, found[0] if found else None)
+    return _contents[id(owner)][1]
+
+
+def _cells_of(function: Any) -> Iterator[tuple[str, nn.Cell]]:
+    return ((name, value) for name, value in _reached_from(function) if isinstance(value, nn.Cell))
+
+
+def _reached_from(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function or those that it calls refer to, by closure, module or argument default; each once."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("", function)]
+    while waiting:
+        name, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield name, value
+        if isinstance(value, MethodType):
+            waiting += [(name, value.__self__), (name, value.__func__)]
+        elif isinstance(value, FunctionType):
+            code, module = value.__code__, value.__globals__
+            closure = zip(code.co_freevars, value.__closure__ or (), strict=True)
+            waiting += [(free, cell.cell_contents) for free, cell in closure if _is_filled(cell)]
+            if not value.__module__.startswith("mindspore."):
+                waiting += [(used, module[used]) for used in code.co_names if used in module]
+            waiting += [(name, default) for default in value.__defaults__ or ()]
+        elif isinstance(value, (list, tuple)) and len(value) < 64:
+            waiting += [(f"{name}_{place}", item) for place, item in enumerate(value)]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _pipeline_step(cell: nn.Cell, parallel: _Parallel) -> TrainStep:
     """A step that can run a pipeline, in place of nn.TrainOneStepCell, which cannot."""
-    assert _engine is not None
     if id(cell) not in _steps:
-        report, mesh = _networks[id(network)][1], _engine.strategy.mesh
-        microbatches = _engine.strategy.pipeline.num_microbatches if mesh.pp > 1 else 1
-        step = TrainStep(network, cell.optimizer, report, _engine.rank, _engine.all_reduce(), scale=1 / microbatches)
+        engine, microbatches = parallel.engine, parallel.engine.strategy.pipeline.num_microbatches
+        all_reduce, scale = engine.all_reduce(), 1 / microbatches
+        step = TrainStep(parallel.network, cell.optimizer, parallel.report, engine.rank, all_reduce, scale=scale)
         _steps[id(cell)] = (cell, step.set_train(cell.training))
     return _steps[id(cell)][1]

@@ -20,45 +20,10 @@ from mindspore.train import mind_ir_pb2 as mind_ir
 from numpy.typing import NDArray
 
 from mindloom.runtime.gradients import decided_branches
+from mindloom.runtime.layouts import ParameterLayout, read_layouts
 from mindloom.runtime.target import virtual_ascend
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.layout import Shape
-
-
-@dataclass(frozen=True)
-class ParameterLayout:
-    """How the compiler cut one parameter."""
-
-    device_matrix: Shape
-    tensor_map: Shape
-    """For each dim the position in `device_matrix`, counted from its end; -1: whole."""
-    local_shape: Shape
-    optimizer_group: str
-    """Group over which dim 0 is cut further by optimizer parallel, or empty."""
-
-    @property
-    def cuts(self) -> Shape:
-        """Into how many parts the operator's layout cuts each dim."""
-        return tuple(1 if axis < 0 else self.device_matrix[-1 - axis] for axis in self.tensor_map)
-
-    def operator_slices(self, global_shape: Shape, rank: int) -> tuple[slice, ...]:
-        """The part that the operators of `rank` use."""
-        place = np.unravel_index(rank % int(np.prod(self.device_matrix)), self.device_matrix)
-        result = []
-        for size, cut, axis in zip(global_shape, self.cuts, self.tensor_map, strict=True):
-            start = 0 if axis < 0 else int(place[-1 - axis]) * (size // cut)
-            result.append(slice(start, start + size // cut))
-        return tuple(result)
-
-    def slices(self, global_shape: Shape, rank: int, groups: dict[str, list[int]]) -> tuple[slice, ...]:
-        """The part of the whole parameter that `rank` holds: its operators', or with optimizer parallel a part of that."""
-        result = list(self.operator_slices(global_shape, rank))
-        if self.optimizer_group and result:
-            ranks = groups[self.optimizer_group]
-            start, length = result[0].start, (result[0].stop - result[0].start) // len(ranks)
-            start += ranks.index(rank) * length
-            result[0] = slice(start, start + length)
-        return tuple(result)
 
 
 @dataclass(frozen=True)
@@ -71,6 +36,12 @@ class PartitionedGraph:
     """Communication groups the compiler created: name -> ranks."""
     rank: int
     compile_s: float
+
+    @property
+    def held_layouts(self) -> dict[str, ParameterLayout]:
+        """Layouts of the parameters in this rank's graph."""
+        held = self.parameters
+        return {name: layout for name, layout in self.layouts.items() if name in held}
 
     @property
     def parameters(self) -> dict[str, Shape]:
@@ -103,7 +74,9 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
     if layouts_file:
         settings["strategy_ckpt_config"] = {"save_file": str(layouts_file)}
     ms.set_auto_parallel_context(
-        parallel_mode="semi_auto_parallel",
+        # By propagation an operator without a rule takes its layout from those that have one.
+        parallel_mode="auto_parallel" if mesh.derives_layouts else "semi_auto_parallel",
+        search_mode="sharding_propagation",
         full_batch=True,  # every rank is given the whole batch; the graph takes its part
         device_num=mesh.size,
         global_rank=rank,
@@ -166,13 +139,6 @@ def faster_compilation() -> Iterator[None]:
         compile_config.GREED_PARSE = before
         if collects:
             gc.enable()
-
-
-def read_layouts(raw_layouts: dict[str, Any]) -> dict[str, ParameterLayout]:
-    """MindSpore's parameter layouts, of its executor or of a Cell's `parameter_layout_dict`."""
-    return {
-        name: ParameterLayout(tuple(raw[0]), tuple(raw[1]), tuple(raw[2]), raw[5]) for name, raw in raw_layouts.items()
-    }
 
 
 def global_shapes(cell: nn.Cell) -> dict[str, Shape]:

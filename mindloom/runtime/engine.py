@@ -18,25 +18,24 @@ from mindspore.communication import get_group_size, get_process_group_ranks, get
 from numpy.typing import NDArray
 
 from mindloom.errors import ConfigError
-from mindloom.parallel.parts import held_part
-from mindloom.parallel.report import ParameterReport, Report
+from mindloom.parallel.report import DERIVED, ParameterReport, Report
+from mindloom.parallel.step import TrainStep
 from mindloom.runtime.compile import (
-    ParameterLayout,
     PartitionedGraph,
     describe_inputs,
     faster_compilation,
     partition,
-    read_layouts,
     set_auto_parallel_context,
 )
 from mindloom.runtime.environment import end_with_msrun, job_name, launched_processes, launched_rank
 from mindloom.runtime.executor import Program
 from mindloom.runtime.kept_graphs import kept_graph, strategy_key
+from mindloom.runtime.layouts import ParameterLayout, learn_layouts, read_layouts
 from mindloom.runtime.target import WORLD, TargetError, pin_cpu, virtual_ascend
 from mindloom.runtime.transport import Collectives, Transport
 from mindloom.strategy.checks import launch_problems
 from mindloom.strategy.config import Strategy
-from mindloom.strategy.layout import Shape, show
+from mindloom.strategy.layout import Shape
 
 _engine_count = itertools.count()
 
@@ -123,7 +122,11 @@ class Engine:
                 for layout in self.layouts.values():
                     if layout.optimizer_group and layout.optimizer_group not in self.groups:
                         self.groups[layout.optimizer_group] = get_process_group_ranks(layout.optimizer_group)
-                self._check_layouts(cell, self.layouts, self.groups)
+                if self._learn_layouts(cell, self.layouts, self.groups) and isinstance(cell, TrainStep):
+                    raise ConfigError(
+                        f"{self.strategy.source}: MindSpore cut parameters that no rule is for, so the norm of the "
+                        f"gradients would be wrong; write rules for {', '.join(_derived(cell))}"
+                    )
 
     def run(self, cell: nn.Cell, *inputs: Tensor) -> Any:
         """Call `cell`, a Cell around a parallelized network, with the whole batch."""
@@ -138,8 +141,9 @@ class Engine:
         key = (id(cell), cell.training, str(described))
         if key not in self._programs:
             graph = self._graph(cell, described)
-            held = {name: layout for name, layout in graph.layouts.items() if name in graph.parameters}
-            self._check_layouts(cell, held, graph.groups)
+            if self._learn_layouts(cell, graph.held_layouts, graph.groups) and isinstance(cell, TrainStep):
+                cell.update_shares(self.rank)  # what was learned decides how much of each gradient this rank adds
+                graph = self._graph(cell, described)
             self.layouts |= graph.layouts
             self.groups |= graph.groups
             self._programs[key] = Program(graph, cell, self.transport, f"program {len(self._programs)}")
@@ -156,36 +160,16 @@ class Engine:
             return make()
         inputs = [[list(shape), np.dtype(dtype).str] for shape, dtype in described]
         more = {"strategy": strategy_key(self.strategy), "rank": self.rank, "inputs": inputs, "training": cell.training}
+        more |= {"shares": list(cell.shares)} if isinstance(cell, TrainStep) else {}
         return kept_graph({"network": key, **more}, make)
 
-    def _check_layouts(
+    def _learn_layouts(
         self, cell: nn.Cell, layouts: Mapping[str, ParameterLayout], groups: dict[str, list[int]]
-    ) -> None:
-        """Hold what `parallelize` said of each parameter against what the compiler did. The norm of gradients and the files
-        of checkpoints follow the former: where it is wrong, they would be, too.
-
-        Raises:
-            ConfigError: they differ.
-        """
-        problems = []
-        for report in {
-            id(c.parallel_report): c.parallel_report for _, c in cell.cells_and_names() if _is_said(c)
-        }.values():
-            for name, layout in layouts.items():
-                said = report.by_name.get(name)
-                if said is None:
-                    continue
-                ours = held_part(said, self.strategy.mesh, self.rank)
-                theirs = layout.slices(said.global_shape, self.rank, groups)
-                if ours != theirs:
-                    problems.append(
-                        f"{said.rule or self.strategy.source}: {name} {said.global_shape}: by its rule rank "
-                        f"{self.rank} holds {_bounds(ours)}, layout {show(said.layout)}; MindSpore compiled "
-                        f"{_bounds(theirs)}, device matrix {layout.device_matrix}, tensor map {layout.tensor_map}; give it "
-                        "to its operator as self.OPERATOR(..., self.PARAMETER), unchanged, so that the rule is its own"
-                    )
-        if problems:
-            raise ConfigError(problems[:8])
+    ) -> bool:
+        """`learn_layouts` for every parallelized network in `cell`. Returns whether a report has changed."""
+        reports = {id(c.parallel_report): c.parallel_report for _, c in cell.cells_and_names() if _is_said(c)}
+        changed = [learn_layouts(r, layouts, groups, self.rank, self.strategy.source) for r in reports.values()]
+        return any(changed)
 
     def broadcast(self, array: NDArray[Any], source: int) -> NDArray[Any]:
         """What rank `source` gave, on every rank; all give an array of one shape and dtype."""
@@ -240,9 +224,10 @@ class Engine:
             self.transport.close()
 
 
+def _derived(cell: nn.Cell) -> list[str]:
+    reports = [c.parallel_report for _, c in cell.cells_and_names() if _is_said(c)]
+    return [parameter.name for report in reports for parameter in report.parameters if parameter.rule == DERIVED]
+
+
 def _is_said(cell: nn.Cell) -> bool:
     return isinstance(getattr(cell, "parallel_report", None), Report)
-
-
-def _bounds(part: Sequence[slice]) -> str:
-    return "[" + ", ".join(f"{s.start}:{s.stop}" for s in part) + "]"

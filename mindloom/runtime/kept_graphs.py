@@ -25,7 +25,8 @@ from mindspore.train import mind_ir_pb2 as mind_ir
 from mindloom.family import FAMILIES
 from mindloom.files import write_atomically
 from mindloom.log import milestone
-from mindloom.runtime.compile import ParameterLayout, PartitionedGraph
+from mindloom.runtime.compile import PartitionedGraph
+from mindloom.runtime.layouts import ParameterLayout
 from mindloom.strategy.config import Strategy
 
 SWITCH = "MINDLOOM_KEPT_GRAPHS"

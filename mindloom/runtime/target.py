@@ -23,6 +23,8 @@ WORLD = "hccl_world_group"
 
 _INIT_SYMBOL = "_ZN9mindspore9MsContext16RegisterInitFuncERKSsPFvPS0_E"  # MsContext::RegisterInitFunc
 _HARMLESS_SYMBOL = "_ZNK9mindspore9MsContext14enable_dump_irEv"  # takes a context, does nothing to it
+_LOG_LEVELS_SYMBOL = "_ZN9mindspore25g_ms_submodule_log_levelsE"  # int[], by SubModuleId of log_adapter.h
+_PARALLEL_SUBMODULE, _CRITICAL = 14, 4
 _COMM_SYMBOL = "_ZN9mindspore11CommManager8RegisterERKSsRKSt10shared_ptrIS0_E"  # CommManager::Register
 
 
@@ -49,7 +51,8 @@ class _Communicator:
             common = ctypes.CDLL(str(lib / "libmindspore_common.so"))
             register_init, harmless = getattr(core, _INIT_SYMBOL), getattr(core, _HARMLESS_SYMBOL)
             register_comm = getattr(common, _COMM_SYMBOL)
-        except (OSError, AttributeError) as error:
+            self._log_levels = (ctypes.c_int * (_PARALLEL_SUBMODULE + 1)).in_dll(core, _LOG_LEVELS_SYMBOL)
+        except (OSError, AttributeError, ValueError) as error:
             raise TargetError(
                 f"MindSpore {ms.__version__} lacks what the virtual Ascend target needs: {error}"
             ) from None
@@ -59,6 +62,16 @@ class _Communicator:
         register_init.restype = None
         register_init(self._string("Ascend"), harmless)
         register_comm(self._string("Ascend"), self._instance())
+
+    @contextlib.contextmanager
+    def quiet_search(self) -> Iterator[None]:
+        """Sharding propagation logs every layout that it tries and drops as an error. What fails is raised as well."""
+        before = self._log_levels[_PARALLEL_SUBMODULE]
+        self._log_levels[_PARALLEL_SUBMODULE] = _CRITICAL
+        try:
+            yield
+        finally:
+            self._log_levels[_PARALLEL_SUBMODULE] = before
 
     def _string(self, text: str) -> Any:
         """A `const std::string&` in libstdc++'s copy-on-write ABI: length, capacity, refcount, then the characters."""
@@ -146,7 +159,8 @@ def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
     comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = True, _comm_helper.Backend("hccl"), WORLD
     try:
         ms.set_context(device_target="Ascend")
-        yield communicator.groups
+        with communicator.quiet_search():
+            yield communicator.groups
     finally:
         ms.set_context(device_target="CPU")
         comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = saved

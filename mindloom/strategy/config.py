@@ -121,7 +121,8 @@ class Strategy:
         known = key
         while known and known not in self.lines:
             known = known.rpartition(".")[0]
-        return f"{self.source}:{self.lines.get(known, 1)}: {key}"
+        line = f":{self.lines.get(known, 1)}" if self.lines else ""  # a script has none
+        return f"{self.source}{line}: {key}"
 
 
 SINGLE_DEVICE = Strategy(source="one device")

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mindloom.errors import ConfigError
-from mindloom.reader import Keys, Reader, read_yaml, show_key
+from mindloom.reader import Document, Keys, Reader, read_yaml, show_key
 from mindloom.strategy.checks import strategy_problems
 from mindloom.strategy.config import Rule, Rules, Strategy
 from mindloom.strategy.layout import Dim, Layout
@@ -28,7 +29,29 @@ def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
     Raises:
         ConfigError: all problems of the file and of its rules file.
     """
-    document = read_yaml(Path(path))
+    return _strategy(read_yaml(Path(path)), for_inference)
+
+
+def strategy_of(settings: dict[str, Any], source: str = "auto_parallel") -> Strategy:
+    """The strategy that a script spells out: the keys of a strategy file. `rules` may be just its operators.
+
+    Raises:
+        ConfigError: all problems.
+    """
+    rules = settings.get("rules")
+    if isinstance(rules, dict) and not set(rules) & {"base", *_RULES_KEYS}:
+        settings = {**settings, "rules": {"operators": rules}}
+    return _strategy(Document(source, _plain(settings)))
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences of a script as a YAML file gives them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _strategy(document: Document, for_inference: bool = False) -> Strategy:
     reader, given = Reader(document), document.mapping
     values = reader.fields(given, Strategy, skip=("rules",))
     sequence_parallel = bool(values.get("sequence_parallel", False)) and not for_inference
@@ -36,7 +59,7 @@ def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
     if reader.problems:
         raise ConfigError(reader.problems)
     lines = {show_key(keys): line for keys, line in document.lines.items()}
-    strategy = Strategy(**values, rules=rules, source=str(path), lines=lines)
+    strategy = Strategy(**values, rules=rules, source=document.source, lines=lines)
     if problems := strategy_problems(strategy):
         raise ConfigError(problems)
     if for_inference:

@@ -60,6 +60,11 @@ class Mesh:
         return self.ranks_of_stage(self.pp - 1).start
 
     @property
+    def derives_layouts(self) -> bool:
+        """Whether MindSpore derives layouts from the rules of other operators: it does on stages of 2^n ranks only."""
+        return self.stage_size & (self.stage_size - 1) == 0
+
+    @property
     def cutting_axes(self) -> dict[str, int]:
         """Degrees above 1 of the axes within a stage, outer to inner: MindSpore's device matrix."""
         return {axis: self.degree(axis) for axis in self.order if axis != "pp" and self.degree(axis) > 1}

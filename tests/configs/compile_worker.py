@@ -84,7 +84,6 @@ def compile_rank(path, rank):
         "parameters": len(held),
         "cut_by_optimizer": sum(p.optimizer_shards > 1 for p in held),
         "foreseen_wrong": [p.name for p in held if graph.parameters.get(p.name) != p.local_shape],
-        "untouched": report.untouched_operators,
     }
 
 

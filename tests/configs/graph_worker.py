@@ -38,10 +38,10 @@ def written_out():
         del nn.Cell.cell_init_args
 
 
-def dry_run(path, model, rank, as_function):
+def dry_run(path, model, rank, as_function, accumulate=1):
     config = dataclasses.replace(size_config("pangu", "tiny"), **model)
     with contextlib.nullcontext() if as_function else written_out():
-        report = compile_rank("pangu", config, load_strategy(path), rank, (4, 64), False)
+        report = compile_rank("pangu", config, load_strategy(path), rank, (4 * accumulate, 64), False, accumulate)
     found = Counter()
     for c in report.collectives:
         size = "" if c.kind in ("Send", "Receive") else len(report.groups[c.group])

@@ -65,9 +65,9 @@ def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(name, write):
     assert model_flops == pytest.approx(dims.model_flops(tokens), rel=0.01)
 
 
-def compiled(path, rank, as_function=True):
+def compiled(path, rank, as_function=True, accumulate=1):
     env = {"MINDLOOM_KEPT_GRAPHS": "0"}  # a kept graph would be compared with itself
-    return call("tests/configs/graph_worker.py", "dry_run", path, MODEL, rank, as_function, env=env)
+    return call("tests/configs/graph_worker.py", "dry_run", path, MODEL, rank, as_function, accumulate, env=env)
 
 
 def test_keeping_the_network_a_function_changes_nothing_but_compile_time(write):
@@ -75,6 +75,16 @@ def test_keeping_the_network_a_function_changes_nothing_but_compile_time(write):
     function, inlined = compiled(path, 0), compiled(path, 0, as_function=False)
     assert function["collectives"] == inlined["collectives"]
     assert function["flops"] == inlined["flops"]
+
+
+@pytest.mark.parametrize("name", ["pp2_tp2_recompute", "dp2_tp2_zero_accumulate", "pp2_dp2_tp2_sp"])
+def test_what_is_derived_is_what_would_be_spelled_out(write, name):
+    """With dropout, and microbatches written out: each copy takes its layouts anew."""
+    text = "mesh: {pp: 2, dp: 2, tp: 2}\npipeline: {num_microbatches: 2}\nsequence_parallel: true\n"
+    text, accumulate = STRATEGIES.get(name, text), 4 if "accumulate" in name else 1
+    derived = compiled(write("derived.yaml", RULES + text), 0, False, accumulate)
+    rules = RULES.replace("decoder.yaml", "decoder_spelled_out.yaml")
+    assert derived == compiled(write("spelled_out.yaml", rules + text), 0, False, accumulate)
 
 
 def test_ranks_of_one_stage_have_the_same_graph_over_the_groups_foretold(write):

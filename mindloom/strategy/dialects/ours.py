@@ -29,6 +29,8 @@ def write(settings: Settings, rules: str) -> tuple[str, list[Note]]:
 
 def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> str:
     """A strategy file. `head`: comments at its top."""
+    if not strategy.mesh.derives_layouts:
+        rules = rules.replace("rules/decoder.yaml", "rules/decoder_spelled_out.yaml")
     lines = [
         *head,
         "mesh: {" + ", ".join(f"{axis}: {degree}" for axis, degree in strategy.mesh.degrees.items()) + "}",

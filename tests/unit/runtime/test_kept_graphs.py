@@ -6,8 +6,9 @@ import pytest
 from mindspore.train import mind_ir_pb2 as mind_ir
 
 from mindloom.runtime import kept_graphs
-from mindloom.runtime.compile import ParameterLayout, PartitionedGraph
+from mindloom.runtime.compile import PartitionedGraph
 from mindloom.runtime.kept_graphs import SUFFIX, SWITCH, kept_graph
+from mindloom.runtime.layouts import ParameterLayout
 
 KEY = {"network": {"family": "pangu"}, "rank": 1, "inputs": [[[2, 3], "<f4"]]}
 

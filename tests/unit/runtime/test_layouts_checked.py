@@ -8,9 +8,11 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from mindloom.errors import ConfigError
 from mindloom.parallel.parallelize import parallelize
+from mindloom.parallel.report import DERIVED
 from mindloom.runtime.compile import partition
-from mindloom.runtime.engine import Engine
+from mindloom.runtime.layouts import ParameterLayout, learn_layouts
 from mindloom.strategy.loader import load_strategy
+from mindloom.strategy.mesh import Mesh
 
 
 class Plain(nn.Cell):
@@ -41,9 +43,7 @@ def compile_for(rank, net, write, more=""):
     strategy = load_strategy(write("s.yaml", text))
     parallelize(net, strategy)
     graph = partition(net.set_train(False), strategy, rank, [((8, 4), np.float32)])
-    engine = Engine.__new__(Engine)
-    engine.strategy, engine.rank = strategy, rank
-    engine._check_layouts(net, graph.layouts, graph.groups)
+    learn_layouts(net.parallel_report, graph.layouts, graph.groups, rank, strategy.source)
     return graph
 
 
@@ -62,6 +62,52 @@ def test_where_they_differ_both_layouts_are_told(write):
     for words in (
         "s.yaml:4: weight (4, 8)",
         "rank 1 holds [2:4, 0:8], layout [tp, ~]",
-        "MindSpore compiled [1:2, 0:8]",
+        "MindSpore compiled [0:4, 0:8]",
     ):
         assert words in problem
+
+
+class Biased(Plain):
+    """No rule is for the bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = Parameter(Tensor(np.ones(8, np.float32)), name="bias")
+        self.add = ops.BiasAdd()
+
+    def construct(self, x):
+        return self.add(self.matmul(x, self.weight), self.bias)
+
+
+def test_what_is_derived_is_learned(write):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    net = Biased()
+    compile_for(1, net, write)
+    weight, bias = (net.parallel_report.of(name) for name in ("weight", "bias"))
+    assert (weight.local_shape, weight.rule.partition(":")[2]) == ((4, 4), "4")
+    assert (bias.local_shape, bias.layout, bias.rule) == ((4,), (("tp",),), DERIVED)
+
+
+def test_axes_of_a_compiled_layout_are_told_by_their_places():
+    mesh = Mesh(dp=2, tp=2)
+    inner, outer = (ParameterLayout((2, 2), (place, -1), (4, 8), "") for place in (0, 1))
+    assert (inner.by_name(mesh), outer.by_name(mesh)) == ((("tp",), ()), (("dp",), ()))
+    assert ParameterLayout((4,), (0,), (2,), "").by_name(mesh) == (("dp", "tp"),)
+    assert inner.by_name(Mesh(tp=2, dp=2)) == (("dp",), ())
+    assert ParameterLayout((8,), (0,), (1,), "").by_name(mesh) is None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("{dp: 24}", "MindSpore derives layouts on stages of 2^n ranks only, and no rule is for other"),
+        ("{dp: 2, cp: 2}", "mesh.cp = 2, but no rule cuts anything over cp"),
+    ],
+)
+def test_meshes_that_the_rules_do_not_fill_are_refused(write, mesh, message):
+    net = Plain()
+    net.other = ops.MatMul()
+    text = f"mesh: {mesh}\nrules:\n  operators:\n    matmul: [[dp, ~], [~, ~]]\n"
+    with pytest.raises(ConfigError) as caught:
+        parallelize(net, load_strategy(write("s.yaml", text)))
+    assert message in str(caught.value)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells around a user's network: its batch cut over dp without a rule, and a function as a Cell."""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from mindloom.errors import ConfigError
+
+
+class CutBatch(nn.Cell):
+    """`network` with its inputs cut over dp. An input has the batch in dim 0 if that is as long as the first input's.
+
+    Nothing moves: an identity with a layout tells MindSpore's propagation where to begin. Parameters keep their names.
+
+    Args:
+        dp: ranks that share the batch.
+    """
+
+    def __init__(self, network, dp):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        cuts = [ops.Identity().shard(((dp, *[1] * further),)) for further in range(5)]
+        self.cut_1, self.cut_2, self.cut_3, self.cut_4, self.cut_5 = cuts
+
+    def __call__(self, *args, **kwargs):
+        if ms.get_context("mode") != ms.GRAPH_MODE:
+            raise ConfigError(
+                "a parallel network runs in graph mode: call ms.set_context(mode=ms.GRAPH_MODE) before it"
+            )
+        return super().__call__(*args, **kwargs)
+
+    def construct(self, *inputs):
+        rows = inputs[0].shape[0]
+        cut = ()
+        for x in inputs:
+            cut = (*cut, self.cut(x, rows))
+        return self.network(*cut)
+
+    def cut(self, x, rows):
+        if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[0] != rows:
+            return x
+        if x.ndim == 1:
+            return self.cut_1(x)
+        if x.ndim == 2:
+            return self.cut_2(x)
+        if x.ndim == 3:
+            return self.cut_3(x)
+        if x.ndim == 4:
+            return self.cut_4(x)
+        if x.ndim == 5:
+            return self.cut_5(x)
+        return x
+
+
+class FunctionCell(nn.Cell):
+    """A function as a Cell, with the Cells that it uses: they own its parameters."""
+
+    def __init__(self, function, cells):
+        super().__init__(auto_prefix=False)
+        self.function = function
+        for number, cell in enumerate(cells):
+            setattr(self, f"cell_{number}", cell)
+
+    def construct(self, *inputs):
+        return self.function(*inputs)
+
+
+def average_over_all_rows(cell: nn.Cell) -> None:
+    """Let losses inside `cell` whose operator averages the rows it is given average those of all ranks.
+
+    `SparseSoftmaxCrossEntropyWithLogits` takes the mean inside: cut over dp each rank would tell, and follow, the mean of
+    its own rows. The cell has another way to the same value, whose mean MindSpore cuts right.
+    """
+    for _, part in cell.cells_and_names():
+        if isinstance(part, nn.SoftmaxCrossEntropyWithLogits) and part.sparse and part.reduction == "mean":
+            part.reduction = "mean over all ranks"  # compared with "mean" only; its ReduceMean stays
+
+
+def statistics_of_all_rows(net: nn.Cell) -> None:
+    """Let batch normalization take mean and variance over the rows of all ranks, as one device does.
+
+    Cut over dp, its operator would take those of its own rows. It is given the whole batch instead: an all-gather, and
+    every rank does the same. A rule for `bn_train` replaces this.
+    """
+    for _, part in net.cells_and_names():
+        if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d):
+            dims = 2 if isinstance(part, nn.BatchNorm1d) else 4
+            part.bn_train.shard(((1,) * dims, (1,), (1,), (1,), (1,)))

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks and ways of training as users of MindSpore write them, run on one device or under a mesh."""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.train import Model
+
+from mindloom import auto_parallel
+from mindloom.errors import ConfigError
+from mindloom.runtime import auto_parallel as module
+from mindloom.runtime.layouts import Slices
+
+STEPS = 4
+
+
+class Mlp(nn.Cell):
+    """Rows -> loss; the mean is taken inside MindSpore's operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Dense(12, 32), nn.ReLU(), nn.Dense(32, 5)
+        self.loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
+
+    def construct(self, x, label):
+        return self.loss(self.down(self.act(self.up(x))), label)
+
+
+class Plain(nn.Cell):
+    """Logits; the loss is the script's."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Dense(12, 32), nn.Tanh(), nn.Dense(32, 5)
+
+    def construct(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+class Cnn(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.relu = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+        self.flatten, self.head = nn.Flatten(), nn.Dense(8 * 6 * 6, 5)
+        self.loss = nn.CrossEntropyLoss()
+
+    def construct(self, x, label):
+        return self.loss(self.head(self.flatten(self.relu(self.norm(self.conv(x))))), label)
+
+
+class Bag(nn.Cell):
+    """Words -> score; the table is used twice, a parameter never."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(40, 16)
+        self.mean, self.square = ops.ReduceMean(), ops.Square()
+        self.unused = nn.Dense(4, 4)
+
+    def construct(self, words, target):
+        x = self.table(words).mean(1)
+        logits = ops.matmul(x, self.table.embedding_table.T)
+        return self.mean(self.square(logits - target))
+
+
+class Gru(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.gru, self.head = nn.GRU(6, 8, batch_first=True), nn.Dense(8, 3)
+
+    def construct(self, x, target):
+        out, _ = self.gru(x)
+        return ((self.head(out) - target) ** 2).mean()
+
+
+def data(name, rows=16):
+    rng = np.random.RandomState(1)
+    normal = lambda *shape: rng.randn(*shape).astype(np.float32)  # noqa: E731
+    labels = rng.randint(0, 5, rows).astype(np.int32)
+    labels[: rows // 4] = 0  # unequal in the parts of the batch
+    return {
+        "mlp": (normal(rows, 12), labels),
+        "plain": (normal(rows, 12), labels),
+        "cnn": (normal(rows, 3, 6, 6), labels),
+        "bag": (rng.randint(0, 40, (rows, 7)).astype(np.int32), normal(rows, 40)),
+        "gru": (normal(rows, 5, 6), normal(rows, 5, 3)),
+    }[name]
+
+
+NETWORKS = {"mlp": Mlp, "plain": Plain, "cnn": Cnn, "bag": Bag, "gru": Gru}
+
+
+def by_step(net, batch):
+    step = nn.TrainOneStepCell(net, nn.SGD(net.trainable_params(), 0.1)).set_train()
+    return [float(step(*batch).asnumpy()) for _ in range(STEPS)]
+
+
+def by_gradients(net, batch):
+    weights, optimizer = net.trainable_params(), nn.SGD(net.trainable_params(), 0.1)
+    net.set_train()
+    gradients, losses = ms.value_and_grad(net, None, weights), []
+    for _ in range(STEPS):
+        loss, found = gradients(*batch)
+        optimizer(found)
+        losses.append(float(loss.asnumpy()))
+    return losses
+
+
+def by_function(net, batch):
+    loss_of, optimizer = nn.CrossEntropyLoss(), nn.Momentum(net.trainable_params(), 0.1, 0.9)
+    net.set_train()
+
+    def forward(x, label):
+        return loss_of(net(x), label)
+
+    gradients = ms.value_and_grad(forward, None, optimizer.parameters)
+
+    @ms.jit
+    def step(x, label):
+        loss, found = gradients(x, label)
+        return ops.depend(loss, optimizer(found))
+
+    return [float(step(*batch).asnumpy()) for _ in range(STEPS)]
+
+
+def by_model(net, batch):
+    class Recorded(ms.train.Callback):
+        def __init__(self):
+            super().__init__()
+            self.losses = []
+
+        def step_end(self, run_context):
+            self.losses.append(float(run_context.original_args().net_outputs.asnumpy()))
+
+    loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
+    recorded = Recorded()
+    model = Model(net, loss, nn.SGD(net.trainable_params(), 0.1), metrics={"accuracy", "loss"})
+    dataset = ms.dataset.NumpySlicesDataset(batch, ["x", "label"], shuffle=False).batch(len(batch[0]))
+    model.train(STEPS, dataset, callbacks=[recorded], dataset_sink_mode=False)
+    found = model.eval(dataset, dataset_sink_mode=False)
+    predicted = model.predict(Tensor(batch[0])).asnumpy()
+    return [*recorded.losses, found["loss"], found["accuracy"], *predicted[:, 0].tolist()]
+
+
+WAYS = {"step": by_step, "gradients": by_gradients, "function": by_function, "model": by_model}
+
+
+def train(name, way, mesh, settings=None):
+    """(losses, this rank's part of each parameter and where it lies) of a network trained in a way; without a mesh on one
+    device."""
+    ms.set_device("CPU")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_seed(1)
+    module._engines.clear()
+    net = inner = NETWORKS[name]()
+    batch = data(name)
+    if mesh:
+        net = auto_parallel(net, mesh=mesh, **(settings or {}))
+    losses = WAYS[way](net, batch if way == "model" else tuple(map(Tensor, batch)))
+    parts = {}
+    for parameter in inner.get_parameters():
+        whole: Slices = tuple(slice(0, n) for n in parameter.shape)
+        engine = next(iter(module._engines.values()), None) if mesh else None
+        layout = engine.layouts.get(parameter.name) if engine else None
+        if layout is not None:
+            report = inner.parallel_report.of(parameter.name)
+            whole = layout.slices(report.global_shape, engine.rank, engine.groups)
+        parts[parameter.name] = ([[s.start, s.stop] for s in whole], parameter.asnumpy().tolist())
+    for engine in module._engines.values():
+        engine.close()
+    return losses, parts
+
+
+def refused(what):
+    """The message that a script gets."""
+    ms.set_device("CPU")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    module._engines.clear()
+    net, batch = auto_parallel(Mlp(), mesh={"dp": 2}), data("mlp")
+    try:
+        if what == "uneven":
+            net(Tensor(batch[0][:3]), Tensor(batch[1][:3]))
+        elif what == "no tensor":
+            net(Tensor(batch[0]), 3)
+        elif what == "has_aux":
+            gradients = ms.value_and_grad(
+                lambda x, label: (net(x, label), x), None, net.trainable_params(), has_aux=True
+            )
+            gradients(*map(Tensor, batch))
+        elif what == "eager":
+            ms.set_context(mode=ms.PYNATIVE_MODE)
+            net(*map(Tensor, batch))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        ms.set_context(mode=ms.GRAPH_MODE)
+        for engine in module._engines.values():
+            engine.close()
+    return "nothing"
+
+
+def two():
+    """Losses of two networks under two meshes, a step of each in turn; and of each alone on one device."""
+    ms.set_device("CPU")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    module._engines.clear()
+    meshes = [{"mesh": {"dp": 4}}, {"mesh": {"dp": 2, "tp": 2}, "rules": {"up.matmul": [["dp", None], ["tp", None]]}}]
+    batch, steps, alone = tuple(map(Tensor, data("mlp"))), [], []
+    for number, settings in enumerate(meshes):
+        for parallel in (False, True):
+            ms.set_seed(number)
+            net = auto_parallel(Mlp(), **settings) if parallel else Mlp()
+            step = nn.TrainOneStepCell(net, nn.SGD(net.trainable_params(), 0.1)).set_train()
+            if parallel:
+                steps.append(step)
+            else:
+                alone.append([float(step(*batch).asnumpy()) for _ in range(3)])
+    told = [[float(step(*batch).asnumpy()) for step in steps] for _ in range(3)]
+    for engine in module._engines.values():
+        engine.close()
+    return [losses[0] for losses in told], [losses[1] for losses in told], alone

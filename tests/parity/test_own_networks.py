@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks as users write them, in the ways that users train them: each rank sees the loss of one device, and holds its part
+of the same weights.
+"""
+
+import numpy as np
+import pytest
+from conftest import call
+
+WORKER = "tests/parity/own_networks.py"
+DP4, DP2_TP2 = {"dp": 4}, {"dp": 2, "tp": 2}
+COLUMNS_AND_ROWS = {"rules": {"up.matmul": [["dp", None], ["tp", None]], "down.matmul": [["dp", "tp"], [None, "tp"]]}}
+CASES = [
+    ("mlp", "step", DP4, None),
+    ("mlp", "gradients", DP2_TP2, COLUMNS_AND_ROWS),
+    ("plain", "function", DP4, None),
+    ("plain", "model", DP4, None),
+    ("plain", "model", DP2_TP2, COLUMNS_AND_ROWS),
+    ("cnn", "step", DP4, None),
+    ("bag", "step", DP4, {"optimizer_parallel": {"axis": "dp"}}),
+    ("gru", "step", DP4, None),
+]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("name", "way", "mesh", "settings"), CASES)
+def test_a_mesh_trains_as_one_device(name, way, mesh, settings):
+    losses, whole = call(WORKER, "train", name, way, None)
+    assert losses[3] < losses[0]
+    for told, parts in call(WORKER, "train", name, way, mesh, settings, processes=4):
+        np.testing.assert_allclose(told, losses, rtol=1e-5, atol=1e-6)
+        assert parts.keys() == whole.keys()
+        for parameter, (bounds, values) in parts.items():
+            expected = np.array(whole[parameter][1])[tuple(slice(*ends) for ends in bounds)]
+            np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5, err_msg=parameter)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("uneven", "auto_parallel: mesh.dp: a batch of 3 rows is not divisible by dp 2"),
+        ("no tensor", "argument 2 is 3; a parallel network takes Tensors"),
+        ("eager", "a parallel network runs in graph mode"),
+        ("has_aux", "has_aux"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_way_out(what, message):
+    for told in call(WORKER, "refused", what, processes=2):
+        assert message in told
+
+
+def test_two_networks_of_one_process_keep_their_own_strategies():
+    for first, second, alone in call(WORKER, "two", processes=4):
+        np.testing.assert_allclose(first, alone[0], rtol=1e-5)
+        np.testing.assert_allclose(second, alone[1], rtol=1e-5)

@@ -53,6 +53,9 @@ def as_a_process_of_its_own(task):
     saved, stdin = [os.dup(1), os.dup(2)], sys.stdin
     # The ranks of a job name their connections by the engines they made before; some sat out earlier tasks.
     sys.modules["mindloom.runtime.engine"]._engine_count = itertools.count()
+    if scripts := sys.modules.get("mindloom.runtime.auto_parallel"):
+        for known in (scripts._engines, scripts._networks, scripts._contents, scripts._steps):
+            known.clear()
     for number, name in ((1, task["stdout"]), (2, task["stderr"])):
         handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(handle, number)

@@ -56,7 +56,7 @@ def _parameter(p: ParameterReport) -> list[str]:
         f"{p.num_parts} different parts"
     ]
     if not p.rule:
-        lines.append("  no rule has a word on it: whole on every rank")
+        lines.append("  no rule is for it: whole on every rank, unless MindSpore derives a cut (a dry run shows it)")
     elif p.optimizer_shards > 1:
         lines.append(f"  layout {show(p.layout)}, then optimizer parallel cuts dim 0 over {p.optimizer_shards} ranks")
     else:
@@ -67,7 +67,7 @@ def _parameter(p: ParameterReport) -> list[str]:
 def _rules(rules: Sequence[Rule], path: str, position: int | None) -> list[str]:
     matching = [rule for rule in rules if path_matches(rule.pattern, path)]
     if not matching:
-        return ["  no rule matches it: MindSpore chooses its layout"]
+        return ["  no rule is for it: MindSpore derives its layout from the rules of the operators around it"]
     lines = []
     for rule in reversed(matching):
         layouts = rule.inputs if position is None else rule.inputs[position : position + 1]

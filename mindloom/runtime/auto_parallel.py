@@ -37,6 +37,7 @@ class _Parallel:
 
 
 _engines: dict[str, Engine] = {}
+"""By strategy, the one of the latest network last."""
 _networks: dict[int, _Parallel] = {}  # by id; what is kept here keeps its id
 _contents: dict[int, tuple[Any, _Parallel | None]] = {}
 _steps: dict[int, tuple[Any, nn.Cell]] = {}
@@ -71,8 +72,9 @@ def auto_parallel(
         raise ConfigError(
             f"auto_parallel: {', '.join(settings)} belong into {strategy}, or give mesh=... instead of it"
         )
-    engine = _engines.setdefault(strategy_key(loaded), None) or Engine(loaded)  # type: ignore[arg-type]
-    _engines[strategy_key(loaded)] = engine
+    key = strategy_key(loaded)
+    engine = _engines.pop(key) if key in _engines else Engine(loaded)
+    _engines[key] = engine
     if loaded.mesh.size > 1:
         statistics_of_all_rows(net)
     report = parallelize(net, loaded)
@@ -88,7 +90,7 @@ def auto_parallel(
 
 def is_log_rank() -> bool:
     """Whether this is the one process of the job that knows the loss and tells it; always, on one device."""
-    return all(engine.speaks for engine in _engines.values())
+    return not _engines or list(_engines.values())[-1].speaks
 
 
 def report_of(network: nn.Cell) -> Report:

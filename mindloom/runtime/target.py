@@ -37,6 +37,7 @@ class _Communicator:
 
     def __init__(self) -> None:
         self.rank = 0
+        self.first_size = 0
         self.groups: dict[str, list[int]] = {WORLD: [0]}
         self._keep: list[Any] = []  # everything C++ points at must outlive the process's last compile
 
@@ -166,6 +167,13 @@ def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
         comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = saved
         for module, name, original in helpers:
             setattr(module, name, original)
+
+
+def world_size_of_first_compilation(size: int) -> int:
+    """What the first caller in this process gave, which compiles for `size` ranks."""
+    communicator = _install()
+    communicator.first_size = communicator.first_size or size
+    return communicator.first_size
 
 
 def pin_cpu() -> None:

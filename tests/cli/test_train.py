@@ -152,6 +152,17 @@ def test_a_users_own_network_trains_the_same_with_one_line(tmp_path):
         np.testing.assert_allclose(np.array(got, float), np.array(expected, float), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize(("name", "argument"), [("image_classifier", "dp=4"), ("own_loop", "tp")])
+def test_the_other_examples_say_the_same_with_four_processes(name, argument):
+    script, runner = ROOT / "examples" / f"{name}.py", ("tests/script_worker.py", "run")
+    expected, said = call(*runner, script), "".join(call(*runner, script, argument, processes=4))
+    numbers = r"\d+\.?\d*"
+    assert len(re.findall("loss", expected)) == 6
+    assert re.sub(numbers, "", said) == re.sub(numbers, "", expected)  # told once, in the same words
+    got, wanted = (np.array(re.findall(numbers, text), float) for text in (said, expected))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

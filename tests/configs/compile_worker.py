@@ -21,7 +21,7 @@ from mindloom.runtime.compile import partition
 from mindloom.runtime.environment import launched_processes, launched_rank
 from mindloom.runtime.lowering import attributes, collective_nodes
 from mindloom.runtime.target import WORLD, virtual_ascend
-from mindloom.strategy.loader import load_strategy
+from mindloom.strategy.loader import load_rules, load_strategy
 from mindloom.train.optim import AdamW
 
 SEQ_LEN = 16
@@ -43,8 +43,11 @@ def reduced(family, size, mesh):
     )
 
 
-def compile_rank(path, rank):
+def compile_rank(path, rank, rules=None):
+    """`rules`: a file to take instead of the strategy's own."""
     strategy = load_strategy(path)
+    if rules:
+        strategy = dataclasses.replace(strategy, rules=load_rules(Path(rules), strategy.sequence_parallel))
     mesh = strategy.mesh
     if mesh.pp > 4:
         strategy = dataclasses.replace(

@@ -19,6 +19,7 @@ def test_the_strategy_reference_is_the_one_generated_from_the_dataclasses():
         "docs/architecture.md",
         "docs/data.md",
         "docs/mindformers.md",
+        "docs/your_network.md",
         "parallel_configs/README.md",
     ],
 )

@@ -21,6 +21,7 @@ class CutBatch(nn.Cell):
     def __init__(self, network, dp):
         super().__init__(auto_prefix=False)
         self.network = network
+        self.dp = dp
         cuts = [ops.Identity().shard(((dp, *[1] * further),)) for further in range(5)]
         self.cut_1, self.cut_2, self.cut_3, self.cut_4, self.cut_5 = cuts
 
@@ -32,6 +33,8 @@ class CutBatch(nn.Cell):
         return super().__call__(*args, **kwargs)
 
     def construct(self, *inputs):
+        if self.dp == 1:
+            return self.network(*inputs)
         rows = inputs[0].shape[0]
         cut = ()
         for x in inputs:
@@ -68,14 +71,13 @@ class FunctionCell(nn.Cell):
 
 
 def average_over_all_rows(cell: nn.Cell) -> None:
-    """Let losses inside `cell` whose operator averages the rows it is given average those of all ranks.
+    """Let `cell`, if it is a loss whose operator averages the rows it is given, average those of all ranks.
 
     `SparseSoftmaxCrossEntropyWithLogits` takes the mean inside: cut over dp each rank would tell, and follow, the mean of
     its own rows. The cell has another way to the same value, whose mean MindSpore cuts right.
     """
-    for _, part in cell.cells_and_names():
-        if isinstance(part, nn.SoftmaxCrossEntropyWithLogits) and part.sparse and part.reduction == "mean":
-            part.reduction = "mean over all ranks"  # compared with "mean" only; its ReduceMean stays
+    if isinstance(cell, nn.SoftmaxCrossEntropyWithLogits) and cell.sparse and cell.reduction == "mean":
+        cell.reduction = "mean over all ranks"  # compared with "mean" only; its ReduceMean stays
 
 
 def statistics_of_all_rows(net: nn.Cell) -> None:

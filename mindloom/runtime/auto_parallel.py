@@ -78,7 +78,7 @@ def auto_parallel(
     if loaded.mesh.size > 1:
         statistics_of_all_rows(net)
     report = parallelize(net, loaded)
-    network = wrap(CutBatch(net, loaded.mesh.dp) if loaded.mesh.dp > 1 else net, loaded)
+    network = wrap(CutBatch(net, loaded.mesh.dp) if loaded.mesh.size > 1 else net, loaded)
     _networks[id(network)] = _Parallel(network, report, engine)
     _contents.clear()
     # An outer Cell or a compiled function that calls the network does not tell it so: calls of both are looked at, and
@@ -134,7 +134,6 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run(cell: nn.Cell, inputs: tuple[Tensor, ...], engine: Engine) -> Any:
-    average_over_all_rows(cell)
     if engine.partitions_itself:
         return engine.program(cell, inputs).run(inputs)
     if _context_of != [engine]:  # MindSpore has one for the process, read when it compiles
@@ -179,6 +178,9 @@ def _parallel_in(owner: Any, cells: Any) -> _Parallel | None:
         found = [_networks[key] for key in inside if key in _networks]
         if len({id(parallel.engine) for parallel in found}) > 1:
             raise ConfigError(f"{type(owner).__name__} holds networks under two strategies; one graph has one")
+        if found and found[0].engine.strategy.mesh.size > 1:
+            for cell in inside.values():
+                average_over_all_rows(cell)
         _contents[id(owner)] = (owner, found[0] if found else None)
     return _contents[id(owner)][1]
 

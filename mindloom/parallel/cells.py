@@ -7,6 +7,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from mindloom.errors import ConfigError
+from mindloom.parallel.sharding import shard
 
 
 class CutBatch(nn.Cell):
@@ -15,14 +16,16 @@ class CutBatch(nn.Cell):
     Nothing moves: an identity with a layout tells MindSpore's propagation where to begin. Parameters keep their names.
 
     Args:
-        dp: ranks that share the batch.
+        mesh: its ranks along dp share the batch.
     """
 
-    def __init__(self, network, dp):
+    def __init__(self, network, mesh):
         super().__init__(auto_prefix=False)
         self.network = network
-        self.dp = dp
-        cuts = [ops.Identity().shard(((dp, *[1] * further),)) for further in range(5)]
+        self.dp = mesh.dp
+        cuts = [ops.Identity() for _ in range(5)]
+        for further, cut in enumerate(cuts):
+            shard(cut, [(("dp",), *[()] * further)], mesh)
         self.cut_1, self.cut_2, self.cut_3, self.cut_4, self.cut_5 = cuts
 
     def __call__(self, *args, **kwargs):

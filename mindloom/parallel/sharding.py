@@ -17,12 +17,16 @@ from mindspore.ops import Primitive
 
 from mindloom.strategy.config import Rule
 from mindloom.strategy.layout import Layout, degrees
-from mindloom.strategy.mesh import Mesh
+from mindloom.strategy.mesh import AXES, Mesh
 
 LARGE_OPERATORS = frozenset(
     {"MatMul", "BatchMatMul", "MatMulExt", "Dense", "Gather", "Embedding", "Conv2D", "Softmax", "FlashAttentionScore"}
 )
 """Those that need a rule of their own where MindSpore derives no layouts: it would copy their inputs whole."""
+
+
+TAKE_NAMES = frozenset({"MatMul", "BatchMatMul", "Softmax", "Transpose", "GeLU", "Add", "Sub", "Square", "Identity"})
+"""Operators known to take layouts by name (tried with MindSpore 2.9); some others fail with them."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +72,33 @@ def apply_rules(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) ->
 def _shard(primitive: Primitive, rule: Rule, mesh: Mesh) -> None:
     if rule.local:
         primitive.add_prim_attr("self_define_shard", True)
+    shard(primitive, rule.inputs, mesh, rule.outputs, by_name=rule.local)
+
+
+def shard(
+    primitive: Primitive,
+    inputs: Sequence[Layout],
+    mesh: Mesh,
+    outputs: Sequence[Layout] | None = None,
+    by_name: bool = False,
+) -> None:
+    """Tell MindSpore the layouts of an operator: by the axes' names where the order of the mesh is not the usual one and the
+    operator takes names, by numbers elsewhere. From numbers MindSpore concludes the usual order.
+    """
+    if by_name or (mesh.order != AXES and primitive.name in TAKE_NAMES):
+        axes = {axis: degree for axis, degree in mesh.degrees.items() if axis != "pp"}
+        named = ms.Layout(tuple(axes.values()), tuple(axes))
 
         def say(layout: Layout) -> Any:
-            return ms_layout(*(dim or "None" for dim in layout))
+            cut = [tuple(axis for axis in dim if axis in axes) for dim in layout]
+            return named(*(dim[0] if len(dim) == 1 else dim or "None" for dim in cut))
 
-        ms_layout = ms.Layout((mesh.dp, mesh.tp), ("dp", "tp"))
     else:
 
         def say(layout: Layout) -> Any:
             return degrees(layout, mesh)
 
-    outputs = None if rule.outputs is None else tuple(map(say, rule.outputs))
-    primitive.shard(tuple(map(say, rule.inputs)), outputs)
+    primitive.shard(tuple(map(say, inputs)), None if outputs is None else tuple(map(say, outputs)))
 
 
 def unmatched_rules(found: Sequence[Operator], rules: Sequence[Rule]) -> list[Rule]:

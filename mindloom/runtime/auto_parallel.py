@@ -78,7 +78,7 @@ def auto_parallel(
     if loaded.mesh.size > 1:
         statistics_of_all_rows(net)
     report = parallelize(net, loaded)
-    network = wrap(CutBatch(net, loaded.mesh.dp) if loaded.mesh.size > 1 else net, loaded)
+    network = wrap(CutBatch(net, loaded.mesh) if loaded.mesh.size > 1 else net, loaded)
     _networks[id(network)] = _Parallel(network, report, engine)
     _contents.clear()
     # An outer Cell or a compiled function that calls the network does not tell it so: calls of both are looked at, and

@@ -13,6 +13,7 @@ COLUMNS_AND_ROWS = {"rules": {"up.matmul": [["dp", None], ["tp", None]], "down.m
 CASES = [
     ("mlp", "step", DP4, None),
     ("mlp", "gradients", DP2_TP2, COLUMNS_AND_ROWS),
+    ("mlp", "step", {"tp": 2, "dp": 2}, COLUMNS_AND_ROWS),
     ("plain", "function", DP4, None),
     ("plain", "model", DP4, None),
     ("plain", "model", DP2_TP2, COLUMNS_AND_ROWS),

@@ -11,6 +11,7 @@ from typing import Any
 from mindloom.strategy.config import OptimizerParallel, Recompute, Stages, Strategy
 from mindloom.strategy.dialects.settings import Note, Settings
 from mindloom.strategy.loader import load_strategy
+from mindloom.strategy.mesh import Mesh
 
 FLAGS = "# tools/train.py "
 
@@ -27,10 +28,14 @@ def write(settings: Settings, rules: str) -> tuple[str, list[Note]]:
     return strategy_text(settings.strategy, rules, [flags_comment(settings.train)] if settings.train else []), []
 
 
+def fitting_rules(rules: str, mesh: Mesh) -> str:
+    """Of our own rules files the one with every operator where MindSpore derives no layouts."""
+    return rules if mesh.derives_layouts else rules.replace("rules/decoder.yaml", "rules/decoder_spelled_out.yaml")
+
+
 def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> str:
     """A strategy file. `head`: comments at its top."""
-    if not strategy.mesh.derives_layouts:
-        rules = rules.replace("rules/decoder.yaml", "rules/decoder_spelled_out.yaml")
+    rules = fitting_rules(rules, strategy.mesh)
     lines = [
         *head,
         "mesh: {" + ", ".join(f"{axis}: {degree}" for axis, degree in strategy.mesh.degrees.items()) + "}",

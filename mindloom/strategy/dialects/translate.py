@@ -89,7 +89,8 @@ def translate(
         writer = {"mindformers1": mindformers, "mindformers2": mindformers2, "megatron": megatron}[to]
         text, more = writer.write(settings)
     own = settings.strategy
-    if own.rules.operators and not _are_shipped(own.rules, rules, own.sequence_parallel):
+    fitting = Path(ours.fitting_rules(str(rules), own.mesh))
+    if own.rules.operators and not _are_shipped(own.rules, fitting, own.sequence_parallel):
         more = [*more, Note("rules", to, "not expressible", f"other rules than {rules}, which alone can be named")]
     return Translation(settings, text, notes + more)
 

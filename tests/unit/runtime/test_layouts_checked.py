@@ -128,7 +128,9 @@ def test_a_mean_is_over_the_ranks_of_its_own_job(write, size):
     """Whatever number of ranks this process compiled for before."""
     ms.set_context(mode=ms.GRAPH_MODE)
     strategy = load_strategy(write("s.yaml", f"mesh: {{dp: {size}}}\n"))
-    graph = partition(CutBatch(Mean(), size).set_train(False), strategy, 0, [((16, 4), np.float32)]).model.graph
+    graph = partition(
+        CutBatch(Mean(), strategy.mesh).set_train(False), strategy, 0, [((16, 4), np.float32)]
+    ).model.graph
     values = [a.tensors[0].raw_data for node in graph.node for a in node.attribute if a.name == "value" and a.tensors]
     divisors = [float(np.frombuffer(value, np.float32)[0]) for value in values if len(value) == 4]
     assert float(size) in divisors

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from farm import FOUR, ONE, ROOT, Outcome, call, tool
+from farm import FARMS, ROOT, Outcome, call, tool
 
 from mindloom.errors import run_tool
 
@@ -131,8 +131,8 @@ def kept_graphs(tmp_path_factory):
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     os.environ["MINDLOOM_KEPT_GRAPHS"] = str(folder / "graphs")
     yield
-    ONE.close()
-    FOUR.close()
+    for farm in FARMS:
+        farm.close()
 
 
 @pytest.fixture

@@ -111,13 +111,15 @@ class Farm:
         return answers
 
 
-ONE, FOUR = Farm(1), Farm(4)
-atexit.register(ONE.close)
-atexit.register(FOUR.close)
+ONE, TWO, FOUR = FARMS = (Farm(1), Farm(2), Farm(4))
+"""A process that has compiled for 4 devices cannot run for 2."""
+for each in FARMS:
+    atexit.register(each.close)
 
 
 def _perform(file, function, arguments, **options):
-    farm = ONE if options["processes"] == 1 else FOUR
+    fresh = options.pop("fresh", False)
+    farm = Farm(options["processes"]) if fresh else next(f for f in FARMS if f.size == options["processes"])
     folder = Path(tempfile.mkdtemp(prefix="farm-"))
     try:
         answers = farm.perform(file, function, arguments, folder, **options)
@@ -130,12 +132,17 @@ def _perform(file, function, arguments, **options):
         farm.close()
         raise
     finally:
+        if fresh:
+            farm.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def call(file, function, *arguments, processes=1, timeout=300, env=None):
-    """What a function of a file returns for `arguments`, all of it JSON; of several processes a list, by rank."""
-    options = {"is_tool": False, "processes": processes, "timeout": timeout, "cwd": ROOT, "env": env}
+def call(file, function, *arguments, processes=1, timeout=300, env=None, fresh=False):
+    """What a function of a file returns for `arguments`, all of it JSON; of several processes a list, by rank.
+
+    `fresh`: in processes of its own, because it compiles for other numbers of devices.
+    """
+    options = {"fresh": fresh, "is_tool": False, "processes": processes, "timeout": timeout, "cwd": ROOT, "env": env}
     answers, logs = _perform(file, function, [_plain(a) for a in arguments], **options)
     failed = [rank for rank, answer in enumerate(answers) if answer is None or answer["code"]]
     assert not failed, "\n".join(f"rank {rank}, {function} of {file}: {logs[rank][-6000:]}" for rank in failed)

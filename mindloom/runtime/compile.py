@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from mindloom.runtime.gradients import decided_branches
 from mindloom.runtime.layouts import ParameterLayout, read_layouts
-from mindloom.runtime.lowering import names_group
-from mindloom.runtime.target import WORLD, virtual_ascend, world_size_of_first_compilation
+from mindloom.runtime.target import virtual_ascend
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.layout import Shape
 
@@ -113,38 +112,10 @@ def partition(
         phase, _ = _cell_graph_executor.compile(cell, *tensors, phase=f"export.mindir.{rank}", do_convert=False)
         raw_layouts = executor.get_parameter_layout(phase)
         model = mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
-        _mend_means(model, world_size_of_first_compilation(strategy.mesh.size), strategy.mesh.size)
         layouts = read_layouts(raw_layouts)
         used = _groups_in(model) | {layout.optimizer_group for layout in layouts.values()}
         held = {name: ranks for name, ranks in groups.items() if name in used}
     return PartitionedGraph(model, layouts, held, rank, time.perf_counter() - start)
-
-
-def _mend_means(model: mind_ir.ModelProto, first: int, size: int) -> None:
-    """A mean over all ranks is an all-reduce and a division by their number. MindSpore knows the group of all ranks by its
-    name, from the first compilation of a process: one for another number of ranks would divide by that of the first.
-    """
-    if first == size:
-        return
-    primitives = {p.name: p for p in model.primitives}
-    for graph in (model.graph, *model.functions):
-        constants = {node.output[0]: node for node in graph.node if any(a.name == "value" for a in node.attribute)}
-        sums = set()
-        for node in graph.node:
-            primitive = primitives.get(node.op_type.removeprefix("REF::"))
-            if primitive is None:
-                continue
-            if primitive.op_type == "AllReduce" and any(
-                names_group(a) and a.s == WORLD.encode() for a in primitive.attribute
-            ):
-                sums.add(node.output[0])
-            elif primitive.op_type == "RealDiv" and node.input[0] in sums and node.input[1] in constants:
-                tensor = next(a for a in constants[node.input[1]].attribute if a.name == "value").tensors[0]
-                dtype = np.dtype(
-                    {mind_ir.TensorProto.FLOAT: "<f4", mind_ir.TensorProto.FLOAT16: "<f2"}[tensor.data_type]
-                )
-                if np.frombuffer(tensor.raw_data, dtype).tolist() == [first]:
-                    tensor.raw_data = np.array(size, dtype).tobytes()
 
 
 def _groups_in(model: mind_ir.ModelProto) -> set[str]:

@@ -31,7 +31,7 @@ from mindloom.runtime.environment import end_with_msrun, job_name, launched_proc
 from mindloom.runtime.executor import Program
 from mindloom.runtime.kept_graphs import kept_graph, strategy_key
 from mindloom.runtime.layouts import ParameterLayout, learn_layouts, read_layouts
-from mindloom.runtime.target import WORLD, TargetError, pin_cpu, virtual_ascend
+from mindloom.runtime.target import WORLD, TargetError, compiled_size, pin_cpu, virtual_ascend
 from mindloom.runtime.transport import Collectives, Transport
 from mindloom.strategy.checks import launch_problems
 from mindloom.strategy.config import Strategy
@@ -81,6 +81,11 @@ class Engine:
             sys.exit(0)  # CPU processes find each other without msrun's scheduler
         end_with_msrun()
         pin_cpu()
+        if compiled_size() not in (None, self.strategy.mesh.size):
+            raise ConfigError(
+                f"{self.strategy.at('mesh')}: this process has compiled for {compiled_size()} devices before, and MindSpore "
+                f"keeps that number; run what needs {self.strategy.mesh.size} in new processes"
+            )
         # A process that starts a second engine does so on every rank.
         self.transport = Transport(self.rank, self.strategy.mesh.size, f"{job_name()}-{next(_engine_count)}")
         atexit.register(self.transport.close)

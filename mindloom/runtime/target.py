@@ -37,11 +37,12 @@ class _Communicator:
 
     def __init__(self) -> None:
         self.rank = 0
-        self.first_size = 0
+        self.first_size: int | None = None
         self.groups: dict[str, list[int]] = {WORLD: [0]}
         self._keep: list[Any] = []  # everything C++ points at must outlive the process's last compile
 
     def enter(self, rank: int, size: int) -> None:
+        self.first_size = self.first_size or size
         self.rank = rank
         self.groups[WORLD] = list(range(size))  # the others' names stand for their ranks: MindSpore creates each once
 
@@ -169,11 +170,11 @@ def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
             setattr(module, name, original)
 
 
-def world_size_of_first_compilation(size: int) -> int:
-    """What the first caller in this process gave, which compiles for `size` ranks."""
-    communicator = _install()
-    communicator.first_size = communicator.first_size or size
-    return communicator.first_size
+def compiled_size() -> int | None:
+    """Devices that this process first compiled for; None if it has not yet. MindSpore keeps its group of all ranks as it was
+    then: what is compiled for another number of them has its collectives, but means and gradients of the first number.
+    """
+    return _communicator.first_size if _communicator else None
 
 
 def pin_cpu() -> None:

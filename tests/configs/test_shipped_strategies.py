@@ -28,8 +28,8 @@ def test_a_name_says_family_size_and_degrees(path):
 def compiled():
     """strategy name -> what the compiler made of a rank of its first, middle and last stage; of EQUAL, of every rank."""
     longest_first = sorted(FILES, key=lambda path: -load_strategy(path).mesh.pp)
-    found = {}
-    for results in call(WORKER, "compile_share", list(map(str, longest_first)), EQUAL, processes=2, timeout=900):
+    asked, found = (list(map(str, longest_first)), EQUAL), {}
+    for results in call(WORKER, "compile_share", *asked, processes=2, timeout=900, fresh=True):
         for result in results:
             found.setdefault(result["strategy"].removesuffix(".yaml"), []).append(result)
     for results in found.values():

@@ -7,7 +7,6 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 from mindloom.errors import ConfigError
-from mindloom.parallel.cells import CutBatch
 from mindloom.parallel.parallelize import parallelize
 from mindloom.parallel.report import DERIVED
 from mindloom.runtime.compile import partition
@@ -112,26 +111,3 @@ def test_meshes_that_the_rules_do_not_fill_are_refused(write, mesh, message):
     with pytest.raises(ConfigError) as caught:
         parallelize(net, load_strategy(write("s.yaml", text)))
     assert message in str(caught.value)
-
-
-class Mean(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.mean = ops.ReduceMean()
-
-    def construct(self, x):
-        return self.mean(x)
-
-
-@pytest.mark.parametrize("size", [8, 4])
-def test_a_mean_is_over_the_ranks_of_its_own_job(write, size):
-    """Whatever number of ranks this process compiled for before."""
-    ms.set_context(mode=ms.GRAPH_MODE)
-    strategy = load_strategy(write("s.yaml", f"mesh: {{dp: {size}}}\n"))
-    graph = partition(
-        CutBatch(Mean(), strategy.mesh).set_train(False), strategy, 0, [((16, 4), np.float32)]
-    ).model.graph
-    values = [a.tensors[0].raw_data for node in graph.node for a in node.attribute if a.name == "value" and a.tensors]
-    divisors = [float(np.frombuffer(value, np.float32)[0]) for value in values if len(value) == 4]
-    assert float(size) in divisors
-    assert float(12 - size) not in divisors

@@ -40,7 +40,7 @@ _engines: dict[str, Engine] = {}
 """By strategy, the one of the latest network last."""
 _networks: dict[int, _Parallel] = {}  # by id; what is kept here keeps its id
 _contents: dict[int, tuple[Any, _Parallel | None]] = {}
-_steps: dict[int, tuple[Any, nn.Cell]] = {}
+_steps: dict[Any, tuple[Any, nn.Cell]] = {}
 _context_of: list[Engine] = []
 """The engine whose settings MindSpore has, on a device."""
 
@@ -120,7 +120,8 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
             f"{parallel.engine.strategy.at('mesh.pp')}: a pipeline trains with nn.TrainOneStepCell(net, optimizer), not in "
             f"a function of your own ({getattr(function, '__name__', function)})"
         )
-    if id(function) not in _steps:
+    key = (id(function), parallel.network.training)
+    if key not in _steps:
         if any(getattr(value, "has_aux", False) is True for _, value in _reached_from(function)):
             raise ConfigError(
                 "value_and_grad with has_aux=True: MindSpore does not find the loss among several outputs and sums the "
@@ -129,8 +130,8 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
             )
         cells = dict(_cells_of(function))
         parallel.network.set_grad()  # as MindSpore's own steps do
-        _steps[id(function)] = (function, FunctionCell(function, cells.values()).set_train())
-    return _run(_steps[id(function)][1], _inputs(function, args, kwargs, parallel.engine), parallel.engine)
+        _steps[key] = (function, FunctionCell(function, cells.values()))
+    return _run(_steps[key][1], _inputs(function, args, kwargs, parallel.engine), parallel.engine)
 
 
 def _run(cell: nn.Cell, inputs: tuple[Tensor, ...], engine: Engine) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,11 @@ from numpy.typing import NDArray
 
 from mindloom.runtime.gradients import decided_branches
 from mindloom.runtime.layouts import ParameterLayout, read_layouts
-from mindloom.runtime.target import virtual_ascend
+from mindloom.runtime.target import forget_search, virtual_ascend
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.layout import Shape
+
+_phases = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
         settings = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
     if layouts_file:
         settings["strategy_ckpt_config"] = {"save_file": str(layouts_file)}
+    forget_search()
     ms.set_auto_parallel_context(
         # By propagation an operator without a rule takes its layout from those that have one.
         parallel_mode="auto_parallel" if mesh.derives_layouts else "semi_auto_parallel",
@@ -109,7 +113,9 @@ def partition(
         auto_parallel_context(strategy, rank, layouts_file),
     ):
         tensors = [Tensor(np.zeros(shape, dtype)) for shape, dtype in inputs]
-        phase, _ = _cell_graph_executor.compile(cell, *tensors, phase=f"export.mindir.{rank}", do_convert=False)
+        # A phase of its own: MindSpore would give the graph of an earlier one again, whatever has changed in the Cell.
+        name = f"export.mindir.{rank}.{next(_phases)}"
+        phase, _ = _cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
         raw_layouts = executor.get_parameter_layout(phase)
         model = mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
         layouts = read_layouts(raw_layouts)

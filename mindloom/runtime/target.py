@@ -26,10 +26,22 @@ _HARMLESS_SYMBOL = "_ZNK9mindspore9MsContext14enable_dump_irEv"  # takes a conte
 _LOG_LEVELS_SYMBOL = "_ZN9mindspore25g_ms_submodule_log_levelsE"  # int[], by SubModuleId of log_adapter.h
 _PARALLEL_SUBMODULE, _CRITICAL = 14, 4
 _COMM_SYMBOL = "_ZN9mindspore11CommManager8RegisterERKSsRKSt10shared_ptrIS0_E"  # CommManager::Register
+_SEARCH_SYMBOL = "_ZN9mindspore8parallel16entire_costgraphE"  # a shared_ptr: the object, what counts its owners
+_RELEASE_SYMBOL = (
+    "_ZNSt16_Sp_counted_baseILN9__gnu_cxx12_Lock_policyE2EE10_M_releaseEv"  # of such a counter: one owner less
+)
 
 
 class TargetError(RuntimeError):
     """This MindSpore cannot be given a virtual target."""
+
+
+def _library(name: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(ms.__file__).parent / "lib" / f"libmindspore_{name}.so"))
+
+
+def _lacks(error: Exception) -> TargetError:
+    return TargetError(f"MindSpore {ms.__version__} lacks what partitioning leans on: {error}")
 
 
 class _Communicator:
@@ -47,17 +59,13 @@ class _Communicator:
         self.groups[WORLD] = list(range(size))  # the others' names stand for their ranks: MindSpore creates each once
 
     def register(self) -> None:
-        lib = Path(ms.__file__).parent / "lib"
         try:
-            core = ctypes.CDLL(str(lib / "libmindspore_core.so"))
-            common = ctypes.CDLL(str(lib / "libmindspore_common.so"))
+            core, common = _library("core"), _library("common")
             register_init, harmless = getattr(core, _INIT_SYMBOL), getattr(core, _HARMLESS_SYMBOL)
             register_comm = getattr(common, _COMM_SYMBOL)
             self._log_levels = (ctypes.c_int * (_PARALLEL_SUBMODULE + 1)).in_dll(core, _LOG_LEVELS_SYMBOL)
         except (OSError, AttributeError, ValueError) as error:
-            raise TargetError(
-                f"MindSpore {ms.__version__} lacks what the virtual Ascend target needs: {error}"
-            ) from None
+            raise _lacks(error) from None
         # The Ascend environment checks print alarming lines about missing packages; nothing here needs those packages.
         MSContext.get_instance().register_check_env_callback(lambda *_: None)
         MSContext.get_instance().register_set_env_callback(lambda *_: None)
@@ -168,6 +176,27 @@ def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
         comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = saved
         for module, name, original in helpers:
             setattr(module, name, original)
+
+
+def forget_search() -> None:
+    """Let the next compile derive its layouts from its own graph alone.
+
+    MindSpore keeps the costs of moving tensors from one compile to the next, without their sizes: layouts would depend on
+    what this process compiled before, and so differ between ranks that came another way (tests/cli/test_train.py).
+
+    Raises:
+        TargetError: this MindSpore lacks the symbols this leans on.
+    """
+    try:
+        frontend = _library("frontend")
+        kept = (ctypes.c_void_p * 2).in_dll(frontend, _SEARCH_SYMBOL)
+        release = frontend[_RELEASE_SYMBOL]
+    except (OSError, AttributeError, ValueError) as error:
+        raise _lacks(error) from None
+    owners, kept[0], kept[1] = kept[1], None, None
+    if owners:
+        release.restype, release.argtypes = None, [ctypes.c_void_p]
+        release(owners)
 
 
 def compiled_size() -> int | None:

@@ -26,7 +26,7 @@ def strategy_problems(strategy: Strategy) -> list[str]:
     for axis in AXES:
         if problem := number_problem(mesh.degree(axis), Count):
             problems.append(f"{strategy.at('mesh.' + axis)} {problem}, got {mesh.degree(axis)}")
-    if mesh.pp > 1 and next(iter(mesh.degrees)) != "pp":
+    if mesh.pp > 1 and mesh.order[0] != "pp":
         problems.append(f"{strategy.at('mesh.pp')} must be the outermost axis: write pp first")
     if mesh.size > MOST_DEVICES:
         problems.append(f"{strategy.at('mesh')}: {mesh} processes; there are at most {MOST_DEVICES:,}")

@@ -42,7 +42,7 @@ class Mesh:
         cutting = [axis for axis in order or degrees if degrees.get(axis, 1) != 1]
         usual = [axis for axis in AXES if axis in cutting]
         others = [axis for axis in AXES if axis not in cutting]  # of one rank: their place means nothing
-        object.__setattr__(self, "order", AXES if cutting == usual else (*others, *cutting))
+        object.__setattr__(self, "order", AXES if cutting == usual else (*cutting, *others))
 
     @property
     def size(self) -> int:

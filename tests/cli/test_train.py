@@ -152,6 +152,20 @@ def test_a_users_own_network_trains_the_same_with_one_line(tmp_path):
         np.testing.assert_allclose(np.array(got, float), np.array(expected, float), rtol=0, atol=2e-6)
 
 
+def test_the_norm_counts_parameters_whose_cut_was_derived_once(tmp_path, write):
+    rules = (CONFIGS / "rules/decoder.yaml").read_text()
+    write("rules.yaml", "".join(line for line in rules.splitlines(keepends=True) if "bias_add" not in line))
+    strategy = ("--strategy", write("s.yaml", "mesh: {dp: 2, tp: 2}\nrules: rules.yaml\n"))
+    norms = {}
+    for processes, more in ((1, ()), (4, strategy)):
+        out = tmp_path / str(processes)
+        arguments = ("--data", TEXT, "--config", TWO_LAYERS, "--steps", 2, "--seq-len", 32, *more, "--output-dir", out)
+        outcome = tool("tools/train.py", *arguments, processes=processes)
+        assert outcome.code == 0, outcome.output
+        norms[processes] = [json.loads(line)["grad_norm"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose(norms[4], norms[1], rtol=1e-5)
+
+
 @pytest.mark.parametrize(("name", "argument"), [("image_classifier", "dp=4"), ("own_loop", "tp")])
 def test_the_other_examples_say_the_same_with_four_processes(name, argument):
     script, runner = ROOT / "examples" / f"{name}.py", ("tests/script_worker.py", "run")

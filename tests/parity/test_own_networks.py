@@ -14,10 +14,9 @@ CASES = [
     ("mlp", "step", DP4, None),
     ("mlp", "gradients", DP2_TP2, COLUMNS_AND_ROWS),
     ("mlp", "step", {"tp": 2, "dp": 2}, COLUMNS_AND_ROWS),
-    ("plain", "function", DP4, None),
     ("plain", "model", DP4, None),
     ("plain", "model", DP2_TP2, COLUMNS_AND_ROWS),
-    ("cnn", "step", DP4, None),
+    ("cnn", "step, judged", DP4, None),
     ("bag", "step", DP4, {"optimizer_parallel": {"axis": "dp"}}),
     ("gru", "step", DP4, None),
 ]

@@ -60,7 +60,7 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
     [
         ("mesh: {dp: 0}", "s.yaml:1: mesh.dp must be at least 1, got 0"),
         ("mesh: {dp: two}", "s.yaml:1: mesh.dp must be a whole number, got 'two'"),
-        ("mesh: {tp: 2, pp: 2}", "s.yaml:1: mesh.pp must be the outermost axis: write pp first"),
+        ("mesh: {tp: 2, pp: 2, dp: 2}", "s.yaml:1: mesh.pp must be the outermost axis: write pp first"),
         (
             "mesh: {pp: 4}\npipeline: {num_microbatches: 2}",
             "s.yaml:2: pipeline.num_microbatches = 2 is fewer than the 4 stages",

@@ -3,6 +3,7 @@ import dataclasses
 
 import pytest
 
+from mindloom.strategy.checks import strategy_problems
 from mindloom.strategy.config import Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.layout import LayoutError, degrees, local_shape, show
 from mindloom.strategy.mesh import Mesh
@@ -24,6 +25,7 @@ def test_the_order_in_which_axes_are_given_is_the_order_of_ranks():
     assert [(mesh.coordinate(r, "tp"), mesh.coordinate(r, "dp")) for r in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert mesh != Mesh(dp=2, tp=2)
     assert Mesh(tp=2, dp=1) == Mesh(tp=2)
+    assert strategy_problems(Strategy(mesh=Mesh(pp=2, tp=2, cp=2), pipeline=Pipeline(num_microbatches=2))) == []
     assert dataclasses.replace(mesh, tp=4).group(0, "tp") == [0, 2, 4, 6]
     assert str(Mesh(pp=2, dp=2, cp=2, tp=2)) == "pp 2 x dp 2 x cp 2 x tp 2 = 16"
 

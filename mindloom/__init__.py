@@ -7,13 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mindloom.certification.verdict import certify
     from mindloom.runtime.auto_parallel import auto_parallel, is_log_rank
 
-__all__ = ["__version__", "auto_parallel", "is_log_rank"]
+__all__ = ["__version__", "auto_parallel", "certify", "is_log_rank"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     if name in ("auto_parallel", "is_log_rank"):  # loads MindSpore, which strategies and plans do without
         return getattr(import_module("mindloom.runtime.auto_parallel"), name)
+    if name == "certify":
+        return getattr(import_module("mindloom.certification.verdict"), name)
     raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,3 +39,19 @@ def size_config(family: str, size: str) -> DecoderConfig:
     if size not in sizes:
         raise ConfigError(f"--size {size} is unknown{did_you_mean(size, sizes)}; {family} has: {', '.join(sizes)}")
     return sizes[size]
+
+
+@functools.cache
+def sources_hash() -> str:
+    """Of every source file that has a say in what is computed: this package's and the families'."""
+    digest = hashlib.sha256()
+    for package in ("mindloom", *FAMILIES):
+        spec = find_spec(package)
+        root = Path(spec.origin).parent if spec and spec.origin else None
+        if spec and root is None and spec.submodule_search_locations:
+            root = Path(next(iter(spec.submodule_search_locations)))
+        if root is None:
+            continue
+        for path in sorted(root.rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

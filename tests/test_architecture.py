@@ -9,7 +9,19 @@ import sys
 import pytest
 from conftest import ROOT
 
-CORE = {"cli", "errors", "files", "locks", "log", "model_config", "numbers", "processes", "reader", "scratch"}
+CORE = {
+    "certificate",
+    "cli",
+    "errors",
+    "files",
+    "locks",
+    "log",
+    "model_config",
+    "numbers",
+    "processes",
+    "reader",
+    "scratch",
+}
 """What everybody may import."""
 PACKAGES = {
     "nn": set(),
@@ -23,6 +35,7 @@ PACKAGES = {
     "inference": {"checkpoint", "data", "nn", "parallel", "runtime", "strategy", "family"},
     "evaluation": {"inference", "runtime"},
     "dry_run": {"parallel", "planner", "runtime", "strategy", "train", "family"},
+    "certification": {"data", "dry_run", "family", "parallel", "planner", "runtime", "strategy", "train"},
     "integrations": {"checkpoint", "data", "inference", "runtime", "strategy", "train", "family"},
 }
 FAMILIES = ("pangu", "codegeex")
@@ -81,6 +94,8 @@ def test_a_model_knows_no_parallel_word(folder):
         "mindloom.planner.validate",
         "mindloom.dry_run.config",
         "mindloom.dry_run.html",
+        "mindloom.certification.config",
+        "mindloom.certification.page",
         "pangu.config",
     ],
 )

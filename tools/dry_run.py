@@ -10,29 +10,21 @@ the memory model's (docs/planner.md); everything else is read from the compiled 
 """
 
 import json
-import multiprocessing
-import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from mindloom.cli import argument, option, parse_args
-from mindloom.dry_run.by_depth import full_depth, small_depths
-from mindloom.dry_run.config import DryRun, DryRunConfig, check
+from mindloom.dry_run.config import DryRunConfig, check
 from mindloom.dry_run.html import page
+from mindloom.dry_run.pool import compile_ranks
 from mindloom.dry_run.summary import summarize, text_report
-from mindloom.errors import ConfigError, run_tool
+from mindloom.errors import run_tool
 from mindloom.family import size_config
 from mindloom.files import write_text_atomically
-from mindloom.model_config import DecoderConfig
-from mindloom.processes import end_with_parent
 from mindloom.runtime.environment import prepare_environment
-from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy
 
 
@@ -58,53 +50,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"report in {run.config.html}", file=sys.stderr)
     print(json.dumps(values, indent=1) if run.config.json else text_report(values))
     return 1 if values["job"].get("fits") is False else 0
-
-
-# Compilation makes and drops millions of small objects: keep freed ones at hand, in large pages, and return none.
-ALLOCATOR = ":".join(
-    f"glibc.malloc.{name}={value}"
-    for name, value in {
-        "tcache_count": 4000,
-        "mxfast": 0,
-        "hugetlb": 1,
-    }.items()
-)
-
-
-def compile_ranks(run: DryRun) -> list:
-    """One rank of each stage, in parallel processes, each of which ends with its memory."""
-    os.environ.setdefault("GLIBC_TUNABLES", ALLOCATOR)  # read when a process starts; other C libraries ignore it
-    context = multiprocessing.get_context("spawn")
-    begin = partial(end_with_parent, os.getpid())
-    fast = run.config.fast
-    with ProcessPoolExecutor(run.jobs, context, begin, max_tasks_per_child=1) as pool:
-        futures = {
-            rank: [
-                pool.submit(compile_one, run, model, strategy, rank)
-                for model, strategy in (
-                    small_depths(run.model, run.strategy, rank) if fast else [(run.model, run.strategy)]
-                )
-            ]
-            for rank in run.distinct_ranks
-        }
-        try:
-            reports = {rank: [future.result() for future in of_rank] for rank, of_rank in futures.items()}
-        except BrokenProcessPool:
-            ended = [str(rank) for rank, of_rank in futures.items() if any(f.done() and f.exception() for f in of_rank)]
-            raise ConfigError(
-                f"a process that compiled (ranks {', '.join(ended)}) was ended from outside, for want of memory most "
-                "likely; use fewer --jobs"
-            ) from None
-    if not fast:
-        return [report for (report,) in reports.values()]
-    return [full_depth(run.model, run.strategy, rank, found) for rank, found in reports.items()]
-
-
-def compile_one(run: DryRun, model: DecoderConfig, strategy: Strategy, rank: int):
-    prepare_environment()
-    compiler, batch = import_module("mindloom.dry_run.compile"), (run.batch_size, run.seq_len)
-    options = (run.config.inference, run.config.accumulate)
-    return compiler.compile_rank(run.config.model, model, strategy, rank, batch, *options)
 
 
 if __name__ == "__main__":

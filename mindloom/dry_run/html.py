@@ -31,7 +31,7 @@ def page(values: dict[str, Any]) -> str:
     facts = f"{job['num_parameters']:,} parameters on {job['mesh']}, {job['batch_size']} sequences of {job['seq_len']} tokens"
     sections = [
         f"<h1>{escape(job['model'])}, {escape(job['strategy'])}</h1><p>{escape(facts)}</p>",
-        "<h2>Memory of each rank, GB</h2>" + _memory(ranks),
+        "<h2>Memory of each rank, GB</h2>" + memory_bars(ranks),
         "<h2>Pipeline</h2>" + _pipeline(job) if len(job["stages"]) > 1 else "",
         "<h2>Collectives of a step</h2>" + _collectives(ranks),
         "<h2>Groups</h2>" + _groups(ranks),
@@ -45,8 +45,9 @@ def page(values: dict[str, Any]) -> str:
     )
 
 
-def _memory(ranks: Sequence[dict[str, Any]]) -> str:
-    largest = max(rank["total_bytes"] for rank in ranks)
+def memory_bars(ranks: Sequence[dict[str, Any]], limit: float = 0.0) -> str:
+    """A bar for each rank's memory; `limit`, bytes of a device, is a line across them."""
+    largest = max(limit, *(rank["total_bytes"] for rank in ranks))
     bars = []
     for place, rank in enumerate(ranks):
         x, y = 90.0, 6 + 26 * place
@@ -57,6 +58,11 @@ def _memory(ranks: Sequence[dict[str, Any]]) -> str:
             bars.append(f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='20' fill='{color}'>{tip}</rect>")
             x += width
         bars.append(f"<text x='{x + 6:.1f}' y='{y + 15}'>{rank['total_bytes'] / GB:.2f}</text>")
+    if limit:
+        x = 90 + 640 * limit / largest
+        bars.append(
+            f"<line x1='{x:.1f}' x2='{x:.1f}' y1='0' y2='{12 + 26 * len(ranks)}' stroke='#222' stroke-dasharray='4'/>"
+        )
     keys = "".join(f"<span class='key' style='background:{color}'></span>{name}" for _, name, color in PARTS)
     return f"<p>{keys}</p><svg width='840' height='{12 + 26 * len(ranks)}'>{''.join(bars)}</svg>"
 
@@ -106,11 +112,13 @@ def _pipeline(job: dict[str, Any]) -> str:
     note = f"1F1B, forward blue, backward green, {shown} of {job['num_microbatches']} microbatches"
     size = f"width='{80 + unit * end}' height='{8 + 22 * num_stages}'"
     rows = [(s["stage"], s["layers"], f"{s['total_bytes'] / GB:.2f} GB", f"{s['flops']:.3e}") for s in job["stages"]]
-    table = _table(("stage", "layers", "memory of a device", "FLOPs of a device"), rows)
-    return f"{table}<p>{note}</p><div style='overflow-x:auto'><svg {size}>{''.join(cells)}</svg></div>"
+    stages_table = table(("stage", "layers", "memory of a device", "FLOPs of a device"), rows)
+    return f"{stages_table}<p>{note}</p><div style='overflow-x:auto'><svg {size}>{''.join(cells)}</svg></div>"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "") -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "") -> str:
+    """A table of texts and numbers; `name` is its body's id."""
+
     def cell(value: Any) -> str:
         if isinstance(value, int):
             return f"<td class='n'>{value:,}</td>"
@@ -135,14 +143,14 @@ def _collectives(ranks: Sequence[dict[str, Any]]) -> str:
         for r in ranks
         for c in r["collectives"]
     ]
-    return _table(("", "kind", "phase", "ranks", "times", "bytes each", "bytes a step"), rows)
+    return table(("", "kind", "phase", "ranks", "times", "bytes each", "bytes a step"), rows)
 
 
 def _groups(ranks: Sequence[dict[str, Any]]) -> str:
     rows = [
         (f"rank {r['rank']}", name, ", ".join(map(str, group))) for r in ranks for name, group in r["groups"].items()
     ]
-    return _table(("", "group", "ranks"), rows)
+    return table(("", "group", "ranks"), rows)
 
 
 def _parameters(ranks: Sequence[dict[str, Any]]) -> str:
@@ -159,4 +167,4 @@ def _parameters(ranks: Sequence[dict[str, Any]]) -> str:
         for r in ranks
         for p in r["parameters"]
     ]
-    return _table(("", "name", "whole", "local", "layout", "bytes", "rule"), rows, "parameters")
+    return table(("", "name", "whole", "local", "layout", "bytes", "rule"), rows, "parameters")

@@ -47,12 +47,12 @@ def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) 
 
 
 def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
-    dims = dataclasses.replace(of_decoder(run.model), seq_len=run.seq_len)
+    dims = of_decoder(run.model, run.seq_len)
     job = _job_of(run)
     memory = stage_memory(dims, job)[report.stage]
     held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
     activations = 0.0 if run.config.inference else memory.activations + memory.working
-    copies = job.weight_bytes * stage_parameters(of_decoder(run.model), job)[report.stage]
+    copies = job.weight_bytes * stage_parameters(dims, job)[report.stage]
     groups = {n: translate_group(run.strategy.mesh, g, report.rank, rank) for n, g in report.groups.items()}
     result = {
         **dataclasses.asdict(report),
@@ -83,10 +83,10 @@ def _job_of(run: DryRun) -> Parallelism:
 
 def _stages(run: DryRun) -> list[dict[str, Any]]:
     """Every stage, compiled or not, by the closed forms that the compiled ones are tested against."""
-    dims = dataclasses.replace(of_decoder(run.model), seq_len=run.seq_len)
+    dims = of_decoder(run.model, run.seq_len)
     job = _job_of(run)
-    sizes = parameter_bytes(of_decoder(run.model), job)  # the tables keep all their rows
-    wholes, tokens = stage_parameters(of_decoder(run.model), job), run.batch_size // job.dp * run.seq_len
+    sizes = parameter_bytes(dims, job)
+    wholes, tokens = stage_parameters(dims, job), run.batch_size // job.dp * run.seq_len
     passes = 1 if run.config.inference else 3
     stages = []
     for stage, (memory, layers) in enumerate(zip(stage_memory(dims, job), job.stages(dims.num_layers), strict=True)):

@@ -89,6 +89,11 @@ def fitted_efficiency(chip: str) -> Efficiency:
     return Efficiency(**_fitted()["chips"][chip])
 
 
+def published_error() -> dict[str, float]:
+    """How far step times are from published runs the fit has not seen: `median` and `p90` of the absolute error."""
+    return dict(_fitted()["error"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
     """Shares of the computation behind which collectives hide; fitted, the same for all chips."""

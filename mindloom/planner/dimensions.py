@@ -30,7 +30,9 @@ class Dimensions:
     gated_mlp: bool = False
     """SwiGLU and its kin: three matrices instead of two."""
     position_tables: Natural = 1
-    """Learned tables of seq_len rows: 0 with RoPE or ALiBi, 2 for PanGu and CodeGeeX (positions and top queries)."""
+    """Learned tables of positions: 0 with RoPE or ALiBi, 2 for PanGu and CodeGeeX (positions and top queries)."""
+    longest_seq_len: Natural = 0
+    """Rows of these tables, where sequences are shorter; 0: seq_len."""
     tied_head: bool = True
     """The head uses the word embedding's table."""
     parallel_block: bool = False
@@ -68,6 +70,11 @@ class Dimensions:
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
+    def position_table(self) -> int:
+        """Entries of a table of positions."""
+        return (self.longest_seq_len or self.seq_len) * self.hidden_size
+
+    @property
     def mlp_matrices(self) -> int:
         return 3 if self.gated_mlp else 2
 
@@ -92,7 +99,7 @@ class Dimensions:
     def num_parameters(self) -> int:
         layer = self.layer_matrices + self.layer_vectors_cut + self.layer_vectors_whole
         words = (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
-        positions = self.position_tables * self.seq_len * self.hidden_size
+        positions = self.position_tables * self.position_table
         return self.num_layers * layer + words + positions + (2 if self.biases else 1) * self.hidden_size
 
     def model_flops(self, tokens: float, causal: bool = False) -> float:
@@ -106,14 +113,15 @@ class Dimensions:
         return tokens * (6.0 * matrices + attention)
 
 
-def of_decoder(config: DecoderConfig) -> Dimensions:
-    """A family's model, as the planner sees it."""
+def of_decoder(config: DecoderConfig, seq_len: int | None = None) -> Dimensions:
+    """A family's model, as the planner sees it, trained on sequences of `seq_len`; of its longest without one."""
     return Dimensions(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
         vocab_size=config.vocab_size,
-        seq_len=config.seq_len,
+        seq_len=seq_len or config.seq_len,
+        longest_seq_len=config.seq_len,
         ffn_hidden_size=config.ffn_hidden_size,
         position_tables=2,
         dropout=config.dropout_rate > 0,

@@ -41,7 +41,7 @@ def stage_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
     head's, which is a second copy of the words where they are tied and there is more than one stage.
     """
     words, last = dims.vocab_size * dims.hidden_size // job.tp, job.pp - 1
-    table = dims.seq_len * dims.hidden_size
+    table = dims.position_table
     counts = [count * layer_parameters(dims, job.tp) for count in job.stages(dims.num_layers)]
     counts[0] += words + min(dims.position_tables, 1) * table
     counts[last] += (2 if dims.biases else 1) * dims.hidden_size + max(dims.position_tables - 1, 0) * table
@@ -53,7 +53,7 @@ def stage_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
 def copied_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
     """Of `stage_parameters` those that every tensor parallel rank of the stage holds whole."""
     counts = [count * dims.layer_vectors_whole for count in job.stages(dims.num_layers)]
-    table = dims.seq_len * dims.hidden_size
+    table = dims.position_table
     counts[0] += min(dims.position_tables, 1) * table
     counts[job.pp - 1] += (2 if dims.biases else 1) * dims.hidden_size + max(dims.position_tables - 1, 0) * table
     return counts

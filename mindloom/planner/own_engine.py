@@ -108,7 +108,7 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
         found["AllReduce backward"] += 2 * m * tokens * 4
     if job.dp > 1 and last_stage:  # the loss itself
         found["AllReduce forward"] += 4 * m
-        found["AllReduce backward"] += 4 * m if job.pp > 1 else 0
+        found["AllReduce backward"] += 4 * m if m > 1 else 0
     if job.pp > 1:
         sent, tied = m * x // (job.tp if job.sequence_parallel else 1), 4 * _tied_words(dims, job, stage)
         if not last_stage:
@@ -125,18 +125,19 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
 def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
     """Gradients reduced and cut weights gathered, once a step.
 
-    Without a pipeline MindSpore reduces the tied table's gradient once for each of its two uses, and with optimizer
-    parallel over groups the whole gradients before they are cut; in a pipeline they are cut first.
+    Of a batch taken at once MindSpore reduces the tied table's gradient once for each of its two uses, and with optimizer
+    parallel over groups the whole gradients before they are cut; of microbatches they add up and are cut first.
     """
     whole, tied = 4 * stage_parameters(dims, job)[stage], 4 * _tied_words(dims, job, stage)
-    twice = 4 * dims.vocab_size * dims.hidden_size // job.tp if job.pp == 1 and dims.tied_head else 0
+    at_once = job.num_microbatches == 1
+    twice = 4 * dims.vocab_size * dims.hidden_size // job.tp if at_once and dims.tied_head else 0
     if not job.zero:
         copied = 4 * copied_parameters(dims, job)[stage] if job.tp > 1 else 0
         others = tied if stage > 0 else 0  # the first stage reduces the tied table for both
         return {"AllReduce optimizer": whole + twice - others if job.dp > 1 else copied}
     reduced: float = tied
     if job.shards < job.dp:
-        reduced = whole + twice if job.pp == 1 else tied + (whole - tied) // job.shards
+        reduced = whole + twice if at_once else tied + (whole - tied) // job.shards
     return {
         "AllGather optimizer": whole - tied,
         "ReduceScatter optimizer": whole - tied,

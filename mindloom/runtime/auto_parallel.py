@@ -10,17 +10,22 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
+import yaml
 from mindspore import Tensor, nn
 from mindspore.graph import api
 
 from mindloom.errors import ConfigError
+from mindloom.files import write_text_atomically
 from mindloom.parallel.cells import CutBatch, FunctionCell, average_over_all_rows, statistics_of_all_rows
+from mindloom.parallel.choose import choose
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.compile import set_auto_parallel_context
 from mindloom.runtime.engine import Engine
+from mindloom.runtime.environment import is_first_process, launched_processes
 from mindloom.runtime.kept_graphs import strategy_key
+from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy, strategy_of
 
 _compile_and_run = nn.Cell.compile_and_run
@@ -45,13 +50,21 @@ _context_of: list[Engine] = []
 """The engine whose settings MindSpore has, on a device."""
 
 
+AUTO = "auto"
+CHOSEN = Path("auto_parallel.yaml")
+DEVICE_GB = 16.0
+"""Of parameters and what training keeps of them, that `auto` tries to stay below."""
+
+
 def auto_parallel(
     net: nn.Cell, strategy: str | Path | None = None, *, mesh: Mapping[str, int] | None = None, **settings: Any
 ) -> nn.Cell:
     """Make a network, written for one device, run as a strategy says; use what is returned in its place.
 
     Args:
-        strategy: a strategy file; or instead
+        strategy: a strategy file; or "auto": one is chosen from the network's products and written to `auto_parallel.yaml`,
+            or `out`, to read, change and load by its name. `devices`: how many, those launched without it; `memory_gb`: what
+            a device has for parameters and their training state. Or instead
         mesh: degrees of the mesh axes, as `{"dp": 2, "tp": 2}`. Alone it is data parallelism.
         settings: what else a strategy file may say: `rules`, `pipeline`, `recompute`, `optimizer_parallel`, ...
             `rules` may be just the operators: `{"up.matmul": [["dp", None], ["tp", None]]}`.
@@ -67,7 +80,10 @@ def auto_parallel(
     """
     if (strategy is None) == (mesh is None):
         raise ConfigError("auto_parallel takes a strategy file or mesh=..., one of them")
-    loaded = load_strategy(strategy) if strategy is not None else strategy_of({"mesh": mesh, **settings})
+    if strategy == AUTO:
+        loaded, settings = _chosen(net, **settings), {}
+    else:
+        loaded = load_strategy(strategy) if strategy is not None else strategy_of({"mesh": mesh, **settings})
     if strategy is not None and settings:
         raise ConfigError(
             f"auto_parallel: {', '.join(settings)} belong into {strategy}, or give mesh=... instead of it"
@@ -86,6 +102,25 @@ def auto_parallel(
     nn.Cell.compile_and_run = _run_cell
     api._JitExecutor.__call__ = _run_function
     return network
+
+
+def _chosen(
+    net: nn.Cell, devices: int | None = None, memory_gb: float = DEVICE_GB, out: str | Path = CHOSEN
+) -> Strategy:
+    """The strategy chosen for `net`, which the first process writes to `out`.
+
+    Raises:
+        ConfigError: another file is there.
+    """
+    text, path = choose(net, devices or launched_processes(), memory_gb), Path(out)
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise ConfigError(
+            f"{path}: is there already and says something else; load it with auto_parallel(net, {str(path)!r}), remove it, "
+            "or give another out="
+        )
+    if is_first_process():
+        write_text_atomically(path, text)
+    return strategy_of(yaml.safe_load(text), str(path))
 
 
 def is_log_rank() -> bool:

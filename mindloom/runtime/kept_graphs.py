@@ -8,21 +8,19 @@ when there are too many bytes; a damaged one is dropped with one line.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 from mindspore.train import mind_ir_pb2 as mind_ir
 
-from mindloom.family import FAMILIES
+from mindloom.family import sources_hash
 from mindloom.files import write_atomically
 from mindloom.log import milestone
 from mindloom.runtime.compile import PartitionedGraph
@@ -50,7 +48,7 @@ def kept_graph(key: Mapping[str, Any], make: Callable[[], PartitionedGraph]) -> 
     """
     if os.environ.get(SWITCH) == "0":
         return make()
-    text = json.dumps({**key, "mindspore": ms.__version__, "sources": _sources()}, sort_keys=True, default=str)
+    text = json.dumps({**key, "mindspore": ms.__version__, "sources": sources_hash()}, sort_keys=True, default=str)
     path = folder() / (hashlib.sha256(text.encode()).hexdigest() + SUFFIX)
     start = time.perf_counter()
     if (graph := _read(path, start)) is not None:
@@ -138,19 +136,3 @@ def _remove_oldest() -> None:
             return
         path.unlink(missing_ok=True)
         total -= size
-
-
-@functools.cache
-def _sources() -> str:
-    """A hash of every source file that has a say in a graph: this package's and the families'."""
-    digest = hashlib.sha256()
-    for package in ("mindloom", *FAMILIES):
-        spec = find_spec(package)
-        root = Path(spec.origin).parent if spec and spec.origin else None
-        if spec and root is None and spec.submodule_search_locations:
-            root = Path(next(iter(spec.submodule_search_locations)))
-        if root is None:
-            continue
-        for path in sorted(root.rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()

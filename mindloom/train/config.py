@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mindloom.certificate import check_certificate, vouched_for
 from mindloom.checkpoint.io import load_config
 from mindloom.checkpoint.manifest import checkpoints
 from mindloom.cli import option
@@ -52,6 +53,9 @@ class TrainConfig:
         None, "start from the weights of this checkpoint folder, with its model configuration and tokenizer"
     )
     strategy: Path | None = option(None, "strategy file; without one, one device")
+    certificate: Path | None = option(
+        None, "certificate.json of tools/certify.py: refuse to start if anything it vouches for has changed"
+    )
     output_dir: Path = option(Path("out"), "where metrics, the resolved configuration and the checkpoint go")
     steps: Count = option(50, "optimizer steps")
     batch_size: Count = option(8, "sequences of one step, over all devices")
@@ -154,6 +158,9 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
         problems += model_problems(strategy, model) if model else []
         for batch_size, length in sizes.shapes() if sizes else []:
             problems += batch_problems(strategy, batch_size, length, config.accumulate)
+    if config.certificate and model and strategy:
+        vouched = vouched_for(config.model, model, strategy, config.batch_size, seq_len, config.accumulate)
+        problems.of(check_certificate, config.certificate, vouched)
     problems.tell()
     assert model and strategy and sizes
     high, low = family_module(config.model, "config").LEARNING_RATES[config.size]

@@ -90,3 +90,16 @@ class SGD(nn.Cell):
 
     def construct(self, gradients):
         return self.map(ops.partial(_sgd, self.rate), self.parameters, gradients)
+
+
+class BothOptimizers(nn.Cell):
+    """AdamW and SGD in one graph, to compile a comparison once; the one with rate 0 changes nothing."""
+
+    def __init__(self, parameters):
+        super().__init__(auto_prefix=False)
+        self.adam, self.sgd = AdamW(parameters), SGD(parameters)
+        self.sgd.rate.name = "sgd_rate"
+        self.parameters = self.adam.parameters
+
+    def construct(self, gradients):
+        return self.sgd(ops.depend(gradients, self.adam(gradients)))

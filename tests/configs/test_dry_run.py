@@ -25,6 +25,8 @@ STRATEGIES = {
     "pp2_tp2_recompute": "mesh: {pp: 2, tp: 2}\npipeline: {num_microbatches: 4}\nrecompute: {layers: all}\n",
     "pp2_dp4_tp8_zero": "mesh: {pp: 2, dp: 4, tp: 8}\npipeline: {num_microbatches: 4}\noptimizer_parallel: {axis: dp}\n",
     "dp2_tp2_zero_accumulate": "mesh: {dp: 2, tp: 2}\noptimizer_parallel: {axis: dp}\n",
+    "dp2_accumulate": "mesh: {dp: 2}\n",
+    "dp4_zero2_accumulate": "mesh: {dp: 4}\noptimizer_parallel: {axis: dp, shard_size: 2}\n",
     "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
 }
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
@@ -170,3 +172,14 @@ def test_ranks_are_read():
     assert parse_ranks("all", 3) == [0, 1, 2]
     with pytest.raises(ConfigError):
         parse_ranks("-1", 3)
+
+
+def test_explain_says_what_was_derived_and_from_what(write):
+    rules = (CONFIGS / "rules/decoder.yaml").read_text()
+    ruled = write("rules.yaml", "".join(line for line in rules.splitlines(keepends=True) if "bias_add" not in line))
+    text = dry_run(
+        "explain", "layers.0.mlp.up.bias", "--strategy", write("s.yaml", f"mesh: {{tp: 2}}\nrules: {ruled}\n")
+    )
+    assert "[512] -> [256] on each rank of stage 0, 2 different parts" in text
+    assert "no rule is for it: MindSpore derived [tp]" in text
+    assert f"from {ruled}:38: mlp.up.matmul, of model.layers.0.mlp.up.matmul" in text

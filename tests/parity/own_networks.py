@@ -37,6 +37,33 @@ class Plain(nn.Cell):
         return self.down(self.act(self.up(x)))
 
 
+class Gated(nn.Cell):
+    """Two blocks of a gated MLP and a square product, whose pairs `auto` finds."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.CellList([GatedBlock(), GatedBlock()])
+        self.head = nn.Dense(12, 5)
+        self.loss = nn.CrossEntropyLoss()
+
+    def construct(self, x, label):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.loss(self.head(x), label)
+
+
+class GatedBlock(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Dense(12, 12)
+        self.gate, self.up, self.down = nn.Dense(12, 32), nn.Dense(12, 32), nn.Dense(32, 12)
+        self.act = nn.SiLU()
+
+    def construct(self, x):
+        x = self.mix(x)
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
 class Cnn(nn.Cell):
     def __init__(self):
         super().__init__()
@@ -80,6 +107,7 @@ def data(name, rows=16):
     labels[: rows // 4] = 0  # unequal in the parts of the batch
     return {
         "mlp": (normal(rows, 12), labels),
+        "gated": (normal(rows, 12), labels),
         "plain": (normal(rows, 12), labels),
         "cnn": (normal(rows, 3, 6, 6), labels),
         "bag": (rng.randint(0, 40, (rows, 7)).astype(np.int32), normal(rows, 40)),
@@ -87,7 +115,7 @@ def data(name, rows=16):
     }[name]
 
 
-NETWORKS = {"mlp": Mlp, "plain": Plain, "cnn": Cnn, "bag": Bag, "gru": Gru}
+NETWORKS = {"mlp": Mlp, "plain": Plain, "gated": Gated, "cnn": Cnn, "bag": Bag, "gru": Gru}
 
 
 def by_step(net, batch):
@@ -149,7 +177,9 @@ def train(name, way, mesh, settings=None):
     module._engines.clear()
     net = inner = NETWORKS[name]()
     batch = data(name)
-    if mesh:
+    if mesh == "auto":
+        net = auto_parallel(net, "auto", **settings)
+    elif mesh:
         net = auto_parallel(net, mesh=mesh, **(settings or {}))
     losses = WAYS[way](net, batch if way == "model" else tuple(map(Tensor, batch)))
     parts = {}

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from conftest import call
 
+from mindloom.strategy.loader import load_strategy
+
 WORKER = "tests/parity/own_networks.py"
 DP4, DP2_TP2 = {"dp": 4}, {"dp": 2, "tp": 2}
 COLUMNS_AND_ROWS = {"rules": {"up.matmul": [["dp", None], ["tp", None]], "down.matmul": [["dp", "tp"], [None, "tp"]]}}
@@ -19,13 +21,15 @@ CASES = [
     ("cnn", "step, judged", DP4, None),
     ("bag", "step", DP4, {"optimizer_parallel": {"axis": "dp"}}),
     ("gru", "step", DP4, None),
+    ("gated", "step", "auto", {"devices": 4}),
 ]
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("name", "way", "mesh", "settings"), CASES)
-def test_a_mesh_trains_as_one_device(name, way, mesh, settings):
+def test_a_mesh_trains_as_one_device(name, way, mesh, settings, tmp_path):
+    settings = {**settings, "out": str(tmp_path / "chosen.yaml")} if mesh == "auto" else settings
     losses, whole = call(WORKER, "train", name, way, None)
     assert losses[3] < losses[0]
     for told, parts in call(WORKER, "train", name, way, mesh, settings, processes=4):
@@ -34,6 +38,12 @@ def test_a_mesh_trains_as_one_device(name, way, mesh, settings):
         for parameter, (bounds, values) in parts.items():
             expected = np.array(whole[parameter][1])[tuple(slice(*ends) for ends in bounds)]
             np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5, err_msg=parameter)
+    if mesh == "auto":
+        chosen = load_strategy(tmp_path / "chosen.yaml")
+        assert (chosen.mesh.dp, chosen.mesh.tp) == (2, 2)
+        assert [rule.pattern.rpartition(".")[0] for rule in chosen.rules.operators] == [
+            f"blocks.{block}.{product}" for block in (0, 1) for product in ("gate", "up", "down")
+        ]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ def test_the_strategy_reference_is_the_one_generated_from_the_dataclasses():
         "README.md",
         "CONTRIBUTING.md",
         "docs/architecture.md",
+        "docs/certificate.md",
         "docs/data.md",
         "docs/mindformers.md",
         "docs/your_network.md",

@@ -49,7 +49,10 @@ def test_another_key_is_another_graph(change):
 
 def test_other_sources_or_another_mindspore_are_another_key(monkeypatch):
     kept_graph(KEY, graph)
-    for module, name, value in ((kept_graphs.ms, "__version__", "9.9"), (kept_graphs, "_sources", lambda: "changed")):
+    for module, name, value in (
+        (kept_graphs.ms, "__version__", "9.9"),
+        (kept_graphs, "sources_hash", lambda: "changed"),
+    ):
         with monkeypatch.context() as other:
             other.setattr(module, name, value)
             with pytest.raises(AssertionError, match="to be read"):

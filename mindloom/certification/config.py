@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is to be certified, checked before MindSpore is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindloom.certification.shrink import BATCH, SEQ_LEN, small_model, small_strategies
+from mindloom.cli import option
+from mindloom.dry_run.config import DryRun, DryRunConfig
+from mindloom.dry_run.config import check as check_dry_run
+from mindloom.errors import ConfigError, Problems
+from mindloom.files import unwritable
+from mindloom.model_config import ComputeDtype, DecoderConfig
+from mindloom.numbers import Count
+from mindloom.planner.cluster import Cluster, read_cluster
+from mindloom.strategy.checks import batch_problems, model_problems
+from mindloom.strategy.config import Strategy
+
+MOST_PROCESSES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifyConfig:
+    """The flags of tools/certify.py."""
+
+    model: str = option("pangu", "model family")
+    size: str = option("tiny", "one of the family's published sizes")
+    config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
+    strategy: Path = option(..., "strategy file")
+    cluster: Path = option(..., "cluster file, see parallel_configs/clusters")
+    out: Path = option(..., "folder for certificate.json, certificate.html and the logs of the proof")
+    batch_size: Count | None = option(
+        None, "sequences of one step, over all devices; one a microbatch and replica without this"
+    )
+    seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
+    accumulate: Count = option(1, "parts a step's batch is cut into without a pipeline, as tools/train.py's")
+    compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
+    processes: Count = option(4, "processes the proof may use on this machine: 2, 4, 8 or 16")
+    fast: bool = option(False, "compile the full size from small depths, as tools/dry_run.py --fast")
+
+
+@dataclass(frozen=True)
+class Certification:
+    """What was asked for and found right, with what it refers to."""
+
+    config: CertifyConfig
+    full: DryRun
+    cluster: Cluster
+    small_model: DecoderConfig
+    small: list[Strategy]
+
+
+def check(config: CertifyConfig) -> Certification:
+    """Everything a certificate refers to, read and held against each other: the first of its checks.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    problems = Problems()
+    if config.processes not in (2, 4, 8, MOST_PROCESSES):
+        problems.append(f"--processes {config.processes}: give 2, 4, 8 or {MOST_PROCESSES}")
+    if problem := unwritable(config.out):
+        problems.append(f"--out {problem}")
+    cluster = problems.of(read_cluster, config.cluster)
+    dry = DryRunConfig(
+        model=config.model,
+        size=config.size,
+        config=config.config,
+        strategy=config.strategy,
+        ranks="all",
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        accumulate=config.accumulate,
+        compute_dtype=config.compute_dtype,
+        fast=config.fast,
+        memory_gb=cluster.usable_bytes / 2**30 if cluster else None,
+    )
+    full = problems.of(check_dry_run, dry)
+    problems.tell()
+    assert full and cluster
+    mesh = full.strategy.mesh
+    if mesh.size == 1:
+        raise ConfigError(f"{full.strategy.at('mesh')}: one device needs no certificate")
+    size = mesh.size
+    ranks = sorted({0, size // 2, size - 1})
+    full = DryRun(dry, full.model, full.strategy, ranks, full.batch_size, full.seq_len)
+    small, model = small_strategies(full.strategy, full.model.num_layers, config.processes), None
+    model = small_model(full.model, full.strategy, config.processes)
+    for strategy in small:
+        problems += model_problems(strategy, model)
+        accumulate = 2 if config.accumulate > 1 and strategy.mesh.pp == 1 else 1
+        problems += batch_problems(strategy, BATCH, SEQ_LEN, accumulate)
+    if problems:
+        raise ConfigError(f"the small likeness of {config.strategy} does not fit: {problem}" for problem in problems)
+    return Certification(config, full, cluster, model, small)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same strategy for a few processes: every axis, option and rule of the large one, on meshes a laptop holds.
+
+An axis above 1 stays above 1. Where the processes cannot hold all such axes at once, every pair of them is proved (with 8
+processes every three): what axes do to each other is between two of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+from mindloom.model_config import DecoderConfig
+from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.mesh import Mesh
+from mindloom.strategy.stages import layers_per_stage, recomputed_layers
+
+BATCH, SEQ_LEN, HEAD_DIM, VOCAB = 16, 32, 16, 128
+
+
+def small_meshes(mesh: Mesh, processes: int) -> list[Mesh]:
+    """Meshes of at most `processes` ranks, a power of 2, that together have every axis of `mesh`, in its order."""
+    axes = [axis for axis in mesh.order if mesh.degree(axis) > 1]
+    at_once = int(math.log2(processes))
+    chosen = [axes] if len(axes) <= at_once else [list(some) for some in itertools.combinations(axes, at_once)]
+    return [_filled(mesh, some, processes) for some in chosen]
+
+
+def _filled(mesh: Mesh, axes: list[str], processes: int) -> Mesh:
+    """Every axis 2, then doubled, the innermost first, while it is below its true degree and processes are left."""
+    degrees: dict[str, Any] = dict.fromkeys(axes, 2)
+    for axis in reversed(axes):
+        while 2 * math.prod(degrees.values()) <= processes and 2 * degrees[axis] <= mesh.degree(axis):
+            degrees[axis] *= 2
+    return Mesh(**degrees)
+
+
+def small_strategies(strategy: Strategy, num_layers: int | None, processes: int) -> list[Strategy]:
+    """What is proved in place of `strategy`. One more mesh where optimizer parallel cuts over groups of replicas.
+
+    `num_layers`: of the large model; None for a network that keeps its layers.
+    """
+    meshes = small_meshes(strategy.mesh, processes)
+    zero = strategy.optimizer_parallel
+    if zero and zero.shard_size and zero.shard_size < strategy.mesh.dp and processes >= 4:
+        grouped = Mesh(dp=4)
+        meshes += [grouped] if grouped not in meshes else []
+    return [_small(strategy, mesh, num_layers) for mesh in meshes]
+
+
+def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
+    pipeline, recompute = Pipeline(), strategy.recompute
+    if mesh.pp > 1:
+        more = strategy.pipeline.num_microbatches > strategy.mesh.pp
+        counts = [1] if num_layers is None else _layers_of_small_stages(strategy, num_layers, mesh.pp)
+        uneven = None if len(set(counts)) == 1 else Stages(num_layers=counts)
+        pipeline = Pipeline(num_microbatches=mesh.pp * (2 if more else 1), stages=uneven or "uniform")
+    if recompute:
+        some = num_layers is not None and _recomputes_some(strategy, num_layers)
+        recompute = Recompute(kind=recompute.kind, layers=[0] if some else "all")
+    zero = strategy.optimizer_parallel if mesh.dp > 1 else None
+    if zero:
+        grouped = zero.shard_size and zero.shard_size < strategy.mesh.dp and mesh.dp > 2
+        # Between the small model's matrices, of 4 KB and more a rank, and its vectors.
+        threshold = 1 if zero.threshold_kb else 0
+        zero = OptimizerParallel(
+            threshold_kb=threshold,
+            shard_size=2 if grouped else None,
+            shard_accumulated_gradients=zero.shard_accumulated_gradients,
+        )
+    return dataclasses.replace(
+        strategy, mesh=mesh, pipeline=pipeline, optimizer_parallel=zero, recompute=recompute, lines={}
+    )
+
+
+def _recomputes_some(strategy: Strategy, num_layers: int) -> bool:
+    return 0 < len(recomputed_layers(num_layers, strategy)) < num_layers
+
+
+def _layers_of_small_stages(strategy: Strategy, num_layers: int, num_stages: int) -> list[int]:
+    """Stages that are unequal stay so: the larger half of them keeps the larger part."""
+    counts = layers_per_stage(num_layers, strategy)
+    if len(set(counts)) == 1:
+        more = 2 if _recomputes_some(strategy, num_layers) else 1
+        return [more] * num_stages
+    half = len(counts) // 2
+    first = sum(counts[:half]) >= sum(counts[half:])
+    return [2, *[1] * (num_stages - 1)] if first else [*[1] * (num_stages - 1), 2]
+
+
+def small_model(model: DecoderConfig, strategy: Strategy, processes: int) -> DecoderConfig:
+    """A model of a few layers for all of `small_strategies`, with every choice of the large one but its precision.
+
+    It computes in float32: equality within 1e-5 cannot be seen in 16 bits.
+    """
+    meshes = small_meshes(strategy.mesh, processes)
+    num_stages = max(mesh.pp for mesh in meshes)
+    heads = max(4, *(mesh.tp for mesh in meshes))
+    return dataclasses.replace(
+        model,
+        num_layers=max(2, sum(_layers_of_small_stages(strategy, model.num_layers, num_stages))),
+        hidden_size=HEAD_DIM * heads,
+        num_heads=heads,
+        vocab_size=VOCAB,
+        seq_len=SEQ_LEN,
+        eod_id=min(model.eod_id, 9),
+        loss_ignore_id=min(model.loss_ignore_id, 6),
+        compute_dtype="float32",
+    )

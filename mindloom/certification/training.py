@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few steps of two optimizers, with everything worth comparing written down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from mindloom.data.batch import dropout_keys, make_batch
+from mindloom.family import family_module
+from mindloom.files import write_atomically, write_text_atomically
+from mindloom.model_config import DecoderConfig
+from mindloom.parallel.parallelize import parallelize, wrap
+from mindloom.parallel.step import TrainStep
+from mindloom.runtime.engine import Engine
+from mindloom.runtime.gather import gather_whole
+from mindloom.strategy.config import Strategy
+from mindloom.train.optim import BothOptimizers
+
+STEPS = 5
+RATES = {"AdamW": (1e-3, 0.0), "SGD": (0.0, 0.1)}
+
+
+def decoder_batches(config: DecoderConfig, batch_size: int) -> Iterator[list[Tensor]]:
+    """Random tokens in documents of several lengths, with positions that are not trained on."""
+    rng = np.random.RandomState(0)
+    for step in range(STEPS):
+        samples = rng.randint(10, config.vocab_size, (batch_size, config.seq_len + 1))
+        samples[rng.rand(*samples.shape) < 0.08] = config.eod_id
+        samples[:3, 20:] = config.loss_ignore_id  # unequal in the parts of the batch
+        inputs = [*make_batch(samples, config.eod_id, config.loss_ignore_id)]
+        if config.dropout_rate:
+            inputs.append(dropout_keys(3, step * batch_size * config.seq_len, (batch_size, config.seq_len)))
+        yield [Tensor(array) for array in inputs]
+
+
+def train_decoder(
+    family: str,
+    config: DecoderConfig,
+    strategy: Strategy,
+    out: Path,
+    batch_size: int,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+) -> tuple[Engine, Any]:
+    """As `train_steps`, a family's model. Returns the engine, still open, and the report."""
+    return train_steps(
+        lambda: family_module(family, "model").ModelWithLoss(config),
+        lambda: decoder_batches(config, batch_size),
+        strategy,
+        out,
+        accumulate=accumulate,
+        max_grad_norm=max_grad_norm,
+        key={"proof": family, "config": config.to_dict(), "clip": max_grad_norm},
+    )
+
+
+def train_steps(
+    build: Callable[[], nn.Cell],
+    batches: Callable[[], Iterator[list[Tensor]]],
+    strategy: Strategy,
+    out: Path,
+    *,
+    around: Callable[[nn.Cell], nn.Cell] = lambda net: net,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    scale: float = 1.0,
+    key: Mapping[str, Any] | None = None,
+) -> tuple[Engine, Any]:
+    """Five steps of each optimizer from the same weights. Writes OUT.OPTIMIZER.json (losses, norms) and .npz: the first
+    step's gradients of AdamW, the weights after the last step of SGD.
+
+    Args:
+        build: makes the network, which returns its loss.
+        around: what goes around the parallelized network.
+        scale: of loss and gradients, as TrainStep's.
+        key: tells the graph from all others, to keep it; without one it is not kept.
+
+    Returns the engine, still open, and the report.
+    """
+    engine, parts = Engine(strategy), out.with_name(f"{out.name}.parts")
+    ms.set_seed(3)
+    net = build()
+    report = parallelize(net, strategy)
+    own = {parameter.name for parameter in net.get_parameters()}
+    optimizer = BothOptimizers(net.trainable_params())
+    step = TrainStep(
+        wrap(around(net), strategy, accumulate),
+        optimizer,
+        report,
+        engine.rank,
+        engine.all_reduce(),
+        max_grad_norm=max_grad_norm,
+        scale=scale,
+        accumulate=accumulate,
+    ).set_train()
+    if key:
+        step.graph_key = {**key, "accumulate": accumulate}
+    engine.prepare(step, *next(iter(batches())))
+    start = {parameter.name: parameter.asnumpy().copy() for parameter in step.get_parameters()}
+    for name, rates in RATES.items():
+        for parameter in step.get_parameters():
+            parameter.set_data(Tensor(start[parameter.name]))
+        losses, norms, tensors = [], [], None
+        for index, batch in enumerate(batches()):
+            optimizer.adam.prepare(index + 1, rates[0])
+            optimizer.sgd.prepare(index + 1, rates[1])
+            loss, norm = engine.run(step, *batch)
+            losses.append(float(loss.asnumpy().reshape(())))
+            norms.append(float(norm.asnumpy().reshape(())))
+            if index == 0 and name == "AdamW":  # m = (1 - beta1) g after the first step
+                tensors = gather_whole(step, engine, report, parts, lambda n: n.startswith("adam_m."))
+        if name == "SGD":
+            tensors = gather_whole(step, engine, report, parts, own.__contains__)
+        if tensors is not None:
+            write_atomically(out.with_name(f"{out.name}.{name}.npz"), partial(_save_tensors, tensors))
+        if engine.speaks:
+            text = json.dumps({"losses": losses, "norms": norms})
+            write_text_atomically(out.with_name(f"{out.name}.{name}.json"), text)
+    return engine, report
+
+
+def _save_tensors(tensors: Mapping[str, Any], path: Path) -> None:
+    with path.open("wb") as file:  # by its name NumPy would add a suffix
+        np.savez(file, **tensors)

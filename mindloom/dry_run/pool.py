@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the ranks of a dry run in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from importlib import import_module
+
+from mindloom.dry_run.by_depth import full_depth, small_depths
+from mindloom.dry_run.config import DryRun
+from mindloom.dry_run.rank_report import RankReport
+from mindloom.errors import ConfigError
+from mindloom.model_config import DecoderConfig
+from mindloom.processes import end_with_parent
+from mindloom.runtime.environment import prepare_environment
+from mindloom.strategy.config import Strategy
+
+# Compilation makes and drops millions of small objects: keep freed ones at hand, in large pages, and return none.
+ALLOCATOR = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in {
+        "tcache_count": 4000,
+        "mxfast": 0,
+        "hugetlb": 1,
+    }.items()
+)
+
+
+def compile_ranks(run: DryRun) -> list[RankReport]:
+    """One rank of each stage, in parallel processes, each of which ends with its memory."""
+    os.environ.setdefault("GLIBC_TUNABLES", ALLOCATOR)  # read when a process starts; other C libraries ignore it
+    context = multiprocessing.get_context("spawn")
+    begin = partial(end_with_parent, os.getpid())
+    fast = run.config.fast
+    with ProcessPoolExecutor(run.jobs, context, begin, max_tasks_per_child=1) as pool:
+        futures = {
+            rank: [
+                pool.submit(compile_one, run, model, strategy, rank)
+                for model, strategy in (
+                    small_depths(run.model, run.strategy, rank) if fast else [(run.model, run.strategy)]
+                )
+            ]
+            for rank in run.distinct_ranks
+        }
+        try:
+            reports = {rank: [future.result() for future in of_rank] for rank, of_rank in futures.items()}
+        except BrokenProcessPool:
+            ended = [str(rank) for rank, of_rank in futures.items() if any(f.done() and f.exception() for f in of_rank)]
+            raise ConfigError(
+                f"a process that compiled (ranks {', '.join(ended)}) was ended from outside, for want of memory most "
+                "likely; use fewer --jobs"
+            ) from None
+    if not fast:
+        return [report for (report,) in reports.values()]
+    return [full_depth(run.model, run.strategy, rank, found) for rank, found in reports.items()]
+
+
+def compile_one(run: DryRun, model: DecoderConfig, strategy: Strategy, rank: int) -> RankReport:
+    prepare_environment()
+    compiler, batch = import_module("mindloom.dry_run.compile"), (run.batch_size, run.seq_len)
+    options = (run.config.inference, run.config.accumulate)
+    report: RankReport = compiler.compile_rank(run.config.model, model, strategy, rank, batch, *options)
+    return report

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of a proof do, for test_certify; with a fault of the engine planted on request."""
+
+import contextlib
+import unittest.mock
+from pathlib import Path
+
+from mindloom.certification.subject import train as train_subject
+from mindloom.parallel.report import Report
+from mindloom.reader import read_json
+from mindloom.runtime.transport import Collectives
+
+UP_WEIGHT = (128, 64)
+"""A tensor parallel rank's part of it, in the small model."""
+
+
+def all_reduce_all_but_one(group, x, reduce, all_reduce=Collectives.all_reduce):
+    return x.copy() if x.shape == UP_WEIGHT else all_reduce(group, x, reduce)
+
+
+def shares_of_every_rank(report, names, rank):
+    return (1.0,) * len(names)
+
+
+FAULTS = {
+    "an all-reduce is lost": (Collectives, "all_reduce", all_reduce_all_but_one),
+    "every rank counts in the norm": (Report, "norm_shares", shares_of_every_rank),
+}
+
+
+def train(folder, which, fault=None):
+    planted = unittest.mock.patch.object(*FAULTS[fault]) if fault else contextlib.nullcontext()
+    with planted:
+        train_subject(read_json(Path(folder) / "subject.json").mapping, which, Path(folder))

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A certificate: faults that compile are found and named, what is right is certified, and what changed is refused."""
+
+import dataclasses
+import json
+
+import pytest
+from conftest import CONFIGS, ROOT, call, run, tool
+
+from mindloom.certificate import check_certificate, vouched_for
+from mindloom.certification.proof import ONE_DEVICE, compare, load
+from mindloom.certification.shrink import small_model
+from mindloom.errors import ConfigError
+from mindloom.family import size_config
+from mindloom.strategy.loader import load_strategy
+
+WORKER = "tests/parity/proof_worker.py"
+CLUSTER = CONFIGS / "clusters/ascend910b.yaml"
+RULES = f"mesh: {{dp: 2, tp: 2}}\nrules:\n  base: {CONFIGS / 'rules/decoder.yaml'}\n  operators:\n    "
+WRONG_RULES = {
+    "no all-reduce after a product by rows": (
+        "mlp.down.matmul: {in: [[dp, tp], [~, tp]], out: [[dp, ~]], local: true}",
+        "loss of step 1, AdamW: ",
+    ),
+    "a loss over a part of the vocabulary": (
+        "loss.sum: {in: [[dp, tp]], out: [[dp]], local: true}",
+        "loss of step 1, AdamW: ",
+    ),
+    "a softmax over a part of what is attended to": (
+        "attention.softmax: {in: [[dp, ~, ~, tp]], out: [[dp, ~, ~, tp]], local: true}",
+        "loss of step 1, AdamW: ",
+    ),
+}
+WRONG_ENGINES = {
+    "an all-reduce is lost": "gradient of model.layers.0.mlp.up.weight: ",
+    "every rank counts in the norm": "gradient norm of step 1, AdamW: ",
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One device's numbers, once for all."""
+    folder = tmp_path_factory.mktemp("proof")
+    config = dataclasses.replace(size_config("pangu", "tiny"), dropout_rate=0.0)
+    small = small_model(config, load_strategy(CONFIGS / "pangu_tiny_dp2_tp2.yaml"), 4)
+    (folder / "model.json").write_text(json.dumps(small.to_dict()))
+    (folder / "subject.json").write_text(json.dumps({"family": "pangu", "accumulate": 1}))
+    call(WORKER, "train", folder, ONE_DEVICE)
+    return folder
+
+
+def failure(folder, strategy, fault=None):
+    subject = {"family": "pangu", "strategy": str(strategy), "num_layers": 2, "processes": 4, "accumulate": 1}
+    (folder / "subject.json").write_text(json.dumps(subject))
+    call(WORKER, "train", folder, "0", fault, processes=4, env={"MINDLOOM_KEPT_GRAPHS": "0"})
+    return compare("mesh", load(folder, ONE_DEVICE), load(folder, "0")).failure
+
+
+@pytest.mark.parametrize("name", WRONG_RULES)
+def test_a_rule_that_compiles_and_is_wrong_is_found(folder, write, name):
+    rule, first = WRONG_RULES[name]
+    assert failure(folder, write("s.yaml", RULES + rule)).startswith(first)
+
+
+@pytest.mark.parametrize("name", WRONG_ENGINES)
+def test_an_engine_that_is_wrong_is_found(folder, name):
+    assert failure(folder, CONFIGS / "pangu_tiny_dp2_tp2.yaml", name).startswith(WRONG_ENGINES[name])
+
+
+def certify(strategy, out, *more):
+    return tool("tools/certify.py", "--strategy", strategy, "--cluster", CLUSTER, "--out", out, *more)
+
+
+def test_a_table_that_two_stages_share_is_not_cut_by_the_optimizer(tmp_path, write):
+    rules = (CONFIGS / "rules/decoder.yaml").read_text()
+    write("untied.yaml", "".join(line for line in rules.splitlines(keepends=True) if not line.startswith("tied:")))
+    options = "pipeline: {num_microbatches: 2}\noptimizer_parallel: {axis: dp}\nrules: untied.yaml\n"
+    outcome = certify(write("s.yaml", "mesh: {pp: 2, dp: 2}\n" + options), tmp_path / "out")
+    assert outcome.code == 1, outcome.output
+    assert "refused: pp 2 x dp 2 x tp 1 = 4: ValueError: " in outcome.output
+    values = json.loads((tmp_path / "out/certificate.json").read_text())
+    assert values["verdict"] == "refused"
+    with pytest.raises(ConfigError, match="the strategy was refused: pp 2 x dp 2"):
+        check_certificate(tmp_path / "out/certificate.json", values["vouched_for"])
+
+
+def test_what_is_right_is_certified_and_trains_until_something_changes(tmp_path):
+    strategy, out = CONFIGS / "pangu_tiny_dp2.yaml", tmp_path / "out"
+    outcome = certify(strategy, out, "--batch-size", 4, "--seq-len", 64)
+    assert outcome.code == 0, outcome.output
+    path, page = out / "certificate.json", (out / "certificate.html").read_text()
+    values = json.loads(path.read_text())
+    assert list(values["proof"]["meshes"][0]["differences"]) == ["losses", "gradients", "norms", "weights"]
+    assert max(values["proof"]["meshes"][0]["differences"].values()) < 1e-4
+    assert values["estimate"]["error"]["median"] > 0.05
+    assert page.count("<svg") == 3
+    assert "http" not in page
+    assert not list(out.glob(".proof*"))
+    config, loaded = size_config("pangu", "tiny"), load_strategy(strategy)
+    check_certificate(path, vouched_for("pangu", config, loaded, 4, 64, 1))
+    arguments = ("--data", ROOT / "examples/small_town.txt", "--batch-size", 8, "--seq-len", 64, "--certificate", path)
+    refused = tool("tools/train.py", *arguments, "--strategy", CONFIGS / "pangu_tiny_tp2.yaml", "--launch")
+    assert refused.code == 2
+    assert "batch.batch_size was 4, is 8" in refused.output
+    assert "strategy.mesh.tp was 1, is 2" in refused.output
+    path.write_text(path.read_text().replace('"batch_size": 4', '"batch_size": 8'))
+    with pytest.raises(ConfigError, match="was edited after it was made"):
+        check_certificate(path, vouched_for("pangu", config, loaded, 8, 64, 1))
+
+
+OWN = """
+import numpy as np
+from mindspore import nn
+from mindloom import certify
+
+class Net(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Dense(12, 32), nn.ReLU(), nn.Dense(32, 5)
+        self.loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
+
+    def construct(self, x, label):
+        return self.loss(self.down(self.act(self.up(x))), label)
+
+if __name__ == "__main__":
+    rng = np.random.RandomState(0)
+    inputs = [rng.randn(16, 12).astype(np.float32), rng.randint(0, 5, 16).astype(np.int32)]
+    down = {"in": [["dp", "tp"], [None, "tp"]], "out": [["dp", None]], "local": True}
+    for name, rule in (("right", [["dp", "tp"], [None, "tp"]]), ("wrong", down)):
+        rules = {"up.matmul": [["dp", None], ["tp", None]], "down.matmul": rule}
+        values = certify(Net, inputs, mesh={"dp": 8, "tp": 4}, rules=rules, out=name)
+        print(values["verdict"], values["reasons"])
+"""
+
+
+def test_a_network_of_ones_own_is_certified_from_python(tmp_path):
+    (tmp_path / "net.py").write_text(OWN)
+    outcome = run(tmp_path / "net.py", cwd=tmp_path, timeout=200)
+    assert outcome.code == 0, outcome.output
+    assert "certified []" in outcome.output
+    assert "refused ['pp 1 x dp 2 x tp 2 = 4: loss of step 1, AdamW: " in outcome.output
+    found = json.loads((tmp_path / "right/certificate.json").read_text())["proof"]["meshes"][0]["differences"]
+    assert max(found.values()) < 1e-5

@@ -81,22 +81,23 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     """Bytes a device of a stage works on in collectives of one step, by kind and phase.
 
     Of a tensor parallel layer: two reductions forward, each mirrored backward, one more when it is computed again in full
-    (the MLP's result is not needed then); the embedding adds one. With sequence parallel each of a layer's is a
+    (the MLP's result is not needed then); the embedding adds one, of the float32 rows it looked up. With sequence parallel each of a layer's is a
     reduce-scatter and an all-gather instead, and the head gathers, too.
     """
     width, m, last = job.activation_bytes, job.num_microbatches, job.pp - 1
     tokens = job.microbatch * dims.seq_len
     x, layers = tokens * dims.hidden_size * width, job.stages(dims.num_layers)[stage]
+    looked_up = tokens * dims.hidden_size * 4
     again = 0 if job.recompute != "full" else layers if job.recomputed_layers is None else job.recomputed_layers[stage]
     first_stage, last_stage = int(stage == 0), int(stage == last)
     found: Counter[str] = Counter()
     if job.tp > 1 and not job.sequence_parallel:
-        found["AllReduce forward"] += m * x * (2 * layers + first_stage)
+        found["AllReduce forward"] += m * (2 * layers * x + first_stage * looked_up)
         found["AllReduce recompute"] += m * x * again
-        found["AllReduce backward"] += m * x * (2 * layers + first_stage)
+        found["AllReduce backward"] += m * (2 * layers * x + first_stage * looked_up)
     elif job.tp > 1:
-        found["AllReduce forward"] += m * x * first_stage
-        found["AllReduce backward"] += m * x * first_stage
+        found["AllReduce forward"] += m * first_stage * looked_up
+        found["AllReduce backward"] += m * first_stage * looked_up
         found["ReduceScatter forward"] += m * x * 2 * layers
         found["AllGather forward"] += m * x * (2 * layers + last_stage)
         found["ReduceScatter recompute"] += m * x * again
@@ -138,8 +139,18 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
     reduced: float = tied
     if job.shards < job.dp:
         reduced = whole + twice if at_once else tied + (whole - tied) // job.shards
+    gathered = whole - tied
+    if job.activation_bytes < 4 and not at_once:  # what is cast for every microbatch is gathered as it is computed with
+        gathered = 2 * (gathered // 4 + _float32_parameters(dims, job, stage))
     return {
-        "AllGather optimizer": whole - tied,
+        "AllGather optimizer": gathered,
         "ReduceScatter optimizer": whole - tied,
         "AllReduce optimizer": reduced,
     }
+
+
+def _float32_parameters(dims: Dimensions, job: Parallelism, stage: int) -> int:
+    """Of the parameters that optimizer parallel cuts on a stage those that are used in float32: norms and tables."""
+    biases = 2 * dims.hidden_size if dims.biases else 0
+    words = dims.vocab_size * dims.hidden_size // job.tp if job.pp == 1 else 0
+    return copied_parameters(dims, job)[stage] - job.stages(dims.num_layers)[stage] * biases + words

@@ -29,6 +29,7 @@ STRATEGIES = {
     "dp4_zero2_accumulate": "mesh: {dp: 4}\noptimizer_parallel: {axis: dp, shard_size: 2}\n",
     "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
 }
+IN_BFLOAT16 = ("dp4_zero2_accumulate", "pp2_dp4_tp8_zero", "pp4_tp2_sp")
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
 
 pytestmark = pytest.mark.slow
@@ -42,11 +43,12 @@ def dry_run(*arguments):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(name, write):
-    path, model = write(f"{name}.yaml", RULES + STRATEGIES[name]), write("model.json", json.dumps(MODEL))
+    given = {**MODEL, "compute_dtype": "bfloat16" if name in IN_BFLOAT16 else "float32"}
+    path, model = write(f"{name}.yaml", RULES + STRATEGIES[name]), write("model.json", json.dumps(given))
     accumulate = 4 if "accumulate" in name else 1
     asked = ("--strategy", path, "--config", model, "--ranks", "all", "--accumulate", accumulate)
     values = call("tests/configs/graph_worker.py", "dry_run_values", list(map(str, asked)))
-    strategy, config = load_strategy(path), dataclasses.replace(size_config("pangu", "tiny"), **MODEL)
+    strategy, config = load_strategy(path), dataclasses.replace(size_config("pangu", "tiny"), **given)
     dims, job = of_decoder(config), job_of(strategy, config, values["job"]["batch_size"], accumulate)
     assert len(values["ranks"]) == strategy.mesh.size
     for rank in values["ranks"]:

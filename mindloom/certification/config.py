@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindloom.certification.shrink import BATCH, SEQ_LEN, small_model, small_strategies
+from mindloom.certification.shrink import BATCH, POSSIBLE_PROCESSES, SEQ_LEN, small_model, small_strategies
 from mindloom.cli import option
 from mindloom.dry_run.config import DryRun, DryRunConfig
 from mindloom.dry_run.config import check as check_dry_run
@@ -17,8 +17,6 @@ from mindloom.numbers import Count
 from mindloom.planner.cluster import Cluster, read_cluster
 from mindloom.strategy.checks import batch_problems, model_problems
 from mindloom.strategy.config import Strategy
-
-MOST_PROCESSES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +57,8 @@ def check(config: CertifyConfig) -> Certification:
         ConfigError: all problems at once.
     """
     problems = Problems()
-    if config.processes not in (2, 4, 8, MOST_PROCESSES):
-        problems.append(f"--processes {config.processes}: give 2, 4, 8 or {MOST_PROCESSES}")
+    if config.processes not in POSSIBLE_PROCESSES:
+        problems.append(f"--processes {config.processes}: give one of {', '.join(map(str, POSSIBLE_PROCESSES))}")
     if problem := unwritable(config.out):
         problems.append(f"--out {problem}")
     cluster = problems.of(read_cluster, config.cluster)

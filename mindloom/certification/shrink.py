@@ -18,6 +18,9 @@ from mindloom.strategy.mesh import Mesh
 from mindloom.strategy.stages import layers_per_stage, recomputed_layers
 
 BATCH, SEQ_LEN, HEAD_DIM, VOCAB = 16, 32, 16, 128
+POSSIBLE_PROCESSES = (2, 4, 8, 16)
+IN_PROOF = "MINDLOOM_IN_PROOF"
+"""Environment: set in the processes of a proof."""
 
 
 def small_meshes(mesh: Mesh, processes: int) -> list[Mesh]:

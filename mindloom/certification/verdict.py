@@ -30,7 +30,7 @@ from mindloom.certification import full_size
 from mindloom.certification.config import Certification
 from mindloom.certification.page import page
 from mindloom.certification.proof import LIMITS, Proof, prove, timed
-from mindloom.certification.shrink import small_strategies
+from mindloom.certification.shrink import IN_PROOF, POSSIBLE_PROCESSES, small_strategies
 from mindloom.errors import ConfigError
 from mindloom.files import unwritable, write_text_atomically
 from mindloom.log import milestone
@@ -121,6 +121,12 @@ def certify(
     """
     if (strategy is None) == (mesh is None):
         raise ConfigError("certify takes a strategy file or mesh=..., one of them")
+    if os.environ.get(IN_PROOF):
+        raise ConfigError(
+            "certify was called while its own processes read the file: call it under `if __name__ == '__main__':`"
+        )
+    if processes not in POSSIBLE_PROCESSES:
+        raise ConfigError(f"processes = {processes}: give one of {', '.join(map(str, POSSIBLE_PROCESSES))}")
     folder, name = Path(out), getattr(network, "__qualname__", "")
     if problem := unwritable(folder):
         raise ConfigError(f"out {problem}")
@@ -128,6 +134,8 @@ def certify(
         raise ConfigError(f"{network!r:.60}: give a class or function that stands at the top of a Python file")
     given = {"mesh": dict(mesh), **settings} if mesh is not None else None
     large = strategy_of(given) if given else load_strategy(str(strategy))
+    if large.mesh.size == 1:
+        raise ConfigError(f"{large.at('mesh')}: one device needs no certificate")
     small = small_strategies(large, None, processes)
     rows = len(inputs[0])
     for one in small:

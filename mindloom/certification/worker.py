@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process of a proof. worker.py SUBJECT.json one_device | worker.py SUBJECT.json 0,1,2 under msrun"""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -8,6 +9,7 @@ from pathlib import Path
 
 sys.path[0] = ""  # not this folder: its modules have common names
 
+from mindloom.certification.shrink import IN_PROOF  # noqa: E402
 from mindloom.errors import run_tool  # noqa: E402
 from mindloom.reader import read_json  # noqa: E402
 from mindloom.runtime.environment import prepare_environment  # noqa: E402
@@ -15,6 +17,7 @@ from mindloom.runtime.environment import prepare_environment  # noqa: E402
 
 def main(argv: Sequence[str]) -> int:
     prepare_environment()
+    os.environ[IN_PROOF] = "1"
     subject = Path(argv[0])
     import_module("mindloom.certification.subject").train(read_json(subject).mapping, argv[1], subject.parent)
     return 0

@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mindloom.dry_run.rank_report import Collective, RankReport
+from mindloom.dry_run.rank_report import Collective, RankParameter, RankReport
 from mindloom.model_config import DecoderConfig
 from mindloom.strategy.config import Recompute, Stages, Strategy
 from mindloom.strategy.stages import layers_per_stage, recomputed_layers
 
 Key = TypeVar("Key")
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -101,9 +100,7 @@ def _extended(
     sizes = count_on(lambda r: {"optimizer": r.optimizer_bytes, "gradient": r.gradient_bytes})
     collectives = count_on(_collectives)
     names = _names(base, layers)
-    parameters = _in_every_layer(
-        base.parameters, base, layers, lambda p: p.name, lambda p, name: dataclasses.replace(p, name=name)
-    )
+    parameters = _parameters(base, layers)
     numbered = names[: len(layers.recomputed)]
     recomputed = [name for name, chosen in zip(numbered, layers.recomputed, strict=True) if chosen]
     return dataclasses.replace(
@@ -136,22 +133,20 @@ def _renumbered(path: str, number: int) -> str:
     return f"{path.rpartition('.')[0]}.{number}"
 
 
-def _in_every_layer(
-    found: Sequence[Item],
-    base: RankReport,
-    layers: StageLayers,
-    path_of: Callable[[Item], str],
-    with_path: Callable[[Item, str], Item],
-) -> list[Item]:
+def _parameters(base: RankReport, layers: StageLayers) -> list[RankParameter]:
     """What the first numbered layer has, for each of them; all else as it is."""
-    compiled = [f"{path}." for path in base.layers[: -1 if layers.last is not None else None]]
-    if not compiled:
-        return list(found)
-    names = _names(base, layers)[: len(layers.recomputed)]
-    start = next((i for i, item in enumerate(found) if path_of(item).startswith(compiled[0])), len(found))
-    of_first = [item for item in found if path_of(item).startswith(compiled[0])]
-    copies = [with_path(x, f"{name}.{path_of(x).removeprefix(compiled[0])}") for name in names for x in of_first]
-    others = [
-        [x for x in part if not path_of(x).startswith(tuple(compiled))] for part in (found[:start], found[start:])
+    compiled = tuple(f"{path}." for path in base.layers[: -1 if layers.last is not None else None])
+    of_first = [p for p in base.parameters if compiled and p.name.startswith(compiled[0])]
+    if not of_first:
+        return base.parameters
+    copies = [
+        dataclasses.replace(p, name=f"{name}.{p.name.removeprefix(compiled[0])}")
+        for name in _names(base, layers)[: len(layers.recomputed)]
+        for p in of_first
     ]
-    return others[0] + copies + others[1]
+    start = base.parameters.index(of_first[0])
+    before, after = (
+        [p for p in part if not p.name.startswith(compiled)]
+        for part in (base.parameters[:start], base.parameters[start:])
+    )
+    return before + copies + after

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import mindspore as ms
 from mindspore import nn
@@ -22,6 +22,7 @@ from mindloom.parallel.sharding import (
 )
 from mindloom.strategy.config import Rule, Strategy
 from mindloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
+from mindloom.strategy.mesh import Mesh
 from mindloom.strategy.stages import recomputed_layers, stage_of_layers
 
 
@@ -123,6 +124,7 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
             for o in found
             if o.primitive.name in LARGE_OPERATORS and not any(path_matches(r.pattern, o.path) for r in rules.operators)
         ][:3]
+    problems += _lookup_problems(found, rules.operators, mesh)
     cut = {axis for rule in rules.operators for layout in rule.inputs for dim in layout for axis in dim}
     problems += [
         f"{strategy.at('mesh.' + axis)} = {mesh.degree(axis)}, but no rule cuts anything over {axis}: all its ranks would do "
@@ -140,6 +142,24 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
         problems.append(f"{strategy.at('recompute')}: no cell matches `layers` of the rules")
     if problems:
         raise ConfigError(problems)
+
+
+def _lookup_problems(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) -> Iterator[str]:
+    """MindSpore cuts the rows of a table that is looked up only where table and indices together use the whole mesh."""
+    for use in parameter_uses(found):
+        matching = [rule for rule in rules if path_matches(rule.pattern, use.operator.path)]
+        if use.operator.primitive.name != "Gather" or use.position != 0 or not matching or matching[-1].local:
+            continue
+        rule = matching[-1]
+        rows = rule.inputs[0][0] if rule.inputs and rule.inputs[0] else ()
+        used = {axis for layout in rule.inputs for dim in layout for axis in dim}
+        missing = [axis for axis in mesh.cutting_axes if axis not in used]
+        if missing and any(mesh.degree(axis) > 1 for axis in rows):
+            cut = ", ".join(rows)
+            yield (
+                f"{rule.source}: {rule.pattern}: the rows of {use.parameter.name} are cut over {cut}, so the indices must be "
+                f"cut over {', '.join(missing)}, too: [[{cut}, ~], [dp, {missing[0]}]]"
+            )
 
 
 def _assign_stages(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> dict[str, int]:

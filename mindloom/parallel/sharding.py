@@ -82,10 +82,11 @@ def shard(
     outputs: Sequence[Layout] | None = None,
     by_name: bool = False,
 ) -> None:
-    """Tell MindSpore the layouts of an operator: by the axes' names where the order of the mesh is not the usual one and the
-    operator takes names, by numbers elsewhere. From numbers MindSpore concludes the usual order.
+    """Tell MindSpore the layouts of an operator: by the axes' names where numbers would not do and the operator takes names.
+    From numbers MindSpore concludes the usual order, and of more than two axes not which one is left out.
     """
-    if by_name or (mesh.order != AXES and primitive.name in TAKE_NAMES):
+    numbers_do = mesh.order == AXES and len(mesh.cutting_axes) <= 2
+    if by_name or (not numbers_do and primitive.name in TAKE_NAMES):
         axes = {axis: degree for axis, degree in mesh.degrees.items() if axis != "pp"}
         named = ms.Layout(tuple(axes.values()), tuple(axes))
 

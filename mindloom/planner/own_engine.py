@@ -81,8 +81,8 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     """Bytes a device of a stage works on in collectives of one step, by kind and phase.
 
     Of a tensor parallel layer: two reductions forward, each mirrored backward, one more when it is computed again in full
-    (the MLP's result is not needed then); the embedding adds one, of the float32 rows it looked up. With sequence parallel each of a layer's is a
-    reduce-scatter and an all-gather instead, and the head gathers, too.
+    (the MLP's result is not needed then); the embedding adds one, of the float32 rows it looked up. With sequence parallel
+    each of a layer's is a reduce-scatter and an all-gather instead, and the head gathers, too.
     """
     width, m, last = job.activation_bytes, job.num_microbatches, job.pp - 1
     tokens = job.microbatch * dims.seq_len

@@ -62,7 +62,7 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
         env={**os.environ, "PATH": path, LAUNCHER: str(os.getpid())},
         preexec_fn=partial(end_with_parent, os.getpid()),
     )
-    signal.signal(signal.SIGTERM, lambda *_: _terminate_workers(job.pid))
+    before = signal.signal(signal.SIGTERM, lambda *_: _terminate_workers(job.pid))
     shown = log_dir / f"worker_{shown_rank}.log"
     try:
         _show(shown, lambda: job.poll() is not None)
@@ -74,6 +74,8 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
         except subprocess.TimeoutExpired:
             job.kill()
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     if not code:
         return 0
     if shown.exists() and STOPPED_MARK in shown.read_text(encoding="utf-8", errors="replace"):

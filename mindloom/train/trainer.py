@@ -76,8 +76,6 @@ def start(run: Run) -> tuple[Training, Tokenizer]:
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     tokenizer, loader = prepare_data(run, engine.rank)
     training = _build_step(run, engine, net, report, loader)
-    if engine.rank == 0:
-        _write_resolved(run, training.report)
     training.say(f"{config.model} {config.size}: {run.model.num_parameters:,} parameters on {run.strategy.mesh}")
     training.say(describe(loader, config.steps))
     training.say(f"metrics, configuration and checkpoints go to {config.output_dir}")
@@ -105,6 +103,8 @@ def _train(run: Run) -> Path | None:
     training, tokenizer = start(run)
     steps_done = _resume(training) if config.resume else 0
     _compile(training, steps_done)
+    if training.engine.rank == 0:  # now that all layouts are known
+        _write_resolved(training.run, training.report)
     if config.from_checkpoint and not config.resume:
         start_from(training.step, training.engine, training.report, config.from_checkpoint)
         training.say(f"weights from {config.from_checkpoint}")

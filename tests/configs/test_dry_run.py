@@ -185,3 +185,16 @@ def test_explain_says_what_was_derived_and_from_what(write):
     assert "[512] -> [256] on each rank of stage 0, 2 different parts" in text
     assert "no rule is for it: MindSpore derived [tp]" in text
     assert f"from {ruled}:38: mlp.up.matmul, of model.layers.0.mlp.up.matmul" in text
+
+
+def test_context_parallel_in_a_mesh_and_a_rule_compiles(write):
+    """Its use comes later; a mesh and rules are all it takes."""
+    rules = f"rules:\n  base: {CONFIGS / 'rules/decoder.yaml'}\n  operators:\n"
+    text = "mesh: {dp: 2, cp: 2, tp: 2}\n" + rules + "    mlp.up.matmul: [[[dp, cp], ~], [tp, ~]]\n"
+    path = write("s.yaml", text)
+    outcome = tool("tools/dry_run.py", "--strategy", path)
+    assert outcome.code == 2
+    assert "so the indices must be cut over cp, too: [[tp, ~], [dp, cp]]" in outcome.output
+    found = compiled(write("s.yaml", text + "    word.gather: [[tp, ~], [dp, cp]]\n"), 5)
+    assert [4, 5] in found["groups"]  # over tp
+    assert [5, 7] in found["groups"]  # over cp

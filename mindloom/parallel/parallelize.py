@@ -145,20 +145,20 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
 
 
 def _lookup_problems(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) -> Iterator[str]:
-    """MindSpore cuts the rows of a table that is looked up only where table and indices together use the whole mesh."""
+    """Where the rows of a table are cut, and its indices as well, MindSpore wants both together to use the whole mesh."""
     for use in parameter_uses(found):
         matching = [rule for rule in rules if path_matches(rule.pattern, use.operator.path)]
         if use.operator.primitive.name != "Gather" or use.position != 0 or not matching or matching[-1].local:
             continue
         rule = matching[-1]
         rows = rule.inputs[0][0] if rule.inputs and rule.inputs[0] else ()
-        used = {axis for layout in rule.inputs for dim in layout for axis in dim}
-        missing = [axis for axis in mesh.cutting_axes if axis not in used]
-        if missing and any(mesh.degree(axis) > 1 for axis in rows):
+        of_indices = {axis for layout in rule.inputs[1:] for dim in layout for axis in dim if mesh.degree(axis) > 1}
+        missing = [axis for axis in mesh.cutting_axes if axis not in {*rows, *of_indices}]
+        if missing and of_indices and any(mesh.degree(axis) > 1 for axis in rows):
             cut = ", ".join(rows)
             yield (
                 f"{rule.source}: {rule.pattern}: the rows of {use.parameter.name} are cut over {cut}, so the indices must be "
-                f"cut over {', '.join(missing)}, too: [[{cut}, ~], [dp, {missing[0]}]]"
+                f"cut over {', '.join(missing)}, too: [[{cut}, ~], [dp, {missing[0]}]], or not at all"
             )
 
 

@@ -50,7 +50,9 @@ def main() -> None:
         "|---|---|---|---|---|",
         *rows,
     ]
-    write_report(ROOT / "benchmarks/results/certify.md", "The certificate", "certify.py", lines)
+    write_report(
+        ROOT / "benchmarks/results/certify.md", "The certificate", " ".join(["certify.py", *sys.argv[1:]]), lines
+    )
 
 
 if __name__ == "__main__":

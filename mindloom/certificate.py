@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -58,7 +59,8 @@ def hashes_of(vouched: Mapping[str, Any]) -> dict[str, str]:
 
 def write_certificate(path: Path, values: Mapping[str, Any]) -> None:
     """Write a certificate with its seal, the hash of all the rest."""
-    text = json.dumps({**values, SEAL: _hash(values)}, indent=1, ensure_ascii=False) + "\n"
+    plain = _without_infinity(values)
+    text = json.dumps({**plain, SEAL: _hash(plain)}, indent=1, ensure_ascii=False) + "\n"
     write_text_atomically(path, text)
 
 
@@ -90,6 +92,15 @@ def _differences(before: Any, now: Any, key: str) -> Iterator[str]:
             yield "the sources of mindloom or of a model family have changed"
     elif before != now:
         yield f"{key} was {json.dumps(before)[:80]}, is {json.dumps(now)[:80]}"
+
+
+def _without_infinity(values: Any) -> Any:
+    """JSON knows no inf and nan, which a wrong strategy may give: they become texts."""
+    if isinstance(values, Mapping):
+        return {key: _without_infinity(value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [_without_infinity(value) for value in values]
+    return str(values) if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def _hash(values: Any) -> str:

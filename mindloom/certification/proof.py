@@ -78,7 +78,7 @@ def _one_device(folder: Path, logs: Path) -> str:
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / "one_device.log"
     parent = os.getpid()
-    with log.open("w") as output:
+    with log.open("w") as output, contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(
             [sys.executable, str(WORKER), str(folder / "subject.json"), ONE_DEVICE],
             stdout=output,
@@ -88,7 +88,10 @@ def _one_device(folder: Path, logs: Path) -> str:
             check=False,
             preexec_fn=lambda: end_with_parent(parent),
         )
-    return "" if done.returncode == 0 else f"one device failed ({log}): {_last_line(log.read_text(errors='replace'))}"
+        if done.returncode == 0:
+            return ""
+        return f"one device failed ({log}): {_last_line(log.read_text(errors='replace'))}"
+    return f"one device was not done after {TIMEOUT_S} s ({log})"
 
 
 def _job(folder: Path, numbers: Sequence[int], size: int, small: Sequence[Strategy], logs: Path) -> str:
@@ -140,7 +143,7 @@ def _compared(expected: Trained, got: Trained) -> Iterator[tuple[str, str, float
     for step in range(len(expected.numbers["AdamW"]["losses"])):
         yield from _numbers("losses", f"loss of step {step + 1}", expected, got, step)
         if step == 0:
-            largest = max(float(np.abs(value).max()) for value in expected.gradients.values())
+            largest = max(float(np.abs(value).max()) for value in expected.gradients.values()) or 1.0
             yield from _tensors("gradients", "gradient of", expected.gradients, got.gradients, largest, "adam_m.")
         yield from _numbers("norms", f"gradient norm of step {step + 1}", expected, got, step)
     yield from _tensors("weights", "after 5 steps of SGD", expected.weights, got.weights, 1.0, "")
@@ -149,7 +152,7 @@ def _compared(expected: Trained, got: Trained) -> Iterator[tuple[str, str, float
 def _numbers(kind: str, word: str, expected: Trained, got: Trained, step: int) -> Iterator[tuple[str, str, float, str]]:
     for optimizer, numbers in expected.numbers.items():
         a, b = numbers[kind][step], got.numbers[optimizer][kind][step]
-        yield kind, f"{word}, {optimizer}", abs(b - a) / abs(a), _both(a, b)
+        yield kind, f"{word}, {optimizer}", abs(b - a) / (abs(a) or 1.0), _both(a, b)
 
 
 def _tensors(

@@ -127,23 +127,18 @@ def certify(
         )
     if processes not in POSSIBLE_PROCESSES:
         raise ConfigError(f"processes = {processes}: give one of {', '.join(map(str, POSSIBLE_PROCESSES))}")
-    folder, name = Path(out), getattr(network, "__qualname__", "")
+    folder = Path(out)
     if problem := unwritable(folder):
         raise ConfigError(f"out {problem}")
-    if not name.isidentifier() or not (file := inspect.getsourcefile(network)):
-        raise ConfigError(f"{network!r:.60}: give a class or function that stands at the top of a Python file")
+    file, name = _place_of(network)
     given = {"mesh": dict(mesh), **settings} if mesh is not None else None
     large = strategy_of(given) if given else load_strategy(str(strategy))
     if large.mesh.size == 1:
         raise ConfigError(f"{large.at('mesh')}: one device needs no certificate")
     small = small_strategies(large, None, processes)
-    rows = len(inputs[0])
-    for one in small:
-        parts = one.mesh.dp * (one.pipeline.num_microbatches if one.mesh.pp > 1 else 1)
-        if rows % parts:
-            raise ConfigError(f"a batch of {rows} rows is not divisible by {parts}, which {one.mesh} needs")
+    _check_rows(len(inputs[0]), small)
     subject = {
-        "file": str(Path(file).resolve()),
+        "file": str(file.resolve()),
         "name": name,
         "strategy": str(Path(strategy).resolve()) if strategy is not None else None,
         "settings": given,
@@ -153,13 +148,29 @@ def certify(
     one_device, proofs = _prove(subject, small, folder, seconds, {}, [np.asarray(array) for array in inputs])
     milestone(_proved(proofs))
     vouched = {
-        "network": {"file": Path(file).name, "name": name, "source": Path(file).read_text(encoding="utf-8")},
+        "network": {"file": file.name, "name": name, "source": file.read_text(encoding="utf-8")},
         "strategy": about_strategy(large),
         "versions": about_versions(),
     }
     values = _certificate(vouched, {"strategy": [], "proof": _failures(proofs)}, proofs, one_device, small, seconds)
-    values |= {"subject": f"{name} of {Path(file).name}", "strategy_file": str(strategy or "given in Python")}
+    values |= {"subject": f"{name} of {file.name}", "strategy_file": str(strategy or "given in Python")}
     return _write(folder, values)
+
+
+def _place_of(network: Callable[[], Any]) -> tuple[Path, str]:
+    """The file that has a user's network, and its name there."""
+    name = getattr(network, "__qualname__", "")
+    file = inspect.getsourcefile(network) if name.isidentifier() else None
+    if not file:
+        raise ConfigError(f"{network!r:.60}: give a class or function that stands at the top of a Python file")
+    return Path(file), name
+
+
+def _check_rows(rows: int, small: Sequence[Strategy]) -> None:
+    for one in small:
+        parts = one.mesh.dp * (one.pipeline.num_microbatches if one.mesh.pp > 1 else 1)
+        if rows % parts:
+            raise ConfigError(f"a batch of {rows} rows is not divisible by {parts}, which {one.mesh} needs")
 
 
 def _prove(

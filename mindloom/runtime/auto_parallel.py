@@ -81,6 +81,10 @@ def auto_parallel(
     if (strategy is None) == (mesh is None):
         raise ConfigError("auto_parallel takes a strategy file or mesh=..., one of them")
     if strategy == AUTO:
+        if unknown := settings.keys() - {"devices", "memory_gb", "out"}:
+            raise ConfigError(
+                f'auto_parallel(net, "auto") takes devices, memory_gb and out, not {", ".join(sorted(unknown))}'
+            )
         loaded, settings = _chosen(net, **settings), {}
     else:
         loaded = load_strategy(strategy) if strategy is not None else strategy_of({"mesh": mesh, **settings})

@@ -111,33 +111,24 @@ def test_what_is_right_is_certified_and_trains_until_something_changes(tmp_path)
 
 
 OWN = """
-import numpy as np
-from mindspore import nn
+import sys
+sys.path.insert(0, sys.argv[1])
+from own_networks import Mlp, data
 from mindloom import certify
 
-class Net(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.up, self.act, self.down = nn.Dense(12, 32), nn.ReLU(), nn.Dense(32, 5)
-        self.loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
-
-    def construct(self, x, label):
-        return self.loss(self.down(self.act(self.up(x))), label)
-
 if __name__ == "__main__":
-    rng = np.random.RandomState(0)
-    inputs = [rng.randn(16, 12).astype(np.float32), rng.randint(0, 5, 16).astype(np.int32)]
+    inputs = data("mlp")
     down = {"in": [["dp", "tp"], [None, "tp"]], "out": [["dp", None]], "local": True}
     for name, rule in (("right", [["dp", "tp"], [None, "tp"]]), ("wrong", down)):
         rules = {"up.matmul": [["dp", None], ["tp", None]], "down.matmul": rule}
-        values = certify(Net, inputs, mesh={"dp": 8, "tp": 4}, rules=rules, out=name)
+        values = certify(Mlp, inputs, mesh={"dp": 8, "tp": 4}, rules=rules, out=name)
         print(values["verdict"], values["reasons"])
 """
 
 
 def test_a_network_of_ones_own_is_certified_from_python(tmp_path):
     (tmp_path / "net.py").write_text(OWN)
-    outcome = run(tmp_path / "net.py", cwd=tmp_path, timeout=200)
+    outcome = run(tmp_path / "net.py", ROOT / "tests/parity", cwd=tmp_path, timeout=200)
     assert outcome.code == 0, outcome.output
     assert "certified []" in outcome.output
     assert "refused ['pp 1 x dp 2 x tp 2 = 4: loss of step 1, AdamW: " in outcome.output

@@ -22,7 +22,7 @@ STRATEGIES = {
     "dp4": "mesh: {dp: 4}\n",
     "dp2_tp2_zero": "mesh: {dp: 2, tp: 2}\noptimizer_parallel: {axis: dp}\n",
     "dp4_tp2_zero2": "mesh: {dp: 4, tp: 2}\noptimizer_parallel: {axis: dp, shard_size: 2}\n",
-    "pp2_tp2_recompute": "mesh: {pp: 2, tp: 2}\npipeline: {num_microbatches: 4}\nrecompute: {layers: all}\n",
+    "pp2_tp2_recompute": "mesh: {pp: 2, tp: 2}\npipeline: {num_microbatches: 2}\nrecompute: {layers: all}\n",
     "pp2_dp4_tp8_zero": "mesh: {pp: 2, dp: 4, tp: 8}\npipeline: {num_microbatches: 4}\noptimizer_parallel: {axis: dp}\n",
     "dp2_tp2_zero_accumulate": "mesh: {dp: 2, tp: 2}\noptimizer_parallel: {axis: dp}\n",
     "dp2_accumulate": "mesh: {dp: 2}\n",
@@ -30,7 +30,7 @@ STRATEGIES = {
     "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
 }
 IN_BFLOAT16 = ("dp4_zero2_accumulate", "pp2_dp4_tp8_zero", "pp4_tp2_sp")
-MODEL = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
+MODEL = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
 
 pytestmark = pytest.mark.slow
 
@@ -43,9 +43,10 @@ def dry_run(*arguments):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(name, write):
-    given = {**MODEL, "compute_dtype": "bfloat16" if name in IN_BFLOAT16 else "float32"}
+    layers = 4 if "pp4" in name or "dp4_tp8" in name else 2
+    given = {**MODEL, "num_layers": layers, "compute_dtype": "bfloat16" if name in IN_BFLOAT16 else "float32"}
     path, model = write(f"{name}.yaml", RULES + STRATEGIES[name]), write("model.json", json.dumps(given))
-    accumulate = 4 if "accumulate" in name else 1
+    accumulate = 2 if "accumulate" in name else 1
     asked = ("--strategy", path, "--config", model, "--ranks", "all", "--accumulate", accumulate)
     values = call("tests/configs/graph_worker.py", "dry_run_values", list(map(str, asked)))
     strategy, config = load_strategy(path), dataclasses.replace(size_config("pangu", "tiny"), **given)
@@ -85,7 +86,7 @@ def test_keeping_the_network_a_function_changes_nothing_but_compile_time(write):
 def test_what_is_derived_is_what_would_be_spelled_out(write, name):
     """With dropout, and microbatches written out: each copy takes its layouts anew."""
     text = "mesh: {pp: 2, dp: 2, tp: 2}\npipeline: {num_microbatches: 2}\nsequence_parallel: true\n"
-    text, accumulate = STRATEGIES.get(name, text), 4 if "accumulate" in name else 1
+    text, accumulate = STRATEGIES.get(name, text), 2 if "accumulate" in name else 1
     derived = compiled(write("derived.yaml", RULES + text), 0, False, accumulate)
     rules = RULES.replace("decoder.yaml", "decoder_spelled_out.yaml")
     assert derived == compiled(write("spelled_out.yaml", rules + text), 0, False, accumulate)
@@ -93,7 +94,8 @@ def test_what_is_derived_is_what_would_be_spelled_out(write, name):
 
 def test_ranks_of_one_stage_have_the_same_graph_over_the_groups_foretold(write):
     path = write("s.yaml", RULES + STRATEGIES["pp2_tp2_recompute"])
-    text = dry_run("--strategy", path, "--config", write("m.json", json.dumps(MODEL)), "--ranks", "0,1", "--json")
+    model, options = write("m.json", json.dumps(MODEL)), ("--ranks", "0,1", "--batch-size", 4, "--json")
+    text = dry_run("--strategy", path, "--config", model, *options)
     foretold = json.loads(text[text.index("{") :])["ranks"][1]
     really = compiled(path, 1)
     assert sorted(map(sorted, foretold["groups"].values())) == really["groups"]

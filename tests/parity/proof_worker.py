@@ -10,8 +10,8 @@ from mindloom.parallel.report import Report
 from mindloom.reader import read_json
 from mindloom.runtime.transport import Collectives
 
-UP_WEIGHT = (128, 64)
-"""A tensor parallel rank's part of it, in the small model."""
+UP_WEIGHT = (256, 64)
+"""Of the small model."""
 
 
 def all_reduce_all_but_one(group, x, reduce, all_reduce=Collectives.all_reduce):

@@ -10,7 +10,7 @@ from mindloom.checkpoint.manifest import FOLDER
 from mindloom.runtime.environment import launched_processes
 from mindloom.train.config import TrainConfig, check
 
-STEPS, MIDDLE = 8, 4
+STEPS, MIDDLE = 4, 2
 DATA = Path(__file__).resolve().parents[2] / "examples" / "small_town.txt"
 
 
@@ -71,7 +71,7 @@ class Mesh:
 
 
 def run(out, phases, strategies):
-    """`phases`, in order: save (8 steps, the state saved after 4 and after 8), resume (go on from what all meshes saved).
+    """`phases`, in order: save (4 steps, the state saved after 2 and after 4), resume (go on from what all meshes saved).
 
     `strategies`: files, or one_device.
     """

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from conftest import CONFIGS, ROOT, call, run, tool
@@ -16,7 +17,7 @@ from mindloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/proof_worker.py"
 CLUSTER = CONFIGS / "clusters/ascend910b.yaml"
-RULES = f"mesh: {{dp: 2, tp: 2}}\nrules:\n  base: {CONFIGS / 'rules/decoder.yaml'}\n  operators:\n    "
+RULES = f"mesh: {{tp: 2}}\nrules:\n  base: {CONFIGS / 'rules/decoder.yaml'}\n  operators:\n    "
 WRONG_RULES = {
     "no all-reduce after a product by rows": (
         "mlp.down.matmul: {in: [[dp, tp], [~, tp]], out: [[dp, ~]], local: true}",
@@ -44,7 +45,7 @@ def folder(tmp_path_factory):
     """One device's numbers, once for all."""
     folder = tmp_path_factory.mktemp("proof")
     config = dataclasses.replace(size_config("pangu", "tiny"), dropout_rate=0.0)
-    small = small_model(config, load_strategy(CONFIGS / "pangu_tiny_dp2_tp2.yaml"), 4)
+    small = small_model(config, load_strategy(CONFIGS / "pangu_tiny_dp2_tp2.yaml"), 2)
     (folder / "model.json").write_text(json.dumps(small.to_dict()))
     (folder / "subject.json").write_text(json.dumps({"family": "pangu", "accumulate": 1}))
     call(WORKER, "train", folder, ONE_DEVICE)
@@ -52,9 +53,9 @@ def folder(tmp_path_factory):
 
 
 def failure(folder, strategy, fault=None):
-    subject = {"family": "pangu", "strategy": str(strategy), "num_layers": 2, "processes": 4, "accumulate": 1}
+    subject = {"family": "pangu", "strategy": str(strategy), "num_layers": 2, "processes": 2, "accumulate": 1}
     (folder / "subject.json").write_text(json.dumps(subject))
-    call(WORKER, "train", folder, "0", fault, processes=4, env={"MINDLOOM_KEPT_GRAPHS": "0"})
+    call(WORKER, "train", folder, "0", fault, processes=2, env={"MINDLOOM_KEPT_GRAPHS": "0"})
     return compare("mesh", load(folder, ONE_DEVICE), load(folder, "0")).failure
 
 
@@ -66,7 +67,7 @@ def test_a_rule_that_compiles_and_is_wrong_is_found(folder, write, name):
 
 @pytest.mark.parametrize("name", WRONG_ENGINES)
 def test_an_engine_that_is_wrong_is_found(folder, name):
-    assert failure(folder, CONFIGS / "pangu_tiny_dp2_tp2.yaml", name).startswith(WRONG_ENGINES[name])
+    assert failure(folder, CONFIGS / "pangu_tiny_dp2.yaml", name).startswith(WRONG_ENGINES[name])
 
 
 def certify(strategy, out, *more):
@@ -79,7 +80,9 @@ def test_a_table_that_two_stages_share_is_not_cut_by_the_optimizer(tmp_path, wri
     options = "pipeline: {num_microbatches: 2}\noptimizer_parallel: {axis: dp}\nrules: untied.yaml\n"
     outcome = certify(write("s.yaml", "mesh: {pp: 2, dp: 2}\n" + options), tmp_path / "out")
     assert outcome.code == 1, outcome.output
-    assert "refused: pp 2 x dp 2 x tp 1 = 4: ValueError: " in outcome.output
+    # Which rank is the first to say so is chance: one that adds unequal parts up, or one that holds another than it should.
+    said = r"refused: pp 2 x dp 2 x tp 1 = 4: (ValueError: For 'AddN', input shape must be same|error: .*word.weight)"
+    assert re.search(said, outcome.output), outcome.output
     values = json.loads((tmp_path / "out/certificate.json").read_text())
     assert values["verdict"] == "refused"
     with pytest.raises(ConfigError, match="the strategy was refused: pp 2 x dp 2"):
@@ -118,10 +121,11 @@ from mindloom import certify
 
 if __name__ == "__main__":
     inputs = data("mlp")
-    down = {"in": [["dp", "tp"], [None, "tp"]], "out": [["dp", None]], "local": True}
-    for name, rule in (("right", [["dp", "tp"], [None, "tp"]]), ("wrong", down)):
+    right = [["dp", "tp"], [None, "tp"]]
+    wrong = {"in": right, "out": [["dp", None]], "local": True}
+    for name, mesh, rule in (("right", {"dp": 8, "tp": 4}, right), ("wrong", {"tp": 2}, wrong)):
         rules = {"up.matmul": [["dp", None], ["tp", None]], "down.matmul": rule}
-        values = certify(Mlp, inputs, mesh={"dp": 8, "tp": 4}, rules=rules, out=name)
+        values = certify(Mlp, inputs, mesh=mesh, rules=rules, out=name)
         print(values["verdict"], values["reasons"])
 """
 
@@ -131,6 +135,6 @@ def test_a_network_of_ones_own_is_certified_from_python(tmp_path):
     outcome = run(tmp_path / "net.py", ROOT / "tests/parity", cwd=tmp_path, timeout=200)
     assert outcome.code == 0, outcome.output
     assert "certified []" in outcome.output
-    assert "refused ['pp 1 x dp 2 x tp 2 = 4: loss of step 1, AdamW: " in outcome.output
+    assert "refused ['pp 1 x dp 1 x tp 2 = 2: loss of step 1, AdamW: " in outcome.output
     found = json.loads((tmp_path / "right/certificate.json").read_text())["proof"]["meshes"][0]["differences"]
     assert max(found.values()) < 1e-5

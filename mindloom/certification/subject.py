@@ -16,7 +16,7 @@ from mindloom.certification.shrink import BATCH, small_strategies
 from mindloom.certification.training import STEPS, train_decoder, train_steps
 from mindloom.errors import ConfigError
 from mindloom.model_config import DecoderConfig
-from mindloom.parallel.cells import CutBatch, average_over_all_rows, statistics_of_all_rows
+from mindloom.parallel.cells import CutBatch, average_over_all_rows, prepare_to_cut
 from mindloom.reader import fields_from, read_json
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
@@ -55,7 +55,7 @@ def _own(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
     def build() -> nn.Cell:
         net = make()
         if is_parallel:  # as auto_parallel does
-            statistics_of_all_rows(net)
+            prepare_to_cut(net)
             for _, cell in net.cells_and_names():
                 average_over_all_rows(cell)
         return net

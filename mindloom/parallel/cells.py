@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells around a user's network: its batch cut over dp without a rule, and a function as a Cell."""
+"""Cells around a user's network, its batch cut over dp; a function as a Cell; what MindSpore's own Cells need to be cut."""
 
 from __future__ import annotations
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.nn.layer import rnns
+from mindspore.ops.function import nn_func
 
 from mindloom.errors import ConfigError
 from mindloom.parallel.sharding import shard
@@ -83,13 +85,30 @@ def average_over_all_rows(cell: nn.Cell) -> None:
         cell.reduction = "mean over all ranks"  # compared with "mean" only; its ReduceMean stays
 
 
-def statistics_of_all_rows(net: nn.Cell) -> None:
-    """Let batch normalization take mean and variance over the rows of all ranks, as one device does.
+def prepare_to_cut(net: nn.Cell) -> None:
+    """Give those of MindSpore's own Cells in `net` that cannot be cut right another way to the same values."""
+    for _, part in net.cells_and_names():
+        if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d):
+            _take_statistics_of_all_rows(part)
+        elif isinstance(part, nn.MultiheadAttention):
+            nn_func.linear = _linear
+        elif hasattr(part, "rnn") and isinstance(part.rnn, rnns._DynamicLSTMCPUGPU):
+            part.rnn = rnns._DynamicRNNBase("LSTM")  # step by step; the one operator for all of them cannot be cut
+
+
+def _take_statistics_of_all_rows(norm: nn.Cell) -> None:
+    """Mean and variance over the rows of all ranks, as one device takes them.
 
     Cut over dp, its operator would take those of its own rows. It is given the whole batch instead: an all-gather, and
     every rank does the same. A rule for `bn_train` replaces this.
     """
-    for _, part in net.cells_and_names():
-        if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d):
-            dims = 2 if isinstance(part, nn.BatchNorm1d) else 4
-            part.bn_train.shard(((1,) * dims, (1,), (1,), (1,), (1,)))
+    dims = 2 if isinstance(norm, nn.BatchNorm1d) else 4
+    norm.bn_train.shard(((1,) * dims, (1,), (1,), (1,), (1,)))
+
+
+def _linear(x, w, b):
+    """`nn_func.linear`, through which attention goes. That one transposes the weight first: MindSpore then adds up the
+    gradient of the first layer's weight only.
+    """
+    x = ops.MatMul(False, True)(x, w) if x.ndim == 2 else ops.matmul(x, w.swapaxes(-1, -2))
+    return x if b is None else x + b

@@ -11,12 +11,12 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import yaml
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.graph import api
 
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
-from mindloom.parallel.cells import CutBatch, FunctionCell, average_over_all_rows, statistics_of_all_rows
+from mindloom.parallel.cells import CutBatch, FunctionCell, average_over_all_rows, prepare_to_cut
 from mindloom.parallel.choose import choose
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
@@ -96,7 +96,7 @@ def auto_parallel(
     engine = _engines.pop(key) if key in _engines else Engine(loaded)
     _engines[key] = engine
     if loaded.mesh.size > 1:
-        statistics_of_all_rows(net)
+        prepare_to_cut(net)
     report = parallelize(net, loaded)
     network = wrap(CutBatch(net, loaded.mesh) if loaded.mesh.size > 1 else net, loaded)
     _networks[id(network)] = _Parallel(network, report, engine)
@@ -169,7 +169,11 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
             )
         cells = dict(_cells_of(function))
         parallel.network.set_grad()  # as MindSpore's own steps do
-        _steps[key] = (function, FunctionCell(function, cells.values()))
+        cell = FunctionCell(function, cells.values())
+        cell.trained = {
+            p.name for _, v in _reached_from(function) if isinstance(v, (list, tuple)) for p in v if _trains(p)
+        }
+        _steps[key] = (function, cell)
     return _run(_steps[key][1], _inputs(function, args, kwargs, parallel.engine), parallel.engine)
 
 
@@ -250,6 +254,10 @@ def _reached_from(function: Any) -> Iterator[tuple[str, Any]]:
             waiting += [(name, default) for default in value.__defaults__ or ()]
         elif isinstance(value, (list, tuple)) and len(value) < 64:
             waiting += [(f"{name}_{place}", item) for place, item in enumerate(value)]
+
+
+def _trains(value: Any) -> bool:
+    return isinstance(value, Parameter) and value.requires_grad
 
 
 def _is_filled(cell: Any) -> bool:

@@ -6,6 +6,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import linecache
+import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import mind_ir_pb2 as mind_ir
 from numpy.typing import NDArray
 
+from mindloom.errors import ConfigError
 from mindloom.runtime.gradients import decided_branches
 from mindloom.runtime.layouts import ParameterLayout, read_layouts
 from mindloom.runtime.target import forget_search, virtual_ascend
@@ -27,6 +31,16 @@ from mindloom.strategy.config import Strategy
 from mindloom.strategy.layout import Shape
 
 _phases = itertools.count()
+
+DECIDES_BY_DATA = (
+    "has an `if` or `while` on a Tensor, which MindSpore does not partition; compute every way "
+    "and choose with ops.where(condition, a, b), or let a number given to __init__ decide"
+)
+_FRAME = re.compile(r"In file (\S+?):(\d+)")
+_OUR_PLUMBING = (
+    str(Path(ms.__file__).parent),
+    *(str(Path(__file__).parents[1] / part) for part in ("runtime", "parallel")),
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,9 @@ def partition(
 
     The parameters are not materialised. Every front-end pass runs (sharding, pipeline split, gradients, optimizer
     parallel, recompute); kernel selection does not.
+
+    Raises:
+        ConfigError: MindSpore cannot partition it.
     """
     start = time.perf_counter()
     executor = _cell_graph_executor._graph_executor
@@ -115,13 +132,37 @@ def partition(
         tensors = [Tensor(np.zeros(shape, dtype)) for shape, dtype in inputs]
         # A phase of its own: MindSpore would give the graph of an earlier one again, whatever has changed in the Cell.
         name = f"export.mindir.{rank}.{next(_phases)}"
-        phase, _ = _cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
+        try:
+            phase, _ = _cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
+        except (RuntimeError, TypeError, ValueError) as error:
+            _remove_dump(rank)
+            raise ConfigError(_cannot_partition(error, strategy)) from None  # MindSpore's traceback is one of C++
         raw_layouts = executor.get_parameter_layout(phase)
         model = mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
         layouts = read_layouts(raw_layouts)
         used = _groups_in(model) | {layout.optimizer_group for layout in layouts.values()}
         held = {name: ranks for name, ranks in groups.items() if name in used}
     return PartitionedGraph(model, layouts, held, rank, time.perf_counter() - start)
+
+
+def _cannot_partition(error: Exception, strategy: Strategy) -> str:
+    """MindSpore's first line, and the last line of the network, not of MindSpore or of what we put around, that led there."""
+    said = str(error)
+    message = f"{strategy.source}: MindSpore cannot partition the network: {said.strip().splitlines()[0]}"
+    frames = [(file, int(line)) for file, line in _FRAME.findall(said) if not file.startswith(_OUR_PLUMBING)]
+    if not frames:
+        return message
+    code = linecache.getline(*frames[-1]).strip()
+    decides = code.startswith(("if ", "elif ", "while "))
+    return f"{message}; at {frames[-1][0]}:{frames[-1][1]}, {code}" + (f": it {DECIDES_BY_DATA}" if decides else "")
+
+
+def _remove_dump(rank: int) -> None:
+    """Of a graph that failed, which MindSpore leaves in whatever folder the process is in."""
+    folder = Path(f"rank_{rank}/om")
+    (folder / "analyze_fail.ir").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # there is none, or it holds something else
+        os.removedirs(folder)
 
 
 def _groups_in(model: mind_ir.ModelProto) -> set[str]:

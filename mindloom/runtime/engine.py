@@ -31,6 +31,7 @@ from mindloom.runtime.environment import end_with_msrun, job_name, launched_proc
 from mindloom.runtime.executor import Program
 from mindloom.runtime.kept_graphs import kept_graph, strategy_key
 from mindloom.runtime.layouts import ParameterLayout, learn_layouts, read_layouts
+from mindloom.runtime.reduced import check_reduced
 from mindloom.runtime.target import WORLD, TargetError, compiled_size, pin_cpu, virtual_ascend
 from mindloom.runtime.transport import Collectives, Transport
 from mindloom.strategy.checks import launch_problems
@@ -149,6 +150,7 @@ class Engine:
             if self._learn_layouts(cell, graph.held_layouts, graph.groups) and isinstance(cell, TrainStep):
                 cell.update_shares(self.rank)  # what was learned decides how much of each gradient this rank adds
                 graph = self._graph(cell, described)
+            check_reduced(graph, self.strategy, getattr(cell, "trained", ()))
             self.layouts |= graph.layouts
             self.groups |= graph.groups
             self._programs[key] = Program(graph, cell, self.transport, f"program {len(self._programs)}")

@@ -15,6 +15,8 @@ import numpy as np
 from mindspore.ops.operations._pyfunc_registry import add_pyfunc
 from mindspore.train import mind_ir_pb2 as mind_ir
 
+from mindloom.errors import ConfigError
+from mindloom.runtime.compile import DECIDES_BY_DATA
 from mindloom.runtime.ordering import Message, order_messages
 from mindloom.runtime.transport import Array, Collectives, Transport
 
@@ -60,9 +62,12 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
     `program` keeps the messages of several graphs apart.
 
     Raises:
+        ConfigError: the network decides by its data.
         LoweringError: an operator with a communication group that is not known here, or inside a control-flow branch.
         TransportError: the graphs of a group's ranks do not hold the same collectives.
     """
+    if any(primitive.op_type == "Switch" for primitive in model.primitives):
+        raise ConfigError(f"the network {DECIDES_BY_DATA}")
     counts: dict[str, int] = {}
     messages: dict[str, Message] = {}
     _take_broadcasts_apart(model)

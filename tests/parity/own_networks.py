@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks and ways of training as users of MindSpore write them, run on one device or under a mesh."""
 
+import unittest.mock
+
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
@@ -8,6 +10,7 @@ from mindspore.train import Model
 
 from mindloom import auto_parallel
 from mindloom.errors import ConfigError
+from mindloom.parallel import cells
 from mindloom.runtime import auto_parallel as module
 from mindloom.runtime.layouts import Slices
 
@@ -100,6 +103,44 @@ class Gru(nn.Cell):
         return ((self.head(out) - target) ** 2).mean()
 
 
+class Lstm(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 8, num_layers=2, batch_first=True), nn.Dense(8, 3)
+
+    def construct(self, x, target):
+        out, (hidden, _) = self.lstm(x)
+        return ((self.head(out) - target) ** 2).mean() + (hidden * hidden).mean()
+
+
+class Encoder(nn.Cell):
+    """Layers whose weights are used by functions of MindSpore."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Dense(16, 3)
+
+    def construct(self, x, target):
+        return ((self.head(self.encoder(x)) - target) ** 2).mean()
+
+
+class If(Mlp):
+    def construct(self, x, label):
+        x = self.up(x)
+        if x.sum() > 0:
+            x = self.act(x)
+        return self.loss(self.down(x), label)
+
+
+class While(Mlp):
+    def construct(self, x, label):
+        x = self.up(x)
+        while x.max() > 1:
+            x = x * 0.5
+        return ops.cross_entropy(self.down(x), label)
+
+
 def data(name, rows=16):
     rng = np.random.RandomState(1)
     normal = lambda *shape: rng.randn(*shape).astype(np.float32)  # noqa: E731
@@ -112,10 +153,21 @@ def data(name, rows=16):
         "cnn": (normal(rows, 3, 6, 6), labels),
         "bag": (rng.randint(0, 40, (rows, 7)).astype(np.int32), normal(rows, 40)),
         "gru": (normal(rows, 5, 6), normal(rows, 5, 3)),
+        "lstm": (normal(rows, 5, 6), normal(rows, 5, 3)),
+        "encoder": (normal(rows, 5, 16), normal(rows, 5, 3)),
     }[name]
 
 
-NETWORKS = {"mlp": Mlp, "plain": Plain, "gated": Gated, "cnn": Cnn, "bag": Bag, "gru": Gru}
+NETWORKS = {
+    "mlp": Mlp,
+    "plain": Plain,
+    "gated": Gated,
+    "cnn": Cnn,
+    "bag": Bag,
+    "gru": Gru,
+    "lstm": Lstm,
+    "encoder": Encoder,
+}
 
 
 def by_step(net, batch):
@@ -196,14 +248,26 @@ def train(name, way, mesh, settings=None):
     return losses, parts
 
 
+def linear_of_mindspore(x, w, b):
+    """Of its `nn_func`."""
+    out = ops.matmul(x, w.swapaxes(-1, -2))
+    return out if b is None else out + b
+
+
 def refused(what):
     """The message that a script gets."""
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE)
     module._engines.clear()
-    net, batch = auto_parallel(Mlp(), mesh={"dp": 2}), data("mlp")
+    net, batch = auto_parallel({"if": If, "while": While}.get(what, Mlp)(), mesh={"dp": 2}), data("mlp")
     try:
-        if what == "uneven":
+        if what in ("if", "while"):
+            by_step(net, tuple(map(Tensor, batch)))
+        elif what == "forgotten":
+            with unittest.mock.patch.object(cells, "_linear", linear_of_mindspore):
+                net = auto_parallel(Encoder(), mesh={"dp": 2})
+            by_step(net, tuple(map(Tensor, data("encoder"))))
+        elif what == "uneven":
             net(Tensor(batch[0][:3]), Tensor(batch[1][:3]))
         elif what == "no tensor":
             net(Tensor(batch[0]), 3)

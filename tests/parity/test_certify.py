@@ -81,7 +81,7 @@ def test_a_table_that_two_stages_share_is_not_cut_by_the_optimizer(tmp_path, wri
     outcome = certify(write("s.yaml", "mesh: {pp: 2, dp: 2}\n" + options), tmp_path / "out")
     assert outcome.code == 1, outcome.output
     # Which rank is the first to say so is chance: one that adds unequal parts up, or one that holds another than it should.
-    said = r"refused: pp 2 x dp 2 x tp 1 = 4: (ValueError: For 'AddN', input shape must be same|error: .*word.weight)"
+    said = r"refused: pp 2 x dp 2 x tp 1 = 4: error: .*(For 'AddN', input shape must be same|word.weight)"
     assert re.search(said, outcome.output), outcome.output
     values = json.loads((tmp_path / "out/certificate.json").read_text())
     assert values["verdict"] == "refused"

@@ -3,6 +3,8 @@
 of the same weights.
 """
 
+import math
+
 import numpy as np
 import pytest
 from conftest import call
@@ -20,7 +22,9 @@ CASES = [
     ("plain", "model", DP2_TP2, COLUMNS_AND_ROWS),
     ("cnn", "step, judged", DP4, None),
     ("bag", "step", DP4, {"optimizer_parallel": {"axis": "dp"}}),
-    ("gru", "step", DP4, None),
+    ("gru", "step", {"dp": 2}, None),
+    ("lstm", "step", {"dp": 2}, None),
+    ("encoder", "gradients", {"dp": 2}, None),
     ("gated", "step", "auto", {"devices": 4}),
 ]
 
@@ -30,9 +34,10 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(("name", "way", "mesh", "settings"), CASES)
 def test_a_mesh_trains_as_one_device(name, way, mesh, settings, tmp_path):
     settings = {**settings, "out": str(tmp_path / "chosen.yaml")} if mesh == "auto" else settings
+    processes = 4 if mesh == "auto" else math.prod(mesh.values())
     losses, whole = call(WORKER, "train", name, way, None)
     assert losses[3] < losses[0]
-    for told, parts in call(WORKER, "train", name, way, mesh, settings, processes=4):
+    for told, parts in call(WORKER, "train", name, way, mesh, settings, processes=processes):
         np.testing.assert_allclose(told, losses, rtol=1e-5, atol=1e-6)
         assert parts.keys() == whole.keys()
         for parameter, (bounds, values) in parts.items():
@@ -53,6 +58,9 @@ def test_a_mesh_trains_as_one_device(name, way, mesh, settings, tmp_path):
         ("no tensor", "argument 2 is 3; a parallel network takes Tensors"),
         ("eager", "a parallel network runs in graph mode"),
         ("has_aux", "has_aux"),
+        ("if", "the network has an `if` or `while` on a Tensor, which MindSpore does not partition"),
+        ("while", "own_networks.py:139, while x.max() > 1:: it has an `if` or `while` on a Tensor"),
+        ("forgotten", "does not add up the gradient of encoder.layers.1.self_attn.out_proj.weight over the ranks"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(what, message):

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the compiler adds up every gradient over the ranks that saw other rows. MindSpore 2.9 forgets some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from mindloom.errors import ConfigError
+from mindloom.runtime.compile import PartitionedGraph
+from mindloom.runtime.layouts import ParameterLayout
+from mindloom.runtime.lowering import attributes
+from mindloom.strategy.config import Strategy
+
+
+def check_reduced(graph: PartitionedGraph, strategy: Strategy, trained: Collection[str] = ()) -> None:
+    """Hold a training graph against what data parallelism asks for: a parameter that several ranks hold is updated by the
+    sum of their gradients. MindSpore puts that sum before the operator that uses a parameter, and where a function of
+    several layers uses one, as in nn.MultiheadAttention, it finds the first layer's only.
+
+    In a pipeline nothing is checked: the sum of a shared parameter is another stage's.
+
+    Args:
+        trained: names of parameters whose gradients the graph returns; those that it updates itself are found.
+
+    Raises:
+        ConfigError: a gradient is not added up.
+    """
+    if strategy.mesh.pp > 1:
+        return
+    read, updated, summed = _uses(graph)
+    forgotten = [
+        name
+        for name, layout in graph.held_layouts.items()
+        if name in read and (name in updated or name in trained) and name not in summed and _is_replicated(layout)
+    ]
+    if summed and forgotten:
+        raise ConfigError(
+            f"{strategy.source}: MindSpore does not add up the gradient of {', '.join(forgotten[:8])} over the ranks, so "
+            "each would train on its own rows: a function that several layers call uses it, as in nn.MultiheadAttention; "
+            "use it in the Cell that holds it, as self.dense(x) with an nn.Dense or self.matmul(x, self.weight)"
+        )
+
+
+def _uses(graph: PartitionedGraph) -> tuple[set[str], set[str], set[str]]:
+    """Names of the parameters that a graph reads, that it updates, and whose gradients it adds up."""
+    primitives = {p.name: p for p in graph.model.primitives}
+    updating = {name for name, p in primitives.items() if attributes(p).get("side_effect_mem")}
+    read: set[str] = set()
+    updated: set[str] = set()
+    summed: set[str] = set()
+    for function in (graph.model.graph, *graph.model.functions):
+        for node in function.node:
+            name = node.op_type.removeprefix("REF::")
+            given = [value.rpartition(":")[2] for value in node.input]
+            if name in updating:
+                updated.update(given[:1])
+            else:
+                read.update(given)
+            summed.update(a.s.decode() for a in node.primal_attr if a.name == "mirror_user_id")
+    return read, updated, summed
+
+
+def _is_replicated(layout: ParameterLayout) -> bool:
+    return not layout.optimizer_group and math.prod(layout.device_matrix) > math.prod(layout.cuts)

@@ -102,6 +102,10 @@ def _jieba() -> Any:
     return jieba
 
 
+LONGEST_LINE = 1000
+"""Characters; SentencePiece passes lines of more than 4192 bytes over."""
+
+
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
     """A SentencePiece unigram model of at most `vocab_size` pieces, in the released vocabulary's form.
 
@@ -118,7 +122,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
         raise ConfigError(f"a vocabulary of {vocab_size} is too small for {len(SPECIAL)} special pieces and characters")
     # SentencePiece wants a piece for 98 % of the text's characters at least; what does not fit is not shown to it.
     rare = {ord(character): None for character, _ in counts.most_common()[room:]}
-    lines = [line.translate(rare) for line in lines]
+    lines = [line.translate(rare)[i : i + LONGEST_LINE] for line in lines for i in range(0, len(line), LONGEST_LINE)]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),

@@ -9,7 +9,10 @@ import sys
 import pytest
 from conftest import ROOT
 
+from mindloom.verbs import VERBS
+
 CORE = {
+    "shipped",
     "certificate",
     "cli",
     "errors",
@@ -38,6 +41,7 @@ PACKAGES = {
     "certification": {"data", "dry_run", "family", "parallel", "planner", "runtime", "strategy", "train"},
     "integrations": {"checkpoint", "data", "inference", "runtime", "strategy", "train", "family"},
 }
+PACKAGES["verbs"] = {*PACKAGES, "family", "naming"}
 FAMILIES = ("pangu", "codegeex")
 
 
@@ -96,6 +100,7 @@ def test_a_model_knows_no_parallel_word(folder):
         "mindloom.dry_run.html",
         "mindloom.certification.config",
         "mindloom.certification.page",
+        *(f"mindloom.verbs.{verb.replace('-', '_')}" for verb in VERBS),
         "pangu.config",
     ],
 )
@@ -111,3 +116,11 @@ def test_every_file_has_a_licence_line_and_stays_readable(path):
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
     assert text.count("\n") <= 500
+
+
+def test_a_tool_is_a_verb_and_nothing_more():
+    verbs = {verb.replace("-", "_") for verb in VERBS}
+    assert {path.stem for path in modules("mindloom/verbs")} == {*verbs, "__init__"}
+    for path in modules("tools"):
+        assert path.stem in verbs
+        assert path.read_text(encoding="utf-8").count("\n") <= 10

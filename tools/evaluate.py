@@ -1,53 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a model can do: HumanEval-X, programs written in six languages and run against their tests.
+"""`mindloom evaluate`."""
 
-python tools/evaluate.py humaneval-x --data humaneval-x --checkpoint out/checkpoint --language python cpp \\
-    --num-samples 20 --temperature 0.8 --top-p 0.95 --output-dir out/humaneval --allow-execution
-python tools/evaluate.py humaneval-x --data humaneval-x --language cpp --translate-from python --checkpoint ...
-python tools/evaluate.py humaneval-x --data humaneval-x --language all --canonical --output-dir out/canonical \\
-    --allow-execution
-
-Programs a model wrote run only with --allow-execution, and isolated: no network, a folder of their own that vanishes,
-limits on time, memory, processes and output. Prints pass@k of each language in percent; the folder gets every sample,
-what became of it, and the summary.
-"""
-
-from collections.abc import Sequence
-from contextlib import nullcontext
-from importlib import import_module
-
-from mindloom.cli import parse_args
 from mindloom.errors import run_tool
-from mindloom.evaluation.config import EvaluateConfig, Evaluation, check
-from mindloom.locks import one_writer
-from mindloom.runtime.environment import is_first_process, launched_processes, prepare_environment
-from mindloom.runtime.launch import launch
-from mindloom.scratch import scratch_folder
-
-
-def main(argv: Sequence[str]) -> int:
-    prepare_environment()
-    config = parse_args(EvaluateConfig, __doc__, argv)
-    evaluation = check(config, None if config.launch else launched_processes())
-    with one_writer(config.output_dir) if is_first_process() else nullcontext():
-        return evaluate(config, evaluation, argv)
-
-
-def evaluate(config: EvaluateConfig, evaluation: Evaluation, argv: Sequence[str]) -> int:
-    if evaluation.job and config.launch:
-        arguments = [word for word in argv if word not in ("--launch", "--allow-execution")]
-        mesh = evaluation.job.strategy.mesh
-        with scratch_folder() as folder:
-            if code := launch(__file__, arguments, mesh.size, folder, mesh.first_rank_of_last_stage):
-                return code
-    elif evaluation.job and not import_module("mindloom.evaluation.generation").make_samples(evaluation).speaks:
-        return 0
-    if not config.allow_execution:
-        return 0
-    scores = import_module("mindloom.evaluation.scores")
-    print(scores.table(scores.judge_samples(evaluation)))
-    return 0
-
+from mindloom.verbs.evaluate import main
 
 if __name__ == "__main__":
     run_tool(main)

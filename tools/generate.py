@@ -1,35 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continue texts with a trained model, on one device or as a strategy file says.
+"""`mindloom generate`."""
 
-python tools/generate.py --checkpoint out/checkpoint --prompt "明月几时有" --temperature 0.8 --top-p 0.9
-python tools/generate.py --checkpoint out/checkpoint --interactive
-python tools/generate.py --checkpoint out/checkpoint --prompt-file prompts.txt --strategy FILE --launch
-msrun --worker_num=2 --local_worker_num=2 --join=True tools/generate.py --checkpoint ... --strategy ...
-"""
-
-from collections.abc import Sequence
-from importlib import import_module
-
-from mindloom.cli import parse_args
 from mindloom.errors import run_tool
-from mindloom.inference.config import GenerateConfig, check
-from mindloom.runtime.environment import launched_processes, prepare_environment
-from mindloom.runtime.launch import launch
-from mindloom.scratch import scratch_folder
-
-
-def main(argv: Sequence[str]) -> int:
-    prepare_environment()
-    config = parse_args(GenerateConfig, __doc__, argv)
-    job = check(config, None if config.launch else launched_processes())
-    if config.launch:
-        arguments = [argument for argument in argv if argument != "--launch"]
-        mesh = job.strategy.mesh
-        with scratch_folder() as folder:
-            return launch(__file__, arguments, mesh.size, folder, mesh.first_rank_of_last_stage)
-    import_module("mindloom.inference.terminal").run(job)  # loads MindSpore, which the checks above do without
-    return 0
-
+from mindloom.verbs.generate import main
 
 if __name__ == "__main__":
     run_tool(main)

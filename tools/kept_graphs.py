@@ -1,44 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled graphs that runs on this machine share.
+"""`mindloom kept-graphs`."""
 
-    python tools/kept_graphs.py list
-    python tools/kept_graphs.py clear
-
-They lie in the user's cache directory; MINDLOOM_KEPT_GRAPHS=0 keeps and reads none, MINDLOOM_KEPT_GRAPHS=FOLDER moves them.
-"""
-
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Literal
-
-from mindloom.cli import argument, parse_args
 from mindloom.errors import run_tool
-from mindloom.log import counted
-from mindloom.runtime.environment import prepare_environment
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptGraphsConfig:
-    what: Literal["list", "clear"] = argument("list them, or remove them all")
-
-
-def main(argv: Sequence[str]) -> int:
-    config = parse_args(KeptGraphsConfig, __doc__, argv)
-    prepare_environment()
-    kept_graphs = import_module("mindloom.runtime.kept_graphs")  # loads MindSpore
-    if config.what == "clear":
-        count, size = kept_graphs.clear()
-        print(f"removed {counted(count, 'graph', 'graphs')}, {size / 1e6:.1f} MB, from {kept_graphs.folder()}")
-        return 0
-    found = kept_graphs.kept()
-    for path, used, size in reversed(found):
-        print(f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(used))}  {size / 1e6:8.2f} MB  {path.name[:16]}")
-    total = sum(size for _, _, size in found)
-    print(f"{counted(len(found), 'graph', 'graphs')}, {total / 1e6:.1f} MB, in {kept_graphs.folder()}")
-    return 0
-
+from mindloom.verbs.kept_graphs import main
 
 if __name__ == "__main__":
     run_tool(main)

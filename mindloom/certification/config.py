@@ -26,8 +26,8 @@ class CertifyConfig:
     model: str = option("pangu", "model family")
     size: str = option("tiny", "one of the family's published sizes")
     config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
-    strategy: Path = option(..., "strategy file")
-    cluster: Path = option(..., "cluster file, see parallel_configs/clusters")
+    strategy: Path = option(..., "strategy file, or the name of a shipped one")
+    cluster: Path = option(..., "cluster file, or the name of a shipped one")
     out: Path = option(..., "folder for certificate.json, certificate.html and the logs of the proof")
     batch_size: Count | None = option(
         None, "sequences of one step, over all devices; one a microbatch and replica without this"

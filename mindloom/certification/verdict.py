@@ -34,6 +34,7 @@ from mindloom.certification.shrink import IN_PROOF, POSSIBLE_PROCESSES, small_st
 from mindloom.errors import ConfigError
 from mindloom.files import unwritable, write_text_atomically
 from mindloom.log import milestone
+from mindloom.shipped import shipped_or_file
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy, strategy_of
 
@@ -47,7 +48,7 @@ def certify_decoder(asked: Certification) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     subject = {
         "family": config.model,
-        "strategy": str(config.strategy.resolve()),
+        "strategy": str(shipped_or_file(config.strategy).resolve()),
         "num_layers": full.model.num_layers,
         "processes": config.processes,
         "accumulate": config.accumulate,

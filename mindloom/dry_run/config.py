@@ -26,7 +26,7 @@ class DryRunConfig:
     model: str = option("pangu", "model family")
     size: str = option("tiny", "one of the family's published sizes")
     config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
-    strategy: Path = option(..., "strategy file")
+    strategy: Path = option(..., "strategy file, or the name of a shipped one")
     ranks: str = option("0,last", "ranks to compile, for example 0,37,last, or all")
     batch_size: Count | None = option(
         None, "sequences of one step, over all devices; one a microbatch and replica without this"

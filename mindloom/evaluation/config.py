@@ -53,7 +53,7 @@ class EvaluateConfig(SamplingConfig):
     max_problems: Count | None = option(None, "only so many problems of each language")
     max_new_tokens: Count = option(1024, "tokens of a sample at most; fewer where the context ends")
     tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
-    strategy: Path | None = option(None, "strategy file; without one, one device")
+    strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
     launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
     batch_size: Count | None = option(None, "prompts worked on at once")
     weights: Literal["float32", "int8"] = option("float32", "as for tools/generate.py")

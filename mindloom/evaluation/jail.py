@@ -434,9 +434,13 @@ def _end_all() -> None:
             return
 
 
-def be_first_process(job: dict[str, Any], group: MemoryGroup) -> None:
-    """Process 1: build the root, run the steps, report."""
+def be_first_process(job: dict[str, Any], group: MemoryGroup, parent: int) -> None:
+    """Process 1: build the root, run the steps, report. `parent`: a pipe whose other end the parent holds."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.set_blocking(parent, False)
+    with contextlib.suppress(BlockingIOError):  # nothing to read: it is alive
+        os.read(parent, 1)
+        os._exit(1)  # it was killed before the line above
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     # Root's processes are not counted against RLIMIT_NPROC, and root may do too much: a user that nobody else is.
     uid = 1_000_000 + job["number"] if os.getuid() == 0 else None
@@ -457,15 +461,19 @@ def be_first_process(job: dict[str, Any], group: MemoryGroup) -> None:
 def main() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     job = json.load(sys.stdin)
+    if os.getppid() != job["caller"]:  # it was killed before the line above
+        os._exit(1)
     limits = job["limits"]
     group = MemoryGroup(limits["memory_bytes"] + limits["disk_bytes"])
     try:
         if platform.machine() not in ARCHITECTURES:
             raise OSError(0, f"no filter of system calls for {platform.machine()}")
         enter_namespaces()
+        theirs, ours = os.pipe()
         child = os.fork()
         if child == 0:
-            be_first_process(job, group)
+            os.close(ours)
+            be_first_process(job, group, theirs)
             os._exit(0)
     except OSError as error:
         json.dump({"refused": str(error)}, sys.stdout)

@@ -84,6 +84,7 @@ def run(
     variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8"}
     variables |= {name: value.replace("{folder}", FOLDER) for name, value in (environment or {}).items()}
     job = {
+        "caller": os.getpid(),
         "number": next(_numbers) % 1_000_000_000,
         "folder": FOLDER,
         "files": dict(files),

@@ -45,7 +45,7 @@ class GenerateConfig(SamplingConfig):
     )
     stop_ids: tuple[Natural, ...] = option((), "tokens that end the output, besides end-of-document")
     tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
-    strategy: Path | None = option(None, "strategy file; without one, one device")
+    strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
     launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
     batch_size: Count | None = option(None, f"prompts worked on at once; all, at most {MAX_ROWS}, without it")
     weights: Literal["float32", "int8"] = option(

@@ -7,7 +7,6 @@ Trainer("run_pangualpha_13b.yaml", train_dataset="tokens/").train()
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +22,7 @@ from mindloom.inference.config import GenerateConfig
 from mindloom.inference.config import check as check_generation
 from mindloom.log import milestone
 from mindloom.runtime.environment import is_first_process, launched_processes, prepare_environment
+from mindloom.shipped import DECODER
 from mindloom.strategy.config import SINGLE_DEVICE
 from mindloom.strategy.dialects import Settings
 from mindloom.strategy.dialects.ours import strategy_text
@@ -31,7 +31,6 @@ from mindloom.strategy.dialects.translate import read, recognize
 from mindloom.train.config import TrainConfig
 from mindloom.train.config import check as check_training
 
-RULES = Path(__file__).resolve().parents[2] / "parallel_configs" / "rules" / "decoder.yaml"
 LOGITS_BYTES = 1 << 28
 
 
@@ -144,7 +143,7 @@ class Trainer:
         if self.settings.strategy.mesh.size == 1:
             return None
         path = Path(self.options["output_dir"]) / "strategy.yaml"
-        write_text_atomically(path, strategy_text(self.settings.strategy, json.dumps(str(RULES))))
+        write_text_atomically(path, strategy_text(self.settings.strategy, DECODER))
         return path
 
 

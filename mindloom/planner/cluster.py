@@ -12,6 +12,7 @@ from typing import Any
 from mindloom.errors import ConfigError, did_you_mean
 from mindloom.numbers import Count, NotNegative, Positive
 from mindloom.reader import fields_from, read_yaml
+from mindloom.shipped import CLUSTERS, shipped_or_file
 
 FITTED = Path(__file__).with_name("fitted.yaml")
 CHIPS = Path(__file__).with_name("chips.yaml")
@@ -110,12 +111,12 @@ class Overlap:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """A cluster file: a chip, and what differs from its data sheet.
+    """A cluster file, or the shipped one of that name: a chip, and what differs from its data sheet.
 
     Raises:
         ConfigError: unreadable, unknown chip, a field that is unknown, wrong or not positive.
     """
-    document = read_yaml(path)
+    document = read_yaml(shipped_or_file(path, CLUSTERS))
     given = document.mapping
     chip = given.get("chip")
     if chip not in chips():

@@ -19,6 +19,7 @@ from typing import TextIO
 from mindloom.errors import EXIT_BAD_INPUT
 from mindloom.log import MARK
 from mindloom.processes import LAUNCHER, end_with_parent
+from mindloom.strategy.mesh import Mesh
 
 MILESTONE = MARK.encode()
 STOPPED = 128 + signal.SIGTERM
@@ -31,6 +32,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+MINDLOOM = str(Path(__file__).resolve().parents[1] / "__main__.py")
+
+
+def launch_verb(verb: str, argv: Sequence[str], mesh: Mesh, log_dir: Path) -> int:
+    """`mindloom VERB` again, in as many processes as the mesh has ranks; what its log rank prints. Returns the exit code."""
+    arguments = [verb, *(argument for argument in argv if argument != "--launch")]
+    return launch(MINDLOOM, arguments, mesh.size, log_dir, mesh.first_rank_of_last_stage)
 
 
 def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: Path, shown_rank: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mindloom.errors import ConfigError
 from mindloom.reader import Document, Keys, Reader, read_yaml, show_key
+from mindloom.shipped import RULES, shipped_names, shipped_or_file
 from mindloom.strategy.checks import strategy_problems
 from mindloom.strategy.config import Rule, Rules, Strategy
 from mindloom.strategy.layout import Dim, Layout
@@ -21,7 +22,7 @@ SEQUENCE_AXIS = "sp"
 
 
 def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
-    """The strategy a YAML file describes.
+    """The strategy a YAML file describes, or the shipped one of that name.
 
     `for_inference` leaves out what only training needs, sequence parallel, recompute and optimizer parallel: one token a
     step leaves no sequence to cut, and weights cut over the replicas would be gathered for every token.
@@ -29,7 +30,7 @@ def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
     Raises:
         ConfigError: all problems of the file and of its rules file.
     """
-    return _strategy(read_yaml(Path(path)), for_inference)
+    return _strategy(read_yaml(shipped_or_file(path)), for_inference)
 
 
 def strategy_of(settings: dict[str, Any], source: str = "auto_parallel") -> Strategy:
@@ -96,10 +97,11 @@ def _strategys_rules(reader: Reader, value: Any, sequence_parallel: bool) -> Rul
 
 
 def _rules_file(reader: Reader, name: str, keys: Keys, sequence_parallel: bool) -> Rules:
-    path = Path(reader.document.source).parent / name
-    if not path.is_file():
-        reader.problem(keys, f"rules: there is no file {path}")
+    beside = Path(reader.document.source).parent / name
+    if not beside.is_file() and name not in shipped_names(RULES):
+        reader.problem(keys, f"rules: there is no file {beside}, and no rules of that name are shipped")
         return Rules()
+    path = beside if beside.is_file() else shipped_or_file(name, RULES)
     return _whole_file(path, reader.problems, sequence_parallel)
 
 

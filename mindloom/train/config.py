@@ -52,7 +52,7 @@ class TrainConfig:
     from_checkpoint: Path | None = option(
         None, "start from the weights of this checkpoint folder, with its model configuration and tokenizer"
     )
-    strategy: Path | None = option(None, "strategy file; without one, one device")
+    strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
     certificate: Path | None = option(
         None, "certificate.json of tools/certify.py: refuse to start if anything it vouches for has changed"
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mindloom.shipped import DECODER
 from mindloom.strategy.config import OptimizerParallel, Recompute, Stages, Strategy
 from mindloom.strategy.dialects.settings import Note, Settings
 from mindloom.strategy.loader import load_strategy
@@ -29,12 +30,12 @@ def write(settings: Settings, rules: str) -> tuple[str, list[Note]]:
 
 
 def fitting_rules(rules: str, mesh: Mesh) -> str:
-    """Of our own rules files the one with every operator where MindSpore derives no layouts."""
-    return rules if mesh.derives_layouts else rules.replace("rules/decoder.yaml", "rules/decoder_spelled_out.yaml")
+    """Of our own rules those with every operator where MindSpore derives no layouts."""
+    return f"{DECODER}_spelled_out" if rules == DECODER and not mesh.derives_layouts else rules
 
 
 def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> str:
-    """A strategy file. `head`: comments at its top."""
+    """A strategy file. `rules`: a file, or the name of shipped ones. `head`: comments at its top."""
     rules = fitting_rules(rules, strategy.mesh)
     lines = [
         *head,

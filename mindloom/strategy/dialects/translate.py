@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindloom.errors import ConfigError
+from mindloom.shipped import RULES, name_of, shipped_or_file
 from mindloom.strategy.checks import strategy_problems
 from mindloom.strategy.config import Rules
 from mindloom.strategy.dialects import megatron, mindformers, mindformers2, ours
@@ -82,14 +83,14 @@ def translate(
         ConfigError: it cannot be understood.
     """
     settings, notes = read(path, dialect or recognize(path), known, devices)
+    rules = shipped_or_file(rules, RULES)
     if to == "ours":
-        name = _relative(rules, out.parent)
-        text, more = ours.write(settings, name)
+        text, more = ours.write(settings, name_of(rules, RULES) or _relative(rules, out.parent))
     else:
         writer = {"mindformers1": mindformers, "mindformers2": mindformers2, "megatron": megatron}[to]
         text, more = writer.write(settings)
     own = settings.strategy
-    fitting = Path(ours.fitting_rules(str(rules), own.mesh))
+    fitting = shipped_or_file(ours.fitting_rules(name_of(rules, RULES) or str(rules), own.mesh), RULES)
     if own.rules.operators and not _are_shipped(own.rules, fitting, own.sequence_parallel):
         more = [*more, Note("rules", to, "not expressible", f"other rules than {rules}, which alone can be named")]
     return Translation(settings, text, notes + more)

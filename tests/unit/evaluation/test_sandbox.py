@@ -163,7 +163,8 @@ def test_a_killed_caller_leaves_no_program(tmp_path):
     """As after kill -9 of tools/evaluate.py."""
     code = (
         "import sys; from mindloom.evaluation.sandbox import *\n"
-        "run({'untrusted.py': 'import time; time.sleep(60)'}, [Step((sys.executable, '-I', 'untrusted.py'), 60.0)],"
+        "name = 'untrusted' + '.py'\n"  # the caller's own command line is not to look like the program's
+        "run({name: 'import time; time.sleep(60)'}, [Step((sys.executable, '-I', name), 60.0)],"
         " Limits(), needed=(sys.prefix, sys.base_prefix))"
     )
     caller = os.posix_spawn(sys.executable, [sys.executable, "-c", code], {**os.environ, "TMPDIR": str(tmp_path)})

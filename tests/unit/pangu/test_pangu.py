@@ -91,6 +91,13 @@ def test_a_trained_tokenizer_knows_every_character(write):
         assert PanGuTokenizer(path).decode(PanGuTokenizer(path).encode(text)) == text
 
 
+def test_a_tokenizer_learns_from_a_long_line(write):
+    """SentencePiece would pass it over: it has 9000 bytes."""
+    text = "the quick brown fox jumps over the lazy dog. " * 200
+    tokenizer = PanGuTokenizer(write("m.model", train_tokenizer([text], 600)))
+    assert tokenizer.decode(tokenizer.encode("a lazy fox")) == "a lazy fox"
+
+
 def test_a_tokenizer_file_that_is_none_is_named(write, tmp_path):
     with pytest.raises(ConfigError, match="not a SentencePiece model"):
         PanGuTokenizer(write("t.model", b"nothing"))

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can ask for: `mindloom VERB`, each verb a module with a `main(argv)`. The table is the help."""
+
+VERBS = {
+    "train": "train a model, on one device or as a strategy says",
+    "generate": "continue texts with a trained model",
+    "evaluate": "HumanEval-X: programs in six languages, run against their tests",
+    "score": "logits and loss of token ids",
+    "plan": "the best strategy for a model, a cluster and a batch; `plan list`: those that are shipped",
+    "dry-run": "what ranks of a cluster would hold, send and compute; `dry-run explain NAME`: one layout",
+    "certify": "one verdict before a cluster is booked",
+    "preprocess": "from raw text to token files",
+    "checkpoint-info": "what a training checkpoint holds, and whether it is sound",
+    "reshard-checkpoint": "cut the files of a checkpoint for another mesh",
+    "export-checkpoint": "the model of a training checkpoint, whole",
+    "convert-checkpoint": "between the published namings and ours",
+    "translate": "strategies and configurations of MindFormers and Megatron-LM, to ours and back",
+    "kept-graphs": "compiled graphs that runs on this machine share",
+    "doctor": "what this machine lacks to run all of this",
+}

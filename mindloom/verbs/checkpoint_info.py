@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training checkpoint holds, whether it is sound, and how two of them differ.
+
+    mindloom checkpoint-info out/checkpoints --verify
+    mindloom checkpoint-info out/checkpoints/step-00000020 --diff other/checkpoints/step-00000020
+
+A folder of checkpoints stands for the newest. With --diff the exit code is 1 if a tensor differs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindloom.checkpoint.compare import Difference, compare
+from mindloom.checkpoint.contents import MOMENTS, check_contents, model_of
+from mindloom.checkpoint.manifest import Manifest, read_manifest
+from mindloom.checkpoint.reshard import find_checkpoint
+from mindloom.checkpoint.sharded import damage
+from mindloom.cli import argument, option, parse_args
+from mindloom.errors import ConfigError
+from mindloom.log import counted
+from mindloom.shipped import shipped_names
+from mindloom.strategy.checks import model_problems
+from mindloom.strategy.loader import load_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoConfig:
+    checkpoint: Path = argument("checkpoint, or folder of checkpoints")
+    diff: Path | None = option(None, "another checkpoint: list the tensors that differ and by how much")
+    tensors: bool = option(False, "list every tensor: shape, parts, hash")
+    verify: bool = option(False, "read everything and recompute every hash")
+
+
+def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
+    weights = [e for name, e in manifest.tensors.items() if not name.startswith(MOMENTS)]
+    model = {k: v for k, v in manifest.model.items() if k != "family"}
+    degrees = " x ".join(f"{axis} {manifest.strategy.get(axis, 1)}" for axis in ("pp", "dp", "tp"))
+    files = counted(len(manifest.files), "file", "files")
+    lines = [
+        f"{folder}: step {manifest.step}, {manifest.num_bytes / 1e6:,.1f} MB in {files}",
+        f"  {len(weights)} weights and {len(manifest.tensors) - len(weights)} moments of {manifest.model['family']}: {model}",
+        f"  written under {degrees} {manifest.strategy.get('file', '')}".rstrip(),
+        *(f"  {part}: {values}" for part, values in manifest.state.items()),
+        f"  versions: {manifest.versions}",
+        "  resumes on one device and under any strategy that fits the model; of the shipped ones: "
+        + ", ".join(fitting(manifest, folder)),
+    ]
+    if with_tensors:
+        width = max(map(len, manifest.tensors))
+        lines += [
+            f"  {name:{width}}  {entry.dtype} {list(entry.shape)}  {len(entry.parts)} parts  {entry.hash}"
+            for name, entry in manifest.tensors.items()
+        ]
+    return lines
+
+
+def fitting(manifest: Manifest, folder: Path) -> list[str]:
+    """Shipped strategies that the checkpoint's model can be cut by."""
+    _, model = model_of(manifest, folder)
+    return [name for name in shipped_names() if not model_problems(load_strategy(name), model)]
+
+
+def show(difference: Difference) -> str:
+    if difference.problem:
+        return f"  {difference.name}: {difference.problem}"
+    return f"  {difference.name}: {difference.count:,} entries differ, by {difference.largest:.3g} at most"
+
+
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(InfoConfig, __doc__, argv)
+    folder = find_checkpoint(config.checkpoint)
+    manifest = read_manifest(folder)
+    check_contents(manifest, folder)
+    if config.diff:
+        other = find_checkpoint(config.diff)
+        differences = compare(folder, manifest, other, read_manifest(other))
+        print(f"{len(differences)} of {len(manifest.tensors)} tensors differ")
+        print("\n".join(map(show, differences)), end="\n" if differences else "")
+        return 1 if differences else 0
+    print("\n".join(describe(folder, manifest, config.tensors)))
+    if config.verify:
+        if problem := damage(folder, manifest):
+            raise ConfigError(problem)
+        print(f"  all {len(manifest.tensors)} tensors are what was written")
+    return 0

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the model of a training checkpoint, whole, for tools/generate.py and everybody who reads safetensors.
+
+    mindloom export-checkpoint out/checkpoints model --max-shard-mb 5000
+
+IN is a checkpoint, or a folder of them: then the newest. OUT gets model.safetensors (or several files and
+model.safetensors.index.json), config.json and the tokenizer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindloom.checkpoint.contents import check_contents
+from mindloom.checkpoint.manifest import read_manifest
+from mindloom.checkpoint.reshard import export, find_checkpoint
+from mindloom.cli import argument, check_numbers, option, parse_args
+from mindloom.numbers import Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    input: Path = argument("checkpoint to read")
+    output: Path = argument("folder to write")
+    max_shard_mb: Positive = option(5000.0, "megabytes of a file at most; a larger tensor gets one of its own")
+
+
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(ExportConfig, __doc__, argv)
+    check_numbers(config)
+    source = find_checkpoint(config.input)
+    check_contents(read_manifest(source), source)
+    num_bytes = export(source, config.output, int(config.max_shard_mb * 1e6))
+    print(f"{config.output}: {num_bytes / 1e6:,.1f} MB of weights from {source}")
+    return 0

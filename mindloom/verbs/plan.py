@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best strategy for a model, a cluster and a batch, with its reasons; without a device and without MindSpore.
+
+    mindloom plan --model pangu --size 200b --cluster ascend910a \\
+        --devices 2048 --global-batch-size 2048 --out plan.yaml
+    mindloom plan --config dims.yaml --cluster h100 --devices 64 --global-batch-size 512
+    mindloom plan list                            strategies that are shipped, for --strategy NAME
+    mindloom plan validate RUNS.csv --json        how far the cost model is from published runs
+
+--config takes a model by its dimensions alone: a YAML file with the fields of mindloom.planner.dimensions.Dimensions.
+docs/planner.md derives every term.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mindloom.cli import argument, check_numbers, option, parse_args
+from mindloom.errors import ConfigError
+from mindloom.family import size_config
+from mindloom.files import write_text_atomically
+from mindloom.numbers import Count
+from mindloom.planner.cluster import read_cluster
+from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
+from mindloom.planner.own_engine import PRECISIONS
+from mindloom.planner.report import as_dict, strategy_file, table, validation_report
+from mindloom.planner.search import Devices, Request, distinct, search, smallest_changes
+from mindloom.planner.validate import validate
+from mindloom.shipped import DECODER, shipped_names
+from mindloom.strategy.checks import POSSIBLE_SIZES, is_possible_size
+from mindloom.strategy.loader import load_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    model: str | None = option(None, "model family")
+    size: str | None = option(None, "one of the family's published sizes")
+    config: Path | None = option(None, "YAML file with the dimensions of any decoder, instead of --model and --size")
+    cluster: Path = option(..., "cluster file, or the name of a shipped one")
+    devices: Devices = option(..., "devices of the job")
+    global_batch_size: Count = option(..., "sequences of one step, over all devices")
+    seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of matrix products")
+    interleave: bool = option(False, "also consider virtual stages, which tools/train.py cannot run")
+    top: Count = option(10, "options to show")
+    out: Path | None = option(None, "write the best one as a strategy file for tools/train.py")
+    json: bool = option(False, "JSON on stdout instead of the table")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateConfig:
+    runs: Path = argument("CSV file of published runs")
+    json: bool = option(False, "JSON on stdout instead of the summary")
+
+
+def main(argv: Sequence[str]) -> int:
+    if list(argv) == ["list"]:
+        print(shipped_table())
+        return 0
+    if argv[:1] == ["validate"]:
+        return check_against_runs(parse_args(ValidateConfig, __doc__, argv[1:]))
+    config = parse_args(PlanConfig, __doc__, argv)
+    request = requested(config)
+    if config.out and config.out.exists():
+        raise ConfigError(f"--out {config.out}: is there already; remove it or give another name")
+    if config.out and not config.model:
+        raise ConfigError("--out needs --model and --size: a strategy file names rules, which fit our own models")
+    if config.out and config.compute_dtype == "float16":
+        raise ConfigError(
+            "--out writes what tools/train.py runs, which does not train in float16; use bfloat16 or float32"
+        )
+    if config.out and config.interleave:
+        raise ConfigError(
+            "--out writes what tools/train.py runs, which knows no virtual stages; leave out --interleave"
+        )
+    if config.out and not is_possible_size(config.devices):
+        raise ConfigError(
+            f"--out writes what tools/train.py runs, on {POSSIBLE_SIZES} devices, as MindSpore takes no others; got "
+            f"--devices {config.devices}"
+        )
+    options = search(request)
+    if not options[0].fits:
+        raise ConfigError(smallest_changes(request, options))
+    shown = distinct([o for o in options if o.fits])[: config.top]
+    if config.json:
+        print(json.dumps([as_dict(o, shown[0]) for o in shown], indent=1))
+    else:
+        print(table(request, shown))
+    if config.out:
+        write_text_atomically(config.out, strategy_file(request, shown[0], DECODER))
+        print(f"strategy in {config.out}", file=sys.stderr)
+    return 0
+
+
+def requested(config: PlanConfig) -> Request:
+    """What the flags ask for.
+
+    Raises:
+        ConfigError: flags that exclude each other, files that are wrong.
+    """
+    if bool(config.config) == bool(config.model) or bool(config.model) != bool(config.size):
+        raise ConfigError("give either --model and --size, or --config FILE")
+    check_numbers(config)
+    cluster = read_cluster(config.cluster)
+    dims: Dimensions
+    if config.model and config.size:
+        dims = of_decoder(size_config(config.model, config.size))
+        longest = dims.seq_len
+        if config.seq_len and config.seq_len > longest:
+            raise ConfigError(f"--seq-len {config.seq_len} is beyond the model's longest context, {longest}")
+    else:
+        assert config.config
+        dims = read_dimensions(config.config)
+    if config.seq_len is not None:
+        dims = dataclasses.replace(dims, seq_len=config.seq_len)
+    return Request(
+        dims=dims,
+        cluster=cluster,
+        devices=config.devices,
+        global_batch_size=config.global_batch_size,
+        interleave=config.interleave,
+        precision=PRECISIONS[config.compute_dtype],
+        flash_attention=cluster.flash_attention and not config.model,  # our own models keep their scores
+    )
+
+
+def shipped_table() -> str:
+    """The strategies that come with the package, each with its mesh."""
+    strategies = {name: load_strategy(name) for name in shipped_names()}
+    width = max(map(len, strategies))
+    return "\n".join(f"{name:{width}}  {strategy.mesh}" for name, strategy in strategies.items())
+
+
+def check_against_runs(config: ValidateConfig) -> int:
+    report = validate(config.runs)
+    print(json.dumps(report, indent=1) if config.json else validation_report(report))
+    return 0

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits and loss of token ids under a checkpoint.
+
+    mindloom score --checkpoint out/checkpoint --ids ids.npy --logits-out logits.npy
+
+ids.npy holds (B, N) token ids; N may be one more than the model's context, the last column then being labels only.
+Prints {"loss": ..., "num_tokens": ..., "shape": [...]} and writes the logits (B, T, V).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindloom.checkpoint.io import load_config
+from mindloom.cli import check_numbers, option, parse_args
+from mindloom.errors import ConfigError
+from mindloom.family import family_module
+from mindloom.files import write_atomically
+from mindloom.numbers import Natural
+from mindloom.runtime.environment import launched_processes, prepare_environment
+from mindloom.strategy.checks import batch_problems, launch_problems, model_problems
+from mindloom.strategy.config import SINGLE_DEVICE
+from mindloom.strategy.loader import load_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig:
+    checkpoint: Path = option(..., "checkpoint folder")
+    ids: Path = option(..., "NumPy file of token ids, (B, N)")
+    logits_out: Path | None = option(None, "NumPy file to write the logits to, (B, T, V)")
+    eod_id: Natural | None = option(None, "end-of-document id after which attention and positions start anew")
+    strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
+
+
+def read_ids(path: Path, vocab_size: int, seq_len: int) -> Any:
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a NumPy file of numbers: {error}") from None
+    if not isinstance(ids, np.ndarray) or ids.ndim != 2 or ids.dtype.kind not in "iu" or ids.size == 0:
+        raise ConfigError(f"{path}: whole numbers of shape (B, N) are expected")
+    if ids.shape[1] < 2 or ids.shape[1] > seq_len + 1:
+        raise ConfigError(f"{path}: {ids.shape[1]} ids a row; the model takes 2 .. {seq_len + 1}")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ConfigError(f"{path}: ids {ids.min()} .. {ids.max()} are outside the vocabulary of {vocab_size}")
+    return ids
+
+
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(ScoreConfig, __doc__, argv)
+    check_numbers(config)
+    family, model = load_config(config.checkpoint)
+    family_module(family, "config")
+    ids = read_ids(config.ids, model.vocab_size, model.seq_len)
+    strategy = load_strategy(config.strategy, for_inference=True) if config.strategy else SINGLE_DEVICE
+    problems = launch_problems(strategy, launched_processes()) + model_problems(strategy, model)
+    if problems := problems + batch_problems(strategy, len(ids), min(ids.shape[1], model.seq_len), training=False):
+        raise ConfigError(problems)
+    prepare_environment()
+    score = import_module("mindloom.inference.score").score  # loads MindSpore
+    result = score(config.checkpoint, family, model, strategy, ids, config.eod_id)
+    if result is not None:
+        if config.logits_out:
+            write_atomically(config.logits_out, lambda path: np.save(path.open("wb"), result.logits))
+        print(json.dumps({"loss": result.loss, "num_tokens": result.num_tokens, "shape": list(result.logits.shape)}))
+    return 0

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mindloom VERB`: the table, names of what is shipped, the doctor, and the built wheel elsewhere than the repository."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import CONFIGS, ROOT, run
+
+from mindloom.__main__ import main
+from mindloom.errors import ConfigError
+from mindloom.shipped import CLUSTERS, RULES, shipped_names, shipped_or_file
+from mindloom.strategy.loader import load_strategy
+from mindloom.verbs import VERBS, doctor
+
+
+def mindloom(*words):
+    return run("-m", "mindloom", *words)
+
+
+def test_help_lists_every_verb_and_loads_little():
+    outcome = run("-X", "importtime", "-m", "mindloom", "--help")
+    assert outcome.code == 0
+    assert [line.split()[0] for line in re.findall(r"(?m)^  \S.*", outcome.output)] == list(VERBS)
+    loaded = {line.rpartition("|")[2].strip() for line in outcome.output.splitlines() if line.startswith("import time")}
+    assert "mindloom.verbs" in loaded
+    assert not loaded & {"mindspore", "numpy", "yaml", "argparse"}
+
+
+def test_an_unknown_verb_is_told_what_is_near():
+    with pytest.raises(ConfigError, match=r"trian is no verb of mindloom.*did you mean train"):
+        main(["trian"])
+
+
+def test_what_is_shipped_is_found_by_name(tmp_path, monkeypatch, write):
+    monkeypatch.chdir(tmp_path)
+    named = load_strategy("pangu_2.6b_dp64_tp8")
+    assert (named.mesh, named.source) == (load_strategy(CONFIGS / "pangu_2.6b_dp64_tp8.yaml").mesh, named.source)
+    own = load_strategy(write("own.yaml", "mesh: {tp: 2}\nrules: decoder\n"))
+    assert own.rules == load_strategy(CONFIGS / "pangu_tiny_tp2.yaml").rules
+    assert shipped_or_file("h100", CLUSTERS) == CONFIGS / "clusters/h100.yaml"
+    assert "decoder_spelled_out" in shipped_names(RULES)
+    for name, kind, hint in (("pangu_tiny_dp5", "", "dp4"), ("h10", CLUSTERS, "h100")):
+        with pytest.raises(ConfigError, match=f"{name}: there is no such file, and no .* did you mean .*{hint}"):
+            shipped_or_file(name, kind)
+    with pytest.raises(ConfigError, match=r"own2.yaml:2: rules: there is no file .*decode, and no rules of that name"):
+        load_strategy(write("own2.yaml", "mesh: {tp: 2}\nrules: decode\n"))
+
+
+def test_the_doctor_names_what_is_missing(capsys, monkeypatch):
+    outcome = mindloom("doctor")
+    assert outcome.code == 0, outcome.output
+    assert [line.split()[1] for line in outcome.output.splitlines() if line][:-1] == list(doctor.CHECKS)
+    assert outcome.output.endswith("nothing is missing\n")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(doctor, "CHECKS", {"Python": doctor.python, "msrun": doctor.msrun})
+    assert main(["doctor"]) == 1
+    assert "\nmissing, first of all: msrun: /nowhere/msrun is not there" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_wheel_works_without_the_repository(tmp_path):
+    source, site = tmp_path / "source", tmp_path / "site"
+    for name in ("mindloom", "pangu", "codegeex", "parallel_configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+    built = run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source)
+    assert built.code == 0, built.output
+    installed = run(*pip, "install", "--no-deps", "--target", site, next(tmp_path.glob("*.whl")))
+    assert installed.code == 0, installed.output
+    shutil.copy(ROOT / "examples/small_town.txt", tmp_path / "text.txt")
+    shutil.rmtree(source)
+
+    def verb(*words):
+        done = subprocess.run(
+            [sys.executable, site / "bin/mindloom", *map(str, words)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    small = ("--data", "text.txt", "--steps", 2, "--seq-len", 16, "--batch-size", 4)
+    assert "pp 1 x dp 1 x tp 2 = 2" in verb("train", *small, "--strategy", "pangu_tiny_tp2", "--launch")
+    assert "2 tokens" in verb("generate", "--checkpoint", "out/checkpoint", "--prompt", "the", "--max-new-tokens", 2)
+    plan = "plan --model codegeex --size 13b --cluster h100 --devices 8 --global-batch-size 64 --out planned.yaml"
+    assert "step s" in verb(*plan.split())
+    assert load_strategy(tmp_path / "planned.yaml").mesh.size == 8
+    assert "rank 1:" in verb("dry-run", "--strategy", "pangu_tiny_tp2", "--ranks", "1", "--fast")
+    assert (tmp_path / "planned.yaml").read_text().count("rules: decoder\n") == 1

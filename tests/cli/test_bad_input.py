@@ -244,11 +244,16 @@ def test_a_malformed_file_of_runs(tmp_path, write, text):
 CONFIGS_OF_TOOLS = [
     ("train", "mindloom.train.config", "TrainConfig", TRAIN),
     ("dry_run", "mindloom.dry_run.config", "DryRunConfig", DRY_RUN),
-    ("plan", "plan", "PlanConfig", PLAN),
+    ("plan", "mindloom.verbs.plan", "PlanConfig", PLAN),
     ("inspect", "mindloom.train.inspection", "InspectConfig", ("preprocess", "inspect", "--data", TEXT)),
-    ("tokenize", "preprocess", "TokenizeConfig", ("preprocess", "tokenize", TEXT, "--out", "x", "--tokenizer", TEXT)),
-    ("dedup", "preprocess", "DedupConfig", ("preprocess", "dedup", TEXT, "--out", "x")),
-    ("filter", "preprocess", "FilterConfig", ("preprocess", "filter", TEXT, "--out", "x.jsonl")),
+    (
+        "tokenize",
+        "mindloom.verbs.preprocess",
+        "TokenizeConfig",
+        ("preprocess", "tokenize", TEXT, "--out", "x", "--tokenizer", TEXT),
+    ),
+    ("dedup", "mindloom.verbs.preprocess", "DedupConfig", ("preprocess", "dedup", TEXT, "--out", "x")),
+    ("filter", "mindloom.verbs.preprocess", "FilterConfig", ("preprocess", "filter", TEXT, "--out", "x.jsonl")),
     (
         "evaluate",
         "mindloom.evaluation.config",
@@ -260,8 +265,7 @@ CONFIGS_OF_TOOLS = [
 
 
 @pytest.mark.parametrize(("name", "module", "kind", "start"), CONFIGS_OF_TOOLS, ids=[c[0] for c in CONFIGS_OF_TOOLS])
-def test_no_flag_of_any_tool_takes_a_number_that_is_none(tmp_path, monkeypatch, name, module, kind, start):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+def test_no_flag_of_any_tool_takes_a_number_that_is_none(tmp_path, name, module, kind, start):
     config = getattr(importlib.import_module(module), kind)
     for field in dataclasses.fields(config):
         hint = get_type_hints(config, include_extras=True)[field.name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 from mindloom.errors import ConfigError, did_you_mean
 from mindloom.numbers import as_flag, number_problems
+from mindloom.run_file import read_run_file
 
 T = TypeVar("T")
 
@@ -21,6 +23,12 @@ def option(default: Any, help: str) -> Any:
     if default is ...:
         return dataclasses.field(metadata={"help": help})
     return dataclasses.field(default=default, metadata={"help": help})
+
+
+def run_file() -> Any:
+    """A field that names a run file, which gives the other flags; those on the command line win over it."""
+    text = "run file: YAML with these flags as keys (`steps: 20`), or the config.json of a run; flags win over it"
+    return dataclasses.field(default=None, metadata={"help": text, "run_file": True})
 
 
 def argument(help: str) -> Any:
@@ -80,22 +88,24 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
         ConfigError: an unknown flag, a missing one, values of the wrong type.
     """
     parser = _Parser(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    hints = get_type_hints(kind)
+    hints, given = get_type_hints(kind), _from_run_file(kind, sys.argv[1:] if argv is None else argv)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        required = field.default is dataclasses.MISSING
-        default = "" if required or field.default in (None, "", (), False) else f" (default: {field.default})"
+        value = given.get(field.name, field.default)
+        required = value is dataclasses.MISSING
+        default = "" if required or value in (None, "", (), False) else f" (default: {value})"
         text = field.metadata["help"].replace("%", "%%") + default
         flag, hint = as_flag(field.name), _without_none(hints[field.name])
         many = get_origin(hint) is tuple
         hint = get_args(hint)[0] if many else hint
         choices = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else None
-        common: dict[str, Any] = {"default": field.default, "required": required, "dest": field.name, "help": text}
+        common: dict[str, Any] = {"default": value, "required": required, "dest": field.name, "help": text}
         if "positional" in field.metadata:
             metavar = choices or field.name.rstrip("s" if many else "").upper()
             reads = parser.reads(metavar if choices is None else field.name, hint)
             parser.add_argument(field.name, type=reads, nargs="+" if many else None, metavar=metavar, help=text)
         elif hint is bool:
-            parser.add_argument(flag, action="store_true", help=text)
+            switch: Any = argparse.BooleanOptionalAction if value else "store_true"  # --no-FLAG where a run file has it
+            parser.add_argument(flag, action=switch, default=value, dest=field.name, help=text)
         else:
             metavar = choices or hint.__name__.upper()
             reads = parser.reads(flag, hint)
@@ -105,6 +115,19 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
     if parser.problems:
         raise ConfigError(f"{problem} (see --help)" for problem in parser.problems)
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _from_run_file(kind: Any, argv: Sequence[str]) -> dict[str, Any]:
+    """Values of the run file that the command line names, if it does."""
+    for field in dataclasses.fields(kind):
+        if "run_file" in field.metadata:
+            flag = as_flag(field.name)
+            for word, following in zip(argv, [*argv[1:], ""], strict=True):
+                if word == flag and following:
+                    return read_run_file(Path(following), kind)
+                if word.startswith(f"{flag}="):
+                    return read_run_file(Path(word.partition("=")[2]), kind)
+    return {}
 
 
 def check_numbers(config: Any) -> None:

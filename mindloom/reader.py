@@ -410,6 +410,8 @@ def is_a(value: Any, hint: Any) -> bool:
         return isinstance(value, dict)
     if get_origin(hint) in (list, tuple):
         return isinstance(value, list) and all(is_a(entry, get_args(hint)[0]) for entry in value)
+    if hint is Path:
+        return isinstance(value, str) and bool(value)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
@@ -427,5 +429,11 @@ def describe(hint: Any) -> str:
         return f"a list of {describe(get_args(hint)[0]).removeprefix('a ')}s"
     if dataclasses.is_dataclass(hint):
         return "{" + ", ".join(f"{f.name}: ..." for f in dataclasses.fields(hint)) + "}"
-    names: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    names: dict[Any, str] = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        Path: "a file name",
+    }
     return names.get(hint) or ("a mapping of keys" if get_origin(hint) is dict else str(hint))

@@ -13,6 +13,7 @@ from mindloom.verbs import VERBS
 
 CORE = {
     "shipped",
+    "run_file",
     "certificate",
     "cli",
     "errors",

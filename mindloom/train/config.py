@@ -12,7 +12,7 @@ from typing import Literal
 from mindloom.certificate import check_certificate, vouched_for
 from mindloom.checkpoint.io import load_config
 from mindloom.checkpoint.manifest import checkpoints
-from mindloom.cli import option
+from mindloom.cli import option, run_file
 from mindloom.data.blend import BLENDS, Part, read_blend, short_datasets
 from mindloom.data.documents import read_documents
 from mindloom.data.order import MOST_STEPS, Sizes, growing_seq_lens, ramped_batch_sizes
@@ -37,6 +37,7 @@ MOST_TOKENS = 1 << 28
 class TrainConfig:
     """One training run; the flags of tools/train.py."""
 
+    run: Path | None = run_file()
     model: str = option("pangu", "model family")
     size: str = option("tiny", "one of the family's published sizes")
     config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")

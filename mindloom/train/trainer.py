@@ -324,7 +324,10 @@ def _save(training: Training, tokenizer: Tokenizer, token: int) -> None:
 def _write_resolved(run: Run, report: Report) -> None:
     """What the run really used, beside its metrics."""
     values: dict[str, Any] = {
-        "train": {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(run.config).items()},
+        # A run file that repeats it; what it was read from is all in it.
+        "train": {
+            k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(run.config).items() if k != "run"
+        },
         "model": run.model.to_dict(),
         "strategy": {k: v for k, v in dataclasses.asdict(run.strategy).items() if k not in ("rules", "lines")},
         "resolved": {name: getattr(run, name) for name in ("seq_len", *SCHEDULE)},

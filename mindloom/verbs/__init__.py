@@ -15,6 +15,7 @@ VERBS = {
     "export-checkpoint": "the model of a training checkpoint, whole",
     "convert-checkpoint": "between the published namings and ours",
     "translate": "strategies and configurations of MindFormers and Megatron-LM, to ours and back",
+    "config": "`config diff A B`: what two run files, or the config.json of two runs, have different",
     "kept-graphs": "compiled graphs that runs on this machine share",
     "doctor": "what this machine lacks to run all of this",
 }

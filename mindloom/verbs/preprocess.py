@@ -10,7 +10,7 @@
     mindloom preprocess from-mindrecord train.mindrecord --tokenizer vocab.model --out tokens/
 
 INPUT is .jsonl, .jsonl.gz or .jsonl.zst (a field `text`), .parquet (a column `text`), .txt (blank lines between documents)
-or a folder, in which each other file is a document. docs/data.md has the whole story.
+or a folder, in which each other file is a document. docs/guides/data.md has the whole story.
 """
 
 import json

@@ -6,7 +6,7 @@
     mindloom translate pretrain.sh --to ours --out mine.yaml --devices 64
 
 Reads our strategy files, MindFormers 1.x and 2.x YAML and Megatron-LM's flags (a file that is not .yaml). The report says of
-every key: same, renamed, approximated, no effect, not expressible, unknown; docs/mindformers.md has the tables.
+every key: same, renamed, approximated, no effect, not expressible, unknown; docs/guides/mindformers.md has the tables.
 """
 
 import json

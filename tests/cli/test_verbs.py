@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mindloom VERB`: the table, names of what is shipped, the doctor, and the built wheel elsewhere than the repository."""
 
+import json
 import os
 import re
 import shutil
@@ -8,12 +9,14 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CONFIGS, ROOT, run
+from conftest import CONFIGS, ROOT, TWO_LAYERS, run, tool
 
 from mindloom.__main__ import main
+from mindloom.cli import parse_args
 from mindloom.errors import ConfigError
 from mindloom.shipped import CLUSTERS, RULES, shipped_names, shipped_or_file
 from mindloom.strategy.loader import load_strategy
+from mindloom.train.config import TrainConfig
 from mindloom.verbs import VERBS, doctor
 
 
@@ -59,6 +62,55 @@ def test_the_doctor_names_what_is_missing(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", {"Python": doctor.python, "msrun": doctor.msrun})
     assert main(["doctor"]) == 1
     assert "\nmissing, first of all: msrun: /nowhere/msrun is not there" in capsys.readouterr().out
+
+
+TEXT = ROOT / "examples/small_town.txt"
+
+
+def train_config(*words):
+    return parse_args(TrainConfig, "", list(map(str, words)))
+
+
+def test_a_run_file_gives_the_flags_and_the_command_line_wins(write):
+    write("base.yaml", f"data: {TEXT}\nsteps: 7\nlearning_rate: 1e-3\nresume: true\n")
+    path = write("run.yaml", "base: base.yaml\nsteps: 9\nbatch_size_ramp: [2, 2, 10]\n")
+    config = train_config("--run", path, "--seed", 5)
+    assert (config.steps, config.learning_rate, config.seed, config.data) == (9, 1e-3, 5, TEXT)
+    assert (config.batch_size_ramp, config.resume) == ((2, 2, 10), True)
+    config = train_config(f"--run={path}", "--steps", 3, "--no-resume")
+    assert (config.steps, config.resume) == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz: 3\n", "run.yaml:1: stepz is unknown; did you mean steps?"),
+        ("data: x\nsteps: many\n", "run.yaml:2: steps must be a whole number, got 'many'"),
+        ("steps: 0\n", "run.yaml:1: steps must be at least 1, got 0"),
+        ("base: run.yaml\n", "run.yaml:1: .*run.yaml is based on itself"),
+        ("base: none.yaml\n", "none.yaml: cannot be read"),
+        ("steps: 3\n", "the following arguments are required: --data"),
+    ],
+)
+def test_mistakes_of_a_run_file_are_told_with_their_lines(write, text, message):
+    with pytest.raises(ConfigError, match=message):
+        train_config("--run", write("run.yaml", text))
+
+
+def test_a_run_is_repeated_by_its_own_configuration_and_compared(tmp_path, write, capsys):
+    small = ("--data", TEXT, "--config", TWO_LAYERS, "--seq-len", 16, "--batch-size", 2)
+    assert tool("tools/train.py", *small, "--steps", 2, "--output-dir", tmp_path / "a").code == 0
+    again = ("--run", tmp_path / "a/config.json", "--output-dir", tmp_path / "b")
+    assert tool("tools/train.py", *again).code == 0
+    told = [(tmp_path / name / "metrics.jsonl").read_text() for name in "ab"]
+    assert [json.loads(line)["loss"] for line in told[0].splitlines()] == [
+        json.loads(line)["loss"] for line in told[1].splitlines()
+    ]
+    assert main(["config", "diff", str(tmp_path / "a/config.json"), str(tmp_path / "b/config.json")]) == 1
+    assert capsys.readouterr().out == f"output_dir  {tmp_path}/a  ->  {tmp_path}/b\n"
+    assert main(["config", "diff", "pangu_tiny_tp2", "pangu_tiny_tp4"]) == 1
+    assert capsys.readouterr().out == "mesh.tp  2  ->  4\n"
+    assert main(["config", "diff", "pangu_tiny_tp2", "pangu_tiny_tp2"]) == 0
 
 
 @pytest.mark.slow

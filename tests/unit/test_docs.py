@@ -14,14 +14,8 @@ def test_the_strategy_reference_is_the_one_generated_from_the_dataclasses():
 @pytest.mark.parametrize(
     "name",
     [
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/architecture.md",
-        "docs/certificate.md",
-        "docs/data.md",
-        "docs/mindformers.md",
-        "docs/your_network.md",
-        "parallel_configs/README.md",
+        *("README.md", "CONTRIBUTING.md", "parallel_configs/README.md"),
+        *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
     ],
 )
 def test_every_file_a_page_names_exists(name):

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command of the README and the guides, run in its order from the text itself, says what is stated there."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, msrun_env, tool
+
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/guides").glob("*.md"))]
+SHOWN = ("python", "yaml", "text")
+"""Languages of blocks that are read; `sh` and `console` are run. In `console` a command follows `$`, then what it says."""
+NUMBER = re.compile(r"\d[\d,.e+-]*")
+
+pytestmark = pytest.mark.slow
+
+
+def blocks(page):
+    """(language, text) of the fenced blocks of a page."""
+    return re.findall(r"(?ms)^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"))
+
+
+def commands(page):
+    """(command, lines it is stated to say)"""
+    for language, text in blocks(page):
+        text = text.replace("\\\n", " ")
+        if language == "sh":
+            yield from ((line, []) for line in text.splitlines() if line.strip())
+        elif language == "console":
+            for part in re.split(r"(?m)^\$ ", text)[1:]:
+                command, *stated = part.splitlines()
+                yield command, [line for line in stated if line.strip() and line.strip() != "..."]
+
+
+def perform(command, folder):
+    """Exit code and output, as a shell would run it there; a verb that starts no job of its own in a warm process."""
+    words = shlex.split(command, comments=True)
+    if words[0] == "mindloom" and "--launch" not in words and words[1] != "certify":
+        outcome = tool(f"tools/{words[1].replace('-', '_')}.py", *words[2:], cwd=folder)
+        return outcome.code, outcome.output
+    env = {**msrun_env(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        words, cwd=folder, env=env, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
+    )
+    logs = sorted((folder / "out/logs").glob("worker_*.log")) if words[0] == "msrun" else []
+    return done.returncode, done.stdout + done.stderr + "".join(path.read_text() for path in logs)
+
+
+def without_numbers(text):
+    return NUMBER.sub("#", text)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if list(commands(page))])
+def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
+    for name in ("examples", "parallel_configs", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "out").mkdir()
+    for command, stated in commands(page):
+        code, output = perform(command, tmp_path)
+        fails = any(line.startswith("error: ") for line in stated)
+        assert (code != 0) == fails, f"{command}\n{output}"
+        said = without_numbers(output)
+        for line in stated:
+            assert without_numbers(line.removesuffix("...").rstrip()) in said, (
+                f"{command}\ndoes not say: {line}\n{output}"
+            )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_says_what_it_is(page):
+    assert {language for language, _ in blocks(page)} <= {"sh", "console", *SHOWN}
+
+
+def test_the_readme_is_short_and_most_of_what_it_shows_runs():
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 120
+    assert len(list(commands("README.md"))) >= 7
+    assert len(PAGES) >= 9

@@ -87,7 +87,13 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
     Raises:
         ConfigError: an unknown flag, a missing one, values of the wrong type.
     """
-    parser = _Parser(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    places = [f.name.upper() for f in dataclasses.fields(kind) if "positional" in f.metadata]  # type: ignore[arg-type]
+    parser = _Parser(
+        usage=" ".join(["%(prog)s", *places, "[FLAGS]"]),  # argparse would list all of them, unreadably
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     hints, given = get_type_hints(kind), _from_run_file(kind, sys.argv[1:] if argv is None else argv)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         value = given.get(field.name, field.default)

@@ -48,10 +48,10 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         for path in recomputed:
             cells[path].recompute()
     stages = _assign_stages(net, strategy, layers)
-    if strategy.mesh.pp > 1:
-        for parameter in net.get_parameters():
-            if any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied):
-                parameter.parallel_optimizer = False
+    for parameter in net.get_parameters():
+        is_tied = any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied)
+        if (strategy.mesh.pp > 1 and is_tied) or not parameter.shape:  # MindSpore dies of cutting a number
+            parameter.parallel_optimizer = False
     net.parallel_report = Report(  # the engine holds it against the compiler
         mesh=strategy.mesh,
         parameters=_parameter_reports(net, strategy, found, owners, stages),

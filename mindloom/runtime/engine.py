@@ -150,7 +150,8 @@ class Engine:
             if self._learn_layouts(cell, graph.held_layouts, graph.groups) and isinstance(cell, TrainStep):
                 cell.update_shares(self.rank)  # what was learned decides how much of each gradient this rank adds
                 graph = self._graph(cell, described)
-            check_reduced(graph, self.strategy, getattr(cell, "trained", ()))
+            trainable = {parameter.name for parameter in cell.trainable_params()}
+            check_reduced(graph, self.strategy, trainable, getattr(cell, "trained", ()))
             self.layouts |= graph.layouts
             self.groups |= graph.groups
             self._programs[key] = Program(graph, cell, self.transport, f"program {len(self._programs)}")

@@ -12,8 +12,13 @@ from mindloom.runtime.layouts import ParameterLayout
 from mindloom.runtime.lowering import attributes
 from mindloom.strategy.config import Strategy
 
+ACCUMULATED = "accu_grads."
+"""How MindSpore knows the sums of microbatches' gradients."""
 
-def check_reduced(graph: PartitionedGraph, strategy: Strategy, trained: Collection[str] = ()) -> None:
+
+def check_reduced(
+    graph: PartitionedGraph, strategy: Strategy, trainable: Collection[str], trained: Collection[str] = ()
+) -> None:
     """Hold a training graph against what data parallelism asks for: a parameter that several ranks hold is updated by the
     sum of their gradients. MindSpore puts that sum before the operator that uses a parameter, and where a function of
     several layers uses one, as in nn.MultiheadAttention, it finds the first layer's only.
@@ -21,6 +26,7 @@ def check_reduced(graph: PartitionedGraph, strategy: Strategy, trained: Collecti
     In a pipeline nothing is checked: the sum of a shared parameter is another stage's.
 
     Args:
+        trainable: names of parameters that want a gradient; what else a graph updates is each rank's own business.
         trained: names of parameters whose gradients the graph returns; those that it updates itself are found.
 
     Raises:
@@ -32,7 +38,12 @@ def check_reduced(graph: PartitionedGraph, strategy: Strategy, trained: Collecti
     forgotten = [
         name
         for name, layout in graph.held_layouts.items()
-        if name in read and (name in updated or name in trained) and name not in summed and _is_replicated(layout)
+        if name in trainable
+        and not name.startswith(ACCUMULATED)
+        and name in read
+        and (name in updated or name in trained)
+        and name not in summed
+        and _is_replicated(layout)
     ]
     if summed and forgotten:
         raise ConfigError(

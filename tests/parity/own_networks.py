@@ -84,13 +84,15 @@ class Bag(nn.Cell):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(40, 16)
+        self.seen = ms.Parameter(Tensor(0.0, ms.float32), name="seen", requires_grad=False)  # read and written
         self.mean, self.square = ops.ReduceMean(), ops.Square()
         self.unused = nn.Dense(4, 4)
 
     def construct(self, words, target):
         x = self.table(words).mean(1)
         logits = ops.matmul(x, self.table.embedding_table.T)
-        return self.mean(self.square(logits - target))
+        seen = ops.assign_add(self.seen, Tensor(1.0, ms.float32))
+        return self.mean(self.square(logits - target)) + 0.0 * seen
 
 
 class Gru(nn.Cell):

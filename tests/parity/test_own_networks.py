@@ -59,7 +59,7 @@ def test_a_mesh_trains_as_one_device(name, way, mesh, settings, tmp_path):
         ("eager", "a parallel network runs in graph mode"),
         ("has_aux", "has_aux"),
         ("if", "the network has an `if` or `while` on a Tensor, which MindSpore does not partition"),
-        ("while", "own_networks.py:139, while x.max() > 1:: it has an `if` or `while` on a Tensor"),
+        ("while", ", while x.max() > 1:: it has an `if` or `while` on a Tensor"),
         ("forgotten", "does not add up the gradient of encoder.layers.1.self_attn.out_proj.weight over the ranks"),
     ],
 )

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, msrun_env, tool
 
+from mindloom.strategy.loader import load_strategy
+
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/guides").glob("*.md"))]
 SHOWN = ("python", "yaml", "text")
 """Languages of blocks that are read; `sh` and `console` are run. In `console` a command follows `$`, then what it says."""
@@ -36,11 +38,16 @@ def commands(page):
                 yield command, [line for line in stated if line.strip() and line.strip() != "..."]
 
 
-def perform(command, folder):
-    """Exit code and output, as a shell would run it there; a verb that starts no job of its own in a warm process."""
+def perform(command, folder, is_readme):
+    """Exit code and output, as a shell would run it there. A verb runs in a warm process, or in as many as it would launch;
+    what the README launches is launched."""
     words = shlex.split(command, comments=True)
+    processes = 1
+    if "--launch" in words and "--strategy" in words and not is_readme:
+        processes = load_strategy(words[words.index("--strategy") + 1]).mesh.size
+        words.remove("--launch")
     if words[0] == "mindloom" and "--launch" not in words and words[1] != "certify":
-        outcome = tool(f"tools/{words[1].replace('-', '_')}.py", *words[2:], cwd=folder)
+        outcome = tool(f"tools/{words[1].replace('-', '_')}.py", *words[2:], cwd=folder, processes=processes)
         return outcome.code, outcome.output
     env = {**msrun_env(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
@@ -60,7 +67,7 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "out").mkdir()
     for command, stated in commands(page):
-        code, output = perform(command, tmp_path)
+        code, output = perform(command, tmp_path, page == "README.md")
         differs = command.startswith("mindloom config diff")  # as diff does, it says so by its exit code
         fails = differs or any(line.startswith("error: ") for line in stated)
         assert (code != 0) == fails, f"{command}\n{output}"

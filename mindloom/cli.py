@@ -87,9 +87,7 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
     Raises:
         ConfigError: an unknown flag, a missing one, values of the wrong type.
     """
-    places = [f.name.upper() for f in dataclasses.fields(kind) if "positional" in f.metadata]  # type: ignore[arg-type]
     parser = _Parser(
-        usage=" ".join(["%(prog)s", *places, "[FLAGS]"]),  # argparse would list all of them, unreadably
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -116,6 +114,8 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
             metavar = choices or hint.__name__.upper()
             reads = parser.reads(flag, hint)
             parser.add_argument(flag, type=reads, nargs="+" if many else None, metavar=metavar, **common)
+    places = [action.metavar or "" for action in parser._actions if not action.option_strings]
+    parser.usage = " ".join(["%(prog)s", *map(str, places), "[FLAGS]"])  # argparse would list all flags, unreadably
     parser.flags = [action.option_strings[-1] for action in parser._actions if action.option_strings]
     values = vars(parser.parse_args(argv))
     if parser.problems:

@@ -11,6 +11,10 @@ from mindloom.reader import Document, Reader, read_json, read_yaml
 
 BASE = "base"
 """Key: another run file, beside this one, whose values hold where this one says nothing."""
+COMMAND_LINE_ONLY = {
+    "run": "name other run files by `base`",
+    "launch": "give --launch: launched processes read the file again",
+}
 OF_A_RUN = "train"
 """In config.json: the key under which a run writes its flags."""
 
@@ -26,6 +30,9 @@ def read_run_file(path: Path, kind: Any) -> dict[str, Any]:
     for document in reversed(based_on(path)):
         reader = Reader(document)
         given = {name: value for name, value in document.mapping.items() if name != BASE and value is not None}
+        for name in COMMAND_LINE_ONLY.keys() & given.keys():
+            if given.pop(name):  # a run writes `launch: false`
+                reader.problem((name,), f"{name} is for the command line; {COMMAND_LINE_ONLY[name]}")
         found = reader.fields(given, kind)
         if reader.problems:
             raise ConfigError(reader.problems)

@@ -141,7 +141,7 @@ def certify(
     subject = {
         "file": str(file.resolve()),
         "name": name,
-        "strategy": str(Path(strategy).resolve()) if strategy is not None else None,
+        "strategy": str(shipped_or_file(strategy).resolve()) if strategy is not None else None,
         "settings": given,
         "processes": processes,
     }

@@ -147,8 +147,9 @@ def partition(
 
 def _cannot_partition(error: Exception, strategy: Strategy) -> str:
     """MindSpore's first line, and the last line of the network, not of MindSpore or of what we put around, that led there."""
-    said = str(error)
-    message = f"{strategy.source}: MindSpore cannot partition the network: {said.strip().splitlines()[0]}"
+    said = str(error).strip()
+    first_line = (said or type(error).__name__).splitlines()[0]
+    message = f"{strategy.source}: MindSpore cannot partition the network: {first_line}"
     frames = [(file, int(line)) for file, line in _FRAME.findall(said) if not file.startswith(_OUR_PLUMBING)]
     if not frames:
         return message

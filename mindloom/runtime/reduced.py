@@ -45,7 +45,7 @@ def check_reduced(
         and name not in summed
         and _is_replicated(layout)
     ]
-    if summed and forgotten:
+    if forgotten and (summed or strategy.mesh.dp > 1):  # tp alone: ranks that do the same need no sum
         raise ConfigError(
             f"{strategy.source}: MindSpore does not add up the gradient of {', '.join(forgotten[:8])} over the ranks, so "
             "each would train on its own rows: a function that several layers call uses it, as in nn.MultiheadAttention; "

@@ -89,6 +89,8 @@ def test_a_run_file_gives_the_flags_and_the_command_line_wins(write):
         ("steps: 0\n", "run.yaml:1: steps must be at least 1, got 0"),
         ("base: run.yaml\n", "run.yaml:1: .*run.yaml is based on itself"),
         ("base: none.yaml\n", "none.yaml: cannot be read"),
+        ("data: x\nlaunch: true\n", "run.yaml:2: launch is for the command line; give --launch"),
+        ("run: other.yaml\n", "run.yaml:1: run is for the command line; name other run files by `base`"),
         ("steps: 3\n", "the following arguments are required: --data"),
     ],
 )

@@ -18,12 +18,12 @@ from report import write_report
 from mindloom.checkpoint.content_hash import content_hash
 from mindloom.checkpoint.manifest import Manifest, Part, TensorEntry
 from mindloom.checkpoint.stream import Described, write_tensor_by_tensor
-from mindloom.model_config import DecoderConfig
-from mindloom.naming import decoder_shapes
+from mindloom.models.config import ModelConfig
+from mindloom.models.parameters import parameter_shapes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "checkpoint.md"
-MODEL = DecoderConfig(vocab_size=32768, hidden_size=1024, num_layers=11, num_heads=16, seq_len=1024)
+MODEL = ModelConfig(vocab_size=32768, hidden_size=1024, num_layers=11, num_heads=16, seq_len=1024)
 STRATEGIES = ("pangu_tiny_tp4", "pangu_tiny_dp2_tp2_zero", "pangu_tiny_pp4")
 TURNS, STEPS, EVERY = 3, 41, 20
 
@@ -32,7 +32,7 @@ def make_checkpoint(folder: Path) -> int:
     """Random weights and moments of MODEL in one file; returns the bytes."""
     folder.mkdir()
     shapes = {
-        kind + name: shape for kind in ("", "adam_m.", "adam_v.") for name, shape in decoder_shapes(MODEL).items()
+        kind + name: shape for kind in ("", "adam_m.", "adam_v.") for name, shape in parameter_shapes(MODEL).items()
     }
     name, tensors = "rank-00000.safetensors", {}
 
@@ -79,7 +79,7 @@ def resharding(folder: Path) -> list[str]:
         print(rows[-1], flush=True)
         subprocess.run(["rm", "-r", target], check=True)
     return [
-        f"{size:.0f} MB, {3 * len(decoder_shapes(MODEL))} tensors, the largest {32768 * 1024 * 4 / 1e6:.0f} MB.",
+        f"{size:.0f} MB, {3 * len(parameter_shapes(MODEL))} tensors, the largest {32768 * 1024 * 4 / 1e6:.0f} MB.",
         "",
         *rows,
     ]

@@ -39,13 +39,13 @@ class Ours:
         import mindspore as ms  # noqa: PLC0415 (each worker loads its own framework only)
 
         from mindloom.inference.sampling import History, Sampler, SamplingConfig  # noqa: PLC0415
-        from mindloom.model_config import DecoderConfig  # noqa: PLC0415
+        from mindloom.models.config import ModelConfig  # noqa: PLC0415
         from mindloom.runtime.engine import Engine  # noqa: PLC0415
         from mindloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
 
         ms.set_device("CPU")
         self.version = f"MindSpore {ms.__version__}"
-        self.engine, self.config = Engine(SINGLE_DEVICE), DecoderConfig(**DIMS, dropout_rate=0.0)
+        self.engine, self.config = Engine(SINGLE_DEVICE), ModelConfig(**DIMS, dropout_rate=0.0)
         self.sampler, self.history = Sampler(SamplingConfig()), History([], [])
         self.weights, self.steps = {}, {}
 

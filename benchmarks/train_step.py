@@ -42,7 +42,7 @@ def ours():
     from mindspore import Tensor  # noqa: PLC0415
 
     from mindloom.data.batch import make_batch  # noqa: PLC0415
-    from mindloom.model_config import DecoderConfig  # noqa: PLC0415
+    from mindloom.models.config import ModelConfig  # noqa: PLC0415
     from mindloom.parallel.parallelize import parallelize  # noqa: PLC0415
     from mindloom.parallel.step import TrainStep  # noqa: PLC0415
     from mindloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
@@ -51,7 +51,7 @@ def ours():
 
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE)
-    net = PanGuWithLoss(DecoderConfig(**CONFIG))
+    net = PanGuWithLoss(ModelConfig(**CONFIG))
     optimizer = AdamW(net.trainable_params(), bias_correction=True)
     step = TrainStep(net, optimizer, parallelize(net, SINGLE_DEVICE), rank=0, max_grad_norm=1.0).set_train()
     inputs = [Tensor(a) for a in make_batch(batch(), 9, 6)]

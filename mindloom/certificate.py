@@ -14,9 +14,9 @@ from typing import Any
 
 from mindloom import __version__
 from mindloom.errors import ConfigError
-from mindloom.family import sources_hash
 from mindloom.files import write_text_atomically
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import sources_hash
 from mindloom.reader import read_json
 from mindloom.strategy.config import Strategy
 
@@ -41,7 +41,7 @@ def about_versions() -> dict[str, str]:
 
 
 def vouched_for(
-    family: str, model: DecoderConfig, strategy: Strategy, batch_size: int, seq_len: int, accumulate: int
+    family: str, model: ModelConfig, strategy: Strategy, batch_size: int, seq_len: int, accumulate: int
 ) -> dict[str, Any]:
     """What must stay as it is for a certificate of a training run to hold."""
     return {

@@ -1,17 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes PanGu-alpha was published in. `num_layers` counts the top query layer."""
+"""The sizes of PanGu-alpha, openPangu-Embedded and Pangu Ultra, and ones for laptops. PanGu-alpha's `num_layers` counts the
+top query layer."""
 
-from mindloom.model_config import DecoderConfig
+import math
+from typing import Any
+
+from mindloom.models.config import ModelConfig
+
+
+def _open_pangu(**values: Any) -> ModelConfig:
+    """What openPangu-Embedded's sizes share. Source: their config.json and modular_openpangu_dense.py."""
+    shared: dict[str, Any] = {
+        "vocab_size": 153376,
+        "seq_len": 32768,
+        "norm": "rms",
+        "position": "rotary",
+        "activation": "silu",
+        "gated_mlp": True,
+        "mlp_bias": False,
+        "query_layer": False,
+        "dropout_rate": 0.0,
+        "eod_id": 45892,
+        "loss_ignore_id": 45892,
+        "qkv_init_std": 0.02,
+        "output_init_std": 0.02,
+    }
+    return ModelConfig(**{**shared, **values})
+
+
+def _ultra(hidden_size: int, num_layers: int, **values: Any) -> ModelConfig:
+    """Pangu Ultra: sandwich norms whose second gains shrink with the depth, and TinyInit. No biases.
+
+    Source: arXiv:2504.07866 sections 2.2 and 2.3.
+    """
+    std = 1 / math.sqrt(2 * hidden_size * num_layers)
+    return _open_pangu(
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        **{
+            "block": "sandwich",
+            "qkv_bias": False,
+            "output_bias": False,
+            "tied_embedding": False,
+            "rope_theta": 1e4,
+            "seq_len": 4096,
+            "sandwich_gains": (0.283 / math.sqrt(num_layers), 0.432 / math.sqrt(num_layers)),
+            "embedding_init_std": 0.5,
+            "qkv_init_std": std,
+            "init_std": std,
+            "output_init_std": std,
+            **values,
+        },
+    )
+
 
 # Parameter counts as published: 350m 345,368,576; 2.6b 2,625,295,360; 13b 12,800,870,400; 200b 206,861,008,896.
 SIZES = {
     # For laptops and tests. Without dropout every mesh computes exactly the same losses.
-    "tiny": DecoderConfig(vocab_size=2048, hidden_size=128, num_layers=4, num_heads=4, seq_len=128, dropout_rate=0.0),
-    "350m": DecoderConfig(vocab_size=40000, hidden_size=1024, num_layers=24, num_heads=16),
-    "1.3b": DecoderConfig(vocab_size=40000, hidden_size=2560, num_layers=16, num_heads=32),
-    "2.6b": DecoderConfig(vocab_size=40000, hidden_size=2560, num_layers=32, num_heads=32),
-    "13b": DecoderConfig(vocab_size=40000, hidden_size=5120, num_layers=40, num_heads=40),
-    "200b": DecoderConfig(vocab_size=40000, hidden_size=16384, num_layers=64, num_heads=128),
+    "tiny": ModelConfig(vocab_size=2048, hidden_size=128, num_layers=4, num_heads=4, seq_len=128, dropout_rate=0.0),
+    "350m": ModelConfig(vocab_size=40000, hidden_size=1024, num_layers=24, num_heads=16),
+    "1.3b": ModelConfig(vocab_size=40000, hidden_size=2560, num_layers=16, num_heads=32),
+    "2.6b": ModelConfig(vocab_size=40000, hidden_size=2560, num_layers=32, num_heads=32),
+    "13b": ModelConfig(vocab_size=40000, hidden_size=5120, num_layers=40, num_heads=40),
+    "200b": ModelConfig(vocab_size=40000, hidden_size=16384, num_layers=64, num_heads=128),
+    # Every kind of part that the two below have; its tokenizer is PanGu-alpha's.
+    "embedded_tiny": _open_pangu(
+        vocab_size=2048,
+        hidden_size=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=384,
+        seq_len=128,
+        eod_id=9,
+        loss_ignore_id=6,
+    ),
+    # 1,155,912,192 and 8,030,887,936 parameters.
+    "embedded_1b": _open_pangu(
+        hidden_size=1536, num_layers=26, num_heads=12, num_kv_heads=6, ffn_hidden_size=6144, rope_theta=4e6
+    ),
+    "embedded_7b": _open_pangu(
+        hidden_size=4096,
+        num_layers=34,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_hidden_size=12800,
+        rope_theta=1.6e7,
+        tied_embedding=False,
+    ),
+    "ultra_135b": _ultra(12288, 94, num_heads=96, num_kv_heads=8, ffn_hidden_size=28672),
 }
 
 # Learning rate at its highest and at the end. Source: PMS / MindSpore models' Pangu_alpha configurations.
@@ -22,4 +99,9 @@ LEARNING_RATES = {
     "2.6b": (1e-4, 1e-6),
     "13b": (5e-5, 1e-6),
     "200b": (6e-5, 6e-6),
+    # Not published for openPangu-Embedded: rates that models of their sizes are trained with.
+    "embedded_tiny": (1e-3, 1e-4),
+    "embedded_1b": (3e-4, 3e-5),
+    "embedded_7b": (3e-4, 3e-5),
+    "ultra_135b": (1e-4, 1e-5),  # arXiv:2504.07866
 }

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PanGu-alpha on one device.
+"""The PanGu models on one device.
+
+PanGu-alpha. Source: pcl_pangu 1.2.6.2, panguAlpha_mindspore/src/pangu_alpha.py and panguAlpha_pytorch/megatron/model.
 
     x = word[tokens] + position[positions]
     N-1 times:  x += attention(norm(x));  x += mlp(norm(x))
@@ -7,21 +9,19 @@
     top query layer:  x += attention(query=query_embedding[positions], key=value=norm(x));  x += mlp(norm(x))
     logits = x word^T
 
-Source: pcl_pangu 1.2.6.2, panguAlpha_mindspore/src/pangu_alpha.py and panguAlpha_pytorch/megatron/model.
+openPangu-Embedded and Pangu Ultra: N equal layers with RMSNorm, grouped keys and values, RoPE and SwiGLU; Ultra's each
+between two norms. Source: openPangu-Embedded-7B-V1.1 modular_openpangu_dense.py; arXiv:2504.07866.
 """
 
-from mindloom.nn.decoder import Decoder, DecoderWithLoss
-
-
-class PanGu(Decoder):
-    """Tokens (B, T) and positions (B, T) -> logits (B*T, V)."""
+from mindloom.nn.decoder import DecoderWithLoss
+from mindloom.nn.query_layer import decoder_of
 
 
 class PanGuWithLoss(DecoderWithLoss):
     """tokens, labels, positions, loss_weights, each (B, T) -> the loss."""
 
     def __init__(self, config):
-        super().__init__(PanGu(config))
+        super().__init__(decoder_of(config))
 
 
-Model, ModelWithLoss = PanGu, PanGuWithLoss  # the names every family's model.py has
+Model, ModelWithLoss = decoder_of, PanGuWithLoss  # the names every family's model.py has

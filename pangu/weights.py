@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PanGu-alpha's published parameter names <-> ours, as data.
+"""What PanGu's weights and configurations are called where they are published.
 
-Source: PanguAlpha pytorch tools/change_MspCkpt_ToMgt.py, pcl_pangu src/pangu_alpha.py.
+Source: PanGu-alpha: PanguAlpha pytorch tools/change_MspCkpt_ToMgt.py, pcl_pangu src/pangu_alpha.py. openPangu-Embedded:
+config.json and model.safetensors.index.json of openPangu-Embedded-7B-V1.1; it is Llama's network with biases.
 """
 
-from mindloom.naming import decoder_tables
+from collections.abc import Mapping
+from typing import Any
+
+from mindloom.errors import ConfigError
+from mindloom.models.config import ModelConfig
+from mindloom.models.published import Published, end_tokens, eos_token_id, llama_names, only
+from mindloom.models.weight_names import decoder_tables
 
 TABLES = decoder_tables(word_and_position="backbone.")
 
@@ -16,3 +23,85 @@ ALIASES = {
     },
     "megatron": {"module.": "", "model.": ""},
 }
+
+
+def _read(values: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of openPangu-Embedded, or of a Llama with `attention_bias`."""
+    only(values, {"hidden_act": "silu", "rope_scaling": None, "mlp_bias": False, "attention_dropout": 0.0})
+    if values.get("param_sink_number"):
+        raise ConfigError("param_sink_number: a network with sink tokens (openPangu-R), which is not built here")
+    biases = bool(values.get("bias", values.get("attention_bias", False)))
+    return {
+        **end_tokens(values),
+        "vocab_size": values["vocab_size"],
+        "hidden_size": values["hidden_size"],
+        "num_layers": values["num_hidden_layers"],
+        "num_heads": values["num_attention_heads"],
+        "num_kv_heads": values.get("num_key_value_heads"),
+        "head_dim": values.get("head_dim"),
+        "ffn_hidden_size": values["intermediate_size"],
+        "seq_len": values.get("max_position_embeddings", 2048),
+        "norm": "rms",
+        "layer_norm_epsilon": values.get("rms_norm_eps", 1e-6),
+        "position": "rotary",
+        "rope_theta": values.get("rope_theta", 10000.0),
+        "activation": "silu",
+        "gated_mlp": True,
+        "qkv_bias": biases,
+        "output_bias": biases,
+        "mlp_bias": False,
+        "tied_embedding": bool(values.get("tie_word_embeddings", False)),
+        "query_layer": False,
+        "dropout_rate": 0.0,
+        "qkv_init_std": values.get("initializer_range", 0.02),
+        "init_std": values.get("initializer_range", 0.02),
+        "output_init_std": values.get("initializer_range", 0.02),
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    if (config.block, config.norm, config.qkv_bias, config.rope_pairs, config.rotated) != (
+        "sequential",
+        "rms",
+        config.output_bias,
+        "half",
+        config.head_size,
+    ):
+        raise ConfigError("only openPangu-Embedded is written under Hugging Face's names")
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.seq_len,
+        "rms_norm_eps": config.layer_norm_epsilon,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied_embedding,
+        "initializer_range": config.init_std,
+        "eos_token_id": eos_token_id(config),
+        "torch_dtype": "float32",
+    }
+
+
+def _write_llama(config: ModelConfig) -> dict[str, Any]:
+    biases = {"attention_bias": config.qkv_bias, "mlp_bias": False}
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_write(config), **biases}
+
+
+def _write_pangu(config: ModelConfig) -> dict[str, Any]:
+    own = {"architectures": ["PanguEmbeddedForCausalLM"], "model_type": "PanguEmbedded"}
+    return {**own, **_write(config), "bias": config.qkv_bias}
+
+
+_NAMES = llama_names(
+    mlp__gate_proj__weight=("mlp.gate.weight",),
+    mlp__up_proj__weight=("mlp.up.weight",),
+)
+PUBLISHED = (
+    Published("llama", _NAMES, _read, _write_llama),  # what transformers opens
+    Published("PanguEmbedded", _NAMES, _read, _write_pangu),
+)

@@ -12,7 +12,7 @@ from mindloom.dry_run.config import DryRun, DryRunConfig
 from mindloom.dry_run.config import check as check_dry_run
 from mindloom.errors import ConfigError, Problems
 from mindloom.files import unwritable
-from mindloom.model_config import ComputeDtype, DecoderConfig
+from mindloom.models.config import ComputeDtype, ModelConfig
 from mindloom.numbers import Count
 from mindloom.planner.cluster import Cluster, read_cluster
 from mindloom.strategy.checks import batch_problems, model_problems
@@ -46,7 +46,7 @@ class Certification:
     config: CertifyConfig
     full: DryRun
     cluster: Cluster
-    small_model: DecoderConfig
+    small_model: ModelConfig
     small: list[Strategy]
 
 

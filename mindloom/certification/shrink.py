@@ -12,7 +12,7 @@ import itertools
 import math
 from typing import Any
 
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.mesh import Mesh
 from mindloom.strategy.stages import layers_per_stage, recomputed_layers
@@ -93,7 +93,7 @@ def _layers_of_small_stages(strategy: Strategy, num_layers: int, num_stages: int
     return [2, *[1] * (num_stages - 1)] if first else [*[1] * (num_stages - 1), 2]
 
 
-def small_model(model: DecoderConfig, strategy: Strategy, processes: int) -> DecoderConfig:
+def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> ModelConfig:
     """A model of a few layers for all of `small_strategies`, with every choice of the large one but its precision.
 
     It computes in float32: equality within 1e-5 cannot be seen in 16 bits.
@@ -106,9 +106,20 @@ def small_model(model: DecoderConfig, strategy: Strategy, processes: int) -> Dec
         num_layers=max(2, sum(_layers_of_small_stages(strategy, model.num_layers, num_stages))),
         hidden_size=HEAD_DIM * heads,
         num_heads=heads,
+        num_kv_heads=_small_kv_heads(model, strategy, heads),
+        head_dim=HEAD_DIM,
+        rope_dim=max(2, HEAD_DIM * model.rotated // model.head_size // 2 * 2),
+        ffn_hidden_size=4 * HEAD_DIM * heads,
         vocab_size=VOCAB,
         seq_len=SEQ_LEN,
         eod_id=min(model.eod_id, 9),
         loss_ignore_id=min(model.loss_ignore_id, 6),
         compute_dtype="float32",
     )
+
+
+def _small_kv_heads(model: ModelConfig, strategy: Strategy, heads: int) -> int:
+    """As many heads of keys and values as of queries, or fewer; fewer than ranks share tp where the large model has fewer."""
+    if model.kv_heads == model.num_heads:
+        return heads
+    return 1 if model.kv_heads < max(2, strategy.mesh.tp) else heads // 2

@@ -15,7 +15,7 @@ from mindspore import Tensor, nn
 from mindloom.certification.shrink import BATCH, small_strategies
 from mindloom.certification.training import STEPS, train_decoder, train_steps
 from mindloom.errors import ConfigError
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.parallel.cells import CutBatch, average_over_all_rows, prepare_to_cut
 from mindloom.reader import fields_from, read_json
 from mindloom.runtime.engine import Engine
@@ -43,7 +43,7 @@ def train(subject: dict[str, Any], which: str, folder: Path) -> None:
 def _decoder(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
     # A pipeline adds up its microbatches; one device, which it is held against, takes the batch at once.
     accumulate = 2 if subject["accumulate"] > 1 and strategy.mesh.pp == 1 and strategy.mesh.size > 1 else 1
-    config = fields_from(DecoderConfig, read_json(out.parent / "model.json"))
+    config = fields_from(ModelConfig, read_json(out.parent / "model.json"))
     return train_decoder(subject["family"], config, strategy, out, BATCH, accumulate, MAX_GRAD_NORM)[0]
 
 

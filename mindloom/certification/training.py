@@ -14,9 +14,9 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindloom.data.batch import dropout_keys, make_batch
-from mindloom.family import family_module
 from mindloom.files import write_atomically, write_text_atomically
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import family_module
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
@@ -28,7 +28,7 @@ STEPS = 5
 RATES = {"AdamW": (1e-3, 0.0), "SGD": (0.0, 0.1)}
 
 
-def decoder_batches(config: DecoderConfig, batch_size: int) -> Iterator[list[Tensor]]:
+def decoder_batches(config: ModelConfig, batch_size: int) -> Iterator[list[Tensor]]:
     """Random tokens in documents of several lengths, with positions that are not trained on."""
     rng = np.random.RandomState(0)
     for step in range(STEPS):
@@ -43,7 +43,7 @@ def decoder_batches(config: DecoderConfig, batch_size: int) -> Iterator[list[Ten
 
 def train_decoder(
     family: str,
-    config: DecoderConfig,
+    config: ModelConfig,
     strategy: Strategy,
     out: Path,
     batch_size: int,

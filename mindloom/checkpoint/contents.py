@@ -7,16 +7,16 @@ from pathlib import Path
 
 from mindloom.checkpoint.manifest import MANIFEST, Manifest
 from mindloom.errors import ConfigError
-from mindloom.family import FAMILIES
-from mindloom.model_config import DecoderConfig
-from mindloom.naming import decoder_shapes
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import FAMILIES
+from mindloom.models.parameters import parameter_shapes
 from mindloom.reader import Document, fields_from
 
 MOMENTS = ("adam_m.", "adam_v.")
 SHOWN = 8
 
 
-def model_of(manifest: Manifest, folder: Path) -> tuple[str, DecoderConfig]:
+def model_of(manifest: Manifest, folder: Path) -> tuple[str, ModelConfig]:
     """Family and configuration of a checkpoint's model.
 
     Raises:
@@ -26,7 +26,7 @@ def model_of(manifest: Manifest, folder: Path) -> tuple[str, DecoderConfig]:
     if family not in FAMILIES:
         raise ConfigError(f"{source}: model.family is {family!r}; known: {', '.join(FAMILIES)}")
     values = {name: value for name, value in manifest.model.items() if name != "family"}
-    return str(family), fields_from(DecoderConfig, Document(f"{source}: model", values))
+    return str(family), fields_from(ModelConfig, Document(f"{source}: model", values))
 
 
 def check_contents(manifest: Manifest, folder: Path) -> None:
@@ -45,7 +45,7 @@ def check_contents(manifest: Manifest, folder: Path) -> None:
     if problems:
         raise ConfigError(problems)
     moments = () if state["optimizer"].get("name") == "sgd" else MOMENTS
-    shapes = decoder_shapes(config)
+    shapes = parameter_shapes(config)
     wanted = {prefix + name: shape for prefix in ("", *moments) for name, shape in shapes.items()}
     for name, shape in wanted.items():
         entry = manifest.tensors.get(name)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mindloom.checkpoint.io import load_weights
 from mindloom.errors import ConfigError
 from mindloom.files import write_atomically
-from mindloom.naming import Name
+from mindloom.models.weight_names import Name
 from mindloom.scratch import scratch_folder
 
 Tensors = dict[str, NDArray[Any]]

@@ -21,8 +21,8 @@ from mindloom.checkpoint.manifest import MANIFEST, read_manifest
 from mindloom.checkpoint.sharded import Reader, damage
 from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
-from mindloom.family import FAMILIES
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import FAMILIES
 from mindloom.reader import fields_from, read_json
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -32,7 +32,7 @@ def save_checkpoint(
     folder: Path,
     weights: Mapping[str, NDArray[Any]],
     family: str,
-    config: DecoderConfig,
+    config: ModelConfig,
     tokenizer: Tokenizer | None = None,
 ) -> None:
     """Write a checkpoint folder; an older one of this name is replaced only when the new one is complete."""
@@ -50,13 +50,13 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_config(folder: Path, family: str, config: DecoderConfig) -> None:
+def write_config(folder: Path, family: str, config: ModelConfig) -> None:
     """Write a model folder's config.json; `model_type` is the family once more, for the Auto classes of MindFormers."""
     values = {"family": family, "model_type": family, **config.to_dict()}
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def load_config(folder: Path) -> tuple[str, DecoderConfig]:
+def load_config(folder: Path) -> tuple[str, ModelConfig]:
     """Model family and configuration of a checkpoint folder.
 
     Raises:
@@ -69,7 +69,7 @@ def load_config(folder: Path) -> tuple[str, DecoderConfig]:
     family = document.value.pop("family", "")
     if family not in FAMILIES:
         raise ConfigError(f"{document.at(('family',))}: family is {family!r}; known: {', '.join(FAMILIES)}")
-    return family, fields_from(DecoderConfig, document)
+    return family, fields_from(ModelConfig, document)
 
 
 def load_weights(folder: Path) -> dict[str, NDArray[Any]]:

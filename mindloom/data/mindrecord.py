@@ -29,7 +29,7 @@ from mindloom.data.token_file import (
 )
 from mindloom.data.tokenizer import Tokenizer, content_hash
 from mindloom.errors import ConfigError
-from mindloom.family import family_module
+from mindloom.models.family import family_module
 
 COLUMN = "input_ids"
 BATCH = 1000

@@ -35,10 +35,10 @@ from mindloom.data.token_file import (
 from mindloom.data.tokenizer import Tokenizer, content_hash
 from mindloom.data.workers import WorkersLostError, ordered_map
 from mindloom.errors import ConfigError
-from mindloom.family import family_module
 from mindloom.files import write_text_atomically
 from mindloom.locks import one_writer
 from mindloom.log import milestone
+from mindloom.models.family import family_module
 from mindloom.numbers import Amount
 from mindloom.reader import fields_from, read_json
 

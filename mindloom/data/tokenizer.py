@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from mindloom.errors import ConfigError
-from mindloom.family import family_module
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import family_module
 
 
 class Tokenizer(Protocol):
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
         """Write `file_name` into a folder, from which such a tokenizer is loaded, and what else readers expect beside it."""
 
 
-def load_tokenizer(family: str, path: Path, model: DecoderConfig) -> Tokenizer:
+def load_tokenizer(family: str, path: Path, model: ModelConfig) -> Tokenizer:
     """The tokenizer of a family at `path`.
 
     Raises:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mindloom.dry_run.rank_report import Collective, RankParameter, RankReport
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.strategy.config import Recompute, Stages, Strategy
 from mindloom.strategy.stages import layers_per_stage, recomputed_layers
 
@@ -37,7 +37,7 @@ class StageLayers:
         return self.recomputed.count(kind)
 
 
-def small_depths(model: DecoderConfig, strategy: Strategy, rank: int) -> list[tuple[DecoderConfig, Strategy]]:
+def small_depths(model: ModelConfig, strategy: Strategy, rank: int) -> list[tuple[ModelConfig, Strategy]]:
     """The models and strategies to compile `rank` of: with one layer of each kind, then with one more of each."""
     layers = _layers_of(model, strategy, strategy.mesh.coordinate(rank, "pp"))
     few, many = _few_and_many(layers)
@@ -45,12 +45,12 @@ def small_depths(model: DecoderConfig, strategy: Strategy, rank: int) -> list[tu
     return [_reduced(model, strategy, layers, depth) for depth in depths]
 
 
-def full_depth(model: DecoderConfig, strategy: Strategy, rank: int, compiled: Sequence[RankReport]) -> RankReport:
+def full_depth(model: ModelConfig, strategy: Strategy, rank: int, compiled: Sequence[RankReport]) -> RankReport:
     """What compiling `rank` whole would report, from the reports of its `small_depths`."""
     layers = _layers_of(model, strategy, strategy.mesh.coordinate(rank, "pp"))
     many = _few_and_many(layers)[1]
     more = dict(zip(many, compiled[1:], strict=True))
-    return _extended(compiled[0], more, {kind: layers.count(kind) - 1 for kind in many}, layers)
+    return _extended(compiled[0], more, {kind: layers.count(kind) - 1 for kind in many}, layers, model)
 
 
 def _few_and_many(layers: StageLayers) -> tuple[dict[bool, int], list[bool]]:
@@ -59,7 +59,7 @@ def _few_and_many(layers: StageLayers) -> tuple[dict[bool, int], list[bool]]:
     return {kind: min(1, layers.count(kind)) for kind in kinds}, [kind for kind in kinds if layers.count(kind) > 1]
 
 
-def _layers_of(model: DecoderConfig, strategy: Strategy, stage: int) -> StageLayers:
+def _layers_of(model: ModelConfig, strategy: Strategy, stage: int) -> StageLayers:
     counts, recomputed = layers_per_stage(model.num_layers, strategy), recomputed_layers(model.num_layers, strategy)
     first = sum(counts[:stage])
     kinds = [layer in recomputed for layer in range(first, first + counts[stage])]
@@ -68,8 +68,8 @@ def _layers_of(model: DecoderConfig, strategy: Strategy, stage: int) -> StageLay
 
 
 def _reduced(
-    model: DecoderConfig, strategy: Strategy, layers: StageLayers, few: Mapping[bool, int]
-) -> tuple[DecoderConfig, Strategy]:
+    model: ModelConfig, strategy: Strategy, layers: StageLayers, few: Mapping[bool, int]
+) -> tuple[ModelConfig, Strategy]:
     """The same job with `few` layers of each kind in this stage, recomputed ones first, and one in every other."""
     mine = few[True] + few[False] + (layers.last is not None)
     counts = [mine if stage == layers.stage else 1 for stage in range(strategy.mesh.pp)]
@@ -85,7 +85,11 @@ def _reduced(
 
 
 def _extended(
-    base: RankReport, more: Mapping[bool, RankReport], times: Mapping[bool, int], layers: StageLayers
+    base: RankReport,
+    more: Mapping[bool, RankReport],
+    times: Mapping[bool, int],
+    layers: StageLayers,
+    model: ModelConfig,
 ) -> RankReport:
     def count_on(read: Callable[[RankReport], Mapping[Key, int]]) -> dict[Key, int]:
         """base + times x (more - base), of everything that is counted."""
@@ -99,8 +103,9 @@ def _extended(
 
     sizes = count_on(lambda r: {"optimizer": r.optimizer_bytes, "gradient": r.gradient_bytes})
     collectives = count_on(_collectives)
-    names = _names(base, layers)
-    parameters = _parameters(base, layers)
+    last = model.layers[-1]
+    names = _names(base, layers, last)
+    parameters = _parameters(base, layers, last)
     numbered = names[: len(layers.recomputed)]
     recomputed = [name for name, chosen in zip(numbered, layers.recomputed, strict=True) if chosen]
     return dataclasses.replace(
@@ -123,25 +128,38 @@ def _collectives(report: RankReport) -> dict[tuple[str, str, str, int], int]:
     return {(c.kind, c.phase, c.group, c.bytes_each): c.count for c in report.collectives}
 
 
-def _names(base: RankReport, layers: StageLayers) -> list[str]:
-    """Paths of all layers: MindSpore numbers the cells of a list."""
+def _names(base: RankReport, layers: StageLayers, last: str) -> list[str]:
+    """Paths of all layers: MindSpore numbers the cells of a list. `last`: the model's last layer, without a prefix."""
     found = [_renumbered(base.layers[0], layers.first + i) for i in range(len(layers.recomputed))]
-    return found + (base.layers[-1:] if layers.last is not None else [])
+    return found + ([_last_name(base, last)] if layers.last is not None else [])
+
+
+def _last_name(base: RankReport, last: str) -> str:
+    """Its path at full depth; of another number in what was compiled, unless it has none."""
+    compiled = base.layers[-1]
+    return _renumbered(compiled, int(last.rpartition(".")[2])) if last[-1].isdigit() else compiled
 
 
 def _renumbered(path: str, number: int) -> str:
     return f"{path.rpartition('.')[0]}.{number}"
 
 
-def _parameters(base: RankReport, layers: StageLayers) -> list[RankParameter]:
-    """What the first numbered layer has, for each of them; all else as it is."""
+def _parameters(base: RankReport, layers: StageLayers, last: str) -> list[RankParameter]:
+    """What the first numbered layer has, for each of them; the last layer under its name; all else as it is."""
+    if layers.last is not None:
+        old, new = f"{base.layers[-1]}.", f"{_last_name(base, last)}."
+        renamed = [
+            dataclasses.replace(p, name=new + p.name.removeprefix(old)) if p.name.startswith(old) else p
+            for p in base.parameters
+        ]
+        base = dataclasses.replace(base, parameters=renamed)
     compiled = tuple(f"{path}." for path in base.layers[: -1 if layers.last is not None else None])
     of_first = [p for p in base.parameters if compiled and p.name.startswith(compiled[0])]
     if not of_first:
         return base.parameters
     copies = [
         dataclasses.replace(p, name=f"{name}.{p.name.removeprefix(compiled[0])}")
-        for name in _names(base, layers)[: len(layers.recomputed)]
+        for name in _names(base, layers, last)[: len(layers.recomputed)]
         for p in of_first
     ]
     start = base.parameters.index(of_first[0])

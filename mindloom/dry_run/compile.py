@@ -13,8 +13,8 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindloom.dry_run.graph import read_work
 from mindloom.dry_run.rank_report import RankParameter, RankReport
-from mindloom.family import family_module
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import family_module
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
@@ -30,7 +30,7 @@ from mindloom.train.optim import AdamW
 
 def compile_rank(
     family: str,
-    model: DecoderConfig,
+    model: ModelConfig,
     strategy: Strategy,
     rank: int,
     batch: tuple[int, int],
@@ -80,7 +80,7 @@ def compile_rank(
 
 def _cell(
     family: str,
-    model: DecoderConfig,
+    model: ModelConfig,
     strategy: Strategy,
     rank: int,
     batch: tuple[int, int],

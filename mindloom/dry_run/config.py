@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mindloom.cli import option
 from mindloom.errors import ConfigError, Problems
-from mindloom.family import size_config
-from mindloom.model_config import ComputeDtype, DecoderConfig
+from mindloom.models.config import ComputeDtype, ModelConfig
+from mindloom.models.family import size_config
 from mindloom.numbers import Count, Positive, number_problems
 from mindloom.planner.own_engine import num_microbatches
 from mindloom.reader import fields_from, read_json
@@ -52,7 +52,7 @@ class DryRun:
     """A dry run that was found right, with what it refers to."""
 
     config: DryRunConfig
-    model: DecoderConfig
+    model: ModelConfig
     strategy: Strategy
     ranks: list[int]
     batch_size: int
@@ -105,10 +105,10 @@ def check(config: DryRunConfig) -> DryRun:
     return DryRun(config, model, strategy, ranks, batch, seq_len)
 
 
-def _model_config(config: DryRunConfig) -> DecoderConfig:
+def _model_config(config: DryRunConfig) -> ModelConfig:
     model = size_config(config.model, config.size)
     if config.config:
-        model = fields_from(DecoderConfig, read_json(config.config), model)
+        model = fields_from(ModelConfig, read_json(config.config), model)
     return dataclasses.replace(model, compute_dtype=config.compute_dtype) if config.compute_dtype else model
 
 

@@ -12,8 +12,8 @@ from mindspore.nn.utils import no_init_parameters
 from mindloom.dry_run.config import DryRun, DryRunConfig
 from mindloom.dry_run.pool import compile_ranks
 from mindloom.errors import ConfigError, did_you_mean
-from mindloom.family import family_module
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import family_module
 from mindloom.parallel.parallelize import parallelize
 from mindloom.parallel.report import DERIVED, ParameterReport
 from mindloom.parallel.sharding import Operator, Use, operators, parameter_uses, path_matches
@@ -25,7 +25,7 @@ SHOWN = 4
 """Rules told of those that a layout is derived from."""
 
 
-def explain(family: str, model: DecoderConfig, strategy: Strategy, name: str) -> str:
+def explain(family: str, model: ModelConfig, strategy: Strategy, name: str) -> str:
     """Where the layout of `name` comes from: a parameter's name or an operator's path, or the end of one.
 
     Raises:
@@ -65,7 +65,7 @@ def explain(family: str, model: DecoderConfig, strategy: Strategy, name: str) ->
 
 
 def _with_derived(
-    parameters: Sequence[ParameterReport], family: str, model: DecoderConfig, strategy: Strategy
+    parameters: Sequence[ParameterReport], family: str, model: ModelConfig, strategy: Strategy
 ) -> list[ParameterReport]:
     """With the layouts that MindSpore derives where no rule is: what the stage of each compiles to, from small depths."""
     stages = sorted({p.stage for p in parameters if not p.rule}) if strategy.mesh.stage_size > 1 else []

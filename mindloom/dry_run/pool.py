@@ -14,7 +14,7 @@ from mindloom.dry_run.by_depth import full_depth, small_depths
 from mindloom.dry_run.config import DryRun
 from mindloom.dry_run.rank_report import RankReport
 from mindloom.errors import ConfigError
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.processes import end_with_parent
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.config import Strategy
@@ -59,7 +59,7 @@ def compile_ranks(run: DryRun) -> list[RankReport]:
     return [full_depth(run.model, run.strategy, rank, found) for rank, found in reports.items()]
 
 
-def compile_one(run: DryRun, model: DecoderConfig, strategy: Strategy, rank: int) -> RankReport:
+def compile_one(run: DryRun, model: ModelConfig, strategy: Strategy, rank: int) -> RankReport:
     prepare_environment()
     compiler, batch = import_module("mindloom.dry_run.compile"), (run.batch_size, run.seq_len)
     options = (run.config.inference, run.config.accumulate)

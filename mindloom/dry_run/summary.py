@@ -11,6 +11,7 @@ from typing import Any
 from mindloom.dry_run.config import DryRun
 from mindloom.dry_run.rank_report import RankReport
 from mindloom.log import counted
+from mindloom.models.parameters import num_parameters
 from mindloom.planner.dimensions import Parallelism, of_decoder
 from mindloom.planner.memory import stage_memory, stage_parameters
 from mindloom.planner.own_engine import job_of, parameter_bytes
@@ -113,7 +114,7 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
     flops = [stage["flops"] for stage in stages]
     values: dict[str, Any] = {
         "model": f"{run.config.model} {run.config.size}",
-        "num_parameters": run.model.num_parameters,
+        "num_parameters": num_parameters(run.model),
         "strategy": str(run.config.strategy),
         "mesh": str(mesh),
         "batch_size": run.batch_size,

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.strategy.mesh import Mesh
 
 SLOTS_MULTIPLE = 128
@@ -28,7 +29,7 @@ class CacheBooks:
     """Rows of slots, token i of a row in slot i. The last slot is spare: tokens that only fill up a shape go there."""
 
     num_rows: int
-    num_heads: int
+    num_kv_heads: int
     num_slots: int
     mesh: Mesh
     lengths: NDArray[np.int64] = field(init=False)
@@ -64,14 +65,14 @@ class CacheBooks:
         self.trim(row, 0)
 
     def indices(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
-        """(B, T) slots -> (B, H, T, 3): row, head and slot, the first two counted within a device's part of the mesh."""
+        """(B, T) slots -> (B, KV, T, 3): row, head and slot, the first two counted within a device's part of the mesh."""
         rows = np.arange(self.num_rows) % (self.num_rows // self.mesh.dp)
-        heads = np.arange(self.num_heads) % (self.num_heads // self.mesh.tp)
+        heads = np.arange(self.num_kv_heads) % (self.num_kv_heads // math.gcd(self.num_kv_heads, self.mesh.tp))
         parts = np.broadcast_arrays(rows[:, None, None], heads[:, None], slots[:, None, :])
         return np.stack(parts, -1).astype(np.int32)
 
 
-def cache_bytes(config: DecoderConfig, num_rows: int, num_slots: int) -> int:
+def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int) -> int:
     """Of keys and values of all layers, on all devices together."""
     itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[config.compute_dtype]
-    return 2 * config.num_layers * num_rows * num_slots * config.hidden_size * itemsize
+    return 2 * config.num_layers * num_rows * num_slots * config.kv_size * itemsize

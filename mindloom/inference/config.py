@@ -14,11 +14,11 @@ from mindloom.cli import option
 from mindloom.data.documents import decode_text, json_lines
 from mindloom.data.tokenizer import Tokenizer, load_tokenizer
 from mindloom.errors import ConfigError, Problems, did_you_mean
-from mindloom.family import family_module
 from mindloom.inference.cache import num_slots_for
 from mindloom.inference.sampling import SamplingConfig
 from mindloom.inference.stopping import Ending, at_closed_brace, at_dedent
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import family_module
 from mindloom.numbers import Count, Natural
 from mindloom.strategy.checks import launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
@@ -62,7 +62,7 @@ class Job:
 
     config: GenerateConfig
     family: str
-    model: DecoderConfig
+    model: ModelConfig
     strategy: Strategy
     tokenizer: Tokenizer
     prompts: list[str] = field(repr=False)
@@ -124,7 +124,7 @@ def check(config: GenerateConfig, num_processes: int | None, prompts: list[tuple
     return Job(config, family, model, strategy, tokenizer, [prompt for _, prompt in named], ending)
 
 
-def _tokenizer(config: GenerateConfig, family: str, model: DecoderConfig) -> Tokenizer:
+def _tokenizer(config: GenerateConfig, family: str, model: ModelConfig) -> Tokenizer:
     own = config.checkpoint / family_module(family, "tokenizer").Tokenizer.file_name
     return load_tokenizer(family, config.tokenizer or own, model)
 
@@ -189,9 +189,7 @@ def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, 
         raise ConfigError(f"standard input: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
-def prompt_problems(
-    name: str, prompt: str, tokenizer: Tokenizer, model: DecoderConfig, max_new_tokens: int
-) -> list[str]:
+def prompt_problems(name: str, prompt: str, tokenizer: Tokenizer, model: ModelConfig, max_new_tokens: int) -> list[str]:
     """Why a prompt cannot be continued."""
     length = len(tokenizer.encode(prompt))
     if length == 0:
@@ -206,7 +204,7 @@ def prompt_problems(
     return []
 
 
-def _own_problems(config: GenerateConfig, model: DecoderConfig | None) -> list[str]:
+def _own_problems(config: GenerateConfig, model: ModelConfig | None) -> list[str]:
     problems = []
     sources = [config.prompt is not None, config.prompt_file is not None, config.interactive]
     if sum(sources) > 1:

@@ -14,7 +14,7 @@ from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from mindloom.inference.cache import CacheBooks, CacheFullError, cache_bytes
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.runtime.engine import Engine
 
 MIN_BUCKET = 16
@@ -49,7 +49,7 @@ def bucket(length: int, largest: int) -> int:
 class _Rows:
     """What both ways share: the network, and which row's logits this process holds."""
 
-    def __init__(self, engine: Engine, net: nn.Cell, config: DecoderConfig, num_rows: int):
+    def __init__(self, engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int):
         assert num_rows % engine.strategy.mesh.dp == 0, (num_rows, engine.strategy.mesh)
         self.engine, self.net, self.config, self.num_rows = engine, net, config, num_rows
         self._prepared: set[int] = set()
@@ -77,10 +77,10 @@ class _Rows:
 class Cached(_Rows):
     """With a KV cache: each token is worked through once."""
 
-    def __init__(self, engine: Engine, net: nn.Cell, config: DecoderConfig, num_rows: int, num_slots: int):
+    def __init__(self, engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int, num_slots: int):
         """`net`: the model with caches attached for `num_rows` rows of `num_slots`."""
         super().__init__(engine, net, config, num_rows)
-        self.books = CacheBooks(num_rows, config.num_heads, num_slots, engine.strategy.mesh)
+        self.books = CacheBooks(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
         self.cache_bytes = cache_bytes(config, num_rows, num_slots)
 
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
@@ -128,7 +128,7 @@ class Recomputed(_Rows):
 
     cache_bytes = 0
 
-    def __init__(self, engine: Engine, net: nn.Cell, config: DecoderConfig, num_rows: int):
+    def __init__(self, engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int):
         super().__init__(engine, net, config, num_rows)
         self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
 

@@ -9,16 +9,16 @@ from mindspore import Tensor, nn
 from mindspore.nn.utils import no_init_parameters
 
 from mindloom.checkpoint.io import WEIGHTS, check_weights, load_weights
-from mindloom.family import family_module
 from mindloom.inference.quantize import quantize, quantize_weights
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import family_module
 from mindloom.parallel.parallelize import parallelize
 from mindloom.strategy.config import Strategy
 
 
 def build_model(
     family: str,
-    config: DecoderConfig,
+    config: ModelConfig,
     strategy: Strategy,
     caches: tuple[int, int] | None = None,
     int8: bool = False,
@@ -41,7 +41,7 @@ def build_model(
 def load_model(
     folder: Path,
     family: str,
-    config: DecoderConfig,
+    config: ModelConfig,
     strategy: Strategy,
     caches: tuple[int, int] | None = None,
     int8: bool = False,

@@ -11,7 +11,8 @@ from mindspore import nn
 from numpy.typing import NDArray
 
 from mindloom.nn.decoder import Decoder
-from mindloom.nn.int8 import Int8Embedding, Int8Head, Int8Linear
+from mindloom.nn.head import Head
+from mindloom.nn.int8 import Int8Embedding, Int8Head, Int8Linear, Int8TiedHead
 from mindloom.nn.linear import Linear
 
 
@@ -21,7 +22,7 @@ def quantize(net: Decoder) -> None:
         if isinstance(cell, Linear):
             _replace(net, path, Int8Linear(cell))
     word = Int8Embedding(net.embedding.word)
-    _replace(net, "head", Int8Head(net.head, word))
+    _replace(net, "head", Int8Head(net.head) if isinstance(net.head, Head) else Int8TiedHead(net.head, word))
     _replace(net, "embedding.word", word)  # last: its scale keeps the embedding's name
 
 
@@ -29,7 +30,7 @@ def quantize_weights(net: Decoder, weights: Mapping[str, NDArray[Any]]) -> dict[
     """The tensors of a float checkpoint as a quantized `net` wants them."""
     result = dict(weights)
     for path, cell in net.cells_and_names():
-        if isinstance(cell, Int8Linear | Int8Embedding):
+        if isinstance(cell, Int8Linear | Int8Embedding | Int8Head):
             whole = np.asarray(result[f"{path}.weight"], np.float32)
             scale = np.maximum(np.abs(whole).max(1, keepdims=True), np.finfo(np.float32).tiny) / 127
             result[f"{path}.weight"] = np.rint(whole / scale).astype(np.int8)

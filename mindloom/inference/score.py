@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mindloom.data.batch import document_positions
 from mindloom.inference.model import load_model
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
 
@@ -34,7 +34,7 @@ class Score:
 def score(
     folder: Path,
     family: str,
-    config: DecoderConfig,
+    config: ModelConfig,
     strategy: Strategy,
     ids: NDArray[np.integer[Any]],
     eod_id: int | None,
@@ -53,7 +53,7 @@ def score(
 
 
 def mean_loss(
-    folder: Path, family: str, config: DecoderConfig, batches: Iterable[NDArray[np.integer[Any]]]
+    folder: Path, family: str, config: ModelConfig, batches: Iterable[NDArray[np.integer[Any]]]
 ) -> tuple[float, int]:
     """Loss of many token ids (B, T+1), batch after batch on one device, and how many it is taken over; documents are
     told apart."""

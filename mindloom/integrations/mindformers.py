@@ -30,14 +30,14 @@ from numpy.typing import NDArray
 from mindloom.checkpoint.io import load_config
 from mindloom.data.tokenizer import Tokenizer, load_tokenizer
 from mindloom.errors import ConfigError, did_you_mean
-from mindloom.family import family_module, size_config
 from mindloom.inference.cache import num_slots_for
 from mindloom.inference.decoding import Cached
 from mindloom.inference.generate import Request, generate
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
 from mindloom.inference.score import compute_logits
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import family_module, size_config
 from mindloom.reader import Document, fields_from
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import prepare_environment
@@ -68,7 +68,7 @@ with _quietly():
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'mindloom[mindformers]'") from None
 
-FIELDS = tuple(field.name for field in dataclasses.fields(DecoderConfig))
+FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 SAMPLING = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -99,21 +99,21 @@ GENERATE = (
 
 
 class _Config(_mindformers.PretrainedConfig):
-    """A DecoderConfig as MindFormers sees one; its fields are attributes."""
+    """A ModelConfig as MindFormers sees one; its fields are attributes."""
 
     family = ""
 
     def __init__(self, **values: Any):
         values.pop("family", None)
         mine = {name: values.pop(name) for name in FIELDS if name in values}
-        config = fields_from(DecoderConfig, Document("config.json", mine), size_config(self.family, "tiny"))
+        config = fields_from(ModelConfig, Document("config.json", mine), size_config(self.family, "tiny"))
         for name in FIELDS:
             setattr(self, name, getattr(config, name))
         self.seq_length = config.seq_len
         super().__init__(**{"eos_token_id": config.eod_id, **values})
 
-    def decoder_config(self) -> DecoderConfig:
-        return DecoderConfig(**{name: getattr(self, name) for name in FIELDS})
+    def decoder_config(self) -> ModelConfig:
+        return ModelConfig(**{name: getattr(self, name) for name in FIELDS})
 
 
 class PanGuConfig(_Config):
@@ -196,7 +196,7 @@ class _Model(_mindformers.PreTrainedModel):
             prompts[new.request].append(new.token)
         return {"sequences": prompts} if options.get("return_dict_in_generate") else prompts
 
-    def _requests(self, prompts: list[list[int]], options: dict[str, Any], config: DecoderConfig) -> list[Request]:
+    def _requests(self, prompts: list[list[int]], options: dict[str, Any], config: ModelConfig) -> list[Request]:
         sampling = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING and value is not None}
         if not options.get("do_sample", False):
             sampling["temperature"] = 0.0
@@ -216,7 +216,7 @@ class _Model(_mindformers.PreTrainedModel):
             raise ConfigError(problems)
         return requests
 
-    def _decoding(self, rows: int, config: DecoderConfig) -> Cached:
+    def _decoding(self, rows: int, config: ModelConfig) -> Cached:
         rows = -(-rows // self._plan.mesh.dp) * self._plan.mesh.dp
         if rows not in self._cached:
             shape = (rows, num_slots_for(config.seq_len))

@@ -14,7 +14,7 @@ class NoCache(nn.Cell):
 
 
 class KVCache(nn.Cell):
-    """Keys and values of every row's tokens, (B, H, S, D/H) each: S slots a row, written in place."""
+    """Keys and values of every row's tokens, (B, KV, S, D/H) each: S slots a row, written in place."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: mstype.Type):
         super().__init__()
@@ -23,5 +23,5 @@ class KVCache(nn.Cell):
         self.append_keys, self.append_values = ops.ScatterNdUpdate(), ops.ScatterNdUpdate()
 
     def construct(self, k, v, slots):
-        """k, v: (B, H, T, D/H); slots: (B, H, T, 3), the row, head and slot of each among those this device holds."""
+        """k, v: (B, KV, T, D/H); slots: (B, KV, T, 3), the row, head and slot of each among those this device holds."""
         return self.append_keys(self.keys, slots, k), self.append_values(self.values, slots, v)

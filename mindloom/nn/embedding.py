@@ -5,7 +5,7 @@ from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import Initializer, Normal, TruncatedNormal, initializer
 
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.nn.dropout import Dropout
 
 
@@ -22,20 +22,24 @@ class Embedding(nn.Cell):
 
 
 class TokenEmbedding(nn.Cell):
-    """Word plus position embedding, then dropout, as rows of the residual stream."""
+    """Word embedding, plus one of the position where positions are learned, then dropout, as rows of the residual stream."""
 
-    def __init__(self, config: DecoderConfig, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
         super().__init__()
         self.word = Embedding(config.vocab_size, config.hidden_size, Normal(config.embedding_init_std))
-        self.position = Embedding(config.seq_len, config.hidden_size, TruncatedNormal(config.embedding_init_std))
+        self.has_positions = config.position == "learned"
+        if self.has_positions:
+            self.position = Embedding(config.seq_len, config.hidden_size, TruncatedNormal(config.embedding_init_std))
+            self.add = ops.Add()
         self.hidden_size = config.hidden_size
         self.dtype = dtype
-        self.add = ops.Add()
         self.cast = ops.Cast()
         self.reshape = ops.Reshape()
         self.dropout = Dropout(config.dropout_rate)
 
     def construct(self, tokens, positions, dropout_keys=None):  # (B, T) each -> (B*T, D)
-        x = self.add(self.word(tokens), self.position(positions))
+        x = self.word(tokens)
+        if self.has_positions:
+            x = self.add(x, self.position(positions))
         x = self.reshape(x, (-1, self.hidden_size))  # (B, T, D) -> (B*T, D)
         return self.cast(self.dropout(x, dropout_keys), self.dtype)

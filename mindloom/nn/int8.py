@@ -5,8 +5,8 @@ from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 
-from mindloom.nn.decoder import Head
 from mindloom.nn.embedding import Embedding
+from mindloom.nn.head import Head, TiedHead
 from mindloom.nn.linear import Linear
 
 
@@ -23,14 +23,15 @@ class Int8Linear(nn.Cell):
 
     def __init__(self, linear: Linear):
         super().__init__()
-        self.weight, self.scale, self.bias = _int8(linear.weight.shape), _scale(linear.bias.shape), linear.bias
-        self.dtype = linear.dtype
-        self.matmul, self.rescale, self.bias_add = ops.MatMul(transpose_b=True), ops.Mul(), ops.Add()
-        self.cast = ops.Cast()
+        self.weight, self.scale = _int8(linear.weight.shape), _scale(linear.weight.shape[:1])
+        self.dtype, self.has_bias = linear.dtype, linear.has_bias
+        self.matmul, self.rescale, self.cast = ops.MatMul(transpose_b=True), ops.Mul(), ops.Cast()
+        if self.has_bias:
+            self.bias, self.bias_add = linear.bias, ops.Add()
 
     def construct(self, x):  # (N, in) -> (N, out)
         y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
-        return self.bias_add(y, self.cast(self.bias, self.dtype))
+        return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y
 
 
 class Int8Embedding(nn.Cell):
@@ -48,11 +49,11 @@ class Int8Embedding(nn.Cell):
         return self.rescale(self.cast(rows, mstype.float32), scales)
 
 
-class Int8Head(Head):
+class Int8TiedHead(TiedHead):
     """Logits with an int8 word table and its scales."""
 
-    def __init__(self, head: Head, word: Int8Embedding):
-        super().__init__(head.dtype)
+    def __init__(self, head: TiedHead, word: Int8Embedding):
+        super().__init__(head.config, head.dtype)
         self.word_scale = word.scale
         self.rescale, self.reshape = ops.Mul(), ops.Reshape()
 
@@ -61,4 +62,19 @@ class Int8Head(Head):
             x = self.pick(x, rows, 0)
         logits = self.cast(self.matmul(x, self.cast(word_table, self.dtype)), mstype.float32)
         scales = self.reshape(self.word_scale, (1, -1))  # (V, 1) -> (1, V)
-        return self.rescale(logits, scales)
+        return self.scaled(self.rescale(logits, scales))
+
+
+class Int8Head(TiedHead):
+    """Logits with an int8 table of the head's own."""
+
+    def __init__(self, head: Head):
+        super().__init__(head.config, head.dtype)
+        self.weight, self.scale = _int8(head.weight.shape), _scale((1, head.weight.shape[0]))
+        self.rescale = ops.Mul()
+
+    def construct(self, x, word_table, rows=None):  # (B*T, D), unused -> (B*T or len(rows), V) float32
+        if rows is not None:
+            x = self.pick(x, rows, 0)
+        logits = self.cast(self.matmul(x, self.cast(self.weight, self.dtype)), mstype.float32)
+        return self.scaled(self.rescale(logits, self.scale))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix product with bias."""
+"""Matrix product, with a bias or without."""
 
 from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
@@ -9,15 +9,24 @@ from mindspore.common.initializer import Normal, initializer
 class Linear(nn.Cell):
     """y = x W^T + b, with W (out, in) and b (out,) in float32, computed in `dtype`."""
 
-    def __init__(self, in_features: int, out_features: int, init_std: float, dtype: mstype.Type = mstype.float32):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        init_std: float,
+        dtype: mstype.Type = mstype.float32,
+        bias: bool = True,
+    ):
         super().__init__()
         self.weight = Parameter(initializer(Normal(init_std), (out_features, in_features), mstype.float32))
-        self.bias = Parameter(initializer("zeros", (out_features,), mstype.float32))
-        self.dtype = dtype
-        self.matmul = ops.MatMul(transpose_b=True)
-        self.bias_add = ops.Add()
-        self.cast = ops.Cast()
+        self.dtype, self.has_bias = dtype, bias
+        self.matmul, self.cast = ops.MatMul(transpose_b=True), ops.Cast()
+        if bias:
+            self.bias = Parameter(initializer("zeros", (out_features,), mstype.float32))
+            self.bias_add = ops.Add()
 
     def construct(self, x):  # (N, in) -> (N, out)
         y = self.matmul(x, self.cast(self.weight, self.dtype))
-        return self.bias_add(y, self.cast(self.bias, self.dtype))
+        if self.has_bias:
+            y = self.bias_add(y, self.cast(self.bias, self.dtype))
+        return y

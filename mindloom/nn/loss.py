@@ -6,24 +6,33 @@ from mindspore import dtype as mstype
 
 
 class CrossEntropy(nn.Cell):
-    """sum over tokens of -log(softmax(logits)[label] + 1e-24) * weight.
+    """sum over tokens of (-log softmax(logits)[label] + z_loss * log(sum(exp(logits)))^2) * weight.
 
-    Source: PanGu-alpha's CrossEntropyLoss, whose `mask / (sum(mask) + 1e-5)` is the weight here.
+    Source: PanGu-alpha's CrossEntropyLoss, whose `mask / (sum(mask) + 1e-5)` is the weight here; of the second term
+    arXiv:2204.02311 section 5.
     """
 
-    def __init__(self):
+    def __init__(self, z_loss: float = 0.0):
         super().__init__()
+        self.z_loss = z_loss
         self.reshape = ops.Reshape()
         self.max, self.shift, self.exp, self.sum = ops.ReduceMax(keep_dims=True), ops.Sub(), ops.Exp(), ops.ReduceSum()
         self.one_hot, self.pick, self.pick_sum = ops.OneHot(), ops.Mul(), ops.ReduceSum()
-        self.div, self.add, self.log, self.neg = ops.Div(), ops.Add(), ops.Log(), ops.Neg()
+        self.log, self.nll = ops.Log(), ops.Sub()
         self.weigh, self.total = ops.Mul(), ops.ReduceSum()
         self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+        if z_loss:
+            self.rows, self.unshift, self.square = ops.Reshape(), ops.Add(), ops.Square()
+            self.scale_z, self.add_z = ops.Mul(), ops.Add()
 
     def construct(self, logits, labels, weights):  # (B*T, V), (B, T), (B, T) -> ()
         labels, weights = self.reshape(labels, (-1,)), self.reshape(weights, (-1,))
-        exp = self.exp(self.shift(logits, ops.stop_gradient(self.max(logits, 1))))  # (N, V)
+        largest = ops.stop_gradient(self.max(logits, 1))  # (N, 1)
+        shifted = self.shift(logits, largest)  # (N, V)
+        log_sum = self.log(self.sum(self.exp(shifted), 1))  # (N,)
         one_hot = self.one_hot(labels, logits.shape[1], self.on, self.off)
-        prob = self.div(self.pick_sum(self.pick(exp, one_hot), 1), self.sum(exp, 1))  # (N,)
-        nll = self.neg(self.log(self.add(prob, 1e-24)))
-        return self.total(self.weigh(nll, weights), 0)
+        loss = self.nll(log_sum, self.pick_sum(self.pick(shifted, one_hot), 1))
+        if self.z_loss:
+            z = self.unshift(log_sum, self.rows(largest, (-1,)))
+            loss = self.add_z(loss, self.scale_z(self.square(z), self.z_loss))
+        return self.total(self.weigh(loss, weights), 0)

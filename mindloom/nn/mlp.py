@@ -6,7 +6,7 @@ import math
 from mindspore import dtype as mstype
 from mindspore import nn, ops
 
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.nn.dropout import Dropout
 from mindloom.nn.linear import Linear
 
@@ -45,19 +45,43 @@ class FastGelu(nn.Cell):
         return self.mul(x, self.sigmoid(self.scale(x, 1.702)))
 
 
-ACTIVATIONS = {"gelu": ErfGelu, "gelu_tanh": TanhGelu, "fast_gelu": FastGelu}
+class SiLU(nn.Cell):
+    """x * sigmoid(x)."""
+
+    def __init__(self):
+        super().__init__()
+        self.sigmoid, self.mul = ops.Sigmoid(), ops.Mul()
+
+    def construct(self, x):
+        return self.mul(x, self.sigmoid(x))
+
+
+ACTIVATIONS = {"gelu": ErfGelu, "gelu_tanh": TanhGelu, "fast_gelu": FastGelu, "silu": SiLU}
 
 
 class MLP(nn.Cell):
     """down(activation(up(x)))."""
 
-    def __init__(self, config: DecoderConfig, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
         super().__init__()
-        d, ffn = config.hidden_size, config.ffn_hidden_size
-        self.up = Linear(d, ffn, 0.02, dtype)
+        d, ffn, bias = config.hidden_size, config.ffn_size, config.mlp_bias
+        self.up = Linear(d, ffn, config.init_std, dtype, bias)
         self.activation = ACTIVATIONS[config.activation]()
-        self.down = Linear(ffn, d, 0.02 / math.sqrt(2 * config.num_layers), dtype)
+        self.down = Linear(ffn, d, config.output_std, dtype, bias)
         self.dropout = Dropout(config.dropout_rate)
 
     def construct(self, x, dropout_keys=None):  # (N, D) -> (N, D)
         return self.dropout(self.down(self.activation(self.up(x))), dropout_keys)
+
+
+class GatedMLP(MLP):
+    """down(activation(gate(x)) * up(x)). Source: arXiv:2002.05202."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+        super().__init__(config, dtype)
+        self.gate = Linear(config.hidden_size, config.ffn_size, config.init_std, dtype, config.mlp_bias)
+        self.gate_mul = ops.Mul()
+
+    def construct(self, x, dropout_keys=None):  # (N, D) -> (N, D)
+        y = self.gate_mul(self.activation(self.gate(x)), self.up(x))
+        return self.dropout(self.down(y), dropout_keys)

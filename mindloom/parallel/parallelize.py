@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import mindspore as ms
@@ -19,6 +20,7 @@ from mindloom.parallel.sharding import (
     parameter_uses,
     path_matches,
     unmatched_rules,
+    with_parted_tp,
 )
 from mindloom.strategy.config import Rule, Strategy
 from mindloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
@@ -37,6 +39,8 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         ConfigError: a rule that matches nothing, a parameter that cannot be cut, stages for which there are no layers.
     """
     found = operators(net)
+    rules = with_parted_tp(strategy.rules.operators, net, strategy.mesh)
+    strategy = dataclasses.replace(strategy, rules=dataclasses.replace(strategy.rules, operators=rules))
     layers = _matching(net, strategy.rules.layers)
     _check(net, strategy, found, layers, whole)
     owners = apply_rules(found, strategy.rules.operators, strategy.mesh)
@@ -48,8 +52,9 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         for path in recomputed:
             cells[path].recompute()
     stages = _assign_stages(net, strategy, layers)
+    ties = all(getattr(cell, "tied_embedding", True) for _, cell in net.cells_and_names())
     for parameter in net.get_parameters():
-        is_tied = any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied)
+        is_tied = ties and any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied)
         if (strategy.mesh.pp > 1 and is_tied) or not parameter.shape:  # MindSpore dies of cutting a number
             parameter.parallel_optimizer = False
     net.parallel_report = Report(  # the engine holds it against the compiler
@@ -125,7 +130,7 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
             if o.primitive.name in LARGE_OPERATORS and not any(path_matches(r.pattern, o.path) for r in rules.operators)
         ][:3]
     problems += _lookup_problems(found, rules.operators, mesh)
-    cut = {axis for rule in rules.operators for layout in rule.inputs for dim in layout for axis in dim}
+    cut = {axis[:2] for rule in rules.operators for layout in rule.inputs for dim in layout for axis in dim}
     problems += [
         f"{strategy.at('mesh.' + axis)} = {mesh.degree(axis)}, but no rule cuts anything over {axis}: all its ranks would do "
         "the same; write a rule for it, or leave it out"

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
+import math
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from mindspore import Parameter, nn
 from mindspore.ops import Primitive
 
 from mindloom.strategy.config import Rule
-from mindloom.strategy.layout import Layout, degrees
+from mindloom.strategy.layout import GROUP_AXIS, KV_AXIS, Dim, Layout, degrees
 from mindloom.strategy.mesh import AXES, Mesh
 
 LARGE_OPERATORS = frozenset(
@@ -69,6 +71,29 @@ def apply_rules(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) ->
     return owners
 
 
+def with_parted_tp(rules: Sequence[Rule], net: nn.Cell, mesh: Mesh) -> tuple[Rule, ...]:
+    """The rules with the axes `kv` and `group` in the mesh's own (see `mindloom.strategy.layout`).
+
+    A Cell says how many heads of keys and values there are as its `num_kv_heads`.
+    """
+    heads = [cell.num_kv_heads for _, cell in net.cells_and_names() if hasattr(cell, "num_kv_heads")]
+    kv, group = mesh.parted("tp", math.gcd(*heads) if heads else mesh.tp)
+    parts = {KV_AXIS: kv, GROUP_AXIS: group}
+
+    def resolved(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        def of_dim(dim: Dim) -> Dim:
+            return tuple(name for axis in dim for name in parts.get(axis, (axis,)))
+
+        return tuple(tuple(map(of_dim, layout)) for layout in layouts)
+
+    return tuple(
+        dataclasses.replace(
+            rule, inputs=resolved(rule.inputs), outputs=None if rule.outputs is None else resolved(rule.outputs)
+        )
+        for rule in rules
+    )
+
+
 def _shard(primitive: Primitive, rule: Rule, mesh: Mesh) -> None:
     if rule.local:
         primitive.add_prim_attr("self_define_shard", True)
@@ -87,11 +112,13 @@ def shard(
     """
     numbers_do = mesh.order == AXES and len(mesh.cutting_axes) <= 2
     if by_name or (not numbers_do and primitive.name in TAKE_NAMES):
-        axes = {axis: degree for axis, degree in mesh.degrees.items() if axis != "pp"}
-        named = ms.Layout(tuple(axes.values()), tuple(axes))
+        used = {axis for layout in (*inputs, *(outputs or ())) for dim in layout for axis in dim}
+        axes = _names_of_axes(mesh, used)
+        matrix = [name for names in axes.values() for name in names]
+        named = ms.Layout(tuple(map(mesh.degree, matrix)), tuple(matrix))
 
         def say(layout: Layout) -> Any:
-            cut = [tuple(axis for axis in dim if axis in axes) for dim in layout]
+            cut = [tuple(name for axis in dim for name in axes.get(axis, [axis] * (axis in matrix))) for dim in layout]
             return named(*(dim[0] if len(dim) == 1 else dim or "None" for dim in cut))
 
     else:
@@ -100,6 +127,16 @@ def shard(
             return degrees(layout, mesh)
 
     primitive.shard(tuple(map(say, inputs)), None if outputs is None else tuple(map(say, outputs)))
+
+
+def _names_of_axes(mesh: Mesh, used: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Mesh axis -> its names for MindSpore: those of its two parts where a layout speaks of one."""
+    axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in mesh.degrees if axis != "pp"}
+    for axis in used:
+        name, mark, parts = axis.replace("/", ":").partition(":")
+        if mark:
+            axes[name] = (f"{name}:{parts}", f"{name}/{parts}")
+    return axes
 
 
 def unmatched_rules(found: Sequence[Operator], rules: Sequence[Rule]) -> list[Rule]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from mindloom.errors import ConfigError
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.numbers import Count, Natural, number_problems
 from mindloom.reader import fields_from, read_yaml
 
@@ -27,17 +27,22 @@ class Dimensions:
     """Heads of keys and values: 0 as many as of queries, fewer GQA, one MQA."""
     ffn_hidden_size: Natural = 0
     """Width of the MLP; 0: four times hidden_size."""
+    head_dim: Natural = 0
+    """Width of a head; 0: hidden_size / num_heads."""
     gated_mlp: bool = False
     """SwiGLU and its kin: three matrices instead of two."""
     position_tables: Natural = 1
     """Learned tables of positions: 0 with RoPE or ALiBi, 2 for PanGu and CodeGeeX (positions and top queries)."""
     longest_seq_len: Natural = 0
     """Rows of these tables, where sequences are shorter; 0: seq_len."""
-    tied_head: bool = True
+    tied_embedding: bool = True
     """The head uses the word embedding's table."""
-    parallel_block: bool = False
-    """Attention and MLP side by side on one norm: half the all-reduces."""
-    biases: bool = True
+    block: Literal["sequential", "parallel", "sandwich"] = "sequential"
+    """parallel: attention and MLP side by side on one norm, half the all-reduces; sandwich: two more norms."""
+    qkv_bias: bool = True
+    output_bias: bool = True
+    mlp_bias: bool = True
+    norm_bias: bool = True
     dropout: bool = True
     """Masks are kept for the backward pass."""
     float32_softmax: bool = False
@@ -45,7 +50,7 @@ class Dimensions:
 
     def __post_init__(self) -> None:
         problems = list(number_problems(self, str))
-        if not problems and self.hidden_size % self.num_heads:
+        if not problems and not self.head_dim and self.hidden_size % self.num_heads:
             problems.append(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
         if not problems and self.num_heads % self.kv_heads:
             problems.append(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}")
@@ -53,8 +58,13 @@ class Dimensions:
             raise ConfigError(problems)
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def query_size(self) -> int:
+        """Width of all queries together."""
+        return self.num_heads * self.head_size
 
     @property
     def kv_heads(self) -> int:
@@ -63,7 +73,7 @@ class Dimensions:
     @property
     def kv_size(self) -> int:
         """Width of keys, and of values."""
-        return self.kv_heads * self.head_dim
+        return self.kv_heads * self.head_size
 
     @property
     def ffn(self) -> int:
@@ -82,38 +92,58 @@ class Dimensions:
     def layer_matrices(self) -> int:
         """Entries of one layer's matrices."""
         h = self.hidden_size
-        return 2 * h * h + 2 * h * self.kv_size + self.mlp_matrices * h * self.ffn
+        return 2 * h * self.query_size + 2 * h * self.kv_size + self.mlp_matrices * h * self.ffn
 
     @property
-    def layer_vectors_cut(self) -> int:
-        """Entries of one layer's biases that tensor parallel cuts."""
-        return self.hidden_size + 2 * self.kv_size + (self.mlp_matrices - 1) * self.ffn if self.biases else 0
+    def layer_kv(self) -> int:
+        """Entries of one layer's parameters that make keys and values."""
+        return 2 * self.kv_size * (self.hidden_size + self.qkv_bias)
+
+    @property
+    def layer_biases_cut(self) -> int:
+        """Entries of one layer's biases that tensor parallel cuts, those of keys and values among them."""
+        qkv = self.qkv_bias * (self.query_size + 2 * self.kv_size)
+        return qkv + self.mlp_bias * (self.mlp_matrices - 1) * self.ffn
+
+    @property
+    def layer_biases_whole(self) -> int:
+        """Entries of one layer's biases that every tensor parallel rank holds."""
+        return (self.output_bias + self.mlp_bias) * self.hidden_size
+
+    @property
+    def norm(self) -> int:
+        """Entries of a norm."""
+        return (1 + self.norm_bias) * self.hidden_size
+
+    @property
+    def num_norms(self) -> int:
+        """Of a layer."""
+        return {"sequential": 2, "parallel": 1, "sandwich": 4}[self.block]
 
     @property
     def layer_vectors_whole(self) -> int:
         """Entries of one layer's norms, and of the biases that every tensor parallel rank holds."""
-        norms = (1 if self.parallel_block else 2) * (2 if self.biases else 1) * self.hidden_size
-        return norms + (2 * self.hidden_size if self.biases else 0)
+        return self.num_norms * self.norm + self.layer_biases_whole
 
     @property
     def num_parameters(self) -> int:
-        layer = self.layer_matrices + self.layer_vectors_cut + self.layer_vectors_whole
-        words = (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
+        layer = self.layer_matrices + self.layer_biases_cut + self.layer_vectors_whole
+        words = (1 if self.tied_embedding else 2) * self.vocab_size * self.hidden_size
         positions = self.position_tables * self.position_table
-        return self.num_layers * layer + words + positions + (2 if self.biases else 1) * self.hidden_size
+        return self.num_layers * layer + words + positions + self.norm
 
     def model_flops(self, tokens: float, causal: bool = False) -> float:
         """FLOPs of forward and backward of `tokens`, nothing computed twice; `causal` counts half of the attention.
 
-        Source: arXiv:2205.05198 appendix A, for the general layer: 6 a matrix entry and token, 12 seq_len hidden_size
-        for the scores and the context.
+        Source: arXiv:2205.05198 appendix A, for the general layer: 6 a matrix entry and token, 12 seq_len for each feature
+        of the queries for the scores and the context.
         """
-        attention = 12 * self.seq_len * self.hidden_size * self.num_layers * (0.5 if causal else 1.0)
+        attention = 12 * self.seq_len * self.query_size * self.num_layers * (0.5 if causal else 1.0)
         matrices = self.num_layers * self.layer_matrices + self.vocab_size * self.hidden_size
         return tokens * (6.0 * matrices + attention)
 
 
-def of_decoder(config: DecoderConfig, seq_len: int | None = None) -> Dimensions:
+def of_decoder(config: ModelConfig, seq_len: int | None = None) -> Dimensions:
     """A family's model, as the planner sees it, trained on sequences of `seq_len`; of its longest without one."""
     return Dimensions(
         num_layers=config.num_layers,
@@ -122,8 +152,17 @@ def of_decoder(config: DecoderConfig, seq_len: int | None = None) -> Dimensions:
         vocab_size=config.vocab_size,
         seq_len=seq_len or config.seq_len,
         longest_seq_len=config.seq_len,
-        ffn_hidden_size=config.ffn_hidden_size,
-        position_tables=2,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_size,
+        ffn_hidden_size=config.ffn_size,
+        gated_mlp=config.gated_mlp,
+        position_tables=(config.position == "learned") + config.query_layer,
+        tied_embedding=config.tied_embedding,
+        block=config.block,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        mlp_bias=config.mlp_bias,
+        norm_bias=config.norm_bias and config.norm == "layer",
         dropout=config.dropout_rate > 0,
         float32_softmax=True,
     )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 from mindloom.planner.dimensions import Dimensions, Parallelism
@@ -31,32 +33,48 @@ class StageMemory:
 
 def layer_parameters(dims: Dimensions, tp: int) -> int:
     """Parameters of one layer on one device."""
-    return (dims.layer_matrices + dims.layer_vectors_cut) // tp + dims.layer_vectors_whole
+    return layer_copies(dims, tp).total()
 
 
-def stage_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
-    """Parameters of each stage on one of its devices, before the optimizer's cut.
+def layer_copies(dims: Dimensions, tp: int) -> Counter[int]:
+    """Parameters of one layer on one device, by how many tensor parallel ranks hold the same ones.
+
+    Keys and values have a part for each of their heads at most.
+    """
+    kv_parts = math.gcd(tp, dims.kv_heads)
+    found = Counter({1: (dims.layer_matrices + dims.layer_biases_cut - dims.layer_kv) // tp})
+    found[tp // kv_parts] += dims.layer_kv // kv_parts
+    found[tp] += dims.layer_vectors_whole
+    return found
+
+
+def stage_copies(dims: Dimensions, job: Parallelism) -> list[Counter[int]]:
+    """Parameters of each stage on one of its devices, by how many tensor parallel ranks of it hold the same ones.
 
     The first stage has the tables of words and positions, the last one the last norm, the queries' table and the
     head's, which is a second copy of the words where they are tied and there is more than one stage.
     """
-    words, last = dims.vocab_size * dims.hidden_size // job.tp, job.pp - 1
-    table = dims.position_table
-    counts = [count * layer_parameters(dims, job.tp) for count in job.stages(dims.num_layers)]
-    counts[0] += words + min(dims.position_tables, 1) * table
-    counts[last] += (2 if dims.biases else 1) * dims.hidden_size + max(dims.position_tables - 1, 0) * table
-    if not dims.tied_head or job.pp > 1:
-        counts[last] += words
+    words, table, layer = dims.vocab_size * dims.hidden_size // job.tp, dims.position_table, layer_copies(dims, job.tp)
+    counts = [
+        Counter({copies: count * size for copies, size in layer.items()}) for count in job.stages(dims.num_layers)
+    ]
+    first, last = counts[0], counts[-1]
+    first[1] += words
+    first[job.tp] += min(dims.position_tables, 1) * table
+    last[job.tp] += dims.norm + max(dims.position_tables - 1, 0) * table
+    if not dims.tied_embedding or job.pp > 1:
+        last[1] += words
     return counts
+
+
+def stage_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
+    """Parameters of each stage on one of its devices, before the optimizer's cut."""
+    return [counts.total() for counts in stage_copies(dims, job)]
 
 
 def copied_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
-    """Of `stage_parameters` those that every tensor parallel rank of the stage holds whole."""
-    counts = [count * dims.layer_vectors_whole for count in job.stages(dims.num_layers)]
-    table = dims.position_table
-    counts[0] += min(dims.position_tables, 1) * table
-    counts[job.pp - 1] += (2 if dims.biases else 1) * dims.hidden_size + max(dims.position_tables - 1, 0) * table
-    return counts
+    """Of `stage_parameters` those that several tensor parallel ranks of the stage hold."""
+    return [counts.total() - counts[1] for counts in stage_copies(dims, job)]
 
 
 def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None = None) -> float:
@@ -72,9 +90,9 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     h, spread = dims.hidden_size, job.tp if job.sequence_parallel else 1
     if recompute == "full":
         return tokens * width * h / spread
-    norms = (1 if dims.parallel_block else 2) * width * h
+    norms = dims.num_norms * width * h
     whole = 2 * norms + (2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0)
-    cut = width * (2 * h + 2 * dims.kv_size + (3 if dims.gated_mlp else 2) * dims.ffn)
+    cut = width * (2 * dims.query_size + 2 * dims.kv_size + (3 if dims.gated_mlp else 2) * dims.ffn)
     if dims.float32_softmax:  # probabilities in float32 and, where it is another type, in that of the product; masks
         kept = 4 + (width if width < 4 else 0) + (4 if dims.dropout else 0)
     else:

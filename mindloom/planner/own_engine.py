@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Literal
 
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.planner.dimensions import Dimensions, Parallelism
-from mindloom.planner.memory import copied_parameters, stage_parameters
+from mindloom.planner.memory import copied_parameters, stage_copies, stage_parameters
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.stages import layers_per_stage, recomputed_layers, stage_of_layers
 
@@ -33,7 +33,7 @@ def num_microbatches(strategy: Strategy, accumulate: int = 1) -> int:
     return strategy.pipeline.num_microbatches if strategy.mesh.pp > 1 else accumulate
 
 
-def job_of(strategy: Strategy, config: DecoderConfig, batch_size: int, accumulate: int = 1) -> Parallelism:
+def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate: int = 1) -> Parallelism:
     """What the cost model needs of a strategy. `batch_size`: sequences of a step, over all replicas."""
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
     microbatches, precision = num_microbatches(strategy, accumulate), PRECISIONS[config.compute_dtype]
@@ -61,29 +61,32 @@ def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
     In a pipeline the tied words stay whole: MindSpore cannot cut what it sends.
     """
     sizes = []
-    for stage, (count, copied) in enumerate(
-        zip(stage_parameters(dims, job), copied_parameters(dims, job), strict=True)
-    ):
+    for stage, counts in enumerate(stage_copies(dims, job)):
         tied = _tied_words(dims, job, stage)
-        # What every tensor parallel rank holds whole has more replicas to be cut over.
-        more = job.shards if job.zero_shards or not job.zero else job.shards * job.tp
-        sizes.append(4 * ((count - copied - tied) // job.shards + copied // more + tied))
+        counts[1] -= tied
+        # What several tensor parallel ranks hold has more replicas to be cut over.
+        more = not job.zero_shards and bool(job.zero)
+        cut = sum(size // (job.shards * (copies if more else 1)) for copies, size in counts.items())
+        sizes.append(4 * (cut + tied))
     return sizes
 
 
 def _tied_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
     """Entries of the word table on a stage that shares it with another."""
-    shared = job.pp > 1 and stage in (0, job.pp - 1) and dims.tied_head
+    shared = job.pp > 1 and stage in (0, job.pp - 1) and dims.tied_embedding
     return dims.vocab_size * dims.hidden_size // job.tp if shared else 0
 
 
 def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
     """Bytes a device of a stage works on in collectives of one step, by kind and phase.
 
-    Of a tensor parallel layer: two reductions forward, each mirrored backward, one more when it is computed again in full
-    (the MLP's result is not needed then); the embedding adds one, of the float32 rows it looked up. With sequence parallel
-    each of a layer's is a reduce-scatter and an all-gather instead, and the head gathers, too.
+    Of a tensor parallel layer: two reductions forward, each mirrored backward, once where attention and MLP are parallel;
+    when it is computed again in full one more, in a sandwich block, whose norms need both results, two, in a parallel one
+    none. The embedding adds one, of the float32 rows it looked up. With sequence parallel each of a layer's is a
+    reduce-scatter and an all-gather instead, and the head gathers, too.
     """
+    inputs = 1 if dims.block == "parallel" else 2  # of products that are cut by columns
+    results = {"sequential": 1, "parallel": 0, "sandwich": 2}[dims.block]  # that computing again needs
     width, m, last = job.activation_bytes, job.num_microbatches, job.pp - 1
     tokens = job.microbatch * dims.seq_len
     x, layers = tokens * dims.hidden_size * width, job.stages(dims.num_layers)[stage]
@@ -93,17 +96,17 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     found: Counter[str] = Counter()
     if job.tp > 1 and not job.sequence_parallel:
         found["AllReduce forward"] += m * (2 * layers * x + first_stage * looked_up)
-        found["AllReduce recompute"] += m * x * again
-        found["AllReduce backward"] += m * (2 * layers * x + first_stage * looked_up)
+        found["AllReduce recompute"] += m * x * results * again
+        found["AllReduce backward"] += m * (inputs * layers * x + first_stage * looked_up)
     elif job.tp > 1:
         found["AllReduce forward"] += m * first_stage * looked_up
         found["AllReduce backward"] += m * first_stage * looked_up
         found["ReduceScatter forward"] += m * x * 2 * layers
-        found["AllGather forward"] += m * x * (2 * layers + last_stage)
-        found["ReduceScatter recompute"] += m * x * again
-        found["AllGather recompute"] += 2 * m * x * again
-        found["AllGather backward"] += m * x * 2 * layers
-        found["ReduceScatter backward"] += m * x * (2 * layers + last_stage)
+        found["AllGather forward"] += m * x * (inputs * layers + last_stage)
+        found["ReduceScatter recompute"] += m * x * results * again
+        found["AllGather recompute"] += m * x * inputs * again
+        found["AllGather backward"] += m * x * inputs * layers
+        found["ReduceScatter backward"] += m * x * (inputs * layers + last_stage)
     if job.tp > 1 and last_stage:  # the loss: maximum, sum and label's entry of each token
         found["AllReduce forward"] += 3 * m * tokens * 4
         found["AllReduce backward"] += 2 * m * tokens * 4
@@ -131,7 +134,7 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
     """
     whole, tied = 4 * stage_parameters(dims, job)[stage], 4 * _tied_words(dims, job, stage)
     at_once = job.num_microbatches == 1
-    twice = 4 * dims.vocab_size * dims.hidden_size // job.tp if at_once and dims.tied_head else 0
+    twice = 4 * dims.vocab_size * dims.hidden_size // job.tp if at_once and dims.tied_embedding else 0
     if not job.zero:
         copied = 4 * copied_parameters(dims, job)[stage] if job.tp > 1 else 0
         others = tied if stage > 0 else 0  # the first stage reduces the tied table for both
@@ -151,6 +154,10 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
 
 def _float32_parameters(dims: Dimensions, job: Parallelism, stage: int) -> int:
     """Of the parameters that optimizer parallel cuts on a stage those that are used in float32: norms and tables."""
-    biases = 2 * dims.hidden_size if dims.biases else 0
-    words = dims.vocab_size * dims.hidden_size // job.tp if job.pp == 1 else 0
-    return copied_parameters(dims, job)[stage] - job.stages(dims.num_layers)[stage] * biases + words
+    layers = job.stages(dims.num_layers)[stage]
+    table = dims.vocab_size * dims.hidden_size // job.tp
+    words = table if stage == 0 and not _tied_words(dims, job, stage) else 0
+    norms = layers * dims.num_norms * dims.norm + (dims.norm if stage == job.pp - 1 else 0)
+    tables = dims.position_table * ((stage == 0) * min(dims.position_tables, 1))
+    tables += dims.position_table * ((stage == job.pp - 1) * max(dims.position_tables - 1, 0))
+    return norms + tables + words

@@ -154,9 +154,12 @@ def _dimensions(row: dict[str, str]) -> Dimensions:
         ffn_hidden_size=_whole(row["ffn"]) if row["ffn"] else _llama_ffn(row, hidden) if gated else 0,
         gated_mlp=gated,
         position_tables=0 if gated else 1,
-        tied_head=not gated,
-        parallel_block=alike_palm or "parallel transformer block" in row["note"],
-        biases=not gated,
+        tied_embedding=not gated,
+        block="parallel" if alike_palm or "parallel transformer block" in row["note"] else "sequential",
+        qkv_bias=not gated,
+        output_bias=not gated,
+        mlp_bias=not gated,
+        norm_bias=not gated,
         dropout=not gated,
     )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mindloom.planner.cluster import Cluster, Overlap
@@ -83,7 +84,7 @@ class Rates:
         fitted = cluster.fitted
         faster = {"fp8": fitted.fp8, "fp32": FLOAT32_SPEED}.get(job.precision, 1.0)
         self.flops = cluster.peak_tflops * 1e12 * fitted.matmul * faster
-        aligned = dims.head_dim % cluster.alignment == 0
+        aligned = dims.head_size % cluster.alignment == 0
         self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention * (1.0 if aligned else 1 / 12)
         self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
         self.overhead = fitted.layer_overhead_us * 1e-6
@@ -100,16 +101,17 @@ class Rates:
 
 def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
     """Forward of one layer for one microbatch."""
-    tokens, tp, h = job.microbatch * dims.seq_len / job.cp, job.tp, dims.hidden_size
-    matmul = rates.matmul(tokens, (h + 2 * dims.kv_size) / tp, h) + rates.matmul(tokens, h, h / tp)
+    tokens, tp, h, q = job.microbatch * dims.seq_len / job.cp, job.tp, dims.hidden_size, dims.query_size
+    kv_parts = math.gcd(tp, dims.kv_heads)
+    matmul = rates.matmul(tokens, q / tp + 2 * dims.kv_size / kv_parts, h) + rates.matmul(tokens, h, q / tp)
     matmul += (dims.mlp_matrices - 1) * rates.matmul(tokens, dims.ffn / tp, h) + rates.matmul(tokens, h, dims.ffn / tp)
-    attention = 4 * tokens * dims.seq_len * h / tp / rates.attention_flops * (0.5 if job.flash_attention else 1.0)
+    attention = 4 * tokens * dims.seq_len * q / tp / rates.attention_flops * (0.5 if job.flash_attention else 1.0)
     # Passes: two norms read and write, two residual additions read twice and write once, each with half a dropout mask.
-    passes = (7 if dims.parallel_block else 11) * tokens * h / (tp if job.sequence_parallel else 1)
+    passes = (3 + 4 * dims.num_norms) * tokens * h / (tp if job.sequence_parallel else 1)
     passes += (2 * dims.mlp_matrices - 2) * tokens * dims.ffn / tp  # the activation
     if not job.flash_attention:
         passes += SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / tp
-    reduced = (1 if dims.parallel_block else 2) * all_reduce(rates.width * tokens * h, tp, rates.tp)
+    reduced = (1 if dims.block == "parallel" else 2) * all_reduce(rates.width * tokens * h, tp, rates.tp)
     if job.cp > 1:
         reduced += 2 * rates.width * tokens * dims.kv_size / tp * (job.cp - 1) / rates.tp  # keys and values go round
     return Part(matmul, attention, rates.width * passes / rates.bytes, rates.overhead, reduced)
@@ -121,7 +123,7 @@ def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
     if job.flash_attention:  # its kernel computes scores again anyway; two norms and the activation
         spread = job.tp if job.sequence_parallel else 1
         return rates.width * tokens * (4 * dims.hidden_size / spread + 3 * dims.ffn / job.tp) / rates.bytes
-    flops = 4 * tokens * dims.seq_len * dims.hidden_size / job.tp / rates.attention_flops
+    flops = 4 * tokens * dims.seq_len * dims.query_size / job.tp / rates.attention_flops
     return flops + rates.width * SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
 
 
@@ -227,7 +229,7 @@ def flops_per_device(dims: Dimensions, job: Parallelism) -> tuple[float, float]:
     model = dims.model_flops(tokens)
     layers = sum(job.stages(dims.num_layers))
     share = 1.0 if job.recomputed_layers is None else sum(job.recomputed_layers) / layers
-    attention = 4 * dims.seq_len * dims.hidden_size * dims.num_layers * tokens
+    attention = 4 * dims.seq_len * dims.query_size * dims.num_layers * tokens
     again = {
         "none": 0.0,
         "selective": attention,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from mindloom.log import counted
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.numbers import Count, Positive, number_problem
 from mindloom.strategy.config import Stages, Strategy
 from mindloom.strategy.mesh import AXES
@@ -87,15 +87,20 @@ def launch_problems(strategy: Strategy, num_processes: int) -> list[str]:
     ]
 
 
-def model_problems(strategy: Strategy, config: DecoderConfig) -> list[str]:
+def model_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
     """The mesh against the dimensions of a decoder."""
     mesh, problems = strategy.mesh, []
-    for name in ("num_heads", "hidden_size", "vocab_size"):
-        size = getattr(config, name)
+    sizes = {"num_heads": config.num_heads, "ffn_hidden_size": config.ffn_size, "vocab_size": config.vocab_size}
+    for name, size in sizes.items():
         if size % mesh.tp:
             problems.append(
                 f"{strategy.at('mesh.tp')} = {mesh.tp} does not divide {name} = {size}; {_nearest(size, mesh.tp)}"
             )
+    if not problems and config.kv_heads % mesh.tp and mesh.tp % config.kv_heads:
+        problems.append(
+            f"{strategy.at('mesh.tp')} = {mesh.tp} neither divides num_kv_heads = {config.kv_heads} nor is a multiple of it; "
+            f"{_nearest(config.num_heads, mesh.tp, config.kv_heads)}"
+        )
     if mesh.pp > config.num_layers:
         problems.append(
             f"{strategy.at('mesh.pp')} = {mesh.pp} stages are more than the {config.num_layers} layers; "
@@ -151,8 +156,8 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _nearest(size: int, wanted: int) -> str:
-    possible = divisors(size)
+def _nearest(size: int, wanted: int, kv_heads: int | None = None) -> str:
+    possible = [d for d in divisors(size) if not kv_heads or d % kv_heads == 0 or kv_heads % d == 0]
     lower = max((d for d in possible if d < wanted), default=None)
     upper = min((d for d in possible if d > wanted), default=None)
     return "nearest that do: " + " and ".join(str(d) for d in (lower, upper) if d is not None)

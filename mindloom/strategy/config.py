@@ -90,7 +90,8 @@ class Rules:
     """Patterns of the operators that selective recomputation computes again."""
     tied: tuple[str, ...] = ()
     """Patterns of the parameters the first and the last stage both use. In a pipeline they are sent every step, and
-    MindSpore cannot cut what it sends: optimizer parallel leaves them whole."""
+    MindSpore cannot cut what it sends: optimizer parallel leaves them whole. A network one of whose Cells says
+    `tied_embedding = False` has none."""
     operators: tuple[Rule, ...] = ()
     """Later rules win."""
 

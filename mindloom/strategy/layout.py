@@ -9,6 +9,10 @@ Dim = tuple[str, ...]
 """Mesh axes that cut one tensor dim, outer first; empty: the dim is whole everywhere."""
 Layout = tuple[Dim, ...]
 Shape = tuple[int, ...]
+KV_AXIS, GROUP_AXIS = "kv", "group"
+"""In a rule: what of tp cuts the heads of keys and values, all of it unless a model has fewer of them; and the rest of tp,
+which cuts the heads of queries that share one.
+"""
 
 
 class LayoutError(ValueError):

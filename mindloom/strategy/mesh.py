@@ -75,10 +75,27 @@ class Mesh:
         return {axis: self.degree(axis) for axis in self.order if axis in ("pp", "dp", "tp") or self.degree(axis) > 1}
 
     def degree(self, axis: str) -> int:
-        return getattr(self, axis)
+        """Of an axis, or of a part of one (see `parted`)."""
+        name, outer, inner = _part(axis)
+        degree: int = getattr(self, name)
+        return outer or (degree // inner if inner else degree)
+
+    def parted(self, axis: str, most: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """`axis` as two: what of it cuts something of which there are `most`, and the rest, along which neighbours hold the
+        same. Either may be all of it or nothing; of tp 8 and `most` 2 they are `tp:2`, its two halves, and `tp/2`, the four
+        places in each.
+        """
+        parts = math.gcd(self.degree(axis), most)
+        if parts in (1, self.degree(axis)):
+            return ((), (axis,)) if parts == 1 else ((axis,), ())
+        return (f"{axis}:{parts}",), (f"{axis}/{parts}",)
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Place of `rank` along `axis`."""
+        """Place of `rank` along `axis`, or along a part of one."""
+        name, outer, inner = _part(axis)
+        if outer or inner:
+            place, rest = self.coordinate(rank, name), self.degree(name) // (outer or inner)
+            return place // rest if outer else place % rest
         return rank // self._stride(axis) % self.degree(axis)
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
@@ -100,3 +117,10 @@ class Mesh:
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items()) + f" = {self.size}"
+
+
+def _part(axis: str) -> tuple[str, int, int]:
+    """Name of an axis; N of `NAME:N`, its outer part; N of `NAME/N`, the rest. 0: not such a part."""
+    name, _, outer = axis.partition(":")
+    name, _, inner = name.partition("/")
+    return name, int(outer or 0), int(inner or 0)

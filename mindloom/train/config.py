@@ -19,9 +19,9 @@ from mindloom.data.order import MOST_STEPS, Sizes, growing_seq_lens, ramped_batc
 from mindloom.data.token_file import is_token_file
 from mindloom.data.tokenizer import content_hash
 from mindloom.errors import ConfigError, Problems
-from mindloom.family import family_module, size_config
 from mindloom.files import unwritable
-from mindloom.model_config import ComputeDtype, DecoderConfig
+from mindloom.models.config import ComputeDtype, ModelConfig
+from mindloom.models.family import family_module, size_config
 from mindloom.numbers import Amount, Count, Natural, NotNegative, Rate, number_problems
 from mindloom.reader import Document, fields_from, read_json
 from mindloom.runtime.environment import is_first_process
@@ -107,7 +107,7 @@ class Run:
     """A training configuration that was found right, with what it refers to."""
 
     config: TrainConfig
-    model: DecoderConfig
+    model: ModelConfig
     strategy: Strategy
     documents: list[str] | None = dataclasses.field(repr=False)
     """Text that is still to be tokenized."""
@@ -211,7 +211,7 @@ def _sizes(config: TrainConfig, seq_len: int) -> Sizes:
     return sizes
 
 
-def _data_problems(config: TrainConfig, model: DecoderConfig, parts: list[Part], seq_len: int) -> list[str]:
+def _data_problems(config: TrainConfig, model: ModelConfig, parts: list[Part], seq_len: int) -> list[str]:
     """Token files against the model."""
     info, problems = parts[0].tokens.info, short_datasets(parts, seq_len)
     if info.family != config.model:
@@ -238,7 +238,7 @@ def _with_own_tokenizer(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, tokenizer=path) if path.exists() else config
 
 
-def _model_config(config: TrainConfig) -> DecoderConfig:
+def _model_config(config: TrainConfig) -> ModelConfig:
     model = size_config(config.model, config.size)
     if config.from_checkpoint:
         family, model = load_config(config.from_checkpoint)
@@ -247,9 +247,9 @@ def _model_config(config: TrainConfig) -> DecoderConfig:
                 f"--from-checkpoint {config.from_checkpoint}: a checkpoint of {family}; give --model {family}"
             )
     if config.config:
-        model = fields_from(DecoderConfig, read_json(config.config), model)
+        model = fields_from(ModelConfig, read_json(config.config), model)
     if config.dropout is not None:
-        model = fields_from(DecoderConfig, Document("--dropout", {"dropout_rate": config.dropout}), model)
+        model = fields_from(ModelConfig, Document("--dropout", {"dropout_rate": config.dropout}), model)
     return model if config.compute_dtype is None else dataclasses.replace(model, compute_dtype=config.compute_dtype)
 
 

@@ -16,8 +16,8 @@ from mindloom.data.token_file import TokenFile
 from mindloom.data.tokenize import Job, tokenize
 from mindloom.data.tokenizer import Tokenizer, content_hash, load_tokenizer
 from mindloom.errors import ConfigError
-from mindloom.family import family_module
 from mindloom.files import made_once, write_atomically
+from mindloom.models.family import family_module
 from mindloom.train.config import Run
 
 

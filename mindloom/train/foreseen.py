@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from mindspore.nn.utils import no_init_parameters
 
-from mindloom.family import family_module
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import family_module
 from mindloom.parallel.parallelize import parallelize
 from mindloom.parallel.parts import Slices, parts_of
 from mindloom.strategy.config import Strategy
 from mindloom.train.saving import logical_name
 
 
-def foreseen_parts(family: str, model: DecoderConfig, strategy: Strategy) -> dict[str, list[tuple[int, Slices]]]:
+def foreseen_parts(family: str, model: ModelConfig, strategy: Strategy) -> dict[str, list[tuple[int, Slices]]]:
     """(rank, part) of every parameter, by its name in a checkpoint. Moments are cut as their parameters are."""
     with no_init_parameters():
         net = family_module(family, "model").ModelWithLoss(model)

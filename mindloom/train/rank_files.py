@@ -16,8 +16,8 @@ from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
 from mindloom.errors import ConfigError
-from mindloom.family import family_module
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import family_module
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.runtime.compile import partition
 from mindloom.strategy.config import Strategy
@@ -27,7 +27,7 @@ LAYOUTS = "layouts"
 
 
 def write_rank_files(
-    folder: Path, weights: Mapping[str, NDArray[Any]], family: str, model: DecoderConfig, strategy: Strategy
+    folder: Path, weights: Mapping[str, NDArray[Any]], family: str, model: ModelConfig, strategy: Strategy
 ) -> None:
     """Write `rank_0/checkpoint_0.ckpt`, ... under the network's parameter names, and `layouts/` with what MindSpore's
     `transform_checkpoints` needs to know of them. Each rank is compiled; its parts are the compiler's.
@@ -52,7 +52,7 @@ def _write_rank(
     rank: int,
     weights: Mapping[str, NDArray[Any]],
     family: str,
-    model: DecoderConfig,
+    model: ModelConfig,
     strategy: Strategy,
 ) -> None:
     with no_init_parameters():

@@ -21,10 +21,11 @@ from mindloom.data.batch import dropout_keys
 from mindloom.data.loader import Loader, Prefetched
 from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
-from mindloom.family import family_module
 from mindloom.files import write_text_atomically
 from mindloom.locks import one_writer
 from mindloom.log import milestone
+from mindloom.models.family import family_module
+from mindloom.models.parameters import num_parameters
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
@@ -76,7 +77,7 @@ def start(run: Run) -> tuple[Training, Tokenizer]:
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     tokenizer, loader = prepare_data(run, engine.rank)
     training = _build_step(run, engine, net, report, loader)
-    training.say(f"{config.model} {config.size}: {run.model.num_parameters:,} parameters on {run.strategy.mesh}")
+    training.say(f"{config.model} {config.size}: {num_parameters(run.model):,} parameters on {run.strategy.mesh}")
     training.say(describe(loader, config.steps))
     training.say(f"metrics, configuration and checkpoints go to {config.output_dir}")
     return training, tokenizer

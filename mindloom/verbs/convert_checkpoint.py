@@ -19,9 +19,10 @@ from typing import Literal
 from mindloom.checkpoint.io import check_weights, load_config, save_checkpoint
 from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError
-from mindloom.family import family_module, size_config
-from mindloom.model_config import DecoderConfig
-from mindloom.naming import decoder_shapes, names
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import family_module, size_config
+from mindloom.models.parameters import parameter_shapes
+from mindloom.models.weight_names import names
 from mindloom.reader import Document, fields_from, read_json
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.checks import model_problems
@@ -49,7 +50,7 @@ class ConvertConfig:
     config: Path | None = option(None, "JSON file with such fields: num_heads, activation, eod_id, ...")
 
 
-def model_config(config: ConvertConfig, dimensions: dict[str, int]) -> DecoderConfig:
+def model_config(config: ConvertConfig, dimensions: dict[str, int]) -> ModelConfig:
     """Dimensions from the weights; the rest from --size, --config, or our own config.json."""
     values: dict[str, object] = {}
     if config.from_ == "ours" and not config.layouts:
@@ -62,14 +63,14 @@ def model_config(config: ConvertConfig, dimensions: dict[str, int]) -> DecoderCo
         if name in given and given[name] != size:
             raise ConfigError(f"{config.config}: {name} is {given[name]}, but the weights say {size}")
     if values:
-        base = fields_from(DecoderConfig, Document(str(config.input), {**values, **dimensions}))
-        return fields_from(DecoderConfig, document, base)
+        base = fields_from(ModelConfig, Document(str(config.input), {**values, **dimensions}))
+        return fields_from(ModelConfig, document, base)
     if "num_heads" not in given:
         raise ConfigError(
             f"{config.input}: weights do not tell the number of heads; give --size, or num_heads in --config"
         )
     document.value = {**given, **dimensions}
-    return fields_from(DecoderConfig, document)
+    return fields_from(ModelConfig, document)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     num_layers = convert.count_layers(source, weights.TABLES[config.from_]) + 1
     ours = convert.to_ours(source, names(weights.TABLES[config.from_], num_layers), str(config.input))
     model = model_config(config, convert.dimensions(ours))
-    check_weights(ours, decoder_shapes(model), str(config.input))
+    check_weights(ours, parameter_shapes(model), str(config.input))
     if strategy:
         if problems := model_problems(strategy, model):
             raise ConfigError(problems)

@@ -21,8 +21,8 @@ from mindloom.dry_run.config import DryRunConfig, check
 from mindloom.dry_run.html import page
 from mindloom.dry_run.pool import compile_ranks
 from mindloom.dry_run.summary import summarize, text_report
-from mindloom.family import size_config
 from mindloom.files import write_text_atomically
+from mindloom.models.family import size_config
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.loader import load_strategy
 

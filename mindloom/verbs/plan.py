@@ -21,8 +21,8 @@ from typing import Literal
 
 from mindloom.cli import argument, check_numbers, option, parse_args
 from mindloom.errors import ConfigError
-from mindloom.family import size_config
 from mindloom.files import write_text_atomically
+from mindloom.models.family import size_config
 from mindloom.numbers import Count
 from mindloom.planner.cluster import read_cluster
 from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions

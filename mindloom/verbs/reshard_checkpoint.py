@@ -24,7 +24,7 @@ from mindloom.checkpoint.sharded import damage, file_name
 from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError
 from mindloom.log import counted
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.processes import end_with_parent
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.checks import model_problems
@@ -57,7 +57,7 @@ def cuts_for(strategy: Strategy, source: Path) -> dict[str, list[Cut]]:
     return {name: [(file_name(rank), slices) for rank, slices in parts[weights[name]]] for name in manifest.tensors}
 
 
-def _foreseen_parts(family: str, model: DecoderConfig, strategy: Strategy) -> Any:
+def _foreseen_parts(family: str, model: ModelConfig, strategy: Strategy) -> Any:
     prepare_environment()
     return import_module("mindloom.train.foreseen").foreseen_parts(family, model, strategy)
 

@@ -19,8 +19,8 @@ import numpy as np
 from mindloom.checkpoint.io import load_config
 from mindloom.cli import check_numbers, option, parse_args
 from mindloom.errors import ConfigError
-from mindloom.family import family_module
 from mindloom.files import write_atomically
+from mindloom.models.family import family_module
 from mindloom.numbers import Natural
 from mindloom.runtime.environment import launched_processes, prepare_environment
 from mindloom.strategy.checks import batch_problems, launch_problems, model_problems

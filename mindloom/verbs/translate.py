@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from mindloom.cli import argument, check_numbers, option, parse_args
 from mindloom.errors import ConfigError
-from mindloom.family import size_config
 from mindloom.files import write_text_atomically
+from mindloom.models.family import size_config
 from mindloom.numbers import Count
 from mindloom.planner.search import Devices
 from mindloom.shipped import DECODER

@@ -13,8 +13,8 @@ import mindspore as ms
 import numpy as np
 from mindspore.nn.utils import no_init_parameters
 
-from mindloom.family import family_module, size_config
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import family_module, size_config
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.compile import partition
@@ -33,7 +33,7 @@ def reduced(family, size, mesh):
         return dataclasses.replace(size_config(family, size), num_layers=2, dropout_rate=0.0)
     replicas = mesh.dp * mesh.tp
     width = max(16 * mesh.tp, replicas)
-    return DecoderConfig(
+    return ModelConfig(
         vocab_size=max(64 * mesh.tp, mesh.tp * mesh.dp),
         hidden_size=width,
         num_heads=mesh.tp,

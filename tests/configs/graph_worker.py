@@ -15,8 +15,8 @@ from mindloom.dry_run.by_depth import full_depth, small_depths
 from mindloom.dry_run.compile import compile_rank
 from mindloom.dry_run.config import DryRunConfig, check
 from mindloom.dry_run.summary import summarize
-from mindloom.family import family_module, size_config
 from mindloom.inference.model import build_model
+from mindloom.models.family import family_module, size_config
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
 from mindloom.planner.own_engine import num_microbatches
@@ -54,7 +54,7 @@ def inference(path, size, rank, length, int8):
     strategy, config = load_strategy(path, for_inference=True), size_config("pangu", size)
     rows, slots = 2 * strategy.mesh.dp, 256
     net = build_model("pangu", config, strategy, (rows, slots), int8)
-    shapes = [(rows, length), (rows, length), (rows,), (rows, config.num_heads, length, 3)]
+    shapes = [(rows, length), (rows, length), (rows,), (rows, config.kv_heads, length, 3)]
     graph = partition(net, strategy, rank, [(shape, np.int32) for shape in shapes])
     counts = Counter(primitive.op_type for _, primitive in collective_nodes(graph.model))
     return {"counts": counts, "parameters": graph.parameters}

@@ -4,7 +4,7 @@
 import pytest
 from conftest import CONFIGS, call
 
-from mindloom.family import size_config
+from mindloom.models.family import size_config
 from mindloom.strategy.checks import model_problems
 from mindloom.strategy.loader import load_strategy
 

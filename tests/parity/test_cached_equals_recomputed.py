@@ -11,12 +11,12 @@ from conftest import shared, tool
 from mindspore.graph.api import _cell_graph_executor
 
 from mindloom.checkpoint.io import load_config, save_checkpoint
-from mindloom.family import size_config
 from mindloom.inference import decoding as decoding_module
 from mindloom.inference.decoding import Cached, Recomputed
 from mindloom.inference.generate import Request, generate
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
+from mindloom.models.family import size_config
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE
 from pangu.model import PanGu

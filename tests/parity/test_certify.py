@@ -12,7 +12,7 @@ from mindloom.certificate import check_certificate, vouched_for
 from mindloom.certification.proof import ONE_DEVICE, compare, load
 from mindloom.certification.shrink import small_model
 from mindloom.errors import ConfigError
-from mindloom.family import size_config
+from mindloom.models.family import size_config
 from mindloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/proof_worker.py"

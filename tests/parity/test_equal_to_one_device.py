@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heart: PanGu and CodeGeeX tiny on 4 real processes equals one device, whatever the strategy.
+"""The heart: every tiny model on 4 real processes equals one device, whatever the strategy.
 
 Losses of five steps within 1e-5 relative; the first step's gradients within 1e-5 of the model's largest gradient entry;
 weights after five steps of plain SGD within 1e-5. Adam's weights are judged by the losses they give: it amplifies pure
@@ -15,19 +15,21 @@ from conftest import CONFIGS, call
 from mindloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/worker.py"
-# Every strategy, every option, and each family with each kind of parallelism: pairs of these, not all their products.
+# Every strategy, every option, and each model with each kind of parallelism: pairs of these, not all their products.
 CASES = [
-    "pangu_tiny_dp4+shallow",
-    "pangu_tiny_dp4_zero+codegeex+shallow",
+    "pangu_tiny_dp4+embedded+shallow",
+    "pangu_tiny_dp4_zero+palm+shallow",
     "pangu_tiny_dp2_tp2+shallow",
     "pangu_tiny_dp2_tp2_zero+accumulate+dropout+shallow",
+    "pangu_tiny_dp2_tp2_zero+ultra+shallow",
     "pangu_tiny_dp2_tp2_sp+dropout+shallow",
-    "pangu_tiny_dp2_tp2_sp+codegeex+shallow",
+    "pangu_tiny_dp2_tp2_sp+codegeex4+shallow",
     "pangu_tiny_tp4+codegeex+clip+shallow",
-    "pangu_tiny_tp2_pp2+shallow",
-    "pangu_tiny_tp2_pp2_recompute+dropout+shallow",
+    "pangu_tiny_tp4+codegeex4+shallow",  # two heads of keys and values
+    "pangu_tiny_tp2_pp2+embedded+shallow",
+    "pangu_tiny_tp2_pp2_recompute+palm+shallow",  # one such head
     "pangu_tiny_tp2_pp2_selective+dropout+shallow",
-    "pangu_tiny_pp4+codegeex",
+    "pangu_tiny_pp4+codegeex4",
     "pangu_tiny_dp2_pp2+after_query+shallow",
     "pangu_tiny_dp2_pp2_zero+clip+shallow",
 ]
@@ -92,13 +94,13 @@ def test_accumulating_on_one_device_equals_the_whole_batch(results):
         np.testing.assert_allclose(got[0]["losses"], expected[0]["losses"], rtol=1e-5)
 
 
-def test_every_strategy_and_family_is_met():
+def test_every_strategy_is_met_with_and_without_grouped_heads():
     met = {case.partition("+")[0] for case in CASES}
     assert {path.stem for path in CONFIGS.glob("pangu_tiny_*.yaml") if load_strategy(path).mesh.size == 4} <= met
-    for family in (False, True):
-        strategies = [
-            load_strategy(CONFIGS / f"{c.partition('+')[0]}.yaml") for c in CASES if ("codegeex" in c) == family
-        ]
+    for grouped in (False, True):
+        models = {"embedded", "ultra", "codegeex4", "palm"}
+        cases = [case.split("+") for case in CASES if bool(models & set(case.split("+"))) == grouped]
+        strategies = [load_strategy(CONFIGS / f"{name}.yaml") for name, *_ in cases]
         assert all(any(s.mesh.degree(axis) > 1 for s in strategies) for axis in ("dp", "tp", "pp"))
         assert any(s.optimizer_parallel for s in strategies)
         assert any(s.sequence_parallel for s in strategies)

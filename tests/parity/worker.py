@@ -1,28 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains PanGu or CodeGeeX tiny and writes what it did, for test_equal_to_one_device."""
+"""Trains a tiny model and writes what it did, for test_equal_to_one_device and test_modern_models."""
 
 import dataclasses
 from pathlib import Path
 
 from mindloom.certification.training import train_decoder
-from mindloom.family import size_config
+from mindloom.models.family import size_config
 from mindloom.strategy.config import SINGLE_DEVICE, Pipeline
 from mindloom.strategy.loader import load_strategy
 
 BATCH = 8
 SMALL = {"vocab_size": 128, "hidden_size": 64, "seq_len": 32}
+MODELS = {
+    "pangu": ("pangu", "tiny", {}),
+    "codegeex": ("codegeex", "tiny", {}),
+    "embedded": ("pangu", "embedded_tiny", {}),
+    "ultra": ("pangu", "embedded_tiny", {"block": "sandwich", "sandwich_gains": (0.5, 0.7), "tied_embedding": False}),
+    "codegeex4": ("codegeex", "4_tiny", {}),
+    "palm": ("palm", "tiny", {}),
+}
 
 
 def train(path: str, options: list[str], out: str) -> None:
     """Five steps of each optimizer. Writes OUT.OPTIMIZER.json (losses, norms) and .npz (gradients or weights).
 
-    `path`: a strategy file, or one_device. `options`: of clip, accumulate, after_query, codegeex, dropout, and shallow
-    (2 layers and 2 microbatches, which compile in half the time).
+    `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, after_query, dropout, and
+    shallow (2 layers and 2 microbatches, which compile in half the time).
     """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
-    family = "codegeex" if "codegeex" in options else "pangu"
+    family, size, changes = MODELS[next((option for option in options if option in MODELS), "pangu")]
     final_norm = "after_query" if "after_query" in options else "before_query"
-    config = dataclasses.replace(size_config(family, "tiny"), final_norm=final_norm, **SMALL)
+    config = dataclasses.replace(size_config(family, size), final_norm=final_norm, **SMALL, **changes)
     if "dropout" in options:
         config = dataclasses.replace(config, dropout_rate=0.1)
     if "shallow" in options:

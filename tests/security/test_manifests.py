@@ -12,8 +12,8 @@ from mindloom.checkpoint.manifest import checkpoints, read_manifest
 from mindloom.checkpoint.reshard import export, find_checkpoint, reshard
 from mindloom.checkpoint.sharded import Slice, damage, file_name, finish, write_parts
 from mindloom.errors import ConfigError
-from mindloom.family import size_config
-from mindloom.naming import decoder_shapes
+from mindloom.models.family import size_config
+from mindloom.models.parameters import parameter_shapes
 from mindloom.reader import Document, fields_from
 
 SMALL = {"vocab_size": 40, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "seq_len": 6}
@@ -23,7 +23,7 @@ SMALL = {"vocab_size": 40, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "s
 def saved(tmp_path):
     """A complete checkpoint of a small model."""
     config = fields_from(type(size_config("pangu", "tiny")), Document("test", SMALL), size_config("pangu", "tiny"))
-    shapes = {p + name: shape for p in ("", "adam_m.", "adam_v.") for name, shape in decoder_shapes(config).items()}
+    shapes = {p + name: shape for p in ("", "adam_m.", "adam_v.") for name, shape in parameter_shapes(config).items()}
     rng = np.random.RandomState(0)
     tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     partial = tmp_path / ".step-00000003.partial"
@@ -56,7 +56,7 @@ def test_a_good_one_is_good_and_opens_as_a_model(saved, tmp_path):
     family, config = load_config(saved)
     assert (family, config.hidden_size) == ("pangu", 8)
     weights = load_weights(saved)
-    assert {name: v.shape for name, v in weights.items()} == decoder_shapes(config)
+    assert {name: v.shape for name, v in weights.items()} == parameter_shapes(config)
     export(saved, tmp_path / "model", 1 << 30)
     assert (tmp_path / "model" / "config.json").read_text() == (saved / "config.json").read_text()
     exported = load_weights(tmp_path / "model")

@@ -7,7 +7,7 @@ import pytest
 from conftest import CONFIGS
 
 from mindloom.certification.shrink import BATCH, SEQ_LEN, small_meshes, small_model, small_strategies
-from mindloom.family import size_config
+from mindloom.models.family import size_config
 from mindloom.strategy.checks import batch_problems, model_problems, strategy_problems
 from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.loader import load_strategy

@@ -13,7 +13,8 @@ from codegeex.languages import ALIASES, FUNCTION_ENDS, TAGS, tagged
 from codegeex.tokenizer import CodeGeeXTokenizer, train_tokenizer
 from codegeex.weights import TABLES
 from mindloom.errors import ConfigError
-from mindloom.naming import decoder_shapes, names
+from mindloom.models.parameters import num_parameters, parameter_shapes
+from mindloom.models.weight_names import names
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +23,8 @@ def released():
 
 
 def test_the_parameter_count_is_the_published_one():
-    assert SIZES["13b"].num_parameters == 12_873_943_040
-    assert sum(int(np.prod(shape)) for shape in decoder_shapes(SIZES["13b"]).values()) == 12_873_943_040
+    assert num_parameters(SIZES["13b"]) == 12_873_943_040
+    assert sum(int(np.prod(shape)) for shape in parameter_shapes(SIZES["13b"]).values()) == 12_873_943_040
     assert LEARNING_RATES.keys() == SIZES.keys()
 
 

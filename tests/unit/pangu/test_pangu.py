@@ -7,8 +7,9 @@ import pytest
 from conftest import shared
 
 from mindloom.errors import ConfigError
-from mindloom.model_config import DecoderConfig
-from mindloom.naming import decoder_shapes, names
+from mindloom.models.config import ModelConfig
+from mindloom.models.parameters import num_parameters, parameter_shapes
+from mindloom.models.weight_names import names
 from pangu.config import LEARNING_RATES, SIZES
 from pangu.tokenizer import SPECIAL, PanGuTokenizer, cut, train_tokenizer
 from pangu.weights import TABLES
@@ -18,8 +19,8 @@ PUBLISHED = {"350m": 345_368_576, "2.6b": 2_625_295_360, "13b": 12_800_870_400, 
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(size):
-    assert SIZES[size].num_parameters == PUBLISHED[size]
-    assert sum(int(np.prod(shape)) for shape in decoder_shapes(SIZES[size]).values()) == PUBLISHED[size]
+    assert num_parameters(SIZES[size]) == PUBLISHED[size]
+    assert sum(int(np.prod(shape)) for shape in parameter_shapes(SIZES[size]).values()) == PUBLISHED[size]
 
 
 def test_every_size_has_a_learning_rate():
@@ -117,4 +118,4 @@ def test_a_tokenizer_file_that_is_none_is_named(write, tmp_path):
 )
 def test_a_configuration_that_cannot_be_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
-        DecoderConfig(**{"vocab_size": 128, "hidden_size": 64, "num_layers": 2, "num_heads": 4, **change})
+        ModelConfig(**{"vocab_size": 128, "hidden_size": 64, "num_layers": 2, "num_heads": 4, **change})

@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 from conftest import shared
 
-from mindloom.family import size_config
+from mindloom.models.family import size_config
+from mindloom.models.parameters import num_parameters
 from mindloom.planner.cluster import Cluster, Overlap
 from mindloom.planner.dimensions import Dimensions, Parallelism, of_decoder
 from mindloom.planner.memory import (
-    copied_parameters,
     layer_activations,
     microbatches_in_flight,
+    stage_copies,
     stage_memory,
     stage_parameters,
 )
@@ -78,27 +79,32 @@ def test_weights_gradients_and_moments_are_the_published():
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), [("pangu", "tiny"), ("pangu", "13b"), ("pangu", "200b"), ("codegeex", "13b")]
+    ("family", "size"),
+    [
+        *(("pangu", size) for size in ("tiny", "13b", "200b", "embedded_1b", "embedded_7b", "ultra_135b")),
+        *(("codegeex", size) for size in ("13b", "2_6b", "4_9b")),
+        ("palm", "540b"),
+    ],
 )
 def test_parameters_are_counted_as_the_models_count_them(family, size):
     config = size_config(family, size)
-    dims = of_decoder(config)
-    assert dims.num_parameters == config.num_parameters
-    assert stage_parameters(dims, Parallelism()) == [config.num_parameters]
-    cut = stage_parameters(dims, Parallelism(tp=4))[0]
-    copied = copied_parameters(dims, Parallelism(tp=4))[0]
-    assert 4 * (cut - copied) + copied == config.num_parameters
+    dims, count = of_decoder(config), num_parameters(config)
+    assert dims.num_parameters == count
+    assert stage_parameters(dims, Parallelism()) == [count]
+    (copies,) = stage_copies(dims, Parallelism(tp=4))
+    assert sum(4 // of_each * size for of_each, size in copies.items()) == count
     staged = stage_parameters(dims, Parallelism(pp=2))
-    assert sum(staged) == config.num_parameters + dims.vocab_size * dims.hidden_size  # the tied table twice
+    assert sum(staged) == count + config.tied_embedding * dims.vocab_size * dims.hidden_size  # a tied table twice
 
 
 def test_other_architectures():
     llama = Dimensions(
         num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, vocab_size=128256, seq_len=8192,
-        ffn_hidden_size=14336, gated_mlp=True, position_tables=0, tied_head=False, biases=False, dropout=False,
+        ffn_hidden_size=14336, gated_mlp=True, position_tables=0, tied_embedding=False,
+        qkv_bias=False, output_bias=False, mlp_bias=False, norm_bias=False, dropout=False,
     )  # fmt: skip
     assert llama.num_parameters == 8_030_261_248  # Llama 3.1 8B
-    parallel = dataclasses.replace(llama, parallel_block=True)
+    parallel = dataclasses.replace(llama, block="parallel")
     assert parallel.num_parameters == llama.num_parameters - 32 * 4096  # one norm less a layer
     job = Parallelism(tp=8, flash_attention=True)
     assert step_time(parallel, job, A100).tensor_parallel == pytest.approx(

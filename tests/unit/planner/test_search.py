@@ -4,7 +4,7 @@ import dataclasses
 import pytest
 
 from mindloom.errors import ConfigError
-from mindloom.family import size_config
+from mindloom.models.family import size_config
 from mindloom.planner.cluster import Cluster, read_cluster
 from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
 from mindloom.planner.report import strategy_file

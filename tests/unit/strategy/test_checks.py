@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 from mindloom.strategy.checks import batch_problems, launch_problems, model_problems, strategy_problems
 from mindloom.strategy.config import Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.mesh import Mesh
 
-MODEL = DecoderConfig(vocab_size=40, hidden_size=24, num_layers=4, num_heads=12)
+MODEL = ModelConfig(vocab_size=40, hidden_size=24, num_layers=4, num_heads=12)
 
 
 def strategy(pp=1, dp=1, tp=1, **settings):
@@ -20,7 +20,7 @@ def test_a_mesh_of_another_size_than_the_job_names_both():
 def test_a_dimension_tp_does_not_divide_comes_with_the_nearest_degrees_that_do():
     problems = model_problems(strategy(tp=5), MODEL)
     assert "s.yaml:1: mesh.tp = 5 does not divide num_heads = 12; nearest that do: 4 and 6" in problems
-    assert any("hidden_size = 24; nearest that do: 4 and 6" in p for p in problems)
+    assert any("ffn_hidden_size = 96; nearest that do: 4 and 6" in p for p in problems)
     assert not any("vocab_size" in p for p in problems)
 
 

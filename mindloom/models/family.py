@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from mindloom.errors import ConfigError, did_you_mean
-from mindloom.model_config import DecoderConfig
+from mindloom.models.config import ModelConfig
 
-FAMILIES = ("pangu", "codegeex")
+FAMILIES = ("pangu", "codegeex", "palm")
 
 
 def family_module(family: str, part: str) -> Any:
@@ -29,7 +29,7 @@ def family_module(family: str, part: str) -> Any:
     return module
 
 
-def size_config(family: str, size: str) -> DecoderConfig:
+def size_config(family: str, size: str) -> ModelConfig:
     """The configuration of a published size.
 
     Raises:

@@ -3,8 +3,6 @@
 
 from typing import NamedTuple
 
-from mindloom.model_config import DecoderConfig
-
 
 class Name(NamedTuple):
     """A name in another code base."""
@@ -79,25 +77,3 @@ def decoder_tables(word_and_position: str) -> dict[str, dict[str, Name]]:
     megatron = table(0, ("language_model.", transformer + "layers.{i}.", transformer + "topQueryLayer."))
     mindspore = table(1, ("backbone.", "backbone.blocks.{i}.", "backbone.top_query_layer."))
     return {"megatron": megatron, "mindspore": mindspore, "ours": {ours: Name(ours) for ours in megatron}}
-
-
-def decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each of our parameters."""
-    d, ffn = config.hidden_size, config.ffn_hidden_size
-    square, vector = (d, d), (d,)
-    special = {
-        "embedding.word.weight": (config.vocab_size, d),
-        "embedding.position.weight": (config.seq_len, d),
-        "query_embedding.table.weight": (config.seq_len, d),
-        "mlp.up.weight": (ffn, d),
-        "mlp.up.bias": (ffn,),
-        "mlp.down.weight": (d, ffn),
-    }
-
-    def shape(name: str) -> tuple[int, ...]:
-        leaf = name if name in special else ".".join(name.split(".")[-3:])
-        if leaf in special:
-            return special[leaf]
-        return vector if name.endswith("bias") or "norm" in name else square
-
-    return {name: shape(name) for name in names(decoder_tables("")["ours"], config.num_layers)}

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model is published on Hugging Face: its config.json and the names of its weights, in both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mindloom.errors import ConfigError, did_you_mean
+from mindloom.models.config import ModelConfig
+from mindloom.models.parameters import Shapes, parameter_shapes
+
+LAYER = "{i}"
+"""In a name: the number of a layer."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One way in which a family's models are published."""
+
+    model_type: str
+    """As config.json says it."""
+    names: Mapping[str, tuple[str, ...]]
+    """Their name -> ours; of several the rows follow each other. What a model does not have is left out."""
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Their config.json -> fields of ours.
+
+    Raises:
+        ConfigError: a network that ours is not.
+    """
+    write: Callable[[ModelConfig], dict[str, Any]]
+    """Ours -> their config.json.
+
+    Raises:
+        ConfigError: a network that theirs is not.
+    """
+    ignored: str = r"(^|\.)inv_freq$"
+    """Names that are no weights: buffers of RoPE."""
+    first_layer: int = 0
+
+    def tensors(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+        """Their name -> our parameters, for one model."""
+        shapes, result = parameter_shapes(config), {}
+        for theirs, ours in self.names.items():
+            for layer in range(config.num_layers) if LAYER in theirs else (0,):
+                number = str(layer + self.first_layer if LAYER in theirs else config.num_layers + self.first_layer)
+                parts = tuple(name.replace(LAYER, str(layer)) for name in ours)
+                if parts[0] in shapes:
+                    result[theirs.replace(LAYER, number).replace("{n}", number)] = parts
+        assert sorted(shapes) == sorted(name for parts in result.values() for name in parts), config
+        return result
+
+    def shapes(self, config: ModelConfig) -> Shapes:
+        """Shape of each of their tensors."""
+        own = parameter_shapes(config)
+        return {
+            theirs: (sum(own[name][0] for name in parts), *own[parts[0]][1:])
+            for theirs, parts in self.tensors(config).items()
+        }
+
+    def problems(self, found: Mapping[str, tuple[int, ...]], config: ModelConfig) -> list[str]:
+        """What is missing, unknown or of another shape in the tensors of a published folder."""
+        wanted = self.shapes(config)
+        problems = [f"{name} {shape} is missing" for name, shape in wanted.items() if name not in found]
+        for name, shape in found.items():
+            if name not in wanted:
+                if not re.search(self.ignored, name):
+                    problems.append(f"{name} {shape} is not known")
+            elif shape != wanted[name]:
+                problems.append(f"{name} is {shape}, its config.json makes it {wanted[name]}")
+        return problems
+
+
+def published_as(ways: tuple[Published, ...], model_type: str, source: str) -> Published:
+    """The way of that `model_type`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    known = [way.model_type for way in ways]
+    if model_type not in known:
+        raise ConfigError(
+            f"{source}: model_type {model_type!r} is unknown{did_you_mean(model_type, known)}; known: {', '.join(known)}"
+        )
+    return ways[known.index(model_type)]
+
+
+def only(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Hold keys of a config.json against the one value each that our networks have. A key that is absent is fine.
+
+    Raises:
+        ConfigError: another value.
+    """
+    wrong = [key for key, value in wanted.items() if values.get(key, value) not in (value, None)]
+    if wrong:
+        raise ConfigError(f"{key} is {values[key]!r}; only {wanted[key]!r} is built here" for key in wrong)
+
+
+def end_tokens(values: Mapping[str, Any], key: str = "eos_token_id") -> dict[str, Any]:
+    """eod_id, loss_ignore_id and stop_ids of a config.json, whose eos_token_id is one token or a list."""
+    found = values.get(key)
+    tokens = found if isinstance(found, list) else [] if found is None else [found]
+    return {"eod_id": tokens[0], "loss_ignore_id": tokens[0], "stop_ids": tokens[1:]} if tokens else {}
+
+
+def eos_token_id(config: ModelConfig) -> int | list[int]:
+    """As a config.json has it."""
+    return [config.eod_id, *config.stop_ids] if config.stop_ids else config.eod_id
+
+
+def llama_names(**more: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Names of Llama and its kin; `more` replaces or adds some of a layer, with __ for a dot."""
+    ours = "layers.{i}."
+    layer: dict[str, tuple[str, ...]] = {
+        "input_layernorm.weight": ("attention_norm.weight",),
+        "post_attention_layernorm.weight": ("mlp_norm.weight",),
+        "mlp.down_proj.weight": ("mlp.down.weight",),
+    }
+    for theirs, name in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output")):
+        for kind in ("weight", "bias"):
+            layer[f"self_attn.{theirs}_proj.{kind}"] = (f"attention.{name}.{kind}",)
+    layer |= {name.replace("__", "."): parts for name, parts in more.items()}
+    return {
+        "model.embed_tokens.weight": ("embedding.word.weight",),
+        **{"model.layers.{i}." + name: tuple(ours + part for part in parts) for name, parts in layer.items()},
+        "model.norm.weight": ("final_norm.weight",),
+        "lm_head.weight": ("head.weight",),
+    }

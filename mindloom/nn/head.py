@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits over the vocabulary."""
+
+from mindspore import Parameter, nn, ops
+from mindspore import dtype as mstype
+from mindspore.common.initializer import Normal, initializer
+
+from mindloom.models.config import ModelConfig
+
+
+class TiedHead(nn.Cell):
+    """With the word embedding's own table."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.pick, self.matmul, self.cast = ops.Gather(), ops.MatMul(transpose_b=True), ops.Cast()
+        self.factor, self.scale_logits = config.logits_scale, ops.Mul()
+
+    def construct(self, x, word_table, rows=None):  # (B*T, D), (V, D) -> (B*T or len(rows), V) float32
+        if rows is not None:
+            x = self.pick(x, rows, 0)
+        return self.scaled(self.cast(self.matmul(x, self.cast(word_table, self.dtype)), mstype.float32))
+
+    def scaled(self, logits):
+        return logits if self.factor == 1.0 else self.scale_logits(logits, self.factor)
+
+
+class Head(TiedHead):
+    """With a table of its own, (V, D)."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+        super().__init__(config, dtype)
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = Parameter(initializer(Normal(config.init_std), shape, mstype.float32))
+
+    def construct(self, x, word_table, rows=None):  # (B*T, D), unused -> (B*T or len(rows), V) float32
+        if rows is not None:
+            x = self.pick(x, rows, 0)
+        return self.scaled(self.cast(self.matmul(x, self.cast(self.weight, self.dtype)), mstype.float32))

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration says of its parameters is what the Cells make; how models are published, in both directions."""
+
+import dataclasses
+
+import pytest
+
+from mindloom.errors import ConfigError
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import FAMILIES, family_module, size_config
+from mindloom.models.parameters import num_parameters, parameter_shapes
+
+COUNTS = {  # facts of the published models
+    ("pangu", "embedded_1b"): 1_155_912_192,
+    ("pangu", "embedded_7b"): 8_030_887_936,
+    ("codegeex", "2_6b"): 6_243_584_000,
+    ("codegeex", "4_9b"): 9_399_951_360,
+}
+SIZES = [(family, size) for family in FAMILIES for size in family_module(family, "config").SIZES]
+BASE = {"vocab_size": 128, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "query_layer": False}
+
+
+@pytest.mark.parametrize(("family", "size"), COUNTS)
+def test_parameter_counts_are_the_published_ones(family, size):
+    assert num_parameters(size_config(family, size)) == COUNTS[family, size]
+
+
+def test_palm_is_as_large_as_printed():
+    billions = [num_parameters(size_config("palm", size)) / 1e9 for size in ("8b", "62b", "540b")]
+    assert billions == pytest.approx([8.63, 62.50, 540.35], abs=0.01)
+
+
+@pytest.mark.parametrize(("family", "size"), SIZES)
+def test_the_cells_have_the_parameters_that_the_configuration_says(family, size):
+    from mindspore.nn.utils import no_init_parameters  # noqa: PLC0415
+
+    config = dataclasses.replace(size_config(family, size), num_layers=2)
+    with no_init_parameters():
+        net = family_module(family, "model").Model(config)
+    assert {parameter.name: tuple(parameter.shape) for parameter in net.get_parameters()} == parameter_shapes(config)
+    assert net.config.layers[-1] in dict(net.cells_and_names())
+
+
+@pytest.mark.parametrize(("family", "size"), SIZES)
+def test_every_size_has_a_learning_rate_and_survives_json(family, size):
+    config = size_config(family, size)
+    assert size in family_module(family, "config").LEARNING_RATES
+    assert ModelConfig(**config.to_dict()) == config
+
+
+@pytest.mark.parametrize("size", ["embedded_tiny", "4_tiny", "tiny"])
+def test_a_published_configuration_is_read_as_it_is_written(size):
+    family = {"embedded_tiny": "pangu", "4_tiny": "codegeex", "tiny": "palm"}[size]
+    config = size_config(family, size)
+    config = dataclasses.replace(config, head_dim=config.head_size)
+    for way in family_module(family, "weights").PUBLISHED:
+        again = dataclasses.replace(config, **way.read(way.write(config)))
+        untold = ("loss_ignore_id", "embedding_init_std", "qkv_init_std", "init_std", "output_init_std")
+        for field in dataclasses.fields(config):
+            if field.name not in untold:
+                assert getattr(again, field.name) == getattr(config, field.name), (way.model_type, field.name)
+        assert way.problems(way.shapes(config), config) == []
+
+
+def test_published_tensors_that_do_not_fit_are_named_all_at_once():
+    config, (way, *_) = size_config("pangu", "embedded_tiny"), family_module("pangu", "weights").PUBLISHED
+    shapes = {**way.shapes(config), "model.extra.weight": (3,), "model.layers.0.self_attn.rotary_emb.inv_freq": (16,)}
+    del shapes["model.norm.weight"]
+    shapes["model.layers.1.mlp.up_proj.weight"] = (1, 2)
+    assert way.problems(shapes, config) == [
+        "model.norm.weight (128,) is missing",
+        "model.layers.1.mlp.up_proj.weight is (1, 2), its config.json makes it (384, 128)",
+        "model.extra.weight (3,) is not known",
+    ]
+
+
+def test_networks_that_are_not_built_here_are_refused():
+    (way, *_) = family_module("pangu", "weights").PUBLISHED
+    values = way.write(size_config("pangu", "embedded_tiny"))
+    with pytest.raises(ConfigError, match="sink tokens"):
+        way.read({**values, "param_sink_number": 128})
+    with pytest.raises(ConfigError, match="hidden_act is 'gelu'; only 'silu' is built here"):
+        way.read({**values, "hidden_act": "gelu"})
+    with pytest.raises(ConfigError, match="only openPangu-Embedded"):
+        way.write(size_config("pangu", "tiny"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_kv_heads": 3}, "num_heads 4 is not divisible by num_kv_heads 3"),
+        ({"position": "rotary", "rope_dim": 7}, "rope_dim 7 must be even and at most the 16 of a head"),
+        ({"position": "rotary", "rope_dim": 18}, "rope_dim 18 must be even and at most the 16 of a head"),
+        ({"block": "serial"}, "block must be one of sequential, parallel, sandwich, got 'serial'"),
+        ({"query_layer": True, "position": "rotary"}, "query_layer goes with learned positions"),
+        ({"sandwich_gains": (1.0,)}, "sandwich_gains takes 2 numbers, got 1"),
+        ({"stop_ids": (128,)}, "stop_ids: 128 is outside the vocabulary of 128"),
+        ({"num_kv_heads": 0}, "num_kv_heads must be at least 1"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**{**BASE, **change})

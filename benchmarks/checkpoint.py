@@ -17,7 +17,7 @@ from report import write_report
 
 from mindloom.checkpoint.content_hash import content_hash
 from mindloom.checkpoint.manifest import Manifest, Part, TensorEntry
-from mindloom.checkpoint.stream import Described, write_tensor_by_tensor
+from mindloom.checkpoint.tensor_files import Described, write_tensor_by_tensor
 from mindloom.models.config import ModelConfig
 from mindloom.models.parameters import parameter_shapes
 

@@ -148,11 +148,12 @@ def rename_aliases(tensors: Tensors, aliases: Mapping[str, str]) -> Tensors:
 
 def dimensions(tensors: Tensors) -> dict[str, int]:
     """What the shapes of our tensors say of the model's configuration."""
-    vocab_size, hidden_size = tensors["embedding.word.weight"].shape
-    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
-    return {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "num_layers": len(layers) + 1,
-        "seq_len": tensors["embedding.position.weight"].shape[0],
-    }
+    words = tensors.get("embedding.word.weight")
+    if words is None:
+        return {}  # the model's parameters are looked for next
+    layers = {".".join(name.split(".")[:2]) for name in tensors if name.startswith("layers.")}
+    has_query_layer = any(name.startswith("query_layer.") for name in tensors)
+    found = {"vocab_size": words.shape[0], "hidden_size": words.shape[1], "num_layers": len(layers) + has_query_layer}
+    if "embedding.position.weight" in tensors:
+        found["seq_len"] = tensors["embedding.position.weight"].shape[0]
+    return found

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from mindloom.checkpoint.contents import MOMENTS, check_contents
 from mindloom.checkpoint.manifest import MANIFEST, read_manifest
 from mindloom.checkpoint.sharded import Reader, damage
+from mindloom.checkpoint.tensor_files import WEIGHTS, model_files, read_float32, stored_tensors
 from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import FAMILIES
 from mindloom.reader import fields_from, read_json
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+CONFIG = "config.json"
 
 
 def save_checkpoint(
@@ -80,15 +80,7 @@ def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
     """
     if (folder / MANIFEST).exists():
         return _weights_of_state(folder)
-    weights: dict[str, NDArray[Any]] = {}
-    for path in _weight_files(folder):
-        if not path.is_file():
-            raise ConfigError(f"{path}: there is no such file")
-        try:
-            weights |= load_file(path)
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ConfigError(f"{path}: damaged or not safetensors: {error}") from None
-    return weights
+    return {name: read_float32(tensor) for name, tensor in stored_tensors(model_files(folder)).items()}
 
 
 def _weights_of_state(folder: Path) -> dict[str, NDArray[Any]]:
@@ -105,29 +97,23 @@ def _weights_of_state(folder: Path) -> dict[str, NDArray[Any]]:
     }
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if not (folder / INDEX).exists():
-        return [folder / WEIGHTS]
-    names = read_json(folder / INDEX).mapping.get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ConfigError(f"{folder / INDEX}: no `weight_map` that says which file holds which tensor")
-    if outside := [name for name in names.values() if Path(name).name != name or name.startswith(".")]:
-        raise ConfigError(f"{folder / INDEX}: {outside[0]!r} is no file of this folder")
-    return [folder / name for name in sorted(set(names.values()))]
-
-
 def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
     """Hold tensors against the model's parameters.
 
     Raises:
         ConfigError: missing or unexpected names, or other shapes.
     """
-    problems = [f"{source}: {name} {shape} is missing" for name, shape in shapes.items() if name not in weights]
-    problems += [f"{source}: {name} is not a parameter of the model" for name in weights if name not in shapes]
+    check_shapes({name: tuple(value.shape) for name, value in weights.items()}, shapes, source)
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """As `check_weights`, of tensors that were not read yet."""
+    problems = [f"{source}: {name} {shape} is missing" for name, shape in shapes.items() if name not in found]
+    problems += [f"{source}: {name} is not a parameter of the model" for name in found if name not in shapes]
     problems += [
-        f"{source}: {name} is {tuple(weights[name].shape)}, the model's is {shape}"
+        f"{source}: {name} is {found[name]}, the model's is {shape}"
         for name, shape in shapes.items()
-        if name in weights and tuple(weights[name].shape) != shape
+        if name in found and found[name] != shape
     ]
     if problems:
         more = [f"{source}: and {len(problems) - 8} more"] if len(problems) > 8 else []

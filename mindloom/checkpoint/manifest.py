@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mindloom.checkpoint.stream import DTYPES
+from mindloom.checkpoint.tensor_files import DTYPES
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.reader import read_json

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +14,10 @@ from numpy.typing import NDArray
 
 from mindloom.checkpoint.content_hash import MASK, content_hash
 from mindloom.checkpoint.contents import MOMENTS, model_of
-from mindloom.checkpoint.io import INDEX, WEIGHTS, write_config
+from mindloom.checkpoint.io import write_config
 from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, checkpoints, read_manifest
 from mindloom.checkpoint.sharded import Reader, publish
-from mindloom.checkpoint.stream import Described, write_tensor_by_tensor
+from mindloom.checkpoint.tensor_files import Described, write_model_files, write_tensor_by_tensor
 from mindloom.errors import ConfigError
 
 Cut = tuple[str, tuple[slice, ...]]
@@ -47,7 +46,7 @@ def reshard(source: Path, target: Path, cuts: Mapping[str, Sequence[Cut]], strat
     manifest = read_manifest(source)
     reader = Reader(source, manifest)
     parts: dict[str, list[Part]] = {name: [] for name in manifest.tensors}
-    partial = _new_folder(target)
+    partial = new_folder(target)
     by_file: dict[str, list[tuple[str, tuple[slice, ...]]]] = {}
     for name, of_tensor in cuts.items():
         for file, slices in of_tensor:
@@ -63,7 +62,7 @@ def reshard(source: Path, target: Path, cuts: Mapping[str, Sequence[Cut]], strat
         files = {file: (partial / file).stat().st_size for file in sorted(by_file)}
         new = replace(manifest, tensors=tensors, files=files, strategy=dict(strategy))
         new.write(partial)
-        _publish_new(partial, target)
+        publish_new(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return new
@@ -79,37 +78,33 @@ def export(source: Path, target: Path, max_shard_bytes: int) -> int:
     """
     manifest = read_manifest(source)
     weights = {name: entry for name, entry in manifest.tensors.items() if not name.startswith(MOMENTS)}
-    reader, partial = Reader(source, manifest), _new_folder(target)
+    reader, partial = Reader(source, manifest), new_folder(target)
     described = {name: Described(entry.dtype, entry.shape) for name, entry in weights.items()}
-    shards = _shards(described, max_shard_bytes)
-    names = [WEIGHTS] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
     try:
-        for file, shard in zip(names, shards, strict=True):
-            arrays = _read_and_check(reader, shard)
-            _write(partial / file, {name: described[name] for name in shard}, arrays)
-        if len(shards) > 1:
-            index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-            total = sum(tensor.num_bytes for tensor in described.values())
-            text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-            (partial / INDEX).write_text(text + "\n", encoding="utf-8")
+        num_bytes = write_model_files(partial, described, lambda names: _read_and_check(reader, names), max_shard_bytes)
         write_config(partial, *model_of(manifest, source))
         for path in source.iterdir():
             if path.is_file() and path.name not in (*manifest.files, MANIFEST):
                 shutil.copy(path, partial)
-        _publish_new(partial, target)
+        publish_new(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return sum(tensor.num_bytes for tensor in described.values())
+    return num_bytes
 
 
-def _publish_new(partial: Path, target: Path) -> None:
+def publish_new(partial: Path, target: Path) -> None:
     """Give a folder its name, unless another process was faster."""
     if target.exists():
         raise ConfigError(f"{target}: exists; choose another name")
     publish(partial, target)
 
 
-def _new_folder(target: Path) -> Path:
+def new_folder(target: Path) -> Path:
+    """A folder beside `target`, to be filled before it gets that name.
+
+    Raises:
+        ConfigError: `target` exists, or cannot be made.
+    """
     if target.exists():
         raise ConfigError(f"{target}: exists; choose another name")
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
@@ -160,19 +155,3 @@ def _with_parts(source: Path, name: str, old: TensorEntry, parts: list[Part]) ->
 def _damaged(folder: Path, name: str, entry: TensorEntry) -> str:
     files = ", ".join(sorted({part.file for part in entry.parts}))
     return f"{folder}: {name} in {files}: the content is not what was written (its hash differs)"
-
-
-def _shards(described: Mapping[str, Described], max_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = []
-    size = 0
-    for name, tensor in described.items():
-        if not shards or size + tensor.num_bytes > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensor.num_bytes
-    return shards
-
-
-def _shard_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mindloom.checkpoint.content_hash import MASK, content_hash
 from mindloom.checkpoint.manifest import FOLDER, LATEST, Manifest, Part, TensorEntry, checkpoints
-from mindloom.checkpoint.stream import Described, write_tensor_by_tensor
+from mindloom.checkpoint.tensor_files import Described, write_tensor_by_tensor
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.reader import read_json

@@ -8,7 +8,8 @@ from pathlib import Path
 from mindspore import Tensor, nn
 from mindspore.nn.utils import no_init_parameters
 
-from mindloom.checkpoint.io import WEIGHTS, check_weights, load_weights
+from mindloom.checkpoint.io import check_weights, load_weights
+from mindloom.checkpoint.tensor_files import WEIGHTS
 from mindloom.inference.quantize import quantize, quantize_weights
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module

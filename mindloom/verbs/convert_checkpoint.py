@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert a checkpoint between the published namings and ours.
 
+    mindloom convert-checkpoint --from huggingface openPangu-Embedded-7B-V1.1 checkpoint/
+    mindloom convert-checkpoint --from ours --to huggingface checkpoint/ published/ --dtype bfloat16
     mindloom convert-checkpoint --model pangu --from megatron --to ours --size 2.6b weights.npz checkpoint/
     mindloom convert-checkpoint --model pangu --from ours --to mindspore checkpoint/ weights.ckpt
     mindloom convert-checkpoint --from ours --to ours checkpoint/ ranks/ --ranks-of STRATEGY.yaml
     mindloom convert-checkpoint --from ours --to ours ranks/ checkpoint/ --layouts ranks/layouts --size tiny
 
-Ours is a folder (safetensors and config.json); the others are .npz or MindSpore .ckpt files. With --layouts IN is a folder of
-MindSpore's files of each rank, rank_0/*.ckpt, ..., put together by MindSpore; with --ranks-of OUT becomes one.
+Ours is a folder (safetensors and config.json), as is Hugging Face's; between them memory holds one tensor. The others are
+.npz or MindSpore .ckpt files. With --layouts IN is a folder of MindSpore's files of each rank, rank_0/*.ckpt, ..., put
+together by MindSpore; with --ranks-of OUT becomes one.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from mindloom.checkpoint.huggingface import Dtype, export_published, import_published, open_published, read_published
 from mindloom.checkpoint.io import check_weights, load_config, save_checkpoint
 from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module, size_config
-from mindloom.models.parameters import parameter_shapes
+from mindloom.models.parameters import num_parameters, parameter_shapes
 from mindloom.models.weight_names import names
 from mindloom.reader import Document, fields_from, read_json
 from mindloom.runtime.environment import prepare_environment
@@ -29,16 +33,21 @@ from mindloom.strategy.checks import model_problems
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy
 
-Dialect = Literal["megatron", "mindspore", "ours"]
+DEFAULT_FAMILY = "pangu"
+Dialect = Literal["megatron", "mindspore", "huggingface", "ours"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
     input: Path = argument("file or folder to read")
     output: Path = argument("file or folder to write")
-    model: str = option("pangu", "model family")
+    model: str | None = option(None, "model family; without it pangu, or the one whose config.json IN has")
     from_: Dialect = option(..., "naming of IN")
-    to: Dialect = option(..., "naming of OUT")
+    to: Dialect = option("ours", "naming of OUT")
+    model_type: str | None = option(
+        None, "with --to huggingface: what config.json calls the network; without it, what transformers opens"
+    )
+    dtype: Dtype = option("float32", "of the weights in OUT, to or from huggingface")
     size: str | None = option(None, "published size, for what weights cannot tell: heads, activation, token ids")
     layouts: Path | None = option(
         None,
@@ -56,7 +65,7 @@ def model_config(config: ConvertConfig, dimensions: dict[str, int]) -> ModelConf
     if config.from_ == "ours" and not config.layouts:
         values = load_config(config.input)[1].to_dict()
     elif config.size:
-        values = size_config(config.model, config.size).to_dict()
+        values = size_config(config.model or DEFAULT_FAMILY, config.size).to_dict()
     document = read_json(config.config) if config.config else Document(str(config.input), {})
     given = document.mapping
     for name, size in dimensions.items():
@@ -75,30 +84,83 @@ def model_config(config: ConvertConfig, dimensions: dict[str, int]) -> ModelConf
 
 def main(argv: Sequence[str]) -> int:
     config = parse_args(ConvertConfig, __doc__, argv)
-    weights = family_module(config.model, "weights")
+    _check_flags(config)
+    strategy = _check_output(config)
+    if config.to == "huggingface":
+        model_type, num_bytes = export_published(config.input, config.output, config.model_type, config.dtype)
+        print(f"{config.output}: {num_bytes / 1e6:,.1f} MB of weights as {model_type}")
+        return 0
+    if config.from_ == "huggingface" and not strategy:
+        source = open_published(config.input, config.model)
+        num_bytes = import_published(source, config.output, config.dtype)
+        print(
+            f"{config.output}: {num_parameters(source.model):,} parameters of {source.family}, {num_bytes / 1e6:,.1f} MB"
+        )
+        return 0
+    family, ours, model = _read(config)
+    if strategy:
+        if problems := model_problems(strategy, model):
+            raise ConfigError(problems)
+        prepare_environment()
+        import_module("mindloom.train.rank_files").write_rank_files(config.output, ours, family, model, strategy)
+    elif config.to == "ours":
+        save_checkpoint(config.output, ours, family, model)
+    else:
+        convert = import_module("mindloom.checkpoint.convert")
+        table = names(family_module(family, "weights").TABLES[config.to], model.num_layers)
+        if table.keys() != ours.keys():
+            raise ConfigError(
+                f"the {config.to} naming is of {family}'s model with a top query layer; use --to huggingface"
+            )
+        convert.write_tensors(config.output, convert.from_ours(ours, table))
+    print(f"{config.output}: {len(ours)} tensors, {sum(value.size for value in ours.values()):,} parameters")
+    return 0
+
+
+def _read(config: ConvertConfig) -> tuple[str, dict[str, Any], ModelConfig]:
+    """Family, weights under our names and configuration of the input.
+
+    Raises:
+        ConfigError: missing, damaged, or not a model's.
+    """
+    if config.from_ == "huggingface":
+        source = open_published(config.input, config.model)
+        return source.family, read_published(source), source.model
+    own_folder = config.from_ == "ours" and not config.layouts
+    family = load_config(config.input)[0] if own_folder else config.model or DEFAULT_FAMILY
+    weights = family_module(family, "weights")
+    for dialect in (config.from_, config.to):
+        if dialect not in (*weights.TABLES, "ours"):
+            raise ConfigError(
+                f"{family} has no {dialect} naming; it has: {', '.join([*weights.TABLES, 'huggingface'])}"
+            )
     prepare_environment()
     convert = import_module("mindloom.checkpoint.convert")  # loads MindSpore, for .ckpt files
-    strategy = _check_output(config)
     tensors = (
         convert.read_rank_files(config.input, config.layouts) if config.layouts else convert.read_tensors(config.input)
     )
     aliases = {**weights.ALIASES.get(config.from_, {}), **({"model.": ""} if config.from_ == "ours" else {})}
-    source = convert.rename_aliases(tensors, aliases)
-    num_layers = convert.count_layers(source, weights.TABLES[config.from_]) + 1
-    ours = convert.to_ours(source, names(weights.TABLES[config.from_], num_layers), str(config.input))
+    ours = convert.rename_aliases(tensors, aliases)
+    if config.from_ != "ours":
+        table = weights.TABLES[config.from_]
+        ours = convert.to_ours(ours, names(table, convert.count_layers(ours, table) + 1), str(config.input))
     model = model_config(config, convert.dimensions(ours))
     check_weights(ours, parameter_shapes(model), str(config.input))
-    if strategy:
-        if problems := model_problems(strategy, model):
-            raise ConfigError(problems)
-        write = import_module("mindloom.train.rank_files").write_rank_files
-        write(config.output, ours, config.model, model, strategy)
-    elif config.to == "ours":
-        save_checkpoint(config.output, ours, config.model, model)
-    else:
-        convert.write_tensors(config.output, convert.from_ours(ours, names(weights.TABLES[config.to], num_layers)))
-    print(f"{config.output}: {len(ours)} tensors, {sum(value.size for value in ours.values()):,} parameters")
-    return 0
+    return family, ours, model
+
+
+def _check_flags(config: ConvertConfig) -> None:
+    """Raises:
+    ConfigError: flags that do not go together.
+    """
+    if config.to == "huggingface" and config.from_ != "ours":
+        raise ConfigError(
+            f"--to huggingface: IN must be a folder of ours; convert with --from {config.from_} --to ours first"
+        )
+    if "huggingface" not in (config.from_, config.to) and (config.model_type or config.dtype != "float32"):
+        raise ConfigError("--model-type and --dtype are for --to huggingface and --from huggingface")
+    if config.from_ == "huggingface" and config.to not in ("ours", "huggingface"):
+        raise ConfigError(f"--from huggingface is written as ours, not as {config.to}")
 
 
 def _check_output(config: ConvertConfig) -> Strategy | None:
@@ -113,8 +175,10 @@ def _check_output(config: ConvertConfig) -> Strategy | None:
         if config.output.exists():
             raise ConfigError(f"{config.output}: exists; choose another name")
         return load_strategy(config.ranks_of)
-    if config.to != "ours" and config.output.suffix not in (".npz", ".ckpt"):
+    if config.to in ("megatron", "mindspore") and config.output.suffix not in (".npz", ".ckpt"):
         raise ConfigError(f"{config.output}: the {config.to} naming is written to a .npz or .ckpt file")
+    if "huggingface" in (config.from_, config.to):
+        return None  # they refuse what exists when they write
     if config.to == "ours" and config.output.exists() and not (config.output / "config.json").is_file():
         raise ConfigError(f"{config.output}: exists and is no checkpoint folder; choose another name")
     return None

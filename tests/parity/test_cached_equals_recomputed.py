@@ -19,7 +19,7 @@ from mindloom.inference.sampling import Sampler, SamplingConfig
 from mindloom.models.family import size_config
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE
-from pangu.model import PanGu
+from pangu.model import Model
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def tiny(tmp_path_factory):
     """A tiny model whose next tokens are far from each other."""
     config = dataclasses.replace(size_config("pangu", "tiny"), seq_len=96, dropout_rate=0.0)
     ms.set_seed(3)
-    net = PanGu(config)
+    net = Model(config)
     noise = np.random.RandomState(3)
     weights = {p.name: p.asnumpy() + noise.normal(0, 0.1, p.shape).astype(np.float32) for p in net.get_parameters()}
     folder = tmp_path_factory.mktemp("tiny") / "checkpoint"

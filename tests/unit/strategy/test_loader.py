@@ -75,7 +75,10 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
         ("mesh: {dp: 2", "s.yaml:1: not YAML"),
         ("rules: nowhere.yaml", "rules: there is no file"),
         ("- a\n", "s.yaml: a mapping of keys is expected"),
-        ("rules: {operators: {up: [[dpp, ~]]}}", "'dpp' is no mesh axis of a layout; use dp, cp, ep, tp, sp, kv, group or ~"),
+        (
+            "rules: {operators: {up: [[dpp, ~]]}}",
+            "'dpp' is no mesh axis of a layout; use dp, cp, ep, tp, sp, kv, group or ~",
+        ),
     ],
 )
 def test_each_mistake_has_its_message(problems, text, message):

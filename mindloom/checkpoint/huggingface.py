@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model folders as they are published on Hugging Face, read and written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindloom.checkpoint.io import CONFIG, check_shapes, load_config, write_config
+from mindloom.checkpoint.reshard import new_folder, publish_new
+from mindloom.checkpoint.tensor_files import (
+    BFLOAT16,
+    Described,
+    Stored,
+    model_files,
+    read_float32,
+    stored_tensors,
+    to_bfloat16,
+    write_model_files,
+)
+from mindloom.errors import ConfigError
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import FAMILIES, family_module
+from mindloom.models.parameters import parameter_shapes
+from mindloom.models.published import Published, published_as
+from mindloom.reader import Document, fields_from, read_json
+
+Dtype = Literal["float32", "bfloat16"]
+SHARD_BYTES = 5_000_000_000
+BESIDE = (
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+"""Files that go along as they are."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A published folder whose tensors are those of its configuration."""
+
+    folder: Path
+    family: str
+    way: Published
+    model: ModelConfig
+    tensors: dict[str, Stored]
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Our parameters out of some of their tensors, in the order of these."""
+        ours, shapes = self.way.tensors(self.model), parameter_shapes(self.model)
+        for name in names:
+            tensor, start = read_float32(self.tensors[name]), 0
+            for part in ours[name]:
+                rows = shapes[part][0]
+                yield part, tensor[start : start + rows]
+                start += rows
+
+
+def open_published(folder: Path, family: str | None = None) -> Source:
+    """A folder with config.json and safetensors, of `family` or of the one that knows its model_type.
+
+    Raises:
+        ConfigError: missing or damaged files, another network, tensors that are missing, unknown or of another shape.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder")
+    document = read_json(folder / CONFIG)
+    model_type = str(document.mapping.get("model_type", ""))
+    known: dict[str, tuple[str, Published]] = {}
+    for name in [family] if family else FAMILIES:
+        for way in family_module(name, "weights").PUBLISHED:
+            known.setdefault(way.model_type, (name, way))
+    published_as(tuple(way for _, way in known.values()), model_type, document.source)
+    family, way = known[model_type]
+    model = _model(way, document)
+    tensors = stored_tensors(model_files(folder))
+    if problems := way.problems({name: tensor.shape for name, tensor in tensors.items()}, model):
+        raise ConfigError(f"{folder}: {problem}" for problem in problems)
+    return Source(folder, family, way, model, tensors)
+
+
+def _model(way: Published, document: Document) -> ModelConfig:
+    try:
+        fields = way.read(document.mapping)
+    except ConfigError as error:
+        raise ConfigError(f"{document.source}: {problem}" for problem in error.problems) from None
+    except KeyError as error:
+        raise ConfigError(f"{document.source}: {error.args[0]} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{document.source}: {error}") from None
+    given = {name: value for name, value in fields.items() if value is not None}
+    return fields_from(ModelConfig, Document(document.source, given))
+
+
+def import_published(source: Source, target: Path, dtype: Dtype = "float32") -> int:
+    """Write a published folder as one of ours. Returns the bytes of its weights.
+
+    Memory: their largest tensor, twice.
+
+    Raises:
+        ConfigError: the target exists or cannot be written.
+    """
+    ours = source.way.tensors(source.model)
+    owner = {part: name for name, parts in ours.items() for part in parts}
+    shapes = parameter_shapes(source.model)
+    described = {part: Described(dtype, shapes[part]) for parts in ours.values() for part in parts}
+
+    def arrays(names: Sequence[str]) -> Iterator[NDArray[Any]]:
+        for name, array in source.read(list(dict.fromkeys(owner[name] for name in names))):
+            if name in names:  # a file may end between parts of one of their tensors
+                yield _as(array, dtype)
+
+    partial = new_folder(target)
+    try:
+        num_bytes = write_model_files(partial, described, arrays, SHARD_BYTES)
+        write_config(partial, source.family, source.model)
+        _copy_beside(source.folder, partial)
+        publish_new(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return num_bytes
+
+
+def export_published(folder: Path, target: Path, model_type: str | None, dtype: Dtype = "float32") -> tuple[str, int]:
+    """Write a model folder of ours as it would be published. Returns the model_type, by default the family's first, which
+    transformers opens, and the bytes of the weights.
+
+    Raises:
+        ConfigError: a family or network that is not published so; the source is damaged, the target exists.
+    """
+    family, model = load_config(folder)
+    ways = family_module(family, "weights").PUBLISHED
+    way = published_as(ways, model_type, "--model-type") if model_type else ways[0]
+    config = way.write(model)
+    tensors = stored_tensors(model_files(folder))
+    check_shapes({name: tensor.shape for name, tensor in tensors.items()}, parameter_shapes(model), str(folder))
+    described = {name: Described(dtype, shape) for name, shape in way.shapes(model).items()}
+    parts = way.tensors(model)
+
+    def arrays(names: Sequence[str]) -> Iterator[NDArray[Any]]:
+        for name in names:
+            found = [read_float32(tensors[part]) for part in parts[name]]
+            yield _as(found[0] if len(found) == 1 else np.concatenate(found), dtype)
+
+    partial = new_folder(target)
+    try:
+        num_bytes = write_model_files(partial, described, arrays, SHARD_BYTES, {"format": "pt"})
+        config = {**config, "torch_dtype": dtype} if "torch_dtype" in config else config
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _copy_beside(folder, partial)
+        publish_new(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return way.model_type, num_bytes
+
+
+def read_published(source: Source) -> dict[str, NDArray[np.float32]]:
+    """All our parameters at once."""
+    return dict(source.read(list(source.way.tensors(source.model))))
+
+
+def _as(array: NDArray[np.float32], dtype: Dtype) -> NDArray[Any]:
+    return to_bfloat16(array) if dtype == BFLOAT16 else array
+
+
+def _copy_beside(source: Path, target: Path) -> None:
+    for name in BESIDE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)

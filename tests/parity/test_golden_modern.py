@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""openPangu-Embedded, CodeGeeX2, CodeGeeX4 and PaLM, read as they are published, give what reference implementations gave."""
+
+import dataclasses
+import json
+
+import mindspore as ms
+import numpy as np
+import pytest
+from conftest import shared, tool
+from mindspore import Tensor, ops
+from safetensors.numpy import load_file
+
+from mindloom.checkpoint.huggingface import export_published, import_published, open_published
+from mindloom.checkpoint.io import load_config, load_weights
+from mindloom.data.batch import document_positions
+from mindloom.inference.decoding import Cached, Recomputed
+from mindloom.inference.generate import Request, generate
+from mindloom.inference.model import load_model
+from mindloom.inference.sampling import Sampler, SamplingConfig
+from mindloom.models.family import family_module
+from mindloom.runtime.engine import Engine
+from mindloom.strategy.config import SINGLE_DEVICE
+
+pytestmark = pytest.mark.slow
+
+CASES = {
+    "tied": "openpangu_embedded_case_a/tied",
+    "untied": "openpangu_embedded_case_a/untied",
+    "codegeex2": "codegeex2_case_a",
+    "codegeex4": "codegeex4_case_a",
+    "palm": "palm_case_a",
+}
+FAMILY = {"tied": "pangu", "untied": "pangu", "codegeex2": "codegeex", "codegeex4": "codegeex", "palm": "palm"}
+SUFFIX = {"palm": "_scaled"}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    ms.set_device("CPU")
+    return Engine(SINGLE_DEVICE)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """Case -> the folder of ours that its published one becomes, and the reference's outputs."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            source = shared(f"golden_modern/{CASES[name]}")
+            made[name] = tmp_path_factory.mktemp(name) / "checkpoint"
+            import_published(open_published(source), made[name])
+        return made[name], np.load(shared(f"golden_modern/{CASES[name]}/golden.npz"))
+
+    return get
+
+
+def batch(golden, prefix=""):
+    """Inputs of the training network whose loss is the reference's: the last column is a label only."""
+    ids = golden[f"{prefix}input_ids"]
+    if prefix:
+        positions, mask = golden["packed_position_ids"], golden["packed_loss_mask"]
+    else:
+        positions, mask = np.broadcast_to(np.arange(ids.shape[1]), ids.shape), np.ones((ids.shape[0], ids.shape[1] - 1))
+    labels = np.concatenate([ids[:, 1:], ids[:, :1]], 1)
+    weights = np.concatenate([mask / mask.sum(), np.zeros((len(ids), 1))], 1)
+    return [Tensor(a.astype(np.int32)) for a in (ids, labels, positions)] + [Tensor(weights.astype(np.float32))]
+
+
+def training_network(folder):
+    family, config = load_config(folder)
+    net = family_module(family, "model").ModelWithLoss(config)
+    for parameter in net.get_parameters():
+        parameter.set_data(Tensor(load_weights(folder)[parameter.name.removeprefix("model.")]))
+    return family, config, net
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_loss_and_gradients(engine, imported, name):
+    folder, golden = imported(name)
+    suffix = SUFFIX.get(name, "")
+    family, config, net = training_network(folder)
+    assert family == FAMILY[name]
+    for prefix in ("", "packed_"):
+        tokens, _, positions, _ = batch(golden, prefix)
+        logits = net.model(tokens, positions).asnumpy().reshape(*tokens.shape, -1)
+        np.testing.assert_allclose(logits, golden[f"{prefix}logits{suffix}"], rtol=0, atol=2e-4)
+    np.testing.assert_array_equal(
+        document_positions(golden["packed_input_ids"], config.eod_id), golden["packed_position_ids"]
+    )
+    plain = family_module(family, "model").ModelWithLoss(dataclasses.replace(config, z_loss=0.0))
+    for mine, theirs in zip(plain.get_parameters(), net.get_parameters(), strict=True):
+        mine.set_data(theirs)
+    for prefix in ("", "packed_"):
+        assert float(plain(*batch(golden, prefix))) == pytest.approx(float(golden[f"{prefix}loss{suffix}"]), abs=1e-5)
+    if name == "palm":
+        assert float(net(*batch(golden))) == pytest.approx(float(golden["total_loss_scaled"]), abs=1e-5)
+    if name != "untied":
+        check_gradients(name, net, config, batch(golden))
+
+
+def check_gradients(name, net, config, inputs):
+    reference = np.load(shared(f"golden_modern/{CASES[name]}/grads.npz"))
+    weights = net.set_train().trainable_params()
+    found = ops.GradOperation(get_by_list=True)(net, weights)(*inputs)
+    found = {w.name.removeprefix("model."): g.asnumpy() for w, g in zip(weights, found, strict=True)}
+    (way, *_) = [w for w in family_module(FAMILY[name], "weights").PUBLISHED if w.model_type == model_type(name)]
+    prefix = "total_scaled." if name == "palm" else ""
+    wanted = {theirs: reference[prefix + theirs] for theirs in way.tensors(config)}
+    largest = max(np.abs(value).max() for value in wanted.values())
+    for theirs, parts in way.tensors(config).items():
+        whole = np.concatenate([found[part] for part in parts])
+        assert np.abs(whole - wanted[theirs]).max() <= 1e-4 * largest, theirs
+
+
+def model_type(name):
+    return json.loads(shared(f"golden_modern/{CASES[name]}/config.json").read_text())["model_type"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_with_a_cache_and_without(engine, imported, name):
+    folder, golden = imported(name)
+    family, config = load_config(folder)
+    prompts = [golden[f"prompt_{j}"].tolist() for j in range(3)]
+    sampler = Sampler(SamplingConfig(), (), config.vocab_size)
+    slots = 128
+    ways = [
+        Cached(engine, load_model(folder, family, config, SINGLE_DEVICE, (3, slots)), config, 3, slots),
+        Recomputed(engine, load_model(folder, family, config, SINGLE_DEVICE), config, 3),
+    ]
+    assert ways[0].cache_bytes == 2 * config.num_layers * 3 * slots * config.kv_heads * config.head_size * 4
+    for decoding in ways:
+        tokens = {j: [] for j in range(3)}
+        requests = [Request(prompt, 8, sampler, lambda found: False, j) for j, prompt in enumerate(prompts)]
+        for new in generate(decoding, engine, requests):
+            tokens[new.request].append(new.token)
+        for j in range(3):
+            assert tokens[j] == golden[f"greedy_tokens_{j}"].tolist(), (type(decoding).__name__, j)
+
+
+@pytest.mark.parametrize("name", ["codegeex2", "codegeex4"])
+def test_the_other_naming_is_the_same_model(imported, name, tmp_path):
+    folder, _ = imported(name)
+    source = tmp_path / "glm"
+    source.mkdir()
+    published = shared(f"golden_modern/{CASES[name]}")
+    (source / "config.json").write_text((published / "config_glm.json").read_text())
+    (source / "model.safetensors").write_bytes((published / "model_glm_names.safetensors").read_bytes())
+    import_published(open_published(source), tmp_path / "again")
+    first, second = load_weights(folder), load_weights(tmp_path / "again")
+    assert {name: value.tobytes() for name, value in first.items()} == {n: v.tobytes() for n, v in second.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_back_is_what_was_published(imported, name, tmp_path):
+    folder, _ = imported(name)
+    assert export_published(folder, tmp_path / "published", model_type(name))[0] == model_type(name)
+    first = load_file(shared(f"golden_modern/{CASES[name]}/model.safetensors"))
+    second = load_file(tmp_path / "published/model.safetensors")
+    assert {n: v.tobytes() for n, v in first.items() if "inv_freq" not in n} == {
+        n: v.tobytes() for n, v in second.items()
+    }
+    kept = json.loads((tmp_path / "published/config.json").read_text())
+    original = json.loads(shared(f"golden_modern/{CASES[name]}/config.json").read_text())
+    for key in kept.keys() & original.keys() - {"architectures"}:
+        assert kept[key] == original[key], key
+
+
+def test_bfloat16_keeps_what_has_few_bits(imported, tmp_path):
+    """The reference's weights have 6 significant bits."""
+    folder, _ = imported("codegeex4")
+    source = open_published(shared(f"golden_modern/{CASES['codegeex4']}"))
+    assert import_published(source, tmp_path / "narrow", "bfloat16") * 2 == import_published(source, tmp_path / "wide")
+    first, second = load_weights(folder), load_weights(tmp_path / "narrow")
+    assert {n: v.tobytes() for n, v in first.items()} == {n: v.tobytes() for n, v in second.items()}
+
+
+def test_the_tool_reads_writes_and_refuses(imported, tmp_path):
+    published, ours = shared(f"golden_modern/{CASES['untied']}"), tmp_path / "ours"
+    outcome = tool("tools/convert_checkpoint.py", "--from", "huggingface", published, ours)
+    assert outcome.code == 0 and "81,408 parameters of pangu" in outcome.output, outcome.output
+    outcome = tool("tools/convert_checkpoint.py", "--from", "ours", "--to", "huggingface", ours, tmp_path / "back")
+    assert outcome.code == 0 and "as llama" in outcome.output, outcome.output
+    x = tmp_path / "x"
+    cases = [
+        ("--from huggingface", tmp_path / "absent", x, "there is no such folder"),
+        ("--from huggingface", published, ours, "exists; choose another name"),
+        ("--from huggingface", ours, x, "model_type 'pangu' is unknown"),
+        ("--from huggingface --model codegeex", published, x, "model_type 'PanguEmbedded' is unknown"),
+        ("--from huggingface --to megatron", published, x, "is written as ours, not as megatron"),
+        ("--from ours --to huggingface --model-type glm", ours, x, "known: llama, PanguEmbedded"),
+        ("--from ours --to megatron", ours, x.with_suffix(".npz"), "model with a top query layer"),
+    ]
+    for flags, source, target, words in cases:
+        outcome = tool("tools/convert_checkpoint.py", *flags.split(), source, target)
+        assert outcome.code == 2 and words in outcome.output, (flags, outcome.output)
+        assert "Traceback" not in outcome.output
+    assert not x.exists()

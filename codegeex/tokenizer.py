@@ -17,6 +17,7 @@ import regex
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from codegeex.glm_tokenizer import GLM2Tokenizer, GLM4Tokenizer, is_glm4
 from mindloom.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -188,4 +189,18 @@ def _clean_up(text: str) -> str:
     return text
 
 
-Tokenizer = CodeGeeXTokenizer
+def open_tokenizer(path: str | Path) -> CodeGeeXTokenizer | GLM2Tokenizer | GLM4Tokenizer:
+    """The tokenizer of CodeGeeX, CodeGeeX2 or CodeGeeX4 that a file or folder holds.
+
+    Raises:
+        ConfigError: none of them.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = next((path / name for name in FILE_NAMES if (path / name).is_file()), path)
+    if is_glm4(path):
+        return GLM4Tokenizer(path)
+    return GLM2Tokenizer(path) if path.suffix == ".model" else CodeGeeXTokenizer(path)
+
+
+FILE_NAMES = ("tokenizer.json", "tokenizer.model")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-import shutil
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -24,7 +23,9 @@ from typing import Any
 import rjieba
 import sentencepiece
 
+from mindloom.data.pieces import PieceTokenizer
 from mindloom.errors import ConfigError
+from pangu.open_tokenizer import OpenPanguTokenizer, has_turns
 
 SPACE, NEWLINE = "\u2582", "\u2583"
 # Ids 0..9 of the released vocabulary, in order; a trained one keeps them.
@@ -38,38 +39,19 @@ _LINE_BREAK = re.compile(r"(\r\n)")
 _THEY_DIFFER = re.compile(r"[+#&._%\-\u3400-\u4DBF\u9FD6-\u9FFF\uF900-\uFAFF\U00020000-\U0003FFFF]")
 
 
-class PanGuTokenizer:
+class PanGuTokenizer(PieceTokenizer):
     """Reads a SentencePiece model file (the released vocab.model, or one of `train_tokenizer`)."""
 
-    file_name = "tokenizer.model"
     eod_id = 9
     pad_id = 6
 
-    def __init__(self, model_path: str | Path):
-        self.model_path = Path(model_path)
-        if not self.model_path.is_file():
-            raise ConfigError(f"{model_path}: there is no such tokenizer model")
-        try:
-            self._pieces = sentencepiece.SentencePieceProcessor(model_file=str(model_path))
-        except (RuntimeError, OSError):
-            raise ConfigError(f"{model_path}: not a SentencePiece model") from None
-
-    @property
-    def vocab_size(self) -> int:
-        return self._pieces.get_piece_size()
-
-    def encode(self, text: str) -> list[int]:
-        return self._pieces.encode(segment(text))
-
-    encode_document = encode  # the released vocabulary takes <eod> and its like for pieces wherever they stand
+    def encode_text(
+        self, text: str
+    ) -> list[int]:  # the vocabulary takes <eod> and its like for pieces wherever they stand
+        return super().encode_text(segment(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        text = self._pieces.decode([int(i) for i in ids])
-        return text.replace(" ", "").replace(SPACE, " ").replace(NEWLINE, "\n")
-
-    def save(self, folder: Path) -> None:
-        """Copy the SentencePiece model into a checkpoint folder."""
-        shutil.copyfile(self.model_path, folder / self.file_name)
+        return super().decode(ids).replace(" ", "").replace(SPACE, " ").replace(NEWLINE, "\n")
 
 
 def segment(text: str) -> str:
@@ -145,4 +127,13 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-Tokenizer = PanGuTokenizer
+def open_tokenizer(path: str | Path) -> PieceTokenizer:
+    """The tokenizer of PanGu-alpha or of openPangu that a file holds.
+
+    Raises:
+        ConfigError: no SentencePiece model.
+    """
+    return OpenPanguTokenizer(path) if has_turns(PieceTokenizer(path)) else PanGuTokenizer(path)
+
+
+FILE_NAMES = ("tokenizer.model",)

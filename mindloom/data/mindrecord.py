@@ -78,7 +78,7 @@ def read_mindrecord(files: tuple[Path, ...], out: Path, family: str, tokenizer_p
     problems += [f"{path}: is there already; remove it or give another name" for path in [out] if path.exists()]
     if problems:
         raise ConfigError(problems)
-    tokenizer: Tokenizer = family_module(family, "tokenizer").Tokenizer(tokenizer_path)
+    tokenizer: Tokenizer = family_module(family, "tokenizer").open_tokenizer(tokenizer_path)
     folder = partial_folder(out)
     try:
         count = _fill(folder, files, family, tokenizer, tokenizer_path, column)

@@ -153,7 +153,7 @@ def _tokenize(
 def _load(job: Job) -> Tokenizer:
     if not job.tokenizer.exists():
         raise ConfigError(f"{job.tokenizer}: there is no such tokenizer")
-    tokenizer: Tokenizer = family_module(job.family, "tokenizer").Tokenizer(job.tokenizer)
+    tokenizer: Tokenizer = family_module(job.family, "tokenizer").open_tokenizer(job.tokenizer)
     return tokenizer
 
 

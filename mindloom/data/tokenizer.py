@@ -4,16 +4,27 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
 
 
+class Message(NamedTuple):
+    """What one side of a conversation said."""
+
+    role: str
+    """system, user or assistant."""
+    content: str
+
+
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Text to token ids and back. One that knows how its model was taught to talk has `chat(messages) -> str` besides, and
+    one that knows how it was taught to fill gaps `infill(before, after) -> str`: the prompts, to be encoded.
+    """
 
     file_name: str
     """Of the tokenizer in a checkpoint folder."""
@@ -46,13 +57,47 @@ def load_tokenizer(family: str, path: Path, model: ModelConfig) -> Tokenizer:
     """
     if not path.exists():
         raise ConfigError(f"{path}: there is no such tokenizer; name one with --tokenizer")
-    tokenizer: Tokenizer = family_module(family, "tokenizer").Tokenizer(path)
+    tokenizer: Tokenizer = family_module(family, "tokenizer").open_tokenizer(path)
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"{path}: {tokenizer.vocab_size} pieces do not fit the model's vocab_size {model.vocab_size}; "
             "use the tokenizer the model is made for, or another vocab_size"
         )
     return tokenizer
+
+
+def find_tokenizer(family: str, folder: Path) -> Path:
+    """The tokenizer in a checkpoint folder, or in one of token files; where it would be, if there is none."""
+    names: tuple[str, ...] = family_module(family, "tokenizer").FILE_NAMES
+    return next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+    """What an assistant's answer to `messages` continues.
+
+    Raises:
+        ConfigError: the tokenizer's model was not taught to talk.
+    """
+    return _own_form(tokenizer, "chat", "--chat", messages)
+
+
+def infill_prompt(tokenizer: Tokenizer, before: str, after: str) -> str:
+    """What the text between `before` and `after` continues.
+
+    Raises:
+        ConfigError: the tokenizer's model was not taught to fill gaps.
+    """
+    return _own_form(tokenizer, "infill", "--suffix", before, after)
+
+
+def _own_form(tokenizer: Tokenizer, name: str, flag: str, *arguments: object) -> str:
+    form = getattr(tokenizer, name, None)
+    if form is None:
+        raise ConfigError(
+            f"{flag}: {type(tokenizer).__name__} is of a model that continues text and was taught nothing else"
+        )
+    prompt: str = form(*arguments)
+    return prompt
 
 
 def content_hash(path: Path) -> str:
@@ -69,7 +114,7 @@ def special_token(family: str, path: Path, name: str) -> int:
     """
     if not path.exists():
         raise ConfigError(f"{path}: there is no such tokenizer")
-    tokenizer: Tokenizer = family_module(family, "tokenizer").Tokenizer(path)
+    tokenizer: Tokenizer = family_module(family, "tokenizer").open_tokenizer(path)
     found = [int(name)] if name.isdigit() else tokenizer.encode(name)
     if len(found) != 1 or found[0] >= tokenizer.vocab_size or found[0] == tokenizer.eod_id:
         raise ConfigError(

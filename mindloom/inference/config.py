@@ -12,7 +12,7 @@ from typing import Literal
 from mindloom.checkpoint.io import load_config
 from mindloom.cli import option
 from mindloom.data.documents import decode_text, json_lines
-from mindloom.data.tokenizer import Tokenizer, load_tokenizer
+from mindloom.data.tokenizer import Message, Tokenizer, chat_prompt, find_tokenizer, infill_prompt, load_tokenizer
 from mindloom.errors import ConfigError, Problems, did_you_mean
 from mindloom.inference.cache import num_slots_for
 from mindloom.inference.sampling import SamplingConfig
@@ -43,6 +43,8 @@ class GenerateConfig(SamplingConfig):
     language: str | None = option(
         None, "name the programming language to the model, and stop where the function that the prompt began ends"
     )
+    chat: bool = option(False, "each prompt is what a user says; put it as the model was taught to talk")
+    suffix: str | None = option(None, "text behind the gap that is to be filled, for models that were taught that")
     stop_ids: tuple[Natural, ...] = option((), "tokens that end the output, besides end-of-document")
     tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
     strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
@@ -85,7 +87,7 @@ class Job:
 
     @property
     def stop_ids(self) -> list[int]:
-        return sorted({self.model.eod_id, *self.config.stop_ids})
+        return sorted({self.model.eod_id, *self.model.stop_ids, *self.config.stop_ids})
 
 
 def check(config: GenerateConfig, num_processes: int | None, prompts: list[tuple[str, str]] | None = None) -> Job:
@@ -115,6 +117,8 @@ def check(config: GenerateConfig, num_processes: int | None, prompts: list[tuple
         named = [] if config.interactive else problems.of(read_prompts, config, strategy)
     if language and named:
         named = [(name, language.tagged(prompt)) for name, prompt in named]
+    if tokenizer and named:
+        named = problems.of(_in_form, config, tokenizer, named)
     if tokenizer and model and config.max_new_tokens > 0:
         wrong = [p for place in named or [] for p in prompt_problems(*place, tokenizer, model, config.max_new_tokens)]
         problems += wrong[:8] + ([f"and {len(wrong) - 8} more prompts like these"] if len(wrong) > 8 else [])
@@ -125,8 +129,16 @@ def check(config: GenerateConfig, num_processes: int | None, prompts: list[tuple
 
 
 def _tokenizer(config: GenerateConfig, family: str, model: ModelConfig) -> Tokenizer:
-    own = config.checkpoint / family_module(family, "tokenizer").Tokenizer.file_name
-    return load_tokenizer(family, config.tokenizer or own, model)
+    return load_tokenizer(family, config.tokenizer or find_tokenizer(family, config.checkpoint), model)
+
+
+def _in_form(config: GenerateConfig, tokenizer: Tokenizer, named: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The prompts as a user's messages, or with a gap behind them."""
+    if config.chat:
+        return [(name, chat_prompt(tokenizer, [Message("user", text)])) for name, text in named]
+    if config.suffix is not None:
+        return [(name, infill_prompt(tokenizer, text, config.suffix)) for name, text in named]
+    return named
 
 
 @dataclass(frozen=True)
@@ -217,6 +229,8 @@ def _own_problems(config: GenerateConfig, model: ModelConfig | None) -> list[str
         problems.append("--interactive takes texts of one line; use --prompt or --prompt-file with --language")
     if config.interactive and config.json:
         problems.append("--interactive prints text; leave out --json")
+    if config.chat + (config.suffix is not None) + bool(config.language) > 1:
+        problems.append("--chat, --suffix and --language each put a prompt in another form; give one of them")
     if config.logprobs and not config.json:
         problems.append("--logprobs is part of the --json output; add --json")
     if "" in config.stop:

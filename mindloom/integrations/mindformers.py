@@ -28,7 +28,7 @@ from mindspore import Tensor
 from numpy.typing import NDArray
 
 from mindloom.checkpoint.io import load_config
-from mindloom.data.tokenizer import Tokenizer, load_tokenizer
+from mindloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from mindloom.errors import ConfigError, did_you_mean
 from mindloom.inference.cache import num_slots_for
 from mindloom.inference.decoding import Cached
@@ -37,7 +37,7 @@ from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
 from mindloom.inference.score import compute_logits
 from mindloom.models.config import ModelConfig
-from mindloom.models.family import family_module, size_config
+from mindloom.models.family import size_config
 from mindloom.reader import Document, fields_from
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import prepare_environment
@@ -246,7 +246,7 @@ class _Tokenizer(_tokenization.PreTrainedTokenizer):
     def from_pretrained(cls, folder: str | Path, *unused: Any, **others: Any) -> _Tokenizer:
         """The tokenizer in a checkpoint folder."""
         family, model = load_config(Path(folder))
-        path = Path(folder) / family_module(family, "tokenizer").Tokenizer.file_name
+        path = find_tokenizer(family, Path(folder))
         return cls(path, load_tokenizer(family, path, model))
 
     @property

@@ -17,7 +17,7 @@ from mindloom.data.blend import BLENDS, Part, read_blend, short_datasets
 from mindloom.data.documents import read_documents
 from mindloom.data.order import MOST_STEPS, Sizes, growing_seq_lens, ramped_batch_sizes
 from mindloom.data.token_file import is_token_file
-from mindloom.data.tokenizer import content_hash
+from mindloom.data.tokenizer import content_hash, find_tokenizer
 from mindloom.errors import ConfigError, Problems
 from mindloom.files import unwritable
 from mindloom.models.config import ComputeDtype, ModelConfig
@@ -224,7 +224,7 @@ def _data_problems(config: TrainConfig, model: ModelConfig, parts: list[Part], s
             "loss_ignore_id in --config"
         )
     if config.tokenizer and config.tokenizer.exists():
-        kept = parts[0].tokens.folder / family_module(info.family, "tokenizer").Tokenizer.file_name
+        kept = find_tokenizer(info.family, parts[0].tokens.folder)
         if content_hash(config.tokenizer) not in (info.tokenizer, content_hash(kept)):
             problems.append(f"--tokenizer {config.tokenizer} is not the one {config.data} was made with; leave it out")
     return problems
@@ -234,7 +234,7 @@ def _with_own_tokenizer(config: TrainConfig) -> TrainConfig:
     """With the tokenizer of the checkpoint it starts from, if no other is named."""
     if config.from_checkpoint is None or config.tokenizer is not None:
         return config
-    path = config.from_checkpoint / family_module(config.model, "tokenizer").Tokenizer.file_name
+    path = find_tokenizer(config.model, config.from_checkpoint)
     return dataclasses.replace(config, tokenizer=path) if path.exists() else config
 
 

@@ -14,7 +14,7 @@ from mindloom.data.loader import Dataset, Loader, rows_of_rank
 from mindloom.data.sources import Source
 from mindloom.data.token_file import TokenFile
 from mindloom.data.tokenize import Job, tokenize
-from mindloom.data.tokenizer import Tokenizer, content_hash, load_tokenizer
+from mindloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, load_tokenizer
 from mindloom.errors import ConfigError
 from mindloom.files import made_once, write_atomically
 from mindloom.models.family import family_module
@@ -27,7 +27,6 @@ def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
     Raises:
         ConfigError: the tokenizer or the token files do not fit the model.
     """
-    module = family_module(run.config.model, "tokenizer")
     if run.parts is None:
         tokenizer, part = _tokenized(run, rank)
         parts = [part]
@@ -35,7 +34,7 @@ def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
             raise ConfigError([*problems, "give more text, or a smaller --seq-len"])
     else:
         parts = run.parts
-        path = run.config.tokenizer or parts[0].tokens.folder / module.Tokenizer.file_name
+        path = run.config.tokenizer or find_tokenizer(run.config.model, parts[0].tokens.folder)
         tokenizer = load_tokenizer(run.config.model, path, run.model)
     datasets = [Dataset(part.name, part.tokens, part.weight, _ignored(run, rank, part.tokens)) for part in parts]
     mesh = run.strategy.mesh
@@ -64,7 +63,7 @@ def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, Part]:
         folder.mkdir(parents=True, exist_ok=True)
     path = config.tokenizer
     if path is None:
-        name = Path(module.Tokenizer.file_name)
+        name = Path(module.FILE_NAMES[0])
         path = folder / f"{name.stem}-{content.hexdigest()[:16]}-{run.model.vocab_size}{name.suffix}"
 
         def train_tokenizer(partial: Path) -> None:

@@ -74,7 +74,7 @@ def test_words_are_those_of_jieba():
 def test_a_trained_tokenizer_has_the_released_special_ids(write):
     texts = ["明月几时有，把酒问青天。\n不知天上宫阙", "小城在山脚下，一条河从城中穿过。 春天 来了"] * 20
     tokenizer = PanGuTokenizer(write("t.model", train_tokenizer(texts, 100)))
-    assert [tokenizer._pieces.id_to_piece(i) for i in range(10)] == list(SPECIAL)
+    assert [tokenizer.pieces.id_to_piece(i) for i in range(10)] == list(SPECIAL)
     assert tokenizer.vocab_size <= 100
     assert tokenizer.decode(tokenizer.encode("明月 青天\n小城")) == "明月 青天\n小城"
 

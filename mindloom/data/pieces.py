@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tokenizers that read a SentencePiece model file share."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import sentencepiece
+
+from mindloom.errors import ConfigError
+
+
+class PieceTokenizer:
+    """A SentencePiece model, and special tokens that are not found in ordinary text."""
+
+    file_name = "tokenizer.model"
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise ConfigError(f"{path}: there is no such tokenizer model")
+        try:
+            self.pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError):
+            raise ConfigError(f"{path}: not a SentencePiece model") from None
+        self.special: Mapping[str, int] = {}
+        """Name of a special token -> its id."""
+        self.prefix: list[int] = []
+        """What every text begins with."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.pieces.get_piece_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids; names of special tokens in the text are these tokens."""
+        return self.prefix + encode_with(text, self.special, self.encode_text)
+
+    def encode_document(self, text: str) -> list[int]:
+        """Token ids of a text of a corpus, in which a name of a special token is text."""
+        return self.prefix + self.encode_text(text)
+
+    def encode_text(self, text: str) -> list[int]:
+        ids: list[int] = self.pieces.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; tokens that stand for none are left out."""
+        known = self.pieces.get_piece_size()
+        text: str = self.pieces.decode([int(i) for i in ids if 0 <= int(i) < known])
+        return text
+
+    def save(self, folder: Path) -> None:
+        """Copy the SentencePiece model into a checkpoint folder."""
+        shutil.copyfile(self.path, folder / self.file_name)
+
+
+def encode_with(text: str, special: Mapping[str, int], encode: Callable[[str], list[int]]) -> list[int]:
+    """Ids of a text in which the names of special tokens stand for these."""
+    if not any(name in text for name in special):
+        return encode(text)
+    names = sorted(special, key=len, reverse=True)
+    ids: list[int] = []
+    for i, part in enumerate(re.split("(" + "|".join(map(re.escape, names)) + ")", text)):
+        ids += [special[part]] if i % 2 else encode(part) if part else []
+    return ids

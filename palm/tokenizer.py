@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tokenizer as PaLM's: SentencePiece that loses nothing. White space is kept, digits stand alone, and what the vocabulary
+does not have is spelled in bytes. Source: arXiv:2204.02311 section 2.2. Google's own was not published.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+import sentencepiece
+
+from mindloom.data.pieces import PieceTokenizer
+from mindloom.errors import ConfigError
+
+END = "</s>"
+LEAST = 3 + 256 + 10
+LONGEST_LINE = 1000
+"""Characters; SentencePiece passes lines of more than 4192 bytes over."""
+
+
+class PaLMTokenizer(PieceTokenizer):
+    """Reads a SentencePiece model of `train_tokenizer`. `decode(encode(text))` is the text."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self.eod_id: int = self.pieces.eos_id()
+        if self.eod_id < 0:
+            raise ConfigError(f"{path}: not PaLM's tokenizer: it has no token that ends a text")
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
+    """A SentencePiece model of at most `vocab_size` pieces: <unk> 0, </s> 1, a piece for each byte.
+
+    Raises:
+        ConfigError: `vocab_size` leaves no room for bytes and digits.
+    """
+    if vocab_size < LEAST:
+        raise ConfigError(f"a vocabulary of {vocab_size} is too small for {LEAST} bytes, digits and special pieces")
+    lines = (
+        document[start : start + LONGEST_LINE]
+        for document in documents
+        for start in range(0, len(document), LONGEST_LINE)
+    )
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        character_coverage=0.9995,
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        add_dummy_prefix=False,
+        unk_id=0,
+        eos_id=1,
+        bos_id=-1,
+        pad_id=-1,
+        num_threads=1,
+        input_sentence_size=200_000,
+        shuffle_input_sentence=True,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+open_tokenizer = PaLMTokenizer
+FILE_NAMES = ("tokenizer.model",)

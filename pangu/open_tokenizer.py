@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""openPangu's tokenizer: SentencePiece with special tokens among its pieces, and the form of its conversations.
+
+Source: openPangu-Embedded-7B-V1.1 tokenization_openpangu.py, tokenizer_config.json and its chat template. The released
+vocabulary is not at hand here: this is tested on one made in its format. Text between special tokens is tokenized on its own,
+as the released class does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindloom.data.pieces import PieceTokenizer
+from mindloom.data.tokenizer import Message
+from mindloom.errors import ConfigError
+
+TURN, END = "[unused9]", "[unused10]"
+SPECIAL = ("<|User|>:", "<|Bot|>:", *(f"[unused{i}]" for i in range(34)))
+ROLES = {"system": "系统", "user": "用户", "assistant": "助手", "tool": "工具"}
+
+
+class OpenPanguTokenizer(PieceTokenizer):
+    """Reads the SentencePiece model of openPangu-Embedded or Pangu Pro MoE."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        if not has_turns(self):
+            raise ConfigError(f"{path}: not openPangu's tokenizer: it has no piece {END}")
+        ids = {name: self.pieces.piece_to_id(name) for name in SPECIAL}
+        self.special = {name: i for name, i in ids.items() if i != self.pieces.unk_id()}
+        self.prefix = [self.pieces.bos_id()]
+        self.eod_id: int = self.special[END]
+
+    def chat(self, messages: Sequence[Message]) -> str:
+        """The published template, up to where the assistant speaks. Without a system message there is an empty one."""
+        if not messages or messages[0].role != "system":
+            messages = [Message("system", ""), *messages]
+        turns = "".join(f"{TURN}{ROLES[m.role]}：{m.content}{END}" for m in messages)
+        return f"{turns}{TURN}{ROLES['assistant']}："
+
+
+def has_turns(tokenizer: PieceTokenizer) -> bool:
+    """Whether a SentencePiece model has the pieces that open and close a turn."""
+    return all(tokenizer.pieces.piece_to_id(name) != tokenizer.pieces.unk_id() for name in (TURN, END))

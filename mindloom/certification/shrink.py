@@ -74,7 +74,13 @@ def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
             shard_accumulated_gradients=zero.shard_accumulated_gradients,
         )
     return dataclasses.replace(
-        strategy, mesh=mesh, pipeline=pipeline, optimizer_parallel=zero, recompute=recompute, lines={}
+        strategy,
+        mesh=mesh,
+        pipeline=pipeline,
+        optimizer_parallel=zero,
+        recompute=recompute,
+        sequence_parallel=strategy.sequence_parallel and mesh.tp > 1,
+        lines={},
     )
 
 
@@ -114,6 +120,7 @@ def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> Model
         seq_len=SEQ_LEN,
         eod_id=min(model.eod_id, 9),
         loss_ignore_id=min(model.loss_ignore_id, 6),
+        stop_ids=(),
         compute_dtype="float32",
     )
 

@@ -41,6 +41,19 @@ def size_config(family: str, size: str) -> ModelConfig:
     return sizes[size]
 
 
+def family_and_size(name: str) -> tuple[str, str]:
+    """What a shipped strategy is for, by its name: `pangu_13b_tp8`.
+
+    Raises:
+        ConfigError: it begins with no family and size.
+    """
+    sizes = [(family, size) for family in FAMILIES for size in family_module(family, "config").SIZES]
+    found = [(family, size) for family, size in sizes if name.startswith(f"{family}_{size}_")]
+    if not found:
+        raise ConfigError(f"{name}: begins with no FAMILY_SIZE_")
+    return max(found, key=lambda pair: len(pair[1]))
+
+
 @functools.cache
 def sources_hash() -> str:
     """Of every source file that has a say in what is computed: this package's and the families'."""

@@ -20,6 +20,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.graph._parse import compile_config
 from mindspore.graph.api import _cell_graph_executor
+from mindspore.parallel._auto_parallel_context import auto_parallel_context as mindspores_context
 from mindspore.train import mind_ir_pb2 as mind_ir
 from numpy.typing import NDArray
 
@@ -97,10 +98,10 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
         search_mode="sharding_propagation",
         full_batch=True,  # every rank is given the whole batch; the graph takes its part
         device_num=mesh.size,
-        global_rank=rank,
         pipeline_stages=mesh.pp,
         **settings,
     )
+    mindspores_context()._context_handle.set_global_rank(rank)  # MindSpore's Python refuses ranks from 4096 on
 
 
 def partition(

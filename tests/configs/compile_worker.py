@@ -13,8 +13,7 @@ import mindspore as ms
 import numpy as np
 from mindspore.nn.utils import no_init_parameters
 
-from mindloom.models.config import ModelConfig
-from mindloom.models.family import family_module, size_config
+from mindloom.models.family import family_and_size, family_module, size_config
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.compile import partition
@@ -33,13 +32,23 @@ def reduced(family, size, mesh):
         return dataclasses.replace(size_config(family, size), num_layers=2, dropout_rate=0.0)
     replicas = mesh.dp * mesh.tp
     width = max(16 * mesh.tp, replicas)
-    return ModelConfig(
+    whole = size_config(family, size)
+    grouped = whole.kv_heads < whole.num_heads
+    return dataclasses.replace(
+        whole,
         vocab_size=max(64 * mesh.tp, mesh.tp * mesh.dp),
         hidden_size=width,
-        num_heads=mesh.tp,
+        num_heads=2 * mesh.tp if grouped else mesh.tp,
+        num_kv_heads=min(whole.kv_heads, mesh.tp) if grouped else None,
+        head_dim=max(16, mesh.dp) if grouped else None,
+        ffn_hidden_size=4 * width,
+        rope_dim=None,
         num_layers=max(2, mesh.pp),
         seq_len=max(SEQ_LEN, replicas),
         dropout_rate=0.0,
+        eod_id=0,
+        loss_ignore_id=0,
+        stop_ids=(),
     )
 
 
@@ -53,7 +62,7 @@ def compile_rank(path, rank, rules=None):
         strategy = dataclasses.replace(
             strategy, pipeline=dataclasses.replace(strategy.pipeline, num_microbatches=mesh.pp)
         )
-    family, size, *_ = Path(path).stem.split("_")
+    family, size = family_and_size(Path(path).stem)
     with virtual_ascend(rank, mesh.size):
         all_reduce = ms.ops.AllReduce(group=WORLD)
     with no_init_parameters():
@@ -72,7 +81,7 @@ def compile_rank(path, rank, rules=None):
     for node, primitive in collective_nodes(graph.model):
         values = attributes(primitive)
         part = "backward" if node.domain.startswith("Gradients") else "forward"
-        layer = "layer" if "-DecoderLayer" in node.domain or "-QueryLayer" in node.domain else "other"
+        layer = "layer" if "Layer/" in node.domain else "other"
         of_parameter = "mirror" in primitive.instance_name or "parallel_optimizer" in primitive.instance_name
         kind = "gradient" if of_parameter and part == "backward" else part
         times = microbatches if id(node) in in_network else 1
@@ -84,6 +93,8 @@ def compile_rank(path, rank, rules=None):
         "microbatches": microbatches,
         "layers": sum(len(layers) for layers in report.layers_of_stages[stage : stage + 1]) or config.num_layers,
         "counts": counts,
+        "block": config.block,
+        "tied": int(config.tied_embedding),
         "parameters": len(held),
         "cut_by_optimizer": sum(p.optimizer_shards > 1 for p in held),
         "foreseen_wrong": [p.name for p in held if graph.parameters.get(p.name) != p.local_shape],

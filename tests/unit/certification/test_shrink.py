@@ -7,7 +7,7 @@ import pytest
 from conftest import CONFIGS
 
 from mindloom.certification.shrink import BATCH, SEQ_LEN, small_meshes, small_model, small_strategies
-from mindloom.models.family import size_config
+from mindloom.models.family import family_and_size, size_config
 from mindloom.strategy.checks import batch_problems, model_problems, strategy_problems
 from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.loader import load_strategy
@@ -20,7 +20,7 @@ SHIPPED = sorted(path for path in CONFIGS.glob("*.yaml") if load_strategy(path).
 @pytest.mark.parametrize("processes", [4, 8])
 def test_every_shipped_strategy_has_a_likeness(path, processes):
     strategy = load_strategy(path)
-    family, size = path.stem.split("_")[:2]
+    family, size = family_and_size(path.stem)
     model = size_config(family, size)
     small, small_config = (
         small_strategies(strategy, model.num_layers, processes),
@@ -31,7 +31,7 @@ def test_every_shipped_strategy_has_a_likeness(path, processes):
     for one in small:
         assert one.mesh.size <= processes
         assert one.rules == strategy.rules
-        assert one.sequence_parallel == strategy.sequence_parallel
+        assert one.sequence_parallel == (strategy.sequence_parallel and one.mesh.tp > 1)
         problems = strategy_problems(one) + model_problems(one, small_config)
         assert problems + batch_problems(one, BATCH, SEQ_LEN) == []
     assert any(one.optimizer_parallel for one in small) == bool(strategy.optimizer_parallel)

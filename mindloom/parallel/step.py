@@ -6,13 +6,13 @@ from __future__ import annotations
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-_square_sum = ops.MultitypeFuncGraph("square_sum")
+square_sum = ops.MultitypeFuncGraph("square_sum")
 _scale = ops.MultitypeFuncGraph("scale")
 _add, _assign_sub = ops.Add(), ops.AssignSub()
 _clear = ops.MultitypeFuncGraph("clear")
 
 
-@_square_sum.register("Float", "Tensor")
+@square_sum.register("Float", "Tensor")
 def _square_sum_of(share, x):
     return ops.ReduceSum()(ops.square(ops.cast(x, mstype.float32))) * share
 
@@ -75,7 +75,7 @@ class TrainStep(nn.Cell):
         used = gradients if self.optimizer_parallel else accumulated
         if self.scale != 1.0:
             loss, used = loss * self.scale, self.map(ops.partial(_scale, Tensor(self.scale, mstype.float32)), used)
-        square = self.add_n(self.map(_square_sum, self.shares, used))
+        square = self.add_n(self.map(square_sum, self.shares, used))
         if self.all_reduce is not None:
             square = self.all_reduce(square)
         norm = self.sqrt(square)

@@ -69,8 +69,10 @@ class TrainConfig:
     accumulate: Count = option(
         1, "parts a step's batch is cut into, one after another, to save memory (pipelines: num_microbatches)"
     )
-    optimizer: Literal["adamw-original", "adamw", "sgd"] = option(
-        "adamw-original", "adamw-original has no bias correction, as PanGu and CodeGeeX were trained"
+    optimizer: Literal["adamw-original", "adamw", "sgd", "adafactor", "adafactor-factored"] = option(
+        "adamw-original",
+        "adamw-original has no bias correction, as PanGu and CodeGeeX were trained; adafactor is PaLM's; factored it keeps "
+        "the second moment's rows and columns only",
     )
     learning_rate: NotNegative | None = option(None, "highest rate; the family's own for this size without it")
     min_learning_rate: NotNegative | None = option(None, "rate at the end of the cosine")
@@ -79,7 +81,9 @@ class TrainConfig:
     adam_beta1: Rate = option(0.9, "decay of AdamW's first moment")
     adam_beta2: Rate = option(0.95, "decay of AdamW's second moment")
     adam_epsilon: NotNegative = option(1e-8, "added to the root of AdamW's second moment")
-    weight_decay: NotNegative = option(0.1, "on matrices and embeddings")
+    weight_decay: NotNegative = option(
+        0.1, "on matrices and embeddings; adafactor's, on all, is times the square of the rate, PaLM's 1"
+    )
     max_grad_norm: NotNegative = option(1.0, "clip gradients to this global norm; 0 measures it and clips nothing")
     dropout: Rate | None = option(None, "dropout rate; the size's own without it")
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
@@ -155,6 +159,7 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
     )
     problems += _data_problems(config, model, parts, seq_len) if model and parts else []
     if strategy:
+        problems += _optimizer_problems(config, strategy)
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []
         problems += model_problems(strategy, model) if model else []
         for batch_size, length in sizes.shapes() if sizes else []:
@@ -251,6 +256,18 @@ def _model_config(config: TrainConfig) -> ModelConfig:
     if config.dropout is not None:
         model = fields_from(ModelConfig, Document("--dropout", {"dropout_rate": config.dropout}), model)
     return model if config.compute_dtype is None else dataclasses.replace(model, compute_dtype=config.compute_dtype)
+
+
+def _optimizer_problems(config: TrainConfig, strategy: Strategy) -> Iterator[str]:
+    if config.optimizer != "adafactor-factored":
+        return
+    if strategy.mesh.size > strategy.mesh.dp or strategy.optimizer_parallel:
+        yield (
+            f"--optimizer adafactor-factored needs whole matrices on every rank: dp alone, without optimizer_parallel, not "
+            f"{strategy.mesh}; use adafactor"
+        )
+    if config.save_every or config.save_minutes or config.resume:
+        yield "--optimizer adafactor-factored: its state is not saved; use adafactor, or leave out --save-every and --resume"
 
 
 def _place_problems(config: TrainConfig) -> Iterator[str]:

@@ -32,11 +32,11 @@ def is_decayed(name: str) -> bool:
     return not name.endswith("bias") and "norm" not in name
 
 
-def _number(name: str) -> Parameter:
+def optimizer_number(name: str) -> Parameter:
     return Parameter(Tensor(0.0, mstype.float32), name=f"optimizer_{name}", requires_grad=False)
 
 
-def _set(parameter: Parameter, value: float) -> None:
+def set_number(parameter: Parameter, value: float) -> None:
     parameter.set_data(Tensor(value, mstype.float32))
 
 
@@ -57,7 +57,11 @@ class AdamW(nn.Cell):
         self.moments2 = self.parameters.clone(prefix="adam_v", init="zeros")
         self.beta1, self.beta2 = beta1, beta2
         self.epsilon, self.weight_decay, self.bias_correction = epsilon, weight_decay, bias_correction
-        self.rate, self.adapted_epsilon, self.decay = _number("rate"), _number("epsilon"), _number("decay")
+        self.rate, self.adapted_epsilon, self.decay = (
+            optimizer_number("rate"),
+            optimizer_number("epsilon"),
+            optimizer_number("decay"),
+        )
         self.decayed = tuple(is_decayed(parameter.name) for parameter in parameters)
         self.map = ops.HyperMap()
 
@@ -66,9 +70,9 @@ class AdamW(nn.Cell):
         scale1, scale2 = 1.0, 1.0
         if self.bias_correction:
             scale1, scale2 = 1 - self.beta1**step, math.sqrt(1 - self.beta2**step)
-        _set(self.rate, learning_rate * scale2 / scale1)
-        _set(self.adapted_epsilon, self.epsilon * scale2)
-        _set(self.decay, self.weight_decay * scale1 / scale2)
+        set_number(self.rate, learning_rate * scale2 / scale1)
+        set_number(self.adapted_epsilon, self.epsilon * scale2)
+        set_number(self.decay, self.weight_decay * scale1 / scale2)
 
     def construct(self, gradients):
         update = ops.partial(_adam, self.rate, self.adapted_epsilon, self.decay, self.beta1, self.beta2)
@@ -81,12 +85,12 @@ class SGD(nn.Cell):
     def __init__(self, parameters: list[Parameter]):
         super().__init__(auto_prefix=False)
         self.parameters = ParameterTuple(parameters)
-        self.rate = _number("rate")
+        self.rate = optimizer_number("rate")
         self.map = ops.HyperMap()
 
     def prepare(self, step: int, learning_rate: float) -> None:
         """Set the numbers of `step`, counted from 1."""
-        _set(self.rate, learning_rate)
+        set_number(self.rate, learning_rate)
 
     def construct(self, gradients):
         return self.map(ops.partial(_sgd, self.rate), self.parameters, gradients)

@@ -32,6 +32,7 @@ from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import is_first_process
 from mindloom.runtime.gather import gather_whole
+from mindloom.train.adafactor import Adafactor
 from mindloom.train.config import Run, TrainConfig
 from mindloom.train.data import describe, prepare_data
 from mindloom.train.metrics import MetricsWriter, StepMetrics
@@ -52,7 +53,7 @@ class Training:
     engine: Engine
     report: Report
     step: TrainStep
-    optimizer: AdamW | SGD
+    optimizer: AdamW | SGD | Adafactor
     loader: Loader
     batches: Prefetched[list[NDArray[Any]]]
     """Inputs of each step."""
@@ -234,7 +235,7 @@ def _compile(training: Training, step: int) -> None:
 
 def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, loader: Loader) -> Training:
     config = run.config
-    optimizer = _optimizer(run, net)
+    optimizer = _optimizer(run, engine, net, report)
     step = TrainStep(
         wrap(net, run.strategy, config.accumulate),
         optimizer,
@@ -260,11 +261,21 @@ def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, loader: 
     return Training(run, engine, report, step.set_train(), optimizer, loader, Prefetched(inputs, config.steps))
 
 
-def _optimizer(run: Run, net: nn.Cell) -> AdamW | SGD:
+def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor:
+    weights = net.trainable_params()
     if run.config.optimizer == "sgd":
-        return SGD(net.trainable_params())
+        return SGD(weights)
+    if run.config.optimizer.startswith("adafactor"):
+        return Adafactor(
+            weights,
+            report.norm_shares([weight.name for weight in weights], engine.rank),
+            engine.all_reduce(),
+            factored=run.config.optimizer == "adafactor-factored",
+            beta1=run.config.adam_beta1,
+            weight_decay=run.config.weight_decay,
+        )
     return AdamW(
-        net.trainable_params(),
+        weights,
         beta1=run.config.adam_beta1,
         beta2=run.config.adam_beta2,
         epsilon=run.config.adam_epsilon,

@@ -2,12 +2,21 @@
 """Trains a tiny model and writes what it did, for test_equal_to_one_device and test_modern_models."""
 
 import dataclasses
+import json
 from pathlib import Path
 
-from mindloom.certification.training import train_decoder
-from mindloom.models.family import size_config
+import mindspore as ms
+import numpy as np
+
+from mindloom.certification.training import decoder_batches, train_decoder
+from mindloom.models.family import family_module, size_config
+from mindloom.parallel.parallelize import parallelize, wrap
+from mindloom.parallel.step import TrainStep
+from mindloom.runtime.engine import Engine
+from mindloom.runtime.gather import gather_whole
 from mindloom.strategy.config import SINGLE_DEVICE, Pipeline
 from mindloom.strategy.loader import load_strategy
+from mindloom.train.adafactor import Adafactor
 
 BATCH = 8
 SMALL = {"vocab_size": 128, "hidden_size": 64, "seq_len": 32}
@@ -40,6 +49,36 @@ def train(path: str, options: list[str], out: str) -> None:
     accumulate, clip = 2 if "accumulate" in options else 1, 0.5 if "clip" in options else None
     engine, report = train_decoder(family, config, strategy, Path(out), BATCH, accumulate, clip)
     check_report(report, engine)
+    engine.close()
+
+
+def train_adafactor(path: str, options: list[str], out: str) -> None:
+    """Five steps of Adafactor. Writes OUT.json (losses) and OUT.npz (weights)."""
+    strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
+    family, size, changes = MODELS[next(option for option in options if option in MODELS)]
+    config = dataclasses.replace(size_config(family, size), num_layers=2, **SMALL, **changes)
+    if strategy.mesh.pp > 1:
+        strategy = dataclasses.replace(strategy, pipeline=Pipeline(num_microbatches=2))
+    engine = Engine(strategy)
+    ms.set_seed(3)
+    net = family_module(family, "model").ModelWithLoss(config)
+    report = parallelize(net, strategy)
+    weights = net.trainable_params()
+    shares, all_reduce = report.norm_shares([weight.name for weight in weights], engine.rank), engine.all_reduce()
+    optimizer = Adafactor(weights, shares, all_reduce, "factored" in options, weight_decay=1.0)
+    step = TrainStep(wrap(net, strategy), optimizer, report, engine.rank, all_reduce).set_train()
+    step.graph_key = {"adafactor": options}
+    engine.prepare(step, *next(decoder_batches(config, BATCH)))
+    losses = []
+    for number, batch in enumerate(decoder_batches(config, BATCH), 1):
+        optimizer.prepare(number, 0.03)
+        losses.append(float(engine.run(step, *batch)[0].asnumpy().reshape(())))
+    own = {parameter.name for parameter in net.get_parameters()}
+    tensors = gather_whole(step, engine, report, Path(f"{out}.parts"), own.__contains__)
+    if tensors is not None:
+        np.savez(f"{out}.npz", **tensors)
+    if engine.speaks:
+        Path(f"{out}.json").write_text(json.dumps(losses))
     engine.close()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders as they are published on Hugging Face, read and written tensor by tensor."""
+"""Model folders as they are published on Hugging Face, read and written some rows of a tensor at a time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +17,11 @@ from numpy.typing import NDArray
 from mindloom.checkpoint.io import CONFIG, check_shapes, load_config, write_config
 from mindloom.checkpoint.reshard import new_folder, publish_new
 from mindloom.checkpoint.tensor_files import (
-    BFLOAT16,
     Described,
     Stored,
     model_files,
-    read_float32,
+    read_rows,
     stored_tensors,
-    to_bfloat16,
     write_model_files,
 )
 from mindloom.errors import ConfigError
@@ -54,15 +53,15 @@ class Source:
     model: ModelConfig
     tensors: dict[str, Stored]
 
-    def read(self, names: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Our parameters out of some of their tensors, in the order of these."""
-        ours, shapes = self.way.tensors(self.model), parameter_shapes(self.model)
-        for name in names:
-            tensor, start = read_float32(self.tensors[name]), 0
-            for part in ours[name]:
-                rows = shapes[part][0]
-                yield part, tensor[start : start + rows]
-                start += rows
+    def rows(self) -> dict[str, tuple[Stored, int, int]]:
+        """Our parameters as rows of their tensors: which, first and behind the last."""
+        shapes, found = parameter_shapes(self.model), {}
+        for name, parts in self.way.tensors(self.model).items():
+            start = 0
+            for part in parts:
+                found[part] = (self.tensors[name], start, start + shapes[part][0])
+                start += shapes[part][0]
+        return found
 
 
 def open_published(folder: Path, family: str | None = None) -> Source:
@@ -102,22 +101,16 @@ def _model(way: Published, document: Document) -> ModelConfig:
 
 
 def import_published(source: Source, target: Path, dtype: Dtype = "float32") -> int:
-    """Write a published folder as one of ours. Returns the bytes of its weights.
-
-    Memory: their largest tensor, twice.
+    """Write a published folder as one of ours, some rows of a tensor at a time. Returns the bytes of its weights.
 
     Raises:
         ConfigError: the target exists or cannot be written.
     """
-    ours = source.way.tensors(source.model)
-    owner = {part: name for name, parts in ours.items() for part in parts}
-    shapes = parameter_shapes(source.model)
-    described = {part: Described(dtype, shapes[part]) for parts in ours.values() for part in parts}
+    rows, shapes = source.rows(), parameter_shapes(source.model)
+    described = {name: Described(dtype, shapes[name]) for name in rows}
 
-    def arrays(names: Sequence[str]) -> Iterator[NDArray[Any]]:
-        for name, array in source.read(list(dict.fromkeys(owner[name] for name in names))):
-            if name in names:  # a file may end between parts of one of their tensors
-                yield _as(array, dtype)
+    def arrays(names: Sequence[str]) -> Iterator[Iterator[NDArray[Any]]]:
+        return (read_rows(*rows[name], dtype) for name in names)
 
     partial = new_folder(target)
     try:
@@ -146,10 +139,10 @@ def export_published(folder: Path, target: Path, model_type: str | None, dtype: 
     described = {name: Described(dtype, shape) for name, shape in way.shapes(model).items()}
     parts = way.tensors(model)
 
-    def arrays(names: Sequence[str]) -> Iterator[NDArray[Any]]:
+    def arrays(names: Sequence[str]) -> Iterator[Iterator[NDArray[Any]]]:
         for name in names:
-            found = [read_float32(tensors[part]) for part in parts[name]]
-            yield _as(found[0] if len(found) == 1 else np.concatenate(found), dtype)
+            found = (tensors[part] for part in parts[name])
+            yield chain.from_iterable(read_rows(tensor, 0, tensor.shape[0], dtype) for tensor in found)
 
     partial = new_folder(target)
     try:
@@ -165,11 +158,7 @@ def export_published(folder: Path, target: Path, model_type: str | None, dtype: 
 
 def read_published(source: Source) -> dict[str, NDArray[np.float32]]:
     """All our parameters at once."""
-    return dict(source.read(list(source.way.tensors(source.model))))
-
-
-def _as(array: NDArray[np.float32], dtype: Dtype) -> NDArray[Any]:
-    return to_bfloat16(array) if dtype == BFLOAT16 else array
+    return {name: np.concatenate(list(read_rows(*rows, "float32"))) for name, rows in source.rows().items()}
 
 
 def _copy_beside(source: Path, target: Path) -> None:

@@ -30,6 +30,8 @@ DTYPES = {
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 LARGEST_HEADER = 100_000_000
 """As the format has it."""
+CHUNK_NUMBERS = 1 << 23
+"""Of a tensor that is read at once."""
 
 
 class Described(NamedTuple):
@@ -57,10 +59,14 @@ def stored(dtype: str) -> str:
     return "uint16" if dtype == BFLOAT16 else dtype
 
 
+Arrays = Iterable[NDArray[Any] | Iterator[NDArray[Any]]]
+"""Tensors, each whole or as its rows, some at a time."""
+
+
 def write_tensor_by_tensor(
     path: Path,
     described: Mapping[str, Described],
-    arrays: Iterable[NDArray[Any]],
+    arrays: Arrays,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write `arrays`, which come in the order of `described`, and make sure that they are on the disk."""
@@ -74,8 +80,11 @@ def write_tensor_by_tensor(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for (name, tensor), array in zip(described.items(), arrays, strict=True):
-            assert (array.dtype.name, array.shape) == (stored(tensor.dtype), tuple(tensor.shape)), name
-            file.write(np.ascontiguousarray(array).data)
+            written = 0
+            for part in array if isinstance(array, Iterator) else [np.asarray(array)]:
+                assert (part.dtype.name, part.shape[1:]) == (stored(tensor.dtype), tuple(tensor.shape[1:])), name
+                written += file.write(np.ascontiguousarray(part).data)
+            assert written == tensor.num_bytes, name
         file.flush()
         os.fsync(file.fileno())
 
@@ -83,7 +92,7 @@ def write_tensor_by_tensor(
 def write_model_files(
     folder: Path,
     described: Mapping[str, Described],
-    arrays: Callable[[Sequence[str]], Iterator[NDArray[Any]]],
+    arrays: Callable[[Sequence[str]], Arrays],
     max_bytes: int,
     metadata: Mapping[str, str] | None = None,
 ) -> int:
@@ -170,14 +179,36 @@ def read_float32(tensor: Stored) -> NDArray[np.float32]:
     Raises:
         ConfigError: it holds no such numbers, or cannot be read.
     """
+    found: NDArray[np.float32] = _read(tensor, 0, math.prod(tensor.shape), "float32").reshape(tensor.shape)
+    return found
+
+
+def read_rows(tensor: Stored, start: int, stop: int, dtype: str) -> Iterator[NDArray[Any]]:
+    """Rows of a tensor of floating-point numbers in another type, some at a time.
+
+    Raises:
+        ConfigError: it holds no such numbers, or cannot be read.
+    """
+    width = math.prod(tensor.shape[1:])
+    step = max(1, CHUNK_NUMBERS // width)
+    for first in range(start, stop, step):
+        last = min(stop, first + step)
+        yield _read(tensor, first * width, (last - first) * width, dtype).reshape(last - first, *tensor.shape[1:])
+
+
+def _read(tensor: Stored, start: int, count: int, dtype: str) -> NDArray[Any]:
+    """Numbers of a tensor, of bfloat16 their bits."""
     if tensor.dtype not in ("float64", "float32", "float16", BFLOAT16):
         raise ConfigError(f"{tensor.path}: {tensor.dtype} numbers are no weights")
+    kind = np.dtype(stored(tensor.dtype))
     try:
-        count = math.prod(tensor.shape)
-        raw = np.fromfile(tensor.path, stored(tensor.dtype), count, offset=tensor.offset).reshape(tensor.shape)
+        raw = np.fromfile(tensor.path, kind, count, offset=tensor.offset + start * kind.itemsize)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{tensor.path}: cannot be read: {error}") from None
-    return from_bfloat16(raw) if tensor.dtype == BFLOAT16 else raw.astype(np.float32, copy=False)
+    if dtype == tensor.dtype:
+        return raw
+    wide = from_bfloat16(raw) if tensor.dtype == BFLOAT16 else raw.astype(np.float32, copy=False)
+    return to_bfloat16(wide) if dtype == BFLOAT16 else wide.astype(dtype, copy=False)
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

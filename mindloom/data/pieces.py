@@ -12,6 +12,9 @@ import sentencepiece
 
 from mindloom.errors import ConfigError
 
+SPACE = "\u2581"
+"""SentencePiece's sign for one, which it also puts in front of every text."""
+
 
 class PieceTokenizer:
     """A SentencePiece model, and special tokens that are not found in ordinary text."""
@@ -48,10 +51,12 @@ class PieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; tokens that stand for none are left out."""
-        known = self.pieces.get_piece_size()
-        text: str = self.pieces.decode([int(i) for i in ids if 0 <= int(i) < known])
-        return text
+        """The text; tokens that stand for none are left out. What does not begin as a text does continues one: a space in
+        front of its first word is kept."""
+        own = [int(i) for i in ids if 0 <= int(i) < self.pieces.get_piece_size()]
+        text: str = self.pieces.decode(own)
+        continues = [int(i) for i in ids[: len(self.prefix)]] != self.prefix
+        return f" {text}" if continues and own and self.pieces.id_to_piece(own[0]).startswith(SPACE) else text
 
     def save(self, folder: Path) -> None:
         """Copy the SentencePiece model into a checkpoint folder."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PanGu and CodeGeeX behind MindFormers' interfaces: importing this registers them with its Auto classes.
+"""PanGu, CodeGeeX and PaLM behind MindFormers' interfaces: importing this registers them with its Auto classes.
 
     import mindloom.integrations.mindformers
     from mindformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
@@ -124,6 +124,10 @@ class CodeGeeXConfig(_Config):
     model_type, family = "codegeex", "codegeex"
 
 
+class PaLMConfig(_Config):
+    model_type, family = "palm", "palm"
+
+
 class _Model(_mindformers.PreTrainedModel):
     """A checkpoint folder of ours, on one device or under a strategy in each process of a job."""
 
@@ -233,6 +237,10 @@ class CodeGeeXForCausalLM(_Model):
     config_class = CodeGeeXConfig
 
 
+class PaLMForCausalLM(_Model):
+    config_class = PaLMConfig
+
+
 class _Tokenizer(_tokenization.PreTrainedTokenizer):
     """A tokenizer of ours; text to ids and back is all its own."""
 
@@ -318,6 +326,10 @@ class CodeGeeXTokenizer(_Tokenizer):
     family = "codegeex"
 
 
+class PaLMTokenizer(_Tokenizer):
+    family = "palm"
+
+
 def _array(ids: Any) -> NDArray[np.int64]:
     array = np.asarray(ids.asnumpy() if isinstance(ids, Tensor) else ids, np.int64)
     return array[None] if array.ndim == 1 else array
@@ -336,6 +348,7 @@ def register() -> None:
     for config, model, tokenizer in (
         (PanGuConfig, PanGuForCausalLM, PanGuTokenizer),
         (CodeGeeXConfig, CodeGeeXForCausalLM, CodeGeeXTokenizer),
+        (PaLMConfig, PaLMForCausalLM, PaLMTokenizer),
     ):
         _mindformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         _mindformers.AutoModel.register(config, model, exist_ok=True)

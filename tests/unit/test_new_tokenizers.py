@@ -54,6 +54,12 @@ def test_openpangu_begins_with_bos_and_knows_its_turns(write):
     chunk = tokenizer.pieces.encode("用户：你好")
     assert any(ids[i : i + len(chunk)] == chunk for i in range(len(ids)))
     assert tokenizer.decode(tokenizer.encode("The lazy dog, 小城")) == "The lazy dog, 小城"
+    quick, brown = tokenizer.encode("quick")[1:], tokenizer.encode("brown")[1:]
+    assert (
+        tokenizer.decode([1, *quick, *brown])
+        == tokenizer.decode([1, *quick]) + tokenizer.decode(brown)
+        == "quick brown"
+    )
     with pytest.raises(ConfigError, match="--suffix: OpenPanguTokenizer"):
         infill_prompt(tokenizer, "a", "b")
 

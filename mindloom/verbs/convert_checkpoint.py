@@ -8,7 +8,7 @@
     mindloom convert-checkpoint --from ours --to ours checkpoint/ ranks/ --ranks-of STRATEGY.yaml
     mindloom convert-checkpoint --from ours --to ours ranks/ checkpoint/ --layouts ranks/layouts --size tiny
 
-Ours is a folder (safetensors and config.json), as is Hugging Face's; between them memory holds some rows of a tensor. The others are
+Ours is a folder (safetensors and config.json), as is Hugging Face's: memory holds some rows of a tensor. The others are
 .npz or MindSpore .ckpt files. With --layouts IN is a folder of MindSpore's files of each rank, rank_0/*.ckpt, ..., put
 together by MindSpore; with --ranks-of OUT becomes one.
 """

@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("farm_worker.py")
 GRACE_S = 3.0
 """After a rank failed the others get this long to answer."""
+MOST_BYTES = 2_000_000_000
+"""Of a process that goes on: MindSpore keeps much of what it compiled, and two farms of seven processes share a machine."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Farm:
             }
             self.connections[rank].sendall(json.dumps(task).encode() + b"\n")
         answers = self._answers(processes, timeout)
-        if None in answers or (processes > 1 and any(answer["code"] for answer in answers)):
+        failed = None in answers or (processes > 1 and any(answer["code"] for answer in answers))
+        if failed or any(_memory(process) > MOST_BYTES for process in self.processes):
             self.close()
         return answers
 
@@ -109,6 +112,14 @@ class Farm:
                     if answers[rank] is None or answers[rank]["code"]:
                         deadline = min(deadline, time.monotonic() + GRACE_S)
         return answers
+
+
+def _memory(process):
+    """Bytes that a process holds."""
+    try:
+        return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):  # it has ended, or there is no /proc
+        return 0
 
 
 ONE, TWO, FOUR = FARMS = (Farm(1), Farm(2), Farm(4))

@@ -182,6 +182,8 @@ MODEL_FIELDS = (
     *("max_decode_length", "top_k", "top_p", "do_sample", "bos_token_id", "ignore_token_id", "compute_dtype"),
 )
 FAMILIES = {"pangualpha": "pangu", "pangu": "pangu", "codegeex": "codegeex"}
+MODELS = {"codegeex2_6b": ("codegeex", "2_6b"), "codegeex4_9b": ("codegeex", "4_9b")}
+"""Whole names that stand for a family and a size."""
 
 
 def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
@@ -315,13 +317,14 @@ def _train(book: Book, strategy: Strategy, train: dict[str, Any]) -> None:
     """Flags of tools/train.py."""
     if "trainer.model_name" in book:
         name = str(book.peek("trainer.model_name"))
-        family, _, size = name.partition("_")
-        if family in FAMILIES:
-            train["model"] = FAMILIES[family]
+        theirs, _, size = name.partition("_")
+        family, size = MODELS.get(name, (FAMILIES.get(theirs), size))
+        if family:
+            train["model"] = family
             train |= {"size": size} if size else {}
-            book.note("trainer.model_name", "renamed", f"--model {FAMILIES[family]}{' --size ' * bool(size)}{size}")
+            book.note("trainer.model_name", "renamed", f"--model {family}{' --size ' * bool(size)}{size}")
         else:
-            book.note("trainer.model_name", "not expressible", f"{name}: the families are pangu and codegeex")
+            book.note("trainer.model_name", "not expressible", f"{name}: no model of ours; see docs/guides/models.md")
     if "optimizer.betas" in book:
         train["adam_beta1"], train["adam_beta2"] = book.take("optimizer.betas", "adam_beta1 and adam_beta2")
     compute_dtype = book.peek(MODEL + "compute_dtype")

@@ -43,7 +43,6 @@ def dry_run(*arguments):
 
 
 OTHER_MODELS = {  # parts that PanGu-alpha has not, each on a mesh where it shows
-    ("pangu", "embedded_tiny"): "dp2_tp2_zero_accumulate",
     ("codegeex", "4_tiny"): "pp2_dp4_tp8_zero",
     ("palm", "tiny"): "pp2_tp2_recompute",
 }

@@ -76,12 +76,12 @@ class GLM4Tokenizer:
             self.special = {name: i for name, i in ids.items() if i is not None}
             self._size = self._whole.get_vocab_size()
         else:
-            ranks = _read_ranks(self.path)
-            self.special = {name: len(ranks) + i for i, name in enumerate(GLM4_SPECIAL)}
+            places = _read_places(self.path)
+            self.special = {name: len(places) + i for i, name in enumerate(GLM4_SPECIAL)}
             self._bpe = tiktoken.Encoding(
-                "glm4", pat_str=GLM4_PIECES, mergeable_ranks=ranks, special_tokens=self.special
+                "glm4", pat_str=GLM4_PIECES, mergeable_ranks=places, special_tokens=self.special
             )
-            self._size = len(ranks) + len(GLM4_SPECIAL)
+            self._size = len(places) + len(GLM4_SPECIAL)
         self.prefix = [self.special["[gMASK]"], self.special["<sop>"]]
         self.eod_id: int = self.special["<|endoftext|>"]
         self._names = {i: name for name, i in self.special.items()}
@@ -145,16 +145,16 @@ def _open_json(path: Path) -> tokenizers.Tokenizer:
         raise ConfigError(f"{path}: not a tokenizer: {str(error).splitlines()[0]}") from None
 
 
-def _read_ranks(path: Path) -> dict[bytes, int]:
-    ranks = {}
+def _read_places(path: Path) -> dict[bytes, int]:
+    places = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line:
             continue
         try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            token, place = line.split()
+            places[base64.b64decode(token, validate=True)] = int(place)
         except (ValueError, binascii.Error):
             raise ConfigError(f"{path}:{number}: not a line of a token in base64 and its rank") from None
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise ConfigError(f"{path}: ranks are not 0 .. {len(ranks) - 1}, each once")
-    return ranks
+    if sorted(places.values()) != list(range(len(places))):
+        raise ConfigError(f"{path}: ranks are not 0 .. {len(places) - 1}, each once")
+    return places

@@ -5,29 +5,32 @@ from typing import Any
 
 from mindloom.models.config import ModelConfig
 
+GLM: dict[str, Any] = {
+    "norm": "rms",
+    "position": "rotary",
+    "rope_pairs": "adjacent",
+    "activation": "silu",
+    "gated_mlp": True,
+    "output_bias": False,
+    "mlp_bias": False,
+    "query_layer": False,
+    "dropout_rate": 0.0,
+    "qkv_init_std": 0.02,
+    "output_init_std": 0.02,
+}
+"""Parts of CodeGeeX2 and 4. Source: config.json of THUDM/codegeex2-6b and THUDM/codegeex4-all-9b."""
+
 
 def _glm(**values: Any) -> ModelConfig:
-    """What CodeGeeX2 and 4 share. Source: config.json of THUDM/codegeex2-6b and THUDM/codegeex4-all-9b."""
     shared: dict[str, Any] = {
         "hidden_size": 4096,
         "num_heads": 32,
         "num_kv_heads": 2,
         "ffn_hidden_size": 13696,
-        "norm": "rms",
-        "position": "rotary",
         "rope_dim": 64,
-        "rope_pairs": "adjacent",
-        "activation": "silu",
-        "gated_mlp": True,
-        "output_bias": False,
-        "mlp_bias": False,
         "tied_embedding": False,
-        "query_layer": False,
-        "dropout_rate": 0.0,
-        "qkv_init_std": 0.02,
-        "output_init_std": 0.02,
     }
-    return ModelConfig(**{**shared, **values})
+    return ModelConfig(**{**GLM, **shared, **values})
 
 
 SIZES = {

@@ -9,9 +9,9 @@ network.
 from collections.abc import Mapping
 from typing import Any
 
-from mindloom.errors import ConfigError
+from codegeex.config import GLM
 from mindloom.models.config import ModelConfig
-from mindloom.models.published import Published, end_tokens, eos_token_id, llama_names, only
+from mindloom.models.published import Published, end_tokens, eos_token_id, llama_names, only, require, rope_theta
 from mindloom.models.weight_names import decoder_tables
 
 TABLES = decoder_tables(word_and_position="backbone.embedding.")
@@ -23,20 +23,6 @@ ALIASES = {
         "backbone.position_embedding.": "backbone.embedding.position_embedding.",
     },
     "megatron": {"module.": "", "model.": ""},
-}
-
-_SHARED = {
-    "norm": "rms",
-    "position": "rotary",
-    "rope_pairs": "adjacent",
-    "activation": "silu",
-    "gated_mlp": True,
-    "output_bias": False,
-    "mlp_bias": False,
-    "query_layer": False,
-    "dropout_rate": 0.0,
-    "qkv_init_std": 0.02,
-    "output_init_std": 0.02,
 }
 
 
@@ -56,7 +42,7 @@ def _read_chatglm(values: Mapping[str, Any]) -> dict[str, Any]:
         },
     )
     return {
-        **_SHARED,
+        **GLM,
         **end_tokens(values),
         "vocab_size": values["padded_vocab_size"],
         "hidden_size": values["hidden_size"],
@@ -103,10 +89,11 @@ def _write_chatglm(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_glm(values: Mapping[str, Any]) -> dict[str, Any]:
-    only(values, {"hidden_act": "silu", "rope_scaling": None, "attention_dropout": 0.0})
+    only(values, {"hidden_act": "silu", "attention_dropout": 0.0})
+    rotary = values.get("rope_parameters") or values
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     return {
-        **_SHARED,
+        **GLM,
         **end_tokens(values),
         "vocab_size": values["vocab_size"],
         "hidden_size": values["hidden_size"],
@@ -117,8 +104,8 @@ def _read_glm(values: Mapping[str, Any]) -> dict[str, Any]:
         "ffn_hidden_size": values["intermediate_size"],
         "seq_len": values["max_position_embeddings"],
         "layer_norm_epsilon": values["rms_norm_eps"],
-        "rope_theta": values["rope_theta"],
-        "rope_dim": int(head_dim * values.get("partial_rotary_factor", 0.5)),
+        "rope_theta": rope_theta(values),
+        "rope_dim": int(head_dim * rotary.get("partial_rotary_factor", 0.5)),
         "qkv_bias": values["attention_bias"],
         "tied_embedding": bool(values.get("tie_word_embeddings", False)),
     }
@@ -153,11 +140,9 @@ def _check(config: ModelConfig) -> None:
     """Raises:
     ConfigError: not the network that CodeGeeX2 and 4 are.
     """
-    wrong = [
-        name for name in ("norm", "position", "rope_pairs", "query_layer") if getattr(config, name) != _SHARED[name]
-    ]
-    if wrong or config.output_bias or config.mlp_bias or config.rotated * 2 != config.head_size:
-        raise ConfigError("only CodeGeeX2 and CodeGeeX4 are written under Hugging Face's names")
+    parts = {name: part for name, part in GLM.items() if not name.endswith("_std")}
+    fixed = {"block": "sequential", "rotated": config.head_size // 2, "logits_scale": 1.0}
+    require(config, {**parts, **fixed}, "CodeGeeX2 or CodeGeeX4")
 
 
 _GATE_UP = ("mlp.gate.weight", "mlp.up.weight")

@@ -6,6 +6,21 @@ from typing import Any
 
 from mindloom.models.config import ModelConfig
 
+PALM: dict[str, Any] = {
+    "num_kv_heads": 1,
+    "block": "parallel",
+    "position": "rotary",
+    "activation": "silu",
+    "gated_mlp": True,
+    "qkv_bias": False,
+    "output_bias": False,
+    "mlp_bias": False,
+    "norm_bias": False,
+    "query_layer": False,
+    "dropout_rate": 0.0,
+}
+"""Parts of every PaLM. Source: arXiv:2204.02311 section 2."""
+
 
 def _palm(hidden_size: int, num_layers: int, num_heads: int, **more: Any) -> ModelConfig:
     """What all sizes share. Source: arXiv:2204.02311 sections 2 and 5, table 1.
@@ -16,21 +31,10 @@ def _palm(hidden_size: int, num_layers: int, num_heads: int, **more: Any) -> Mod
     values: dict[str, Any] = {
         "vocab_size": 256000,
         "head_dim": 256,
-        "num_kv_heads": 1,
         "ffn_hidden_size": 4 * hidden_size,
         "seq_len": 2048,
-        "block": "parallel",
-        "position": "rotary",
-        "activation": "silu",
-        "gated_mlp": True,
-        "qkv_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
-        "norm_bias": False,
-        "query_layer": False,
         "logits_scale": 1 / math.sqrt(hidden_size),
         "z_loss": 1e-4,
-        "dropout_rate": 0.0,
         "eod_id": 1,
         "loss_ignore_id": 1,
         "embedding_init_std": 1.0,
@@ -38,7 +42,9 @@ def _palm(hidden_size: int, num_layers: int, num_heads: int, **more: Any) -> Mod
         "init_std": 1 / math.sqrt(hidden_size),
         "output_init_std": 1 / math.sqrt(4 * hidden_size),
     }
-    return ModelConfig(hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads, **{**values, **more})
+    return ModelConfig(
+        hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads, **{**PALM, **values, **more}
+    )
 
 
 # Parameter counts as published: 8b 8.63 B, 62b 62.50 B, 540b 540.35 B.

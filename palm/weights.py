@@ -6,48 +6,38 @@ from typing import Any
 
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
-from mindloom.models.published import Published, end_tokens, only
+from mindloom.models.published import Published, end_tokens, only, require
 from mindloom.models.weight_names import Name
+from palm.config import PALM
 
 TABLES: dict[str, dict[str, Name]] = {}
 ALIASES: dict[str, dict[str, str]] = {}
 
 
 def _read(values: Mapping[str, Any]) -> dict[str, Any]:
-    only(values, {"rope_pairing": "half"})
+    only(values, {"rope_pairing": "half", "tie_word_embeddings": True})
     return {
+        **PALM,
         **end_tokens(values),
         "vocab_size": values["num_tokens"],
         "hidden_size": values["dim"],
         "num_layers": values["depth"],
         "num_heads": values["heads"],
-        "num_kv_heads": 1,
         "head_dim": values["dim_head"],
         "ffn_hidden_size": values["ff_mult"] * values["dim"],
         "seq_len": values.get("seq_len", 2048),
-        "block": "parallel",
         "layer_norm_epsilon": values.get("layer_norm_eps", 1e-5),
-        "position": "rotary",
         "rope_theta": values.get("rope_theta", 10000.0),
-        "activation": "silu",
-        "gated_mlp": True,
-        "qkv_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
-        "norm_bias": False,
-        "tied_embedding": values.get("tie_word_embeddings", True),
         "logits_scale": values.get("logits_scale", 1.0),
-        "query_layer": False,
         "z_loss": values.get("z_loss_coef", 0.0),
-        "dropout_rate": 0.0,
     }
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    if config.block != "parallel" or config.kv_heads != 1 or config.ffn_size % config.hidden_size:
-        raise ConfigError(
-            "PaLM-pytorch knows parallel blocks, one head of keys and values, and an MLP of whole multiples"
-        )
+    parts = {"norm": "layer", "rope_pairs": "half", "rotated": config.head_size, "tied_embedding": True}
+    require(config, {**PALM, **parts}, "PaLM")
+    if config.ffn_size % config.hidden_size:
+        raise ConfigError(f"PaLM's MLP is a multiple of hidden_size {config.hidden_size}, not {config.ffn_size} wide")
     return {
         "model_type": "palm",
         "num_tokens": config.vocab_size,
@@ -75,6 +65,5 @@ _NAMES = {
     "{i}.fn.ff_out.1.weight": ("layers.{i}.mlp.down.weight",),
     # {n}: one after the last layer
     "{n}.gamma": ("final_norm.weight",),
-    "{n}.weight": ("head.weight",),
 }
 PUBLISHED = (Published("palm", _NAMES, _read, _write, first_layer=1),)

@@ -7,25 +7,28 @@ from typing import Any
 
 from mindloom.models.config import ModelConfig
 
+OPEN_PANGU: dict[str, Any] = {
+    "norm": "rms",
+    "position": "rotary",
+    "activation": "silu",
+    "gated_mlp": True,
+    "mlp_bias": False,
+    "query_layer": False,
+    "dropout_rate": 0.0,
+}
+"""Parts of openPangu-Embedded and Pangu Ultra. Source: config.json and modular_openpangu_dense.py of the former."""
+
 
 def _open_pangu(**values: Any) -> ModelConfig:
-    """What openPangu-Embedded's sizes share. Source: their config.json and modular_openpangu_dense.py."""
     shared: dict[str, Any] = {
         "vocab_size": 153376,
         "seq_len": 32768,
-        "norm": "rms",
-        "position": "rotary",
-        "activation": "silu",
-        "gated_mlp": True,
-        "mlp_bias": False,
-        "query_layer": False,
-        "dropout_rate": 0.0,
         "eod_id": 45892,
         "loss_ignore_id": 45892,
         "qkv_init_std": 0.02,
         "output_init_std": 0.02,
     }
-    return ModelConfig(**{**shared, **values})
+    return ModelConfig(**{**OPEN_PANGU, **shared, **values})
 
 
 def _ultra(hidden_size: int, num_layers: int, **values: Any) -> ModelConfig:

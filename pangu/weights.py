@@ -10,8 +10,9 @@ from typing import Any
 
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
-from mindloom.models.published import Published, end_tokens, eos_token_id, llama_names, only
+from mindloom.models.published import Published, end_tokens, eos_token_id, llama_names, only, require, rope_theta
 from mindloom.models.weight_names import decoder_tables
+from pangu.config import OPEN_PANGU
 
 TABLES = decoder_tables(word_and_position="backbone.")
 
@@ -27,11 +28,13 @@ ALIASES = {
 
 def _read(values: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of openPangu-Embedded, or of a Llama with `attention_bias`."""
-    only(values, {"hidden_act": "silu", "rope_scaling": None, "mlp_bias": False, "attention_dropout": 0.0})
+    only(values, {"hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0.0})
     if values.get("param_sink_number"):
         raise ConfigError("param_sink_number: a network with sink tokens (openPangu-R), which is not built here")
     biases = bool(values.get("bias", values.get("attention_bias", False)))
+    std = values.get("initializer_range", 0.02)
     return {
+        **OPEN_PANGU,
         **end_tokens(values),
         "vocab_size": values["vocab_size"],
         "hidden_size": values["hidden_size"],
@@ -41,33 +44,18 @@ def _read(values: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": values.get("head_dim"),
         "ffn_hidden_size": values["intermediate_size"],
         "seq_len": values.get("max_position_embeddings", 2048),
-        "norm": "rms",
         "layer_norm_epsilon": values.get("rms_norm_eps", 1e-6),
-        "position": "rotary",
-        "rope_theta": values.get("rope_theta", 10000.0),
-        "activation": "silu",
-        "gated_mlp": True,
+        "rope_theta": rope_theta(values, 10000.0),
         "qkv_bias": biases,
         "output_bias": biases,
-        "mlp_bias": False,
         "tied_embedding": bool(values.get("tie_word_embeddings", False)),
-        "query_layer": False,
-        "dropout_rate": 0.0,
-        "qkv_init_std": values.get("initializer_range", 0.02),
-        "init_std": values.get("initializer_range", 0.02),
-        "output_init_std": values.get("initializer_range", 0.02),
+        **dict.fromkeys(("qkv_init_std", "init_std", "output_init_std"), std),
     }
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    if (config.block, config.norm, config.qkv_bias, config.rope_pairs, config.rotated) != (
-        "sequential",
-        "rms",
-        config.output_bias,
-        "half",
-        config.head_size,
-    ):
-        raise ConfigError("only openPangu-Embedded is written under Hugging Face's names")
+    parts = {"block": "sequential", "rope_pairs": "half", "rotated": config.head_size, "output_bias": config.qkv_bias}
+    require(config, {**OPEN_PANGU, **parts, "logits_scale": 1.0}, "openPangu-Embedded")
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

@@ -14,6 +14,8 @@ from mindloom.models.parameters import Shapes, parameter_shapes
 
 LAYER = "{i}"
 """In a name: the number of a layer."""
+BEHIND = "{n}"
+"""In a name: the number behind the last layer's."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,23 @@ class Published:
     first_layer: int = 0
 
     def tensors(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """Their name -> our parameters, for one model."""
+        """Their name -> our parameters, for one model.
+
+        Raises:
+            ConfigError: it has parameters that they have no name for.
+        """
         shapes, result = parameter_shapes(config), {}
         for theirs, ours in self.names.items():
             for layer in range(config.num_layers) if LAYER in theirs else (0,):
                 number = str(layer + self.first_layer if LAYER in theirs else config.num_layers + self.first_layer)
                 parts = tuple(name.replace(LAYER, str(layer)) for name in ours)
                 if parts[0] in shapes:
-                    result[theirs.replace(LAYER, number).replace("{n}", number)] = parts
-        assert sorted(shapes) == sorted(name for parts in result.values() for name in parts), config
+                    result[theirs.replace(LAYER, number).replace(BEHIND, number)] = parts
+        named = {name for parts in result.values() for name in parts}
+        if unnamed := [name for name in shapes if name not in named]:
+            raise ConfigError(
+                f"{self.model_type} has no name for {', '.join(unnamed[:4])}{', ...' * (len(unnamed) > 4)}"
+            )
         return result
 
     def shapes(self, config: ModelConfig) -> Shapes:
@@ -96,6 +106,33 @@ def only(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     wrong = [key for key, value in wanted.items() if values.get(key, value) not in (value, None)]
     if wrong:
         raise ConfigError(f"{key} is {values[key]!r}; only {wanted[key]!r} is built here" for key in wrong)
+
+
+def require(config: ModelConfig, parts: Mapping[str, Any], name: str) -> None:
+    """Hold a configuration against the parts that every model of a kind has.
+
+    Raises:
+        ConfigError: another part.
+    """
+    if wrong := [field for field, part in parts.items() if getattr(config, field) != part]:
+        told = ", ".join(f"{field} {getattr(config, field)!r} instead of {parts[field]!r}" for field in wrong[:3])
+        raise ConfigError(f"not a network that can be written as {name}: {told}")
+
+
+def rope_theta(values: Mapping[str, Any], default: float | None = None) -> float:
+    """Of a config.json, where transformers 4 and 5 write it.
+
+    Raises:
+        ConfigError: angles that are scaled.
+        KeyError: there is none, and no default.
+    """
+    rope = values.get("rope_parameters") or {}
+    only(rope, {"rope_type": "default"})
+    only(values, {"rope_scaling": None})
+    found = rope.get("rope_theta", values.get("rope_theta", default))
+    if found is None:
+        raise KeyError("rope_theta")
+    return float(found)
 
 
 def end_tokens(values: Mapping[str, Any], key: str = "eos_token_id") -> dict[str, Any]:

@@ -81,7 +81,13 @@ def test_networks_that_are_not_built_here_are_refused():
         way.read({**values, "param_sink_number": 128})
     with pytest.raises(ConfigError, match="hidden_act is 'gelu'; only 'silu' is built here"):
         way.read({**values, "hidden_act": "gelu"})
-    with pytest.raises(ConfigError, match="only openPangu-Embedded"):
+    scaled = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}
+    with pytest.raises(ConfigError, match="rope_type is 'yarn'; only 'default' is built here"):
+        way.read({**values, **scaled})
+    assert way.read({**values, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})["rope_theta"] == 5e5
+    with pytest.raises(
+        ConfigError, match="not a network that can be written as openPangu-Embedded: norm 'layer' instead of 'rms'"
+    ):
         way.write(size_config("pangu", "tiny"))
 
 

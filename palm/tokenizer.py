@@ -5,19 +5,14 @@ does not have is spelled in bytes. Source: arXiv:2204.02311 section 2.2. Google'
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from pathlib import Path
 
-import sentencepiece
-
-from mindloom.data.pieces import PieceTokenizer
+from mindloom.data.pieces import PieceTokenizer, train_pieces
 from mindloom.errors import ConfigError
 
 END = "</s>"
 LEAST = 3 + 256 + 10
-LONGEST_LINE = 1000
-"""Characters; SentencePiece passes lines of more than 4192 bytes over."""
 
 
 class PaLMTokenizer(PieceTokenizer):
@@ -38,18 +33,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
     """
     if vocab_size < LEAST:
         raise ConfigError(f"a vocabulary of {vocab_size} is too small for {LEAST} bytes, digits and special pieces")
-    lines = (
-        document[start : start + LONGEST_LINE]
-        for document in documents
-        for start in range(0, len(document), LONGEST_LINE)
-    )
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines,
-        model_writer=model,
+    return train_pieces(
+        documents,
+        vocab_size,
         model_type="bpe",
-        vocab_size=vocab_size,
-        hard_vocab_limit=False,
         character_coverage=0.9995,
         byte_fallback=True,
         split_digits=True,
@@ -57,16 +44,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
         remove_extra_whitespaces=False,
         allow_whitespace_only_pieces=True,
         add_dummy_prefix=False,
-        unk_id=0,
         eos_id=1,
         bos_id=-1,
-        pad_id=-1,
-        num_threads=1,
-        input_sentence_size=200_000,
-        shuffle_input_sentence=True,
-        minloglevel=2,
     )
-    return model.getvalue()
 
 
 open_tokenizer = PaLMTokenizer

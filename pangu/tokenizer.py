@@ -9,7 +9,6 @@ The words are jieba 0.42.1's, found by rjieba (Rust, 25 times as fast) wherever 
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 import warnings
@@ -21,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import rjieba
-import sentencepiece
 
-from mindloom.data.pieces import PieceTokenizer
+from mindloom.data.pieces import PieceTokenizer, train_pieces
 from mindloom.errors import ConfigError
 from pangu.open_tokenizer import OpenPanguTokenizer, has_turns
 
@@ -84,10 +82,6 @@ def _jieba() -> Any:
     return jieba
 
 
-LONGEST_LINE = 1000
-"""Characters; SentencePiece passes lines of more than 4192 bytes over."""
-
-
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
     """A SentencePiece unigram model of at most `vocab_size` pieces, in the released vocabulary's form.
 
@@ -104,27 +98,16 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
         raise ConfigError(f"a vocabulary of {vocab_size} is too small for {len(SPECIAL)} special pieces and characters")
     # SentencePiece wants a piece for 98 % of the text's characters at least; what does not fit is not shown to it.
     rare = {ord(character): None for character, _ in counts.most_common()[room:]}
-    lines = [line.translate(rare)[i : i + LONGEST_LINE] for line in lines for i in range(0, len(line), LONGEST_LINE)]
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=model,
+    return train_pieces(
+        (line.translate(rare) for line in lines),
+        vocab_size,
         model_type="unigram",
-        vocab_size=vocab_size,
-        hard_vocab_limit=False,
         character_coverage=1.0,
         byte_fallback=with_bytes,
         user_defined_symbols=list(SPECIAL[3:]),
-        unk_id=0,
         bos_id=1,
         eos_id=2,
-        pad_id=-1,
-        num_threads=1,
-        input_sentence_size=200_000,
-        shuffle_input_sentence=True,
-        minloglevel=2,
     )
-    return model.getvalue()
 
 
 def open_tokenizer(path: str | Path) -> PieceTokenizer:

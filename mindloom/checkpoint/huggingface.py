@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.checkpoint.io import CONFIG, check_shapes, load_config, write_config
+from mindloom.checkpoint.manifest import MANIFEST
 from mindloom.checkpoint.reshard import new_folder, publish_new
 from mindloom.checkpoint.tensor_files import (
     Described,
@@ -25,6 +26,7 @@ from mindloom.checkpoint.tensor_files import (
     write_model_files,
 )
 from mindloom.errors import ConfigError
+from mindloom.log import milestone
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import FAMILIES, family_module
 from mindloom.models.parameters import parameter_shapes
@@ -96,6 +98,9 @@ def _model(way: Published, document: Document) -> ModelConfig:
         raise ConfigError(f"{document.source}: {error.args[0]} is missing") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{document.source}: {error}") from None
+    if "eod_id" not in fields:
+        eod_id = ModelConfig.eod_id
+        milestone(f"{document.source}: no eos_token_id; documents end with token {eod_id} unless eod_id says otherwise")
     given = {name: value for name, value in fields.items() if value is not None}
     return fields_from(ModelConfig, Document(document.source, given))
 
@@ -123,15 +128,25 @@ def import_published(source: Source, target: Path, dtype: Dtype = "float32") -> 
     return num_bytes
 
 
-def export_published(folder: Path, target: Path, model_type: str | None, dtype: Dtype = "float32") -> tuple[str, int]:
+def export_published(
+    folder: Path,
+    target: Path,
+    family: str | None = None,
+    model_type: str | None = None,
+    dtype: Dtype = "float32",
+) -> tuple[str, int]:
     """Write a model folder of ours as it would be published. Returns the model_type, by default the family's first, which
     transformers opens, and the bytes of the weights.
 
     Raises:
         ConfigError: a family or network that is not published so; the source is damaged, the target exists.
     """
-    family, model = load_config(folder)
-    ways = family_module(family, "weights").PUBLISHED
+    if (folder / MANIFEST).exists():
+        raise ConfigError(f"{folder}: a training checkpoint; write its model whole first: mindloom export-checkpoint")
+    found, model = load_config(folder)
+    if family not in (None, found):
+        raise ConfigError(f"--model {family}: {folder} holds a model of {found}")
+    ways = family_module(found, "weights").PUBLISHED
     way = published_as(ways, model_type, "--model-type") if model_type else ways[0]
     config = way.write(model)
     tensors = stored_tensors(model_files(folder))
@@ -141,8 +156,8 @@ def export_published(folder: Path, target: Path, model_type: str | None, dtype: 
 
     def arrays(names: Sequence[str]) -> Iterator[Iterator[NDArray[Any]]]:
         for name in names:
-            found = (tensors[part] for part in parts[name])
-            yield chain.from_iterable(read_rows(tensor, 0, tensor.shape[0], dtype) for tensor in found)
+            whole = (tensors[part] for part in parts[name])
+            yield chain.from_iterable(read_rows(tensor, 0, tensor.shape[0], dtype) for tensor in whole)
 
     partial = new_folder(target)
     try:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 
@@ -61,6 +63,29 @@ class PieceTokenizer:
     def save(self, folder: Path) -> None:
         """Copy the SentencePiece model into a checkpoint folder."""
         shutil.copyfile(self.path, folder / self.file_name)
+
+
+LONGEST_LINE = 1000
+"""Characters; SentencePiece passes lines of more than 4192 bytes over."""
+
+
+def train_pieces(lines: Iterable[str], vocab_size: int, **options: Any) -> bytes:
+    """A SentencePiece model of at most `vocab_size` pieces, the same from the same lines. `options`: SentencePiece's."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(
+            line[start : start + LONGEST_LINE] for line in lines for start in range(0, len(line), LONGEST_LINE)
+        ),
+        model_writer=model,
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        num_threads=1,
+        input_sentence_size=200_000,
+        shuffle_input_sentence=True,
+        minloglevel=2,
+        **{"unk_id": 0, "pad_id": -1, **options},
+    )
+    return model.getvalue()
 
 
 def encode_with(text: str, special: Mapping[str, int], encode: Callable[[str], list[int]]) -> list[int]:

@@ -117,8 +117,8 @@ def check(config: GenerateConfig, num_processes: int | None, prompts: list[tuple
         named = [] if config.interactive else problems.of(read_prompts, config, strategy)
     if language and named:
         named = [(name, language.tagged(prompt)) for name, prompt in named]
-    if tokenizer and named:
-        named = problems.of(_in_form, config, tokenizer, named)
+    if tokenizer and problems.of(in_form, config, tokenizer, "") is not None:
+        named = named and [(name, in_form(config, tokenizer, text)) for name, text in named]
     if tokenizer and model and config.max_new_tokens > 0:
         wrong = [p for place in named or [] for p in prompt_problems(*place, tokenizer, model, config.max_new_tokens)]
         problems += wrong[:8] + ([f"and {len(wrong) - 8} more prompts like these"] if len(wrong) > 8 else [])
@@ -132,13 +132,15 @@ def _tokenizer(config: GenerateConfig, family: str, model: ModelConfig) -> Token
     return load_tokenizer(family, config.tokenizer or find_tokenizer(family, config.checkpoint), model)
 
 
-def _in_form(config: GenerateConfig, tokenizer: Tokenizer, named: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The prompts as a user's messages, or with a gap behind them."""
+def in_form(config: GenerateConfig, tokenizer: Tokenizer, text: str) -> str:
+    """A prompt as a user's message, or with a gap behind it, if that is asked for.
+
+    Raises:
+        ConfigError: the tokenizer's model was not taught that.
+    """
     if config.chat:
-        return [(name, chat_prompt(tokenizer, [Message("user", text)])) for name, text in named]
-    if config.suffix is not None:
-        return [(name, infill_prompt(tokenizer, text, config.suffix)) for name, text in named]
-    return named
+        return chat_prompt(tokenizer, [Message("user", text)])
+    return text if config.suffix is None else infill_prompt(tokenizer, text, config.suffix)
 
 
 @dataclass(frozen=True)

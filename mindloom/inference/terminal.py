@@ -7,7 +7,7 @@ import json
 import signal
 from typing import Any
 
-from mindloom.inference.config import Job, prompt_problems
+from mindloom.inference.config import Job, in_form, prompt_problems
 from mindloom.inference.decoding import Cached, Decoding, Recomputed
 from mindloom.inference.model import load_model
 from mindloom.inference.session import Completion, Session
@@ -111,6 +111,7 @@ def _converse(session: Session, job: Job) -> None:
             return
         if not prompt.strip():
             continue
+        prompt = in_form(job.config, job.tokenizer, prompt)
         problems = prompt_problems("this text", prompt, job.tokenizer, job.model, job.config.max_new_tokens)
         if problems:
             milestone(problems[0])

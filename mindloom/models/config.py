@@ -16,8 +16,51 @@ Activation = Literal["gelu", "gelu_tanh", "fast_gelu", "silu"]
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 
 
+class Widths:
+    """Widths that follow from others, for what says those. Of a number that is left out there is None or 0."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int | None
+    head_dim: int | None
+    ffn_hidden_size: int | None
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def query_size(self) -> int:
+        """Width of all queries together."""
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all keys together, and of all values."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    def misfits(self) -> list[str]:
+        """Numbers of heads that do not divide what they share."""
+        if not self.head_dim and self.hidden_size % self.num_heads:
+            return [f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}; give head_dim"]
+        if self.num_heads % self.kv_heads:
+            return [f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}"]
+        return []
+
+
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Widths):
     """A decoder of `mindloom.nn`. Lengths in tokens, widths in features."""
 
     vocab_size: Count
@@ -102,10 +145,8 @@ class ModelConfig:
                 yield f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}"
         if wrong:
             return
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            yield f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}; give head_dim"
-        elif self.num_heads % self.kv_heads:
-            yield f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}"
+        if misfits := self.misfits():
+            yield from misfits
         elif self.position == "rotary" and (self.rotated % 2 or self.rotated > self.head_size):
             yield f"rope_dim {self.rotated} must be even and at most the {self.head_size} of a head"
         if self.query_layer and (self.position, self.block) != ("learned", "sequential"):
@@ -116,31 +157,6 @@ class ModelConfig:
             if token >= self.vocab_size:
                 name = "eod_id" if token == self.eod_id else "stop_ids:"
                 yield f"{name} {token} is outside the vocabulary of {self.vocab_size}"
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def head_size(self) -> int:
-        """Width of a head."""
-        return self.head_dim or self.hidden_size // self.num_heads
-
-    @property
-    def query_size(self) -> int:
-        """Width of all queries together."""
-        return self.num_heads * self.head_size
-
-    @property
-    def kv_size(self) -> int:
-        """Width of all keys together, and of all values."""
-        return self.kv_heads * self.head_size
-
-    @property
-    def ffn_size(self) -> int:
-        """Width of the MLP."""
-        return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def output_std(self) -> float:

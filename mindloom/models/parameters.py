@@ -15,7 +15,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def parameter_shapes(config: ModelConfig) -> Shapes:
-    """Shape of each parameter of the model, in the order of the Cells."""
+    """Shape of each parameter of the model."""
     tables = {"embedding.word.weight": (config.vocab_size, config.hidden_size)}
     if config.position == "learned":
         tables["embedding.position.weight"] = (config.seq_len, config.hidden_size)

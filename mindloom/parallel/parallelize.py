@@ -24,7 +24,7 @@ from mindloom.parallel.sharding import (
 )
 from mindloom.strategy.config import Rule, Strategy
 from mindloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
-from mindloom.strategy.mesh import Mesh
+from mindloom.strategy.mesh import Mesh, part_of_axis
 from mindloom.strategy.stages import recomputed_layers, stage_of_layers
 
 
@@ -130,7 +130,9 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
             if o.primitive.name in LARGE_OPERATORS and not any(path_matches(r.pattern, o.path) for r in rules.operators)
         ][:3]
     problems += _lookup_problems(found, rules.operators, mesh)
-    cut = {axis[:2] for rule in rules.operators for layout in rule.inputs for dim in layout for axis in dim}
+    cut = {
+        part_of_axis(axis)[0] for rule in rules.operators for layout in rule.inputs for dim in layout for axis in dim
+    }
     problems += [
         f"{strategy.at('mesh.' + axis)} = {mesh.degree(axis)}, but no rule cuts anything over {axis}: all its ranks would do "
         "the same; write a rule for it, or leave it out"

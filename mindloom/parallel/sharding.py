@@ -19,7 +19,7 @@ from mindspore.ops import Primitive
 
 from mindloom.strategy.config import Rule
 from mindloom.strategy.layout import GROUP_AXIS, KV_AXIS, Dim, Layout, degrees
-from mindloom.strategy.mesh import AXES, Mesh
+from mindloom.strategy.mesh import AXES, Mesh, part_of_axis
 
 LARGE_OPERATORS = frozenset(
     {"MatMul", "BatchMatMul", "MatMulExt", "Dense", "Gather", "Embedding", "Conv2D", "Softmax", "FlashAttentionScore"}
@@ -133,8 +133,8 @@ def _names_of_axes(mesh: Mesh, used: Collection[str]) -> dict[str, tuple[str, ..
     """Mesh axis -> its names for MindSpore: those of its two parts where a layout speaks of one."""
     axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in mesh.degrees if axis != "pp"}
     for axis in used:
-        name, mark, parts = axis.replace("/", ":").partition(":")
-        if mark:
+        name, outer, inner = part_of_axis(axis)
+        if parts := outer or inner:
             axes[name] = (f"{name}:{parts}", f"{name}/{parts}")
     return axes
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from mindloom.errors import ConfigError
-from mindloom.models.config import ModelConfig
+from mindloom.models.config import ModelConfig, Widths
 from mindloom.numbers import Count, Natural, number_problems
 from mindloom.reader import fields_from, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dimensions:
+class Dimensions(Widths):
     """A decoder-only transformer. Lengths in tokens, widths in features."""
 
     num_layers: Count
@@ -49,35 +49,8 @@ class Dimensions:
     """Attention probabilities in float32 and masks as numbers, as our own models compute them; else 2 bytes and 1."""
 
     def __post_init__(self) -> None:
-        problems = list(number_problems(self, str))
-        if not problems and not self.head_dim and self.hidden_size % self.num_heads:
-            problems.append(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
-        if not problems and self.num_heads % self.kv_heads:
-            problems.append(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}")
-        if problems:
+        if problems := list(number_problems(self, str)) or self.misfits():
             raise ConfigError(problems)
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_heads
-
-    @property
-    def query_size(self) -> int:
-        """Width of all queries together."""
-        return self.num_heads * self.head_size
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def kv_size(self) -> int:
-        """Width of keys, and of values."""
-        return self.kv_heads * self.head_size
-
-    @property
-    def ffn(self) -> int:
-        return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def position_table(self) -> int:
@@ -92,7 +65,7 @@ class Dimensions:
     def layer_matrices(self) -> int:
         """Entries of one layer's matrices."""
         h = self.hidden_size
-        return 2 * h * self.query_size + 2 * h * self.kv_size + self.mlp_matrices * h * self.ffn
+        return 2 * h * self.query_size + 2 * h * self.kv_size + self.mlp_matrices * h * self.ffn_size
 
     @property
     def layer_kv(self) -> int:
@@ -103,7 +76,7 @@ class Dimensions:
     def layer_biases_cut(self) -> int:
         """Entries of one layer's biases that tensor parallel cuts, those of keys and values among them."""
         qkv = self.qkv_bias * (self.query_size + 2 * self.kv_size)
-        return qkv + self.mlp_bias * (self.mlp_matrices - 1) * self.ffn
+        return qkv + self.mlp_bias * (self.mlp_matrices - 1) * self.ffn_size
 
     @property
     def layer_biases_whole(self) -> int:

@@ -92,7 +92,7 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
         return tokens * width * h / spread
     norms = dims.num_norms * width * h
     whole = 2 * norms + (2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0)
-    cut = width * (2 * dims.query_size + 2 * dims.kv_size + (3 if dims.gated_mlp else 2) * dims.ffn)
+    cut = width * (2 * dims.query_size + 2 * dims.kv_size + (3 if dims.gated_mlp else 2) * dims.ffn_size)
     if dims.float32_softmax:  # probabilities in float32 and, where it is another type, in that of the product; masks
         kept = 4 + (width if width < 4 else 0) + (4 if dims.dropout else 0)
     else:
@@ -101,7 +101,7 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     if job.flash_attention:
         scores = 0
         if recompute == "selective":  # what is cheap to compute again: outputs of the norms and of the activation
-            whole, cut = whole - norms, cut - width * dims.ffn
+            whole, cut = whole - norms, cut - width * dims.ffn_size
     elif recompute == "selective":
         scores = 0
     return tokens * (whole / spread + (cut + scores) / job.tp)

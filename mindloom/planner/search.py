@@ -106,7 +106,7 @@ def search(request: Request) -> list[Option]:
 def _jobs(request: Request) -> Iterator[Parallelism]:
     dims, devices, batch = request.dims, request.devices, request.global_batch_size
     for tp in divisors(devices):
-        if any(size % tp for size in (dims.num_heads, dims.vocab_size, dims.ffn)):
+        if any(size % tp for size in (dims.num_heads, dims.vocab_size, dims.ffn_size)):
             continue
         if dims.kv_heads % tp and tp % dims.kv_heads:
             continue

@@ -104,11 +104,13 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
     tokens, tp, h, q = job.microbatch * dims.seq_len / job.cp, job.tp, dims.hidden_size, dims.query_size
     kv_parts = math.gcd(tp, dims.kv_heads)
     matmul = rates.matmul(tokens, q / tp + 2 * dims.kv_size / kv_parts, h) + rates.matmul(tokens, h, q / tp)
-    matmul += (dims.mlp_matrices - 1) * rates.matmul(tokens, dims.ffn / tp, h) + rates.matmul(tokens, h, dims.ffn / tp)
+    matmul += (dims.mlp_matrices - 1) * rates.matmul(tokens, dims.ffn_size / tp, h) + rates.matmul(
+        tokens, h, dims.ffn_size / tp
+    )
     attention = 4 * tokens * dims.seq_len * q / tp / rates.attention_flops * (0.5 if job.flash_attention else 1.0)
     # Passes: two norms read and write, two residual additions read twice and write once, each with half a dropout mask.
     passes = (3 + 4 * dims.num_norms) * tokens * h / (tp if job.sequence_parallel else 1)
-    passes += (2 * dims.mlp_matrices - 2) * tokens * dims.ffn / tp  # the activation
+    passes += (2 * dims.mlp_matrices - 2) * tokens * dims.ffn_size / tp  # the activation
     if not job.flash_attention:
         passes += SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / tp
     reduced = (1 if dims.block == "parallel" else 2) * all_reduce(rates.width * tokens * h, tp, rates.tp)
@@ -122,7 +124,7 @@ def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
     tokens = job.microbatch * dims.seq_len / job.cp
     if job.flash_attention:  # its kernel computes scores again anyway; two norms and the activation
         spread = job.tp if job.sequence_parallel else 1
-        return rates.width * tokens * (4 * dims.hidden_size / spread + 3 * dims.ffn / job.tp) / rates.bytes
+        return rates.width * tokens * (4 * dims.hidden_size / spread + 3 * dims.ffn_size / job.tp) / rates.bytes
     flops = 4 * tokens * dims.seq_len * dims.query_size / job.tp / rates.attention_flops
     return flops + rates.width * SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
 

@@ -76,7 +76,7 @@ class Mesh:
 
     def degree(self, axis: str) -> int:
         """Of an axis, or of a part of one (see `parted`)."""
-        name, outer, inner = _part(axis)
+        name, outer, inner = part_of_axis(axis)
         degree: int = getattr(self, name)
         return outer or (degree // inner if inner else degree)
 
@@ -92,7 +92,7 @@ class Mesh:
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Place of `rank` along `axis`, or along a part of one."""
-        name, outer, inner = _part(axis)
+        name, outer, inner = part_of_axis(axis)
         if outer or inner:
             place, rest = self.coordinate(rank, name), self.degree(name) // (outer or inner)
             return place // rest if outer else place % rest
@@ -119,7 +119,7 @@ class Mesh:
         return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items()) + f" = {self.size}"
 
 
-def _part(axis: str) -> tuple[str, int, int]:
+def part_of_axis(axis: str) -> tuple[str, int, int]:
     """Name of an axis; N of `NAME:N`, its outer part; N of `NAME/N`, the rest. 0: not such a part."""
     name, _, outer = axis.partition(":")
     name, _, inner = name.partition("/")

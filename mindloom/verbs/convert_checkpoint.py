@@ -27,6 +27,7 @@ from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module, size_config
 from mindloom.models.parameters import num_parameters, parameter_shapes
 from mindloom.models.weight_names import names
+from mindloom.numbers import as_flag
 from mindloom.reader import Document, fields_from, read_json
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.checks import model_problems
@@ -87,7 +88,9 @@ def main(argv: Sequence[str]) -> int:
     _check_flags(config)
     strategy = _check_output(config)
     if config.to == "huggingface":
-        model_type, num_bytes = export_published(config.input, config.output, config.model_type, config.dtype)
+        model_type, num_bytes = export_published(
+            config.input, config.output, config.model, config.model_type, config.dtype
+        )
         print(f"{config.output}: {num_bytes / 1e6:,.1f} MB of weights as {model_type}")
         return 0
     if config.from_ == "huggingface" and not strategy:
@@ -128,6 +131,8 @@ def _read(config: ConvertConfig) -> tuple[str, dict[str, Any], ModelConfig]:
         return source.family, read_published(source), source.model
     own_folder = config.from_ == "ours" and not config.layouts
     family = load_config(config.input)[0] if own_folder else config.model or DEFAULT_FAMILY
+    if config.model not in (None, family):
+        raise ConfigError(f"--model {config.model}: {config.input} holds a model of {family}")
     weights = family_module(family, "weights")
     for dialect in (config.from_, config.to):
         if dialect not in (*weights.TABLES, "ours"):
@@ -159,6 +164,12 @@ def _check_flags(config: ConvertConfig) -> None:
         )
     if "huggingface" not in (config.from_, config.to) and (config.model_type or config.dtype != "float32"):
         raise ConfigError("--model-type and --dtype are for --to huggingface and --from huggingface")
+    if "huggingface" in (config.from_, config.to):
+        unused = [name for name in ("size", "layouts", "config") if getattr(config, name) is not None]
+        unused += ["dtype"] if config.ranks_of and config.dtype != "float32" else []
+        unused += ["model_type"] if config.model_type and config.to != "huggingface" else []
+        if unused:
+            raise ConfigError(f"{', '.join(map(as_flag, unused))}: the folder's config.json says it all; leave it out")
     if config.from_ == "huggingface" and config.to not in ("ours", "huggingface"):
         raise ConfigError(f"--from huggingface is written as ours, not as {config.to}")
 

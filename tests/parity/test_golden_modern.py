@@ -155,7 +155,7 @@ def test_the_other_naming_is_the_same_model(imported, name, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_written_back_is_what_was_published(imported, name, tmp_path):
     folder, _ = imported(name)
-    assert export_published(folder, tmp_path / "published", model_type(name))[0] == model_type(name)
+    assert export_published(folder, tmp_path / "published", model_type=model_type(name))[0] == model_type(name)
     first = load_file(shared(f"golden_modern/{CASES[name]}/model.safetensors"))
     second = load_file(tmp_path / "published/model.safetensors")
     assert {n: v.tobytes() for n, v in first.items() if "inv_freq" not in n} == {
@@ -190,6 +190,8 @@ def test_the_tool_reads_writes_and_refuses(imported, tmp_path):
         ("--from huggingface --model codegeex", published, x, "model_type 'PanguEmbedded' is unknown"),
         ("--from huggingface --to megatron", published, x, "is written as ours, not as megatron"),
         ("--from ours --to huggingface --model-type glm", ours, x, "known: llama, PanguEmbedded"),
+        ("--from huggingface --size tiny", published, x, "--size: the folder's config.json says it all"),
+        ("--from ours --to huggingface --model palm", ours, x, "holds a model of pangu"),
         ("--from ours --to megatron", ours, x.with_suffix(".npz"), "model with a top query layer"),
     ]
     for flags, source, target, words in cases:

@@ -23,7 +23,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_opens_what_is_written(name, tmp_path):
     import_published(open_published(shared(f"golden_modern/{name}")), tmp_path / "ours")
-    export_published(tmp_path / "ours", tmp_path / "theirs", None)
+    export_published(tmp_path / "ours", tmp_path / "theirs")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", attn_implementation="eager").eval()
     assert type(model).__name__ == CASES[name]
     golden = np.load(shared(f"golden_modern/{name}/golden.npz"))

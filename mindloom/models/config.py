@@ -60,6 +60,84 @@ class Widths:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """Experts in place of a layer's MLP, and the router that shares tokens out among them. E experts, of which each token
+    is given to k."""
+
+    num_experts: Count
+    """E."""
+    experts_per_token: Count
+    """k."""
+    router: Literal["softmax", "grouped", "sigmoid", "hash"] = "softmax"
+    """softmax: the k most probable. grouped: softmax over all, then the most probable of each of k groups of neighbours
+    (MoGE). sigmoid: the k of highest sigmoid. hash: fixed by the token's id, nothing to train."""
+    normalize: Literal["none", "before_drop", "after_drop"] = "none"
+    """Whether the weights of a token's experts are divided by their sum, and whether choices that are dropped are in it."""
+    ffn_hidden_size: Count | None = None
+    """Width of each expert; without it, that of the model's MLP."""
+    shared_ffn_hidden_size: Natural = 0
+    """Width of an expert that every token is given to, unweighted; 0: there is none."""
+    first_dense_layers: Natural = 0
+    """Layers at the bottom that keep their MLP."""
+    layer_frequency: Count = 1
+    """Of the others every how many-th has experts: 2 is layers 1, 3, 5, ... A top query layer never has."""
+    router_scale: bool = False
+    """Each expert's weight is multiplied by a learned number of its own."""
+    routed_scaling_factor: Positive = 1.0
+    """What all weights are multiplied by."""
+    capacity_factor: Positive | None = None
+    """While training an expert takes at most ceil(k * tokens * this / E) tokens of a group; those behind are dropped.
+    Without it nothing is: experts have room for every token. Nothing is dropped either where a model does not train."""
+    capacity_group: Count | None = None
+    """Tokens of a group, neighbours in the batch; without it, a sequence. From it, not from the mesh, follows what is
+    dropped."""
+    balance: Literal["all", "first"] = "all"
+    """Choices that the balance loss counts: all k of a token or its first."""
+    balance_over: Literal["group", "batch"] = "group"
+    """Tokens over which it is taken: each group of `capacity_group`, or the whole (micro)batch."""
+    balance_loss: NotNegative = 0.0
+    """Added to the loss: this much of E * sum over experts (share of the choices * mean probability), of each layer."""
+    router_z_loss: NotNegative = 0.0
+    """Added to the loss: this much of the mean of log(sum(exp(router logits)))^2, of each layer."""
+    balance_bias_rate: NotNegative = 0.0
+    """Above 0: probabilities are compared with a bias of each expert, which every step moves by this much towards balance."""
+    hash_seed: Natural = 0
+    """Of the hash router's map."""
+
+    def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise ConfigError(problems)
+
+    def _problems(self) -> Iterator[str]:
+        wrong = [*number_problems(self, lambda name: f"experts.{name}"), *_choice_problems(self, "experts.")]
+        yield from wrong
+        if wrong:
+            return
+        experts, chosen = self.num_experts, self.experts_per_token
+        if chosen > experts:
+            yield f"experts.experts_per_token {chosen} is more than the num_experts {experts}"
+        elif self.router == "grouped" and experts % chosen:
+            yield (
+                f"experts.num_experts {experts} is not divisible by the experts_per_token {chosen}: "
+                "a grouped router takes one expert of each of as many groups"
+            )
+        if self.router == "hash":
+            if chosen > 1:
+                yield f"experts.experts_per_token must be 1 with router: hash, got {chosen}"
+            trained = ("router_scale", "balance_loss", "router_z_loss", "balance_bias_rate")
+            if given := [name for name in trained if getattr(self, name)]:
+                yield f"experts.{given[0]}: a hash router has nothing to train; remove it"
+        if self.normalize == "after_drop" and self.capacity_factor is None:
+            yield "experts.normalize after_drop: without capacity_factor nothing is dropped; write before_drop"
+
+    def capacity(self, tokens: int) -> int:
+        """Tokens that an expert takes of a group of so many, while training."""
+        if self.capacity_factor is None:
+            return tokens
+        return min(tokens, math.ceil(self.experts_per_token * tokens * self.capacity_factor / self.num_experts))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(Widths):
     """A decoder of `mindloom.nn`. Lengths in tokens, widths in features."""
 
@@ -113,6 +191,8 @@ class ModelConfig(Widths):
     """Added to the loss: this much of the mean of log(sum(exp(logits)))^2."""
     dropout_rate: Rate = 0.1
     """Applied to the embedding, the attention probabilities and both residual branches while training."""
+    experts: ExpertConfig | None = None
+    """A mixture of experts in place of the MLP of some layers; without it there is none."""
     eod_id: Natural = 9
     """End-of-document token: attention and positions start anew after it."""
     loss_ignore_id: int = 6
@@ -134,15 +214,15 @@ class ModelConfig(Widths):
     def __post_init__(self) -> None:
         for name in ("stop_ids", "sandwich_gains"):  # lists in JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.experts, dict):
+            object.__setattr__(self, "experts", ExpertConfig(**self.experts))
         if problems := list(self._problems()):
             raise ConfigError(problems)
 
     def _problems(self) -> Iterator[str]:
         wrong = list(number_problems(self, str))
         yield from wrong
-        for name, hint in get_type_hints(type(self)).items():
-            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
-                yield f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}"
+        yield from _choice_problems(self)
         if wrong:
             return
         if misfits := self.misfits():
@@ -153,6 +233,8 @@ class ModelConfig(Widths):
             yield f"query_layer goes with learned positions and sequential blocks, not with {self.position} and {self.block}"
         if len(self.sandwich_gains) != 2:
             yield f"sandwich_gains takes 2 numbers, got {len(self.sandwich_gains)}"
+        if self.experts and not any(map(self.has_experts, range(self.num_layers))):
+            yield f"experts: none of the {self.num_layers} layers has any; see first_dense_layers and layer_frequency"
         for token in (self.eod_id, *self.stop_ids):
             if token >= self.vocab_size:
                 name = "eod_id" if token == self.eod_id else "stop_ids:"
@@ -175,8 +257,25 @@ class ModelConfig(Widths):
         plain = self.num_layers - self.query_layer
         return (*(f"layers.{i}" for i in range(plain)), *(["query_layer"] if self.query_layer else []))
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer number `layer` has experts instead of an MLP."""
+        if self.experts is None or layer < self.experts.first_dense_layers:
+            return False
+        return layer < self.num_layers - self.query_layer and (layer + 1) % self.experts.layer_frequency == 0
+
+    @property
+    def expert_size(self) -> int:
+        """Width of each expert."""
+        return (self.experts.ffn_hidden_size if self.experts else None) or self.ffn_size
+
     def to_dict(self) -> dict[str, Any]:
         """As config.json has it."""
         return {
             name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
         }
+
+
+def _choice_problems(config: Any, prefix: str = "") -> Iterator[str]:
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
+            yield f"{prefix}{name} must be one of {', '.join(get_args(hint))}, got {getattr(config, name)!r}"

@@ -23,24 +23,23 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
         tables["query_embedding.table.weight"] = (config.seq_len, config.hidden_size)
     if not config.tied_embedding:
         tables["head.weight"] = (config.vocab_size, config.hidden_size)
-    layer = layer_shapes(config)
-    layers = {f"{path}.{name}": shape for path in config.layers for name, shape in layer.items()}
+    layers = {
+        f"{path}.{name}": shape
+        for layer, path in enumerate(config.layers)
+        for name, shape in layer_shapes(config, layer).items()
+    }
     return {**tables, **layers, **dict(_norm("final_norm", config))}
 
 
-def layer_shapes(config: ModelConfig) -> Shapes:
-    """Shape of each parameter of one layer, by its name within the layer."""
+def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
+    """Shape of each parameter of layer number `layer`, by its name within the layer."""
     attention = [
         *_linear("attention.query", config.hidden_size, config.query_size, config.qkv_bias),
         *_linear("attention.key", config.hidden_size, config.kv_size, config.qkv_bias),
         *_linear("attention.value", config.hidden_size, config.kv_size, config.qkv_bias),
         *_linear("attention.output", config.query_size, config.hidden_size, config.output_bias),
     ]
-    mlp = [
-        *(_linear("mlp.gate", config.hidden_size, config.ffn_size, config.mlp_bias) if config.gated_mlp else ()),
-        *_linear("mlp.up", config.hidden_size, config.ffn_size, config.mlp_bias),
-        *_linear("mlp.down", config.ffn_size, config.hidden_size, config.mlp_bias),
-    ]
+    mlp = _experts(config) if config.has_experts(layer) else _mlp("mlp", config, config.ffn_size)
     names = {
         "sequential": ("attention_norm", "mlp_norm"),
         "parallel": ("attention_norm",),
@@ -58,6 +57,28 @@ def _linear(name: str, inner: int, outer: int, bias: bool) -> Iterator[tuple[str
     yield f"{name}.weight", (outer, inner)
     if bias:
         yield f"{name}.bias", (outer,)
+
+
+def _mlp(name: str, config: ModelConfig, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if config.gated_mlp:
+        yield from _linear(f"{name}.gate", config.hidden_size, width, config.mlp_bias)
+    yield from _linear(f"{name}.up", config.hidden_size, width, config.mlp_bias)
+    yield from _linear(f"{name}.down", width, config.hidden_size, config.mlp_bias)
+
+
+def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    experts = config.experts
+    assert experts is not None
+    if experts.router != "hash":
+        yield "mlp.router.weight", (experts.num_experts, config.hidden_size)
+    if experts.balance_bias_rate:
+        yield "mlp.choices.balance_bias", (experts.num_experts,)
+    if experts.router_scale:
+        yield "mlp.weights.scale", (experts.num_experts,)
+    for name, shape in _mlp("mlp.experts", config, config.expert_size):
+        yield name, (experts.num_experts, *((1, *shape) if len(shape) == 1 else shape))
+    if experts.shared_ffn_hidden_size:
+        yield from _mlp("mlp.shared", config, experts.shared_ffn_hidden_size)
 
 
 def _norm(name: str, config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

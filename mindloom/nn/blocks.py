@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of a decoder: how attention and MLP stand on the residual stream x, (B*T, D)."""
+"""Layers of a decoder: how attention and MLP stand on the residual stream x, (B*T, D).
+
+In a model with experts a layer is told `routing`, (tokens (B, T), shares of the loss, losses of the routers below), and
+returns x and the losses with its own (see `mindloom.nn.moe`).
+"""
 
 from mindspore import dtype as mstype
 from mindspore import nn, ops
@@ -7,58 +11,80 @@ from mindspore import nn, ops
 from mindloom.models.config import ModelConfig
 from mindloom.nn.attention import Attention
 from mindloom.nn.mlp import MLP, GatedMLP
+from mindloom.nn.moe import MoE
 from mindloom.nn.norm import build_norm
 
 
 class Block(nn.Cell):
     """What every layer has."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
         super().__init__()
         self.attention_norm = build_norm(config, dtype)
         self.attention = Attention(config, dtype)
         self.attention_add = ops.Add()
-        self.mlp = (GatedMLP if config.gated_mlp else MLP)(config, dtype)
+        self.has_experts = config.has_experts(layer)
+        if self.has_experts:
+            self.mlp, self.losses_add = MoE(config, layer, dtype), ops.Add()
+        else:
+            self.mlp = (GatedMLP if config.gated_mlp else MLP)(config, dtype)
         self.mlp_add = ops.Add()
+
+    def feed_forward(self, x, dropout_keys, routing):
+        """The MLP or the experts on (N, D), and the routers' losses up to here."""
+        if routing is None:
+            return self.mlp(x, dropout_keys), None
+        tokens, shares, losses = routing
+        if not self.has_experts:
+            return self.mlp(x, dropout_keys), losses
+        y, own = self.mlp(x, tokens, shares, dropout_keys)
+        if own is None or losses is None:
+            return y, own if losses is None else losses
+        return y, self.losses_add(losses, own)
 
 
 class DecoderLayer(Block):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
-        super().__init__(config, dtype)
+    def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
+        super().__init__(config, dtype, layer)
         self.mlp_norm = build_norm(config, dtype)
 
-    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None):
+    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None, routing=None):
         a = self.attention_norm(x)
         x = self.attention_add(x, self.attention(a, a, bias, angles, slots, dropout_keys))
-        return self.mlp_add(x, self.mlp(self.mlp_norm(x), dropout_keys))
+        y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, routing)
+        x = self.mlp_add(x, y)
+        return x if routing is None else (x, losses)
 
 
 class OneNormLayer(Block):
     """x + attention(norm(x)) + mlp(norm(x)), on one norm. Source: arXiv:2204.02311 section 2."""
 
-    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None):
+    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None, routing=None):
         a = self.attention_norm(x)
-        both = self.mlp_add(self.attention(a, a, bias, angles, slots, dropout_keys), self.mlp(a, dropout_keys))
-        return self.attention_add(x, both)
+        y, losses = self.feed_forward(a, dropout_keys, routing)
+        x = self.attention_add(x, self.mlp_add(self.attention(a, a, bias, angles, slots, dropout_keys), y))
+        return x if routing is None else (x, losses)
 
 
 class SandwichLayer(Block):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). Source: arXiv:2504.07866 section 2.2."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
-        super().__init__(config, dtype)
+    def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
+        super().__init__(config, dtype, layer)
         after_attention, after_mlp = config.sandwich_gains
         self.attention_output_norm = build_norm(config, dtype, after_attention)
         self.mlp_norm = build_norm(config, dtype)
         self.mlp_output_norm = build_norm(config, dtype, after_mlp)
 
-    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None):
+    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None, routing=None):
         a = self.attention_norm(x)
         a = self.attention_output_norm(self.attention(a, a, bias, angles, slots, dropout_keys))
         x = self.attention_add(x, a)
-        return self.mlp_add(x, self.mlp_output_norm(self.mlp(self.mlp_norm(x), dropout_keys)))
+        y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, routing)
+        x = self.mlp_add(x, self.mlp_output_norm(y))
+        return x if routing is None else (x, losses)
 
 
 BLOCKS = {"sequential": DecoderLayer, "parallel": OneNormLayer, "sandwich": SandwichLayer}

@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D hidden, V vocabulary. The residual stream is (B*T, 
 """
 
 from mindspore import dtype as mstype
-from mindspore import nn
+from mindspore import nn, ops
 
 from mindloom.models.config import ModelConfig
 from mindloom.nn.attention import Attention, DocumentMask, SlotMask
@@ -31,13 +31,14 @@ class Decoder(nn.Cell):
         super().__init__()
         dtype = getattr(mstype, config.compute_dtype)
         self.config, self.tied_embedding = config, config.tied_embedding
+        self.has_experts = config.experts is not None
         self.embedding = TokenEmbedding(config, dtype)
         self.mask = DocumentMask()
         self.has_rotary = config.position == "rotary"
         if self.has_rotary:
             self.angles = Angles(config)
         plain = [path for path in config.layers if path.startswith("layers.")]
-        self.layers = nn.CellList([BLOCKS[config.block](config, dtype) for _ in plain])
+        self.layers = nn.CellList([BLOCKS[config.block](config, dtype, layer) for layer in range(len(plain))])
         self.build_top(config, dtype)
         self.final_norm = build_norm(config, dtype)
         self.head = TiedHead(config, dtype) if config.tied_embedding else Head(config, dtype)
@@ -56,13 +57,20 @@ class Decoder(nn.Cell):
                 cell.cache.update_parameters_name(f"{name}.cache.")
 
     def construct(self, tokens, positions, rows=None, slots=None, dropout_keys=None):
+        return self.logits_and_losses(tokens, positions, rows, slots, dropout_keys)[0]
+
+    def logits_and_losses(self, tokens, positions, rows=None, slots=None, dropout_keys=None, shares=None):
+        """Logits, and with `shares` (see `mindloom.nn.moe`) what the routers add to the loss, (1,), if anything."""
         bias = self.mask(positions)
         angles = self.angles(positions) if self.has_rotary else None
-        x = self.embedding(tokens, positions, dropout_keys)
+        x, losses = self.embedding(tokens, positions, dropout_keys), None
         for layer in self.layers:
-            x = layer(x, bias, angles, slots, dropout_keys)
+            if self.has_experts:
+                x, losses = layer(x, bias, angles, slots, dropout_keys, (tokens, shares, losses))
+            else:
+                x = layer(x, bias, angles, slots, dropout_keys)
         x = self.top(x, positions, bias, slots, dropout_keys)
-        return self.head(x, self.embedding.word.weight, rows)
+        return self.head(x, self.embedding.word.weight, rows), losses
 
     def top(self, x, positions, bias, slots, dropout_keys):
         """From the last of `layers` to the head."""
@@ -81,7 +89,17 @@ class DecoderWithLoss(nn.Cell):
         super().__init__()
         self.model = model
         self.loss = CrossEntropy(model.config.z_loss)
+        self.has_experts = model.has_experts
+        if self.has_experts:
+            self.group = model.config.experts.capacity_group
+            self.by_group, self.share, self.losses_sum, self.losses_add = ops.Reshape(), ops.ReduceSum(), ops.ReduceSum(), ops.Add()
 
     def construct(self, tokens, labels, positions, loss_weights, dropout_keys=None):
-        logits = self.model(tokens, positions, dropout_keys=dropout_keys)
-        return self.loss(logits, labels, loss_weights)
+        if not self.has_experts:
+            logits = self.model(tokens, positions, dropout_keys=dropout_keys)
+            return self.loss(logits, labels, loss_weights)
+        length = self.group or tokens.shape[1]
+        shares = self.share(self.by_group(loss_weights, (-1, length)), 1)  # (G,)
+        logits, losses = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, shares)
+        loss = self.loss(logits, labels, loss_weights)
+        return loss if losses is None else self.losses_add(loss, self.losses_sum(losses, 0))

@@ -60,11 +60,11 @@ ACTIVATIONS = {"gelu": ErfGelu, "gelu_tanh": TanhGelu, "fast_gelu": FastGelu, "s
 
 
 class MLP(nn.Cell):
-    """down(activation(up(x)))."""
+    """down(activation(up(x))), `width` features wide, or as the configuration says."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, dtype: mstype.Type, width: int | None = None):
         super().__init__()
-        d, ffn, bias = config.hidden_size, config.ffn_size, config.mlp_bias
+        d, ffn, bias = config.hidden_size, width or config.ffn_size, config.mlp_bias
         self.up = Linear(d, ffn, config.init_std, dtype, bias)
         self.activation = ACTIVATIONS[config.activation]()
         self.down = Linear(ffn, d, config.output_std, dtype, bias)
@@ -77,9 +77,9 @@ class MLP(nn.Cell):
 class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x)). Source: arXiv:2002.05202."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
-        super().__init__(config, dtype)
-        self.gate = Linear(config.hidden_size, config.ffn_size, config.init_std, dtype, config.mlp_bias)
+    def __init__(self, config: ModelConfig, dtype: mstype.Type, width: int | None = None):
+        super().__init__(config, dtype, width)
+        self.gate = Linear(config.hidden_size, width or config.ffn_size, config.init_std, dtype, config.mlp_bias)
         self.gate_mul = ops.Mul()
 
     def construct(self, x, dropout_keys=None):  # (N, D) -> (N, D)

@@ -38,7 +38,7 @@ class TopQueryDecoder(Decoder):
 
     def build_top(self, config, dtype):
         self.query_embedding = QueryEmbedding(config, dtype)
-        self.query_layer = QueryLayer(config, dtype)
+        self.query_layer = QueryLayer(config, dtype, config.num_layers - 1)
         self.norm_first = config.final_norm == "before_query"
 
     def top(self, x, positions, bias, slots, dropout_keys):

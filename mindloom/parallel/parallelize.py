@@ -20,7 +20,7 @@ from mindloom.parallel.sharding import (
     parameter_uses,
     path_matches,
     unmatched_rules,
-    with_parted_tp,
+    with_parts_of_axes,
 )
 from mindloom.strategy.config import Rule, Strategy
 from mindloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
@@ -39,7 +39,7 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         ConfigError: a rule that matches nothing, a parameter that cannot be cut, stages for which there are no layers.
     """
     found = operators(net)
-    rules = with_parted_tp(strategy.rules.operators, net, strategy.mesh)
+    rules = with_parts_of_axes(strategy.rules.operators, net, strategy.mesh)
     strategy = dataclasses.replace(strategy, rules=dataclasses.replace(strategy.rules, operators=rules))
     layers = _matching(net, strategy.rules.layers)
     _check(net, strategy, found, layers, whole)

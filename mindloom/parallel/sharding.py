@@ -18,7 +18,7 @@ from mindspore import Parameter, nn
 from mindspore.ops import Primitive
 
 from mindloom.strategy.config import Rule
-from mindloom.strategy.layout import GROUP_AXIS, KV_AXIS, Dim, Layout, degrees
+from mindloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout, degrees
 from mindloom.strategy.mesh import AXES, Mesh, part_of_axis
 
 LARGE_OPERATORS = frozenset(
@@ -71,14 +71,15 @@ def apply_rules(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) ->
     return owners
 
 
-def with_parted_tp(rules: Sequence[Rule], net: nn.Cell, mesh: Mesh) -> tuple[Rule, ...]:
-    """The rules with the axes `kv` and `group` in the mesh's own (see `mindloom.strategy.layout`).
+def with_parts_of_axes(rules: Sequence[Rule], net: nn.Cell, mesh: Mesh) -> tuple[Rule, ...]:
+    """The rules with `kv`, `group`, `ep` and `edp` in the mesh's own axes (see `mindloom.strategy.layout`).
 
     A Cell says how many heads of keys and values there are as its `num_kv_heads`.
     """
     heads = [cell.num_kv_heads for _, cell in net.cells_and_names() if hasattr(cell, "num_kv_heads")]
     kv, group = mesh.parted("tp", math.gcd(*heads) if heads else mesh.tp)
-    parts = {KV_AXIS: kv, GROUP_AXIS: group}
+    edp, ep = mesh.parted("dp", mesh.dp // mesh.ep)
+    parts = {KV_AXIS: kv, GROUP_AXIS: group, EXPERT_AXIS: ep, EXPERT_REPLICA_AXIS: edp}
 
     def resolved(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         def of_dim(dim: Dim) -> Dim:
@@ -131,7 +132,7 @@ def shard(
 
 def _names_of_axes(mesh: Mesh, used: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Mesh axis -> its names for MindSpore: those of its two parts where a layout speaks of one."""
-    axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in mesh.degrees if axis != "pp"}
+    axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in mesh.degrees if axis in AXES[1:]}
     for axis in used:
         name, outer, inner = part_of_axis(axis)
         if parts := outer or inner:

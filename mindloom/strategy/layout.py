@@ -13,6 +13,8 @@ KV_AXIS, GROUP_AXIS = "kv", "group"
 """In a rule: what of tp cuts the heads of keys and values, all of it unless a model has fewer of them; and the rest of tp,
 which cuts the heads of queries that share one.
 """
+EXPERT_AXIS, EXPERT_REPLICA_AXIS = "ep", "edp"
+"""In a rule: what of dp cuts the experts; and the rest of dp, whose ranks hold the same ones."""
 
 
 class LayoutError(ValueError):

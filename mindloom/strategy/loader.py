@@ -13,12 +13,14 @@ from mindloom.reader import Document, Keys, Reader, read_yaml, show_key
 from mindloom.shipped import RULES, shipped_names, shipped_or_file
 from mindloom.strategy.checks import strategy_problems
 from mindloom.strategy.config import Rule, Rules, Strategy
-from mindloom.strategy.layout import GROUP_AXIS, KV_AXIS, Dim, Layout
+from mindloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout
 from mindloom.strategy.mesh import AXES
 
 _RULES_KEYS = tuple(f.name for f in dataclasses.fields(Rules))
 SEQUENCE_AXIS = "sp"
 """In a rule: tp where sequence parallel is on, nothing where it is off."""
+PARTS = (KV_AXIS, GROUP_AXIS, EXPERT_AXIS, EXPERT_REPLICA_AXIS)
+"""In a rule: parts of an axis."""
 
 
 def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
@@ -159,7 +161,7 @@ def _rule(reader: Reader, value: Any, keys: Keys, sequence_parallel: bool) -> Ru
 
 
 def _layouts(reader: Reader, value: Any, keys: Keys, sequence_parallel: bool) -> tuple[Layout, ...]:
-    pattern, axes_of_layouts = keys[-1], (*AXES[1:], SEQUENCE_AXIS, KV_AXIS, GROUP_AXIS)
+    pattern, axes_of_layouts = keys[-1], (*AXES[1:], SEQUENCE_AXIS, *PARTS)
     if not isinstance(value, list) or not all(isinstance(layout, list) for layout in value):
         reader.problem(keys, f"{pattern}: a list with one layout per input is expected, e.g. [[dp, ~], [tp, ~]]")
         return ()

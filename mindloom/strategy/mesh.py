@@ -11,8 +11,8 @@ from typing import Any
 
 from mindloom.numbers import Count
 
-AXES = ("pp", "dp", "cp", "ep", "tp")
-"""The usual order, outer to inner. A strategy file may order them otherwise."""
+AXES = ("pp", "dp", "cp", "tp")
+"""The usual order, outer to inner. A strategy file may order them otherwise. `ep` is no axis of its own: a part of dp."""
 
 
 @dataclass(frozen=True, init=False)
@@ -28,18 +28,20 @@ class Mesh:
     cp: Count = 1
     """Context parallel ranks: each takes a part of every sequence. Cuts what the rules cut over it."""
     ep: Count = 1
-    """Expert parallel ranks: each holds a part of the experts. Cuts what the rules cut over it."""
+    """Expert parallel ranks: neighbours along dp, which ep divides, each with a part of the experts. Without dp, dp is ep."""
     tp: Count = 1
     """Tensor parallel ranks: each holds a part of every large matrix."""
     order: tuple[str, ...] = field(default=AXES, metadata={"hidden": True})
     """All axes, outer to inner."""
 
     def __init__(self, *, order: Sequence[str] | None = None, **degrees: Any):
-        if unknown := set(degrees) - set(AXES):
-            raise TypeError(f"no axes of a mesh: {', '.join(sorted(unknown))}; there are {', '.join(AXES)}")
+        if unknown := set(degrees) - {*AXES, "ep"}:
+            raise TypeError(f"no axes of a mesh: {', '.join(sorted(unknown))}; there are {', '.join(AXES)}, ep")
+        object.__setattr__(self, "ep", degrees.get("ep", 1))
+        degrees = {"dp" if axis == "ep" and "dp" not in degrees else axis: n for axis, n in degrees.items()}
         for axis in AXES:
             object.__setattr__(self, axis, degrees.get(axis, 1))
-        cutting = [axis for axis in order or degrees if degrees.get(axis, 1) != 1]
+        cutting = [axis for axis in order or degrees if axis in AXES and degrees.get(axis, 1) != 1]
         usual = [axis for axis in AXES if axis in cutting]
         others = [axis for axis in AXES if axis not in cutting]  # of one rank: their place means nothing
         object.__setattr__(self, "order", AXES if cutting == usual else (*cutting, *others))
@@ -71,8 +73,14 @@ class Mesh:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """What to show of it: pp, dp and tp, and every other axis above 1, outer to inner."""
-        return {axis: self.degree(axis) for axis in self.order if axis in ("pp", "dp", "tp") or self.degree(axis) > 1}
+        """What to show of it: pp, dp and tp, and every other above 1, outer to inner."""
+        shown = {axis: self.degree(axis) for axis in self.order if axis in ("pp", "dp", "tp") or self.degree(axis) > 1}
+        return {**shown, "ep": self.ep} if self.ep > 1 else shown
+
+    @property
+    def expert_axes(self) -> tuple[str, str]:
+        """dp as two: replicas of the same experts, outer, and the ranks that share them out, ep."""
+        return f"dp:{self.dp // self.ep}", f"dp/{self.dp // self.ep}"
 
     def degree(self, axis: str) -> int:
         """Of an axis, or of a part of one (see `parted`)."""
@@ -92,7 +100,7 @@ class Mesh:
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Place of `rank` along `axis`, or along a part of one."""
-        name, outer, inner = part_of_axis(axis)
+        name, outer, inner = part_of_axis(self.expert_axes[1] if axis == "ep" else axis)
         if outer or inner:
             place, rest = self.coordinate(rank, name), self.degree(name) // (outer or inner)
             return place // rest if outer else place % rest
@@ -113,10 +121,15 @@ class Mesh:
         return range(stage * self.stage_size, (stage + 1) * self.stage_size)
 
     def _stride(self, axis: str) -> int:
-        return math.prod(self.degree(inner) for inner in self.order[self.order.index(axis) + 1 :])
+        name, outer, _ = part_of_axis("dp" if axis == "ep" else axis)
+        inner = math.prod(self.degree(further) for further in self.order[self.order.index(name) + 1 :])
+        return inner * (self.degree(name) // outer if outer else 1)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items()) + f" = {self.size}"
+        parts = {axis: f"{axis} {degree}" for axis, degree in self.degrees.items() if axis != "ep"}
+        if self.ep > 1:
+            parts["dp"] += f" (ep {self.ep})"
+        return " x ".join(parts.values()) + f" = {self.size}"
 
 
 def part_of_axis(axis: str) -> tuple[str, int, int]:

@@ -20,6 +20,14 @@ from mindloom.train.adafactor import Adafactor
 
 BATCH = 8
 SMALL = {"vocab_size": 128, "hidden_size": 64, "seq_len": 32}
+EXPERTS = {
+    "num_experts": 4,
+    "capacity_factor": 1.0,
+    "ffn_hidden_size": 96,
+    "balance_loss": 0.05,
+    "router_z_loss": 0.01,
+}
+MOGE = {"experts_per_token": 2, "router": "grouped", "router_scale": True, "shared_ffn_hidden_size": 64}
 MODELS = {
     "pangu": ("pangu", "tiny", {}),
     "codegeex": ("codegeex", "tiny", {}),
@@ -27,6 +35,8 @@ MODELS = {
     "ultra": ("pangu", "embedded_tiny", {"block": "sandwich", "sandwich_gains": (0.5, 0.7), "tied_embedding": False}),
     "codegeex4": ("codegeex", "4_tiny", {}),
     "palm": ("palm", "tiny", {}),
+    "moe": ("pangu", "tiny", {"experts": {**EXPERTS, "experts_per_token": 2, "normalize": "before_drop"}}),
+    "moge": ("pangu", "embedded_tiny", {"experts": {**EXPERTS, **MOGE}}),
 }
 
 

@@ -341,11 +341,16 @@ class Reader:
     def value(self, value: Any, hint: Any, keys: Keys) -> Any:
         """One value of the type `hint`."""
         if dataclasses.is_dataclass(hint):
-            values = self.fields(value, hint, keys)
+            before, values = len(self.problems), self.fields(value, hint, keys)
             if missing := _missing(hint, values):
                 self.problem(keys, f"{show_key(keys)}: {', '.join(missing)} missing")
+            if len(self.problems) > before:
                 return None
-            return hint(**values)  # type: ignore[operator]
+            try:
+                return hint(**values)  # type: ignore[operator]
+            except ConfigError as error:
+                self.problems += [f"{self.document.at(keys)}: {problem}" for problem in error.problems]
+                return None
         if get_origin(hint) in (types.UnionType, Union):
             return self._union(value, get_args(hint), keys)
         if get_origin(hint) is list and isinstance(value, list):

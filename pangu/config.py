@@ -2,10 +2,11 @@
 """The sizes of PanGu-alpha, openPangu-Embedded and Pangu Ultra, and ones for laptops. PanGu-alpha's `num_layers` counts the
 top query layer."""
 
+import dataclasses
 import math
 from typing import Any
 
-from mindloom.models.config import ModelConfig
+from mindloom.models.config import ExpertConfig, ModelConfig
 
 OPEN_PANGU: dict[str, Any] = {
     "norm": "rms",
@@ -17,6 +18,11 @@ OPEN_PANGU: dict[str, Any] = {
     "dropout_rate": 0.0,
 }
 """Parts of openPangu-Embedded and Pangu Ultra. Source: config.json and modular_openpangu_dense.py of the former."""
+
+
+PRO_MOE: dict[str, Any] = {"router": "grouped", "router_scale": True, "balance_over": "batch"}
+"""Router of Pangu Pro MoE: one expert of each group, weighed by its probability and a learned scale. Source: arXiv:2505.21411
+section 2.2."""
 
 
 def _open_pangu(**values: Any) -> ModelConfig:
@@ -57,6 +63,23 @@ def _ultra(hidden_size: int, num_layers: int, **values: Any) -> ModelConfig:
     )
 
 
+def _pro_moe(num_experts: int, expert_size: int, shared_size: int, **values: Any) -> ModelConfig:
+    chosen = 2 if num_experts < 64 else 8
+    experts = {
+        **PRO_MOE,
+        "num_experts": num_experts,
+        "experts_per_token": chosen,
+        "ffn_hidden_size": expert_size,
+        "shared_ffn_hidden_size": shared_size,
+        "balance_loss": 0.001,
+    }
+    return _open_pangu(ffn_hidden_size=expert_size, tied_embedding=False, experts=experts, **values)
+
+
+def _with_experts(dense: ModelConfig, **experts: Any) -> ModelConfig:
+    return dataclasses.replace(dense, experts=ExpertConfig(**experts))
+
+
 # Parameter counts as published: 350m 345,368,576; 2.6b 2,625,295,360; 13b 12,800,870,400; 200b 206,861,008,896.
 SIZES = {
     # For laptops and tests. Without dropout every mesh computes exactly the same losses.
@@ -91,7 +114,65 @@ SIZES = {
         rope_theta=1.6e7,
         tied_embedding=False,
     ),
+    # 71,988,781,056 parameters, of which a token uses 16,498,139,136.
+    "pro_moe_72b": _pro_moe(
+        64,
+        1344,
+        5376,
+        hidden_size=5120,
+        num_layers=48,
+        num_heads=40,
+        num_kv_heads=8,
+        rope_theta=1.6e7,
+        seq_len=131072,
+    ),
+    "pro_moe_tiny": _pro_moe(
+        8,
+        64,
+        128,
+        vocab_size=2048,
+        hidden_size=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        seq_len=128,
+        eod_id=9,
+        loss_ignore_id=6,
+    ),
     "ultra_135b": _ultra(12288, 94, num_heads=96, num_kv_heads=8, ffn_hidden_size=28672),
+}
+
+# PanGu-alpha with experts in every other layer: one of them for each token as in Switch, or two as in GShard.
+_SWITCH: dict[str, Any] = {
+    "experts_per_token": 1,
+    "layer_frequency": 2,
+    "capacity_factor": 1.25,
+    "balance_loss": 0.01,
+    "router_z_loss": 0.001,
+}
+_GSHARD = {**_SWITCH, "experts_per_token": 2, "normalize": "before_drop"}
+SIZES |= {
+    "switch_tiny": _with_experts(SIZES["tiny"], num_experts=8, **_SWITCH),
+    "gshard_tiny": _with_experts(SIZES["tiny"], num_experts=8, **_GSHARD),
+    "switch_2.6b": _with_experts(SIZES["2.6b"], num_experts=16, **_SWITCH),
+    "gshard_13b": _with_experts(SIZES["13b"], num_experts=16, **_GSHARD),
+    # PanGu-Sigma's shape: random experts by token id in the upper layers. Source: arXiv:2303.10845.
+    "sigma_tiny": _with_experts(
+        SIZES["tiny"],
+        num_experts=8,
+        experts_per_token=1,
+        router="hash",
+        first_dense_layers=1,
+        capacity_factor=2.0,
+    ),
+    "sigma_1t": _with_experts(
+        SIZES["13b"],
+        num_experts=640,
+        experts_per_token=1,
+        router="hash",
+        first_dense_layers=31,
+        capacity_factor=2.0,
+    ),
 }
 
 # Learning rate at its highest and at the end. Source: PMS / MindSpore models' Pangu_alpha configurations.
@@ -107,4 +188,12 @@ LEARNING_RATES = {
     "embedded_1b": (3e-4, 3e-5),
     "embedded_7b": (3e-4, 3e-5),
     "ultra_135b": (1e-4, 1e-5),  # arXiv:2504.07866
+    "pro_moe_tiny": (1e-3, 1e-4),
+    "pro_moe_72b": (3e-4, 3e-5),
+    "switch_tiny": (1e-3, 1e-4),
+    "gshard_tiny": (1e-3, 1e-4),
+    "sigma_tiny": (1e-3, 1e-4),
+    "switch_2.6b": (1e-4, 1e-6),
+    "gshard_13b": (5e-5, 1e-6),
+    "sigma_1t": (5e-5, 1e-6),
 }

@@ -5,6 +5,7 @@ Source: PanGu-alpha: PanguAlpha pytorch tools/change_MspCkpt_ToMgt.py, pcl_pangu
 config.json and model.safetensors.index.json of openPangu-Embedded-7B-V1.1; it is Llama's network with biases.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
 from mindloom.models.published import Published, end_tokens, eos_token_id, llama_names, only, require, rope_theta
 from mindloom.models.weight_names import decoder_tables
-from pangu.config import OPEN_PANGU
+from pangu.config import OPEN_PANGU, PRO_MOE
 
 TABLES = decoder_tables(word_and_position="backbone.")
 
@@ -53,9 +54,49 @@ def _read(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read_moe(values: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of Pangu Pro MoE (V1). Source: configuration_pangu_moe.py of its release; arXiv:2505.21411."""
+    only(values, {"mlp_only_layers": [], "decoder_sparse_step": 1})
+    experts = {
+        **PRO_MOE,
+        "num_experts": values["num_experts"],
+        "experts_per_token": values["num_experts_per_tok"],
+        "ffn_hidden_size": values["moe_intermediate_size"],
+        "shared_ffn_hidden_size": values["shared_expert_intermediate_size"],
+        "balance_loss": values.get("router_aux_loss_coef", 0.001),
+    }
+    dense = {**values, "intermediate_size": values["moe_intermediate_size"]}
+    biases = {"qkv_bias": values.get("attention_bias", True), "output_bias": values.get("attention_bias", True)}
+    return {**_read(dense), **biases, "rope_theta": rope_theta(values, 1.6e7), "experts": experts}
+
+
+def _write_moe(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    if experts is None or any(getattr(experts, name) != value for name, value in PRO_MOE.items()):
+        wanted = ", ".join(f"{name} {value}" for name, value in PRO_MOE.items())
+        raise ConfigError(f"not a network that can be written as Pangu Pro MoE: its experts are not {wanted}")
+    if experts.normalize != "none" or experts.routed_scaling_factor != 1.0 or experts.balance_bias_rate:
+        raise ConfigError("not a network that can be written as Pangu Pro MoE: it normalizes, scales or corrects the router")
+    if not all(map(config.has_experts, range(config.num_layers))) or not config.qkv_bias:
+        raise ConfigError("not a network that can be written as Pangu Pro MoE: layers without experts or without biases")
+    values = _write(dataclasses.replace(config, experts=None))
+    values.pop("intermediate_size")
+    return {
+        "architectures": ["PanguProMoEForCausalLM"],
+        "model_type": "PanguProMoE",
+        **values,
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.experts_per_token,
+        "moe_intermediate_size": config.expert_size,
+        "shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
+        "router_aux_loss_coef": experts.balance_loss,
+        "output_router_logits": True,
+    }
+
+
 def _write(config: ModelConfig) -> dict[str, Any]:
     parts = {"block": "sequential", "rope_pairs": "half", "rotated": config.head_size, "output_bias": config.qkv_bias}
-    require(config, {**OPEN_PANGU, **parts, "logits_scale": 1.0}, "openPangu-Embedded")
+    require(config, {**OPEN_PANGU, **parts, "logits_scale": 1.0, "experts": None}, "openPangu-Embedded")
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -89,7 +130,17 @@ _NAMES = llama_names(
     mlp__gate_proj__weight=("mlp.gate.weight",),
     mlp__up_proj__weight=("mlp.up.weight",),
 )
+_MOE_NAMES = llama_names(
+    mlp__gate__weight=("mlp.router.weight",),
+    mlp__router_scale=("mlp.weights.scale",),
+    **{
+        f"mlp__{theirs}__{name}_proj__weight": (f"mlp.{ours}.{name}.weight",)
+        for theirs, ours in (("experts__{e}", "experts"), ("shared_expert", "shared"))
+        for name in ("gate", "up", "down")
+    },
+)
 PUBLISHED = (
     Published("llama", _NAMES, _read, _write_llama),  # what transformers opens
     Published("PanguEmbedded", _NAMES, _read, _write_pangu),
+    Published("PanguProMoE", _MOE_NAMES, _read_moe, _write_moe),
 )

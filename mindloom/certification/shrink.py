@@ -12,7 +12,7 @@ import itertools
 import math
 from typing import Any
 
-from mindloom.models.config import ModelConfig
+from mindloom.models.config import ExpertConfig, ModelConfig
 from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.mesh import Mesh
 from mindloom.strategy.stages import layers_per_stage, recomputed_layers
@@ -37,6 +37,8 @@ def _filled(mesh: Mesh, axes: list[str], processes: int) -> Mesh:
     for axis in reversed(axes):
         while 2 * math.prod(degrees.values()) <= processes and 2 * degrees[axis] <= mesh.degree(axis):
             degrees[axis] *= 2
+    if mesh.ep > 1 and "dp" in degrees:  # all of dp, or a part of it, as it is in the large one if there are ranks for that
+        degrees["ep"] = degrees["dp"] if mesh.ep == mesh.dp else max(2, degrees["dp"] // 2)
     return Mesh(**degrees)
 
 
@@ -122,6 +124,23 @@ def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> Model
         loss_ignore_id=min(model.loss_ignore_id, 6),
         stop_ids=(),
         compute_dtype="float32",
+        experts=model.experts and _small_experts(model.experts, heads, max(mesh.ep for mesh in meshes)),
+    )
+
+
+def _small_experts(experts: ExpertConfig, heads: int, ep: int) -> ExpertConfig:
+    """Fewer and smaller experts, each token given to as many but four at most; capacity counted by sequences."""
+    chosen = min(experts.experts_per_token, 4)
+    return dataclasses.replace(
+        experts,
+        num_experts=2 * max(chosen, ep),
+        experts_per_token=chosen,
+        ffn_hidden_size=2 * HEAD_DIM * heads,
+        shared_ffn_hidden_size=2 * HEAD_DIM * heads if experts.shared_ffn_hidden_size else 0,
+        first_dense_layers=0,
+        layer_frequency=1,
+        capacity_group=None,
+        balance_over="group",
     )
 
 

@@ -108,11 +108,12 @@ def train_steps(
     for name, rates in RATES.items():
         for parameter in step.get_parameters():
             parameter.set_data(Tensor(start[parameter.name]))
-        losses, norms, tensors = [], [], None
+        losses, norms, counts, tensors = [], [], [], None
         for index, batch in enumerate(batches()):
             optimizer.adam.prepare(index + 1, rates[0])
             optimizer.sgd.prepare(index + 1, rates[1])
-            loss, norm = engine.run(step, *batch)
+            loss, norm, *counted = engine.run(step, *batch)
+            counts += [array.asnumpy().tolist() for array in counted]
             losses.append(float(loss.asnumpy().reshape(())))
             norms.append(float(norm.asnumpy().reshape(())))
             if index == 0 and name == "AdamW":  # m = (1 - beta1) g after the first step
@@ -122,7 +123,8 @@ def train_steps(
         if tensors is not None:
             write_atomically(out.with_name(f"{out.name}.{name}.npz"), partial(_save_tensors, tensors))
         if engine.speaks:
-            text = json.dumps({"losses": losses, "norms": norms})
+            values = {"losses": losses, "norms": norms, **({"counts": counts} if counts else {})}
+            text = json.dumps(values)
             write_text_atomically(out.with_name(f"{out.name}.{name}.json"), text)
     return engine, report
 

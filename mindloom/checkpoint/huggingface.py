@@ -30,7 +30,7 @@ from mindloom.log import milestone
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import FAMILIES, family_module
 from mindloom.models.parameters import parameter_shapes
-from mindloom.models.published import Published, published_as
+from mindloom.models.published import Part, Published, published_as
 from mindloom.reader import Document, fields_from, read_json
 
 Dtype = Literal["float32", "bfloat16"]
@@ -45,6 +45,10 @@ BESIDE = (
 """Files that go along as they are."""
 
 
+Rows = tuple[Stored, int, int]
+"""Of a tensor the first one and the one behind the last."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A published folder whose tensors are those of its configuration."""
@@ -55,14 +59,18 @@ class Source:
     model: ModelConfig
     tensors: dict[str, Stored]
 
-    def rows(self) -> dict[str, tuple[Stored, int, int]]:
-        """Our parameters as rows of their tensors: which, first and behind the last."""
-        shapes, found = parameter_shapes(self.model), {}
+    def rows(self) -> dict[str, list[Rows]]:
+        """Our parameters as rows of their tensors: the one or, of a parameter of experts, those that follow each other."""
+        shapes = parameter_shapes(self.model)
+        found: dict[str, list[Rows]] = {}
         for name, parts in self.way.tensors(self.model).items():
-            start = 0
+            tensor, start = self.tensors[name], 0
             for part in parts:
-                found[part] = (self.tensors[name], start, start + shapes[part][0])
-                start += shapes[part][0]
+                if part.expert is None:
+                    found[part.name] = [(tensor, start, start + shapes[part.name][0])]
+                    start += shapes[part.name][0]
+                else:  # in order of the experts
+                    found.setdefault(part.name, []).append((tensor._replace(shape=(1, *tensor.shape)), 0, 1))
         return found
 
 
@@ -115,7 +123,7 @@ def import_published(source: Source, target: Path, dtype: Dtype = "float32") -> 
     described = {name: Described(dtype, shapes[name]) for name in rows}
 
     def arrays(names: Sequence[str]) -> Iterator[Iterator[NDArray[Any]]]:
-        return (read_rows(*rows[name], dtype) for name in names)
+        return (chain.from_iterable(read_rows(*some, dtype) for some in rows[name]) for name in names)
 
     partial = new_folder(target)
     try:
@@ -156,8 +164,7 @@ def export_published(
 
     def arrays(names: Sequence[str]) -> Iterator[Iterator[NDArray[Any]]]:
         for name in names:
-            whole = (tensors[part] for part in parts[name])
-            yield chain.from_iterable(read_rows(tensor, 0, tensor.shape[0], dtype) for tensor in whole)
+            yield chain.from_iterable(_read_part(tensors[part.name], part, dtype) for part in parts[name])
 
     partial = new_folder(target)
     try:
@@ -173,7 +180,17 @@ def export_published(
 
 def read_published(source: Source) -> dict[str, NDArray[np.float32]]:
     """All our parameters at once."""
-    return {name: np.concatenate(list(read_rows(*rows, "float32"))) for name, rows in source.rows().items()}
+    return {
+        name: np.concatenate([array for some in rows for array in read_rows(*some, "float32")])
+        for name, rows in source.rows().items()
+    }
+
+
+def _read_part(tensor: Stored, part: Part, dtype: str) -> Iterator[NDArray[Any]]:
+    """Of one of our tensors what a tensor of theirs has, some rows at a time."""
+    if part.expert is None:
+        return read_rows(tensor, 0, tensor.shape[0], dtype)
+    return (array[0] for array in read_rows(tensor, part.expert, part.expert + 1, dtype))
 
 
 def _copy_beside(source: Path, target: Path) -> None:

@@ -14,7 +14,7 @@ from mindloom.models.family import size_config
 from mindloom.numbers import Count, Positive, number_problems
 from mindloom.planner.own_engine import num_microbatches
 from mindloom.reader import fields_from, read_json
-from mindloom.strategy.checks import batch_problems, model_problems
+from mindloom.strategy.checks import batch_problems, group_problems, model_problems
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy
 
@@ -100,6 +100,7 @@ def check(config: DryRunConfig) -> DryRun:
     seq_len = model.seq_len if config.seq_len is None else config.seq_len
     if batch > 0 and config.accumulate > 0:
         problems += batch_problems(strategy, batch, seq_len, config.accumulate, training=not config.inference)
+        problems += [] if config.inference else group_problems(strategy, model, batch, seq_len, config.accumulate)
     problems.tell()
     assert ranks
     return DryRun(config, model, strategy, ranks, batch, seq_len)

@@ -74,7 +74,7 @@ def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     if experts.balance_bias_rate:
         yield "mlp.choices.balance_bias", (experts.num_experts,)
     if experts.router_scale:
-        yield "mlp.weights.scale", (experts.num_experts,)
+        yield "mlp.weights.scale", (1, experts.num_experts)
     for name, shape in _mlp("mlp.experts", config, config.expert_size):
         yield name, (experts.num_experts, *((1, *shape) if len(shape) == 1 else shape))
     if experts.shared_ffn_hidden_size:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindloom.errors import ConfigError, did_you_mean
 from mindloom.models.config import ModelConfig
@@ -16,6 +16,20 @@ LAYER = "{i}"
 """In a name: the number of a layer."""
 BEHIND = "{n}"
 """In a name: the number behind the last layer's."""
+EXPERT = "{e}"
+"""In a name: the number of an expert. Theirs lie apart, ours are one tensor with a dim for the expert."""
+
+
+class Part(NamedTuple):
+    """A parameter of ours, or what one expert has of it."""
+
+    name: str
+    expert: int | None = None
+
+    def shape(self, shapes: Shapes) -> tuple[int, ...]:
+        """Of it, by the shapes of all parameters."""
+        whole = shapes[self.name]
+        return whole if self.expert is None else whole[1:]
 
 
 @dataclass(frozen=True)
@@ -38,24 +52,28 @@ class Published:
     Raises:
         ConfigError: a network that theirs is not.
     """
-    ignored: str = r"(^|\.)inv_freq$"
-    """Names that are no weights: buffers of RoPE."""
+    ignored: str = r"(^|\.)(inv_freq|kv_cache_(scale|offset))$"
+    """Names that are no weights: buffers of RoPE, scales of caches in int8."""
     first_layer: int = 0
 
-    def tensors(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    def tensors(self, config: ModelConfig) -> dict[str, tuple[Part, ...]]:
         """Their name -> our parameters, for one model.
 
         Raises:
             ConfigError: it has parameters that they have no name for.
         """
         shapes, result = parameter_shapes(config), {}
+        num_experts = config.experts.num_experts if config.experts else 0
         for theirs, ours in self.names.items():
             for layer in range(config.num_layers) if LAYER in theirs else (0,):
                 number = str(layer + self.first_layer if LAYER in theirs else config.num_layers + self.first_layer)
-                parts = tuple(name.replace(LAYER, str(layer)) for name in ours)
-                if parts[0] in shapes:
-                    result[theirs.replace(LAYER, number).replace(BEHIND, number)] = parts
-        named = {name for parts in result.values() for name in parts}
+                names = [name.replace(LAYER, str(layer)) for name in ours]
+                if names[0] not in shapes:
+                    continue
+                for expert in range(num_experts) if EXPERT in theirs else (None,):
+                    found = theirs.replace(LAYER, number).replace(BEHIND, number).replace(EXPERT, str(expert))
+                    result[found] = tuple(Part(name, expert) for name in names)
+        named = {part.name for parts in result.values() for part in parts}
         if unnamed := [name for name in shapes if name not in named]:
             raise ConfigError(
                 f"{self.model_type} has no name for {', '.join(unnamed[:4])}{', ...' * (len(unnamed) > 4)}"
@@ -66,7 +84,7 @@ class Published:
         """Shape of each of their tensors."""
         own = parameter_shapes(config)
         return {
-            theirs: (sum(own[name][0] for name in parts), *own[parts[0]][1:])
+            theirs: (sum(part.shape(own)[0] for part in parts), *parts[0].shape(own)[1:])
             for theirs, parts in self.tensors(config).items()
         }
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of a decoder: how attention and MLP stand on the residual stream x, (B*T, D).
 
-In a model with experts a layer is told `routing`, (tokens (B, T), shares of the loss, losses of the routers below), and
-returns x and the losses with its own (see `mindloom.nn.moe`).
+In a model with experts a layer is also given tokens (B, T), while training the shares of the loss, and the losses of the
+routers below; it returns x and the losses with its own (see `mindloom.nn.moe`).
 """
 
 from mindspore import dtype as mstype
@@ -30,11 +30,8 @@ class Block(nn.Cell):
             self.mlp = (GatedMLP if config.gated_mlp else MLP)(config, dtype)
         self.mlp_add = ops.Add()
 
-    def feed_forward(self, x, dropout_keys, routing):
+    def feed_forward(self, x, dropout_keys, tokens, shares, losses):
         """The MLP or the experts on (N, D), and the routers' losses up to here."""
-        if routing is None:
-            return self.mlp(x, dropout_keys), None
-        tokens, shares, losses = routing
         if not self.has_experts:
             return self.mlp(x, dropout_keys), losses
         y, own = self.mlp(x, tokens, shares, dropout_keys)
@@ -50,22 +47,22 @@ class DecoderLayer(Block):
         super().__init__(config, dtype, layer)
         self.mlp_norm = build_norm(config, dtype)
 
-    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None, routing=None):
+    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
         a = self.attention_norm(x)
         x = self.attention_add(x, self.attention(a, a, bias, angles, slots, dropout_keys))
-        y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, routing)
+        y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses)
         x = self.mlp_add(x, y)
-        return x if routing is None else (x, losses)
+        return x if tokens is None else (x, losses)
 
 
 class OneNormLayer(Block):
     """x + attention(norm(x)) + mlp(norm(x)), on one norm. Source: arXiv:2204.02311 section 2."""
 
-    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None, routing=None):
+    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
         a = self.attention_norm(x)
-        y, losses = self.feed_forward(a, dropout_keys, routing)
+        y, losses = self.feed_forward(a, dropout_keys, tokens, shares, losses)
         x = self.attention_add(x, self.mlp_add(self.attention(a, a, bias, angles, slots, dropout_keys), y))
-        return x if routing is None else (x, losses)
+        return x if tokens is None else (x, losses)
 
 
 class SandwichLayer(Block):
@@ -78,13 +75,13 @@ class SandwichLayer(Block):
         self.mlp_norm = build_norm(config, dtype)
         self.mlp_output_norm = build_norm(config, dtype, after_mlp)
 
-    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None, routing=None):
+    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
         a = self.attention_norm(x)
         a = self.attention_output_norm(self.attention(a, a, bias, angles, slots, dropout_keys))
         x = self.attention_add(x, a)
-        y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, routing)
+        y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses)
         x = self.mlp_add(x, self.mlp_output_norm(y))
-        return x if routing is None else (x, losses)
+        return x if tokens is None else (x, losses)
 
 
 BLOCKS = {"sequential": DecoderLayer, "parallel": OneNormLayer, "sandwich": SandwichLayer}

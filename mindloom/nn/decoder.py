@@ -66,7 +66,7 @@ class Decoder(nn.Cell):
         x, losses = self.embedding(tokens, positions, dropout_keys), None
         for layer in self.layers:
             if self.has_experts:
-                x, losses = layer(x, bias, angles, slots, dropout_keys, (tokens, shares, losses))
+                x, losses = layer(x, bias, angles, slots, dropout_keys, tokens, shares, losses)
             else:
                 x = layer(x, bias, angles, slots, dropout_keys)
         x = self.top(x, positions, bias, slots, dropout_keys)
@@ -92,7 +92,7 @@ class DecoderWithLoss(nn.Cell):
         self.has_experts = model.has_experts
         if self.has_experts:
             self.group = model.config.experts.capacity_group
-            self.by_group, self.share, self.losses_sum, self.losses_add = ops.Reshape(), ops.ReduceSum(), ops.ReduceSum(), ops.Add()
+            self.by_group, self.share = ops.Reshape(), ops.ReduceSum()
 
     def construct(self, tokens, labels, positions, loss_weights, dropout_keys=None):
         if not self.has_experts:
@@ -101,5 +101,4 @@ class DecoderWithLoss(nn.Cell):
         length = self.group or tokens.shape[1]
         shares = self.share(self.by_group(loss_weights, (-1, length)), 1)  # (G,)
         logits, losses = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, shares)
-        loss = self.loss(logits, labels, loss_weights)
-        return loss if losses is None else self.losses_add(loss, self.losses_sum(losses, 0))
+        return self.loss(logits, labels, loss_weights, losses)

@@ -8,6 +8,8 @@ from mindspore import dtype as mstype
 class CrossEntropy(nn.Cell):
     """sum over tokens of (-log softmax(logits)[label] + z_loss * log(sum(exp(logits)))^2) * weight.
 
+    `further`: what else to add, (1,), as the losses of routers.
+
     Source: PanGu-alpha's CrossEntropyLoss, whose `mask / (sum(mask) + 1e-5)` is the weight here; of the second term
     arXiv:2204.02311 section 5.
     """
@@ -20,12 +22,13 @@ class CrossEntropy(nn.Cell):
         self.one_hot, self.pick, self.pick_sum = ops.OneHot(), ops.Mul(), ops.ReduceSum()
         self.log, self.nll = ops.Log(), ops.Sub()
         self.weigh, self.total = ops.Mul(), ops.ReduceSum()
+        self.further_sum, self.add_further = ops.ReduceSum(), ops.Add()
         self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
         if z_loss:
             self.rows, self.unshift, self.square = ops.Reshape(), ops.Add(), ops.Square()
             self.scale_z, self.add_z = ops.Mul(), ops.Add()
 
-    def construct(self, logits, labels, weights):  # (B*T, V), (B, T), (B, T) -> ()
+    def construct(self, logits, labels, weights, further=None):  # (B*T, V), (B, T), (B, T) -> ()
         labels, weights = self.reshape(labels, (-1,)), self.reshape(weights, (-1,))
         largest = ops.stop_gradient(self.max(logits, 1))  # (N, 1)
         shifted = self.shift(logits, largest)  # (N, V)
@@ -35,4 +38,5 @@ class CrossEntropy(nn.Cell):
         if self.z_loss:
             z = self.unshift(log_sum, self.rows(largest, (-1,)))
             loss = self.add_z(loss, self.scale_z(self.square(z), self.z_loss))
-        return self.total(self.weigh(loss, weights), 0)
+        total = self.total(self.weigh(loss, weights), 0)
+        return total if further is None else self.add_further(total, self.further_sum(further, 0))

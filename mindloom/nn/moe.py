@@ -230,18 +230,31 @@ class RouterLosses(nn.Cell):
 
 
 class Counter(nn.Cell):
-    """Carries numbers out of a training step: the gradient of `count`, always 0 itself, is what was given to it.
+    """Carries numbers out of a training step: the gradient of `count`, always 0 itself, is what was counted.
 
-    What gradients are, over microbatches, replicas and stages, these numbers are too: sums over the batch.
+    What gradients are, over microbatches, replicas and stages, these numbers are too: sums over the batch. They are how
+    many choices each expert was given, dropped ones among them, how many were dropped, and the entropy of each token's
+    probabilities added up: (E + 2,).
     """
 
-    def __init__(self, length: int):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.count = Parameter(initializer("zeros", (length,), mstype.float32))
-        self.mul, self.sum, self.one = ops.Mul(), ops.ReduceSum(), ops.Reshape()
+        length = config.experts.num_experts + COUNTS_BESIDE_EXPERTS
+        self.count = Parameter(initializer("zeros", (length,), mstype.float32), parallel_optimizer=False)
+        self.given, self.missed, self.of_group, self.dropped = ops.ReduceSum(), ops.Sub(), ops.ReduceSum(), ops.ReduceSum(True)
+        self.shift, self.log, self.information = ops.Add(), ops.Log(), ops.Mul()
+        self.entropy_of_group, self.entropy, self.negative = ops.ReduceSum(), ops.ReduceSum(True), ops.Neg()
+        self.join, self.mul, self.sum = ops.Concat(0), ops.Mul(), ops.ReduceSum(True)
 
-    def construct(self, numbers):  # (length,) -> (1,), 0
-        return self.one(self.sum(self.mul(self.count, ops.stop_gradient(numbers)), 0), (1,))
+    def construct(self, one_hot, kept, probs):  # (G, k*L, E), (G, k*L), (G, L, E) or None -> (1,), 0
+        dropped = self.dropped(self.of_group(self.missed(1.0, kept), 1), 0)
+        if probs is None:
+            entropy = self.shift(dropped, 0.0)
+        else:
+            information = self.information(probs, self.log(self.shift(probs, TINY)))
+            entropy = self.negative(self.entropy(self.entropy_of_group(information, (1, 2)), 0))
+        numbers = self.join((self.given(one_hot, (0, 1)), dropped, entropy))
+        return self.sum(self.mul(self.count, ops.stop_gradient(numbers)), 0)
 
 
 class MoE(nn.Cell):
@@ -275,6 +288,13 @@ class MoE(nn.Cell):
             self.shared = (GatedMLP if config.gated_mlp else MLP)(config, dtype, experts.shared_ffn_hidden_size)
             self.shared_add = ops.Add()
         self.dropout = Dropout(config.dropout_rate)
+        self.counts, self.counts_add, self.balance_rate = False, ops.Add(), experts.balance_bias_rate
+
+    def attach_counter(self, name: str) -> Parameter:
+        """Let training steps count, see `Counter`. Returns the parameter of that name whose gradient tells."""
+        self.counter, self.counts = Counter(self.config), True
+        self.counter.count.name = name
+        return self.counter.count
 
     def construct(self, x, tokens, shares=None, dropout_keys=None):
         batch, length = tokens.shape
@@ -282,18 +302,23 @@ class MoE(nn.Cell):
         if self.training:
             length = self.settings.capacity_group or length
             groups, capacity = x.shape[0] // length, self.settings.capacity(length)
-        a, losses = self.input(x), None
+        a, losses, probs = self.input(x), None, None
         if self.is_hashed:
             chosen, one_hot, place, kept, owners = self.places(self.hash(tokens, groups, length), capacity)
-            weights = self.to_weight(kept, mstype.float32)
+            kept = self.to_weight(kept, mstype.float32)
+            weights = kept
         else:
             probs, logits = self.router(a)
             probs = self.probs_by_group(probs, (groups, length, self.settings.num_experts))
             choices = self.choices(ops.stop_gradient(probs))
             chosen, one_hot, place, kept, owners = self.places(choices, capacity)
-            weights = self.weights(probs, one_hot, self.to_weight(kept, mstype.float32))
+            kept = self.to_weight(kept, mstype.float32)
+            weights = self.weights(probs, one_hot, kept)
             if shares is not None:
                 losses = self.losses(probs, logits, one_hot, shares)
+        if self.counts and shares is not None:
+            counted = self.counter(one_hot, kept, probs)
+            losses = counted if losses is None else self.counts_add(losses, counted)
         y = self.through_experts(a, weights, chosen, place, owners, (groups, length, capacity))
         if self.has_shared:
             y = self.shared_add(y, self.shared(a))
@@ -323,7 +348,7 @@ class Weights(nn.Cell):
         self.chosen, self.normalize, self.factor = experts.experts_per_token, experts.normalize, experts.routed_scaling_factor
         self.has_scale = experts.router_scale
         if self.has_scale:
-            self.scale = Parameter(initializer("ones", (experts.num_experts,), mstype.float32))
+            self.scale = Parameter(initializer("ones", (1, experts.num_experts), mstype.float32))
             self.scale_mul, self.scale_sum, self.scaled = ops.Mul(), ops.ReduceSum(), ops.Mul()
         self.by_choice, self.expand, self.pick, self.pick_sum = ops.Reshape(), ops.ExpandDims(), ops.Mul(), ops.ReduceSum()
         self.drop, self.of_token, self.sum = ops.Mul(), ops.Reshape(), ops.ReduceSum(keep_dims=True)

@@ -109,11 +109,13 @@ def shard(
     by_name: bool = False,
 ) -> None:
     """Tell MindSpore the layouts of an operator: by the axes' names where numbers would not do and the operator takes names.
-    From numbers MindSpore concludes the usual order, and of more than two axes not which one is left out.
+    From numbers MindSpore concludes the usual order, which that of ep and the rest of dp is not, and of more than two axes
+    not which one is left out.
     """
-    numbers_do = mesh.order == AXES and len(mesh.cutting_axes) <= 2
+    used = {axis for layout in (*inputs, *(outputs or ())) for dim in layout for axis in dim}
+    experts_apart = any(axis != "dp" and part_of_axis(axis)[0] == "dp" for axis in used)
+    numbers_do = mesh.order == AXES and len(mesh.cutting_axes) <= 2 and not experts_apart
     if by_name or (not numbers_do and primitive.name in TAKE_NAMES):
-        used = {axis for layout in (*inputs, *(outputs or ())) for dim in layout for axis in dim}
         axes = _names_of_axes(mesh, used)
         matrix = [name for names in axes.values() for name in names]
         named = ms.Layout(tuple(map(mesh.degree, matrix)), tuple(matrix))

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from mindspore import Tensor, nn, ops
+import numpy as np
+from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 square_sum = ops.MultitypeFuncGraph("square_sum")
 _scale = ops.MultitypeFuncGraph("scale")
 _add, _assign_sub = ops.Add(), ops.AssignSub()
 _clear = ops.MultitypeFuncGraph("clear")
+_place, _balance = ops.MultitypeFuncGraph("place"), ops.MultitypeFuncGraph("balance")
 
 
 @square_sum.register("Float", "Tensor")
@@ -28,8 +30,20 @@ def _clear_after(accumulated, gradient):
     return _assign_sub(accumulated, accumulated)  # zeros would be folded into a constant as large as the gradient
 
 
+@_place.register("Tensor", "Float", "Tensor")
+def _place_of(row, share, counted):
+    return row * (counted * share)
+
+
+@_balance.register("Float", "Tensor", "Tensor")
+def _balance_by(rate, bias, counted):
+    load = counted[: bias.shape[0]]
+    return ops.assign_add(bias, rate * ops.sign(ops.ReduceMean(True)(load) - load))
+
+
 class TrainStep(nn.Cell):
-    """Batch -> (loss, norm of its gradients), with one update by `optimizer`, a Cell called with the gradients.
+    """Batch -> (loss, norm of its gradients), with one update by `optimizer`, a Cell called with the gradients. For a
+    network with layers of experts also what those counted (see `mindloom.nn.moe`): (layers, numbers), of the whole batch.
 
     Without `max_grad_norm` the norm is measured and nothing clipped. In a pipeline only the last stage knows the loss;
     the others return 0.
@@ -49,6 +63,7 @@ class TrainStep(nn.Cell):
         self.weights = optimizer.parameters
         self.grad = ops.GradOperation(get_by_list=True)
         self.report = report
+        self.attach_counters(rank)
         self.update_shares(rank)
         self.all_reduce = all_reduce
         self.scale = scale
@@ -61,11 +76,26 @@ class TrainStep(nn.Cell):
         self.buffered = report.mesh.pp > 1 or (accumulate > 1 and not on_one_device)
         self.optimizer_parallel = report.optimizer_parallel
         if self.buffered:  # MindSpore's parallel passes add microbatches up in these, found by their name
-            self.accumulated = self.weights.clone(prefix="accu_grads", init="zeros")
+            self.accumulated = self.trained.clone(prefix="accu_grads", init="zeros")
 
     def update_shares(self, rank):
         """Say anew how much of each gradient's square sum `rank` adds to the norm: the report has learned more."""
         self.shares = self.report.norm_shares([weight.name for weight in self.weights], rank)
+
+    def attach_counters(self, rank):
+        """Let layers that count do so: what each counted is a row of the whole, given by the ranks of its stage."""
+        counting = [(path, c) for path, c in self.network.cells_and_names() if hasattr(c, "attach_counter")]
+        counters = [cell.attach_counter(f"counter.{i}") for i, (_, cell) in enumerate(counting)]
+        mesh = self.report.mesh
+        mine = self.report.layers_of_stages[mesh.coordinate(rank, "pp")] if mesh.pp > 1 else []
+        held = [mesh.pp == 1 or any(f"{layer}." in path for layer in mine) for path, _ in counting]
+        self.num_weights, self.trained = len(self.weights), ParameterTuple([*self.weights, *counters])
+        self.counts = bool(counting)
+        self.rows = tuple(Tensor(row[:, None], mstype.float32) for row in np.eye(len(counting)))
+        self.count_shares = tuple(float(own) / mesh.stage_size for own in held)
+        self.balanced = [cell.choices for _, cell in counting if getattr(cell, "balance_rate", 0)]
+        self.balance_rate = counting[0][1].balance_rate if self.balanced else 0.0
+        self.biases = ParameterTuple([cell.balance_bias for cell in self.balanced])
 
     def construct(self, *batch):
         loss, gradients = self.in_parts(*batch) if self.num_parts > 1 else self.at_once(*batch)
@@ -73,6 +103,7 @@ class TrainStep(nn.Cell):
         if self.buffered:
             accumulated = ops.depend(self.accumulated, gradients)
         used = gradients if self.optimizer_parallel else accumulated
+        used, counted = used[: self.num_weights], used[self.num_weights :]
         if self.scale != 1.0:
             loss, used = loss * self.scale, self.map(ops.partial(_scale, Tensor(self.scale, mstype.float32)), used)
         square = self.add_n(self.map(square_sum, self.shares, used))
@@ -83,12 +114,23 @@ class TrainStep(nn.Cell):
             factor = self.max_norm / self.maximum(norm, self.max_norm)
             used = self.map(ops.partial(_scale, factor), used)
         loss = ops.depend(loss, self.optimizer(used))
+        if not self.counts:
+            return self.cleared(loss, accumulated, gradients), norm
+        if self.balance_rate:
+            loss = ops.depend(loss, self.map(ops.partial(_balance, self.balance_rate), self.biases, counted))
+        counts = self.add_n(self.map(_place, self.rows, self.count_shares, counted))
+        if self.all_reduce is not None:
+            counts = self.all_reduce(counts)
+        return self.cleared(ops.depend(loss, counts), accumulated, gradients), norm, counts
+
+    def cleared(self, loss, accumulated, gradients):
+        """The loss, after the sums of microbatches are 0 again."""
         if self.buffered:
             loss = ops.depend(loss, self.map(_clear, accumulated, gradients))
-        return loss, norm
+        return loss
 
     def at_once(self, *batch):
-        return self.network(*batch), self.grad(self.network, self.weights)(*batch)
+        return self.network(*batch), self.grad(self.network, self.trained)(*batch)
 
     def in_parts(self, *batch):
         size = batch[0].shape[0] // self.num_parts

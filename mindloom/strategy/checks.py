@@ -23,9 +23,14 @@ def is_possible_size(devices: int) -> bool:
 def strategy_problems(strategy: Strategy) -> list[str]:
     """What is wrong whatever the model is."""
     mesh, pipeline, problems = strategy.mesh, strategy.pipeline, []
-    for axis in AXES:
+    for axis in (*AXES, "ep"):
         if problem := number_problem(mesh.degree(axis), Count):
             problems.append(f"{strategy.at('mesh.' + axis)} {problem}, got {mesh.degree(axis)}")
+    if not problems and mesh.dp % mesh.ep:
+        problems.append(
+            f"{strategy.at('mesh.ep')} = {mesh.ep} does not divide mesh.dp = {mesh.dp}: the ranks that share out the experts are "
+            f"a part of the replicas; possible: {', '.join(map(str, divisors(mesh.dp)))}"
+        )
     if mesh.pp > 1 and mesh.order[0] != "pp":
         problems.append(f"{strategy.at('mesh.pp')} must be the outermost axis: write pp first")
     if mesh.size > MOST_DEVICES:
@@ -91,6 +96,9 @@ def model_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
     """The mesh against the dimensions of a decoder."""
     mesh, problems = strategy.mesh, []
     sizes = {"num_heads": config.num_heads, "ffn_hidden_size": config.ffn_size, "vocab_size": config.vocab_size}
+    if config.experts:
+        sizes |= {"experts.ffn_hidden_size": config.expert_size}
+        sizes |= {"experts.shared_ffn_hidden_size": config.experts.shared_ffn_hidden_size}
     for name, size in sizes.items():
         if size % mesh.tp:
             problems.append(
@@ -100,6 +108,13 @@ def model_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
         problems.append(
             f"{strategy.at('mesh.tp')} = {mesh.tp} neither divides num_kv_heads = {config.kv_heads} nor is a multiple of it; "
             f"{_nearest(config.num_heads, mesh.tp, config.kv_heads)}"
+        )
+    if mesh.ep > 1 and not config.experts:
+        problems.append(f"{strategy.at('mesh.ep')} = {mesh.ep}, but the model has no experts; leave it out")
+    elif config.experts and config.experts.num_experts % mesh.ep:
+        experts = config.experts.num_experts
+        problems.append(
+            f"{strategy.at('mesh.ep')} = {mesh.ep} does not divide experts.num_experts = {experts}; {_nearest(experts, mesh.ep)}"
         )
     if mesh.pp > config.num_layers:
         problems.append(
@@ -148,6 +163,22 @@ def batch_problems(
             f"divisible by tp {mesh.tp}"
         )
     return problems
+
+
+def group_problems(
+    strategy: Strategy, config: ModelConfig, batch_size: int, seq_len: int, accumulate: int = 1
+) -> list[str]:
+    """The groups of tokens in which experts' capacity is counted, against what one rank has of a microbatch."""
+    group = config.experts.capacity_group if config.experts else None
+    microbatches = strategy.pipeline.num_microbatches if strategy.mesh.pp > 1 else accumulate
+    tokens = batch_size // (microbatches * strategy.mesh.dp) * seq_len
+    if not group or tokens % group == 0:
+        return []
+    return [
+        f"{strategy.at('mesh.dp')}: experts.capacity_group = {group} tokens do not divide the {tokens} that a rank has of a "
+        f"microbatch ({batch_size} sequences of {seq_len} over dp {strategy.mesh.dp} x {microbatches}); leave capacity_group out "
+        "to count in sequences"
+    ]
 
 
 def divisors(number: int) -> list[int]:

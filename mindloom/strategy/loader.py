@@ -111,7 +111,10 @@ def _whole_file(path: Path, problems: list[str], sequence_parallel: bool) -> Rul
     try:
         document = read_yaml(path)
         reader = Reader(document, problems)
-        return _rules(reader, reader.known(document.mapping, (), _RULES_KEYS), (), Rules(), sequence_parallel)
+        given, base = reader.known(document.mapping, (), ("base", *_RULES_KEYS)), Rules()
+        if "base" in given:
+            base = _rules_file(reader, str(given["base"]), ("base",), sequence_parallel)
+        return _rules(reader, given, (), base, sequence_parallel)
     except ConfigError as error:
         problems += error.problems
         return Rules()

@@ -112,6 +112,7 @@ class Mesh:
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that differ from `rank` in their places along `axes` only, ascending, itself among them."""
+        axes = tuple(axis for axis in axes if axis != "ep" or "dp" not in axes)  # a part of it
         base = rank - sum(self._stride(axis) * self.coordinate(rank, axis) for axis in axes)
         places = itertools.product(*(range(self.degree(axis)) for axis in axes))
         return sorted(base + self.rank_at(dict(zip(axes, place, strict=True))) for place in places)

@@ -25,7 +25,7 @@ from mindloom.models.family import family_module, size_config
 from mindloom.numbers import Amount, Count, Natural, NotNegative, Rate, number_problems
 from mindloom.reader import Document, fields_from, read_json
 from mindloom.runtime.environment import is_first_process
-from mindloom.strategy.checks import batch_problems, launch_problems, model_problems
+from mindloom.strategy.checks import batch_problems, group_problems, launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
 from mindloom.strategy.loader import load_strategy
 
@@ -164,6 +164,7 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
         problems += model_problems(strategy, model) if model else []
         for batch_size, length in sizes.shapes() if sizes else []:
             problems += batch_problems(strategy, batch_size, length, config.accumulate)
+            problems += group_problems(strategy, model, batch_size, length, config.accumulate) if model else []
     if config.certificate and model and strategy:
         vouched = vouched_for(config.model, model, strategy, config.batch_size, seq_len, config.accumulate)
         problems.of(check_certificate, config.certificate, vouched)

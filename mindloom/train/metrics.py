@@ -8,7 +8,10 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -30,6 +33,27 @@ class StepMetrics:
     step_time_s: float
     tokens_per_s: float
     """Of the whole job."""
+    dropped_tokens: int | None = None
+    """Of a model with experts: choices that found no room at their expert, in all layers."""
+    busiest_expert: float | None = None
+    """Tokens given to the expert that was given most, in the layer where that is most: times what balance would give it."""
+    router_entropy: float | None = None
+    """Of the probabilities of a token's experts, mean over tokens and layers, in nats."""
+
+    def values(self) -> dict[str, Any]:
+        """What there is."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def expert_metrics(counts: NDArray[np.float32], tokens: int) -> dict[str, Any]:
+    """Metrics of what the layers of experts counted in a step of so many tokens: (layers, E + 2), see
+    `mindloom.nn.moe.Counter`."""
+    given, dropped, entropy = counts[:, :-2], counts[:, -2], counts[:, -1]
+    return {
+        "dropped_tokens": round(float(dropped.sum())),
+        "busiest_expert": float((given.max(1) / given.mean(1)).max()),
+        "router_entropy": float(entropy.mean() / tokens),
+    }
 
 
 class MetricsWriter:
@@ -56,13 +80,14 @@ class MetricsWriter:
         )
 
     def write(self, metrics: StepMetrics) -> None:
-        values = asdict(metrics)
+        values = metrics.values()
         self._lines.write(json.dumps(values) + "\n")
         self._lines.flush()
         step = values.pop("step")
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-        self._bar.set_postfix_str(f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:.0f} tokens/s", refresh=False)
+        dropped = "" if metrics.dropped_tokens is None else f", {metrics.dropped_tokens} dropped"
+        self._bar.set_postfix_str(f"loss {metrics.loss:.4f}{dropped}, {metrics.tokens_per_s:.0f} tokens/s", refresh=False)
         self._bar.update()
 
     def __enter__(self) -> MetricsWriter:

@@ -35,7 +35,7 @@ from mindloom.runtime.gather import gather_whole
 from mindloom.train.adafactor import Adafactor
 from mindloom.train.config import Run, TrainConfig
 from mindloom.train.data import describe, prepare_data
-from mindloom.train.metrics import MetricsWriter, StepMetrics
+from mindloom.train.metrics import MetricsWriter, StepMetrics, expert_metrics
 from mindloom.train.optim import SGD, AdamW
 from mindloom.train.saving import Saver, load_state, newest_complete, start_from, versions
 from mindloom.train.schedules import learning_rate
@@ -313,13 +313,14 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     run, engine, start = training.run, training.engine, time.perf_counter()
     rate = learning_rate(step, run.learning_rate, run.min_learning_rate, run.warmup_steps, run.decay_steps)
     training.optimizer.prepare(step, rate)
-    loss, norm = engine.run(training.step, *training.batch(step - 1))
+    loss, norm, *counts = engine.run(training.step, *training.batch(step - 1))
     values = float(loss.asnumpy().reshape(())), float(norm.asnumpy().reshape(()))
     if not np.isfinite(values).all():
         raise FloatingPointError(f"step {step}: loss {values[0]}, gradient norm {values[1]}; lower --learning-rate")
     seconds = time.perf_counter() - start
     batch_size, length = run.sizes.of_step(step - 1)
-    return StepMetrics(step, values[0], rate, values[1], seconds, batch_size * length / seconds)
+    experts = expert_metrics(counts[0].asnumpy(), batch_size * length) if counts else {}
+    return StepMetrics(step, values[0], rate, values[1], seconds, batch_size * length / seconds, **experts)
 
 
 def _save(training: Training, tokenizer: Tokenizer, token: int) -> None:

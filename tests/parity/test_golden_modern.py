@@ -30,9 +30,20 @@ CASES = {
     "codegeex2": "codegeex2_case_a",
     "codegeex4": "codegeex4_case_a",
     "palm": "palm_case_a",
+    "pro_moe": "pangu_pro_moe_case_a",
 }
-FAMILY = {"tied": "pangu", "untied": "pangu", "codegeex2": "codegeex", "codegeex4": "codegeex", "palm": "palm"}
+FAMILY = {
+    "tied": "pangu",
+    "untied": "pangu",
+    "codegeex2": "codegeex",
+    "codegeex4": "codegeex",
+    "palm": "palm",
+    "pro_moe": "pangu",
+}
 SUFFIX = {"palm": "_scaled"}
+TOTAL = {"palm": "total_loss_scaled", "pro_moe": "total_loss"}
+"""With what models add to the cross-entropy."""
+GRADIENTS = {"palm": "total_scaled.", "pro_moe": "total."}
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +100,14 @@ def test_logits_loss_and_gradients(engine, imported, name):
     np.testing.assert_array_equal(
         document_positions(golden["packed_input_ids"], config.eod_id), golden["packed_position_ids"]
     )
-    plain = family_module(family, "model").ModelWithLoss(dataclasses.replace(config, z_loss=0.0))
+    experts = config.experts and dataclasses.replace(config.experts, balance_loss=0.0)
+    plain = family_module(family, "model").ModelWithLoss(dataclasses.replace(config, z_loss=0.0, experts=experts))
     for mine, theirs in zip(plain.get_parameters(), net.get_parameters(), strict=True):
         mine.set_data(theirs)
     for prefix in ("", "packed_"):
         assert float(plain(*batch(golden, prefix))) == pytest.approx(float(golden[f"{prefix}loss{suffix}"]), abs=1e-5)
-    if name == "palm":
-        assert float(net(*batch(golden))) == pytest.approx(float(golden["total_loss_scaled"]), abs=1e-5)
+    if name in TOTAL:
+        assert float(net(*batch(golden))) == pytest.approx(float(golden[TOTAL[name]]), abs=1e-5)
     if name != "untied":
         check_gradients(name, net, config, batch(golden))
 
@@ -106,11 +118,11 @@ def check_gradients(name, net, config, inputs):
     found = ops.GradOperation(get_by_list=True)(net, weights)(*inputs)
     found = {w.name.removeprefix("model."): g.asnumpy() for w, g in zip(weights, found, strict=True)}
     (way, *_) = [w for w in family_module(FAMILY[name], "weights").PUBLISHED if w.model_type == model_type(name)]
-    prefix = "total_scaled." if name == "palm" else ""
+    prefix = GRADIENTS.get(name, "")
     wanted = {theirs: reference[prefix + theirs] for theirs in way.tensors(config)}
     largest = max(np.abs(value).max() for value in wanted.values())
     for theirs, parts in way.tensors(config).items():
-        whole = np.concatenate([found[part] for part in parts])
+        whole = np.concatenate([found[p.name] if p.expert is None else found[p.name][p.expert] for p in parts])
         assert np.abs(whole - wanted[theirs]).max() <= 1e-4 * largest, theirs
 
 

@@ -31,13 +31,22 @@ def test_the_order_in_which_axes_are_given_is_the_order_of_ranks():
 
 
 def test_a_group_differs_along_its_axes_only():
-    mesh = Mesh(pp=2, dp=2, ep=2, tp=2)
+    mesh = Mesh(pp=2, dp=4, ep=2, tp=2)
     assert mesh.group(5, "tp") == [4, 5]
+    assert (mesh.group(5, "ep"), mesh.group(9, "ep", "tp")) == ([5, 7], [8, 9, 10, 11])
+    assert mesh.group(5, mesh.expert_axes[0]) == [1, 5]
     assert mesh.group(5, "dp", "ep") == mesh.group(5, "ep", "dp") == [1, 3, 5, 7]
     assert mesh.group(9, "pp") == [1, 9]
     assert list(mesh.ranks_of_stage(1)) == mesh.group(8, "dp", "ep", "tp") == list(range(8, 16))
     assert mesh.rank_at({axis: mesh.coordinate(13, axis) for axis in mesh.order}) == 13
-    assert mesh.cutting_axes == {"dp": 2, "ep": 2, "tp": 2}
+    assert mesh.cutting_axes == {"dp": 4, "tp": 2}
+
+
+def test_expert_parallel_ranks_are_neighbours_along_dp():
+    assert Mesh(ep=2, tp=2) == Mesh(dp=2, ep=2, tp=2) != Mesh(dp=2, tp=2)
+    assert str(Mesh(dp=4, ep=2, tp=2)) == "pp 1 x dp 4 (ep 2) x tp 2 = 8"
+    (problem,) = strategy_problems(Strategy(mesh=Mesh(dp=2, ep=4)))
+    assert "mesh.ep = 4 does not divide mesh.dp = 2" in problem and "1, 2" in problem
 
 
 def test_a_layout_cuts_each_dim_by_the_product_of_its_axes():

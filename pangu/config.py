@@ -20,9 +20,9 @@ OPEN_PANGU: dict[str, Any] = {
 """Parts of openPangu-Embedded and Pangu Ultra. Source: config.json and modular_openpangu_dense.py of the former."""
 
 
-PRO_MOE: dict[str, Any] = {"router": "grouped", "router_scale": True, "balance_over": "batch"}
+PRO_MOE: dict[str, Any] = {"router": "grouped", "router_scale": True}
 """Router of Pangu Pro MoE: one expert of each group, weighed by its probability and a learned scale. Source: arXiv:2505.21411
-section 2.2."""
+section 2.2, which balances over a batch; the sizes here over each sequence, so that microbatches change nothing."""
 
 
 def _open_pangu(**values: Any) -> ModelConfig:

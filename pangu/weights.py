@@ -59,6 +59,7 @@ def _read_moe(values: Mapping[str, Any]) -> dict[str, Any]:
     only(values, {"mlp_only_layers": [], "decoder_sparse_step": 1})
     experts = {
         **PRO_MOE,
+        "balance_over": "batch",
         "num_experts": values["num_experts"],
         "experts_per_token": values["num_experts_per_tok"],
         "ffn_hidden_size": values["moe_intermediate_size"],
@@ -76,9 +77,13 @@ def _write_moe(config: ModelConfig) -> dict[str, Any]:
         wanted = ", ".join(f"{name} {value}" for name, value in PRO_MOE.items())
         raise ConfigError(f"not a network that can be written as Pangu Pro MoE: its experts are not {wanted}")
     if experts.normalize != "none" or experts.routed_scaling_factor != 1.0 or experts.balance_bias_rate:
-        raise ConfigError("not a network that can be written as Pangu Pro MoE: it normalizes, scales or corrects the router")
+        raise ConfigError(
+            "not a network that can be written as Pangu Pro MoE: it normalizes, scales or corrects the router"
+        )
     if not all(map(config.has_experts, range(config.num_layers))) or not config.qkv_bias:
-        raise ConfigError("not a network that can be written as Pangu Pro MoE: layers without experts or without biases")
+        raise ConfigError(
+            "not a network that can be written as Pangu Pro MoE: layers without experts or without biases"
+        )
     values = _write(dataclasses.replace(config, experts=None))
     values.pop("intermediate_size")
     return {

@@ -37,7 +37,9 @@ def _filled(mesh: Mesh, axes: list[str], processes: int) -> Mesh:
     for axis in reversed(axes):
         while 2 * math.prod(degrees.values()) <= processes and 2 * degrees[axis] <= mesh.degree(axis):
             degrees[axis] *= 2
-    if mesh.ep > 1 and "dp" in degrees:  # all of dp, or a part of it, as it is in the large one if there are ranks for that
+    if (
+        mesh.ep > 1 and "dp" in degrees
+    ):  # all of dp, or a part of it, as it is in the large one if there are ranks for that
         degrees["ep"] = degrees["dp"] if mesh.ep == mesh.dp else max(2, degrees["dp"] // 2)
     return Mesh(**degrees)
 

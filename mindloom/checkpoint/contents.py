@@ -16,6 +16,11 @@ MOMENTS = ("adam_m.", "adam_v.")
 SHOWN = 8
 
 
+def is_trained(name: str) -> bool:
+    """Whether an optimizer updates a parameter; a router's bias is moved by what its layer counts."""
+    return not name.endswith(".balance_bias")
+
+
 def model_of(manifest: Manifest, folder: Path) -> tuple[str, ModelConfig]:
     """Family and configuration of a checkpoint's model.
 
@@ -46,7 +51,12 @@ def check_contents(manifest: Manifest, folder: Path) -> None:
         raise ConfigError(problems)
     moments = () if state["optimizer"].get("name") == "sgd" else MOMENTS
     shapes = parameter_shapes(config)
-    wanted = {prefix + name: shape for prefix in ("", *moments) for name, shape in shapes.items()}
+    wanted = {
+        prefix + name: shape
+        for prefix in ("", *moments)
+        for name, shape in shapes.items()
+        if not prefix or is_trained(name)
+    }
     for name, shape in wanted.items():
         entry = manifest.tensors.get(name)
         if entry is None:

@@ -7,13 +7,13 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindloom.checkpoint.io import config_with_file
 from mindloom.cli import option
 from mindloom.errors import ConfigError, Problems
 from mindloom.models.config import ComputeDtype, ModelConfig
 from mindloom.models.family import size_config
 from mindloom.numbers import Count, Positive, number_problems
 from mindloom.planner.own_engine import num_microbatches
-from mindloom.reader import fields_from, read_json
 from mindloom.strategy.checks import batch_problems, group_problems, model_problems
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy
@@ -109,7 +109,7 @@ def check(config: DryRunConfig) -> DryRun:
 def _model_config(config: DryRunConfig) -> ModelConfig:
     model = size_config(config.model, config.size)
     if config.config:
-        model = fields_from(ModelConfig, read_json(config.config), model)
+        model = config_with_file(config.config, model, config.model)
     return dataclasses.replace(model, compute_dtype=config.compute_dtype) if config.compute_dtype else model
 
 

@@ -264,6 +264,12 @@ class ModelConfig(Widths):
         return layer < self.num_layers - self.query_layer and (layer + 1) % self.experts.layer_frequency == 0
 
     @property
+    def mixture(self) -> ExpertConfig:
+        """`experts` of a model that has them."""
+        assert self.experts is not None
+        return self.experts
+
+    @property
     def expert_size(self) -> int:
         """Width of each expert."""
         return (self.experts.ffn_hidden_size if self.experts else None) or self.ffn_size

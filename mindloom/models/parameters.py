@@ -67,8 +67,7 @@ def _mlp(name: str, config: ModelConfig, width: int) -> Iterator[tuple[str, tupl
 
 
 def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    experts = config.experts
-    assert experts is not None
+    experts = config.mixture
     if experts.router != "hash":
         yield "mlp.router.weight", (experts.num_experts, config.hidden_size)
     if experts.balance_bias_rate:

@@ -91,7 +91,7 @@ class DecoderWithLoss(nn.Cell):
         self.loss = CrossEntropy(model.config.z_loss)
         self.has_experts = model.has_experts
         if self.has_experts:
-            self.group = model.config.experts.capacity_group
+            self.group = model.config.mixture.capacity_group
             self.by_group, self.share = ops.Reshape(), ops.ReduceSum()
 
     def construct(self, tokens, labels, positions, loss_weights, dropout_keys=None):

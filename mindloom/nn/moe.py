@@ -33,10 +33,10 @@ class Scores(nn.Cell):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        shape = (config.experts.num_experts, config.hidden_size)
+        shape = (config.mixture.num_experts, config.hidden_size)
         self.weight = Parameter(initializer(Normal(config.init_std), shape, mstype.float32))
         self.cast, self.matmul = ops.Cast(), ops.MatMul(transpose_b=True)
-        self.activation = ops.Sigmoid() if config.experts.router == "sigmoid" else ops.Softmax(-1)
+        self.activation = ops.Sigmoid() if config.mixture.router == "sigmoid" else ops.Softmax(-1)
 
     def construct(self, x):
         logits = self.matmul(self.cast(x, mstype.float32), self.weight)
@@ -48,7 +48,7 @@ class Choices(nn.Cell):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        experts = config.experts
+        experts = config.mixture
         self.experts, self.chosen = experts.num_experts, experts.experts_per_token
         self.grouped = experts.router == "grouped"
         self.has_bias = experts.balance_bias_rate > 0
@@ -78,8 +78,8 @@ class HashChoices(nn.Cell):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        seed = np.random.SeedSequence([config.experts.hash_seed, layer])
-        table = np.random.default_rng(seed).permutation(config.vocab_size) % config.experts.num_experts
+        seed = np.random.SeedSequence([config.mixture.hash_seed, layer])
+        table = np.random.default_rng(seed).permutation(config.vocab_size) % config.mixture.num_experts
         self.table = Tensor(table.astype(np.int32))  # as many ids for each expert
         self.gather, self.reshape = ops.Gather(), ops.Reshape()
 
@@ -97,7 +97,7 @@ class Places(nn.Cell):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.experts, self.chosen = config.experts.num_experts, config.experts.experts_per_token
+        self.experts, self.chosen = config.mixture.num_experts, config.mixture.experts_per_token
         self.by_choice, self.in_order = ops.Transpose(), ops.Reshape()
         self.one_hot, self.running = ops.OneHot(axis=-1), ops.CumSum()
         self.before, self.own, self.own_sum = ops.Sub(), ops.Mul(), ops.ReduceSum()
@@ -143,7 +143,7 @@ class ExpertLinear(nn.Cell):
 
     def __init__(self, config: ModelConfig, in_features: int, out_features: int, std: float, dtype: mstype.Type):
         super().__init__()
-        experts = config.experts.num_experts
+        experts = config.mixture.num_experts
         self.weight = Parameter(initializer(Normal(std), (experts, out_features, in_features), mstype.float32))
         self.matmul, self.cast, self.dtype = ops.BatchMatMul(transpose_b=True), ops.Cast(), dtype
         self.has_bias = config.mlp_bias
@@ -189,7 +189,7 @@ class RouterLosses(nn.Cell):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        experts = config.experts
+        experts = config.mixture
         self.experts, self.chosen = experts.num_experts, experts.experts_per_token
         self.over_batch, self.first_only = experts.balance_over == "batch", experts.balance == "first"
         self.balance_factor, self.z_factor = experts.balance_loss, experts.router_z_loss
@@ -239,12 +239,22 @@ class Counter(nn.Cell):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        length = config.experts.num_experts + COUNTS_BESIDE_EXPERTS
-        self.count = Parameter(initializer("zeros", (length,), mstype.float32), parallel_optimizer=False)
-        self.given, self.missed, self.of_group, self.dropped = ops.ReduceSum(), ops.Sub(), ops.ReduceSum(), ops.ReduceSum(True)
+        self.length = config.mixture.num_experts + COUNTS_BESIDE_EXPERTS
+        self.given, self.missed, self.of_group, self.dropped = (
+            ops.ReduceSum(),
+            ops.Sub(),
+            ops.ReduceSum(),
+            ops.ReduceSum(True),
+        )
         self.shift, self.log, self.information = ops.Add(), ops.Log(), ops.Mul()
         self.entropy_of_group, self.entropy, self.negative = ops.ReduceSum(), ops.ReduceSum(True), ops.Neg()
         self.join, self.mul, self.sum = ops.Concat(0), ops.Mul(), ops.ReduceSum(True)
+
+    def attach(self, name: str) -> Parameter:
+        """Begin to count. Returns `count`, which gets that name: no part of the model's weights."""
+        zeros = initializer("zeros", (self.length,), mstype.float32)
+        self.count = Parameter(zeros, name=name, parallel_optimizer=False)
+        return self.count
 
     def construct(self, one_hot, kept, probs):  # (G, k*L, E), (G, k*L), (G, L, E) or None -> (1,), 0
         dropped = self.dropped(self.of_group(self.missed(1.0, kept), 1), 0)
@@ -265,7 +275,7 @@ class MoE(nn.Cell):
 
     def __init__(self, config: ModelConfig, layer: int, dtype: mstype.Type):
         super().__init__()
-        experts = config.experts
+        experts = config.mixture
         self.config, self.settings, self.dtype, self.hidden_size = config, experts, dtype, config.hidden_size
         self.chosen = experts.experts_per_token
         self.is_hashed, self.has_shared = experts.router == "hash", experts.shared_ffn_hidden_size > 0
@@ -277,7 +287,12 @@ class MoE(nn.Cell):
             self.losses, self.weights = RouterLosses(config), Weights(config)
         self.places = Places(config)
         self.by_group, self.probs_by_group = ops.Reshape(), ops.Reshape()
-        self.dispatch, self.split, self.to_experts, self.rows = ops.Gather(1), ops.Reshape(), ops.Transpose(), ops.Reshape()
+        self.dispatch, self.split, self.to_experts, self.rows = (
+            ops.Gather(1),
+            ops.Reshape(),
+            ops.Transpose(),
+            ops.Reshape(),
+        )
         self.experts = ExpertMLPs(config, dtype)
         self.unrows, self.from_experts, self.merge = ops.Reshape(), ops.Transpose(), ops.Reshape()
         self.first_place, self.clip, self.slot = ops.Mul(), ops.Minimum(), ops.Add()
@@ -288,13 +303,13 @@ class MoE(nn.Cell):
             self.shared = (GatedMLP if config.gated_mlp else MLP)(config, dtype, experts.shared_ffn_hidden_size)
             self.shared_add = ops.Add()
         self.dropout = Dropout(config.dropout_rate)
-        self.counts, self.counts_add, self.balance_rate = False, ops.Add(), experts.balance_bias_rate
+        self.counter, self.counts, self.counts_add = Counter(config), False, ops.Add()
+        self.balance_rate = experts.balance_bias_rate
 
     def attach_counter(self, name: str) -> Parameter:
         """Let training steps count, see `Counter`. Returns the parameter of that name whose gradient tells."""
-        self.counter, self.counts = Counter(self.config), True
-        self.counter.count.name = name
-        return self.counter.count
+        self.counts = True
+        return self.counter.attach(name)
 
     def construct(self, x, tokens, shares=None, dropout_keys=None):
         batch, length = tokens.shape
@@ -340,17 +355,26 @@ class MoE(nn.Cell):
 
 
 class Weights(nn.Cell):
-    """What each choice counts, 0 if it is dropped: (G, L, E) probabilities, (G, k*L, E) one-hot, (G, k*L) kept -> (G, k*L)."""
+    """What each choice counts, 0 if it is dropped: probabilities (G, L, E), one-hot (G, k*L, E), kept (G, k*L) -> (G, k*L)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        experts = config.experts
-        self.chosen, self.normalize, self.factor = experts.experts_per_token, experts.normalize, experts.routed_scaling_factor
+        experts = config.mixture
+        self.chosen, self.normalize, self.factor = (
+            experts.experts_per_token,
+            experts.normalize,
+            experts.routed_scaling_factor,
+        )
         self.has_scale = experts.router_scale
         if self.has_scale:
             self.scale = Parameter(initializer("ones", (1, experts.num_experts), mstype.float32))
             self.scale_mul, self.scale_sum, self.scaled = ops.Mul(), ops.ReduceSum(), ops.Mul()
-        self.by_choice, self.expand, self.pick, self.pick_sum = ops.Reshape(), ops.ExpandDims(), ops.Mul(), ops.ReduceSum()
+        self.by_choice, self.expand, self.pick, self.pick_sum = (
+            ops.Reshape(),
+            ops.ExpandDims(),
+            ops.Mul(),
+            ops.ReduceSum(),
+        )
         self.drop, self.of_token, self.sum = ops.Mul(), ops.Reshape(), ops.ReduceSum(keep_dims=True)
         self.not_zero, self.divide, self.in_order, self.multiply = ops.Add(), ops.Div(), ops.Reshape(), ops.Mul()
 

@@ -28,8 +28,8 @@ def strategy_problems(strategy: Strategy) -> list[str]:
             problems.append(f"{strategy.at('mesh.' + axis)} {problem}, got {mesh.degree(axis)}")
     if not problems and mesh.dp % mesh.ep:
         problems.append(
-            f"{strategy.at('mesh.ep')} = {mesh.ep} does not divide mesh.dp = {mesh.dp}: the ranks that share out the experts are "
-            f"a part of the replicas; possible: {', '.join(map(str, divisors(mesh.dp)))}"
+            f"{strategy.at('mesh.ep')} = {mesh.ep} does not divide mesh.dp = {mesh.dp}: the ranks that share out the experts "
+            f"are a part of the replicas; possible: {', '.join(map(str, divisors(mesh.dp)))}"
         )
     if mesh.pp > 1 and mesh.order[0] != "pp":
         problems.append(f"{strategy.at('mesh.pp')} must be the outermost axis: write pp first")
@@ -112,9 +112,9 @@ def model_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
     if mesh.ep > 1 and not config.experts:
         problems.append(f"{strategy.at('mesh.ep')} = {mesh.ep}, but the model has no experts; leave it out")
     elif config.experts and config.experts.num_experts % mesh.ep:
-        experts = config.experts.num_experts
+        count = config.experts.num_experts
         problems.append(
-            f"{strategy.at('mesh.ep')} = {mesh.ep} does not divide experts.num_experts = {experts}; {_nearest(experts, mesh.ep)}"
+            f"{strategy.at('mesh.ep')} = {mesh.ep} does not divide experts.num_experts = {count}; {_nearest(count, mesh.ep)}"
         )
     if mesh.pp > config.num_layers:
         problems.append(
@@ -176,8 +176,8 @@ def group_problems(
         return []
     return [
         f"{strategy.at('mesh.dp')}: experts.capacity_group = {group} tokens do not divide the {tokens} that a rank has of a "
-        f"microbatch ({batch_size} sequences of {seq_len} over dp {strategy.mesh.dp} x {microbatches}); leave capacity_group out "
-        "to count in sequences"
+        f"microbatch ({batch_size} sequences of {seq_len} over dp {strategy.mesh.dp} x {microbatches}); leave "
+        "capacity_group out to count in sequences"
     ]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from mindloom.certificate import check_certificate, vouched_for
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.io import config_with_file, load_config
 from mindloom.checkpoint.manifest import checkpoints
 from mindloom.cli import option, run_file
 from mindloom.data.blend import BLENDS, Part, read_blend, short_datasets
@@ -23,7 +23,7 @@ from mindloom.files import unwritable
 from mindloom.models.config import ComputeDtype, ModelConfig
 from mindloom.models.family import family_module, size_config
 from mindloom.numbers import Amount, Count, Natural, NotNegative, Rate, number_problems
-from mindloom.reader import Document, fields_from, read_json
+from mindloom.reader import Document, fields_from
 from mindloom.runtime.environment import is_first_process
 from mindloom.strategy.checks import batch_problems, group_problems, launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
@@ -253,7 +253,7 @@ def _model_config(config: TrainConfig) -> ModelConfig:
                 f"--from-checkpoint {config.from_checkpoint}: a checkpoint of {family}; give --model {family}"
             )
     if config.config:
-        model = fields_from(ModelConfig, read_json(config.config), model)
+        model = config_with_file(config.config, model, config.model)
     if config.dropout is not None:
         model = fields_from(ModelConfig, Document("--dropout", {"dropout_rate": config.dropout}), model)
     return model if config.compute_dtype is None else dataclasses.replace(model, compute_dtype=config.compute_dtype)

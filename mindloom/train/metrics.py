@@ -87,7 +87,9 @@ class MetricsWriter:
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         dropped = "" if metrics.dropped_tokens is None else f", {metrics.dropped_tokens} dropped"
-        self._bar.set_postfix_str(f"loss {metrics.loss:.4f}{dropped}, {metrics.tokens_per_s:.0f} tokens/s", refresh=False)
+        self._bar.set_postfix_str(
+            f"loss {metrics.loss:.4f}{dropped}, {metrics.tokens_per_s:.0f} tokens/s", refresh=False
+        )
         self._bar.update()
 
     def __enter__(self) -> MetricsWriter:

@@ -14,6 +14,7 @@ VERBS = {
     "reshard-checkpoint": "cut the files of a checkpoint for another mesh",
     "export-checkpoint": "the model of a training checkpoint, whole",
     "convert-checkpoint": "between the published namings and ours",
+    "upcycle": "a model with experts of a dense one",
     "translate": "strategies and configurations of MindFormers and Megatron-LM, to ours and back",
     "config": "`config diff A B`: what two run files, or the config.json of two runs, have different",
     "kept-graphs": "compiled graphs that runs on this machine share",

@@ -32,6 +32,9 @@ CASES = [
     "pangu_tiny_pp4+codegeex4",
     "pangu_tiny_dp2_pp2+after_query+shallow",
     "pangu_tiny_dp2_pp2_zero+clip+shallow",
+    "pangu_pro_moe_tiny_ep2_tp2+moge+shallow",
+    "pangu_pro_moe_tiny_ep2_pp2+moge+shallow",
+    "pangu_switch_tiny_dp4_ep2_zero+moe+shallow",
 ]
 ACCUMULATED = "one_device+accumulate+shallow"
 
@@ -69,6 +72,10 @@ def test_losses_and_gradient_norms_of_five_steps(results, case, optimizer):
     np.testing.assert_allclose(got["losses"], expected["losses"], rtol=1e-5)
     np.testing.assert_allclose(got["norms"], expected["norms"], rtol=1e-4)
     assert expected["losses"][-1] != expected["losses"][0]
+    if "counts" in expected:  # of experts: what each was given, and what was dropped
+        got, expected = np.array(got["counts"])[..., :-1], np.array(expected["counts"])[..., :-1]
+        np.testing.assert_array_equal(got, expected)
+        assert (expected[..., -1] > 0).any()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -96,7 +103,7 @@ def test_accumulating_on_one_device_equals_the_whole_batch(results):
 
 def test_every_strategy_is_met_with_and_without_grouped_heads():
     met = {case.partition("+")[0] for case in CASES}
-    assert {path.stem for path in CONFIGS.glob("pangu_tiny_*.yaml") if load_strategy(path).mesh.size == 4} <= met
+    assert {path.stem for path in CONFIGS.glob("pangu_*tiny_*.yaml") if load_strategy(path).mesh.size == 4} <= met
     for grouped in (False, True):
         models = {"embedded", "ultra", "codegeex4", "palm"}
         cases = [case.split("+") for case in CASES if bool(models & set(case.split("+"))) == grouped]

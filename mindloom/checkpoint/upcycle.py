@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the experts of a model of those of a dense one: each a copy of the MLP that was there. Some rows at a time.
+
+Source: arXiv:2212.05055 (sparse upcycling).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindloom.checkpoint.content_hash import MASK, content_hash
+from mindloom.checkpoint.contents import MOMENTS, check_contents, is_trained, model_of
+from mindloom.checkpoint.io import CONFIG, check_shapes, load_config, write_config
+from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, read_manifest
+from mindloom.checkpoint.reshard import find_checkpoint, new_folder, publish_new
+from mindloom.checkpoint.sharded import Reader, file_name
+from mindloom.checkpoint.tensor_files import (
+    CHUNK_NUMBERS,
+    Described,
+    model_files,
+    read_rows,
+    stored_tensors,
+    write_model_files,
+    write_tensor_by_tensor,
+)
+from mindloom.errors import ConfigError
+from mindloom.models.config import ExpertConfig, ModelConfig
+from mindloom.models.parameters import parameter_shapes
+
+SHARD_BYTES = 5_000_000_000
+EXPERTS = ".mlp.experts."
+Rows = Iterator[NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A model folder or a training checkpoint, and the model in it."""
+
+    folder: Path
+    family: str
+    model: ModelConfig
+    manifest: Manifest | None
+    """Of a training checkpoint."""
+
+    def rows(self, name: str) -> Rows:
+        """A tensor, some rows at a time, float32."""
+        if self.manifest is None:
+            tensor = self._stored[name]
+            return read_rows(tensor, 0, tensor.shape[0], "float32")
+        shape = self.manifest.tensors[name].shape
+        step = max(1, CHUNK_NUMBERS // max(1, int(np.prod(shape[1:]))))
+        rest = tuple(slice(0, length) for length in shape[1:])
+        starts = range(0, shape[0], step)
+        reader = Reader(self.folder, self.manifest)
+        return (reader.read(name, (slice(i, min(i + step, shape[0])), *rest)) for i in starts)
+
+    @property
+    def _stored(self) -> dict[str, Any]:
+        return stored_tensors(model_files(self.folder))
+
+
+def open_dense(folder: Path) -> Dense:
+    """The dense model in a folder: a model folder, a training checkpoint, or the newest of several.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or has experts already.
+    """
+    if (folder / MANIFEST).exists() or not (folder / CONFIG).exists():
+        folder = find_checkpoint(folder)
+        manifest = read_manifest(folder)
+        check_contents(manifest, folder)
+        dense = Dense(folder, *model_of(manifest, folder), manifest)
+    else:
+        dense = Dense(folder, *load_config(folder), None)
+        found = {name: tensor.shape for name, tensor in dense._stored.items()}
+        check_shapes(found, parameter_shapes(dense.model), str(folder))
+    if dense.model.experts:
+        raise ConfigError(
+            f"{folder}: the model has {dense.model.experts.num_experts} experts already; give a dense one"
+        )
+    return dense
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """What becomes of a dense model."""
+
+    dense: Dense
+    model: ModelConfig
+    """With experts."""
+    noise: float
+    """Standard deviation of what is added to each copy."""
+    seed: int
+
+    def rows(self, name: str) -> Rows:
+        """A tensor of the new model, or of its optimizer's state, some rows at a time."""
+        prefix = next((moment for moment in MOMENTS if name.startswith(moment)), "")
+        if EXPERTS in name:
+            return self._copies(name, noise=0.0 if prefix else self.noise)
+        if prefix + name.removeprefix(prefix) in self._of_dense(prefix):
+            return self.dense.rows(name)
+        return iter([self._fresh(name.removeprefix(prefix), bool(prefix))])
+
+    def _of_dense(self, prefix: str) -> set[str]:
+        return {prefix + name for name in parameter_shapes(self.dense.model)}
+
+    def _copies(self, name: str, noise: float) -> Rows:
+        """The dense matrix or bias once for each expert."""
+        whole = np.concatenate(list(self.dense.rows(name.replace(EXPERTS, ".mlp."))))
+        whole = whole.reshape(1, *((1, -1) if whole.ndim == 1 else whole.shape))
+        for expert in range(self.model.mixture.num_experts):
+            copy = whole
+            if noise:
+                copy = whole + self._random(f"{name} {expert}").normal(0, noise, whole.shape).astype(np.float32)
+            yield copy
+
+    def _fresh(self, name: str, is_moment: bool) -> NDArray[np.float32]:
+        """What the dense model has nothing for: a router begins as in a new model, its optimizer's state at 0."""
+        shape = parameter_shapes(self.model)[name]
+        if name.endswith(".router.weight") and not is_moment:
+            return self._random(name).normal(0, self.model.init_std, shape).astype(np.float32)
+        return np.full(shape, float(name.endswith(".weights.scale") and not is_moment), np.float32)
+
+    def _random(self, name: str) -> np.random.Generator:
+        return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+
+
+def upcycled(dense: Dense, experts: ExpertConfig) -> ModelConfig:
+    """The model with experts.
+
+    Raises:
+        ConfigError: experts that a dense model cannot become.
+    """
+    if experts.shared_ffn_hidden_size:
+        raise ConfigError("a shared expert has nothing to be made of: each expert is a copy of the whole MLP")
+    return dataclasses.replace(dense.model, experts=experts)
+
+
+def write_model(job: Upcycling, target: Path) -> int:
+    """Write the weights as a model folder. Returns their bytes.
+
+    Raises:
+        ConfigError: the target exists or cannot be written.
+    """
+    described = {name: Described("float32", shape) for name, shape in parameter_shapes(job.model).items()}
+    partial_folder = new_folder(target)
+    try:
+        num_bytes = write_model_files(partial_folder, described, lambda names: map(job.rows, names), SHARD_BYTES)
+        _finish(job, partial_folder, target)
+    finally:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+    return num_bytes
+
+
+def write_checkpoint(job: Upcycling, target: Path) -> int:
+    """Write weights and optimizer state as a training checkpoint that `train --resume` goes on from. Returns the bytes.
+
+    Raises:
+        ConfigError: the source is no training checkpoint; the target exists or cannot be written.
+    """
+    old = job.dense.manifest
+    if old is None:
+        raise ConfigError(f"{job.dense.folder}: a model folder has no optimizer state to carry")
+    moments = [moment for moment in MOMENTS if any(name.startswith(moment) for name in old.tensors)]
+    shapes = {
+        prefix + name: shape
+        for prefix in ("", *moments)
+        for name, shape in parameter_shapes(job.model).items()
+        if not prefix or is_trained(name)
+    }
+    hashes = dict.fromkeys(shapes, 0)
+    partial_folder, file = new_folder(target), file_name(0)
+    try:
+        arrays = (_hashed(job.rows(name), partial(_add, hashes, name)) for name in shapes)
+        write_tensor_by_tensor(
+            partial_folder / file, {name: Described("float32", shape) for name, shape in shapes.items()}, arrays
+        )
+        tensors = {}
+        for name, shape in sorted(shapes.items()):
+            digest = f"{hashes[name]:016x}"
+            tensors[name] = TensorEntry(shape, "float32", digest, (Part(file, (0,) * len(shape), shape, digest),))
+        new = dataclasses.replace(
+            old,
+            tensors=tensors,
+            files={file: (partial_folder / file).stat().st_size},
+            model={"family": job.dense.family, **job.model.to_dict()},
+            strategy={},
+        )
+        new.write(partial_folder)
+        _finish(job, partial_folder, target)
+    finally:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+    return new.num_bytes
+
+
+def _hashed(rows: Rows, add: Any) -> Rows:
+    """The same rows; `add` is told what they add to the tensor's hash."""
+    start = 0
+    for array in rows:
+        add(content_hash(array, (start, *(0,) * (array.ndim - 1))))
+        start += len(array)
+        yield array
+
+
+def _add(hashes: dict[str, int], name: str, more: int) -> None:
+    hashes[name] = (hashes[name] + more) & MASK
+
+
+def _finish(job: Upcycling, partial_folder: Path, target: Path) -> None:
+    """What else belongs to the folder, and its name."""
+    written: Sequence[str] = [*(job.dense.manifest.files if job.dense.manifest else ()), MANIFEST, CONFIG]
+    for path in job.dense.folder.iterdir():
+        if path.is_file() and path.name not in written and not path.name.endswith((".safetensors", ".index.json")):
+            shutil.copy(path, partial_folder)
+    write_config(partial_folder, job.dense.family, job.model)
+    publish_new(partial_folder, target)

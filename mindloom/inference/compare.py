@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the logits of two checkpoints are apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mindloom.checkpoint.io import load_config
+from mindloom.inference.model import load_model
+from mindloom.inference.score import compute_logits
+from mindloom.runtime.engine import Engine
+from mindloom.runtime.environment import prepare_environment
+from mindloom.strategy.config import SINGLE_DEVICE
+
+SHAPE = (2, 64)
+
+
+def largest_difference(*folders: Path) -> float:
+    """Largest difference of any logit, on the same random tokens. Models of one vocabulary, each in turn in memory."""
+    prepare_environment()
+    engine, logits = Engine(SINGLE_DEVICE), []
+    for folder in folders:
+        family, config = load_config(folder)
+        shape = SHAPE[0], min(SHAPE[1], config.seq_len)
+        ids = np.random.default_rng(0).integers(0, config.vocab_size, shape)
+        net = load_model(folder, family, config, SINGLE_DEVICE)
+        found = compute_logits(engine, net, ids, config.vocab_size, None)
+        assert found is not None
+        logits.append(found)
+    return float(np.abs(logits[0] - logits[1]).max())

@@ -10,8 +10,8 @@ from mindloom.errors import ConfigError, did_you_mean
 FOLDER = Path(__file__).resolve().parents[1] / "parallel_configs"
 """Beside the package, in the repository and where it is installed."""
 RULES, CLUSTERS = "rules", "clusters"
-DECODER = "decoder"
-"""The rules of our own models."""
+DECODER, EXPERTS = "decoder", "experts"
+"""The rules of our own models, and of those with experts."""
 
 
 def shipped_or_file(path: str | Path, kind: str = "") -> Path:

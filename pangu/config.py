@@ -150,12 +150,12 @@ _SWITCH: dict[str, Any] = {
     "balance_loss": 0.01,
     "router_z_loss": 0.001,
 }
-_GSHARD = {**_SWITCH, "experts_per_token": 2, "normalize": "before_drop"}
+_TOP_TWO = {**_SWITCH, "experts_per_token": 2, "normalize": "before_drop"}
 SIZES |= {
     "switch_tiny": _with_experts(SIZES["tiny"], num_experts=8, **_SWITCH),
-    "gshard_tiny": _with_experts(SIZES["tiny"], num_experts=8, **_GSHARD),
+    "gshard_tiny": _with_experts(SIZES["tiny"], num_experts=8, **_TOP_TWO),
     "switch_2.6b": _with_experts(SIZES["2.6b"], num_experts=16, **_SWITCH),
-    "gshard_13b": _with_experts(SIZES["13b"], num_experts=16, **_GSHARD),
+    "gshard_13b": _with_experts(SIZES["13b"], num_experts=16, **_TOP_TWO),
     # PanGu-Sigma's shape: random experts by token id in the upper layers. Source: arXiv:2303.10845.
     "sigma_tiny": _with_experts(
         SIZES["tiny"],

@@ -4,7 +4,6 @@ the tokenizer. A training checkpoint is one, too: its weights are put together f
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -71,19 +70,6 @@ def load_config(folder: Path) -> tuple[str, ModelConfig]:
     if family not in FAMILIES:
         raise ConfigError(f"{document.at(('family',))}: family is {family!r}; known: {', '.join(FAMILIES)}")
     return family, fields_from(ModelConfig, document)
-
-
-def config_with_file(path: Path, base: ModelConfig, family: str) -> ModelConfig:
-    """`base` with what a JSON file says of it; it may be the config.json of a checkpoint folder.
-
-    Raises:
-        ConfigError: what is wrong with it, or a model of another family.
-    """
-    document = read_json(path)
-    if document.mapping.get("family", family) != family:
-        raise ConfigError(f"{path}: a model of {document.mapping['family']}; give --model {document.mapping['family']}")
-    values = {name: value for name, value in document.mapping.items() if name not in ("family", "model_type")}
-    return fields_from(ModelConfig, dataclasses.replace(document, value=values), base)
 
 
 def load_weights(folder: Path) -> dict[str, NDArray[Any]]:

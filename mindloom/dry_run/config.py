@@ -7,11 +7,10 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindloom.checkpoint.io import config_with_file
 from mindloom.cli import option
 from mindloom.errors import ConfigError, Problems
 from mindloom.models.config import ComputeDtype, ModelConfig
-from mindloom.models.family import size_config
+from mindloom.models.family import config_with_file, size_config
 from mindloom.numbers import Count, Positive, number_problems
 from mindloom.planner.own_engine import num_microbatches
 from mindloom.strategy.checks import batch_problems, group_problems, model_problems

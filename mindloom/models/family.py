@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from importlib import import_module
@@ -13,6 +14,7 @@ from typing import Any
 
 from mindloom.errors import ConfigError, did_you_mean
 from mindloom.models.config import ModelConfig
+from mindloom.reader import fields_from, read_json
 
 FAMILIES = ("pangu", "codegeex", "palm")
 
@@ -39,6 +41,19 @@ def size_config(family: str, size: str) -> ModelConfig:
     if size not in sizes:
         raise ConfigError(f"--size {size} is unknown{did_you_mean(size, sizes)}; {family} has: {', '.join(sizes)}")
     return sizes[size]
+
+
+def config_with_file(path: Path, base: ModelConfig, family: str) -> ModelConfig:
+    """`base` with what a JSON file says of it; it may be the config.json of a checkpoint folder.
+
+    Raises:
+        ConfigError: what is wrong with it, or a model of another family.
+    """
+    document = read_json(path)
+    if document.mapping.get("family", family) != family:
+        raise ConfigError(f"{path}: a model of {document.mapping['family']}; give --model {document.mapping['family']}")
+    values = {name: value for name, value in document.mapping.items() if name not in ("family", "model_type")}
+    return fields_from(ModelConfig, dataclasses.replace(document, value=values), base)
 
 
 def family_and_size(name: str) -> tuple[str, str]:

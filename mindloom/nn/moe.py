@@ -355,7 +355,7 @@ class MoE(nn.Cell):
 
 
 class Weights(nn.Cell):
-    """What each choice counts, 0 if it is dropped: probabilities (G, L, E), one-hot (G, k*L, E), kept (G, k*L) -> (G, k*L)."""
+    """What each choice counts, 0 if it is dropped: probabilities (G, L, E), one-hot (G, k*L, E), kept (G, k*L); (G, k*L)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from mindloom.certificate import check_certificate, vouched_for
-from mindloom.checkpoint.io import config_with_file, load_config
+from mindloom.checkpoint.io import load_config
 from mindloom.checkpoint.manifest import checkpoints
 from mindloom.cli import option, run_file
 from mindloom.data.blend import BLENDS, Part, read_blend, short_datasets
@@ -21,7 +21,7 @@ from mindloom.data.tokenizer import content_hash, find_tokenizer
 from mindloom.errors import ConfigError, Problems
 from mindloom.files import unwritable
 from mindloom.models.config import ComputeDtype, ModelConfig
-from mindloom.models.family import family_module, size_config
+from mindloom.models.family import config_with_file, family_module, size_config
 from mindloom.numbers import Amount, Count, Natural, NotNegative, Rate, number_problems
 from mindloom.reader import Document, fields_from
 from mindloom.runtime.environment import is_first_process

@@ -36,7 +36,6 @@ TRAIN = {
 }
 ONLY = (
     ("--context-parallel-size", "1", "context parallelism is not built"),
-    ("--expert-model-parallel-size", "1", "there are no experts"),
     ("--lr-decay-style", "cosine", "the rate follows a cosine"),
     ("--optimizer", "adam", "AdamW, or SGD"),
 )
@@ -89,7 +88,9 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
         raise ConfigError(f"{path}: tensor {tp} x pipeline {pp} parallel leave the data parallel degree open: {why}")
     book.note("--tensor-model-parallel-size", "renamed", "mesh.tp")
     book.note("--pipeline-model-parallel-size", "renamed", "mesh.pp")
-    mesh, train = Mesh(pp=pp, dp=devices // (tp * pp), tp=tp), dict(known.train)
+    ep = _number(book, "--expert-model-parallel-size", 1)
+    book.note("--expert-model-parallel-size", "renamed", "mesh.ep")
+    mesh, train = Mesh(pp=pp, dp=devices // (tp * pp), tp=tp, ep=ep), dict(known.train)
     for flag, (name, kind) in TRAIN.items():
         if flag in book:
             train[name] = _number(book, flag, None, kind)
@@ -225,6 +226,7 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     mesh, recompute, zero = strategy.mesh, strategy.recompute, strategy.optimizer_parallel
     flags: list[tuple[str, Any]] = [
         ("--tensor-model-parallel-size", mesh.tp),
+        *([("--expert-model-parallel-size", mesh.ep)] if mesh.ep > 1 else []),
         ("--pipeline-model-parallel-size", mesh.pp),
     ]
     if settings.num_layers is not None:

@@ -46,7 +46,6 @@ STRICT = {
 """Sections in which MindFormers itself refuses any other key."""
 ONLY = (
     ("parallel_config.context_parallel", 1, "context parallelism is not built"),
-    ("parallel_config.expert_parallel", 1, "there are no experts"),
     ("parallel_config.seq_split_num", 1, "sequence pipelines are not built"),
     ("micro_batch_interleave_num", 1, "a batch is not run as several interleaved copies"),
     ("parallel.parallel_mode", 1, "ours is semi-automatic: every operator's layout comes from the rules"),
@@ -56,7 +55,6 @@ ONLY = (
     (MODEL + "pp_interleave_num", 1, "the engine runs no virtual stages"),
     ("swap_config.swap", False, "activations are not moved to the host"),
     ("context.mode", 0, "training compiles graphs"),
-    ("moe_config.expert_num", 1, "there are no experts"),
 )
 WITHOUT_EFFECT = {
     "parallel_config.optimizer_shard": "MindFormers itself ignores it since r0.7; parallel.enable_parallel_optimizer decides",
@@ -65,7 +63,7 @@ WITHOUT_EFFECT = {
     "parallel_config.ulysses_degree_in_cp": "there is no context parallelism",
     "parallel_config.mem_coeff": "of MindFormers' automatic search; tools/plan.py chooses strategies here",
     "parallel.search_mode": "of automatic parallelism; tools/plan.py chooses strategies here",
-    "parallel.enable_alltoall": "of experts",
+    "parallel.enable_alltoall": "always so where mesh.ep is above 1",
     "parallel.loss_repeated_mean": "the loss has the denominator of the whole batch",
     "parallel.strategy_ckpt_save_file": "a checkpoint's manifest says where everything is",
     "parallel.strategy_ckpt_config.*": "a checkpoint's manifest says where everything is",
@@ -77,7 +75,7 @@ WITHOUT_EFFECT = {
     "recompute_config.select_recompute_exclude": "nothing is chosen by it here",
     "recompute_config.select_comm_recompute_exclude": "nothing is chosen by it here",
     "swap_config.*": "activations are not moved to the host",
-    "moe_config.*": "there are no experts",
+    "moe_config.*": "the model's own configuration says it (--size, --config)",
     "use_parallel": "the mesh says it",
     "context.*": "device and memory are the environment's",
     "auto_trans_ckpt": "checkpoints can be read on any mesh",
@@ -205,6 +203,7 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
         pp=book.take("parallel_config.pipeline_stage", "mesh.pp", 1),
         dp=book.take("parallel_config.data_parallel", "mesh.dp", 1),
         tp=book.take("parallel_config.model_parallel", "mesh.tp", 1),
+        ep=book.take("parallel_config.expert_parallel", "mesh.ep", 1),
     )
     strategy = Strategy(
         mesh=mesh,
@@ -366,6 +365,7 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     degrees = {
         "data_parallel": mesh.dp,
         "model_parallel": mesh.tp,
+        **({"expert_parallel": mesh.ep} if mesh.ep > 1 else {}),
         "pipeline_stage": mesh.pp,
         "micro_batch_num": strategy.pipeline.num_microbatches,
         "use_seq_parallel": strategy.sequence_parallel,

@@ -28,7 +28,6 @@ STRICT = {
 }
 ONLY = (
     ("parallelism.context_parallel", 1, "context parallelism is not built"),
-    ("parallelism.expert_parallel", 1, "there are no experts"),
     ("parallelism.pipeline_parallel_interleave_num", 1, "the engine runs no virtual stages"),
     (
         "parallelism.pipeline_parallel_schedule",
@@ -105,7 +104,7 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
         parts = train["batch_size"] // (book.peek("training.local_batch_size") * dp)
         if pp == 1 and parts > 1:
             train["accumulate"] = parts
-    mesh = Mesh(pp=pp, dp=dp, tp=tp)
+    mesh = Mesh(pp=pp, dp=dp, tp=tp, ep=book.take("parallelism.expert_parallel", "mesh.ep", 1))
     strategy = Strategy(
         mesh=mesh,
         pipeline=_pipeline(book, mesh, train),
@@ -184,6 +183,7 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
     lines = [f"# {mesh.size} devices: its data parallel degree, {mesh.dp}, is what the others leave", "parallelism:"]
     lines += [f"  tensor_parallel: {mesh.tp}", f"  pipeline_parallel: {mesh.pp}", "  context_parallel: 1"]
+    lines += [f"  expert_parallel: {mesh.ep}"] if mesh.ep > 1 else []
     lines.append(f"  hsdp_shard_size: {(zero.shard_size or mesh.dp) if zero else 1}")
     if zero:
         lines.append(f"  hsdp_threshold: {zero.threshold_kb}")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mindloom.shipped import DECODER
+from mindloom.shipped import DECODER, EXPERTS
 from mindloom.strategy.config import OptimizerParallel, Recompute, Stages, Strategy
 from mindloom.strategy.dialects.settings import Note, Settings
 from mindloom.strategy.loader import load_strategy
@@ -30,7 +30,10 @@ def write(settings: Settings, rules: str) -> tuple[str, list[Note]]:
 
 
 def fitting_rules(rules: str, mesh: Mesh) -> str:
-    """Of our own rules those with every operator where MindSpore derives no layouts."""
+    """Of our own rules those of experts where there are some, and those with every operator where MindSpore derives no
+    layouts."""
+    if rules == DECODER and mesh.ep > 1:
+        return EXPERTS
     return f"{DECODER}_spelled_out" if rules == DECODER and not mesh.derives_layouts else rules
 
 

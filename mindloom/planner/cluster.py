@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindloom.errors import ConfigError, did_you_mean
-from mindloom.numbers import Count, NotNegative, Positive
+from mindloom.numbers import Count, NotNegative, Positive, Rate
 from mindloom.reader import fields_from, read_yaml
 from mindloom.shipped import CLUSTERS, shipped_or_file
 
@@ -38,6 +38,22 @@ class Efficiency:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertEfficiency:
+    """What layers of experts make of a chip; fitted on published runs by benchmarks/fit_experts.py, the same for all."""
+
+    products: Positive
+    """Share of a large product's speed that those of experts reach."""
+    all_to_all: Positive
+    """Share of the links' speed that all-to-alls reach."""
+    overlap: Rate
+    """Of a layer's products, behind which its all-to-alls hide."""
+    passes: NotNegative
+    """Over the rows of experts: they are put in order, weighted and added up."""
+    layer_overhead_us: NotNegative
+    """Launches and gaps of one layer's forward pass, besides those of a dense one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Servers of equal chips. Bandwidths in GB/s and one direction, for one device."""
 
@@ -58,6 +74,7 @@ class Cluster:
     flash_attention: bool = False
     """Attention runs in one kernel that keeps no scores."""
     efficiency: Efficiency | None = field(default=None)
+    experts: ExpertEfficiency | None = field(default=None)
 
     @classmethod
     def of_chip(cls, chip: str, **changes: Any) -> Cluster:
@@ -68,6 +85,10 @@ class Cluster:
     @property
     def fitted(self) -> Efficiency:
         return self.efficiency or fitted_efficiency(self.chip)
+
+    @property
+    def fitted_experts(self) -> ExpertEfficiency:
+        return self.experts or ExpertEfficiency(**_fitted()["experts"])
 
     @property
     def usable_bytes(self) -> float:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig, Widths
-from mindloom.numbers import Count, Natural, number_problems
+from mindloom.numbers import Count, Natural, Positive, number_problems
 from mindloom.reader import fields_from, read_yaml
 
 
@@ -43,6 +43,19 @@ class Dimensions(Widths):
     output_bias: bool = True
     mlp_bias: bool = True
     norm_bias: bool = True
+    num_experts: Natural = 0
+    """Of a layer; 0: there are none."""
+    experts_per_token: Natural = 0
+    expert_ffn_size: Natural = 0
+    """Width of each expert."""
+    shared_ffn_size: Natural = 0
+    """Width of the expert that every token is given to."""
+    expert_layers: Natural = 0
+    """Layers that have experts instead of an MLP."""
+    expert_rows: Positive = 1.0
+    """Rows the experts compute for each that they are given: a capacity factor; E / k where there is room for all."""
+    attention_matrices: Natural = 0
+    """Entries of one layer's attention matrices, where they are others than query, key, value and output (MLA)."""
     dropout: bool = True
     """Masks are kept for the backward pass."""
     float32_softmax: bool = False
@@ -62,10 +75,33 @@ class Dimensions(Widths):
         return 3 if self.gated_mlp else 2
 
     @property
+    def expert_share(self) -> float:
+        """Layers that have experts, of all of them."""
+        return self.expert_layers / self.num_layers
+
+    @property
+    def always_used_ffn(self) -> int:
+        """Width of what every token passes in a layer besides its experts, mean of all layers."""
+        dense = (self.num_layers - self.expert_layers) * self.ffn_size
+        return (dense + self.expert_layers * self.shared_ffn_size) // self.num_layers
+
+    @property
     def layer_matrices(self) -> int:
-        """Entries of one layer's matrices."""
+        """Entries of one layer's matrices, without experts and router."""
         h = self.hidden_size
-        return 2 * h * self.query_size + 2 * h * self.kv_size + self.mlp_matrices * h * self.ffn_size
+        attention = self.attention_matrices or 2 * h * (self.query_size + self.kv_size)
+        return attention + self.mlp_matrices * h * self.always_used_ffn
+
+    @property
+    def expert_parameters(self) -> int:
+        """Entries of one expert."""
+        biases = (self.mlp_matrices - 1) * self.expert_ffn_size + self.hidden_size
+        return self.mlp_matrices * self.hidden_size * self.expert_ffn_size + self.mlp_bias * biases
+
+    @property
+    def layer_router(self) -> int:
+        """Entries of the router, mean of all layers."""
+        return self.expert_layers * self.num_experts * self.hidden_size // self.num_layers
 
     @property
     def layer_kv(self) -> int:
@@ -76,7 +112,7 @@ class Dimensions(Widths):
     def layer_biases_cut(self) -> int:
         """Entries of one layer's biases that tensor parallel cuts, those of keys and values among them."""
         qkv = self.qkv_bias * (self.query_size + 2 * self.kv_size)
-        return qkv + self.mlp_bias * (self.mlp_matrices - 1) * self.ffn_size
+        return qkv + self.mlp_bias * (self.mlp_matrices - 1) * self.always_used_ffn
 
     @property
     def layer_biases_whole(self) -> int:
@@ -96,14 +132,21 @@ class Dimensions(Widths):
     @property
     def layer_vectors_whole(self) -> int:
         """Entries of one layer's norms, and of the biases that every tensor parallel rank holds."""
-        return self.num_norms * self.norm + self.layer_biases_whole
+        return self.num_norms * self.norm + self.layer_biases_whole + self.layer_router
 
     @property
     def num_parameters(self) -> int:
         layer = self.layer_matrices + self.layer_biases_cut + self.layer_vectors_whole
         words = (1 if self.tied_embedding else 2) * self.vocab_size * self.hidden_size
         positions = self.position_tables * self.position_table
-        return self.num_layers * layer + words + positions + self.norm
+        experts = self.expert_layers * self.num_experts * self.expert_parameters
+        return self.num_layers * layer + experts + words + positions + self.norm
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token uses."""
+        unused = self.num_experts - self.experts_per_token
+        return self.num_parameters - self.expert_layers * unused * self.expert_parameters
 
     def model_flops(self, tokens: float, causal: bool = False) -> float:
         """FLOPs of forward and backward of `tokens`, nothing computed twice; `causal` counts half of the attention.
@@ -112,7 +155,8 @@ class Dimensions(Widths):
         of the queries for the scores and the context.
         """
         attention = 12 * self.seq_len * self.query_size * self.num_layers * (0.5 if causal else 1.0)
-        matrices = self.num_layers * self.layer_matrices + self.vocab_size * self.hidden_size
+        matrices = self.num_layers * (self.layer_matrices + self.layer_router) + self.vocab_size * self.hidden_size
+        matrices += self.expert_layers * self.experts_per_token * self.expert_parameters
         return tokens * (6.0 * matrices + attention)
 
 
@@ -129,6 +173,7 @@ def of_decoder(config: ModelConfig, seq_len: int | None = None) -> Dimensions:
         head_dim=config.head_size,
         ffn_hidden_size=config.ffn_size,
         gated_mlp=config.gated_mlp,
+        **_of_experts(config),
         position_tables=(config.position == "learned") + config.query_layer,
         tied_embedding=config.tied_embedding,
         block=config.block,
@@ -139,6 +184,21 @@ def of_decoder(config: ModelConfig, seq_len: int | None = None) -> Dimensions:
         dropout=config.dropout_rate > 0,
         float32_softmax=True,
     )
+
+
+def _of_experts(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    if experts is None:
+        return {}
+    room_for_all = experts.num_experts / experts.experts_per_token
+    return {
+        "num_experts": experts.num_experts,
+        "experts_per_token": experts.experts_per_token,
+        "expert_ffn_size": config.expert_size,
+        "shared_ffn_size": experts.shared_ffn_hidden_size,
+        "expert_layers": sum(map(config.has_experts, range(config.num_layers))),
+        "expert_rows": min(experts.capacity_factor or room_for_all, room_for_all),
+    }
 
 
 def read_dimensions(path: Path) -> Dimensions:
@@ -161,6 +221,13 @@ class Parallelism:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
+    """Ranks along dp (and cp) that share out the experts."""
+    expert_tp: int = 0
+    """Parts into which tp cuts each expert; 0: as many as tp."""
+    sends_once: bool = False
+    """A token goes to each node once, however many of its experts are there, from one tensor parallel rank, and what these
+    ranks compute is added up once a token, as libraries for experts do; else once for each expert, from all these ranks, as our own engine does."""
     virtual_stages: int = 1
     """Parts of the layers each pipeline rank holds (interleaving)."""
     microbatch: int = 1
@@ -194,6 +261,11 @@ class Parallelism:
     @property
     def devices(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def parts_of_expert(self) -> int:
+        """Into which tp cuts each expert."""
+        return self.expert_tp or self.tp
 
     @property
     def replicas(self) -> int:

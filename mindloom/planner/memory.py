@@ -72,6 +72,29 @@ def stage_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
     return [counts.total() for counts in stage_copies(dims, job)]
 
 
+def expert_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
+    """Parameters of each stage's experts on one of its devices, before the optimizer's cut: no part of the others here."""
+    layer = dims.expert_share * dims.num_experts * dims.expert_parameters / (job.ep * job.parts_of_expert)
+    return [round(count * layer) for count in job.stages(dims.num_layers)]
+
+
+def expert_shards(job: Parallelism) -> int:
+    """Ranks over which the optimizer cuts what it keeps of experts: those that hold the same ones."""
+    same = job.replicas * job.tp // (job.ep * job.parts_of_expert)
+    return max(1, min(job.shards, same)) if job.zero else 1
+
+
+def expert_activations(dims: Dimensions, job: Parallelism) -> float:
+    """Bytes one layer keeps of one microbatch for its experts: rows that were sent there, between their matrices, and back."""
+    if not dims.num_experts:
+        return 0.0
+    tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+    rows = dims.expert_share * tokens * dims.experts_per_token * dims.expert_rows
+    spread = job.tp if job.parts_of_expert < job.tp else 1  # tp ranks that send a part each
+    wide = (3 if dims.gated_mlp else 2) * dims.expert_ffn_size / job.parts_of_expert
+    return rows / spread * width * (2 * dims.hidden_size + wide)
+
+
 def copied_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
     """Of `stage_parameters` those that several tensor parallel ranks of the stage hold."""
     return [counts.total() - counts[1] for counts in stage_copies(dims, job)]
@@ -92,7 +115,7 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
         return tokens * width * h / spread
     norms = dims.num_norms * width * h
     whole = 2 * norms + (2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0)
-    cut = width * (2 * dims.query_size + 2 * dims.kv_size + (3 if dims.gated_mlp else 2) * dims.ffn_size)
+    cut = width * (2 * dims.query_size + 2 * dims.kv_size + (3 if dims.gated_mlp else 2) * dims.always_used_ffn)
     if dims.float32_softmax:  # probabilities in float32 and, where it is another type, in that of the product; masks
         kept = 4 + (width if width < 4 else 0) + (4 if dims.dropout else 0)
     else:
@@ -101,10 +124,10 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     if job.flash_attention:
         scores = 0
         if recompute == "selective":  # what is cheap to compute again: outputs of the norms and of the activation
-            whole, cut = whole - norms, cut - width * dims.ffn_size
+            whole, cut = whole - norms, cut - width * dims.always_used_ffn
     elif recompute == "selective":
         scores = 0
-    return tokens * (whole / spread + (cut + scores) / job.tp)
+    return tokens * (whole / spread + (cut + scores) / job.tp) + expert_activations(dims, job)
 
 
 def microbatches_in_flight(job: Parallelism, stage: int) -> float:
@@ -122,7 +145,9 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
     spread = job.tp if job.sequence_parallel else 1
     kept, full = layer_activations(dims, job), layer_activations(dims, job, "none")
     layers, result = job.stages(dims.num_layers), []
+    of_experts, shards = expert_parameters(dims, job), expert_shards(job)
     for stage, count in enumerate(stage_parameters(dims, job)):
+        experts = of_experts[stage]
         flying = microbatches_in_flight(job, stage)
         again = layers[stage] if job.recomputed_layers is None else min(job.recomputed_layers[stage], layers[stage])
         activations = flying * (again * kept + (layers[stage] - again) * full)
@@ -139,16 +164,20 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
             working += 3 * layer_parameters(dims, job.tp) * 2
         result.append(
             StageMemory(
-                parameters=count,
-                weights=count * job.weight_bytes / (job.shards if job.zero >= 3 else 1),
-                gradients=count * job.gradient_bytes / (job.shards if job.zero >= 2 else 1),
-                optimizer=count * job.optimizer_bytes / job.shards,
+                parameters=count + experts,
+                weights=job.weight_bytes * _cut(count, experts, job.shards, shards, job.zero >= 3),
+                gradients=job.gradient_bytes * _cut(count, experts, job.shards, shards, job.zero >= 2),
+                optimizer=job.optimizer_bytes * _cut(count, experts, job.shards, shards, True),
                 activations=activations,
                 working=working,
                 fragmentation=job.fragmentation,
             )
         )
     return result
+
+
+def _cut(count: int, experts: int, shards: int, expert_shards: int, is_cut: bool) -> float:
+    return count / shards + experts / expert_shards if is_cut else count + experts
 
 
 def peak_memory(dims: Dimensions, job: Parallelism) -> float:

@@ -43,6 +43,7 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         dp=mesh.dp,
         tp=mesh.tp,
         pp=mesh.pp,
+        ep=mesh.ep,
         microbatch=max(1, batch_size // mesh.dp // microbatches),
         num_microbatches=microbatches,
         recompute=strategy.recompute.kind if strategy.recompute else "none",

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 from mindloom.planner.cluster import Cluster, Overlap
 from mindloom.planner.dimensions import Dimensions, Parallelism
-from mindloom.planner.memory import stage_parameters
+from mindloom.planner.memory import expert_parameters, expert_shards, stage_parameters
 
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
@@ -25,10 +26,14 @@ class Part:
     memory: float
     overhead: float
     tensor_parallel: float
+    expert_parallel: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matmul + self.attention + self.memory + self.overhead + self.tensor_parallel
+        return sum(vars(self).values())
+
+    def plus(self, other: Part) -> Part:
+        return Part(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class StepTime:
     memory: float
     overhead: float
     tensor_parallel: float
+    expert_parallel: float
+    """All-to-alls between experts, what is not hidden."""
     recompute: float
     pipeline: float
     """Sending activations and gradients between stages."""
@@ -57,7 +64,7 @@ class StepTime:
     @property
     def communication(self) -> float:
         """Exposed."""
-        return self.tensor_parallel + self.pipeline + self.gradients + self.weights
+        return self.tensor_parallel + self.expert_parallel + self.pipeline + self.gradients + self.weights
 
 
 def group_bandwidth(cluster: Cluster, size: int, stride: int) -> float:
@@ -77,11 +84,24 @@ def all_reduce(num_bytes: float, size: int, bandwidth: float) -> float:
     return 2 * (size - 1) / size * num_bytes / bandwidth
 
 
+def all_to_all(num_bytes: float, size: int, stride: int, rates: Rates, copies: int = 0) -> float:
+    """Seconds in which every device sends each of `size`, every `stride`-th, its part of `num_bytes`: within a node over its
+    links, to others over the device's own. `copies`: of what each row is among them, of which a node is sent one."""
+    cluster = rates.cluster
+    in_node = min(size, max(1, cluster.devices_per_node // stride))
+    near = (in_node - 1) / size * num_bytes / (cluster.intra_node_gb_per_s * cluster.fitted.intra_node * 1e9)
+    nodes = size / in_node
+    if copies:
+        num_bytes *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+    far = (size - in_node) / size * num_bytes / (cluster.inter_node_gb_per_s * cluster.fitted.inter_node * 1e9)
+    return near + far
+
+
 class Rates:
     """What one device and its tensor parallel group reach."""
 
     def __init__(self, dims: Dimensions, job: Parallelism, cluster: Cluster):
-        fitted = cluster.fitted
+        fitted, self.cluster, self.experts = cluster.fitted, cluster, cluster.fitted_experts
         faster = {"fp8": fitted.fp8, "fp32": FLOAT32_SPEED}.get(job.precision, 1.0)
         self.flops = cluster.peak_tflops * 1e12 * fitted.matmul * faster
         aligned = dims.head_size % cluster.alignment == 0
@@ -90,13 +110,15 @@ class Rates:
         self.overhead = fitted.layer_overhead_us * 1e-6
         self.tp = group_bandwidth(cluster, job.tp, 1)
         self.width = job.activation_bytes
+        self.factor_width = 1 if job.precision == "fp8" else self.width
 
     def matmul(self, m: float, n: float, k: float) -> float:
         """Seconds of (m, k) x (k, n): the arithmetic, and then each matrix once through memory.
 
         The second term makes products with a short side less efficient, as they are.
         """
-        return 2 * m * n * k / self.flops + self.width * (m * k + k * n + m * n) / self.bytes
+        moved = self.factor_width * (m * k + k * n) + self.width * m * n
+        return 2 * m * n * k / self.flops + moved / self.bytes
 
 
 def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
@@ -104,19 +126,54 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
     tokens, tp, h, q = job.microbatch * dims.seq_len / job.cp, job.tp, dims.hidden_size, dims.query_size
     kv_parts = math.gcd(tp, dims.kv_heads)
     matmul = rates.matmul(tokens, q / tp + 2 * dims.kv_size / kv_parts, h) + rates.matmul(tokens, h, q / tp)
-    matmul += (dims.mlp_matrices - 1) * rates.matmul(tokens, dims.ffn_size / tp, h) + rates.matmul(
-        tokens, h, dims.ffn_size / tp
-    )
+    ffn = dims.always_used_ffn
+    matmul += (dims.mlp_matrices - 1) * rates.matmul(tokens, ffn / tp, h) + rates.matmul(tokens, h, ffn / tp)
     attention = 4 * tokens * dims.seq_len * q / tp / rates.attention_flops * (0.5 if job.flash_attention else 1.0)
     # Passes: two norms read and write, two residual additions read twice and write once, each with half a dropout mask.
     passes = (3 + 4 * dims.num_norms) * tokens * h / (tp if job.sequence_parallel else 1)
-    passes += (2 * dims.mlp_matrices - 2) * tokens * dims.ffn_size / tp  # the activation
+    passes += (2 * dims.mlp_matrices - 2) * tokens * ffn / tp  # the activation
     if not job.flash_attention:
         passes += SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / tp
     reduced = (1 if dims.block == "parallel" else 2) * all_reduce(rates.width * tokens * h, tp, rates.tp)
     if job.cp > 1:
         reduced += 2 * rates.width * tokens * dims.kv_size / tp * (job.cp - 1) / rates.tp  # keys and values go round
-    return Part(matmul, attention, rates.width * passes / rates.bytes, rates.overhead, reduced)
+    part = Part(matmul, attention, rates.width * passes / rates.bytes, rates.overhead, reduced)
+    if not dims.num_experts:
+        return part
+    whole = part.plus(experts_forward(dims, job, rates))
+    hidden = rates.experts.overlap * (whole.matmul + whole.attention)
+    return dataclasses.replace(whole, expert_parallel=max(0.0, whole.expert_parallel - hidden))
+
+
+def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
+    """Forward of one layer's router and experts for one microbatch, mean of layers with and without.
+
+    A device has its share of the experts for the tokens of all that share them out, so as many rows as its own tokens make;
+    products of experts are less efficient than one product of all rows, and each reads its own weights. Rows go to their
+    experts and back: two all-to-alls.
+    """
+    fitted, share = rates.experts, dims.expert_share
+    tokens, h, parts = job.microbatch * dims.seq_len / job.cp, dims.hidden_size, job.parts_of_expert
+    rows = tokens * dims.experts_per_token * dims.expert_rows * parts / job.tp
+    local = dims.num_experts / job.ep
+    each, width = rows / local, dims.expert_ffn_size / parts
+    products = (dims.mlp_matrices - 1) * rates.matmul(each, width, h) + rates.matmul(each, h, width)
+    matmul = rates.matmul(tokens, dims.num_experts, h) + local * products / fitted.products
+    passes = fitted.passes * rows * h + (2 * dims.mlp_matrices - 2) * rows * width
+    times = dims.experts_per_token if job.sends_once else 0
+    num_bytes = rates.width * rows * h / (parts if job.sends_once else 1)  # and tensor parallel ranks gather what each got
+    stride = job.cp * (job.tp if parts == job.tp else 1)  # ep is a part of dp, the outer axis
+    sent = 2 * all_to_all(num_bytes, job.ep, stride, rates, times) / fitted.all_to_all
+    added_up = tokens if job.sends_once else rows  # a token's experts first, or what the ranks have of each row
+    reduced = all_reduce(rates.width * added_up * h, parts, rates.tp) if parts > 1 else 0.0
+    return Part(
+        matmul=share * matmul,
+        attention=0.0,
+        memory=share * rates.width * passes / rates.bytes,
+        overhead=share * fitted.layer_overhead_us * 1e-6,
+        tensor_parallel=share * reduced,
+        expert_parallel=share * sent,
+    )
 
 
 def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
@@ -152,6 +209,7 @@ def step_time(dims: Dimensions, job: Parallelism, cluster: Cluster, overlap: Ove
         (1 + BACKWARD_PASSES) * layer.memory,
         3 * layer.overhead,
         2 * layer.tensor_parallel,
+        2 * layer.expert_parallel,
     )
     again = {"none": 0.0, "selective": attention_core(dims, job, rates), "full": layer.total}[job.recompute]
     stages = job.stages(dims.num_layers)
@@ -171,6 +229,7 @@ def step_time(dims: Dimensions, job: Parallelism, cluster: Cluster, overlap: Ove
         memory=m * (layers * forward_backward.memory + ((1 + BACKWARD_PASSES) * head.memory if has_head else 0.0)),
         overhead=m * (layers * forward_backward.overhead + (3 * head.overhead if has_head else 0.0)),
         tensor_parallel=m * layers * forward_backward.tensor_parallel,
+        expert_parallel=m * layers * forward_backward.expert_parallel,
         recompute=m * counts[slowest] * again,
         pipeline=_sends(dims, job, cluster),
         bubble=(sum(times) - times[slowest]) / job.virtual_stages,
@@ -198,8 +257,10 @@ def _data_parallel(
     if job.replicas == 1:
         return 0.0, 0.0
     parameters = max(stage_parameters(dims, job))
-    bandwidth = group_bandwidth(cluster, job.replicas, job.tp)
-    ring = (job.replicas - 1) / job.replicas / bandwidth
+    ring = (job.replicas - 1) / job.replicas / group_bandwidth(cluster, job.replicas, job.tp)
+    same = max(1, job.replicas * job.tp // (job.ep * job.parts_of_expert))  # ranks that hold the same experts, far apart
+    experts = (same - 1) / same / group_bandwidth(cluster, same, job.devices // job.pp // same)
+    parameters += max(expert_parameters(dims, job)) * experts / ring  # as if they went the others' way
     backward = compute * 2 / 3
     if job.zero == 3:
         per_microbatch = job.gathers == "microbatch"
@@ -218,7 +279,7 @@ def _data_parallel(
 
 def _update(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
     """The optimizer reads and writes its state and weights, and reads gradients."""
-    parameters = max(stage_parameters(dims, job)) / job.shards
+    parameters = max(stage_parameters(dims, job)) / job.shards + max(expert_parameters(dims, job)) / expert_shards(job)
     return parameters * (2 * job.optimizer_bytes + job.gradient_bytes + 2 * job.weight_bytes) / rates.bytes
 
 
@@ -235,6 +296,8 @@ def flops_per_device(dims: Dimensions, job: Parallelism) -> tuple[float, float]:
     again = {
         "none": 0.0,
         "selective": attention,
-        "full": attention + 2 * tokens * dims.num_layers * dims.layer_matrices,
+        "full": attention
+        + 2 * tokens * dims.num_layers * dims.layer_matrices
+        + 2 * tokens * dims.expert_layers * dims.experts_per_token * dims.expert_parameters,
     }
     return model / job.devices, (model + share * again[job.recompute]) / job.devices

@@ -12,6 +12,7 @@ import numpy as np
 
 from mindloom.planner.memory import peak_memory
 from mindloom.planner.published import Measured, Run, UnpredictableError, describe, measured, read_rows
+from mindloom.planner.published_experts import describe_experts, is_of_experts, measured_experts, read_expert_rows
 from mindloom.planner.step_time import step_time
 
 
@@ -38,14 +39,20 @@ class Prediction:
         return self.memory_bytes <= self.run.cluster.usable_bytes
 
 
-def predict(rows: list[dict[str, str]]) -> tuple[list[Prediction], Counter[str]]:
-    """Predictions of all rows that can be predicted, and how many could not be for which reason."""
+def predict(path: Path) -> tuple[list[Prediction], Counter[str]]:
+    """Predictions of all rows of a file that can be predicted, and how many could not be for which reason.
+
+    Raises:
+        ConfigError: the file is not such a CSV.
+    """
+    of_experts = is_of_experts(path)
     predictions, reasons = [], Counter[str]()
-    for row in rows:
+    for row in read_expert_rows(path) if of_experts else read_rows(path):
         try:
-            run = describe(row)
+            run = describe_experts(row) if of_experts else describe(row)
+            found = measured_experts(row) if of_experts else measured(row, run)
             time, memory = step_time(run.dims, run.job, run.cluster).total, peak_memory(run.dims, run.job)
-            predictions.append(Prediction(run, measured(row, run), time, memory))
+            predictions.append(Prediction(run, found, time, memory))
         except UnpredictableError as reason:
             reasons[str(reason)] += 1
     return predictions, reasons
@@ -77,7 +84,7 @@ def validate(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not such a CSV.
     """
-    predictions, reasons = predict(read_rows(path))
+    predictions, reasons = predict(path)
     times = [p.time_error for p in predictions if p.time_error is not None]
     memories = [p.memory_error for p in predictions if p.memory_error is not None]
     judged = [p for p in predictions if p.found.fits is not None]

@@ -21,6 +21,7 @@ from mindloom.runtime.environment import launched_processes, launched_rank
 from mindloom.runtime.lowering import attributes, collective_nodes
 from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.strategy.loader import load_rules, load_strategy
+from mindloom.strategy.stages import stage_of_layers
 from mindloom.train.optim import AdamW
 
 SEQ_LEN = 16
@@ -34,6 +35,12 @@ def reduced(family, size, mesh):
     width = max(16 * mesh.tp, replicas)
     whole = size_config(family, size)
     grouped = whole.kv_heads < whole.num_heads
+    experts = whole.experts and dataclasses.replace(
+        whole.experts,
+        ffn_hidden_size=16 * mesh.tp,
+        shared_ffn_hidden_size=16 * mesh.tp if whole.experts.shared_ffn_hidden_size else 0,
+        layer_frequency=1,
+    )
     return dataclasses.replace(
         whole,
         vocab_size=max(64 * mesh.tp, mesh.tp * mesh.dp),
@@ -49,6 +56,7 @@ def reduced(family, size, mesh):
         eod_id=0,
         loss_ignore_id=0,
         stop_ids=(),
+        experts=experts,
     )
 
 
@@ -94,6 +102,11 @@ def compile_rank(path, rank, rules=None):
         "layers": sum(len(layers) for layers in report.layers_of_stages[stage : stage + 1]) or config.num_layers,
         "counts": counts,
         "block": config.block,
+        "expert_layers": sum(
+            config.has_experts(layer)
+            for layer, of_stage in enumerate(stage_of_layers(config.num_layers, strategy))
+            if of_stage == stage
+        ),
         "tied": int(config.tied_embedding),
         "parameters": len(held),
         "cut_by_optimizer": sum(p.optimizer_shards > 1 for p in held),

@@ -9,18 +9,21 @@ from mindloom.strategy.checks import model_problems
 from mindloom.strategy.loader import load_strategy
 
 FILES = sorted(CONFIGS.glob("*.yaml"))
-NAMES = [path.stem for path in FILES]
+WITH_EXPERTS = [path.stem for path in FILES if load_strategy(path).mesh.ep > 1]
+NAMES = [path.stem for path in FILES if path.stem not in WITH_EXPERTS]
 
 EQUAL = ("pangu_tiny_dp2_tp2_zero", "pangu_tiny_dp2_pp2_zero")
 WORKER = "tests/configs/compile_worker.py"
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_name_says_family_size_and_degrees(path):
     family, size = family_and_size(path.stem)
     parts = path.stem.removeprefix(f"{family}_{size}_").split("_")
     mesh = load_strategy(path).mesh
-    degrees = [f"{axis}{mesh.degree(axis)}" for axis in ("dp", "tp", "pp") if mesh.degree(axis) > 1]
+    degrees = [f"{axis}{mesh.degree(axis)}" for axis in ("dp", "ep", "tp", "pp") if mesh.degree(axis) > 1]
+    if mesh.ep == mesh.dp > 1:
+        degrees.remove(f"dp{mesh.dp}")
     assert parts[: len(degrees)] == degrees
     assert model_problems(load_strategy(path), size_config(family, size)) == []
 
@@ -88,7 +91,22 @@ def test_tensor_parallel_costs_two_forward_reductions_a_layer(compiled, name):
         # Recomputing a layer repeats the attention's reduction; nothing needs the MLP's again, or a parallel block's.
         again = 0 if result["block"] == "parallel" else 1
         assert forward == (0 if strategy.mesh.tp == 1 else (2 + again * bool(repeated)) * each)
-        assert total(counts, "AllToAll") == 0
+        assert total(counts, "AlltoAll") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_a_layer_of_experts_costs_two_all_to_alls_and_no_all_gather(compiled, name):
+    """Forward, and two backward; what sequence parallel and optimizer parallel gather aside."""
+    strategy = load_strategy(CONFIGS / f"{name}.yaml")
+    for result in compiled[name]:
+        assert result["foreseen_wrong"] == []
+        counts, each = result["counts"], result["expert_layers"] * result["microbatches"]
+        assert result["expert_layers"] > 0
+        assert total(counts, "AlltoAll", "forward") == (4 if strategy.recompute else 2) * each
+        assert total(counts, "AlltoAll", "backward") == 2 * each
+        if not strategy.sequence_parallel:
+            assert total(counts, "AllGather", "layer") <= result["cut_by_optimizer"]
 
 
 @pytest.mark.slow

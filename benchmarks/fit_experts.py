@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fit what layers of experts make of a chip on published runs, beside the fit of dense models.
+
+    python benchmarks/fit_experts.py published_moe_runs.csv [--hold-out 6]
+
+Chips that no dense run is known of get the efficiencies of H100, their products scaled by one more number. Writes the
+`experts` of mindloom/planner/fitted.yaml; with --hold-out also the errors on rows a fit has not seen, to
+benchmarks/results/planner_experts.md.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import yaml
+from report import write_report
+from scipy.optimize import least_squares
+
+from mindloom.planner.cluster import FITTED, ExpertEfficiency, chips, fitted_efficiency
+from mindloom.planner.published import UnpredictableError
+from mindloom.planner.published_experts import describe_experts, measured_experts, read_expert_rows
+from mindloom.planner.report import validation_report
+from mindloom.planner.step_time import step_time
+from mindloom.planner.validate import validate
+
+RESULTS = Path(__file__).parent / "results" / "planner_experts.md"
+NEWER = ("b200", "b300", "gb200", "gb300")
+START = {"products": 0.7, "all_to_all": 0.7, "passes": 8.0, "layer_overhead_us": 100.0, "newer": 1.0, "newer_fp8": 1.4}
+START |= {"newer_attention": 1.5, "overlap": 0.1}
+START |= {"newer_memory": 1.0, **dict.fromkeys(NEWER, 1.0)}
+SPREAD = {"products": 0.4, "all_to_all": 0.7, "passes": 0.5, "layer_overhead_us": 1.0, "newer": 0.2, "newer_fp8": 0.2}
+SPREAD |= {"newer_attention": 0.4, "overlap": 1.0}
+SPREAD |= {"newer_memory": 0.2, **dict.fromkeys(NEWER, 0.15)}
+"""How far, in log, a number may be from its start at the price of one such row error as `ROW`."""
+ROW = 0.1
+LIKE = "h100"
+
+
+def newer_chips(dense):
+    """Chips without dense runs: their data sheets are known, their efficiencies follow H100's."""
+    return [chip for chip in chips() if chip not in dense]
+
+
+def unpack(vector, newer):
+    values = dict(zip(START, map(float, np.exp(vector)), strict=True))
+    base = fitted_efficiency(LIKE)
+    speed, own = values.pop("newer"), {chip: values.pop(chip) for chip in NEWER}
+    common = {
+        "fp8": float(np.clip(values.pop("newer_fp8"), 1.0, 2.0)),
+        "attention": min(values.pop("newer_attention") * base.attention, 0.95),
+        "memory": min(values.pop("newer_memory") * base.memory, 0.95),
+    }
+    values["overlap"] = min(values["overlap"], 0.9)
+    efficiencies = {
+        chip: dataclasses.replace(base, matmul=min(speed * own[chip] * base.matmul, 0.95), **common) for chip in newer
+    }
+    return ExpertEfficiency(**values), efficiencies
+
+
+def log_errors(pairs, experts, newer):
+    errors = []
+    for run, seconds in pairs:
+        more = {"efficiency": newer[run.cluster.chip]} if run.cluster.chip in newer else {}
+        cluster = dataclasses.replace(run.cluster, experts=experts, **more)
+        errors.append(np.log(step_time(run.dims, run.job, cluster).total / seconds))
+    return np.array(errors)
+
+
+def fit(pairs, newer):
+    start = np.log(list(START.values()))
+    spread = np.array(list(SPREAD.values()))
+
+    def residuals(vector):
+        rows = log_errors(pairs, *unpack(vector, newer)) / ROW
+        rows = np.sign(rows) * np.sqrt(2 * (np.sqrt(1 + rows**2) - 1))
+        return np.concatenate([rows, (vector - start) / spread])
+
+    return unpack(least_squares(residuals, start, max_nfev=200, x_scale=0.1).x, newer)
+
+
+def held_out_errors(pairs, newer, seed):
+    order, count = np.random.default_rng(seed).permutation(len(pairs)), len(pairs) * 3 // 10
+    held_out, rest = ([pairs[i] for i in part] for part in (order[:count], order[count:]))
+    return np.abs(np.expm1(log_errors(held_out, *fit(rest, newer))))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--hold-out", type=int, default=0, metavar="FITS")
+    arguments = parser.parse_args()
+    pairs = []
+    for row in read_expert_rows(arguments.runs):
+        try:
+            pairs.append((describe_experts(row), measured_experts(row).seconds))
+        except UnpredictableError as reason:
+            print(row["id"], reason)
+    head, _, text = FITTED.read_text().partition("\n")
+    fitted = yaml.safe_load(text)
+    newer = newer_chips({c for c in fitted["chips"] if c not in fitted.get("like_" + LIKE, [])})
+    experts, efficiencies = fit(pairs, newer)
+    fitted["experts"] = {k: round(v, 3) for k, v in dataclasses.asdict(experts).items()}
+    fitted["like_" + LIKE] = newer
+    fitted["chips"] |= {c: {k: round(v, 3) for k, v in dataclasses.asdict(e).items()} for c, e in efficiencies.items()}
+    errors = log_errors(pairs, experts, efficiencies)
+    for (run, seconds), error in sorted(zip(pairs, errors, strict=True), key=lambda pair: pair[1]):
+        print(f"{run.id:45} {seconds:8.2f} s {np.expm1(error):+.0%}")
+    print(fitted["experts"], efficiencies[newer[0]] if newer else "")
+    print(f"{len(pairs)} runs, median {np.median(np.abs(np.expm1(errors))):.1%}")
+    if arguments.hold_out:
+        found = []
+        lines = ["| 30 % held out, seed | rows | median error of step time | 90th percentile |", "|---|---|---|---|"]
+        for seed in range(arguments.hold_out):
+            errors = held_out_errors(pairs, newer, seed)
+            found.append((np.median(errors), np.quantile(errors, 0.9)))
+            lines.append(f"| {seed} | {len(errors)} | {np.median(errors):.1%} | {np.quantile(errors, 0.9):.1%} |")
+            print(lines[-1], flush=True)
+        median, p90 = np.median(found, axis=0)
+        fitted["error_of_experts"] = {"median": round(float(median), 3), "p90": round(float(p90), 3)}
+    FITTED.write_text(head + "\n" + yaml.safe_dump(fitted, sort_keys=False))
+    if arguments.hold_out:
+        shown = validation_report(validate(arguments.runs)).splitlines()
+        lines += ["", f"All rows of {arguments.runs.name}, fitted on all of them:", "", *(f"    {line}" for line in shown)]
+        write_report(RESULTS, "The planner against published runs with experts", "fit_experts.py RUNS.csv --hold-out 6", lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -121,8 +121,15 @@ def main():
     FITTED.write_text(head + "\n" + yaml.safe_dump(fitted, sort_keys=False))
     if arguments.hold_out:
         shown = validation_report(validate(arguments.runs)).splitlines()
-        lines += ["", f"All rows of {arguments.runs.name}, fitted on all of them:", "", *(f"    {line}" for line in shown)]
-        write_report(RESULTS, "The planner against published runs with experts", "fit_experts.py RUNS.csv --hold-out 6", lines)
+        lines += [
+            "",
+            f"All rows of {arguments.runs.name}, fitted on all of them:",
+            "",
+            *(f"    {line}" for line in shown),
+        ]
+        write_report(
+            RESULTS, "The planner against published runs with experts", "fit_experts.py RUNS.csv --hold-out 6", lines
+        )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def pairs_of(rows: list[dict[str, str]]) -> list[Pair]:
             found = measured(row, run)
         except UnpredictableError:
             continue
-        if found.seconds:
+        if found.seconds and not run.dims.num_experts:  # see fit_experts.py
             pairs.append((run, found))
     return pairs
 
@@ -125,11 +125,11 @@ def main() -> None:
     efficiencies, overlap = fit(pairs)
     errors = np.abs(np.expm1(log_errors(pairs, efficiencies, overlap)))
     head = f"# Written by benchmarks/fit_planner.py from {len(pairs)} runs of {arguments.runs.name}.\n"
-    values = {
-        "overlap": {k: round(v, 3) for k, v in dataclasses.asdict(overlap).items()},
-        "chips": {c: {k: round(v, 3) for k, v in dataclasses.asdict(e).items()} for c, e in efficiencies.items()},
-    }
-    values["error"] = yaml.safe_load(FITTED.read_text())["error"]
+    values = yaml.safe_load(FITTED.read_text())  # which has what fit_experts.py found, too
+    values["overlap"] = {k: round(v, 3) for k, v in dataclasses.asdict(overlap).items()}
+    for chip, efficiency in efficiencies.items():
+        if chip not in values["like_h100"]:
+            values["chips"][chip] = {k: round(v, 3) for k, v in dataclasses.asdict(efficiency).items()}
     arguments.out.write_text(head + yaml.safe_dump(values, sort_keys=False))
     if arguments.hold_out:  # which reads what was just written
         values["error"] = write_results(pairs, arguments.runs, arguments.hold_out)

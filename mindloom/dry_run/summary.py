@@ -13,7 +13,7 @@ from mindloom.dry_run.rank_report import RankReport
 from mindloom.log import counted
 from mindloom.models.parameters import num_parameters
 from mindloom.planner.dimensions import Parallelism, of_decoder
-from mindloom.planner.memory import stage_memory, stage_parameters
+from mindloom.planner.memory import expert_parameters, stage_memory, stage_parameters
 from mindloom.planner.own_engine import job_of, parameter_bytes
 from mindloom.strategy.mesh import Mesh
 
@@ -87,14 +87,18 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
     dims = of_decoder(run.model, run.seq_len)
     job = _job_of(run)
     sizes = parameter_bytes(dims, job)
-    wholes, tokens = stage_parameters(dims, job), run.batch_size // job.dp * run.seq_len
+    wholes = [sum(both) for both in zip(stage_parameters(dims, job), expert_parameters(dims, job), strict=True)]
+    tokens = run.batch_size // job.dp * run.seq_len
     passes = 1 if run.config.inference else 3
     stages = []
     for stage, (memory, layers) in enumerate(zip(stage_memory(dims, job), job.stages(dims.num_layers), strict=True)):
         gradients = 4 * wholes[stage] if job.zero < 2 else sizes[stage]
         copies = job.weight_bytes * wholes[stage]  # cast, or gathered from the optimizer's parts
         training = 2 * sizes[stage] + gradients + memory.activations + memory.working
-        layer_flops = 2 * dims.layer_matrices + 4 * dims.seq_len * dims.hidden_size
+        rows = dims.expert_share * dims.experts_per_token * dims.expert_rows
+        layer_flops = (
+            2 * (dims.layer_matrices + int(rows * dims.expert_parameters)) + 4 * dims.seq_len * dims.hidden_size
+        )
         head = 2 * dims.vocab_size * dims.hidden_size if stage == job.pp - 1 else 0
         stages.append(
             {

@@ -52,6 +52,8 @@ class Dimensions(Widths):
     """Width of the expert that every token is given to."""
     expert_layers: Natural = 0
     """Layers that have experts instead of an MLP."""
+    router_scale: bool = False
+    """The router has a number for each expert besides its matrix."""
     expert_rows: Positive = 1.0
     """Rows the experts compute for each that they are given: a capacity factor; E / k where there is room for all."""
     attention_matrices: Natural = 0
@@ -101,7 +103,7 @@ class Dimensions(Widths):
     @property
     def layer_router(self) -> int:
         """Entries of the router, mean of all layers."""
-        return self.expert_layers * self.num_experts * self.hidden_size // self.num_layers
+        return self.expert_layers * self.num_experts * (self.hidden_size + self.router_scale) // self.num_layers
 
     @property
     def layer_kv(self) -> int:
@@ -196,6 +198,7 @@ def _of_experts(config: ModelConfig) -> dict[str, Any]:
         "experts_per_token": experts.experts_per_token,
         "expert_ffn_size": config.expert_size,
         "shared_ffn_size": experts.shared_ffn_hidden_size,
+        "router_scale": experts.router_scale,
         "expert_layers": sum(map(config.has_experts, range(config.num_layers))),
         "expert_rows": min(experts.capacity_factor or room_for_all, room_for_all),
     }
@@ -227,7 +230,8 @@ class Parallelism:
     """Parts into which tp cuts each expert; 0: as many as tp."""
     sends_once: bool = False
     """A token goes to each node once, however many of its experts are there, from one tensor parallel rank, and what these
-    ranks compute is added up once a token, as libraries for experts do; else once for each expert, from all these ranks, as our own engine does."""
+    ranks compute is added up once a token, as libraries for experts do; else once for each expert, from all these ranks, as
+    our own engine does."""
     virtual_stages: int = 1
     """Parts of the layers each pipeline rank holds (interleaving)."""
     microbatch: int = 1

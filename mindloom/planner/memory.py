@@ -74,7 +74,9 @@ def stage_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
 
 def expert_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
     """Parameters of each stage's experts on one of its devices, before the optimizer's cut: no part of the others here."""
-    layer = dims.expert_share * dims.num_experts * dims.expert_parameters / (job.ep * job.parts_of_expert)
+    whole = dims.mlp_bias * dims.hidden_size  # the bias of what is added up over the parts
+    part = (dims.expert_parameters - whole) // job.parts_of_expert + whole
+    layer = dims.expert_share * dims.num_experts * part / job.ep
     return [round(count * layer) for count in job.stages(dims.num_layers)]
 
 
@@ -85,7 +87,7 @@ def expert_shards(job: Parallelism) -> int:
 
 
 def expert_activations(dims: Dimensions, job: Parallelism) -> float:
-    """Bytes one layer keeps of one microbatch for its experts: rows that were sent there, between their matrices, and back."""
+    """Bytes one layer keeps of one microbatch for its experts: rows that were sent there, between their matrices, back."""
     if not dims.num_experts:
         return 0.0
     tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes

@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any, Literal
 
 from mindloom.models.config import ModelConfig
 from mindloom.planner.dimensions import Dimensions, Parallelism
-from mindloom.planner.memory import copied_parameters, stage_copies, stage_parameters
+from mindloom.planner.memory import (
+    copied_parameters,
+    expert_parameters,
+    expert_shards,
+    stage_copies,
+    stage_parameters,
+)
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.stages import layers_per_stage, recomputed_layers, stage_of_layers
 
@@ -68,6 +75,7 @@ def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
         # What several tensor parallel ranks hold has more replicas to be cut over.
         more = not job.zero_shards and bool(job.zero)
         cut = sum(size // (job.shards * (copies if more else 1)) for copies, size in counts.items())
+        cut += expert_parameters(dims, job)[stage] // expert_shards(job)
         sizes.append(4 * (cut + tied))
     return sizes
 
@@ -91,23 +99,25 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     width, m, last = job.activation_bytes, job.num_microbatches, job.pp - 1
     tokens = job.microbatch * dims.seq_len
     x, layers = tokens * dims.hidden_size * width, job.stages(dims.num_layers)[stage]
+    unshared = 0 if dims.shared_ffn_size else round(dims.expert_share * layers)  # layers without an MLP for every token
     looked_up = tokens * dims.hidden_size * 4
     again = 0 if job.recompute != "full" else layers if job.recomputed_layers is None else job.recomputed_layers[stage]
     first_stage, last_stage = int(stage == 0), int(stage == last)
     found: Counter[str] = Counter()
     if job.tp > 1 and not job.sequence_parallel:
-        found["AllReduce forward"] += m * (2 * layers * x + first_stage * looked_up)
+        found["AllReduce forward"] += m * ((2 * layers - unshared) * x + first_stage * looked_up)
         found["AllReduce recompute"] += m * x * results * again
-        found["AllReduce backward"] += m * (inputs * layers * x + first_stage * looked_up)
+        found["AllReduce backward"] += m * ((inputs * layers - unshared) * x + first_stage * looked_up)
     elif job.tp > 1:
         found["AllReduce forward"] += m * first_stage * looked_up
         found["AllReduce backward"] += m * first_stage * looked_up
-        found["ReduceScatter forward"] += m * x * 2 * layers
+        found["ReduceScatter forward"] += m * x * (2 * layers - unshared)
         found["AllGather forward"] += m * x * (inputs * layers + last_stage)
         found["ReduceScatter recompute"] += m * x * results * again
         found["AllGather recompute"] += m * x * inputs * again
         found["AllGather backward"] += m * x * inputs * layers
         found["ReduceScatter backward"] += m * x * (inputs * layers + last_stage)
+    found.update(_expert_traffic(dims, job, stage, again))
     if job.tp > 1 and last_stage:  # the loss: maximum, sum and label's entry of each token
         found["AllReduce forward"] += 3 * m * tokens * 4
         found["AllReduce backward"] += 2 * m * tokens * 4
@@ -127,6 +137,24 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     return {name: size for name, size in found.items() if size}
 
 
+def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) -> Counter[str]:
+    """What rows of experts cost: an all-to-all there and one back, and a reduction of what tensor parallel ranks have of each
+    row; all of it mirrored backward, and once more where layers are computed again. Numbers that losses and counters add up
+    over the replicas are left out."""
+    found: Counter[str] = Counter()
+    if not dims.num_experts:
+        return found
+    layers = job.stages(dims.num_layers)[stage]
+    room = min(dims.seq_len, math.ceil(dims.experts_per_token * dims.seq_len * dims.expert_rows / dims.num_experts))
+    rows = job.num_microbatches * dims.num_experts * room * job.microbatch
+    moved = round(dims.expert_share * layers) * rows * dims.hidden_size * job.activation_bytes
+    for kind, times in (("AlltoAll", 2 * (job.ep > 1)), ("AllReduce", int(job.tp > 1))):
+        found[f"{kind} forward"] = times * moved
+        found[f"{kind} backward"] = times * moved
+        found[f"{kind} recompute"] = times * moved * again // layers
+    return found
+
+
 def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
     """Gradients reduced and cut weights gathered, once a step.
 
@@ -136,10 +164,11 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
     whole, tied = 4 * stage_parameters(dims, job)[stage], 4 * _tied_words(dims, job, stage)
     at_once = job.num_microbatches == 1
     twice = 4 * dims.vocab_size * dims.hidden_size // job.tp if at_once and dims.tied_embedding else 0
+    experts = 4 * expert_parameters(dims, job)[stage] if job.dp > job.ep else 0
     if not job.zero:
         copied = 4 * copied_parameters(dims, job)[stage] if job.tp > 1 else 0
         others = tied if stage > 0 else 0  # the first stage reduces the tied table for both
-        return {"AllReduce optimizer": whole + twice - others if job.dp > 1 else copied}
+        return {"AllReduce optimizer": (whole + twice - others if job.dp > 1 else copied) + experts}
     reduced: float = tied
     if job.shards < job.dp:
         reduced = whole + twice if at_once else tied + (whole - tied) // job.shards
@@ -147,8 +176,8 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
     if job.activation_bytes < 4 and not at_once:  # what is cast for every microbatch is gathered as it is computed with
         gathered = 2 * (gathered // 4 + _float32_parameters(dims, job, stage))
     return {
-        "AllGather optimizer": gathered,
-        "ReduceScatter optimizer": whole - tied,
+        "AllGather optimizer": gathered + experts,
+        "ReduceScatter optimizer": whole - tied + experts,
         "AllReduce optimizer": reduced,
     }
 

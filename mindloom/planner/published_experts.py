@@ -11,7 +11,7 @@ from pathlib import Path
 from mindloom.errors import ConfigError
 from mindloom.planner.cluster import Cluster, chips
 from mindloom.planner.dimensions import Dimensions, Parallelism
-from mindloom.planner.published import Measured, Run, UnpredictableError
+from mindloom.planner.published import CAPACITY_FACTOR, Measured, Run, UnpredictableError
 
 COLUMNS = (
     *("id", "source", "model", "layers", "hidden", "heads", "kv_heads", "head_dim", "dense_ffn", "vocab", "experts"),
@@ -21,8 +21,6 @@ COLUMNS = (
 LATENT = re.compile(r"MLA\(q (\d+), kv (\d+)\)")
 ROPE_DIM, VALUE_DIM = 64, 128
 """Of a head of DeepSeek's latent attention; its queries have both."""
-CAPACITY_FACTOR = 1.5
-"""Of runs that say no more than that they have one: MindFormers' files name 1.1 to 1.5."""
 ASCEND = "MindFormers"
 
 
@@ -103,7 +101,11 @@ def _dimensions(row: dict[str, str]) -> Dimensions:
         gated_mlp=True,
         position_tables=0,
         tied_embedding=False,
-        **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "norm_bias", "dropout"), False),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        norm_bias=False,
+        dropout=False,
     )
     if latent is None:
         return dims

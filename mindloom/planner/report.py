@@ -13,6 +13,8 @@ from mindloom.strategy.dialects.ours import strategy_text
 from mindloom.strategy.mesh import Mesh
 
 GB = 2**30
+TOO_MANY_ROWS = 2.0
+"""That experts compute for each that they are given, beyond which the table says so."""
 
 
 def as_dict(option: Option, best: Option) -> dict[str, Any]:
@@ -33,8 +35,9 @@ def as_dict(option: Option, best: Option) -> dict[str, Any]:
 def table(request: Request, options: list[Option]) -> str:
     """The options, best first, and why each loses."""
     best, dims = options[0], request.dims
+    used = f" ({dims.active_parameters / 1e9:.2f} G of them used by a token)" if dims.num_experts else ""
     lines = [
-        f"{dims.num_parameters / 1e9:.2f} G parameters on {request.devices} {request.cluster.chip}, "
+        f"{dims.num_parameters / 1e9:.2f} G parameters{used} on {request.devices} {request.cluster.chip}, "
         f"{request.global_batch_size} sequences of {dims.seq_len} tokens a step, computed in {request.precision}",
         "",
         f"{'':3} {'step s':>8} {'tokens/s':>11} {'MFU':>6} {'HFU':>6} {'memory':>7} {'bubble':>7} {'comm.':>6}  strategy",
@@ -52,6 +55,12 @@ def table(request: Request, options: list[Option]) -> str:
         f"{name.replace('_', ' ')} {seconds:.2f} s" for name, seconds in vars(best.time).items() if seconds > 0
     )
     stages = ", ".join(f"{stage.total / GB:.1f}" for stage in best.memory)
+    if dims.expert_rows > TOO_MANY_ROWS:
+        lines += [
+            "",
+            f"experts compute {dims.expert_rows:.1f} rows for each that they are given: they have room for every token; "
+            "give the model a capacity_factor",
+        ]
     return "\n".join([*lines, "", f"the best one's step: {shares}", f"memory of its stages, GB: {stages}"])
 
 
@@ -74,7 +83,7 @@ def strategy_file(request: Request, option: Option, rules: str) -> str:
         layers = None if job.recomputed_layers is None else list(job.recomputed_layers)
         recompute = Recompute(kind=kind, per_stage=layers)
     strategy = Strategy(
-        mesh=Mesh(pp=job.pp, dp=job.dp, tp=job.tp),
+        mesh=Mesh(pp=job.pp, dp=job.dp, tp=job.tp, ep=job.ep),
         pipeline=Pipeline(num_microbatches=job.num_microbatches) if job.pp > 1 else Pipeline(),
         recompute=recompute,
         optimizer_parallel=OptimizerParallel(shard_size=job.shards if job.shards < job.dp else None)

@@ -106,7 +106,7 @@ def search(request: Request) -> list[Option]:
 def _jobs(request: Request) -> Iterator[Parallelism]:
     dims, devices, batch = request.dims, request.devices, request.global_batch_size
     for tp in divisors(devices):
-        if any(size % tp for size in (dims.num_heads, dims.vocab_size, dims.ffn_size)):
+        if any(size % tp for size in (dims.num_heads, dims.vocab_size, *_widths(dims))):
             continue
         if dims.kv_heads % tp and tp % dims.kv_heads:
             continue
@@ -117,15 +117,28 @@ def _jobs(request: Request) -> Iterator[Parallelism]:
             for microbatch in MICROBATCHES:
                 if batch // dp % microbatch or (pp > 1 and batch // dp // microbatch < pp):
                     continue
-                base = Parallelism(
-                    dp=dp,
-                    tp=tp,
-                    pp=pp,
-                    microbatch=microbatch,
-                    num_microbatches=batch // dp // microbatch,
-                    precision=request.precision,
-                )
-                yield from _variants(request, base)
+                for ep in _expert_degrees(dims, dp):
+                    base = Parallelism(
+                        dp=dp,
+                        tp=tp,
+                        pp=pp,
+                        ep=ep,
+                        microbatch=microbatch,
+                        num_microbatches=batch // dp // microbatch,
+                        precision=request.precision,
+                    )
+                    yield from _variants(request, base)
+
+
+def _widths(dims: Dimensions) -> list[int]:
+    """Of MLPs and experts, which tp cuts."""
+    dense = [] if dims.expert_layers == dims.num_layers else [dims.ffn_size]
+    return dense + ([dims.expert_ffn_size, dims.shared_ffn_size] if dims.num_experts else [])
+
+
+def _expert_degrees(dims: Dimensions, dp: int) -> list[int]:
+    """Numbers of ranks along dp that can share out the experts."""
+    return [ep for ep in divisors(dp) if dims.num_experts % ep == 0] if dims.num_experts else [1]
 
 
 def _variants(request: Request, base: Parallelism) -> Iterator[Parallelism]:
@@ -179,6 +192,8 @@ def _recomputations(dims: Dimensions, job: Parallelism, usable: float) -> Iterat
 def describe(job: Parallelism) -> str:
     """One line."""
     parts = [f"tp {job.tp}", f"pp {job.pp}", f"dp {job.dp}", f"microbatch {job.microbatch} x {job.num_microbatches}"]
+    if job.ep > 1:
+        parts[2] += f" (ep {job.ep})"
     if job.virtual_stages > 1:
         parts.append(f"{job.virtual_stages} virtual stages")
     if job.zero:
@@ -204,7 +219,7 @@ def distinct(options: Sequence[Option]) -> list[Option]:
     found: dict[tuple[int, ...], Option] = {}
     for option in options:
         job = option.job
-        found.setdefault((job.tp, job.pp, job.microbatch, job.virtual_stages), option)
+        found.setdefault((job.tp, job.pp, job.ep, job.microbatch, job.virtual_stages), option)
     return list(found.values())
 
 

@@ -161,7 +161,9 @@ def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
     matmul = rates.matmul(tokens, dims.num_experts, h) + local * products / fitted.products
     passes = fitted.passes * rows * h + (2 * dims.mlp_matrices - 2) * rows * width
     times = dims.experts_per_token if job.sends_once else 0
-    num_bytes = rates.width * rows * h / (parts if job.sends_once else 1)  # and tensor parallel ranks gather what each got
+    num_bytes = (
+        rates.width * rows * h / (parts if job.sends_once else 1)
+    )  # and tensor parallel ranks gather what each got
     stride = job.cp * (job.tp if parts == job.tp else 1)  # ep is a part of dp, the outer axis
     sent = 2 * all_to_all(num_bytes, job.ep, stride, rates, times) / fitted.all_to_all
     added_up = tokens if job.sends_once else rows  # a token's experts first, or what the ranks have of each row
@@ -256,9 +258,11 @@ def _data_parallel(
     """Exposed seconds of the gradients' collectives and of gathering cut weights."""
     if job.replicas == 1:
         return 0.0, 0.0
-    parameters = max(stage_parameters(dims, job))
+    parameters: float = max(stage_parameters(dims, job))
     ring = (job.replicas - 1) / job.replicas / group_bandwidth(cluster, job.replicas, job.tp)
-    same = max(1, job.replicas * job.tp // (job.ep * job.parts_of_expert))  # ranks that hold the same experts, far apart
+    same = max(
+        1, job.replicas * job.tp // (job.ep * job.parts_of_expert)
+    )  # ranks that hold the same experts, far apart
     experts = (same - 1) / same / group_bandwidth(cluster, same, job.devices // job.pp // same)
     parameters += max(expert_parameters(dims, job)) * experts / ring  # as if they went the others' way
     backward = compute * 2 / 3

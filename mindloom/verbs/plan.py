@@ -30,7 +30,7 @@ from mindloom.planner.own_engine import PRECISIONS
 from mindloom.planner.report import as_dict, strategy_file, table, validation_report
 from mindloom.planner.search import Devices, Request, distinct, search, smallest_changes
 from mindloom.planner.validate import validate
-from mindloom.shipped import DECODER, shipped_names
+from mindloom.shipped import DECODER, EXPERTS, shipped_names
 from mindloom.strategy.checks import POSSIBLE_SIZES, is_possible_size
 from mindloom.strategy.loader import load_strategy
 
@@ -91,7 +91,9 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(table(request, shown))
     if config.out:
-        write_text_atomically(config.out, strategy_file(request, shown[0], DECODER))
+        write_text_atomically(
+            config.out, strategy_file(request, shown[0], EXPERTS if request.dims.num_experts else DECODER)
+        )
         print(f"strategy in {config.out}", file=sys.stderr)
     return 0
 

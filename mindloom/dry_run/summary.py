@@ -53,7 +53,8 @@ def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
     memory = stage_memory(dims, job)[report.stage]
     held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
     activations = 0.0 if run.config.inference else memory.activations + memory.working
-    copies = job.weight_bytes * stage_parameters(dims, job)[report.stage]
+    whole = stage_parameters(dims, job)[report.stage] + expert_parameters(dims, job)[report.stage]
+    copies = job.weight_bytes * whole
     groups = {n: translate_group(run.strategy.mesh, g, report.rank, rank) for n, g in report.groups.items()}
     result = {
         **dataclasses.asdict(report),

@@ -39,15 +39,11 @@ class Prediction:
         return self.memory_bytes <= self.run.cluster.usable_bytes
 
 
-def predict(path: Path) -> tuple[list[Prediction], Counter[str]]:
-    """Predictions of all rows of a file that can be predicted, and how many could not be for which reason.
-
-    Raises:
-        ConfigError: the file is not such a CSV.
-    """
-    of_experts = is_of_experts(path)
+def predict(rows: list[dict[str, str]], of_experts: bool = False) -> tuple[list[Prediction], Counter[str]]:
+    """Predictions of all rows that can be predicted, and how many could not be for which reason. `of_experts`: of a file of
+    runs with experts."""
     predictions, reasons = [], Counter[str]()
-    for row in read_expert_rows(path) if of_experts else read_rows(path):
+    for row in rows:
         try:
             run = describe_experts(row) if of_experts else describe(row)
             found = measured_experts(row) if of_experts else measured(row, run)
@@ -84,7 +80,8 @@ def validate(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not such a CSV.
     """
-    predictions, reasons = predict(path)
+    of_experts = is_of_experts(path)
+    predictions, reasons = predict(read_expert_rows(path) if of_experts else read_rows(path), of_experts)
     times = [p.time_error for p in predictions if p.time_error is not None]
     memories = [p.memory_error for p in predictions if p.memory_error is not None]
     judged = [p for p in predictions if p.found.fits is not None]

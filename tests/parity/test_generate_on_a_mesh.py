@@ -3,12 +3,12 @@
 
 import numpy as np
 import pytest
-from conftest import CONFIGS, call
+from conftest import CONFIGS, call, in_process
 
 from mindloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/generate_worker.py"
-NAMES = ("pp2", "dp2_tp2", "tp2_pp2")
+NAMES = ("dp2_tp2", "tp2_pp2")
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,17 @@ def expected(checkpoint, prompts):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, prompts, expected, name):
-    strategy = CONFIGS / f"pangu_tiny_{name}.yaml"
+    check(checkpoint, prompts, expected, CONFIGS / f"pangu_tiny_{name}.yaml")
+
+
+def test_experts_that_ranks_share_out_give_the_tokens_of_one_device(checkpoint, prompts, tmp_path):
+    experts = ("--num-experts", 4, "--noise", 0.05, "--out", tmp_path / "moe")
+    assert in_process("tools/upcycle.py", "--checkpoint", checkpoint, *experts).code == 0
+    alone = call(WORKER, "generate", tmp_path / "moe", prompts, "one_device")
+    check(tmp_path / "moe", prompts, alone, CONFIGS / "pangu_pro_moe_tiny_ep2_tp2.yaml")
+
+
+def check(checkpoint, prompts, expected, strategy):
     told = call(WORKER, "generate", checkpoint, prompts, strategy, processes=load_strategy(strategy).mesh.size)
     (found,) = (tokens for tokens in told if tokens)
     assert found.keys() == expected.keys()

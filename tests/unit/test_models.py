@@ -18,6 +18,7 @@ COUNTS = {  # facts of the published models
 }
 SIZES = [(family, size) for family in FAMILIES for size in family_module(family, "config").SIZES]
 BASE = {"vocab_size": 128, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "query_layer": False}
+TWO_OF_FOUR = {"num_experts": 4, "experts_per_token": 2}
 
 
 @pytest.mark.parametrize(("family", "size"), COUNTS)
@@ -110,6 +111,20 @@ def test_networks_that_are_not_built_here_are_refused():
         ({"sandwich_gains": (1.0,)}, "sandwich_gains takes 2 numbers, got 1"),
         ({"stop_ids": (128,)}, "stop_ids: 128 is outside the vocabulary of 128"),
         ({"num_kv_heads": 0}, "num_kv_heads must be at least 1"),
+        ({"experts": {**TWO_OF_FOUR, "experts_per_token": 5}}, "experts_per_token 5 is more than the num_experts 4"),
+        (
+            {"experts": {**TWO_OF_FOUR, "router": "grouped", "num_experts": 5}},
+            "5 is not divisible by the experts_per_token",
+        ),
+        ({"experts": {**TWO_OF_FOUR, "capacity_factor": 0.0}}, "experts.capacity_factor must be above 0, got 0"),
+        ({"experts": {**TWO_OF_FOUR, "capacity_group": 0}}, "experts.capacity_group must be at least 1"),
+        (
+            {"experts": {**TWO_OF_FOUR, "router": "top"}},
+            "experts.router must be one of softmax, grouped, sigmoid, hash",
+        ),
+        ({"experts": {**TWO_OF_FOUR, "router": "hash"}}, "experts_per_token must be 1 with router: hash, got 2"),
+        ({"experts": {**TWO_OF_FOUR, "normalize": "after_drop"}}, "without capacity_factor nothing is dropped"),
+        ({"experts": {**TWO_OF_FOUR, "first_dense_layers": 2}}, "none of the 2 layers has any"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(change, message):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-from mindloom.models.config import ModelConfig
-from mindloom.strategy.checks import batch_problems, launch_problems, model_problems, strategy_problems
+import dataclasses
+
+from mindloom.models.config import ExpertConfig, ModelConfig
+from mindloom.strategy.checks import batch_problems, group_problems, launch_problems, model_problems, strategy_problems
 from mindloom.strategy.config import Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.mesh import Mesh
 
@@ -60,3 +62,23 @@ def test_a_pipeline_does_not_accumulate_twice():
 def test_what_fits_has_no_problem():
     fitting = strategy(pp=2, dp=2, tp=2, pipeline=Pipeline(num_microbatches=4))
     assert launch_problems(fitting, 8) + model_problems(fitting, MODEL) + batch_problems(fitting, 16, 64) == []
+
+
+def test_experts_must_be_there_and_be_divided():
+    shared = Strategy(mesh=Mesh(dp=4, ep=4), source="s.yaml", lines={"mesh": 1})
+    (problem,) = model_problems(shared, MODEL)
+    assert problem == "s.yaml:1: mesh.ep = 4, but the model has no experts; leave it out"
+    six = dataclasses.replace(MODEL, experts=ExpertConfig(num_experts=6, experts_per_token=2))
+    (problem,) = model_problems(shared, six)
+    assert "mesh.ep = 4 does not divide experts.num_experts = 6; nearest that do: 3 and 6" in problem
+    narrow = dataclasses.replace(six, experts=dataclasses.replace(six.experts, ffn_hidden_size=9))
+    (problem,) = model_problems(strategy(tp=2), narrow)
+    assert "mesh.tp = 2 does not divide experts.ffn_hidden_size = 9" in problem
+
+
+def test_groups_in_which_capacity_is_counted_lie_within_a_rank():
+    grouped = ExpertConfig(num_experts=4, experts_per_token=2, capacity_factor=1.0, capacity_group=96)
+    model = dataclasses.replace(MODEL, experts=grouped)
+    assert group_problems(strategy(dp=2), model, 12, 32) == []
+    (problem,) = group_problems(strategy(dp=4), model, 16, 32)
+    assert "experts.capacity_group = 96 tokens do not divide the 128 that a rank has of a microbatch" in problem

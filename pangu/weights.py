@@ -100,8 +100,10 @@ def _write_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
+    if config.experts:
+        raise ConfigError("not a network that can be written as openPangu-Embedded: it has experts")
     parts = {"block": "sequential", "rope_pairs": "half", "rotated": config.head_size, "output_bias": config.qkv_bias}
-    require(config, {**OPEN_PANGU, **parts, "logits_scale": 1.0, "experts": None}, "openPangu-Embedded")
+    require(config, {**OPEN_PANGU, **parts, "logits_scale": 1.0}, "openPangu-Embedded")
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

@@ -67,4 +67,7 @@ def estimate(asked: Certification) -> dict[str, Any]:
     dims = of_decoder(full.model, full.seq_len)
     option = evaluate(dims, job_of(full.strategy, full.model, full.batch_size, full.config.accumulate), asked.cluster)
     values = as_dict(option, option)
-    return {**{key: value for key, value in values.items() if key != "why_slower"}, "error": published_error()}
+    return {
+        **{key: value for key, value in values.items() if key != "why_slower"},
+        "error": published_error(bool(dims.num_experts)),
+    }

@@ -143,8 +143,8 @@ def export_published(
     model_type: str | None = None,
     dtype: Dtype = "float32",
 ) -> tuple[str, int]:
-    """Write a model folder of ours as it would be published. Returns the model_type, by default the family's first, which
-    transformers opens, and the bytes of the weights.
+    """Write a model folder of ours as it would be published. Returns the model_type, by default the family's first that
+    fits, which transformers opens if it knows such models, and the bytes of the weights.
 
     Raises:
         ConfigError: a family or network that is not published so; the source is damaged, the target exists.
@@ -155,7 +155,7 @@ def export_published(
     if family not in (None, found):
         raise ConfigError(f"--model {family}: {folder} holds a model of {found}")
     ways = family_module(found, "weights").PUBLISHED
-    way = published_as(ways, model_type, "--model-type") if model_type else ways[0]
+    way = published_as(ways, model_type, "--model-type") if model_type else _fitting(ways, model)
     config = way.write(model)
     tensors = stored_tensors(model_files(folder))
     check_shapes({name: tensor.shape for name, tensor in tensors.items()}, parameter_shapes(model), str(folder))
@@ -176,6 +176,23 @@ def export_published(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return way.model_type, num_bytes
+
+
+def _fitting(ways: Sequence[Published], model: ModelConfig) -> Published:
+    """The first way that can write a model.
+
+    Raises:
+        ConfigError: none can; why the first one cannot.
+    """
+    refused = None
+    for way in ways:
+        try:
+            way.write(model)
+            return way
+        except ConfigError as error:
+            refused = refused or error
+    assert refused
+    raise refused
 
 
 def read_published(source: Source) -> dict[str, NDArray[np.float32]]:

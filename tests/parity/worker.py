@@ -27,7 +27,13 @@ EXPERTS = {
     "balance_loss": 0.05,
     "router_z_loss": 0.01,
 }
-MOGE = {"experts_per_token": 2, "router": "grouped", "router_scale": True, "shared_ffn_hidden_size": 64}
+MOGE = {
+    "experts_per_token": 2,
+    "router": "grouped",
+    "router_scale": True,
+    "shared_ffn_hidden_size": 64,
+    "balance_bias_rate": 0.1,
+}
 MODELS = {
     "pangu": ("pangu", "tiny", {}),
     "codegeex": ("codegeex", "tiny", {}),

@@ -38,7 +38,10 @@ class StageLayers:
 
 
 def small_depths(model: ModelConfig, strategy: Strategy, rank: int) -> list[tuple[ModelConfig, Strategy]]:
-    """The models and strategies to compile `rank` of: with one layer of each kind, then with one more of each."""
+    """The models and strategies to compile `rank` of: with one layer of each kind, then with one more of each. A model with
+    experts, whose layers need not be alike, is compiled whole."""
+    if model.experts:
+        return [(model, strategy)]
     layers = _layers_of(model, strategy, strategy.mesh.coordinate(rank, "pp"))
     few, many = _few_and_many(layers)
     depths = [few, *({**few, kind: 2} for kind in many)]
@@ -47,6 +50,8 @@ def small_depths(model: ModelConfig, strategy: Strategy, rank: int) -> list[tupl
 
 def full_depth(model: ModelConfig, strategy: Strategy, rank: int, compiled: Sequence[RankReport]) -> RankReport:
     """What compiling `rank` whole would report, from the reports of its `small_depths`."""
+    if model.experts:
+        return compiled[0]
     layers = _layers_of(model, strategy, strategy.mesh.coordinate(rank, "pp"))
     many = _few_and_many(layers)[1]
     more = dict(zip(many, compiled[1:], strict=True))

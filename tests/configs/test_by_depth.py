@@ -16,16 +16,10 @@ CASES = {  # strategy, layers, rank
         5,
         3,
     ),
-    "a first stage, its first layers recomputed": (
-        "mesh: {pp: 2, dp: 2, tp: 2}\npipeline: {num_microbatches: 2, stages: {num_layers: [4, 1]}}\n"
-        "recompute: {per_stage: [2, 1]}\noptimizer_parallel: {axis: dp}\n",
-        5,
-        1,
-    ),
     "a stage in the midst, selective": (
-        "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4, stages: {num_layers: [1, 3, 1, 1]}}\n"
-        "recompute: {kind: selective}\nsequence_parallel: true\n",
-        6,
+        "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4, stages: {num_layers: [1, 4, 1, 1]}}\n"
+        "recompute: {kind: selective, per_stage: [1, 3, 0, 0]}\nsequence_parallel: true\n",
+        7,
         3,
     ),
 }

@@ -130,7 +130,7 @@ def model_type(name):
     return json.loads(shared(f"golden_modern/{CASES[name]}/config.json").read_text())["model_type"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("untied", "codegeex2")])  # as tied, codegeex4
 def test_greedy_tokens_with_a_cache_and_without(engine, imported, name):
     folder, golden = imported(name)
     family, config = load_config(folder)

@@ -17,7 +17,7 @@ import numpy as np
 from report import write_report
 
 from mindloom.data.loader import Dataset, Loader
-from mindloom.data.order import Sizes
+from mindloom.data.sample_order import Sizes
 from mindloom.data.token_file import TokenFile
 
 ROOT = Path(__file__).resolve().parents[1]

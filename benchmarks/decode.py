@@ -78,19 +78,19 @@ class Ours:
 
         slots = num_slots_for(context + STEPS_A_TURN)
         decoding = Cached(self.engine, self.network((batch, slots), int8), self.config, batch, slots)
-        decoding.books.lengths[:] = context
+        decoding.slot_table.lengths[:] = context
 
         def step():
             self.choose(decoding.extend({row: [11] for row in range(batch)}))
-            if decoding.books.lengths[0] == context + STEPS_A_TURN:
-                decoding.books.lengths[:] = context
+            if decoding.slot_table.lengths[0] == context + STEPS_A_TURN:
+                decoding.slot_table.lengths[:] = context
 
         return step
 
     def recomputed(self, batch, context, int8):
-        from mindloom.inference.decoding import Recomputed  # noqa: PLC0415
+        from mindloom.inference.decoding import Uncached  # noqa: PLC0415
 
-        decoding = Recomputed(self.engine, self.network(int8=int8), self.config, batch)
+        decoding = Uncached(self.engine, self.network(int8=int8), self.config, batch)
 
         def step():
             for row in range(batch):

@@ -21,7 +21,7 @@ from report import write_report
 from scipy.optimize import least_squares
 
 from mindloom.planner.cluster import FITTED, Efficiency, Overlap, chips
-from mindloom.planner.published import Measured, Run, UnpredictableError, describe, measured, read_rows
+from mindloom.planner.published import Measured, PublishedRun, UnpredictableError, describe, measured, read_rows
 from mindloom.planner.report import validation_report
 from mindloom.planner.step_time import step_time
 from mindloom.planner.validate import validate
@@ -35,7 +35,7 @@ SPREAD |= {"layer_overhead_us": 1.0, "fp8": 0.2}
 """How far, in log, a chip may be from what is common to all at the price of one such row error as `ROW`."""
 ROW = 0.1
 NAMES = list(START)
-Pair = tuple[Run, Measured]
+Pair = tuple[PublishedRun, Measured]
 
 
 def pairs_of(rows: list[dict[str, str]]) -> list[Pair]:

@@ -20,7 +20,7 @@ import tiktoken
 import tokenizers
 
 from mindloom.data.pieces import PieceTokenizer, encode_with
-from mindloom.data.tokenizer import Message
+from mindloom.data.tokenizer import ChatMessage
 from mindloom.errors import ConfigError
 
 GLM2_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
@@ -51,7 +51,7 @@ class GLM2Tokenizer(PieceTokenizer):
     def vocab_size(self) -> int:
         return self.pieces.get_piece_size() + len(GLM2_SPECIAL)
 
-    def chat(self, messages: Sequence[Message]) -> str:
+    def chat(self, messages: Sequence[ChatMessage]) -> str:
         """Rounds of questions and answers, up to where the last answer begins."""
         text, number = "", 1
         for message in messages:
@@ -107,7 +107,7 @@ class GLM4Tokenizer:
         """Copy the file into a checkpoint folder."""
         shutil.copyfile(self.path, folder / self.file_name)
 
-    def chat(self, messages: Sequence[Message]) -> str:
+    def chat(self, messages: Sequence[ChatMessage]) -> str:
         """The published form, up to where the assistant speaks."""
         return "".join(f"<|{m.role}|>\n{m.content}" for m in messages) + "<|assistant|>\n"
 

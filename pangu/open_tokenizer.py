@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindloom.data.pieces import PieceTokenizer
-from mindloom.data.tokenizer import Message
+from mindloom.data.tokenizer import ChatMessage
 from mindloom.errors import ConfigError
 
 TURN, END = "[unused9]", "[unused10]"
@@ -32,10 +32,10 @@ class OpenPanguTokenizer(PieceTokenizer):
         self.prefix = [self.pieces.bos_id()]
         self.eod_id: int = self.special[END]
 
-    def chat(self, messages: Sequence[Message]) -> str:
+    def chat(self, messages: Sequence[ChatMessage]) -> str:
         """The published template, up to where the assistant speaks. Without a system message there is an empty one."""
         if not messages or messages[0].role != "system":
-            messages = [Message("system", ""), *messages]
+            messages = [ChatMessage("system", ""), *messages]
         turns = "".join(f"{TURN}{ROLES[m.role]}：{m.content}{END}" for m in messages)
         return f"{turns}{TURN}{ROLES['assistant']}："
 

@@ -10,9 +10,9 @@ from mindloom.certification.config import Certification
 from mindloom.dry_run.config import DryRun
 from mindloom.dry_run.pool import compile_ranks
 from mindloom.dry_run.summary import GB, summarize
+from mindloom.planner.closed_forms import collective_bytes, job_of, parameter_bytes
 from mindloom.planner.cluster import published_error
 from mindloom.planner.dimensions import of_decoder
-from mindloom.planner.own_engine import collective_bytes, job_of, parameter_bytes
 from mindloom.planner.report import as_dict
 from mindloom.planner.search import evaluate
 

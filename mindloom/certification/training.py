@@ -122,7 +122,7 @@ def train_steps(
             tensors = gather_whole(step, engine, report, parts, own.__contains__)
         if tensors is not None:
             write_atomically(out.with_name(f"{out.name}.{name}.npz"), partial(_save_tensors, tensors))
-        if engine.speaks:
+        if engine.is_log_rank:
             values = {"losses": losses, "norms": norms, **({"counts": counts} if counts else {})}
             text = json.dumps(values)
             write_text_atomically(out.with_name(f"{out.name}.{name}.json"), text)

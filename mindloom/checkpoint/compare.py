@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mindloom.checkpoint.manifest import Manifest
-from mindloom.checkpoint.sharded import Reader
+from mindloom.checkpoint.sharded import CheckpointReader
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def compare(first: Path, manifest: Manifest, second: Path, other: Manifest) -> l
     Raises:
         ConfigError: a damaged file.
     """
-    readers = Reader(first, manifest), Reader(second, other)
+    readers = CheckpointReader(first, manifest), CheckpointReader(second, other)
     found = []
     for name in sorted({*manifest.tensors, *other.tensors}):
         a, b = manifest.tensors.get(name), other.tensors.get(name)

@@ -30,7 +30,7 @@ from mindloom.log import milestone
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import FAMILIES, family_module
 from mindloom.models.parameters import parameter_shapes
-from mindloom.models.published import Part, Published, published_as
+from mindloom.models.published import ParameterPart, Published, published_as
 from mindloom.reader import Document, fields_from, read_json
 
 Dtype = Literal["float32", "bfloat16"]
@@ -50,7 +50,7 @@ Rows = tuple[Stored, int, int]
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedFolder:
     """A published folder whose tensors are those of its configuration."""
 
     folder: Path
@@ -74,7 +74,7 @@ class Source:
         return found
 
 
-def open_published(folder: Path, family: str | None = None) -> Source:
+def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
     """A folder with config.json and safetensors, of `family` or of the one that knows its model_type.
 
     Raises:
@@ -94,7 +94,7 @@ def open_published(folder: Path, family: str | None = None) -> Source:
     tensors = stored_tensors(model_files(folder))
     if problems := way.problems({name: tensor.shape for name, tensor in tensors.items()}, model):
         raise ConfigError(f"{folder}: {problem}" for problem in problems)
-    return Source(folder, family, way, model, tensors)
+    return PublishedFolder(folder, family, way, model, tensors)
 
 
 def _model(way: Published, document: Document) -> ModelConfig:
@@ -113,7 +113,7 @@ def _model(way: Published, document: Document) -> ModelConfig:
     return fields_from(ModelConfig, Document(document.source, given))
 
 
-def import_published(source: Source, target: Path, dtype: Dtype = "float32") -> int:
+def import_published(source: PublishedFolder, target: Path, dtype: Dtype = "float32") -> int:
     """Write a published folder as one of ours, some rows of a tensor at a time. Returns the bytes of its weights.
 
     Raises:
@@ -195,7 +195,7 @@ def _fitting(ways: Sequence[Published], model: ModelConfig) -> Published:
     raise refused
 
 
-def read_published(source: Source) -> dict[str, NDArray[np.float32]]:
+def read_published(source: PublishedFolder) -> dict[str, NDArray[np.float32]]:
     """All our parameters at once."""
     return {
         name: np.concatenate([array for some in rows for array in read_rows(*some, "float32")])
@@ -203,7 +203,7 @@ def read_published(source: Source) -> dict[str, NDArray[np.float32]]:
     }
 
 
-def _read_part(tensor: Stored, part: Part, dtype: str) -> Iterator[NDArray[Any]]:
+def _read_part(tensor: Stored, part: ParameterPart, dtype: str) -> Iterator[NDArray[Any]]:
     """Of one of our tensors what a tensor of theirs has, some rows at a time."""
     if part.expert is None:
         return read_rows(tensor, 0, tensor.shape[0], dtype)

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from mindloom.checkpoint.contents import MOMENTS, check_contents
 from mindloom.checkpoint.manifest import MANIFEST, read_manifest
-from mindloom.checkpoint.sharded import Reader, damage
+from mindloom.checkpoint.sharded import CheckpointReader, damage
 from mindloom.checkpoint.tensor_files import WEIGHTS, model_files, read_float32, stored_tensors
 from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
@@ -89,7 +89,7 @@ def _weights_of_state(folder: Path) -> dict[str, NDArray[Any]]:
     check_contents(manifest, folder)
     if problem := damage(folder, manifest):
         raise ConfigError(problem)
-    reader = Reader(folder, manifest)
+    reader = CheckpointReader(folder, manifest)
     return {
         name: reader.read(name, tuple(slice(0, length) for length in entry.shape))
         for name, entry in manifest.tensors.items()

@@ -16,7 +16,7 @@ from mindloom.checkpoint.content_hash import MASK, content_hash
 from mindloom.checkpoint.contents import MOMENTS, model_of
 from mindloom.checkpoint.io import write_config
 from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, checkpoints, read_manifest
-from mindloom.checkpoint.sharded import Reader, publish
+from mindloom.checkpoint.sharded import CheckpointReader, publish
 from mindloom.checkpoint.tensor_files import Described, write_model_files, write_tensor_by_tensor
 from mindloom.errors import ConfigError
 
@@ -44,7 +44,7 @@ def reshard(source: Path, target: Path, cuts: Mapping[str, Sequence[Cut]], strat
         ConfigError: the source is damaged, the target exists or cannot be written.
     """
     manifest = read_manifest(source)
-    reader = Reader(source, manifest)
+    reader = CheckpointReader(source, manifest)
     parts: dict[str, list[Part]] = {name: [] for name in manifest.tensors}
     partial = new_folder(target)
     by_file: dict[str, list[tuple[str, tuple[slice, ...]]]] = {}
@@ -78,7 +78,7 @@ def export(source: Path, target: Path, max_shard_bytes: int) -> int:
     """
     manifest = read_manifest(source)
     weights = {name: entry for name, entry in manifest.tensors.items() if not name.startswith(MOMENTS)}
-    reader, partial = Reader(source, manifest), new_folder(target)
+    reader, partial = CheckpointReader(source, manifest), new_folder(target)
     described = {name: Described(entry.dtype, entry.shape) for name, entry in weights.items()}
     try:
         num_bytes = write_model_files(partial, described, lambda names: _read_and_check(reader, names), max_shard_bytes)
@@ -127,7 +127,7 @@ def _described(manifest: Manifest, name: str, slices: tuple[slice, ...]) -> Desc
 
 
 def _read_and_hash(
-    reader: Reader, file: str, wanted: Sequence[tuple[str, tuple[slice, ...]]], parts: dict[str, list[Part]]
+    reader: CheckpointReader, file: str, wanted: Sequence[tuple[str, tuple[slice, ...]]], parts: dict[str, list[Part]]
 ) -> Iterator[NDArray[Any]]:
     for name, slices in wanted:
         array = reader.read(name, slices)
@@ -136,7 +136,7 @@ def _read_and_hash(
         yield array
 
 
-def _read_and_check(reader: Reader, names: Sequence[str]) -> Iterator[NDArray[Any]]:
+def _read_and_check(reader: CheckpointReader, names: Sequence[str]) -> Iterator[NDArray[Any]]:
     for name in names:
         entry = reader.manifest.tensors[name]
         array = reader.read(name, tuple(slice(0, length) for length in entry.shape))

@@ -129,7 +129,7 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-class Reader:
+class CheckpointReader:
     """Slices of the tensors of a checkpoint; of the files only what is asked for is read."""
 
     def __init__(self, folder: Path, manifest: Manifest):
@@ -190,6 +190,6 @@ class Reader:
 
 def damage(folder: Path, manifest: Manifest, share: slice = slice(None)) -> str | None:
     """The first thing wrong with the contents of the files, or None. `share`: which of the parts to look at."""
-    reader = Reader(folder, manifest)
+    reader = CheckpointReader(folder, manifest)
     parts = [(name, part) for name, entry in manifest.tensors.items() for part in entry.parts]
     return next((problem for name, part in parts[share] if (problem := reader.verify(part, name))), None)

@@ -23,7 +23,7 @@ from mindloom.checkpoint.contents import MOMENTS, check_contents, is_trained, mo
 from mindloom.checkpoint.io import CONFIG, check_shapes, load_config, write_config
 from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, read_manifest
 from mindloom.checkpoint.reshard import find_checkpoint, new_folder, publish_new
-from mindloom.checkpoint.sharded import Reader, file_name
+from mindloom.checkpoint.sharded import CheckpointReader, file_name
 from mindloom.checkpoint.tensor_files import (
     CHUNK_NUMBERS,
     Described,
@@ -61,7 +61,7 @@ class Dense:
         step = max(1, CHUNK_NUMBERS // max(1, int(np.prod(shape[1:]))))
         rest = tuple(slice(0, length) for length in shape[1:])
         starts = range(0, shape[0], step)
-        reader = Reader(self.folder, self.manifest)
+        reader = CheckpointReader(self.folder, self.manifest)
         return (reader.read(name, (slice(i, min(i + step, shape[0])), *rest)) for i in starts)
 
     @property

@@ -26,7 +26,7 @@ BLENDS = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Part:
+class BlendEntry:
     """One dataset of a blend."""
 
     name: str
@@ -35,14 +35,14 @@ class Part:
     """Share of the samples."""
 
 
-def read_blend(path: Path) -> list[Part]:
+def read_blend(path: Path) -> list[BlendEntry]:
     """The parts of a blend; their weights add up to 1. All were tokenized alike.
 
     Raises:
         ConfigError: everything that is wrong with the file, or with the token files it names.
     """
     if path.suffix not in BLENDS:
-        return [Part(str(path), TokenFile(path), 1.0)]
+        return [BlendEntry(str(path), TokenFile(path), 1.0)]
     entries, temperature = _read(path)
     problems, files = list[str](), dict[str, TokenFile]()
     for entry in entries:
@@ -56,7 +56,7 @@ def read_blend(path: Path) -> list[Part]:
         float(e["weight"]) if temperature is None else files[e["path"]].info.num_tokens ** (1 / temperature)
         for e in entries
     ]
-    parts = [Part(e["path"], files[e["path"]], w / sum(weights)) for e, w in zip(entries, weights, strict=True)]
+    parts = [BlendEntry(e["path"], files[e["path"]], w / sum(weights)) for e, w in zip(entries, weights, strict=True)]
     first = parts[0]
     for part in parts[1:]:
         if part.tokens.info.tokenizer != first.tokens.info.tokenizer:
@@ -66,7 +66,7 @@ def read_blend(path: Path) -> list[Part]:
     return parts
 
 
-def short_datasets(parts: Sequence[Part], seq_len: int) -> list[str]:
+def short_datasets(parts: Sequence[BlendEntry], seq_len: int) -> list[str]:
     """What is wrong with parts that give no sample of this length."""
     problems = []
     for part in parts:

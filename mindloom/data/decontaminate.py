@@ -29,7 +29,7 @@ OTHER_WORD = -1
 
 
 @dataclass(frozen=True)
-class Settings:
+class DecontaminationSettings:
     """How much is cut."""
 
     ngram: int = 13
@@ -72,7 +72,7 @@ class EvaluationSet:
         order = np.argsort(keys, kind="stable")
         self._sorted, self._starts, self._documents = keys[order], places[order], np.array(documents, np.int64)[order]
 
-    def cuts(self, text: str, settings: Settings) -> list[Cut]:
+    def cuts(self, text: str, settings: DecontaminationSettings) -> list[Cut]:
         """What is to be removed from a text, in order and without overlaps."""
         matches = list(WORD.finditer(text))
         if len(matches) < self.ngram:
@@ -128,7 +128,7 @@ def read_evaluation(paths: tuple[Path, ...], keys: tuple[str, ...], ngram: int) 
 
 
 def make_decontaminator(
-    source: Source, paths: tuple[Path, ...], keys: tuple[str, ...], settings: Settings
+    source: Source, paths: tuple[Path, ...], keys: tuple[str, ...], settings: DecontaminationSettings
 ) -> Callable[[Batch], Rewritten]:
     """Work for `rewrite`: documents without what was cut; every cut as a note."""
     evaluation = read_evaluation(paths, keys, settings.ngram)
@@ -153,7 +153,7 @@ def make_decontaminator(
     return work
 
 
-def pieces(text: str, cuts: list[Cut], settings: Settings) -> list[str]:
+def pieces(text: str, cuts: list[Cut], settings: DecontaminationSettings) -> list[str]:
     """What is left of a text; nothing if it falls into too many pieces."""
     bounds = [0, *(place for cut in cuts for place in (cut.start, cut.end)), len(text)]
     left = [text[start:end] for start, end in zip(bounds[::2], bounds[1::2], strict=True)]

@@ -36,7 +36,7 @@ NGRAM = 10
 
 
 @dataclass(frozen=True)
-class Rules:
+class FilterRules:
     """What a document must be; a rule at its default passes everything."""
 
     min_chars: int = 0
@@ -75,7 +75,7 @@ class Rules:
                 problems += error.problems
         if problems:
             raise ConfigError(problems)
-        if self == Rules():
+        if self == FilterRules():
             raise ConfigError("no rule was given, so every document would pass; see --help")
 
     def failed(self, text: str) -> list[str]:
@@ -146,7 +146,7 @@ def load_classifier(path: Path) -> Callable[[str], float]:
     return checked
 
 
-def make_filter(source: Source, rules: Rules, keep_removed: bool) -> Callable[[Batch], Rewritten]:
+def make_filter(source: Source, rules: FilterRules, keep_removed: bool) -> Callable[[Batch], Rewritten]:
     """Work for `rewrite`: the documents that pass; the others, with the rules they failed, as notes."""
 
     def work(batch: Batch) -> Rewritten:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.data.batch import Batch, make_batch
-from mindloom.data.order import Ints, Shares, Sizes, epoch_samples, shuffled
+from mindloom.data.sample_order import Ints, Shares, Sizes, epoch_samples, shuffled
 from mindloom.data.token_file import TokenFile
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from mindloom.data.sources import LINES, Batch, Document, Source
+from mindloom.data.sources import LINES, Batch, Source, TextDocument
 from mindloom.data.workers import ordered_map
 from mindloom.errors import ConfigError
 from mindloom.locks import one_writer
@@ -70,7 +70,7 @@ def to_line(record: dict[str, Any]) -> bytes:
     return json.dumps(record, ensure_ascii=False).encode() + b"\n"
 
 
-def with_text(document: Document, key: str, text: str, **more: Any) -> bytes:
+def with_text(document: TextDocument, key: str, text: str, **more: Any) -> bytes:
     """A document's line with another text."""
     return to_line({**document.record, key: text, **more})
 

@@ -45,7 +45,7 @@ Batch = tuple[int, list[Raw]]
 """Some documents, and the number of the first."""
 
 
-class Document(NamedTuple):
+class TextDocument(NamedTuple):
     """One document as text."""
 
     place: str
@@ -58,7 +58,7 @@ class Document(NamedTuple):
 class Parsed:
     """Documents of a batch that can be read, with their numbers, and what is to be said of the others."""
 
-    documents: list[tuple[int, Document]] = field(default_factory=list)
+    documents: list[tuple[int, TextDocument]] = field(default_factory=list)
     empty: list[str] = field(default_factory=list)
     """file:line of documents without text; an empty source file is no mistake."""
     problems: list[str] = field(default_factory=list)
@@ -188,7 +188,7 @@ def batches(documents: Iterable[Raw]) -> Iterator[Batch]:
         yield first, batch
 
 
-def parse(raw: Raw, key: str) -> Document:
+def parse(raw: Raw, key: str) -> TextDocument:
     """The text of a document.
 
     Raises:
@@ -203,7 +203,7 @@ def parse(raw: Raw, key: str) -> Document:
         number = int(line) + raw.content[: error.start].count(b"\n")
         raise ConfigError(f"{path}:{number}: not UTF-8 text ({error.reason}); convert the file to UTF-8") from None
     if not raw.is_json:
-        return Document(raw.place, text, {})
+        return TextDocument(raw.place, text, {})
     record = parse_json(text, raw.place, finite=False)
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
@@ -213,7 +213,7 @@ def parse(raw: Raw, key: str) -> Document:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise ConfigError(f"{raw.place}: holds half of a surrogate pair, which is no character") from None
-    return Document(raw.place, text, record)
+    return TextDocument(raw.place, text, record)
 
 
 def _too_long(size: int, max_bytes: int) -> str:

@@ -48,7 +48,7 @@ SHOWN_PROBLEMS = 20
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeJob:
     """What is to be tokenized, and how."""
 
     source: Source
@@ -100,7 +100,7 @@ class Progress:
         }
 
 
-def tokenize(job: Job, out: Path, workers: int, show_progress: bool = True) -> dict[str, Any]:
+def tokenize(job: TokenizeJob, out: Path, workers: int, show_progress: bool = True) -> dict[str, Any]:
     """Write token files into `out`, which appears when they are complete. Returns the report.
 
     `workers`: processes; 0: this one alone.
@@ -118,7 +118,7 @@ def tokenize(job: Job, out: Path, workers: int, show_progress: bool = True) -> d
 
 
 def _tokenize(
-    job: Job, out: Path, folder: Path, files: list[Path], workers: int, show_progress: bool
+    job: TokenizeJob, out: Path, folder: Path, files: list[Path], workers: int, show_progress: bool
 ) -> dict[str, Any]:
     tokenizer = _load(job)
     dtype = token_dtype(tokenizer.vocab_size)
@@ -150,14 +150,14 @@ def _tokenize(
     return report
 
 
-def _load(job: Job) -> Tokenizer:
+def _load(job: TokenizeJob) -> Tokenizer:
     if not job.tokenizer.exists():
         raise ConfigError(f"{job.tokenizer}: there is no such tokenizer")
     tokenizer: Tokenizer = family_module(job.family, "tokenizer").open_tokenizer(job.tokenizer)
     return tokenizer
 
 
-def _fingerprint(job: Job, files: list[Path]) -> str:
+def _fingerprint(job: TokenizeJob, files: list[Path]) -> str:
     """What the bytes of the result depend on."""
     sizes = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     settings = (repr(job.source), job.family, content_hash(job.tokenizer), repr(job.fim))
@@ -178,7 +178,7 @@ def _started_before(folder: Path, fingerprint: str) -> Progress:
     return Progress(fingerprint)
 
 
-def _make_encoder(job: Job, dtype: str) -> Callable[[Batch], Encoded]:
+def _make_encoder(job: TokenizeJob, dtype: str) -> Callable[[Batch], Encoded]:
     tokenizer = _load(job)
 
     def encode(batch: Batch) -> Encoded:
@@ -234,7 +234,7 @@ def _save(folder: Path, progress: Progress, *files: Any) -> None:
     write_text_atomically(folder / PROGRESS, json.dumps(vars(progress)))
 
 
-def _finish(folder: Path, out: Path, job: Job, tokenizer: Tokenizer, dtype: str, progress: Progress) -> None:
+def _finish(folder: Path, out: Path, job: TokenizeJob, tokenizer: Tokenizer, dtype: str, progress: Progress) -> None:
     tokenizer.save(folder)
     info = TokenFileInfo(
         version=VERSION,

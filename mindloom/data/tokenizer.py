@@ -13,7 +13,7 @@ from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
 
 
-class Message(NamedTuple):
+class ChatMessage(NamedTuple):
     """What one side of a conversation said."""
 
     role: str
@@ -72,7 +72,7 @@ def find_tokenizer(family: str, folder: Path) -> Path:
     return next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+def chat_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> str:
     """What an assistant's answer to `messages` continues.
 
     Raises:

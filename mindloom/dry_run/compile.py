@@ -18,7 +18,7 @@ from mindloom.models.family import family_module
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
-from mindloom.planner.own_engine import num_microbatches
+from mindloom.planner.closed_forms import num_microbatches
 from mindloom.runtime.compile import partition
 from mindloom.runtime.environment import prepare_environment
 from mindloom.runtime.kept_graphs import kept_graph, strategy_key

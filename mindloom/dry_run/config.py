@@ -12,7 +12,7 @@ from mindloom.errors import ConfigError, Problems
 from mindloom.models.config import ComputeDtype, ModelConfig
 from mindloom.models.family import config_with_file, size_config
 from mindloom.numbers import Count, Positive, number_problems
-from mindloom.planner.own_engine import num_microbatches
+from mindloom.planner.closed_forms import num_microbatches
 from mindloom.strategy.checks import batch_problems, group_problems, model_problems
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy

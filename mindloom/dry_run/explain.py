@@ -17,7 +17,7 @@ from mindloom.models.family import family_module
 from mindloom.parallel.parallelize import parallelize
 from mindloom.parallel.report import DERIVED, ParameterReport
 from mindloom.parallel.sharding import Operator, Use, operators, parameter_uses, path_matches
-from mindloom.planner.own_engine import num_microbatches
+from mindloom.planner.closed_forms import num_microbatches
 from mindloom.strategy.config import Rule, Strategy
 from mindloom.strategy.layout import show
 

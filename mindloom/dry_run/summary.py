@@ -12,9 +12,9 @@ from mindloom.dry_run.config import DryRun
 from mindloom.dry_run.rank_report import RankReport
 from mindloom.log import counted
 from mindloom.models.parameters import num_parameters
+from mindloom.planner.closed_forms import job_of, parameter_bytes
 from mindloom.planner.dimensions import Parallelism, of_decoder
 from mindloom.planner.memory import expert_parameters, stage_memory, stage_parameters
-from mindloom.planner.own_engine import job_of, parameter_bytes
 from mindloom.strategy.mesh import Mesh
 
 GB = 2**30

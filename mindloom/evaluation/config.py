@@ -15,9 +15,9 @@ from mindloom.evaluation.programs import NAMES, Problem, generation_prompt, tran
 from mindloom.evaluation.sandbox import check_isolation
 from mindloom.files import unwritable
 from mindloom.inference import config as inference
-from mindloom.inference.config import GenerateConfig, Job
+from mindloom.inference.config import GenerateConfig, GenerateJob
 from mindloom.inference.sampling import SamplingConfig
-from mindloom.inference.stopping import Ending
+from mindloom.inference.stopping import StopCondition
 from mindloom.numbers import Bounds, Count, Positive, number_problems
 from mindloom.reader import parse_json, read_json
 from mindloom.runtime.environment import is_first_process
@@ -83,9 +83,9 @@ class Evaluation:
     """language -> task -> problem."""
     prompts: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
     """language -> task -> what the model continues; empty if nothing is generated."""
-    endings: dict[str, Ending | None] = field(default_factory=dict, repr=False)
+    endings: dict[str, StopCondition | None] = field(default_factory=dict, repr=False)
     """language -> where its functions end."""
-    job: Job | None = None
+    job: GenerateJob | None = None
     """The model and how it is run."""
 
     @property

@@ -36,7 +36,7 @@ def make_samples(evaluation: Evaluation) -> Engine:
     assert job is not None
     engine = Engine(job.strategy)
     path = evaluation.folder / SAMPLES_FILE
-    if engine.speaks:
+    if engine.is_log_rank:
         _repair(path)
         settings = json.dumps(evaluation.settings(), indent=1, ensure_ascii=False)
         write_text_atomically(evaluation.folder / SETTINGS_FILE, settings)
@@ -45,7 +45,7 @@ def make_samples(evaluation: Evaluation) -> Engine:
         missing = _missing(evaluation, language, engine, path)
         lengths = {wanted.prompt: len(job.tokenizer.encode(wanted.prompt)) for wanted in missing}
         fitting = [wanted for wanted in missing if lengths[wanted.prompt] < job.model.seq_len]
-        if engine.speaks and len(fitting) < len(missing):
+        if engine.is_log_rank and len(fitting) < len(missing):
             too_long = [wanted for wanted in missing if lengths[wanted.prompt] >= job.model.seq_len]
             milestone(f"{language}: {len({w.task_id for w in too_long})} prompts exceed the context: counted as failed")
             for wanted in too_long:
@@ -56,13 +56,13 @@ def make_samples(evaluation: Evaluation) -> Engine:
         session.ending = evaluation.endings[language]
         limits = [min(job.config.max_new_tokens, job.model.seq_len - lengths[wanted.prompt]) for wanted in fitting]
         pieces = session.stream([w.prompt for w in fitting], job.config, limits, [w.stream for w in fitting])
-        with tqdm(total=len(fitting), unit="sample", desc=language, disable=not engine.speaks) as bar:
+        with tqdm(total=len(fitting), unit="sample", desc=language, disable=not engine.is_log_rank) as bar:
             for piece in pieces:
                 if piece.completion.finish_reason:
                     bar.update()
-                    if engine.speaks:
+                    if engine.is_log_rank:
                         _append(path, evaluation, language, fitting[piece.place], piece.completion)
-    if engine.speaks:
+    if engine.is_log_rank:
         milestone(f"samples in {path}")
     return engine
 
@@ -70,10 +70,10 @@ def make_samples(evaluation: Evaluation) -> Engine:
 def _missing(evaluation: Evaluation, language: str, engine: Engine, path: Path) -> list[Wanted]:
     """The samples still to be made, as the rank that writes knows them."""
     wanted = evaluation.wanted(language)
-    there = {(s["task_id"], s["sample"]) for s in read_samples(path)} if engine.speaks else set()
+    there = {(s["task_id"], s["sample"]) for s in read_samples(path)} if engine.is_log_rank else set()
     flags = np.array([(w.task_id, w.sample) in there for w in wanted], np.int32)
     flags = engine.broadcast(flags, engine.strategy.mesh.first_rank_of_last_stage)
-    if engine.speaks and flags.any():
+    if engine.is_log_rank and flags.any():
         milestone(f"{language}: {flags.sum()} of {len(wanted)} samples are there already")
     return [w for w, is_there in zip(wanted, flags, strict=True) if not is_there]
 

@@ -25,7 +25,7 @@ def num_slots_for(num_tokens: int) -> int:
 
 
 @dataclass
-class CacheBooks:
+class SlotTable:
     """Rows of slots, token i of a row in slot i. The last slot is spare: tokens that only fill up a shape go there."""
 
     num_rows: int

@@ -12,11 +12,11 @@ from typing import Literal
 from mindloom.checkpoint.io import load_config
 from mindloom.cli import option
 from mindloom.data.documents import decode_text, json_lines
-from mindloom.data.tokenizer import Message, Tokenizer, chat_prompt, find_tokenizer, infill_prompt, load_tokenizer
+from mindloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt, find_tokenizer, infill_prompt, load_tokenizer
 from mindloom.errors import ConfigError, Problems, did_you_mean
 from mindloom.inference.cache import num_slots_for
 from mindloom.inference.sampling import SamplingConfig
-from mindloom.inference.stopping import Ending, at_closed_brace, at_dedent
+from mindloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
 from mindloom.numbers import Count, Natural
@@ -59,7 +59,7 @@ class GenerateConfig(SamplingConfig):
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerateJob:
     """A configuration that was found right, with what it refers to."""
 
     config: GenerateConfig
@@ -69,7 +69,7 @@ class Job:
     tokenizer: Tokenizer
     prompts: list[str] = field(repr=False)
     """Empty when they are asked for one by one."""
-    ending: Ending | None = None
+    ending: StopCondition | None = None
     """Where the language's functions end."""
 
     @property
@@ -90,7 +90,9 @@ class Job:
         return sorted({self.model.eod_id, *self.model.stop_ids, *self.config.stop_ids})
 
 
-def check(config: GenerateConfig, num_processes: int | None, prompts: list[tuple[str, str]] | None = None) -> Job:
+def check(
+    config: GenerateConfig, num_processes: int | None, prompts: list[tuple[str, str]] | None = None
+) -> GenerateJob:
     """Everything the call refers to, read and held against each other.
 
     Args:
@@ -125,7 +127,7 @@ def check(config: GenerateConfig, num_processes: int | None, prompts: list[tuple
     problems.tell()
     assert family and model and strategy and tokenizer and named is not None
     ending = language.ending if language else None
-    return Job(config, family, model, strategy, tokenizer, [prompt for _, prompt in named], ending)
+    return GenerateJob(config, family, model, strategy, tokenizer, [prompt for _, prompt in named], ending)
 
 
 def _tokenizer(config: GenerateConfig, family: str, model: ModelConfig) -> Tokenizer:
@@ -139,7 +141,7 @@ def in_form(config: GenerateConfig, tokenizer: Tokenizer, text: str) -> str:
         ConfigError: the tokenizer's model was not taught that.
     """
     if config.chat:
-        return chat_prompt(tokenizer, [Message("user", text)])
+        return chat_prompt(tokenizer, [ChatMessage("user", text)])
     return text if config.suffix is None else infill_prompt(tokenizer, text, config.suffix)
 
 
@@ -149,7 +151,7 @@ class Language:
 
     tagged: Callable[[str], str]
     """Puts the tag above a prompt."""
-    ending: Ending | None
+    ending: StopCondition | None
     """Where a function ends that the prompt began; None: no rule for this language."""
 
 

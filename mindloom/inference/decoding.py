@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
-from mindloom.inference.cache import CacheBooks, CacheFullError, cache_bytes
+from mindloom.inference.cache import CacheFullError, SlotTable, cache_bytes
 from mindloom.models.config import ModelConfig
 from mindloom.runtime.engine import Engine
 
@@ -80,18 +80,20 @@ class Cached(_Rows):
     def __init__(self, engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int, num_slots: int):
         """`net`: the model with caches attached for `num_rows` rows of `num_slots`."""
         super().__init__(engine, net, config, num_rows)
-        self.books = CacheBooks(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
+        self.slot_table = SlotTable(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
         self.cache_bytes = cache_bytes(config, num_rows, num_slots)
 
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
         prefills = {part for length in prompt_lengths for part in _chunks(length)}
         for length in sorted({bucket(part, PREFILL_CHUNK) for part in (*prefills, 1)}):
-            self.compile(length, self.books.indices(np.zeros((self.num_rows, length), np.int64)))
+            self.compile(length, self.slot_table.indices(np.zeros((self.num_rows, length), np.int64)))
 
     def extend(self, feed: Mapping[int, Sequence[int]]) -> Logits | None:
         for row, ids in feed.items():
-            if self.books.lengths[row] + len(ids) > self.books.capacity:
-                raise CacheFullError(f"row {row} holds {self.books.lengths[row]} tokens, no room for {len(ids)} more")
+            if self.slot_table.lengths[row] + len(ids) > self.slot_table.capacity:
+                raise CacheFullError(
+                    f"row {row} holds {self.slot_table.lengths[row]} tokens, no room for {len(ids)} more"
+                )
         result = np.zeros((self.num_rows, self.config.vocab_size), np.float32)
         start, longest = 0, max(map(len, feed.values()))
         while start < longest:
@@ -107,23 +109,23 @@ class Cached(_Rows):
     def step(self, parts: Mapping[int, Sequence[int]], length: int) -> Logits | None:
         """Work through up to `length` tokens of each given row; the other rows, and what is too long, fill the shape."""
         tokens, positions = np.zeros((2, self.num_rows, length), np.int64)
-        slots = np.full((self.num_rows, length), self.books.num_slots - 1)
+        slots = np.full((self.num_rows, length), self.slot_table.num_slots - 1)
         last = np.zeros(self.num_rows, np.int64)
         for row, ids in parts.items():
-            taken = self.books.append(row, len(ids))
+            taken = self.slot_table.append(row, len(ids))
             tokens[row, : len(ids)], positions[row, : len(ids)], slots[row, : len(ids)] = ids, taken, taken
             last[row] = len(ids) - 1
-        return self.run(self.inputs(tokens, positions, last, self.books.indices(slots)))
+        return self.run(self.inputs(tokens, positions, last, self.slot_table.indices(slots)))
 
     def trim(self, row: int, length: int) -> None:
         """Forget what a row holds beyond `length` tokens."""
-        self.books.trim(row, length)
+        self.slot_table.trim(row, length)
 
     def reset(self, row: int) -> None:
-        self.books.reset(row)
+        self.slot_table.reset(row)
 
 
-class Recomputed(_Rows):
+class Uncached(_Rows):
     """Without a cache: every step works through all tokens again. For comparison, and for texts of one step."""
 
     cache_bytes = 0

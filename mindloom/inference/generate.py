@@ -90,7 +90,7 @@ def _choose(
 ) -> list[tuple[int, float]]:
     """Token and log-probability for each row: chosen by one rank, told to all."""
     tokens, log_probs = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.float32)
-    if logits is not None and engine.speaks:
+    if logits is not None and engine.is_log_rank:
         for place, (row, state) in enumerate(rows.items()):
             request = requests[state.request]
             history = History(request.prompt, state.generated)

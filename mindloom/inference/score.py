@@ -81,7 +81,7 @@ def compute_logits(
     """Logits (B, T, V) of ids (B, T); None on the ranks that do not hold them."""
     tokens = ids.astype(np.int32)
     output = engine.run(net, Tensor(tokens), Tensor(document_positions(tokens, eod_id)))
-    if not engine.speaks:
+    if not engine.is_log_rank:
         return None
     logits: NDArray[np.float32] = output.asnumpy().reshape(*tokens.shape, vocab_size)
     return logits

@@ -10,7 +10,7 @@ from mindloom.data.tokenizer import Tokenizer
 from mindloom.inference.decoding import Decoding
 from mindloom.inference.generate import FinishReason, NewToken, Request, generate
 from mindloom.inference.sampling import Sampler, SamplingConfig
-from mindloom.inference.stopping import Ending, at_text, first_of, held_back
+from mindloom.inference.stopping import StopCondition, at_text, first_of, held_back
 from mindloom.runtime.engine import Engine
 
 
@@ -62,7 +62,7 @@ class Session:
         tokenizer: Tokenizer,
         stop_ids: Sequence[int],
         stop_texts: Sequence[str] = (),
-        ending: Ending | None = None,
+        ending: StopCondition | None = None,
     ):
         self.engine, self.decoding, self.tokenizer = engine, decoding, tokenizer
         self.stop_ids, self.stop_texts = stop_ids, stop_texts

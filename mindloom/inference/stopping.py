@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-Ending = Callable[[str], int | None]
+StopCondition = Callable[[str], int | None]
 
 
-def at_text(texts: Sequence[str]) -> Ending:
+def at_text(texts: Sequence[str]) -> StopCondition:
     """Before the first of `texts`."""
     return lambda text: min((place for place in (text.find(t) for t in texts) if place >= 0), default=None)
 
 
-def at_dedent() -> Ending:
+def at_dedent() -> StopCondition:
     """Before the first line that is not indented: a continued Python function has ended there."""
 
     def ending(text: str) -> int | None:
@@ -27,7 +27,7 @@ def at_dedent() -> Ending:
     return ending
 
 
-def at_closed_brace() -> Ending:
+def at_closed_brace() -> StopCondition:
     """After the brace that closes what the prompt had opened: the first to close more than the text itself opens."""
 
     def ending(text: str) -> int | None:
@@ -41,7 +41,7 @@ def at_closed_brace() -> Ending:
     return ending
 
 
-def first_of(*endings: Ending) -> Ending:
+def first_of(*endings: StopCondition) -> StopCondition:
     """The earliest of several endings."""
     return lambda text: min((end for end in (ending(text) for ending in endings) if end is not None), default=None)
 

@@ -7,20 +7,20 @@ import json
 import signal
 from typing import Any
 
-from mindloom.inference.config import Job, in_form, prompt_problems
-from mindloom.inference.decoding import Cached, Decoding, Recomputed
+from mindloom.inference.config import GenerateJob, in_form, prompt_problems
+from mindloom.inference.decoding import Cached, Decoding, Uncached
 from mindloom.inference.model import load_model
 from mindloom.inference.session import Completion, Session
 from mindloom.log import counted, milestone
 from mindloom.runtime.engine import Engine
 
 
-def open_session(job: Job, engine: Engine) -> Session:
+def open_session(job: GenerateJob, engine: Engine) -> Session:
     """The checkpoint's model, ready for the job's prompts."""
     config, int8 = job.config, job.config.weights == "int8"
     if config.no_cache:
         net = load_model(config.checkpoint, job.family, job.model, job.strategy, int8=int8)
-        decoding: Decoding = Recomputed(engine, net, job.model, job.num_rows)
+        decoding: Decoding = Uncached(engine, net, job.model, job.num_rows)
     else:
         shape = (job.num_rows, job.num_slots)
         net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8)
@@ -28,7 +28,7 @@ def open_session(job: Job, engine: Engine) -> Session:
     return Session(engine, decoding, job.tokenizer, job.stop_ids, config.stop, job.ending)
 
 
-def run(job: Job) -> None:
+def run(job: GenerateJob) -> None:
     """Do what tools/generate.py was asked for."""
     if job.strategy.mesh.size == 1:
         # Inside a graph MindSpore turns Ctrl-C into SIGTERM; several processes may well end by that, msrun sends it too.
@@ -43,7 +43,7 @@ def run(job: Job) -> None:
         _print_text(session, job, job.prompts)
 
 
-def _print_json(session: Session, job: Job) -> None:
+def _print_json(session: Session, job: GenerateJob) -> None:
     for completion in session.complete(job.prompts, job.config, job.config.max_new_tokens):
         values: dict[str, Any] = {
             "prompt": completion.prompt,
@@ -56,16 +56,16 @@ def _print_json(session: Session, job: Job) -> None:
         }
         if job.config.logprobs:
             values["log_probabilities"] = completion.log_probabilities
-        if session.engine.speaks:
+        if session.engine.is_log_rank:
             print(json.dumps(values, ensure_ascii=False), flush=True)
 
 
-def _print_text(session: Session, job: Job, prompts: list[str]) -> None:
+def _print_text(session: Session, job: GenerateJob, prompts: list[str]) -> None:
     """Stream the first unfinished prompt's text; what the others get meanwhile is shown when their turn comes."""
     shown, waiting = 0, [""] * len(prompts)
     completions: dict[int, Completion] = {}
     header = "--- {} ---\n" if len(prompts) > 1 else ""
-    say = _say if session.engine.speaks else _say_nothing
+    say = _say if session.engine.is_log_rank else _say_nothing
     say(header.format(prompts[0]))
     for piece in session.stream(prompts, job.config, job.config.max_new_tokens):
         completions[piece.place] = piece.completion
@@ -78,7 +78,7 @@ def _print_text(session: Session, job: Job, prompts: list[str]) -> None:
             if shown == len(prompts):
                 break
             waiting[shown] = ""
-    if session.engine.speaks:
+    if session.engine.is_log_rank:
         milestone(_summary(list(completions.values()), session))
 
 
@@ -101,7 +101,7 @@ def _summary(completions: list[Completion], session: Session) -> str:
     return f"{text}, cache {session.decoding.cache_bytes / 2**20:.1f} MiB"
 
 
-def _converse(session: Session, job: Job) -> None:
+def _converse(session: Session, job: GenerateJob) -> None:
     milestone("one text a line; end with Ctrl-D")
     while True:
         try:

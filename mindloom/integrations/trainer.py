@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from mindloom.checkpoint.io import load_config
-from mindloom.data.blend import Part, read_blend, short_datasets
+from mindloom.data.blend import BlendEntry, read_blend, short_datasets
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.inference.config import GenerateConfig
@@ -147,7 +147,7 @@ class Trainer:
         return path
 
 
-def _samples(part: Part, seq_len: int, vocab_size: int) -> Iterator[np.ndarray[Any, Any]]:
+def _samples(part: BlendEntry, seq_len: int, vocab_size: int) -> Iterator[np.ndarray[Any, Any]]:
     """All sequences, as many at a time as LOGITS_BYTES hold the logits of."""
     tokens, rows = part.tokens, max(1, LOGITS_BYTES // (4 * seq_len * vocab_size))
     if problems := short_datasets([part], seq_len):

@@ -20,7 +20,7 @@ EXPERT = "{e}"
 """In a name: the number of an expert. Theirs lie apart, ours are one tensor with a dim for the expert."""
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """A parameter of ours, or what one expert has of it."""
 
     name: str
@@ -56,7 +56,7 @@ class Published:
     """Names that are no weights: buffers of RoPE, scales of caches in int8."""
     first_layer: int = 0
 
-    def tensors(self, config: ModelConfig) -> dict[str, tuple[Part, ...]]:
+    def tensors(self, config: ModelConfig) -> dict[str, tuple[ParameterPart, ...]]:
         """Their name -> our parameters, for one model.
 
         Raises:
@@ -72,7 +72,7 @@ class Published:
                     continue
                 for expert in range(num_experts) if EXPERT in theirs else (None,):
                     found = theirs.replace(LAYER, number).replace(BEHIND, number).replace(EXPERT, str(expert))
-                    result[found] = tuple(Part(name, expert) for name in names)
+                    result[found] = tuple(ParameterPart(name, expert) for name in names)
         named = {part.name for parts in result.values() for part in parts}
         if unnamed := [name for name in shapes if name not in named]:
             raise ConfigError(

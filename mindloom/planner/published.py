@@ -54,7 +54,7 @@ class UnpredictableError(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """What was run."""
 
     id: str
@@ -98,7 +98,7 @@ def noted(row: dict[str, str], key: str) -> str:
     return found[1] if found else ""
 
 
-def describe(row: dict[str, str]) -> Run:
+def describe(row: dict[str, str]) -> PublishedRun:
     """Model, strategy and cluster of a row; measured columns are not read.
 
     Raises:
@@ -116,7 +116,7 @@ def describe(row: dict[str, str]) -> Run:
         raise UnpredictableError(f"not a number: {error}") from None
     except ConfigError as error:
         raise UnpredictableError(str(error)) from None
-    return Run(row["id"], row["source"], dims, job, cluster)
+    return PublishedRun(row["id"], row["source"], dims, job, cluster)
 
 
 def _whole(text: str) -> int:
@@ -255,7 +255,7 @@ def _recompute(row: dict[str, str], pp: int) -> tuple[str, tuple[int, ...] | Non
     return kind, None
 
 
-def measured(row: dict[str, str], run: Run) -> Measured:
+def measured(row: dict[str, str], run: PublishedRun) -> Measured:
     """What the row says was measured.
 
     Raises:

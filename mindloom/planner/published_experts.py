@@ -11,7 +11,7 @@ from pathlib import Path
 from mindloom.errors import ConfigError
 from mindloom.planner.cluster import Cluster, chips
 from mindloom.planner.dimensions import Dimensions, Parallelism
-from mindloom.planner.published import CAPACITY_FACTOR, Measured, Run, UnpredictableError
+from mindloom.planner.published import CAPACITY_FACTOR, Measured, PublishedRun, UnpredictableError
 
 COLUMNS = (
     *("id", "source", "model", "layers", "hidden", "heads", "kv_heads", "head_dim", "dense_ffn", "vocab", "experts"),
@@ -46,14 +46,14 @@ def read_expert_rows(path: Path) -> list[dict[str, str]]:
     return [{name: row[name] or "" for name in COLUMNS} for row in rows]
 
 
-def describe_experts(row: dict[str, str]) -> Run:
+def describe_experts(row: dict[str, str]) -> PublishedRun:
     """Model, strategy and cluster of a row; measured columns are not read.
 
     Raises:
         UnpredictableError: with the reason.
     """
     try:
-        return Run(row["id"], row["source"], _dimensions(row), _parallelism(row), _cluster(row["chip"]))
+        return PublishedRun(row["id"], row["source"], _dimensions(row), _parallelism(row), _cluster(row["chip"]))
     except ValueError as error:
         raise UnpredictableError(f"not a number: {error}") from None
     except ConfigError as error:

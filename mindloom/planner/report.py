@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from mindloom.planner.own_engine import PRECISIONS
-from mindloom.planner.search import Option, Request, describe, why_slower
+from mindloom.planner.closed_forms import PRECISIONS
+from mindloom.planner.search import Option, PlanRequest, describe, why_slower
 from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Strategy
 from mindloom.strategy.dialects.ours import strategy_text
 from mindloom.strategy.mesh import Mesh
@@ -32,7 +32,7 @@ def as_dict(option: Option, best: Option) -> dict[str, Any]:
     }
 
 
-def table(request: Request, options: list[Option]) -> str:
+def table(request: PlanRequest, options: list[Option]) -> str:
     """The options, best first, and why each loses."""
     best, dims = options[0], request.dims
     used = f" ({dims.active_parameters / 1e9:.2f} G of them used by a token)" if dims.num_experts else ""
@@ -64,7 +64,7 @@ def table(request: Request, options: list[Option]) -> str:
     return "\n".join([*lines, "", f"the best one's step: {shares}", f"memory of its stages, GB: {stages}"])
 
 
-def strategy_file(request: Request, option: Option, rules: str) -> str:
+def strategy_file(request: PlanRequest, option: Option, rules: str) -> str:
     """The option as tools/train.py reads it."""
     job, dims = option.job, request.dims
     flags = f"--batch-size {job.global_batch_size} --seq-len {dims.seq_len}"

@@ -12,10 +12,10 @@ from typing import Annotated
 from mindloom.cli import check_numbers
 from mindloom.errors import ConfigError
 from mindloom.numbers import Bounds, Count
+from mindloom.planner.closed_forms import Precision, optimizer_cut
 from mindloom.planner.cluster import Cluster
 from mindloom.planner.dimensions import Dimensions, Parallelism, Recomputation
 from mindloom.planner.memory import StageMemory, stage_memory
-from mindloom.planner.own_engine import Precision, optimizer_cut
 from mindloom.planner.step_time import StepTime, flops_per_device, step_time
 from mindloom.strategy.checks import MOST_DEVICES, divisors
 
@@ -70,7 +70,7 @@ def evaluate(dims: Dimensions, job: Parallelism, cluster: Cluster) -> Option:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PlanRequest:
     """What is to be planned."""
 
     dims: Dimensions
@@ -87,7 +87,7 @@ class Request:
         check_numbers(self)
 
 
-def search(request: Request) -> list[Option]:
+def search(request: PlanRequest) -> list[Option]:
     """All options: those that fit by time, then the others by memory.
 
     Raises:
@@ -103,7 +103,7 @@ def search(request: Request) -> list[Option]:
     return sorted(options, key=lambda option: (not option.fits, option.seconds if option.fits else option.peak_bytes))
 
 
-def _jobs(request: Request) -> Iterator[Parallelism]:
+def _jobs(request: PlanRequest) -> Iterator[Parallelism]:
     dims, devices, batch = request.dims, request.devices, request.global_batch_size
     for tp in divisors(devices):
         if any(size % tp for size in (dims.num_heads, dims.vocab_size, *_widths(dims))):
@@ -141,7 +141,7 @@ def _expert_degrees(dims: Dimensions, dp: int) -> list[int]:
     return [ep for ep in divisors(dp) if dims.num_experts % ep == 0] if dims.num_experts else [1]
 
 
-def _variants(request: Request, base: Parallelism) -> Iterator[Parallelism]:
+def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
     """Optimizer parallel, sequence parallel, virtual stages and recomputation of one mesh."""
     dims, usable = request.dims, request.cluster.usable_bytes
     cuts = [0]  # over how many replicas the optimizer is cut
@@ -233,7 +233,7 @@ def why_slower(option: Option, best: Option) -> str:
     return ", ".join(noted[:3]) or "equal within half a percent"
 
 
-def smallest_changes(request: Request, options: list[Option]) -> list[str]:
+def smallest_changes(request: PlanRequest, options: list[Option]) -> list[str]:
     """When nothing fits: by how much, and which more devices, memory or smaller batch would do."""
     nearest = min(options, key=lambda option: option.peak_bytes)
     lacking = nearest.peak_bytes - nearest.usable_bytes

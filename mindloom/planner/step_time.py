@@ -18,7 +18,7 @@ BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to i
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerTime:
     """Seconds of one microbatch in one layer (or the head) on one device."""
 
     matmul: float
@@ -32,8 +32,8 @@ class Part:
     def total(self) -> float:
         return sum(vars(self).values())
 
-    def plus(self, other: Part) -> Part:
-        return Part(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+    def plus(self, other: LayerTime) -> LayerTime:
+        return LayerTime(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Rates:
         return 2 * m * n * k / self.flops + moved / self.bytes
 
 
-def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
+def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
     """Forward of one layer for one microbatch."""
     tokens, tp, h, q = job.microbatch * dims.seq_len / job.cp, job.tp, dims.hidden_size, dims.query_size
     kv_parts = math.gcd(tp, dims.kv_heads)
@@ -137,7 +137,7 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
     reduced = (1 if dims.block == "parallel" else 2) * all_reduce(rates.width * tokens * h, tp, rates.tp)
     if job.cp > 1:
         reduced += 2 * rates.width * tokens * dims.kv_size / tp * (job.cp - 1) / rates.tp  # keys and values go round
-    part = Part(matmul, attention, rates.width * passes / rates.bytes, rates.overhead, reduced)
+    part = LayerTime(matmul, attention, rates.width * passes / rates.bytes, rates.overhead, reduced)
     if not dims.num_experts:
         return part
     whole = part.plus(experts_forward(dims, job, rates))
@@ -145,7 +145,7 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
     return dataclasses.replace(whole, expert_parallel=max(0.0, whole.expert_parallel - hidden))
 
 
-def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
+def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
     """Forward of one layer's router and experts for one microbatch, mean of layers with and without.
 
     A device has its share of the experts for the tokens of all that share them out, so as many rows as its own tokens make;
@@ -168,7 +168,7 @@ def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
     sent = 2 * all_to_all(num_bytes, job.ep, stride, rates, times) / fitted.all_to_all
     added_up = tokens if job.sends_once else rows  # a token's experts first, or what the ranks have of each row
     reduced = all_reduce(rates.width * added_up * h, parts, rates.tp) if parts > 1 else 0.0
-    return Part(
+    return LayerTime(
         matmul=share * matmul,
         attention=0.0,
         memory=share * rates.width * passes / rates.bytes,
@@ -188,11 +188,11 @@ def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
     return flops + rates.width * SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
 
 
-def head_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> Part:
+def head_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
     """Forward of the head and the loss for one microbatch."""
     tokens, columns = job.microbatch * dims.seq_len / job.cp, dims.vocab_size / job.tp
     passes = 3 * 4 * tokens * columns
-    return Part(rates.matmul(tokens, columns, dims.hidden_size), 0.0, passes / rates.bytes, rates.overhead, 0.0)
+    return LayerTime(rates.matmul(tokens, columns, dims.hidden_size), 0.0, passes / rates.bytes, rates.overhead, 0.0)
 
 
 def step_time(dims: Dimensions, job: Parallelism, cluster: Cluster, overlap: Overlap | None = None) -> StepTime:
@@ -205,7 +205,7 @@ def step_time(dims: Dimensions, job: Parallelism, cluster: Cluster, overlap: Ove
     rates, m = Rates(dims, job, cluster), job.num_microbatches
     layer, head = layer_forward(dims, job, rates), head_forward(dims, job, rates)
     attention_backward = 2.5 if job.flash_attention else 2.0  # the kernel computes its scores again
-    forward_backward = Part(
+    forward_backward = LayerTime(
         3 * layer.matmul,
         (1 + attention_backward) * layer.attention,
         (1 + BACKWARD_PASSES) * layer.memory,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mindloom.planner.memory import peak_memory
-from mindloom.planner.published import Measured, Run, UnpredictableError, describe, measured, read_rows
+from mindloom.planner.published import Measured, PublishedRun, UnpredictableError, describe, measured, read_rows
 from mindloom.planner.published_experts import describe_experts, is_of_experts, measured_experts, read_expert_rows
 from mindloom.planner.step_time import step_time
 
@@ -20,7 +20,7 @@ from mindloom.planner.step_time import step_time
 class Prediction:
     """One row, predicted, and what was measured."""
 
-    run: Run
+    run: PublishedRun
     found: Measured
     seconds: float
     memory_bytes: float

@@ -129,7 +129,7 @@ def _chosen(
 
 def is_log_rank() -> bool:
     """Whether this is the one process of the job that knows the loss and tells it; always, on one device."""
-    return not _engines or list(_engines.values())[-1].speaks
+    return not _engines or list(_engines.values())[-1].is_log_rank
 
 
 def report_of(network: nn.Cell) -> Report:

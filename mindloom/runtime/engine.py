@@ -97,7 +97,7 @@ class Engine:
         return self.rank >= self.strategy.mesh.first_rank_of_last_stage
 
     @property
-    def speaks(self) -> bool:
+    def is_log_rank(self) -> bool:
         """Whether this is the one rank that tells and writes what all know."""
         return self.rank == self.strategy.mesh.first_rank_of_last_stage
 

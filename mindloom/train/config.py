@@ -13,9 +13,9 @@ from mindloom.certificate import check_certificate, vouched_for
 from mindloom.checkpoint.io import load_config
 from mindloom.checkpoint.manifest import checkpoints
 from mindloom.cli import option, run_file
-from mindloom.data.blend import BLENDS, Part, read_blend, short_datasets
+from mindloom.data.blend import BLENDS, BlendEntry, read_blend, short_datasets
 from mindloom.data.documents import read_documents
-from mindloom.data.order import MOST_STEPS, Sizes, growing_seq_lens, ramped_batch_sizes
+from mindloom.data.sample_order import MOST_STEPS, Sizes, growing_seq_lens, ramped_batch_sizes
 from mindloom.data.token_file import is_token_file
 from mindloom.data.tokenizer import content_hash, find_tokenizer
 from mindloom.errors import ConfigError, Problems
@@ -115,7 +115,7 @@ class Run:
     strategy: Strategy
     documents: list[str] | None = dataclasses.field(repr=False)
     """Text that is still to be tokenized."""
-    parts: list[Part] | None
+    parts: list[BlendEntry] | None
     """Token files."""
     sizes: Sizes
     learning_rate: float
@@ -217,7 +217,7 @@ def _sizes(config: TrainConfig, seq_len: int) -> Sizes:
     return sizes
 
 
-def _data_problems(config: TrainConfig, model: ModelConfig, parts: list[Part], seq_len: int) -> list[str]:
+def _data_problems(config: TrainConfig, model: ModelConfig, parts: list[BlendEntry], seq_len: int) -> list[str]:
     """Token files against the model."""
     info, problems = parts[0].tokens.info, short_datasets(parts, seq_len)
     if info.family != config.model:

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mindloom.data.blend import Part, short_datasets
+from mindloom.data.blend import BlendEntry, short_datasets
 from mindloom.data.loader import Dataset, Loader, rows_of_rank
 from mindloom.data.sources import Source
 from mindloom.data.token_file import TokenFile
-from mindloom.data.tokenize import Job, tokenize
+from mindloom.data.tokenize import TokenizeJob, tokenize
 from mindloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, load_tokenizer
 from mindloom.errors import ConfigError
 from mindloom.files import made_once, write_atomically
@@ -53,7 +53,7 @@ def describe(loader: Loader, steps: int) -> str:
     )
 
 
-def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, Part]:
+def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, BlendEntry]:
     """Tokenizer and token files of the run's text."""
     config, module = run.config, family_module(run.config.model, "tokenizer")
     assert run.documents is not None
@@ -77,10 +77,10 @@ def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, Part]:
             f"{run.model.eod_id}; set eod_id and loss_ignore_id in --config"
         )
     content.update(content_hash(path).encode())
-    job = Job(Source((config.data,)), config.model, path)
+    job = TokenizeJob(Source((config.data,)), config.model, path)
     tokens = folder / f"tokens-{content.hexdigest()[:16]}"
     made_once(tokens, first, lambda out: tokenize(job, out, workers=0, show_progress=False))
-    return tokenizer, Part(str(config.data), TokenFile(tokens), 1.0)
+    return tokenizer, BlendEntry(str(config.data), TokenFile(tokens), 1.0)
 
 
 def _ignored(run: Run, rank: int, tokens: TokenFile) -> NDArray[np.int64]:

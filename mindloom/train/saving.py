@@ -22,7 +22,7 @@ from mindloom.checkpoint.contents import check_contents
 from mindloom.checkpoint.io import check_weights, load_weights
 from mindloom.checkpoint.manifest import LATEST, MANIFEST, Manifest, checkpoints, read_manifest
 from mindloom.checkpoint.sharded import (
-    Reader,
+    CheckpointReader,
     Slice,
     damage,
     finish,
@@ -203,7 +203,7 @@ def newest_complete(
                 _set_aside(damaged, root, folder)
             return folder, manifest
         told = _told_by(finder - 1, problem or "", engine)
-        if engine.speaks:
+        if engine.is_log_rank:
             milestone(f"skipped: {told}")
         newest_problem = newest_problem if damaged else told
         damaged.append(folder)
@@ -231,7 +231,7 @@ def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, mani
     Raises:
         ConfigError: a tensor is missing or has another shape.
     """
-    reader, problems = Reader(folder, manifest), []
+    reader, problems = CheckpointReader(folder, manifest), []
     parameters = state_parameters(cell)
     for name, parameter in parameters.items():
         logical, whole = logical_name(name), tuple(report.of(name).global_shape)

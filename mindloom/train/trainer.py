@@ -62,7 +62,7 @@ class Training:
 
     def say(self, text: str) -> None:
         """A milestone, once for all ranks."""
-        if self.engine.speaks:
+        if self.engine.is_log_rank:
             milestone(text)
 
     def batch(self, index: int) -> list[Tensor]:
@@ -111,7 +111,7 @@ def _train(run: Run) -> Path | None:
         start_from(training.step, training.engine, training.report, config.from_checkpoint)
         training.say(f"weights from {config.from_checkpoint}")
     saver = _saver(training, tokenizer)  # after the schedule that is resumed is known
-    if training.engine.speaks:
+    if training.engine.is_log_rank:
         with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:
             done, first, last = _loop(training, writer, saver, steps_done)
     else:

@@ -38,7 +38,7 @@ def evaluate(config: EvaluateConfig, evaluation: Evaluation, argv: Sequence[str]
         with scratch_folder() as folder:
             if code := launch_verb("evaluate", generates, evaluation.job.strategy.mesh, folder):
                 return code
-    elif evaluation.job and not import_module("mindloom.evaluation.generation").make_samples(evaluation).speaks:
+    elif evaluation.job and not import_module("mindloom.evaluation.generation").make_samples(evaluation).is_log_rank:
         return 0
     if not config.allow_execution:
         return 0

@@ -24,11 +24,11 @@ from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.models.family import size_config
 from mindloom.numbers import Count
+from mindloom.planner.closed_forms import PRECISIONS
 from mindloom.planner.cluster import read_cluster
 from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
-from mindloom.planner.own_engine import PRECISIONS
 from mindloom.planner.report import as_dict, strategy_file, table, validation_report
-from mindloom.planner.search import Devices, Request, distinct, search, smallest_changes
+from mindloom.planner.search import Devices, PlanRequest, distinct, search, smallest_changes
 from mindloom.planner.validate import validate
 from mindloom.shipped import DECODER, EXPERTS, shipped_names
 from mindloom.strategy.checks import POSSIBLE_SIZES, is_possible_size
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def requested(config: PlanConfig) -> Request:
+def requested(config: PlanConfig) -> PlanRequest:
     """What the flags ask for.
 
     Raises:
@@ -119,7 +119,7 @@ def requested(config: PlanConfig) -> Request:
         dims = read_dimensions(config.config)
     if config.seq_len is not None:
         dims = dataclasses.replace(dims, seq_len=config.seq_len)
-    return Request(
+    return PlanRequest(
         dims=dims,
         cluster=cluster,
         devices=config.devices,

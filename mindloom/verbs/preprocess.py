@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mindloom.cli import argument, check_numbers, option, parse_args
-from mindloom.data.decontaminate import Settings, make_decontaminator, read_evaluation
+from mindloom.data.decontaminate import DecontaminationSettings, make_decontaminator, read_evaluation
 from mindloom.data.dedup import dedup
-from mindloom.data.filters import Rules, make_filter
+from mindloom.data.filters import FilterRules, make_filter
 from mindloom.data.fim import FillInTheMiddle
 from mindloom.data.mindrecord import COLUMN, read_mindrecord, write_mindrecord
 from mindloom.data.minhash import MinHash
 from mindloom.data.rewrite import rewrite
 from mindloom.data.sources import MAX_DOCUMENT_MB, Source
-from mindloom.data.tokenize import Job, tokenize
+from mindloom.data.tokenize import TokenizeJob, tokenize
 from mindloom.data.tokenizer import special_token
 from mindloom.errors import ConfigError, did_you_mean
 from mindloom.numbers import Count, Natural, Positive, Probability, Seed, Share
@@ -119,7 +119,7 @@ class FromMindRecordConfig:
 
 
 def run_tokenize(config: TokenizeConfig) -> dict[str, Any]:
-    job = Job(config.source(), config.model, config.tokenizer, fill_in_the_middle(config))
+    job = TokenizeJob(config.source(), config.model, config.tokenizer, fill_in_the_middle(config))
     return tokenize(job, config.out, config.workers)
 
 
@@ -140,7 +140,7 @@ def run_dedup(config: DedupConfig) -> dict[str, Any]:
 
 
 def run_decontaminate(config: DecontaminateConfig) -> dict[str, Any]:
-    settings = Settings(config.ngram, config.margin, config.min_piece, config.max_pieces)
+    settings = DecontaminationSettings(config.ngram, config.margin, config.min_piece, config.max_pieces)
     short = read_evaluation(config.evaluation, config.evaluation_keys, config.ngram).num_short  # mistakes come first
     source = config.source()
     make_work = partial(make_decontaminator, source, config.evaluation, config.evaluation_keys, settings)
@@ -149,7 +149,7 @@ def run_decontaminate(config: DecontaminateConfig) -> dict[str, Any]:
 
 
 def run_filter(config: FilterConfig) -> dict[str, Any]:
-    rules = Rules(**{name: getattr(config, name) for name in Rules.__dataclass_fields__})
+    rules = FilterRules(**{name: getattr(config, name) for name in FilterRules.__dataclass_fields__})
     rules.check()
     source = config.source()
     make_work = partial(make_filter, source, rules, config.removed is not None)

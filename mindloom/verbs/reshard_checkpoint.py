@@ -52,14 +52,14 @@ def cuts_for(strategy: Strategy, source: Path) -> dict[str, list[Cut]]:
         raise ConfigError(problems)
     # MindSpore takes 400 MB: a process of its own gives them back.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent, (os.getpid(),)) as pool:
-        parts = pool.submit(_foreseen_parts, family, model, strategy).result()
+        parts = pool.submit(_predicted_parts, family, model, strategy).result()
     weights = {name: name.removeprefix("adam_m.").removeprefix("adam_v.") for name in manifest.tensors}
     return {name: [(file_name(rank), slices) for rank, slices in parts[weights[name]]] for name in manifest.tensors}
 
 
-def _foreseen_parts(family: str, model: ModelConfig, strategy: Strategy) -> Any:
+def _predicted_parts(family: str, model: ModelConfig, strategy: Strategy) -> Any:
     prepare_environment()
-    return import_module("mindloom.train.foreseen").foreseen_parts(family, model, strategy)
+    return import_module("mindloom.train.predicted_parts").predicted_parts(family, model, strategy)
 
 
 def main(argv: Sequence[str]) -> int:

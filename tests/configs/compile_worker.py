@@ -110,7 +110,7 @@ def compile_rank(path, rank, rules=None):
         "tied": int(config.tied_embedding),
         "parameters": len(held),
         "cut_by_optimizer": sum(p.optimizer_shards > 1 for p in held),
-        "foreseen_wrong": [p.name for p in held if graph.parameters.get(p.name) != p.local_shape],
+        "predicted_wrong": [p.name for p in held if graph.parameters.get(p.name) != p.local_shape],
     }
 
 

@@ -19,7 +19,7 @@ from mindloom.inference.model import build_model
 from mindloom.models.family import family_module, size_config
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
-from mindloom.planner.own_engine import num_microbatches
+from mindloom.planner.closed_forms import num_microbatches
 from mindloom.runtime import compile as compilation
 from mindloom.runtime.compile import partition
 from mindloom.runtime.lowering import attributes, collective_nodes

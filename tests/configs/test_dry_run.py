@@ -12,8 +12,8 @@ from conftest import CONFIGS, call, run, tool
 from mindloom.dry_run.config import parse_ranks
 from mindloom.errors import ConfigError
 from mindloom.models.family import size_config
+from mindloom.planner.closed_forms import collective_bytes, job_of, parameter_bytes
 from mindloom.planner.dimensions import of_decoder
-from mindloom.planner.own_engine import collective_bytes, job_of, parameter_bytes
 from mindloom.strategy.loader import load_strategy
 
 RULES = f"rules: {CONFIGS / 'rules/decoder.yaml'}\n"

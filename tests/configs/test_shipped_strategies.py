@@ -61,11 +61,11 @@ def total(counts, *words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_first_middle_and_last_stage_compile_as_foreseen(compiled, name):
+def test_first_middle_and_last_stage_compile_as_predicted(compiled, name):
     mesh = load_strategy(CONFIGS / f"{name}.yaml").mesh
     assert len(compiled[name]) == (mesh.size if name in EQUAL else min(3, mesh.pp))
     for result in compiled[name]:
-        assert result["foreseen_wrong"] == []
+        assert result["predicted_wrong"] == []
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_a_layer_of_experts_costs_two_all_to_alls_and_no_all_gather(compiled, na
     """Forward, and two backward; what sequence parallel and optimizer parallel gather aside."""
     strategy = load_strategy(CONFIGS / f"{name}.yaml")
     for result in compiled[name]:
-        assert result["foreseen_wrong"] == []
+        assert result["predicted_wrong"] == []
         counts, each = result["counts"], result["expert_layers"] * result["microbatches"]
         assert result["expert_layers"] > 0
         assert total(counts, "AlltoAll", "forward") == (4 if strategy.recompute else 2) * each

@@ -35,4 +35,4 @@ def generate(checkpoint, prompts, strategy):
             done = session.complete(job.prompts, GenerateConfig(**common, **values), NEW_TOKENS)
             found[f"{weights} {name}"] = [completion.tokens for completion in done]
             found[f"{weights} {name} log-probabilities"] = [completion.log_probabilities for completion in done]
-    return found if engine.speaks else None
+    return found if engine.is_log_rank else None

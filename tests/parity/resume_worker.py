@@ -51,7 +51,7 @@ class Mesh:
     def run(self, steps_done, kind):
         saver, losses = self.trainer._saver(self.training, self.tokenizer), Losses()
         self.trainer._loop(self.training, losses, saver, steps_done)
-        if self.engine.speaks:
+        if self.engine.is_log_rank:
             (self.out / f"{self.name}.from_{kind}.json").write_text(json.dumps(losses.values))
         if self.engine.rank == 0:
             shutil.copytree(self.config.states_dir / FOLDER.format(STEPS), self.out / f"{self.name}_from_{kind}")

@@ -12,7 +12,7 @@ from mindspore.graph.api import _cell_graph_executor
 
 from mindloom.checkpoint.io import load_config, save_checkpoint
 from mindloom.inference import decoding as decoding_module
-from mindloom.inference.decoding import Cached, Recomputed
+from mindloom.inference.decoding import Cached, Uncached
 from mindloom.inference.generate import Request, generate
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
@@ -71,7 +71,7 @@ def cached(engine, folder, num_rows=1, num_slots=64, int8=False):
 def recomputed(engine, folder, num_rows=1, int8=False):
     family, config = load_config(folder)
     net = load_model(folder, family, config, SINGLE_DEVICE, int8=int8)
-    return Recomputed(engine, net, config, num_rows)
+    return Uncached(engine, net, config, num_rows)
 
 
 def tokens_of(decoding, engine, prompts, max_new_tokens, sampling=None):

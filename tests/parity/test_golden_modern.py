@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from mindloom.checkpoint.huggingface import export_published, import_published, open_published
 from mindloom.checkpoint.io import load_config, load_weights
 from mindloom.data.batch import document_positions
-from mindloom.inference.decoding import Cached, Recomputed
+from mindloom.inference.decoding import Cached, Uncached
 from mindloom.inference.generate import Request, generate
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
@@ -139,7 +139,7 @@ def test_greedy_tokens_with_a_cache_and_without(engine, imported, name):
     slots = 128
     ways = [
         Cached(engine, load_model(folder, family, config, SINGLE_DEVICE, (3, slots)), config, 3, slots),
-        Recomputed(engine, load_model(folder, family, config, SINGLE_DEVICE), config, 3),
+        Uncached(engine, load_model(folder, family, config, SINGLE_DEVICE), config, 3),
     ]
     assert ways[0].cache_bytes == 2 * config.num_layers * 3 * slots * config.kv_heads * config.head_size * 4
     for decoding in ways:

@@ -93,7 +93,7 @@ def train_adafactor(path: str, options: list[str], out: str) -> None:
     tensors = gather_whole(step, engine, report, Path(f"{out}.parts"), own.__contains__)
     if tensors is not None:
         np.savez(f"{out}.npz", **tensors)
-    if engine.speaks:
+    if engine.is_log_rank:
         Path(f"{out}.json").write_text(json.dumps(losses))
     engine.close()
 

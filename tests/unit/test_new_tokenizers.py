@@ -10,7 +10,7 @@ import tokenizers
 
 from codegeex.glm_tokenizer import GLM2Tokenizer, GLM4Tokenizer
 from codegeex.tokenizer import open_tokenizer as code_tokenizer
-from mindloom.data.tokenizer import Message, chat_prompt, find_tokenizer, infill_prompt
+from mindloom.data.tokenizer import ChatMessage, chat_prompt, find_tokenizer, infill_prompt
 from mindloom.errors import ConfigError
 from palm.tokenizer import PaLMTokenizer
 from palm.tokenizer import train_tokenizer as train_palm
@@ -24,7 +24,7 @@ TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
     "def f(x):\n    return x + 1\n",
 ] * 20
-TALK = [Message("user", "你好"), Message("assistant", "好"), Message("user", "fox")]
+TALK = [ChatMessage("user", "你好"), ChatMessage("assistant", "好"), ChatMessage("user", "fox")]
 
 
 def sentencepiece_model(**options):

@@ -16,7 +16,7 @@ from mindloom.checkpoint.content_hash import content_hash
 from mindloom.checkpoint.io import load_config, load_weights
 from mindloom.checkpoint.manifest import LATEST, checkpoints, read_manifest
 from mindloom.checkpoint.reshard import export, reshard
-from mindloom.checkpoint.sharded import Reader, Slice, damage, file_name, finish, remove_old, write_parts
+from mindloom.checkpoint.sharded import CheckpointReader, Slice, damage, file_name, finish, remove_old, write_parts
 from mindloom.errors import ConfigError
 
 ABOUT = {
@@ -62,7 +62,7 @@ def part_file(folder, name="embedding"):
 def test_any_part_can_be_read_of_any_cut(tmp_path, seed):
     folder = save(tmp_path, seed=seed)
     manifest = read_manifest(folder)
-    reader, rng = Reader(folder, manifest), np.random.RandomState(seed)
+    reader, rng = CheckpointReader(folder, manifest), np.random.RandomState(seed)
     assert damage(folder, manifest) is None
     for name, value in TENSORS.items():
         assert manifest.tensors[name].hash == f"{content_hash(value):016x}"

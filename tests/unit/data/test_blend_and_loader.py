@@ -7,7 +7,7 @@ import pytest
 from mindloom.data.batch import make_batch
 from mindloom.data.blend import read_blend, short_datasets
 from mindloom.data.loader import Dataset, Loader, Prefetched, rows_of_rank
-from mindloom.data.order import Sizes, growing_seq_lens, ramped_batch_sizes
+from mindloom.data.sample_order import Sizes, growing_seq_lens, ramped_batch_sizes
 from mindloom.data.token_file import ENDS, TOKENS, VERSION, TokenFile, TokenFileInfo, write_info
 from mindloom.errors import ConfigError
 

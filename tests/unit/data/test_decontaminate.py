@@ -8,12 +8,18 @@ from random import Random
 
 import pytest
 
-from mindloom.data.decontaminate import EvaluationSet, Settings, make_decontaminator, pieces, read_evaluation
+from mindloom.data.decontaminate import (
+    DecontaminationSettings,
+    EvaluationSet,
+    make_decontaminator,
+    pieces,
+    read_evaluation,
+)
 from mindloom.data.rewrite import rewrite
 from mindloom.data.sources import Source
 from mindloom.errors import ConfigError
 
-NO_MARGIN = Settings(margin=0, min_piece=0)
+NO_MARGIN = DecontaminationSettings(margin=0, min_piece=0)
 WORDS = [f"w{i}" for i in range(400)]
 
 
@@ -53,7 +59,7 @@ def test_every_planted_run_is_found_and_nothing_else_is_cut():
             ]
         document = " ".join(parts)
         cuts = EvaluationSet([(f"e:{i}", e) for i, e in enumerate(evaluation)], n).cuts(
-            document, Settings(n, 0, 0, 10**6)
+            document, DecontaminationSettings(n, 0, 0, 10**6)
         )
         found = set()
         for cut in cuts:
@@ -68,15 +74,22 @@ def test_a_document_is_split_around_a_match_as_published():
     evaluation = " ".join(WORDS[:13])
     before, after = "a" * 150 + " " + "b" * 350, "c" * 500
     text = f"{before} {evaluation} {after}"
-    (cut,) = EvaluationSet([("e:1", evaluation)], 13).cuts(text, Settings())
+    (cut,) = EvaluationSet([("e:1", evaluation)], 13).cuts(text, DecontaminationSettings())
     start, end = text.index("w0"), text.index("w12") + 3
     assert (cut.start, cut.end, cut.match, cut.source) == (start - 200, end + 200, evaluation, "e:1")
-    assert pieces(text, [cut], Settings()) == [text[: start - 200], text[end + 200 :]]
-    assert pieces(text, [cut], Settings(min_piece=303)) == []
+    assert pieces(text, [cut], DecontaminationSettings()) == [text[: start - 200], text[end + 200 :]]
+    assert pieces(text, [cut], DecontaminationSettings(min_piece=303)) == []
     many = " ".join([evaluation, "x" * 700] * 12)
-    assert pieces(many, EvaluationSet([("e:1", evaluation)], 13).cuts(many, Settings()), Settings()) == []
-    cuts = EvaluationSet([("e:1", evaluation)], 13).cuts(many, Settings(max_pieces=12))
-    assert len(pieces(many, cuts, Settings(max_pieces=12))) == 12
+    assert (
+        pieces(
+            many,
+            EvaluationSet([("e:1", evaluation)], 13).cuts(many, DecontaminationSettings()),
+            DecontaminationSettings(),
+        )
+        == []
+    )
+    cuts = EvaluationSet([("e:1", evaluation)], 13).cuts(many, DecontaminationSettings(max_pieces=12))
+    assert len(pieces(many, cuts, DecontaminationSettings(max_pieces=12))) == 12
 
 
 def test_twelve_words_are_not_a_match():
@@ -96,7 +109,7 @@ def test_files_are_rewritten_and_every_cut_reported(tmp_path, write):
     )
     tests = write("test.jsonl", json.dumps({"prompt": leaked, "answer": "short"}) + "\n")
     source = Source((tmp_path / "train.jsonl",))
-    make = partial(make_decontaminator, source, (tests,), ("prompt", "answer"), Settings())
+    make = partial(make_decontaminator, source, (tests,), ("prompt", "answer"), DecontaminationSettings())
     report = rewrite(source, tmp_path / "out.jsonl.gz", make, 1, tmp_path / "cuts.jsonl")
     out = Source((tmp_path / "out.jsonl.gz",))
     found = [document.record for batch in out.batches() for _, document in out.parse(batch).documents]

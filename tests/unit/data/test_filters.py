@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from mindloom.data.filters import Rules, make_filter, repeated_ngrams
+from mindloom.data.filters import FilterRules, make_filter, repeated_ngrams
 from mindloom.data.rewrite import rewrite
 from mindloom.data.sources import Source
 from mindloom.errors import ConfigError
@@ -29,7 +29,7 @@ from mindloom.errors import ConfigError
     ],
 )
 def test_each_rule_passes_and_fails(rule, passes, fails):
-    rules = Rules(**rule)
+    rules = FilterRules(**rule)
     rules.check()
     assert rules.failed(passes) == []
     assert rules.failed(fails) == [next(iter(rule))]
@@ -43,7 +43,7 @@ def test_repeated_runs_of_words_are_counted():
 
 def test_a_users_own_classifier_scores(tmp_path, write):
     classifier = write("c.py", "def score(text):\n    return text.count('good') / 2\n")
-    rules = Rules(classifier=classifier, min_score=0.5)
+    rules = FilterRules(classifier=classifier, min_score=0.5)
     rules.check()
     assert (rules.failed("good"), rules.failed("bad")) == ([], ["min_score"])
 
@@ -59,7 +59,7 @@ def test_a_users_own_classifier_scores(tmp_path, write):
 )
 def test_each_mistake_is_named(rule, message):
     with pytest.raises(ConfigError, match=message):
-        Rules(**rule).check()
+        FilterRules(**rule).check()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_each_mistake_is_named(rule, message):
 def test_a_classifier_that_cannot_be_used_is_named(tmp_path, write, code, message):
     path = tmp_path / "none.py" if code is None else write("c.py", code)
     with pytest.raises(ConfigError, match=message):
-        Rules(classifier=path, min_score=1).check()
+        FilterRules(classifier=path, min_score=1).check()
 
 
 def test_files_are_filtered_and_each_rule_counted(tmp_path, write):
@@ -82,7 +82,7 @@ def test_files_are_filtered_and_each_rule_counted(tmp_path, write):
     source = Source(
         (write("a.jsonl", "".join(json.dumps(line) + "\n" for line in lines) + "broken\n"),), on_error="skip"
     )
-    make = partial(make_filter, source, Rules(min_chars=3, min_letters=0.5), True)
+    make = partial(make_filter, source, FilterRules(min_chars=3, min_letters=0.5), True)
     report = rewrite(source, tmp_path / "out.jsonl.zst", make, 1, tmp_path / "removed.jsonl")
     kept = Source((tmp_path / "out.jsonl.zst",))
     assert [d.record for batch in kept.batches() for _, d in kept.parse(batch).documents] == [lines[2]]
@@ -100,5 +100,5 @@ def test_files_are_filtered_and_each_rule_counted(tmp_path, write):
     assert {name: report[name] for name in counts} == counts
     failing = write("c.py", "def score(text):\n    return 1 / 0\n")
     with pytest.raises(ConfigError, match=r"score\(text\) raised ZeroDivisionError"):
-        rewrite(source, tmp_path / "no.jsonl", partial(make_filter, source, Rules(classifier=failing), False), 1)
+        rewrite(source, tmp_path / "no.jsonl", partial(make_filter, source, FilterRules(classifier=failing), False), 1)
     assert not (tmp_path / "no.jsonl").exists()

@@ -18,7 +18,7 @@ from conftest import ROOT, shared
 from codegeex.tokenizer import CodeGeeXTokenizer
 from mindloom.data.sources import Source
 from mindloom.data.token_file import ENDS, INFO, TOKENS, TokenFile, partial_folder
-from mindloom.data.tokenize import Job, tokenize
+from mindloom.data.tokenize import TokenizeJob, tokenize
 from mindloom.errors import ConfigError
 from pangu.tokenizer import PanGuTokenizer
 
@@ -36,7 +36,7 @@ def vocabulary(tmp_path_factory):
 
 
 def make(out, inputs, vocabulary, workers=0, family="codegeex", **more):
-    return tokenize(Job(Source(tuple(inputs), **more), family, vocabulary), out, workers, show_progress=False)
+    return tokenize(TokenizeJob(Source(tuple(inputs), **more), family, vocabulary), out, workers, show_progress=False)
 
 
 def files(folder):

@@ -2,13 +2,13 @@
 import numpy as np
 import pytest
 
-from mindloom.inference.cache import CacheBooks, CacheFullError, cache_bytes, num_slots_for
+from mindloom.inference.cache import CacheFullError, SlotTable, cache_bytes, num_slots_for
 from mindloom.models.config import ModelConfig
 from mindloom.strategy.mesh import Mesh
 
 
 def test_a_row_is_appended_to_trimmed_and_reset_apart_from_the_others():
-    books = CacheBooks(num_rows=2, num_kv_heads=1, num_slots=8, mesh=Mesh())
+    books = SlotTable(num_rows=2, num_kv_heads=1, num_slots=8, mesh=Mesh())
     assert books.append(0, 3).tolist() == [0, 1, 2]
     assert books.append(1, 1).tolist() == [0]
     assert books.append(0, 2).tolist() == [3, 4]
@@ -19,14 +19,14 @@ def test_a_row_is_appended_to_trimmed_and_reset_apart_from_the_others():
 
 
 def test_the_last_slot_is_spare():
-    books = CacheBooks(num_rows=1, num_kv_heads=1, num_slots=8, mesh=Mesh())
+    books = SlotTable(num_rows=1, num_kv_heads=1, num_slots=8, mesh=Mesh())
     books.append(0, 7)
     with pytest.raises(CacheFullError, match="holds 7 tokens and has room for 7, not 1 more"):
         books.append(0, 1)
 
 
 def test_indices_count_within_the_part_of_a_device():
-    books = CacheBooks(num_rows=4, num_kv_heads=4, num_slots=8, mesh=Mesh(dp=2, tp=2))
+    books = SlotTable(num_rows=4, num_kv_heads=4, num_slots=8, mesh=Mesh(dp=2, tp=2))
     indices = books.indices(np.asarray([[1, 2], [3, 4], [5, 6], [7, 0]]))
     assert indices.shape == (4, 4, 2, 3)
     assert indices[3, 2, 0].tolist() == [1, 0, 7]  # row 3 is the second of its replica, head 2 the first of its rank

@@ -54,7 +54,7 @@ class Script:
         self.rows.pop(row, None)
 
 
-ENGINE = SimpleNamespace(strategy=SINGLE_DEVICE, speaks=True, broadcast=lambda array, source: array)
+ENGINE = SimpleNamespace(strategy=SINGLE_DEVICE, is_log_rank=True, broadcast=lambda array, source: array)
 
 
 def session(script, prompts, **arguments):

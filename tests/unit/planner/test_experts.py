@@ -11,7 +11,7 @@ from mindloom.planner.cluster import Cluster
 from mindloom.planner.dimensions import Parallelism, of_decoder
 from mindloom.planner.memory import expert_parameters, expert_shards, stage_parameters
 from mindloom.planner.published_experts import describe_experts, is_of_experts, read_expert_rows
-from mindloom.planner.search import Request, search
+from mindloom.planner.search import PlanRequest, search
 from mindloom.planner.step_time import Rates, all_to_all, step_time
 from mindloom.planner.validate import validate
 
@@ -69,7 +69,7 @@ def test_the_published_runs_are_predicted():
 
 
 def test_the_search_shares_out_experts():
-    request = Request(
+    request = PlanRequest(
         dims=pro_moe(expert_rows=1.5), cluster=Cluster.of_chip("ascend910b"), devices=64, global_batch_size=64
     )
     jobs = [option.job for option in search(request) if option.fits]

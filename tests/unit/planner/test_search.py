@@ -8,7 +8,7 @@ from mindloom.models.family import size_config
 from mindloom.planner.cluster import Cluster, read_cluster
 from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
 from mindloom.planner.report import strategy_file
-from mindloom.planner.search import Request, distinct, evaluate, search, smallest_changes, why_slower
+from mindloom.planner.search import PlanRequest, distinct, evaluate, search, smallest_changes, why_slower
 from mindloom.strategy.checks import batch_problems, model_problems
 from mindloom.strategy.loader import load_strategy
 
@@ -35,14 +35,16 @@ PUBLISHED = [  # dimensions, cluster, devices, batch, published tp and pp
 
 @pytest.mark.parametrize(("dims", "cluster", "devices", "batch", "tp", "pp"), PUBLISHED)
 def test_published_choices_are_within_ten_percent_of_the_best(dims, cluster, devices, batch, tp, pp):
-    request = Request(dims=dims, cluster=cluster, devices=devices, global_batch_size=batch, interleave=cluster is A100)
+    request = PlanRequest(
+        dims=dims, cluster=cluster, devices=devices, global_batch_size=batch, interleave=cluster is A100
+    )
     options = [option for option in search(request) if option.fits]
     published = next(o for o in options if (o.job.tp, o.job.pp) == (tp, pp))
     assert published.seconds <= 1.10 * options[0].seconds
 
 
 def test_where_a_published_choice_is_not_the_reason_is_shown():
-    request = Request(dims=gpt(48, 8192, 64), cluster=A100, devices=512, global_batch_size=1536, interleave=True)
+    request = PlanRequest(dims=gpt(48, 8192, 64), cluster=A100, devices=512, global_batch_size=1536, interleave=True)
     options = [option for option in search(request) if option.fits]
     published = next(o for o in options if (o.job.tp, o.job.pp) == (8, 2))
     assert why_slower(published, options[0]).startswith("tensor parallel +")
@@ -51,7 +53,7 @@ def test_where_a_published_choice_is_not_the_reason_is_shown():
 @pytest.fixture(scope="module")
 def request_13b():
     dims = of_decoder(size_config("pangu", "13b"))
-    return Request(dims=dims, cluster=Cluster.of_chip("ascend910b"), devices=64, global_batch_size=512)
+    return PlanRequest(dims=dims, cluster=Cluster.of_chip("ascend910b"), devices=64, global_batch_size=512)
 
 
 def test_every_option_uses_all_devices_and_the_whole_batch(request_13b):

@@ -8,7 +8,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 from mindloom.checkpoint.manifest import checkpoints, read_manifest
-from mindloom.checkpoint.sharded import Reader
+from mindloom.checkpoint.sharded import CheckpointReader
 from mindloom.errors import ConfigError
 from mindloom.parallel.report import ParameterReport, Report
 from mindloom.runtime.engine import Engine
@@ -83,7 +83,7 @@ def test_in_the_background_the_state_is_that_of_the_step(make_saver):
     (folder,) = checkpoints(saver.root)
     manifest = read_manifest(folder)
     assert set(manifest.tensors) == {"a", "adam_m.a"}
-    assert Reader(folder, manifest).read("a", (slice(0, 2), slice(0, 3))).tolist() == [[1.0] * 3] * 2
+    assert CheckpointReader(folder, manifest).read("a", (slice(0, 2), slice(0, 3))).tolist() == [[1.0] * 3] * 2
 
 
 def test_an_error_in_the_background_is_not_lost(make_saver, tmp_path):

@@ -13,7 +13,7 @@ from mindloom.strategy.config import Strategy
 from mindloom.train.saving import logical_name
 
 
-def foreseen_parts(family: str, model: ModelConfig, strategy: Strategy) -> dict[str, list[tuple[int, Slices]]]:
+def predicted_parts(family: str, model: ModelConfig, strategy: Strategy) -> dict[str, list[tuple[int, Slices]]]:
     """(rank, part) of every parameter, by its name in a checkpoint. Moments are cut as their parameters are."""
     with no_init_parameters():
         net = family_module(family, "model").ModelWithLoss(model)

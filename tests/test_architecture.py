@@ -22,6 +22,7 @@ CORE = {
     "log",
     "models",
     "numbers",
+    "private_names",
     "processes",
     "reader",
     "scratch",
@@ -68,6 +69,17 @@ def test_a_package_imports_only_what_lies_below_it(package):
             if parts[0] == "mindloom" and len(parts) > 1 and parts[1] != package:
                 assert parts[1] in CORE | PACKAGES[package], f"{path.name} imports {name}"
             assert parts[0] not in FAMILIES, f"{path.name} imports the family {name}"
+
+
+def test_private_names_of_mindspore_stand_in_one_module():
+    private = re.compile(
+        r"mindspore[\w.]*\._|from mindspore[\w.]* import .*\b_|mind_ir_pb2|mindspore\.nn\.layer|nn_func"
+    )
+    for path in [path for package in ("mindloom", *FAMILIES) for path in modules(package)]:
+        if path.name != "private_names.py":
+            text = path.read_text(encoding="utf-8")
+            lines = [line for line in text.splitlines() if re.match(r"\s*(from|import) mindspore", line)]
+            assert not [line for line in lines if private.search(line)], path
 
 
 @pytest.mark.parametrize("family", FAMILIES)

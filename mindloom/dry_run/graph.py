@@ -8,9 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mindspore.train import mind_ir_pb2 as mind_ir
-
 from mindloom.dry_run.rank_report import Collective
+from mindloom.private_names import mind_ir
 from mindloom.runtime.compile import PartitionedGraph
 from mindloom.runtime.lowering import attributes, names_group, output_of
 

@@ -14,6 +14,7 @@ from mindloom.nn.decoder import Decoder
 from mindloom.nn.head import Head
 from mindloom.nn.int8 import Int8Embedding, Int8Head, Int8Linear, Int8TiedHead
 from mindloom.nn.linear import Linear
+from mindloom.private_names import own_parameters
 
 
 def quantize(net: Decoder) -> None:
@@ -44,5 +45,7 @@ def _replace(net: nn.Cell, path: str, part: nn.Cell) -> None:
     for component in filter(None, parent_path.split(".")):
         parent = getattr(parent, component) if not component.isdigit() else parent[int(component)]
     setattr(parent, name, part)
-    for parameter_name, parameter in part._params.items():  # named after the Cell it was set on, which is not enough
+    for parameter_name, parameter in own_parameters(
+        part
+    ).items():  # named after the Cell it was set on, which is not enough
         parameter.name = f"{path}.{parameter_name}"

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
-from mindspore.nn.layer import rnns
-from mindspore.ops.function import nn_func
 
 from mindloom.errors import ConfigError
 from mindloom.parallel.sharding import shard
+from mindloom.private_names import FusedLSTM, StepwiseRNN, nn_func
 
 
 class CutBatch(nn.Cell):
@@ -92,8 +91,8 @@ def prepare_to_cut(net: nn.Cell) -> None:
             _take_statistics_of_all_rows(part)
         elif isinstance(part, nn.MultiheadAttention):
             nn_func.linear = _linear
-        elif hasattr(part, "rnn") and isinstance(part.rnn, rnns._DynamicLSTMCPUGPU):
-            part.rnn = rnns._DynamicRNNBase("LSTM")  # step by step; the one operator for all of them cannot be cut
+        elif hasattr(part, "rnn") and isinstance(part.rnn, FusedLSTM):
+            part.rnn = StepwiseRNN("LSTM")  # step by step; the one operator for all of them cannot be cut
 
 
 def _take_statistics_of_all_rows(norm: nn.Cell) -> None:

@@ -17,6 +17,7 @@ import mindspore as ms
 from mindspore import Parameter, nn
 from mindspore.ops import Primitive
 
+from mindloom.private_names import own_parameters, own_primitives
 from mindloom.strategy.config import Rule
 from mindloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout, degrees
 from mindloom.strategy.mesh import AXES, Mesh, part_of_axis
@@ -54,7 +55,7 @@ def operators(net: nn.Cell) -> list[Operator]:
     return [
         Operator(f"{path}.{name}" if path else name, cell, primitive)
         for path, cell in net.cells_and_names()
-        for name, primitive in cell._primitives.items()
+        for name, primitive in own_primitives(cell).items()
         if isinstance(primitive, Primitive)
     ]
 
@@ -168,7 +169,7 @@ def parameter_uses(found: Sequence[Operator]) -> Iterator[Use]:
         cells[id(operator.cell)] = operator.cell
     for key, cell in cells.items():
         for attribute, position, name in _calls(type(cell)):
-            parameter = cell._params.get(name)
+            parameter = own_parameters(cell).get(name)
             if attribute in by_cell[key] and parameter is not None:
                 yield Use(parameter, by_cell[key][attribute], position)
 

@@ -18,13 +18,11 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
-from mindspore.graph._parse import compile_config
-from mindspore.graph.api import _cell_graph_executor
-from mindspore.parallel._auto_parallel_context import auto_parallel_context as mindspores_context
-from mindspore.train import mind_ir_pb2 as mind_ir
 from numpy.typing import NDArray
 
 from mindloom.errors import ConfigError
+from mindloom.private_names import auto_parallel_context as mindspores_context
+from mindloom.private_names import cell_graph_executor, compile_config, mind_ir
 from mindloom.runtime.gradients import decided_branches
 from mindloom.runtime.layouts import ParameterLayout, read_layouts
 from mindloom.runtime.target import forget_search, virtual_ascend
@@ -126,7 +124,7 @@ def partition(
         ConfigError: MindSpore cannot partition it.
     """
     start = time.perf_counter()
-    executor = _cell_graph_executor._graph_executor
+    executor = cell_graph_executor._graph_executor
     with (
         faster_compilation(),
         virtual_ascend(rank, strategy.mesh.size) as groups,
@@ -136,7 +134,7 @@ def partition(
         # A phase of its own: MindSpore would give the graph of an earlier one again, whatever has changed in the Cell.
         name = f"export.mindir.{rank}.{next(_phases)}"
         try:
-            phase, _ = _cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
+            phase, _ = cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
         except (RuntimeError, TypeError, ValueError) as error:
             _remove_dump(rank)
             raise ConfigError(_cannot_partition(error, strategy)) from None  # MindSpore's traceback is one of C++

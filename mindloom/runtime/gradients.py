@@ -18,9 +18,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from mindspore.ops._grad_experimental import grad_comm_ops
-from mindspore.ops._grad_experimental.grad_base import bprop_getters
-
+from mindloom.private_names import bprop_getters, grad_comm_ops
 from mindloom.scratch import scratch_folder
 
 PLAIN = (bool, int, float, type(None))

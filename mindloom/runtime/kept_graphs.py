@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-from mindspore.train import mind_ir_pb2 as mind_ir
 
 from mindloom.files import write_atomically
 from mindloom.log import milestone
 from mindloom.models.family import sources_hash
+from mindloom.private_names import mind_ir
 from mindloom.runtime.compile import PartitionedGraph
 from mindloom.runtime.layouts import ParameterLayout
 from mindloom.strategy.config import Strategy

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from mindspore.ops.operations._pyfunc_registry import add_pyfunc
-from mindspore.train import mind_ir_pb2 as mind_ir
 
 from mindloom.errors import ConfigError
+from mindloom.private_names import add_pyfunc, mind_ir
 from mindloom.runtime.compile import DECIDES_BY_DATA
 from mindloom.runtime.ordering import Message, order_messages
 from mindloom.runtime.transport import Array, Collectives, Transport

@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mindspore.train import mind_ir_pb2 as mind_ir
-
+from mindloom.private_names import mind_ir
 from mindloom.runtime.transport import Transport, TransportError
 
 

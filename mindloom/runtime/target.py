@@ -15,21 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-from mindspore._c_expression import MSContext
-from mindspore.communication import _comm_helper, management
 
-SUPPORTED_VERSIONS = ("2.9", "2.10")
+from mindloom.private_names import (
+    HARMLESS,
+    LOG_LEVELS,
+    REGISTER_COMMUNICATOR,
+    REGISTER_INIT,
+    RELEASE_OWNER,
+    SEARCH_COSTS,
+    SUPPORTED_VERSIONS,
+    MSContext,
+    comm_helper,
+    comm_management,
+    is_supported_version,
+)
+
 WORLD = "hccl_world_group"
 
-_INIT_SYMBOL = "_ZN9mindspore9MsContext16RegisterInitFuncERKSsPFvPS0_E"  # MsContext::RegisterInitFunc
-_HARMLESS_SYMBOL = "_ZNK9mindspore9MsContext14enable_dump_irEv"  # takes a context, does nothing to it
-_LOG_LEVELS_SYMBOL = "_ZN9mindspore25g_ms_submodule_log_levelsE"  # int[], by SubModuleId of log_adapter.h
 _PARALLEL_SUBMODULE, _CRITICAL = 14, 4
-_COMM_SYMBOL = "_ZN9mindspore11CommManager8RegisterERKSsRKSt10shared_ptrIS0_E"  # CommManager::Register
-_SEARCH_SYMBOL = "_ZN9mindspore8parallel16entire_costgraphE"  # a shared_ptr: the object, what counts its owners
-_RELEASE_SYMBOL = (
-    "_ZNSt16_Sp_counted_baseILN9__gnu_cxx12_Lock_policyE2EE10_M_releaseEv"  # of such a counter: one owner less
-)
 
 
 class TargetError(RuntimeError):
@@ -61,9 +64,9 @@ class _Communicator:
     def register(self) -> None:
         try:
             core, common = _library("core"), _library("common")
-            register_init, harmless = getattr(core, _INIT_SYMBOL), getattr(core, _HARMLESS_SYMBOL)
-            register_comm = getattr(common, _COMM_SYMBOL)
-            self._log_levels = (ctypes.c_int * (_PARALLEL_SUBMODULE + 1)).in_dll(core, _LOG_LEVELS_SYMBOL)
+            register_init, harmless = getattr(core, REGISTER_INIT), getattr(core, HARMLESS)
+            register_comm = getattr(common, REGISTER_COMMUNICATOR)
+            self._log_levels = (ctypes.c_int * (_PARALLEL_SUBMODULE + 1)).in_dll(core, LOG_LEVELS)
         except (OSError, AttributeError, ValueError) as error:
             raise _lacks(error) from None
         # The Ascend environment checks print alarming lines about missing packages; nothing here needs those packages.
@@ -139,7 +142,7 @@ _communicator: _Communicator | None = None
 def _install() -> _Communicator:
     global _communicator
     if _communicator is None:
-        if not ms.__version__.startswith(tuple(v + "." for v in SUPPORTED_VERSIONS)):
+        if not is_supported_version():
             raise TargetError(
                 f"the virtual Ascend target knows MindSpore {' and '.join(SUPPORTED_VERSIONS)}, not {ms.__version__}"
             )
@@ -161,12 +164,12 @@ def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
     pin_cpu()
     communicator = _install()
     communicator.enter(rank, size)
-    comm = _comm_helper.GlobalComm
+    comm = comm_helper.GlobalComm
     saved = (comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP)
-    helpers = [(module, name, getattr(module, name)) for module in (_comm_helper, management) for name in _HELPERS]
+    helpers = [(module, name, getattr(module, name)) for module in (comm_helper, comm_management) for name in _HELPERS]
     for module, name, _ in helpers:
         setattr(module, name, _HELPERS[name](communicator))
-    comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = True, _comm_helper.Backend("hccl"), WORLD
+    comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = True, comm_helper.Backend("hccl"), WORLD
     try:
         ms.set_context(device_target="Ascend")
         with communicator.quiet_search():
@@ -189,8 +192,8 @@ def forget_search() -> None:
     """
     try:
         frontend = _library("frontend")
-        kept = (ctypes.c_void_p * 2).in_dll(frontend, _SEARCH_SYMBOL)
-        release = frontend[_RELEASE_SYMBOL]
+        kept = (ctypes.c_void_p * 2).in_dll(frontend, SEARCH_COSTS)
+        release = frontend[RELEASE_OWNER]
     except (OSError, AttributeError, ValueError) as error:
         raise _lacks(error) from None
     owners, kept[0], kept[1] = kept[1], None, None

@@ -28,6 +28,7 @@ from mindloom.runtime.environment import is_first_process
 from mindloom.strategy.checks import batch_problems, group_problems, launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
 from mindloom.strategy.loader import load_strategy
+from mindloom.train.schedules import Schedule
 
 MOST_TOKENS = 1 << 28
 """Of one step: more are a slip of the keyboard."""
@@ -75,9 +76,14 @@ class TrainConfig:
         "the second moment's rows and columns only",
     )
     learning_rate: NotNegative | None = option(None, "highest rate; the family's own for this size without it")
-    min_learning_rate: NotNegative | None = option(None, "rate at the end of the cosine")
+    schedule: Schedule = option(
+        "cosine", "of the rate; inverse-sqrt is PaLM's: high until --decay-steps, then 1/sqrt(step)"
+    )
+    min_learning_rate: NotNegative | None = option(None, "rate at the end of the cosine, or the lowest")
     warmup_steps: Natural | None = option(None, "steps of linear warm-up; a tenth of the run, at most 2000, without it")
-    decay_steps: Count | None = option(None, "step at which the cosine ends; the run's last without it")
+    decay_steps: Count | None = option(
+        None, "step at which the cosine ends, or 1/sqrt(step) begins; the run's last without it"
+    )
     adam_beta1: Rate = option(0.9, "decay of AdamW's first moment")
     adam_beta2: Rate = option(0.95, "decay of AdamW's second moment")
     adam_epsilon: NotNegative = option(1e-8, "added to the root of AdamW's second moment")

@@ -42,6 +42,8 @@ from mindloom.train.schedules import learning_rate
 
 LEFTOVERS = (".checkpoint_parts-*", ".checkpoint.*.partial", ".*.json.*.partial", "data/.*.partial")
 """What a run that was killed leaves in its folder, besides unfinished states and tokens."""
+UNSAID = {"schedule": "cosine"}
+"""What checkpoints of earlier releases do not say."""
 SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")
 
 
@@ -183,6 +185,7 @@ def _state_of_optimizer(config: TrainConfig) -> dict[str, Any]:
         "adam_epsilon": config.adam_epsilon,
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
+        "schedule": config.schedule,
     }
 
 
@@ -204,7 +207,7 @@ def _resume(training: Training) -> int:
         f"{folder}: {part} {name} was {theirs[part].get(name)}, is {value}"
         for part in ("model", "data", "optimizer")
         for name, value in mine[part].items()
-        if theirs[part].get(name) != value
+        if theirs[part].get(name, UNSAID.get(name)) != value
     ]
     if manifest.step >= config.steps:
         changed.append(f"{folder}: {manifest.step} steps are done, --steps {config.steps} leaves none")
@@ -311,7 +314,8 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     """
     _compile(training, step - 1)
     run, engine, start = training.run, training.engine, time.perf_counter()
-    rate = learning_rate(step, run.learning_rate, run.min_learning_rate, run.warmup_steps, run.decay_steps)
+    high, low = run.learning_rate, run.min_learning_rate
+    rate = learning_rate(step, high, low, run.warmup_steps, run.decay_steps, run.config.schedule)
     training.optimizer.prepare(step, rate)
     loss, norm, *counts = engine.run(training.step, *training.batch(step - 1))
     values = float(loss.asnumpy().reshape(())), float(norm.asnumpy().reshape(()))

@@ -20,6 +20,11 @@ def test_the_rate_warms_up_linearly_then_follows_the_cosine_of_the_absolute_step
     assert rates[19:] == pytest.approx([0.1] * 11)
 
 
+def test_inverse_sqrt_is_constant_and_then_falls_with_the_root_of_the_step():
+    rates = [learning_rate(step, 0.01, 1e-4, 2, 10, "inverse-sqrt") for step in (1, 2, 10, 40, 1_000_000)]
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.005, 1e-4])
+
+
 def test_biases_and_norms_are_not_decayed_and_embeddings_are():
     assert is_decayed("model.embedding.word.weight")
     assert is_decayed("model.layers.0.attention.query.weight")

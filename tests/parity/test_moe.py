@@ -31,7 +31,7 @@ ms.set_context(mode=ms.GRAPH_MODE)
 
 
 class Objective(nn.Cell):
-    """sum(output * weights) + the router's losses: what the reference takes gradients of."""
+    """sum(output * weights) + the router's losses, what the reference takes gradients of; and the output."""
 
     def __init__(self, layer):
         super().__init__()
@@ -40,7 +40,7 @@ class Objective(nn.Cell):
     def construct(self, x, tokens, shares, output_gradient):
         y, losses = self.layer(x, tokens, shares)
         objective = ops.ReduceSum()(y * output_gradient)
-        return objective if losses is None else objective + losses[0]
+        return (objective if losses is None else objective + losses[0]), y
 
 
 def layer_of(d, ffn, gated, **experts):
@@ -74,11 +74,13 @@ def outputs_and_gradients(layer, x, shares, output_gradient):
     rows, net = Tensor(x.reshape(-1, d)), Objective(layer)
     weights = ms.ParameterTuple(layer.trainable_params())
     inputs = (rows, tokens, Tensor(shares.astype(np.float32)), Tensor(output_gradient.reshape(-1, d)))
-    grad = ops.GradOperation(get_all=True, get_by_list=True)(net, weights)
-    (of_x, *_), of_weights = grad(*inputs)
-    output = layer(rows, tokens)[0].asnumpy().reshape(x.shape)
+    ((objective, output), (of_x, of_weights)) = ms.value_and_grad(net, 0, weights, has_aux=True)(*inputs)
     gradients = {w.name.removeprefix("layer."): g.asnumpy() for w, g in zip(weights, of_weights, strict=True)}
-    return output, float(net(*inputs).asnumpy()), {"x": of_x.asnumpy().reshape(x.shape), **gradients}
+    return (
+        output.asnumpy().reshape(x.shape),
+        float(objective.asnumpy()),
+        {"x": of_x.asnumpy().reshape(x.shape), **gradients},
+    )
 
 
 def variants():

@@ -19,7 +19,7 @@ from mindloom.nn.mlp import ACTIVATIONS, MLP, GatedMLP
 
 TINY = 1e-9  # keeps a sum of weights from being 0
 COUNTS_BESIDE_EXPERTS = 2
-"""Numbers of a layer's `Counter` behind one for each expert: choices dropped, and the entropy of the probabilities."""
+"""Numbers of a layer's `LoadCounter` behind one for each expert: choices dropped, and the entropy of the probabilities."""
 
 
 @ops.constexpr
@@ -53,9 +53,8 @@ class Choices(nn.Cell):
         self.grouped = experts.router == "grouped"
         self.has_bias = experts.balance_bias_rate > 0
         if self.has_bias:
-            self.balance_bias = Parameter(
-                initializer("zeros", (experts.num_experts,), mstype.float32), requires_grad=False
-            )
+            zeros = initializer("zeros", (experts.num_experts,), mstype.float32)
+            self.balance_bias = Parameter(zeros, requires_grad=False, parallel_optimizer=False)
             self.add_bias = ops.Add()
         if self.grouped:
             self.split, self.argmax, self.shift = ops.Reshape(), ops.Argmax(-1, mstype.int32), ops.Add()
@@ -190,7 +189,7 @@ class RouterLosses(nn.Cell):
     def __init__(self, config: ModelConfig):
         super().__init__()
         experts = config.mixture
-        self.experts, self.chosen = experts.num_experts, experts.experts_per_token
+        self.experts = experts.num_experts
         self.over_batch, self.first_only = experts.balance_over == "batch", experts.balance == "first"
         self.balance_factor, self.z_factor = experts.balance_loss, experts.router_z_loss
         self.first, self.frequency, self.mean = ops.StridedSlice(), ops.ReduceMean(), ops.ReduceMean()
@@ -229,7 +228,7 @@ class RouterLosses(nn.Cell):
         return self.z_scale(self.z_total(self.z_weigh(z, shares), 0), self.z_factor)
 
 
-class Counter(nn.Cell):
+class LoadCounter(nn.Cell):
     """Carries numbers out of a training step: the gradient of `count`, always 0 itself, is what was counted.
 
     What gradients are, over microbatches, replicas and stages, these numbers are too: sums over the batch. They are how
@@ -240,12 +239,10 @@ class Counter(nn.Cell):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.length = config.mixture.num_experts + COUNTS_BESIDE_EXPERTS
-        self.given, self.missed, self.of_group, self.dropped = (
-            ops.ReduceSum(),
-            ops.Sub(),
-            ops.ReduceSum(),
-            ops.ReduceSum(True),
-        )
+        self.given, self.missed = ops.ReduceSum(), ops.Sub()
+        self.of_group, self.dropped = ops.ReduceSum(), ops.ReduceSum(True)
+        self.is_sum_one = config.mixture.router != "sigmoid"
+        self.total, self.normalize = ops.ReduceSum(True), ops.Div()
         self.shift, self.log, self.information = ops.Add(), ops.Log(), ops.Mul()
         self.entropy_of_group, self.entropy, self.negative = ops.ReduceSum(), ops.ReduceSum(True), ops.Neg()
         self.join, self.mul, self.sum = ops.Concat(0), ops.Mul(), ops.ReduceSum(True)
@@ -261,6 +258,8 @@ class Counter(nn.Cell):
         if probs is None:
             entropy = self.shift(dropped, 0.0)
         else:
+            if not self.is_sum_one:
+                probs = self.normalize(probs, self.total(probs, 2))
             information = self.information(probs, self.log(self.shift(probs, TINY)))
             entropy = self.negative(self.entropy(self.entropy_of_group(information, (1, 2)), 0))
         numbers = self.join((self.given(one_hot, (0, 1)), dropped, entropy))
@@ -287,27 +286,23 @@ class MoE(nn.Cell):
             self.losses, self.weights = RouterLosses(config), Weights(config)
         self.places = Places(config)
         self.by_group, self.probs_by_group = ops.Reshape(), ops.Reshape()
-        self.dispatch, self.split, self.to_experts, self.rows = (
-            ops.Gather(1),
-            ops.Reshape(),
-            ops.Transpose(),
-            ops.Reshape(),
-        )
+        self.dispatch, self.split = ops.Gather(1), ops.Reshape()
+        self.to_experts, self.rows = ops.Transpose(), ops.Reshape()
         self.experts = ExpertMLPs(config, dtype)
         self.unrows, self.from_experts, self.merge = ops.Reshape(), ops.Transpose(), ops.Reshape()
         self.first_place, self.clip, self.slot = ops.Mul(), ops.Minimum(), ops.Add()
-        self.collect, self.to_weight, self.keep, self.expand = ops.Gather(1), ops.Cast(), ops.Mul(), ops.ExpandDims()
+        self.collect, self.to_weight, self.expand = ops.Gather(1), ops.Cast(), ops.ExpandDims()
         self.to_dtype, self.weigh, self.by_choice, self.add_up = ops.Cast(), ops.Mul(), ops.Reshape(), ops.ReduceSum()
         self.output = ops.Reshape()
         if self.has_shared:
             self.shared = (GatedMLP if config.gated_mlp else MLP)(config, dtype, experts.shared_ffn_hidden_size)
             self.shared_add = ops.Add()
         self.dropout = Dropout(config.dropout_rate)
-        self.counter, self.counts, self.counts_add = Counter(config), False, ops.Add()
+        self.counter, self.counts, self.counts_add = LoadCounter(config), False, ops.Add()
         self.balance_rate = experts.balance_bias_rate
 
     def attach_counter(self, name: str) -> Parameter:
-        """Let training steps count, see `Counter`. Returns the parameter of that name whose gradient tells."""
+        """Let training steps count, see `LoadCounter`. Returns the parameter of that name whose gradient tells."""
         self.counts = True
         return self.counter.attach(name)
 
@@ -360,21 +355,14 @@ class Weights(nn.Cell):
     def __init__(self, config: ModelConfig):
         super().__init__()
         experts = config.mixture
-        self.chosen, self.normalize, self.factor = (
-            experts.experts_per_token,
-            experts.normalize,
-            experts.routed_scaling_factor,
-        )
+        self.chosen, self.normalize = experts.experts_per_token, experts.normalize
+        self.factor = experts.routed_scaling_factor
         self.has_scale = experts.router_scale
         if self.has_scale:
             self.scale = Parameter(initializer("ones", (1, experts.num_experts), mstype.float32))
             self.scale_mul, self.scale_sum, self.scaled = ops.Mul(), ops.ReduceSum(), ops.Mul()
-        self.by_choice, self.expand, self.pick, self.pick_sum = (
-            ops.Reshape(),
-            ops.ExpandDims(),
-            ops.Mul(),
-            ops.ReduceSum(),
-        )
+        self.by_choice, self.expand = ops.Reshape(), ops.ExpandDims()
+        self.pick, self.pick_sum = ops.Mul(), ops.ReduceSum()
         self.drop, self.of_token, self.sum = ops.Mul(), ops.Reshape(), ops.ReduceSum(keep_dims=True)
         self.not_zero, self.divide, self.in_order, self.multiply = ops.Add(), ops.Div(), ops.Reshape(), ops.Mul()
 

@@ -47,7 +47,7 @@ class StepMetrics:
 
 def expert_metrics(counts: NDArray[np.float32], tokens: int) -> dict[str, Any]:
     """Metrics of what the layers of experts counted in a step of so many tokens: (layers, E + 2), see
-    `mindloom.nn.moe.Counter`."""
+    `mindloom.nn.moe.LoadCounter`."""
     given, dropped, entropy = counts[:, :-2], counts[:, -2], counts[:, -1]
     return {
         "dropped_tokens": round(float(dropped.sum())),

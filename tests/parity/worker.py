@@ -27,6 +27,7 @@ EXPERTS = {
     "balance_loss": 0.05,
     "router_z_loss": 0.01,
 }
+BALANCED = {"normalize": "before_drop", "balance_bias_rate": 0.1}
 MOGE = {
     "experts_per_token": 2,
     "router": "grouped",
@@ -41,7 +42,7 @@ MODELS = {
     "ultra": ("pangu", "embedded_tiny", {"block": "sandwich", "sandwich_gains": (0.5, 0.7), "tied_embedding": False}),
     "codegeex4": ("codegeex", "4_tiny", {}),
     "palm": ("palm", "tiny", {}),
-    "moe": ("pangu", "tiny", {"experts": {**EXPERTS, "experts_per_token": 2, "normalize": "before_drop"}}),
+    "moe": ("pangu", "tiny", {"experts": {**EXPERTS, "experts_per_token": 2, **BALANCED}}),
     "moge": ("pangu", "embedded_tiny", {"experts": {**EXPERTS, **MOGE}}),
 }
 

@@ -124,7 +124,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path):
         "import sys, mindloom.data.tokenize as t; from pathlib import Path; from mindloom.data.sources import Source\n"
         "t.SAVE_SECONDS = 0.2\n"
         "text, vocabulary, out = map(Path, sys.argv[1:])\n"
-        "if __name__ == '__main__': t.tokenize(t.Job(Source((text,)), 'pangu', vocabulary), out, 1)"
+        "if __name__ == '__main__': t.tokenize(t.TokenizeJob(Source((text,)), 'pangu', vocabulary), out, 1)"
     )
     script = tmp_path / "job.py"
     script.write_text(code)

@@ -90,16 +90,15 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
     sizes = parameter_bytes(dims, job)
     wholes = [sum(both) for both in zip(stage_parameters(dims, job), expert_parameters(dims, job), strict=True)]
     tokens = run.batch_size // job.dp * run.seq_len
-    passes = 1 if run.config.inference else 3
+    passes, (dense, sparse) = 1 if run.config.inference else 3, dims.kinds
+    rows = int(dims.experts_per_token * dims.expert_rows * dims.expert_parameters)  # multiplied with a token
     stages = []
     for stage, (memory, layers) in enumerate(zip(stage_memory(dims, job), job.stages(dims.num_layers), strict=True)):
         gradients = 4 * wholes[stage] if job.zero < 2 else sizes[stage]
         copies = job.weight_bytes * wholes[stage]  # cast, or gathered from the optimizer's parts
         training = 2 * sizes[stage] + gradients + memory.activations + memory.working
-        rows = dims.expert_share * dims.experts_per_token * dims.expert_rows
-        layer_flops = (
-            2 * (dims.layer_matrices + int(rows * dims.expert_parameters)) + 4 * dims.seq_len * dims.hidden_size
-        )
+        attention, few = layers * 4 * dims.seq_len * dims.hidden_size, job.expert_layers(dims)[stage]
+        matrices = (layers - few) * dense.layer_matrices + few * (sparse.layer_matrices + rows)
         head = 2 * dims.vocab_size * dims.hidden_size if stage == job.pp - 1 else 0
         stages.append(
             {
@@ -107,7 +106,7 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
                 "layers": layers,
                 "parameter_bytes": sizes[stage],
                 "total_bytes": sizes[stage] + copies + (0 if run.config.inference else training),
-                "flops": passes * tokens * (layers * layer_flops + head) // job.tp,
+                "flops": passes * tokens * (2 * matrices + attention + head) // job.tp,
             }
         )
     return stages

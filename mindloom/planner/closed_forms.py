@@ -56,6 +56,10 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         recompute=strategy.recompute.kind if strategy.recompute else "none",
         recomputed_layers=tuple(again[stage] for stage in range(mesh.pp)) if strategy.recompute else None,
         layers_of_stages=tuple(layers_per_stage(config.num_layers, strategy)),
+        expert_layers_of_stages=tuple(
+            sum(config.has_experts(layer) for layer, of_stage in enumerate(stages) if of_stage == stage)
+            for stage in range(mesh.pp)
+        ),
         zero_shards=(zero.shard_size or 0) if zero else 0,
         sequence_parallel=strategy.sequence_parallel,
         precision=precision,
@@ -99,7 +103,7 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     width, m, last = job.activation_bytes, job.num_microbatches, job.pp - 1
     tokens = job.microbatch * dims.seq_len
     x, layers = tokens * dims.hidden_size * width, job.stages(dims.num_layers)[stage]
-    unshared = 0 if dims.shared_ffn_size else round(dims.expert_share * layers)  # layers without an MLP for every token
+    unshared = 0 if dims.shared_ffn_size else job.expert_layers(dims)[stage]  # layers without an MLP for every token
     looked_up = tokens * dims.hidden_size * 4
     again = 0 if job.recompute != "full" else layers if job.recomputed_layers is None else job.recomputed_layers[stage]
     first_stage, last_stage = int(stage == 0), int(stage == last)
@@ -126,6 +130,7 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
         found["AllReduce backward"] += 4 * m if m > 1 else 0
     if job.pp > 1:
         sent, tied = m * x // (job.tp if job.sequence_parallel else 1), 4 * _tied_words(dims, job, stage)
+        sent += 4 * m * bool(dims.num_experts)  # what the routers up to there add to the loss
         if not last_stage:
             found["Send forward"] += sent + tied * first_stage
             found["Receive backward"] += sent + tied * first_stage
@@ -139,19 +144,25 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
 
 def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) -> Counter[str]:
     """What rows of experts cost: an all-to-all there and one back, and a reduction of what tensor parallel ranks have of each
-    row; all of it mirrored backward, and once more where layers are computed again. Numbers that losses and counters add up
-    over the replicas are left out."""
+    row; all of it mirrored backward, and once more where layers are computed again. And the few numbers that the routers'
+    losses and counters add up."""
     found: Counter[str] = Counter()
+    layers, with_experts = job.stages(dims.num_layers)[stage], job.expert_layers(dims)[stage]
     if not dims.num_experts:
         return found
-    layers = job.stages(dims.num_layers)[stage]
     room = min(dims.seq_len, math.ceil(dims.experts_per_token * dims.seq_len * dims.expert_rows / dims.num_experts))
     rows = job.num_microbatches * dims.num_experts * room * job.microbatch
-    moved = round(dims.expert_share * layers) * rows * dims.hidden_size * job.activation_bytes
+    moved = with_experts * rows * dims.hidden_size * job.activation_bytes
     for kind, times in (("AlltoAll", 2 * (job.ep > 1)), ("AllReduce", int(job.tp > 1))):
         found[f"{kind} forward"] = times * moved
         found[f"{kind} backward"] = times * moved
         found[f"{kind} recompute"] = times * moved * again // layers
+    counted, m = 4 * (dims.num_experts + 2), job.num_microbatches
+    if job.dp > 1:
+        found["AllReduce forward"] += 4 * m * with_experts * dims.router_sums
+        found["AllReduce backward"] += 4 * m * bool(with_experts and m > 1)
+    found["AllReduce optimizer"] += counted * with_experts * (job.dp * job.tp > 1)
+    found["AllReduce optimizer"] += counted * dims.expert_layers * (job.devices > 1)
     return found
 
 

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mindloom.errors import ConfigError
-from mindloom.models.config import ModelConfig, Widths
+from mindloom.models.config import ExpertConfig, ModelConfig, Widths
 from mindloom.numbers import Count, Natural, Positive, number_problems
 from mindloom.reader import fields_from, read_yaml
 
@@ -52,10 +55,16 @@ class Dimensions(Widths):
     """Width of the expert that every token is given to."""
     expert_layers: Natural = 0
     """Layers that have experts instead of an MLP."""
+    hash_router: bool = False
+    """Nothing is trained that chooses experts."""
     router_scale: bool = False
     """The router has a number for each expert besides its matrix."""
+    router_sums: Natural = 0
+    """Numbers that the losses and counters of a layer's router add up over the replicas."""
     expert_rows: Positive = 1.0
     """Rows the experts compute for each that they are given: a capacity factor; E / k where there is room for all."""
+    expert_imbalance: Positive = 1.0
+    """Rows of the busiest rank's experts, times what balance would give them. Of fixed shapes, as our own, there is none."""
     attention_matrices: Natural = 0
     """Entries of one layer's attention matrices, where they are others than query, key, value and output (MLA)."""
     dropout: bool = True
@@ -75,6 +84,13 @@ class Dimensions(Widths):
     @property
     def mlp_matrices(self) -> int:
         return 3 if self.gated_mlp else 2
+
+    @functools.cached_property
+    def kinds(self) -> tuple[Dimensions, Dimensions]:
+        """The model as if none of its layers had experts, and as if all had."""
+        if not self.num_experts:
+            return self, self
+        return dataclasses.replace(self, expert_layers=0), dataclasses.replace(self, expert_layers=self.num_layers)
 
     @property
     def expert_share(self) -> float:
@@ -103,7 +119,8 @@ class Dimensions(Widths):
     @property
     def layer_router(self) -> int:
         """Entries of the router, mean of all layers."""
-        return self.expert_layers * self.num_experts * (self.hidden_size + self.router_scale) // self.num_layers
+        width = 0 if self.hash_router else self.hidden_size + self.router_scale
+        return self.expert_layers * self.num_experts * width // self.num_layers
 
     @property
     def layer_kv(self) -> int:
@@ -119,7 +136,8 @@ class Dimensions(Widths):
     @property
     def layer_biases_whole(self) -> int:
         """Entries of one layer's biases that every tensor parallel rank holds."""
-        return (self.output_bias + self.mlp_bias) * self.hidden_size
+        has_mlp = self.always_used_ffn > 0
+        return (self.output_bias + (self.mlp_bias and has_mlp)) * self.hidden_size
 
     @property
     def norm(self) -> int:
@@ -138,11 +156,12 @@ class Dimensions(Widths):
 
     @property
     def num_parameters(self) -> int:
-        layer = self.layer_matrices + self.layer_biases_cut + self.layer_vectors_whole
+        dense, sparse = (k.layer_matrices + k.layer_biases_cut + k.layer_vectors_whole for k in self.kinds)
+        layers = (self.num_layers - self.expert_layers) * dense + self.expert_layers * sparse
         words = (1 if self.tied_embedding else 2) * self.vocab_size * self.hidden_size
         positions = self.position_tables * self.position_table
         experts = self.expert_layers * self.num_experts * self.expert_parameters
-        return self.num_layers * layer + experts + words + positions + self.norm
+        return layers + experts + words + positions + self.norm
 
     @property
     def active_parameters(self) -> int:
@@ -157,8 +176,10 @@ class Dimensions(Widths):
         of the queries for the scores and the context.
         """
         attention = 12 * self.seq_len * self.query_size * self.num_layers * (0.5 if causal else 1.0)
-        matrices = self.num_layers * (self.layer_matrices + self.layer_router) + self.vocab_size * self.hidden_size
+        dense, sparse = (kind.layer_matrices + kind.layer_router for kind in self.kinds)
+        matrices = (self.num_layers - self.expert_layers) * dense + self.expert_layers * sparse
         matrices += self.expert_layers * self.experts_per_token * self.expert_parameters
+        matrices += self.vocab_size * self.hidden_size
         return tokens * (6.0 * matrices + attention)
 
 
@@ -198,10 +219,19 @@ def _of_experts(config: ModelConfig) -> dict[str, Any]:
         "experts_per_token": experts.experts_per_token,
         "expert_ffn_size": config.expert_size,
         "shared_ffn_size": experts.shared_ffn_hidden_size,
+        "hash_router": experts.router == "hash",
         "router_scale": experts.router_scale,
+        "router_sums": _router_sums(experts),
         "expert_layers": sum(map(config.has_experts, range(config.num_layers))),
         "expert_rows": min(experts.capacity_factor or room_for_all, room_for_all),
     }
+
+
+def _router_sums(experts: ExpertConfig) -> int:
+    """What each expert was given and what was dropped; the entropy; and the losses."""
+    balance = 2 * experts.num_experts + 1 if experts.balance_over == "batch" else 1
+    losses = (balance if experts.balance_loss else 0) + (experts.router_z_loss > 0)
+    return experts.num_experts + 1 + (experts.router != "hash") + losses
 
 
 def read_dimensions(path: Path) -> Dimensions:
@@ -243,6 +273,8 @@ class Parallelism:
     """How many layers of each stage recompute; None: all of them."""
     layers_of_stages: tuple[int, ...] | None = None
     """None: as even as can be, leftovers to the first stages."""
+    expert_layers_of_stages: tuple[int, ...] | None = None
+    """Of them those that have experts; None: everywhere the same share."""
     zero: int = 0
     """1: optimizer state cut over the replicas; 2: and gradients; 3: and weights."""
     zero_shards: int = 0
@@ -295,3 +327,10 @@ class Parallelism:
             return self.layers_of_stages
         least, more = divmod(num_layers, self.pp)
         return tuple(least + (stage < more) for stage in range(self.pp))
+
+    def expert_layers(self, dims: Dimensions) -> tuple[int, ...]:
+        """Layers of each stage that have experts."""
+        if self.expert_layers_of_stages is not None:
+            return self.expert_layers_of_stages
+        ends = itertools.accumulate(self.stages(dims.num_layers), initial=0)
+        return tuple(round(dims.expert_share * b) - round(dims.expert_share * a) for a, b in itertools.pairwise(ends))

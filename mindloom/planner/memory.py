@@ -54,9 +54,11 @@ def stage_copies(dims: Dimensions, job: Parallelism) -> list[Counter[int]]:
     The first stage has the tables of words and positions, the last one the last norm, the queries' table and the
     head's, which is a second copy of the words where they are tied and there is more than one stage.
     """
-    words, table, layer = dims.vocab_size * dims.hidden_size // job.tp, dims.position_table, layer_copies(dims, job.tp)
+    words, table = dims.vocab_size * dims.hidden_size // job.tp, dims.position_table
+    dense, sparse = (layer_copies(kind, job.tp) for kind in dims.kinds)
     counts = [
-        Counter({copies: count * size for copies, size in layer.items()}) for count in job.stages(dims.num_layers)
+        Counter({copies: (layers - few) * dense[copies] + few * sparse[copies] for copies in {*dense, *sparse}})
+        for layers, few in zip(job.stages(dims.num_layers), job.expert_layers(dims), strict=True)
     ]
     first, last = counts[0], counts[-1]
     first[1] += words
@@ -76,8 +78,7 @@ def expert_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
     """Parameters of each stage's experts on one of its devices, before the optimizer's cut: no part of the others here."""
     whole = dims.mlp_bias * dims.hidden_size  # the bias of what is added up over the parts
     part = (dims.expert_parameters - whole) // job.parts_of_expert + whole
-    layer = dims.expert_share * dims.num_experts * part / job.ep
-    return [round(count * layer) for count in job.stages(dims.num_layers)]
+    return [layers * dims.num_experts * part // job.ep for layers in job.expert_layers(dims)]
 
 
 def expert_shards(job: Parallelism) -> int:

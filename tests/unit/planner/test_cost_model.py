@@ -10,6 +10,7 @@ from mindloom.models.parameters import num_parameters
 from mindloom.planner.cluster import Cluster, Overlap
 from mindloom.planner.dimensions import Dimensions, Parallelism, of_decoder
 from mindloom.planner.memory import (
+    expert_parameters,
     layer_activations,
     microbatches_in_flight,
     stage_copies,
@@ -84,16 +85,19 @@ def test_weights_gradients_and_moments_are_the_published():
         *(("pangu", size) for size in ("tiny", "13b", "200b", "embedded_1b", "embedded_7b", "ultra_135b")),
         *(("codegeex", size) for size in ("13b", "2_6b", "4_9b")),
         ("palm", "540b"),
+        *(("pangu", size) for size in ("pro_moe_72b", "switch_2.6b", "gshard_13b", "sigma_1t")),
     ],
 )
 def test_parameters_are_counted_as_the_models_count_them(family, size):
     config = size_config(family, size)
     dims, count = of_decoder(config), num_parameters(config)
     assert dims.num_parameters == count
-    assert stage_parameters(dims, Parallelism()) == [count]
+    (experts,) = expert_parameters(dims, Parallelism())
+    assert stage_parameters(dims, Parallelism()) == [count - experts]
     (copies,) = stage_copies(dims, Parallelism(tp=4))
-    assert sum(4 // of_each * size for of_each, size in copies.items()) == count
-    staged = stage_parameters(dims, Parallelism(pp=2))
+    assert sum(4 // of_each * size for of_each, size in copies.items()) == count - experts
+    halves = Parallelism(pp=2)
+    staged = stage_parameters(dims, halves) + expert_parameters(dims, halves)
     assert sum(staged) == count + config.tied_embedding * dims.vocab_size * dims.hidden_size  # a tied table twice
 
 

@@ -91,6 +91,8 @@ class TrainStep(nn.Cell):
         held = [mesh.pp == 1 or any(f"{layer}." in path for layer in mine) for path, _ in counting]
         self.num_weights, self.trained = len(self.weights), ParameterTuple([*self.weights, *counters])
         self.counts = bool(counting)
+        self.less, self.to_float = ops.Less(), ops.Cast()
+        self.ones = Tensor(np.ones((len(counting), counters[0].shape[0] if counting else 1)), mstype.float32)
         self.rows = tuple(Tensor(row[:, None], mstype.float32) for row in np.eye(len(counting)))
         self.count_shares = tuple(float(own) / mesh.stage_size for own in held)
         self.balanced = [cell.choices for _, cell in counting if getattr(cell, "balance_rate", 0)]
@@ -118,7 +120,9 @@ class TrainStep(nn.Cell):
             return self.cleared(loss, accumulated, gradients), norm
         if self.balance_rate:
             loss = ops.depend(loss, self.map(ops.partial(_balance, self.balance_rate), self.biases, counted))
-        counts = self.add_n(self.map(_place, self.rows, self.count_shares, counted))
+        # A stage without experts has its zeros from here: MindSpore would leave out an all-reduce of known numbers.
+        zero = self.to_float(self.less(square, 0.0), mstype.float32) * self.ones
+        counts = self.add_n((zero, *self.map(_place, self.rows, self.count_shares, counted)))
         if self.all_reduce is not None:
             counts = self.all_reduce(counts)
         return self.cleared(ops.depend(loss, counts), accumulated, gradients), norm, counts

@@ -160,7 +160,7 @@ def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) 
     counted, m = 4 * (dims.num_experts + 2), job.num_microbatches
     if job.dp > 1:
         found["AllReduce forward"] += 4 * m * with_experts * dims.router_sums
-        found["AllReduce backward"] += 4 * m * bool(with_experts and m > 1)
+        found["AllReduce backward"] += 4 * m * dims.router_losses * bool(with_experts)
     found["AllReduce optimizer"] += counted * with_experts * (job.dp * job.tp > 1)
     found["AllReduce optimizer"] += counted * dims.expert_layers * (job.devices > 1)
     return found

@@ -61,6 +61,8 @@ class Dimensions(Widths):
     """The router has a number for each expert besides its matrix."""
     router_sums: Natural = 0
     """Numbers that the losses and counters of a layer's router add up over the replicas."""
+    router_losses: Natural = 0
+    """How many losses a layer's router has: 0 to 2."""
     expert_rows: Positive = 1.0
     """Rows the experts compute for each that they are given: a capacity factor; E / k where there is room for all."""
     expert_imbalance: Positive = 1.0
@@ -222,6 +224,7 @@ def _of_experts(config: ModelConfig) -> dict[str, Any]:
         "hash_router": experts.router == "hash",
         "router_scale": experts.router_scale,
         "router_sums": _router_sums(experts),
+        "router_losses": (experts.balance_loss > 0) + (experts.router_z_loss > 0),
         "expert_layers": sum(map(config.has_experts, range(config.num_layers))),
         "expert_rows": min(experts.capacity_factor or room_for_all, room_for_all),
     }

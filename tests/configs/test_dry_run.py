@@ -29,6 +29,8 @@ STRATEGIES = {
     "dp2_accumulate": "mesh: {dp: 2}\n",
     "dp4_zero2_accumulate": "mesh: {dp: 4}\noptimizer_parallel: {axis: dp, shard_size: 2}\n",
     "ep2_tp2": "mesh: {ep: 2, tp: 2}\n",
+    "pp2_ep2": "mesh: {pp: 2, ep: 2}\npipeline: {num_microbatches: 2}\n",
+    "dp4_ep2_zero": "mesh: {dp: 4, ep: 2}\noptimizer_parallel: {axis: dp}\n",
     "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
 }
 IN_BFLOAT16 = ("dp4_zero2_accumulate", "pp2_dp4_tp8_zero", "pp4_tp2_sp")
@@ -47,18 +49,20 @@ OTHER_MODELS = {  # parts that PanGu-alpha has not, each on a mesh where it show
     ("codegeex", "4_tiny"): "pp2_dp4_tp8_zero",
     ("palm", "tiny"): "pp2_tp2_recompute",
     ("pangu", "pro_moe_tiny"): "ep2_tp2",
+    ("pangu", "gshard_tiny"): "pp2_ep2",  # the last stage has no experts
+    ("pangu", "switch_tiny"): "dp4_ep2_zero",
 }
 
 
 @pytest.mark.parametrize(
     ("family", "size", "name"),
     [
-        *(("pangu", "tiny", name) for name in STRATEGIES if name != "ep2_tp2"),
+        *(("pangu", "tiny", name) for name in STRATEGIES if "ep2" not in name),
         *((*model, name) for model, name in OTHER_MODELS.items()),
     ],
 )
 def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(family, size, name, write):
-    layers = 4 if "pp4" in name or "dp4_tp8" in name else 2
+    layers = 4 if "pp4" in name or "dp4_tp8" in name or "_ep2" in name else 2
     given = {**MODEL, "num_layers": layers, "compute_dtype": "bfloat16" if name in IN_BFLOAT16 else "float32"}
     if size != "tiny" or family == "palm":
         given["dropout_rate"] = 0.0

@@ -33,7 +33,7 @@ CASES = [
     "pangu_tiny_dp2_pp2+after_query+shallow",
     "pangu_tiny_dp2_pp2_zero+clip+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+moge+shallow",
-    "pangu_pro_moe_tiny_ep2_pp2+moge+shallow",
+    "pangu_pro_moe_tiny_ep2_pp2+moe+shallow",  # the last stage has no experts
     "pangu_switch_tiny_dp4_ep2_zero+moe+shallow",
 ]
 ACCUMULATED = "one_device+accumulate+shallow"

@@ -28,6 +28,8 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/dry_run.py
 	$(BIN)/python benchmarks/data.py
+	$(BIN)/python benchmarks/modern.py
+	$(BIN)/python benchmarks/moe.py
 
 toolchains:
 	tools/install_toolchains.sh

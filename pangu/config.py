@@ -24,6 +24,18 @@ PRO_MOE: dict[str, Any] = {"router": "grouped", "router_scale": True}
 """Router of Pangu Pro MoE: one expert of each group, weighed by its probability and a learned scale. Source: arXiv:2505.21411
 section 2.2, which balances over a batch; the sizes here over each sequence, so that microbatches change nothing."""
 
+TINY: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "seq_len": 128,
+    "eod_id": 9,
+    "loss_ignore_id": 6,
+}
+"""Dimensions for laptops and tests; the tokenizer is PanGu-alpha's."""
+
 
 def _open_pangu(**values: Any) -> ModelConfig:
     shared: dict[str, Any] = {
@@ -63,17 +75,17 @@ def _ultra(hidden_size: int, num_layers: int, **values: Any) -> ModelConfig:
     )
 
 
-def _pro_moe(num_experts: int, expert_size: int, shared_size: int, **values: Any) -> ModelConfig:
-    chosen = 2 if num_experts < 64 else 8
-    experts = {
+def _pro_moe(experts: tuple[int, int], expert_size: int, shared_size: int, **values: Any) -> ModelConfig:
+    """`experts`: how many there are, and how many a token is given to."""
+    mixture = {
         **PRO_MOE,
-        "num_experts": num_experts,
-        "experts_per_token": chosen,
+        "num_experts": experts[0],
+        "experts_per_token": experts[1],
         "ffn_hidden_size": expert_size,
         "shared_ffn_hidden_size": shared_size,
         "balance_loss": 0.001,
     }
-    return _open_pangu(ffn_hidden_size=expert_size, tied_embedding=False, experts=experts, **values)
+    return _open_pangu(ffn_hidden_size=expert_size, tied_embedding=False, experts=mixture, **values)
 
 
 def _with_experts(dense: ModelConfig, **experts: Any) -> ModelConfig:
@@ -89,18 +101,8 @@ SIZES = {
     "2.6b": ModelConfig(vocab_size=40000, hidden_size=2560, num_layers=32, num_heads=32),
     "13b": ModelConfig(vocab_size=40000, hidden_size=5120, num_layers=40, num_heads=40),
     "200b": ModelConfig(vocab_size=40000, hidden_size=16384, num_layers=64, num_heads=128),
-    # Every kind of part that the two below have; its tokenizer is PanGu-alpha's.
-    "embedded_tiny": _open_pangu(
-        vocab_size=2048,
-        hidden_size=128,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_hidden_size=384,
-        seq_len=128,
-        eod_id=9,
-        loss_ignore_id=6,
-    ),
+    # Every kind of part that the two below have.
+    "embedded_tiny": _open_pangu(ffn_hidden_size=384, **TINY),
     # 1,155,912,192 and 8,030,887,936 parameters.
     "embedded_1b": _open_pangu(
         hidden_size=1536, num_layers=26, num_heads=12, num_kv_heads=6, ffn_hidden_size=6144, rope_theta=4e6
@@ -116,7 +118,7 @@ SIZES = {
     ),
     # 71,988,781,056 parameters, of which a token uses 16,498,139,136.
     "pro_moe_72b": _pro_moe(
-        64,
+        (64, 8),
         1344,
         5376,
         hidden_size=5120,
@@ -126,19 +128,7 @@ SIZES = {
         rope_theta=1.6e7,
         seq_len=131072,
     ),
-    "pro_moe_tiny": _pro_moe(
-        8,
-        64,
-        128,
-        vocab_size=2048,
-        hidden_size=128,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        seq_len=128,
-        eod_id=9,
-        loss_ignore_id=6,
-    ),
+    "pro_moe_tiny": _pro_moe((8, 2), 64, 128, **TINY),
     "ultra_135b": _ultra(12288, 94, num_heads=96, num_kv_heads=8, ffn_hidden_size=28672),
 }
 

@@ -37,23 +37,22 @@ def _filled(mesh: Mesh, axes: list[str], processes: int) -> Mesh:
     for axis in reversed(axes):
         while 2 * math.prod(degrees.values()) <= processes and 2 * degrees[axis] <= mesh.degree(axis):
             degrees[axis] *= 2
-    if (
-        mesh.ep > 1 and "dp" in degrees
-    ):  # all of dp, or a part of it, as it is in the large one if there are ranks for that
+    if mesh.ep > 1 and "dp" in degrees:  # all of dp, or a part of it, as in the large one if there are ranks for that
         degrees["ep"] = degrees["dp"] if mesh.ep == mesh.dp else max(2, degrees["dp"] // 2)
     return Mesh(**degrees)
 
 
 def small_strategies(strategy: Strategy, num_layers: int | None, processes: int) -> list[Strategy]:
-    """What is proved in place of `strategy`. One more mesh where optimizer parallel cuts over groups of replicas.
+    """What is proved in place of `strategy`. One more mesh where optimizer parallel cuts over groups of replicas, and where
+    several replicas hold the same experts.
 
     `num_layers`: of the large model; None for a network that keeps its layers.
     """
-    meshes = small_meshes(strategy.mesh, processes)
-    zero = strategy.optimizer_parallel
-    if zero and zero.shard_size and zero.shard_size < strategy.mesh.dp and processes >= 4:
-        grouped = Mesh(dp=4)
-        meshes += [grouped] if grouped not in meshes else []
+    meshes, zero, mesh = small_meshes(strategy.mesh, processes), strategy.optimizer_parallel, strategy.mesh
+    if zero and zero.shard_size and zero.shard_size < mesh.dp and processes >= 4 and Mesh(dp=4) not in meshes:
+        meshes.append(Mesh(dp=4))
+    if 1 < mesh.ep < mesh.dp and processes >= 4 and not any(1 < small.ep < small.dp for small in meshes):
+        meshes.append(Mesh(dp=4, ep=2))
     return [_small(strategy, mesh, num_layers) for mesh in meshes]
 
 

@@ -105,28 +105,40 @@ def train_steps(
         step.graph_key = {**key, "accumulate": accumulate}
     engine.prepare(step, *next(iter(batches())))
     start = {parameter.name: parameter.asnumpy().copy() for parameter in step.get_parameters()}
-    for name, rates in RATES.items():
+    for name in RATES:
         for parameter in step.get_parameters():
             parameter.set_data(Tensor(start[parameter.name]))
-        losses, norms, counts, tensors = [], [], [], None
-        for index, batch in enumerate(batches()):
-            optimizer.adam.prepare(index + 1, rates[0])
-            optimizer.sgd.prepare(index + 1, rates[1])
-            loss, norm, *counted = engine.run(step, *batch)
-            counts += [array.asnumpy().tolist() for array in counted]
-            losses.append(float(loss.asnumpy().reshape(())))
-            norms.append(float(norm.asnumpy().reshape(())))
-            if index == 0 and name == "AdamW":  # m = (1 - beta1) g after the first step
-                tensors = gather_whole(step, engine, report, parts, lambda n: n.startswith("adam_m."))
+        values, tensors = _steps_of(
+            name, step, batches(), engine, lambda of: gather_whole(step, engine, report, parts, of)
+        )
         if name == "SGD":
             tensors = gather_whole(step, engine, report, parts, own.__contains__)
         if tensors is not None:
             write_atomically(out.with_name(f"{out.name}.{name}.npz"), partial(_save_tensors, tensors))
         if engine.is_log_rank:
-            values = {"losses": losses, "norms": norms, **({"counts": counts} if counts else {})}
-            text = json.dumps(values)
-            write_text_atomically(out.with_name(f"{out.name}.{name}.json"), text)
+            write_text_atomically(out.with_name(f"{out.name}.{name}.json"), json.dumps(values))
     return engine, report
+
+
+def _steps_of(
+    name: str,
+    step: TrainStep,
+    batches: Iterator[list[Tensor]],
+    engine: Engine,
+    gather: Callable[[Callable[[str], bool]], Any],
+) -> tuple[dict[str, Any], Any]:
+    """All steps of one optimizer: their losses and norms, of experts the counts, and of AdamW the first gradients."""
+    losses, norms, counts, tensors = [], [], [], None
+    for index, batch in enumerate(batches):
+        for optimizer, rate in zip((step.optimizer.adam, step.optimizer.sgd), RATES[name], strict=True):
+            optimizer.prepare(index + 1, rate)
+        loss, norm, *counted = engine.run(step, *batch)
+        counts += [array.asnumpy().tolist() for array in counted]
+        losses.append(float(loss.asnumpy().reshape(())))
+        norms.append(float(norm.asnumpy().reshape(())))
+        if index == 0 and name == "AdamW":  # m = (1 - beta1) g after the first step
+            tensors = gather(lambda n: n.startswith("adam_m."))
+    return {"losses": losses, "norms": norms, **({"counts": counts} if counts else {})}, tensors
 
 
 def _save_tensors(tensors: Mapping[str, Any], path: Path) -> None:

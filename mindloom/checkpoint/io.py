@@ -23,6 +23,7 @@ from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import FAMILIES
+from mindloom.models.parameters import EXPERTS
 from mindloom.reader import fields_from, read_json
 
 CONFIG = "config.json"
@@ -108,6 +109,11 @@ def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tupl
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
     """As `check_weights`, of tensors that were not read yet."""
+    if any(EXPERTS in name for name in shapes) and not any(EXPERTS in name for name in found):
+        raise ConfigError(
+            f"{source}: the model has experts, this checkpoint none: make one of it that has, with mindloom upcycle "
+            f"--checkpoint {source}"
+        )
     problems = [f"{source}: {name} {shape} is missing" for name, shape in shapes.items() if name not in found]
     problems += [f"{source}: {name} is not a parameter of the model" for name in found if name not in shapes]
     problems += [

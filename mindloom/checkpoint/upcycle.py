@@ -11,7 +11,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mindloom.checkpoint.contents import MOMENTS, check_contents, is_trained, mo
 from mindloom.checkpoint.io import CONFIG, check_shapes, load_config, write_config
 from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, read_manifest
 from mindloom.checkpoint.reshard import find_checkpoint, new_folder, publish_new
-from mindloom.checkpoint.sharded import CheckpointReader, file_name
+from mindloom.checkpoint.sharded import CheckpointReader, damage, file_name
 from mindloom.checkpoint.tensor_files import (
     CHUNK_NUMBERS,
     Described,
@@ -35,10 +35,9 @@ from mindloom.checkpoint.tensor_files import (
 )
 from mindloom.errors import ConfigError
 from mindloom.models.config import ExpertConfig, ModelConfig
-from mindloom.models.parameters import parameter_shapes
+from mindloom.models.parameters import EXPERTS, parameter_shapes
 
 SHARD_BYTES = 5_000_000_000
-EXPERTS = ".mlp.experts."
 Rows = Iterator[NDArray[Any]]
 
 
@@ -55,7 +54,7 @@ class Dense:
     def rows(self, name: str) -> Rows:
         """A tensor, some rows at a time, float32."""
         if self.manifest is None:
-            tensor = self._stored[name]
+            tensor = self.stored[name]
             return read_rows(tensor, 0, tensor.shape[0], "float32")
         shape = self.manifest.tensors[name].shape
         step = max(1, CHUNK_NUMBERS // max(1, int(np.prod(shape[1:]))))
@@ -64,9 +63,14 @@ class Dense:
         reader = CheckpointReader(self.folder, self.manifest)
         return (reader.read(name, (slice(i, min(i + step, shape[0])), *rest)) for i in starts)
 
-    @property
-    def _stored(self) -> dict[str, Any]:
+    @cached_property
+    def stored(self) -> dict[str, Any]:
+        """The tensors of a model folder, not read yet."""
         return stored_tensors(model_files(self.folder))
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return parameter_shapes(self.model)
 
 
 def open_dense(folder: Path) -> Dense:
@@ -79,11 +83,12 @@ def open_dense(folder: Path) -> Dense:
         folder = find_checkpoint(folder)
         manifest = read_manifest(folder)
         check_contents(manifest, folder)
+        if problem := damage(folder, manifest):
+            raise ConfigError(problem)
         dense = Dense(folder, *model_of(manifest, folder), manifest)
     else:
         dense = Dense(folder, *load_config(folder), None)
-        found = {name: tensor.shape for name, tensor in dense._stored.items()}
-        check_shapes(found, parameter_shapes(dense.model), str(folder))
+        check_shapes({name: tensor.shape for name, tensor in dense.stored.items()}, dense.shapes, str(folder))
     if dense.model.experts:
         raise ConfigError(
             f"{folder}: the model has {dense.model.experts.num_experts} experts already; give a dense one"
@@ -107,12 +112,9 @@ class Upcycling:
         prefix = next((moment for moment in MOMENTS if name.startswith(moment)), "")
         if EXPERTS in name:
             return self._copies(name, noise=0.0 if prefix else self.noise)
-        if prefix + name.removeprefix(prefix) in self._of_dense(prefix):
+        if name.removeprefix(prefix) in self.dense.shapes:
             return self.dense.rows(name)
         return iter([self._fresh(name.removeprefix(prefix), bool(prefix))])
-
-    def _of_dense(self, prefix: str) -> set[str]:
-        return {prefix + name for name in parameter_shapes(self.dense.model)}
 
     def _copies(self, name: str, noise: float) -> Rows:
         """The dense matrix or bias once for each expert."""

@@ -13,6 +13,9 @@ from mindloom.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
+EXPERTS = ".mlp.experts."
+"""In the names of experts' parameters, stacked over the experts in dim 0."""
+
 
 def parameter_shapes(config: ModelConfig) -> Shapes:
     """Shape of each parameter of the model."""
@@ -74,7 +77,7 @@ def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "mlp.choices.balance_bias", (experts.num_experts,)
     if experts.router_scale:
         yield "mlp.weights.scale", (1, experts.num_experts)
-    for name, shape in _mlp("mlp.experts", config, config.expert_size):
+    for name, shape in _mlp(EXPERTS.strip("."), config, config.expert_size):
         yield name, (experts.num_experts, *((1, *shape) if len(shape) == 1 else shape))
     if experts.shared_ffn_hidden_size:
         yield from _mlp("mlp.shared", config, experts.shared_ffn_hidden_size)

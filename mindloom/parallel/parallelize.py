@@ -14,6 +14,7 @@ from mindloom.errors import ConfigError
 from mindloom.parallel.report import ParameterReport, Report
 from mindloom.parallel.sharding import (
     LARGE_OPERATORS,
+    UNKNOWN_OPERATORS,
     Operator,
     apply_rules,
     operators,
@@ -129,6 +130,14 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
             for o in found
             if o.primitive.name in LARGE_OPERATORS and not any(path_matches(r.pattern, o.path) for r in rules.operators)
         ][:3]
+    problems += [
+        f"{strategy.at('rules')}: MindSpore cannot partition {o.path}, a {o.primitive.name}, and no rule says that each rank "
+        "does its part: write one with `local: true`, or for our models with experts take rules/experts.yaml"
+        for o in found
+        if mesh.size > mesh.pp
+        and o.primitive.name in UNKNOWN_OPERATORS
+        and not any(r.local and path_matches(r.pattern, o.path) for r in rules.operators)
+    ][:1]
     problems += _lookup_problems(found, rules.operators, mesh)
     cut = {
         part_of_axis(axis)[0] for rule in rules.operators for layout in rule.inputs for dim in layout for axis in dim

@@ -26,6 +26,8 @@ LARGE_OPERATORS = frozenset(
     {"MatMul", "BatchMatMul", "MatMulExt", "Dense", "Gather", "Embedding", "Conv2D", "Softmax", "FlashAttentionScore"}
 )
 """Those that need a rule of their own where MindSpore derives no layouts: it would copy their inputs whole."""
+UNKNOWN_OPERATORS = ("TensorScatterElements",)
+"""Of those we use: operators that MindSpore cannot partition, so that they need a rule with `local`."""
 
 
 TAKE_NAMES = frozenset({"MatMul", "BatchMatMul", "Softmax", "Transpose", "GeLU", "Add", "Sub", "Square", "Identity"})

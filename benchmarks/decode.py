@@ -70,7 +70,7 @@ class Ours:
         return net
 
     def choose(self, logits) -> list[int]:
-        return [self.sampler.choose(row, self.history) for row in logits]
+        return [self.sampler.choose(row, self.history) for row in logits.values()]
 
     def cached(self, batch, context, int8):
         from mindloom.inference.cache import num_slots_for  # noqa: PLC0415
@@ -81,7 +81,7 @@ class Ours:
         decoding.slot_table.lengths[:] = context
 
         def step():
-            self.choose(decoding.extend({row: [11] for row in range(batch)}))
+            self.choose(decoding.decode(dict.fromkeys(range(batch), 11)))
             if decoding.slot_table.lengths[0] == context + STEPS_A_TURN:
                 decoding.slot_table.lengths[:] = context
 
@@ -95,7 +95,7 @@ class Ours:
         def step():
             for row in range(batch):
                 decoding.tokens[row] = [11] * (context - 1)
-            self.choose(decoding.extend({row: [11] for row in range(batch)}))
+            self.choose(decoding.decode(dict.fromkeys(range(batch), 11)))
 
         return step
 

@@ -106,8 +106,8 @@ class Ours:
         sampler, history = Sampler(SamplingConfig()), History([], [])
 
         def run():
-            logits = decoding.extend({row: [11] for row in range(batch)})
-            [sampler.choose(row, history) for row in logits]
+            logits = decoding.decode(dict.fromkeys(range(batch), 11))
+            [sampler.choose(row, history) for row in logits.values()]
             if decoding.slot_table.lengths[0] == CONTEXT + TOKENS:
                 decoding.slot_table.lengths[:] = CONTEXT
 

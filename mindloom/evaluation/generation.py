@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ from tqdm import tqdm
 
 from mindloom.evaluation.config import SAMPLES_FILE, SETTINGS_FILE, Evaluation, Wanted
 from mindloom.files import write_text_atomically
-from mindloom.inference.session import Completion
-from mindloom.inference.terminal import open_session
+from mindloom.inference.session import Completion, open_session
 from mindloom.log import milestone
 from mindloom.reader import parse_json
 from mindloom.runtime.engine import Engine
@@ -53,7 +53,7 @@ def make_samples(evaluation: Evaluation) -> Engine:
         if not fitting:
             continue
         session = session or open_session(job, engine)
-        session.ending = evaluation.endings[language]
+        session.ending = dataclasses.replace(session.ending, rule=evaluation.endings[language])
         limits = [min(job.config.max_new_tokens, job.model.seq_len - lengths[wanted.prompt]) for wanted in fitting]
         pieces = session.stream([w.prompt for w in fitting], job.config, limits, [w.stream for w in fitting])
         with tqdm(total=len(fitting), unit="sample", desc=language, disable=not engine.is_log_rank) as bar:

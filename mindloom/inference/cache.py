@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,15 +61,12 @@ class SlotTable:
         assert 0 <= length <= self.lengths[row], (length, self.lengths[row])
         self.lengths[row] = length
 
-    def reset(self, row: int) -> None:
-        """Forget all of a row."""
-        self.trim(row, 0)
-
-    def indices(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
-        """(B, T) slots -> (B, KV, T, 3): row, head and slot, the first two counted within a device's part of the mesh."""
-        rows = np.arange(self.num_rows) % (self.num_rows // self.mesh.dp)
+    def indices(self, rows: Sequence[int], slots: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Slots (B, T) of B rows -> (B, KV, T, 3): row, head and slot, the first two counted within a device's part of the
+        mesh."""
+        in_replica = np.asarray(rows) % (self.num_rows // self.mesh.dp)
         heads = np.arange(self.num_kv_heads) % (self.num_kv_heads // math.gcd(self.num_kv_heads, self.mesh.tp))
-        parts = np.broadcast_arrays(rows[:, None, None], heads[:, None], slots[:, None, :])
+        parts = np.broadcast_arrays(in_replica[:, None, None], heads[:, None], slots[:, None, :])
         return np.stack(parts, -1).astype(np.int32)
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from mindloom.checkpoint.io import load_config
-from mindloom.inference.model import load_model
-from mindloom.inference.score import compute_logits
+from mindloom.inference.score import Scorer
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.config import SINGLE_DEVICE
@@ -25,8 +24,7 @@ def largest_difference(*folders: Path) -> float:
         family, config = load_config(folder)
         shape = SHAPE[0], min(SHAPE[1], config.seq_len)
         ids = np.random.default_rng(0).integers(0, config.vocab_size, shape)
-        net = load_model(folder, family, config, SINGLE_DEVICE)
-        found = compute_logits(engine, net, ids, config.vocab_size, None)
+        found = Scorer(engine, folder, family, config).logits(ids, None)
         assert found is not None
         logits.append(found)
     return float(np.abs(logits[0] - logits[1]).max())

@@ -18,7 +18,7 @@ from mindloom.models.config import ModelConfig
 from mindloom.runtime.engine import Engine
 
 MIN_BUCKET = 16
-PREFILL_CHUNK = 256
+PREFILL_CHUNK = 128
 """Tokens of a prompt that are worked through at once."""
 
 Logits = NDArray[np.float32]
@@ -29,21 +29,31 @@ class Decoding(Protocol):
 
     num_rows: int
     cache_bytes: int
+    reusable: int
+    """Tokens of a prompt, from its start and a multiple of this, that another prompt may begin with; 0: none."""
 
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
         """Compile what prompts of these lengths need, where no one did before."""
 
-    def extend(self, feed: Mapping[int, Sequence[int]]) -> Logits | None:
-        """Add tokens to some rows. Returns (rows, V), the logits after each fed row's last token; None on the ranks of
-        a pipeline that do not hold them."""
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        """Of rows and what is left of their prompts, the oldest first: what one `prefill` takes, the oldest's for certain.
 
-    def reset(self, row: int) -> None:
-        """Make a row empty."""
+        How a prompt is cut depends on the prompt alone."""
+
+    def prefill(self, chunks: Mapping[int, Sequence[int]], every: bool = False) -> dict[int, Logits] | None:
+        """Add parts of prompts to rows. Returns logits (V,) after the last token of each, with `every` (T, V) after each
+        token; None on the ranks of a pipeline that do not hold them."""
+
+    def decode(self, tokens: Mapping[int, int]) -> dict[int, Logits] | None:
+        """As `prefill`, a token for each of some rows."""
+
+    def trim(self, row: int, length: int) -> None:
+        """Forget what a row holds beyond `length` tokens."""
 
 
 def bucket(length: int, largest: int) -> int:
-    """The compiled length that takes `length` tokens: 1, or a power of two from 16 on, at most `largest`."""
-    return 1 if length == 1 else min(largest, max(MIN_BUCKET, 1 << (length - 1).bit_length()))
+    """The compiled length that takes `length` tokens: a power of two from 16 on, at most `largest`."""
+    return min(largest, max(MIN_BUCKET, 1 << (length - 1).bit_length()))
 
 
 class _Rows:
@@ -52,83 +62,140 @@ class _Rows:
     def __init__(self, engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int):
         assert num_rows % engine.strategy.mesh.dp == 0, (num_rows, engine.strategy.mesh)
         self.engine, self.net, self.config, self.num_rows = engine, net, config, num_rows
-        self._prepared: set[int] = set()
+        self.num_replicas = engine.strategy.mesh.dp
+        self._prepared: set[tuple[int, ...]] = set()
 
-    def compile(self, length: int, *more: NDArray[Any]) -> None:
-        """Compile the shapes of `length` columns, once."""
-        if length not in self._prepared:
-            self._prepared.add(length)
-            columns = np.zeros((self.num_rows, length), np.int64)
-            self.engine.prepare(self.net, *self.inputs(columns, columns, columns[:, 0], *more))
+    def compile(self, inputs: Sequence[Tensor]) -> None:
+        """Compile for the shapes of these, once."""
+        shapes = tuple(length for tensor in inputs for length in tensor.shape)
+        if shapes not in self._prepared:
+            self._prepared.add(shapes)
+            self.engine.prepare(self.net, *inputs)
 
     def inputs(
-        self, tokens: NDArray[Any], positions: NDArray[Any], last: NDArray[Any], *more: NDArray[Any]
-    ) -> list[Tensor]:
-        """Tokens (B, T), positions (B, T), in which column each row's last token is, (B,), and what else there is."""
-        rows = np.arange(self.num_rows) % (self.num_rows // self.engine.strategy.mesh.dp)  # counted in a replica
-        picked = rows * tokens.shape[1] + last
-        return [Tensor(array.astype(np.int32)) for array in (tokens, positions, picked, *more)]
+        self, feed: Sequence[Sequence[int]], starts: Sequence[int], length: int, every: bool
+    ) -> tuple[NDArray[Any], ...]:
+        """Tokens (B, T) and positions (B, T) of what goes on at `starts`, and whose logits are wanted: (B,) or (B*T,),
+        counted in a replica."""
+        tokens, positions = np.zeros((2, len(feed), length), np.int64)
+        in_replica = np.arange(len(feed)) % (len(feed) // self.num_replicas)
+        for place, (ids, start) in enumerate(zip(feed, starts, strict=True)):
+            tokens[place, : len(ids)] = ids
+            positions[place, : len(ids)] = np.arange(start, start + len(ids))
+        columns = np.arange(length) if every else np.asarray([[max(len(ids), 1) - 1] for ids in feed])
+        return tokens, positions, (in_replica[:, None] * length + columns).reshape(-1)
 
-    def run(self, inputs: Sequence[Tensor]) -> Logits | None:
-        logits = self.engine.run(self.net, *inputs)
-        return logits.asnumpy() if self.engine.in_last_stage else None
+    def run(
+        self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], inputs: Sequence[NDArray[Any]]
+    ) -> dict[int, Logits] | None:
+        """Logits of the rows of `feed` among those the inputs are of."""
+        output = self.engine.run(self.net, *_tensors(inputs))
+        if not self.engine.in_last_stage:
+            return None
+        logits = output.asnumpy()
+        if len(logits) == len(rows):
+            return {row: logits[place] for place, row in enumerate(rows) if row in feed}
+        logits = logits.reshape(len(rows), -1, logits.shape[-1])
+        return {row: logits[place, : len(feed[row])] for place, row in enumerate(rows) if row in feed}
+
+
+def _tensors(arrays: Iterable[NDArray[Any]]) -> list[Tensor]:
+    return [Tensor(array.astype(np.int32)) for array in arrays]
 
 
 class Cached(_Rows):
-    """With a KV cache: each token is worked through once."""
+    """With a KV cache: each token is worked through once.
 
-    def __init__(self, engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int, num_slots: int):
-        """`net`: the model with caches attached for `num_rows` rows of `num_slots`."""
+    A prefill works on one row of each replica, so its shape, as that of a decode, is the same whatever else is going on: what
+    a prompt gets depends on no other, to the bit.
+
+    Args:
+        net: the model with caches attached for `num_rows` rows of `num_slots`.
+        chunk: tokens of a prompt that are worked through at once.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        net: nn.Cell,
+        config: ModelConfig,
+        num_rows: int,
+        num_slots: int,
+        chunk: int = PREFILL_CHUNK,
+    ):
         super().__init__(engine, net, config, num_rows)
         self.slot_table = SlotTable(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
         self.cache_bytes = cache_bytes(config, num_rows, num_slots)
+        self.chunk = self.reusable = min(chunk, config.seq_len)
+        self.in_replica = num_rows // self.num_replicas
 
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
-        prefills = {part for length in prompt_lengths for part in _chunks(length)}
-        for length in sorted({bucket(part, PREFILL_CHUNK) for part in (*prefills, 1)}):
-            self.compile(length, self.slot_table.indices(np.zeros((self.num_rows, length), np.int64)))
+        ends = {min(self.chunk, length - start) for length in prompt_lengths for start in range(0, length, self.chunk)}
+        self.prepare_prefills({bucket(length, self.chunk) for length in ends})
+        self._compile(range(self.num_rows), 1)
 
-    def extend(self, feed: Mapping[int, Sequence[int]]) -> Logits | None:
+    def prepare_prefills(self, lengths: Iterable[int], every: bool = False) -> None:
+        """Compile prefills of these lengths. `every`: for logits of each token, too."""
+        for length in sorted(lengths):
+            self._compile(range(0, self.num_rows, self.in_replica), length, every)
+
+    def _compile(self, rows: Sequence[int], length: int, every: bool = False) -> None:
+        self.compile(_tensors(self._inputs(rows, {}, length, every)))
+
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        chunks: dict[int, Sequence[int]] = {}
+        for row, ids in waiting.items():
+            part = ids[: self.chunk]
+            fits = not chunks or self._bucket(part) == self._bucket(next(iter(chunks.values())))
+            if fits and row // self.in_replica not in {other // self.in_replica for other in chunks}:
+                chunks[row] = part
+        return chunks
+
+    def _bucket(self, ids: Sequence[int]) -> int:
+        return bucket(len(ids), self.chunk)
+
+    def prefill(self, chunks: Mapping[int, Sequence[int]], every: bool = False) -> dict[int, Logits] | None:
+        mine = {row // self.in_replica: row for row in chunks}
+        assert len(mine) == len(chunks), (list(chunks), self.in_replica)
+        rows = [mine.get(replica, replica * self.in_replica) for replica in range(self.num_replicas)]
+        return self._step(rows, chunks, max(map(self._bucket, chunks.values())), every)
+
+    def decode(self, tokens: Mapping[int, int]) -> dict[int, Logits] | None:
+        return self._step(range(self.num_rows), {row: [token] for row, token in tokens.items()}, 1)
+
+    def _step(
+        self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], length: int, every: bool = False
+    ) -> dict[int, Logits] | None:
         for row, ids in feed.items():
-            if self.slot_table.lengths[row] + len(ids) > self.slot_table.capacity:
-                raise CacheFullError(
-                    f"row {row} holds {self.slot_table.lengths[row]} tokens, no room for {len(ids)} more"
-                )
-        result = np.zeros((self.num_rows, self.config.vocab_size), np.float32)
-        start, longest = 0, max(map(len, feed.values()))
-        while start < longest:
-            count = min(PREFILL_CHUNK, longest - start)
-            parts = {row: ids[start : start + count] for row, ids in feed.items() if len(ids) > start}
-            logits = self.step(parts, bucket(count, PREFILL_CHUNK))
-            ended = [row for row in parts if len(feed[row]) <= start + count]
-            if logits is not None:
-                result[ended] = logits[ended]
-            start += count
-        return result if self.engine.in_last_stage else None
+            held = self.slot_table.lengths[row]
+            if held + len(ids) > self.slot_table.capacity:
+                raise CacheFullError(f"row {row} holds {held} tokens, no room for {len(ids)} more")
+        inputs = self._inputs(rows, feed, length, every)
+        for row, ids in feed.items():
+            self.slot_table.append(row, len(ids))
+        return self.run(rows, feed, inputs)
 
-    def step(self, parts: Mapping[int, Sequence[int]], length: int) -> Logits | None:
-        """Work through up to `length` tokens of each given row; the other rows, and what is too long, fill the shape."""
-        tokens, positions = np.zeros((2, self.num_rows, length), np.int64)
-        slots = np.full((self.num_rows, length), self.slot_table.num_slots - 1)
-        last = np.zeros(self.num_rows, np.int64)
-        for row, ids in parts.items():
-            taken = self.slot_table.append(row, len(ids))
-            tokens[row, : len(ids)], positions[row, : len(ids)], slots[row, : len(ids)] = ids, taken, taken
-            last[row] = len(ids) - 1
-        return self.run(self.inputs(tokens, positions, last, self.slot_table.indices(slots)))
+    def _inputs(
+        self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], length: int, every: bool
+    ) -> tuple[NDArray[Any], ...]:
+        """Inputs for `length` tokens of some rows; what is not fed fills the shape, its keys go to the spare slot."""
+        given = [feed.get(row, ()) for row in rows]
+        tokens, positions, picked = self.inputs(
+            given, [int(self.slot_table.lengths[row]) for row in rows], length, every
+        )
+        is_fed = np.arange(length) < np.asarray([[len(ids)] for ids in given])
+        slots = np.where(is_fed, positions, self.slot_table.num_slots - 1)
+        return tokens, positions, picked, self.slot_table.indices(rows, slots)
 
     def trim(self, row: int, length: int) -> None:
-        """Forget what a row holds beyond `length` tokens."""
         self.slot_table.trim(row, length)
-
-    def reset(self, row: int) -> None:
-        self.slot_table.reset(row)
 
 
 class Uncached(_Rows):
     """Without a cache: every step works through all tokens again. For comparison, and for texts of one step."""
 
     cache_bytes = 0
+    reusable = 0
 
     def __init__(self, engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int):
         super().__init__(engine, net, config, num_rows)
@@ -137,25 +204,26 @@ class Uncached(_Rows):
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
         grown = {length + more for length in prompt_lengths for more in range(max_new_tokens)}
         for length in sorted({bucket(n, self.config.seq_len) for n in grown}):
-            self.compile(length)
+            self.compile(_tensors(self.inputs(self.tokens, [0] * self.num_rows, length, False)))
 
-    def extend(self, feed: Mapping[int, Sequence[int]]) -> Logits | None:
-        for row, ids in feed.items():
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        return dict(waiting)
+
+    def prefill(self, chunks: Mapping[int, Sequence[int]], every: bool = False) -> dict[int, Logits] | None:
+        for row, ids in chunks.items():
             if len(self.tokens[row]) + len(ids) > self.config.seq_len:
                 raise CacheFullError(f"row {row} holds {len(self.tokens[row])} tokens, no room for {len(ids)} more")
             self.tokens[row] += ids
-        length = bucket(max(len(self.tokens[row]) for row in feed), self.config.seq_len)
-        tokens, last = np.zeros((self.num_rows, length), np.int64), np.zeros(self.num_rows, np.int64)
-        for row in feed:
-            tokens[row, : len(self.tokens[row])] = self.tokens[row]
-            last[row] = len(self.tokens[row]) - 1
-        positions = np.broadcast_to(np.arange(length), tokens.shape)
-        return self.run(self.inputs(tokens, positions, last))
+        length = bucket(max(len(self.tokens[row]) for row in chunks), self.config.seq_len)
+        given = [self.tokens[row] if row in chunks else [] for row in range(self.num_rows)]
+        feed = {row: self.tokens[row] for row in chunks}
+        logits = self.run(range(self.num_rows), feed, self.inputs(given, [0] * self.num_rows, length, every))
+        if logits is None or not every:
+            return logits
+        return {row: logits[row][-len(ids) :] for row, ids in chunks.items()}
 
-    def reset(self, row: int) -> None:
-        self.tokens[row] = []
+    def decode(self, tokens: Mapping[int, int]) -> dict[int, Logits] | None:
+        return self.prefill({row: [token] for row, token in tokens.items()})
 
-
-def _chunks(length: int) -> Iterable[int]:
-    """How many tokens each step of a prefill takes."""
-    return [min(PREFILL_CHUNK, length - start) for start in range(0, length, PREFILL_CHUNK)]
+    def trim(self, row: int, length: int) -> None:
+        del self.tokens[row][length:]

@@ -172,10 +172,26 @@ class Sampler:
         return int(possible[min(place, len(possible) - 1)])
 
 
-def log_probability(logits: NDArray[np.floating[Any]], token: int) -> float:
-    """Of `token` under the model itself, before any processor."""
+@dataclass(frozen=True)
+class TokenScore:
+    """How likely a token is under the model itself, before any processor, and what else is."""
+
+    token: int
+    log_probability: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens and their log-probabilities."""
+
+
+def score_token(logits: NDArray[np.floating[Any]], token: int, num_top: int = 0) -> TokenScore:
+    """Score `token` and name the `num_top` likeliest; of equals those with the lower ids."""
     shifted = logits.astype(np.float64) - logits.max()
-    return float(shifted[token] - np.log(np.exp(shifted).sum()))
+    log_sum = np.log(np.exp(shifted).sum())
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        enough = np.flatnonzero(shifted >= np.partition(shifted, -num_top)[-num_top])
+        likeliest = enough[np.argsort(-shifted[enough], kind="stable")][:num_top]
+        top = tuple((int(other), float(shifted[other] - log_sum)) for other in likeliest)
+    return TokenScore(token, float(shifted[token] - log_sum), top)
 
 
 def _probabilities(logits: Logits) -> NDArray[np.float64]:

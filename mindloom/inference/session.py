@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mindloom.data.tokenizer import Tokenizer
-from mindloom.inference.decoding import Decoding
-from mindloom.inference.generate import FinishReason, NewToken, Request, generate
+from mindloom.inference.config import GenerateJob
+from mindloom.inference.decoding import Cached, Decoding, Uncached
+from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
+from mindloom.inference.scheduler import FinishReason, NewToken, Request, generate
 from mindloom.inference.stopping import StopCondition, at_text, first_of, held_back
 from mindloom.runtime.engine import Engine
 
@@ -26,7 +28,7 @@ class Completion:
     """Of the tokens, without what stopped it."""
     finish_reason: FinishReason | None = None
     prefill_s: float = 0.0
-    """From the prompt to the first token; shared by the prompts that began together."""
+    """From a free row to the first token."""
     decode_s: float = 0.0
     """Of all further tokens."""
 
@@ -34,6 +36,55 @@ class Completion:
     def time_per_token_s(self) -> float | None:
         """Of the tokens after the first."""
         return self.decode_s / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where a text ends.
+
+    Args:
+        stop_ids: tokens that end it, the end-of-document token among them; not part of the text.
+        stop_texts: texts that end it; not part of it.
+        rule: another rule.
+    """
+
+    tokenizer: Tokenizer
+    stop_ids: Sequence[int]
+    stop_texts: Sequence[str] = ()
+    rule: StopCondition | None = None
+
+    def at(self, text: str) -> int | None:
+        """Where `text` ends before its end, if it does."""
+        rules = [*([at_text(self.stop_texts)] if self.stop_texts else []), *([self.rule] if self.rule else [])]
+        return first_of(*rules)(text) if rules else None
+
+    def is_reached(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of these generated tokens ends the text."""
+        if tokens[-1] in self.stop_ids:
+            return True
+        return bool(self.stop_texts or self.rule) and self.at(self.tokenizer.decode(list(tokens))) is not None
+
+    def add(self, completion: Completion, new: NewToken) -> str:
+        """Book a token. Returns the text that is certain now: what may be the start of a stop text waits."""
+        if completion.tokens:
+            completion.decode_s += new.seconds
+        else:
+            completion.prefill_s = new.seconds
+        completion.tokens.append(new.token)
+        completion.log_probabilities.append(new.log_probability)
+        completion.finish_reason = new.finish_reason
+        ended_by_token = new.finish_reason == "stop" and new.token in self.stop_ids
+        text = self.tokenizer.decode(completion.tokens[:-1] if ended_by_token else completion.tokens)
+        end = self.at(text)
+        if end is not None:
+            text = text[:end]
+        elif not new.finish_reason:
+            text = text[: len(text) - held_back(text, self.stop_texts)]
+        if not text.startswith(completion.text) and not new.finish_reason:
+            return ""  # a tokenizer that reads the last tokens anew: wait until it settles
+        added = text[len(completion.text) :] if text.startswith(completion.text) else ""
+        completion.text = text
+        return added
 
 
 @dataclass(frozen=True)
@@ -47,27 +98,10 @@ class Piece:
 
 
 class Session:
-    """A model, ready for prompts, its graphs compiled once for all of them.
+    """A model, ready for prompts, its graphs compiled once for all of them. `ending` may be set anew between calls."""
 
-    Args:
-        stop_ids: tokens that end a text, the end-of-document token among them.
-        stop_texts: texts that end a text; not part of what is returned.
-        ending: another rule for where a text ends.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        decoding: Decoding,
-        tokenizer: Tokenizer,
-        stop_ids: Sequence[int],
-        stop_texts: Sequence[str] = (),
-        ending: StopCondition | None = None,
-    ):
-        self.engine, self.decoding, self.tokenizer = engine, decoding, tokenizer
-        self.stop_ids, self.stop_texts = stop_ids, stop_texts
-        endings = [at_text(stop_texts)] if stop_texts else []
-        self.ending = first_of(*endings, *([ending] if ending else [])) if endings or ending else None
+    def __init__(self, engine: Engine, decoding: Decoding, ending: Ending):
+        self.engine, self.decoding, self.ending = engine, decoding, ending
 
     def complete(self, prompts: Sequence[str], sampling: SamplingConfig, max_new_tokens: int) -> list[Completion]:
         """All prompts to their end, in the order given."""
@@ -89,42 +123,29 @@ class Session:
             max_new_tokens: of every prompt, or of each.
             streams: what sets the random numbers of each prompt apart; without it, its place.
         """
-        sampler = Sampler(sampling, self.stop_ids, self.tokenizer.vocab_size)
-        ids = [self.tokenizer.encode(prompt) for prompt in prompts]
+        ending = self.ending
+        sampler = Sampler(sampling, ending.stop_ids, ending.tokenizer.vocab_size)
+        ids = [ending.tokenizer.encode(prompt) for prompt in prompts]
         most = [max_new_tokens] * len(ids) if isinstance(max_new_tokens, int) else max_new_tokens
         self.decoding.prepare([len(prompt) for prompt in ids], max(most, default=0))
         requests = [
-            Request(tokens, limit, sampler, self._is_finished, stream)
+            Request(tokens, limit, sampler, ending.is_reached, stream)
             for tokens, limit, stream in zip(ids, most, streams or range(len(ids)), strict=True)
         ]
         completions = [Completion(prompt) for prompt in prompts]
         for new in generate(self.decoding, self.engine, requests):
             completion = completions[new.request]
-            yield Piece(new.request, self._add(completion, new), completion)
+            yield Piece(new.request, ending.add(completion, new), completion)
 
-    def _is_finished(self, tokens: Sequence[int]) -> bool:
-        if tokens[-1] in self.stop_ids:
-            return True
-        return self.ending is not None and self.ending(self.tokenizer.decode(list(tokens))) is not None
 
-    def _add(self, completion: Completion, new: NewToken) -> str:
-        """Book a token. Returns the text that is certain now."""
-        if completion.tokens:
-            completion.decode_s += new.seconds
-        else:
-            completion.prefill_s = new.seconds
-        completion.tokens.append(new.token)
-        completion.log_probabilities.append(new.log_probability)
-        completion.finish_reason = new.finish_reason
-        ended_by_token = new.finish_reason == "stop" and new.token in self.stop_ids
-        text = self.tokenizer.decode(completion.tokens[:-1] if ended_by_token else completion.tokens)
-        end = self.ending(text) if self.ending else None
-        if end is not None:
-            text = text[:end]
-        elif not new.finish_reason:
-            text = text[: len(text) - held_back(text, self.stop_texts)]
-        if not text.startswith(completion.text) and not new.finish_reason:
-            return ""  # a tokenizer that reads the last tokens anew: wait until it settles
-        added = text[len(completion.text) :] if text.startswith(completion.text) else ""
-        completion.text = text
-        return added
+def open_session(job: GenerateJob, engine: Engine) -> Session:
+    """The checkpoint's model, ready for the job's prompts."""
+    config, int8 = job.config, job.config.weights == "int8"
+    if config.no_cache:
+        net = load_model(config.checkpoint, job.family, job.model, job.strategy, int8=int8)
+        decoding: Decoding = Uncached(engine, net, job.model, job.num_rows)
+    else:
+        shape = (job.num_rows, job.num_slots)
+        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8)
+        decoding = Cached(engine, net, job.model, *shape)
+    return Session(engine, decoding, Ending(job.tokenizer, job.stop_ids, config.stop, job.ending))

@@ -8,24 +8,9 @@ import signal
 from typing import Any
 
 from mindloom.inference.config import GenerateJob, in_form, prompt_problems
-from mindloom.inference.decoding import Cached, Decoding, Uncached
-from mindloom.inference.model import load_model
-from mindloom.inference.session import Completion, Session
+from mindloom.inference.session import Completion, Session, open_session
 from mindloom.log import counted, milestone
 from mindloom.runtime.engine import Engine
-
-
-def open_session(job: GenerateJob, engine: Engine) -> Session:
-    """The checkpoint's model, ready for the job's prompts."""
-    config, int8 = job.config, job.config.weights == "int8"
-    if config.no_cache:
-        net = load_model(config.checkpoint, job.family, job.model, job.strategy, int8=int8)
-        decoding: Decoding = Uncached(engine, net, job.model, job.num_rows)
-    else:
-        shape = (job.num_rows, job.num_slots)
-        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8)
-        decoding = Cached(engine, net, job.model, *shape)
-    return Session(engine, decoding, job.tokenizer, job.stop_ids, config.stop, job.ending)
 
 
 def run(job: GenerateJob) -> None:

@@ -32,10 +32,10 @@ from mindloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from mindloom.errors import ConfigError, did_you_mean
 from mindloom.inference.cache import num_slots_for
 from mindloom.inference.decoding import Cached
-from mindloom.inference.generate import Request, generate
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
-from mindloom.inference.score import compute_logits
+from mindloom.inference.scheduler import Request, generate
+from mindloom.inference.score import Scorer
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import size_config
 from mindloom.reader import Document, fields_from
@@ -169,13 +169,13 @@ class _Model(_mindformers.PreTrainedModel):
         """Logits (B, T, V) of token ids (B, T), as tools/score.py computes them; None on ranks that do not hold them."""
         config = self.config.decoder_config()
         if self._whole is None:
-            self._whole = load_model(self._folder, self.config.family, config, self._plan)
+            self._whole = Scorer(self._engine, self._folder, self.config.family, config)
         ids = _array(input_ids)
         if ids.shape[1] > config.seq_len or ids.min() < 0 or ids.max() >= config.vocab_size:
             raise ConfigError(
                 f"input_ids {ids.shape}: up to {config.seq_len} ids from 0 to {config.vocab_size - 1} a row"
             )
-        logits = compute_logits(self._engine, self._whole, ids, config.vocab_size, eod_id)
+        logits = self._whole.logits(ids, eod_id)
         return None if logits is None else Tensor(logits)
 
     def generate(self, input_ids: Any, generation_config: Any = None, **options: Any) -> Any:

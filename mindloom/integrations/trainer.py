@@ -97,7 +97,9 @@ class Trainer:
             raise ConfigError(f"{self.eval_dataset}: one folder of token files is expected, not a blend")
         samples = _samples(part, self.options.get("seq_len") or model.seq_len, model.vocab_size)
         prepare_environment()
-        loss, num_tokens = import_module("mindloom.inference.score").mean_loss(folder, family, model, samples)
+        engine = import_module("mindloom.runtime.engine").Engine(SINGLE_DEVICE)
+        scorer = import_module("mindloom.inference.score").Scorer(engine, folder, family, model)
+        loss, num_tokens = scorer.mean_loss(samples)
         return {"loss": loss, "num_tokens": num_tokens}
 
     def predict(

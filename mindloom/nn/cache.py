@@ -14,14 +14,25 @@ class NoCache(nn.Cell):
 
 
 class KVCache(nn.Cell):
-    """Keys and values of every row's tokens, (B, KV, S, D/H) each: S slots a row, written in place."""
+    """Keys and values of every row's tokens, (R, KV, S, D/H) each: R rows of S slots, written in place."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: mstype.Type):
         super().__init__()
+        self.num_rows = shape[0]
         self.keys = Parameter(initializer("zeros", shape, dtype), requires_grad=False)
         self.values = Parameter(initializer("zeros", shape, dtype), requires_grad=False)
         self.append_keys, self.append_values = ops.ScatterNdUpdate(), ops.ScatterNdUpdate()
+        self.rows, self.row = ops.StridedSlice(), ops.ReduceMax()
+        self.pick_keys, self.pick_values = ops.Gather(), ops.Gather()
 
     def construct(self, k, v, slots):
-        """k, v: (B, KV, T, D/H); slots: (B, KV, T, 3), the row, head and slot of each among those this device holds."""
-        return self.append_keys(self.keys, slots, k), self.append_values(self.values, slots, v)
+        """k, v: (B, KV, T, D/H); slots: (B, KV, T, 3), the row, head and slot of each among those this device holds.
+
+        Returns all keys and values of the B rows: where those are not all R rows, of the ones that `slots` names.
+        """
+        keys, values = self.append_keys(self.keys, slots, k), self.append_values(self.values, slots, v)
+        batch, heads, length, _ = slots.shape
+        if batch == self.num_rows:
+            return keys, values
+        row = self.row(self.rows(slots, (0, 0, 0, 0), (batch, heads, length, 1), (1, 1, 1, 1)), (1, 2, 3))
+        return self.pick_keys(keys, row, 0), self.pick_values(values, row, 0)

@@ -64,8 +64,9 @@ def main(argv: Sequence[str]) -> int:
     if problems := problems + batch_problems(strategy, len(ids), min(ids.shape[1], model.seq_len), training=False):
         raise ConfigError(problems)
     prepare_environment()
-    score = import_module("mindloom.inference.score").score  # loads MindSpore
-    result = score(config.checkpoint, family, model, strategy, ids, config.eod_id)
+    engine = import_module("mindloom.runtime.engine").Engine(strategy)  # loads MindSpore
+    scorer = import_module("mindloom.inference.score").Scorer(engine, config.checkpoint, family, model)
+    result = scorer.score(ids, config.eod_id)
     if result is not None:
         if config.logits_out:
             write_atomically(config.logits_out, lambda path: np.save(path.open("wb"), result.logits))

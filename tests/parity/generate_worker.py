@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from mindloom.inference.config import GenerateConfig, check
-from mindloom.inference.terminal import open_session
+from mindloom.inference.session import open_session
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import launched_processes
 

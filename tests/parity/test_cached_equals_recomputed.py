@@ -11,11 +11,10 @@ from conftest import shared, tool
 from mindspore.graph.api import _cell_graph_executor
 
 from mindloom.checkpoint.io import load_config, save_checkpoint
-from mindloom.inference import decoding as decoding_module
 from mindloom.inference.decoding import Cached, Uncached
-from mindloom.inference.generate import Request, generate
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
+from mindloom.inference.scheduler import Request, generate
 from mindloom.models.family import size_config
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE
@@ -62,16 +61,24 @@ def converted(folder, activation, family="pangu"):
     return folder / "checkpoint"
 
 
-def cached(engine, folder, num_rows=1, num_slots=64, int8=False):
+def cached(engine, folder, num_rows=1, num_slots=64, int8=False, chunk=64):
     family, config = load_config(folder)
     net = load_model(folder, family, config, SINGLE_DEVICE, (num_rows, num_slots), int8)
-    return Cached(engine, net, config, num_rows, num_slots)
+    return Cached(engine, net, config, num_rows, num_slots, chunk)
 
 
 def recomputed(engine, folder, num_rows=1, int8=False):
     family, config = load_config(folder)
     net = load_model(folder, family, config, SINGLE_DEVICE, int8=int8)
     return Uncached(engine, net, config, num_rows)
+
+
+def extend(decoding, ids):
+    """Logits after the last of some further tokens of row 0."""
+    while ids:
+        chunk = decoding.next_chunks({0: ids})[0]
+        logits, ids = decoding.prefill({0: chunk})[0], ids[len(chunk) :]
+    return logits
 
 
 def tokens_of(decoding, engine, prompts, max_new_tokens, sampling=None):
@@ -92,7 +99,7 @@ def test_the_greedy_continuation_is_the_originals(tmp_path, golden, engine, acti
     assert tokens_of(recomputed(engine, folder), engine, [prompt], 12) == [expected]
     steps, decoding = [], cached(engine, folder)
     for feed in [prompt, *([token] for token in expected[:-1])]:
-        steps.append(decoding.extend({0: feed})[0])
+        steps.append(extend(decoding, feed))
     np.testing.assert_allclose(steps, golden["greedy_step_logits" + suffix], rtol=0, atol=1e-4)
 
 
@@ -107,26 +114,25 @@ def test_at_every_position_cached_logits_are_the_recomputed_ones(engine, golden,
     folder = converted(tmp_path, "gelu")
     ids = golden["input_ids"][0].tolist()
     one_by_one = cached(engine, folder)
-    logits = np.concatenate([one_by_one.extend({0: [token]}) for token in ids])
+    logits = np.stack([extend(one_by_one, [token]) for token in ids])
     np.testing.assert_allclose(logits, golden["logits"][0], rtol=0, atol=1e-4)
 
 
-def test_a_prompt_of_several_chunks_gives_what_one_forward_gives(engine, tiny, monkeypatch):
-    monkeypatch.setattr(decoding_module, "PREFILL_CHUNK", 16)
+def test_a_prompt_of_several_chunks_gives_what_one_forward_gives(engine, tiny):
     ids = np.random.RandomState(0).randint(0, 2000, 90).tolist()
-    in_chunks, whole = cached(engine, tiny, num_slots=128), recomputed(engine, tiny)
-    np.testing.assert_allclose(in_chunks.extend({0: ids[:70]}), whole.extend({0: ids[:70]}), rtol=0, atol=1e-4)
-    np.testing.assert_allclose(in_chunks.extend({0: ids[70:]}), whole.extend({0: ids[70:]}), rtol=0, atol=1e-4)
+    in_chunks, whole = cached(engine, tiny, num_slots=128, chunk=16), recomputed(engine, tiny)
+    np.testing.assert_allclose(extend(in_chunks, ids[:70]), extend(whole, ids[:70]), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(extend(in_chunks, ids[70:]), extend(whole, ids[70:]), rtol=0, atol=1e-4)
 
 
 def test_trimmed_tokens_leave_no_trace(engine, tiny):
     decoding = cached(engine, tiny)
-    first = decoding.extend({0: [5, 6, 7]})
-    decoding.extend({0: [8, 9]})
+    first = extend(decoding, [5, 6, 7])
+    extend(decoding, [8, 9])
     decoding.trim(0, 2)
-    np.testing.assert_array_equal(decoding.extend({0: [7]}).argmax(), first.argmax())
-    decoding.reset(0)
-    np.testing.assert_array_equal(decoding.extend({0: [5, 6, 7]}), first)
+    np.testing.assert_array_equal(extend(decoding, [7]).argmax(), first.argmax())
+    decoding.trim(0, 0)
+    np.testing.assert_array_equal(extend(decoding, [5, 6, 7]), first)
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=1.0, top_p=0.9, seed=4)])
@@ -177,9 +183,9 @@ def test_int8_takes_a_quarter_and_points_the_same_way(engine, tmp_path, golden, 
     for folder, ids in ((golden_folder, golden["input_ids"][0].tolist()), (tiny, list(range(10, 60)))):
         exact, coarse = recomputed(engine, folder), recomputed(engine, folder, int8=True)
         for length in (1, 8, len(ids)):
-            a, b = (d.extend({0: ids[:length]})[0].astype(np.float64) for d in (exact, coarse))
+            a, b = (extend(d, ids[:length]).astype(np.float64) for d in (exact, coarse))
             assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) >= 0.999
-            exact.reset(0)
-            coarse.reset(0)
+            exact.trim(0, 0)
+            coarse.trim(0, 0)
     sizes = [sum(p.asnumpy().nbytes for p in d.net.get_parameters()) for d in (exact, coarse)]
     assert sizes[1] / sizes[0] < 0.3

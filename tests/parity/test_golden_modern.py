@@ -15,9 +15,9 @@ from mindloom.checkpoint.huggingface import export_published, import_published, 
 from mindloom.checkpoint.io import load_config, load_weights
 from mindloom.data.batch import document_positions
 from mindloom.inference.decoding import Cached, Uncached
-from mindloom.inference.generate import Request, generate
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
+from mindloom.inference.scheduler import Request, generate
 from mindloom.models.family import family_module
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE

@@ -14,7 +14,7 @@ def test_a_row_is_appended_to_trimmed_and_reset_apart_from_the_others():
     assert books.append(0, 2).tolist() == [3, 4]
     books.trim(0, 4)
     assert books.append(0, 1).tolist() == [4]
-    books.reset(0)
+    books.trim(0, 0)
     assert books.lengths.tolist() == [0, 1]
 
 
@@ -27,10 +27,11 @@ def test_the_last_slot_is_spare():
 
 def test_indices_count_within_the_part_of_a_device():
     books = SlotTable(num_rows=4, num_kv_heads=4, num_slots=8, mesh=Mesh(dp=2, tp=2))
-    indices = books.indices(np.asarray([[1, 2], [3, 4], [5, 6], [7, 0]]))
+    indices = books.indices(range(4), np.asarray([[1, 2], [3, 4], [5, 6], [7, 0]]))
     assert indices.shape == (4, 4, 2, 3)
     assert indices[3, 2, 0].tolist() == [1, 0, 7]  # row 3 is the second of its replica, head 2 the first of its rank
     assert indices[..., 0].max() == indices[..., 1].max() == 1
+    assert books.indices([1, 3], np.zeros((2, 1), np.int64))[..., 0].tolist() == [[[1]] * 4] * 2
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from mindloom.inference.sampling import (
     ban_until,
     keep_top_k,
     keep_top_p,
-    log_probability,
     penalize_frequency,
     penalize_repetition,
     scale,
+    score_token,
 )
 
 NOTHING = History([], [])
@@ -103,7 +103,10 @@ def test_all_processors_together_leave_the_models_logits_alone():
 
 
 def test_log_probability_is_of_the_softmax():
-    assert log_probability(logits_of(0.25, 0.75) + 3, 0) == pytest.approx(np.log(0.25))
+    score = score_token(logits_of(0.25, 0.5, 0.25) + 3, 0, num_top=2)
+    assert score.log_probability == pytest.approx(np.log(0.25))
+    assert [token for token, _ in score.top] == [1, 0]  # of equals the one with the lower id
+    assert score.top[0][1] == pytest.approx(np.log(0.5))
 
 
 @pytest.mark.parametrize(

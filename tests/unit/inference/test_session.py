@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mindloom.inference.generate import Request, generate
 from mindloom.inference.sampling import Sampler, SamplingConfig
-from mindloom.inference.session import Session
+from mindloom.inference.scheduler import Request, generate
+from mindloom.inference.session import Ending, Session
 from mindloom.strategy.config import SINGLE_DEVICE
 
 EOD = 0
@@ -29,7 +29,7 @@ class Letters:
 class Script:
     """Continues each row's first token with the text the script has for it."""
 
-    cache_bytes = 0
+    cache_bytes, reusable = 0, 0
 
     def __init__(self, num_rows, texts):
         self.num_rows = num_rows
@@ -40,26 +40,37 @@ class Script:
     def prepare(self, prompt_lengths, max_new_tokens):
         self.prepared = (list(prompt_lengths), max_new_tokens)
 
-    def extend(self, feed):
-        self.calls.append({row: list(ids) for row, ids in feed.items()})
-        logits = np.zeros((self.num_rows, 27), np.float32)
-        for row, ids in feed.items():
+    def next_chunks(self, waiting):
+        return dict(waiting)
+
+    def prefill(self, chunks, every=False):
+        self.calls.append({row: list(ids) for row, ids in chunks.items()})
+        logits = {}
+        for row, ids in chunks.items():
             self.rows.setdefault(row, []).extend(ids)
             first = Letters().decode(self.rows[row][:1])
             said = len(self.rows[row]) - self.lengths[first]
-            logits[row, self.texts[first][said]] = 9.0
+            logits[row] = np.zeros((len(ids), 27) if every else 27, np.float32)
+            logits[row][..., self.texts[first][said]] = 9.0
         return logits
 
-    def reset(self, row):
-        self.rows.pop(row, None)
+    def decode(self, tokens):
+        return self.prefill({row: [token] for row, token in tokens.items()})
+
+    def trim(self, row, length):
+        self.rows[row] = self.rows.get(row, [])[:length]
+        if not self.rows[row]:
+            del self.rows[row]
 
 
-ENGINE = SimpleNamespace(strategy=SINGLE_DEVICE, is_log_rank=True, broadcast=lambda array, source: array)
+ENGINE = SimpleNamespace(
+    strategy=SINGLE_DEVICE, is_log_rank=True, in_last_stage=True, broadcast=lambda array, source: array
+)
 
 
 def session(script, prompts, **arguments):
     script.lengths = {prompt[0]: len(prompt) for prompt in prompts}
-    return Session(ENGINE, script, Letters(), [EOD], **arguments)
+    return Session(ENGINE, script, Ending(Letters(), [EOD], **arguments))
 
 
 def complete(script, prompts, max_new_tokens=20, **arguments):
@@ -102,7 +113,7 @@ def test_a_stop_texts_beginning_is_held_back_until_it_is_none():
 
 
 def test_another_rule_can_end_a_text():
-    (done,) = complete(Script(1, {"x": "abcdef"}), ["x"], ending=lambda text: 2 if len(text) > 3 else None)
+    (done,) = complete(Script(1, {"x": "abcdef"}), ["x"], rule=lambda text: 2 if len(text) > 3 else None)
     assert (done.text, done.finish_reason, len(done.tokens)) == ("ab", "stop", 4)
 
 

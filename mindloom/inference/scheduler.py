@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in, tokens out: they share the rows of a batch, and may come and go while others go on.
+
+Every rank of a job has a scheduler of its own and makes the same calls in the same order; one rank chooses the tokens and
+tells the others. What a request gets depends on the request alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from mindloom.inference.decoding import Decoding, Logits
+from mindloom.inference.sampling import History, Sampler, TokenScore, score_token
+from mindloom.runtime.engine import Engine
+
+FinishReason = Literal["stop", "length"]
+_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and what is wanted of it."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    """0 with `score_prompt` only."""
+    sampler: Sampler
+    is_finished: Callable[[Sequence[int]], bool]
+    """Asked after each token, with all generated ones, on the rank that chooses."""
+    stream: int = 0
+    """Sets its random numbers apart from those of other requests with the same seed."""
+    num_top: int = 0
+    """The likeliest tokens to tell beside each."""
+    score_prompt: bool = False
+    """Tell how likely each token of the prompt is, but its first."""
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """One generated token."""
+
+    request: int
+    """What `submit` returned."""
+    token: int
+    log_probability: float
+    """Under the model itself, before penalties, temperature and the rest."""
+    seconds: float
+    """Since the token before; the first one's since a row was free for the prompt."""
+    finish_reason: FinishReason | None
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log-probabilities; on the rank that chooses."""
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """How likely the tokens of a prompt are, from the second on. Comes before the first new token."""
+
+    request: int
+    scores: Sequence[TokenScore]
+    """On the rank that chooses; empty on the others."""
+    finish_reason: FinishReason | None
+    """Set where no token is wanted."""
+
+
+Event = NewToken | PromptScores
+
+
+@dataclass
+class _Row:
+    """A row at work."""
+
+    id: int
+    request: Request
+    left: Sequence[int]
+    """Of the prompt."""
+    since: float
+    generated: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+
+
+class Scheduler:
+    """Gives rows to requests in the order they came, and lets all rows go on together.
+
+    A step takes a chunk of the oldest prompt that is not worked through yet, then one token further all rows that are. So a
+    long prompt holds the others up by a chunk a token, and waits for no more than a token a chunk. A prompt that begins like
+    one that a free row still holds goes on from there.
+    """
+
+    def __init__(self, decoding: Decoding, engine: Engine):
+        self.decoding, self.engine = decoding, engine
+        self._ids = itertools.count()
+        self._waiting: dict[int, Request] = {}
+        self._rows: dict[int, _Row] = {}
+        self._free = list(range(decoding.num_rows))  # the one freed longest ago first
+        self._held: dict[int, Sequence[int]] = dict.fromkeys(self._free, ())
+        self.reused_tokens = 0
+        """Of all prompts, what was held already."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not self._rows
+
+    def submit(self, request: Request) -> int:
+        """Queue a request. Returns its number, counted from 0."""
+        assert request.prompt and (request.max_new_tokens > 0 or request.score_prompt), request
+        number = next(self._ids)
+        self._waiting[number] = request
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Forget a request, wherever it is; its row is free for the next step."""
+        self._waiting.pop(number, None)
+        for row, state in list(self._rows.items()):
+            if state.id == number:
+                self._release(row)
+
+    def cancel_all(self) -> None:
+        """Forget all requests."""
+        self._waiting.clear()
+        for row in list(self._rows):
+            self._release(row)
+
+    def step(self) -> list[Event]:
+        """What a chunk of a prompt and a further token of each row have brought."""
+        self._admit()
+        events: list[Event] = []
+        decoded = {row: state.generated[-1] for row, state in self._rows.items() if state.generated}
+        logits = self._prefill(events)
+        ended = [row for row, state in self._rows.items() if not state.left and not state.generated]
+        if decoded:
+            more = self.decoding.decode(decoded)
+            logits = logits if more is None else {**(logits or {}), **more}
+        events += self._choose([*ended, *decoded], logits)
+        return events
+
+    def _admit(self) -> None:
+        for number, request in list(self._waiting.items()):
+            if not self._free:
+                return
+            del self._waiting[number]
+            shared = {row: 0 if request.score_prompt else self._shared(row, request.prompt) for row in self._free}
+            row = max(self._free, key=lambda free: shared[free])  # of equals the first
+            self._free.remove(row)
+            self.decoding.trim(row, shared[row])
+            self.reused_tokens += shared[row]
+            self._rows[row] = _Row(number, request, request.prompt[shared[row] :], time.perf_counter())
+
+    def _shared(self, row: int, prompt: Sequence[int]) -> int:
+        """Tokens that a free row holds of a prompt: whole chunks, but never its last token, whose logits are needed."""
+        unit, held = self.decoding.reusable, self._held[row]
+        same = 0
+        while unit and same + unit < len(prompt) and list(held[same : same + unit]) == list(prompt[same : same + unit]):
+            same += unit
+        return same
+
+    def _release(self, row: int) -> None:
+        state, unit = self._rows.pop(row), self.decoding.reusable
+        done = len(state.request.prompt) - len(state.left)
+        self._held[row] = state.request.prompt[: done // unit * unit] if unit else ()
+        self.decoding.trim(row, len(self._held[row]))
+        self._free.append(row)
+
+    def _prefill(self, events: list[Event]) -> Mapping[int, Logits] | None:
+        """Take the next chunks. Returns logits after the last token of the prompts that ended."""
+        waiting = {row: state for row, state in self._rows.items() if state.left}
+        if not waiting:
+            return {} if self.engine.in_last_stage else None
+        every = next(iter(waiting.values())).request.score_prompt
+        alike = {row: state.left for row, state in waiting.items() if state.request.score_prompt == every}
+        chunks = self.decoding.next_chunks(alike)
+        logits = self.decoding.prefill(chunks, every)
+        last: dict[int, Logits] = {}
+        for row, chunk in chunks.items():
+            state = self._rows[row]
+            if every:
+                self._score(state, chunk, None if logits is None else logits[row])
+            state.left = state.left[len(chunk) :]
+            if logits is not None and not state.left:
+                last[row] = logits[row][-1] if every else logits[row]
+            if every and not state.left:
+                reason: FinishReason | None = None if state.request.max_new_tokens else "length"
+                events.append(PromptScores(state.id, state.scores, reason))
+                if reason:
+                    self._release(row)
+        return None if logits is None else last
+
+    def _score(self, state: _Row, chunk: Sequence[int], logits: Logits | None) -> None:
+        """Book how likely the tokens after those of a chunk are."""
+        if logits is None or not self.engine.is_log_rank:
+            return
+        followers = list(state.left[1 : len(chunk) + 1])
+        state.scores += [
+            score_token(row, token, state.request.num_top) for row, token in zip(logits, followers, strict=False)
+        ]
+
+    def _choose(self, rows: Sequence[int], logits: Mapping[int, Logits] | None) -> list[NewToken]:
+        """The next token of each row: chosen by one rank, told to all."""
+        if not rows:
+            return []
+        told = np.zeros((3, len(rows)), np.int32)  # token, log-probability as bits, why it ended
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
+        if logits is not None and self.engine.is_log_rank:
+            for place, row in enumerate(rows):
+                state = self._rows[row]
+                request, history = state.request, History(state.request.prompt, state.generated)
+                token = request.sampler.choose(logits[row], history, stream=request.stream)
+                score = score_token(logits[row], token, request.num_top)
+                tops[place] = score.top
+                ended = _REASONS.index(_finish_reason(request, [*state.generated, token]))
+                told[:, place] = token, np.float32(score.log_probability).view(np.int32), ended
+        told = self.engine.broadcast(told, self.engine.strategy.mesh.first_rank_of_last_stage)
+        now, new = time.perf_counter(), []
+        for place, row in enumerate(rows):
+            state, (token, bits, ended) = self._rows[row], told[:, place]
+            state.generated.append(int(token))
+            reason = _REASONS[ended]
+            new.append(
+                NewToken(state.id, int(token), float(bits.view(np.float32)), now - state.since, reason, tops[place])
+            )
+            state.since = now
+            if reason:
+                self._release(row)
+        return new
+
+
+def generate(decoding: Decoding, engine: Engine, requests: Sequence[Request]) -> Iterator[NewToken]:
+    """Tokens of all requests, numbered by their places, in the order they are made. Every rank of a job yields the same.
+
+    Rows left unfinished, when the caller stops early, are free again.
+    """
+    scheduler = Scheduler(decoding, engine)
+    for request in requests:
+        scheduler.submit(request)
+    try:
+        while not scheduler.is_idle:
+            yield from (event for event in scheduler.step() if isinstance(event, NewToken))
+    finally:
+        scheduler.cancel_all()
+        for row in range(decoding.num_rows):
+            decoding.trim(row, 0)
+
+
+def _finish_reason(request: Request, generated: Sequence[int]) -> FinishReason | None:
+    if request.is_finished(generated):
+        return "stop"
+    return "length" if len(generated) >= request.max_new_tokens else None

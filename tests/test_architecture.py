@@ -40,6 +40,7 @@ PACKAGES = {
     "train": {"checkpoint", "data", "parallel", "runtime", "strategy"},
     "inference": {"checkpoint", "data", "nn", "parallel", "runtime", "strategy"},
     "evaluation": {"inference", "runtime"},
+    "serve": {"checkpoint", "data", "inference", "runtime", "strategy"},
     "dry_run": {"parallel", "planner", "runtime", "strategy", "train"},
     "certification": {"data", "dry_run", "parallel", "planner", "runtime", "strategy", "train"},
     "integrations": {"checkpoint", "data", "inference", "runtime", "strategy", "train"},

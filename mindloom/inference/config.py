@@ -174,6 +174,14 @@ def find_language(name: str, family: str) -> Language:
     return Language(lambda prompt: module.tagged(prompt, language), endings.get(module.FUNCTION_ENDS.get(language)))
 
 
+def language_tags(family: str) -> list[str]:
+    """Programming languages that a family's models know by a tag."""
+    try:
+        return list(family_module(family, "languages").TAGS)
+    except ModuleNotFoundError:
+        return []
+
+
 def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, str]]:
     """(where it stands, text) of each prompt.
 

@@ -6,7 +6,7 @@ A token that must not be chosen has the logit -inf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,17 @@ def ban_until(num_new_tokens: int, tokens: Sequence[int]) -> Processor:
     """Do not choose these before `num_new_tokens` were generated."""
     ban_now = ban(tokens)
     return lambda logits, history: ban_now(logits, history) if len(history.generated) < num_new_tokens else logits
+
+
+def add_bias(bias: Mapping[int, float]) -> Processor:
+    """Add a number to the logits of some tokens."""
+    tokens, more = np.asarray([*bias], np.int64), np.asarray([*bias.values()], np.float64)
+
+    def process(logits: Logits, history: History) -> Logits:
+        logits[tokens] += more
+        return logits
+
+    return process
 
 
 def penalize_repetition(penalty: float) -> Processor:
@@ -150,11 +161,18 @@ class Sampler:
 
     Args:
         vocab_size: tokens there are, where the model has rows for more (padding that no tokenizer can decode).
+        first: what changes the logits before all that.
     """
 
-    def __init__(self, config: SamplingConfig, stop_ids: Sequence[int] = (), vocab_size: int | None = None):
+    def __init__(
+        self,
+        config: SamplingConfig,
+        stop_ids: Sequence[int] = (),
+        vocab_size: int | None = None,
+        first: Sequence[Processor] = (),
+    ):
         self.config, self.vocab_size = config, vocab_size
-        self.processors = processors(config, stop_ids)
+        self.processors = [*first, *processors(config, stop_ids)]
 
     def choose(self, logits: NDArray[np.floating[Any]], history: History, stream: int = 0) -> int:
         """The next token. `stream` sets the random numbers of one prompt apart from those of another."""
@@ -174,7 +192,8 @@ class Sampler:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """How likely a token is under the model itself, before any processor, and what else is."""
+    """How likely a token is under the model itself, before any processor, and what else is. Log-probabilities are rounded to
+    float32, in which ranks tell them to each other."""
 
     token: int
     log_probability: float
@@ -190,8 +209,8 @@ def score_token(logits: NDArray[np.floating[Any]], token: int, num_top: int = 0)
     if num_top:
         enough = np.flatnonzero(shifted >= np.partition(shifted, -num_top)[-num_top])
         likeliest = enough[np.argsort(-shifted[enough], kind="stable")][:num_top]
-        top = tuple((int(other), float(shifted[other] - log_sum)) for other in likeliest)
-    return TokenScore(token, float(shifted[token] - log_sum), top)
+        top = tuple((int(other), float(np.float32(shifted[other] - log_sum))) for other in likeliest)
+    return TokenScore(token, float(np.float32(shifted[token] - log_sum)), top)
 
 
 def _probabilities(logits: Logits) -> NDArray[np.float64]:

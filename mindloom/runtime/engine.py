@@ -6,9 +6,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -188,6 +189,23 @@ class Engine:
             return result
         group = Collectives(self.transport, range(self.strategy.mesh.size), "broadcast")
         return group.broadcast(array, source)
+
+    def share(self, value: Any, source: int) -> Any:
+        """What rank `source` gave, a value that JSON can hold, on every rank; the others' is not looked at."""
+        if self.strategy.mesh.size == 1:
+            return value
+        if self.transport is not None:
+            return self.transport.share_value(value, source, "share")
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8).astype(np.int32)
+        length = int(self.broadcast(np.asarray([len(text)], np.int32), source)[0])
+        padded = np.zeros(max(1024, 1 << (length - 1).bit_length()), np.int32)  # few lengths: each is compiled once
+        padded[: len(text) if self.rank == source else 0] = text if self.rank == source else ()
+        return json.loads(self.broadcast(padded, source)[:length].astype(np.uint8).tobytes())
+
+    def on_lost_rank(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` with a line that names it when another rank is gone, before this process ends for it."""
+        if self.transport is not None:
+            self.transport.on_lost = tell
 
     def largest(self, value: int) -> int:
         """The largest of what the ranks gave, on every rank."""

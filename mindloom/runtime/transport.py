@@ -52,6 +52,8 @@ class Transport:
     def __init__(self, rank: int, size: int, job: str):
         self.rank, self.size = rank, size
         self.last_steps: dict[int, int | None] = dict.fromkeys(range(size))
+        self.on_lost: Callable[[str], None] = lambda line: None
+        """Told, in one line, that a peer is gone, before this process ends."""
         self._inbox: dict[tuple[int, str], queue.Queue[Any]] = {}
         self._inbox_lock = threading.Lock()
         self._absent = set(range(size)) - {rank}  # peers that did not say hello yet
@@ -85,8 +87,10 @@ class Transport:
             return
         step = self.last_steps[peer]
         where = "before its first step" if step is None else f"its last step was {step}"
-        print(f"rank {self.rank}: rank {peer} is gone ({where}); ending this job", file=sys.stderr, flush=True)
+        line = f"rank {peer} is gone ({where}); ending this job"
+        print(f"rank {self.rank}: {line}", file=sys.stderr, flush=True)
         self._place.leave()
+        self.on_lost(line)
         os._exit(1)  # other threads wait inside C++ for messages that cannot come
 
     def _receive_loop(self) -> None:
@@ -173,6 +177,14 @@ class Transport:
             if peer != self.rank:
                 self.send_value(peer, tag, value)
         return [value if peer == self.rank else self.receive(peer, tag) for peer in ranks]
+
+    def share_value(self, value: Any, source: int, tag: Hashable) -> Any:
+        """The value that rank `source` gave, on every rank."""
+        if self.rank != source:
+            return self.receive(source, tag)
+        for peer in self._peers:
+            self.send_value(peer, tag, value)
+        return value
 
     def close(self) -> None:
         """Say goodbye and leave; what was sent still arrives."""

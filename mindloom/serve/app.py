@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP in front of a `Service`: OpenAI's endpoints, vLLM's tokenizer endpoints, health, metrics and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from mindloom.data.tokenizer import chat_prompt, infill_prompt
+from mindloom.errors import ConfigError
+from mindloom.inference.config import language_tags
+from mindloom.inference.scheduler import Event, NewToken, PromptScores
+from mindloom.inference.session import Completion, Ending
+from mindloom.log import milestone
+from mindloom.serve import answers
+from mindloom.serve.answers import Choice
+from mindloom.serve.config import ServeJob
+from mindloom.serve.metrics import Metrics, Timing
+from mindloom.serve.requests import (
+    Asked,
+    ChatAsked,
+    CompletionAsked,
+    Fields,
+    RequestError,
+    log_unknown,
+    read_chat,
+    read_completion,
+    read_json,
+    token_ids,
+)
+from mindloom.serve.service import Failed, Service, Wanted
+
+BODY_TIMEOUT_S = 30.0
+OPEN_PATHS = ("/", "/health")
+"""What needs no key."""
+PAGE = Path(__file__).with_name("page.html")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(service: Service) -> Starlette:
+    """The application of one server."""
+    server = Server(service)
+    routes = [
+        ("/", server.page, "GET"),
+        ("/health", server.health, "GET"),
+        ("/metrics", server.metrics_text, "GET"),
+        ("/v1/models", server.models, "GET"),
+        ("/tokenizer_info", server.tokenizer_info, "GET"),
+        ("/tokenize", server.tokenize, "POST"),
+        ("/detokenize", server.detokenize, "POST"),
+        ("/v1/completions", server.completions, "POST"),
+        ("/v1/chat/completions", server.chat, "POST"),
+    ]
+    return Starlette(
+        routes=[Route(path, server.guarded(handler), methods=[method]) for path, handler, method in routes],
+        exception_handlers={HTTPException: _not_here, 500: _broken},
+    )
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = {404: f"there is no {request.url.path}", 405: f"{request.method} does not go with {request.url.path}"}
+    told = RequestError(error.status_code, known.get(error.status_code, str(error.detail)), headers=error.headers)
+    return _error(told)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    milestone(f"{request.url.path}: {type(error).__name__}: {error}")
+    return _error(RequestError(500, "the server made a mistake; its log says which"))
+
+
+def _error(error: RequestError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+class Server:
+    """The handlers, and what they share."""
+
+    def __init__(self, service: Service):
+        self.service = service
+        self.job: ServeJob = service.job
+        self.metrics = Metrics(service, self.job.name)
+        self.started = int(time.time())
+        self._unknown: set[str] = set()
+
+    def guarded(self, handler: Handler) -> Handler:
+        """A handler that only those with the key reach, and whose refusals are answers."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                self._check_key(request)
+                return await handler(request)
+            except RequestError as error:
+                return _error(error)
+            except ConfigError as error:
+                return _error(RequestError(400, error.problems[0]))
+            except ClientDisconnect:
+                return Response(status_code=499)
+
+        return handle
+
+    def _check_key(self, request: Request) -> None:
+        key = self.job.config.api_key
+        if key is None or request.url.path in OPEN_PATHS:
+            return
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise RequestError(401, "send the key as `Authorization: Bearer KEY`", headers=headers)
+
+    # What there is
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(await run_in_threadpool(PAGE.read_text, encoding="utf-8"), headers=HEADERS)
+
+    async def health(self, request: Request) -> Response:
+        if self.service.state == "ready":
+            return JSONResponse({"status": "ok"})
+        said = self.service.failure or self.service.progress or self.service.state
+        error = {"message": said, "type": "unavailable_error", "param": None, "code": 503}
+        return JSONResponse({"status": self.service.state, "error": error}, 503, {"Retry-After": "1"})
+
+    async def metrics_text(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        tokenizer = self.job.tokenizer
+        model = {
+            "id": self.job.name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "mindloom",
+            "root": self.job.name,
+            "parent": None,
+            "max_model_len": self.job.max_model_len,
+            "permission": [],
+            "abilities": {
+                "chat": hasattr(tokenizer, "chat"),
+                "infill": hasattr(tokenizer, "infill"),
+                "languages": language_tags(self.job.family),
+            },
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        tokenizer = self.job.tokenizer
+        eos = answers.token_text(tokenizer, tokenizer.eod_id)
+        return JSONResponse({"tokenizer_class": type(tokenizer).__name__, "eos_token": eos, "bos_token": None})
+
+    async def tokenize(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        text = fields.take("prompt", str)
+        if text is None:
+            raise RequestError(400, "prompt is missing", "prompt")
+        tokens = await run_in_threadpool(self.job.tokenizer.encode, text)
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.job.max_model_len})
+
+    async def detokenize(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        given = fields.take("tokens", list)
+        if given is None:
+            raise RequestError(400, "tokens is missing", "tokens")
+        tokens = token_ids(given, "tokens", self.job.tokenizer.vocab_size)
+        return JSONResponse({"prompt": await run_in_threadpool(self.job.tokenizer.decode, list(tokens))})
+
+    # Texts
+
+    async def completions(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        asked = read_completion(fields, self.job.tokenizer.vocab_size)
+        self._check_state(asked, fields, request)
+        prompts = [await run_in_threadpool(self._prompt, prompt, asked.suffix) for prompt in asked.prompts]
+        choices = [
+            Choice(
+                index=number * asked.num_choices + choice,
+                prompt=prompt,
+                ending=self._ending(asked),
+                completion=Completion(""),
+                echo=self._text(asked.prompts[number]) if asked.echo else None,
+            )
+            for number, prompt in enumerate(prompts)
+            for choice in range(asked.num_choices)
+        ]
+        return await self._answer(request, asked, prompts, choices, CompletionAnswer(self.job, asked))
+
+    async def chat(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        if not hasattr(self.job.tokenizer, "chat"):
+            raise RequestError(
+                400, f"{self.job.name} is a base model: it has no chat template. Use /v1/completions", "messages"
+            )
+        asked = read_chat(fields, self.job.tokenizer.vocab_size)
+        self._check_state(asked, fields, request)
+        text = chat_prompt(self.job.tokenizer, asked.messages)
+        prompt = tuple(await run_in_threadpool(self.job.tokenizer.encode, text))
+        choices = [Choice(index, prompt, self._ending(asked), Completion("")) for index in range(asked.num_choices)]
+        return await self._answer(request, asked, [prompt], choices, ChatAnswer(self.job, asked))
+
+    async def _fields(self, request: Request) -> Fields:
+        """The body, as far as it may go.
+
+        Raises:
+            RequestError: it is too long, too slow, or no JSON object.
+        """
+        limit = self.job.config.max_body_kb * 1024
+        too_long = RequestError(413, f"the request is longer than {self.job.config.max_body_kb} KB")
+        length = request.headers.get("content-length", "0")
+        if length.isdigit() and int(length) > limit:
+            raise too_long
+
+        async def read() -> bytes:
+            body = bytearray()
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise too_long
+            return bytes(body)
+
+        try:
+            return await run_in_threadpool(read_json, await asyncio.wait_for(read(), BODY_TIMEOUT_S))
+        except asyncio.TimeoutError:
+            raise RequestError(408, f"the request did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+
+    def _check_state(self, asked: Asked, fields: Fields, request: Request) -> None:
+        log_unknown(fields, request.url.path, self._unknown)
+        if self.service.state != "ready":
+            said = self.service.failure or self.service.progress or "the server is stopping"
+            raise RequestError(503, said, headers={"Retry-After": "1"})
+        if asked.model not in (None, self.job.name):
+            raise RequestError(404, f"there is no model {asked.model!r} here, but {self.job.name!r}", "model")
+
+    def _prompt(self, prompt: str | tuple[int, ...], suffix: str | None) -> tuple[int, ...]:
+        if suffix is not None:
+            try:
+                text = infill_prompt(self.job.tokenizer, self._text(prompt), suffix)
+            except ConfigError:
+                raise RequestError(400, f"{self.job.name} was not taught to fill gaps", "suffix") from None
+            return tuple(self.job.tokenizer.encode(text))
+        return tuple(self.job.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+
+    def _text(self, prompt: str | tuple[int, ...]) -> str:
+        return prompt if isinstance(prompt, str) else self.job.tokenizer.decode(list(prompt))
+
+    def _ending(self, asked: Asked) -> Ending:
+        stop_ids = (() if asked.ignore_eos else self.job.stop_ids) + asked.stop_ids
+        return Ending(self.job.tokenizer, stop_ids, asked.stop)
+
+    def _room(self, prompt: tuple[int, ...], asked: Asked) -> int:
+        """Tokens that may be made.
+
+        Raises:
+            RequestError: there is no room for as many as are asked for.
+        """
+        most, room = self.job.max_model_len, self.job.max_model_len - len(prompt)
+        if not prompt:
+            raise RequestError(400, "the prompt holds no token", "prompt")
+        if room < (1 if asked.max_tokens is None else asked.max_tokens):
+            wanted = "" if asked.max_tokens is None else f" and {asked.max_tokens} more"
+            raise RequestError(
+                400, f"this model's context is {most} tokens; the prompt has {len(prompt)}{wanted}", "max_tokens"
+            )
+        if asked.sampling.min_new_tokens > (room if asked.max_tokens is None else asked.max_tokens):
+            raise RequestError(400, "min_tokens is more than max_tokens", "min_tokens")
+        return room if asked.max_tokens is None else asked.max_tokens
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: Asked,
+        prompts: list[tuple[int, ...]],
+        choices: list[Choice],
+        form: CompletionAnswer | ChatAnswer,
+    ) -> Response:
+        rooms = [self._room(tuple(choice.prompt), asked) for choice in choices]
+        if self.service.num_waiting + len(choices) > self.job.config.max_queue + self.job.num_rows:
+            raise RequestError(429, "too many requests wait; come again later", headers={"Retry-After": "1"})
+        texts = Texts(self.service, self.metrics, asked, choices, rooms, self.job.config.request_timeout)
+        if asked.stream:
+            return StreamingResponse(_stream(texts, form, prompts), media_type="text/event-stream", headers=_NO_BUFFER)
+        made = asyncio.ensure_future(_all(texts))
+        gone = asyncio.ensure_future(_until_gone(request))
+        try:
+            await asyncio.wait((made, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not made.done():
+                raise ClientDisconnect
+            made.result()
+        finally:
+            gone.cancel()
+            made.cancel()
+            with contextlib.suppress(asyncio.CancelledError, RequestError):
+                await made
+        return JSONResponse(form.whole(prompts, choices))
+
+
+_NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Texts:
+    """The texts of one request, submitted when they are asked for and cancelled when nobody asks any longer."""
+
+    def __init__(
+        self,
+        service: Service,
+        metrics: Metrics,
+        asked: Asked,
+        choices: list[Choice],
+        rooms: list[int],
+        timeout_s: float,
+    ):
+        self.service, self.metrics, self.asked, self.choices = service, metrics, asked, choices
+        self.rooms, self.timeout_s = rooms, timeout_s
+
+    async def events(self) -> AsyncGenerator[tuple[Choice, str], None]:
+        """A choice that has news, and its new text, until all have ended.
+
+        Raises:
+            RequestError: there is no answer, or none in time.
+        """
+        came: asyncio.Queue[tuple[Choice, Event | Failed]] = asyncio.Queue()
+        notify = partial(_notify, asyncio.get_running_loop(), came)
+        tickets: dict[int, int] = {}
+        timings = {choice.index: Timing() for choice in self.choices}
+        give_up_at = time.monotonic() + self.timeout_s
+        try:
+            for choice, room in zip(self.choices, self.rooms, strict=True):
+                self.metrics.asked(len(choice.prompt), self.asked.num_choices, room)
+                if choice.echo is not None:
+                    yield choice, choice.echo
+                if wanted := self._wanted(choice, room):
+                    tickets[choice.index] = self.service.submit(wanted, partial(notify, choice))
+                else:
+                    choice.finish_reason = "length"
+                    yield choice, ""
+            while tickets:
+                choice, event = await asyncio.wait_for(came.get(), max(0.0, give_up_at - time.monotonic()))
+                yield choice, self._take(choice, event, timings[choice.index])
+                if choice.finish_reason:
+                    self.metrics.end(timings[choice.index], choice.finish_reason)
+                    del tickets[choice.index]
+        except asyncio.TimeoutError:
+            raise RequestError(504, f"not done within {self.timeout_s:g} s") from None
+        finally:
+            for index, ticket in tickets.items():
+                self.service.cancel(ticket)
+                self.metrics.end(timings[index], "abort")
+
+    def _wanted(self, choice: Choice, room: int) -> Wanted | None:
+        score_prompt = choice.echo is not None and self.asked.num_top is not None
+        if score_prompt:
+            choice.scores.append(None)  # of the first token
+        if not room and not (score_prompt and len(choice.prompt) > 1):
+            return None
+        return Wanted(
+            prompt=tuple(choice.prompt),
+            max_new_tokens=room,
+            sampling=self.asked.sampling,
+            stream=choice.index % self.asked.num_choices,
+            stop_ids=tuple(choice.ending.stop_ids),
+            logit_bias=self.asked.logit_bias,
+            num_top=self.asked.num_top or 0,
+            score_prompt=score_prompt,
+            is_finished=choice.ending.is_reached,
+        )
+
+    def _take(self, choice: Choice, event: Event | Failed, timing: Timing) -> str:
+        """Book what came. Returns the new text."""
+        if isinstance(event, NewToken):
+            self.metrics.token(timing, event)
+            return choice.add(event)
+        if isinstance(event, PromptScores):
+            choice.scores += event.scores
+            choice.finish_reason = event.finish_reason
+            return ""
+        raise RequestError(503, event.reason)
+
+
+def _notify(loop: asyncio.AbstractEventLoop, came: asyncio.Queue[Any], choice: Choice, event: Event | Failed) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
+        loop.call_soon_threadsafe(came.put_nowait, (choice, event))
+
+
+async def _all(texts: Texts) -> None:
+    async with contextlib.aclosing(texts.events()) as events:
+        async for _ in events:
+            pass
+
+
+async def _stream(
+    texts: Texts, form: CompletionAnswer | ChatAnswer, prompts: list[tuple[int, ...]]
+) -> AsyncIterator[str]:
+    """Server-sent events, one a token."""
+    try:
+        for first in form.opening(texts.choices):
+            yield _event(first)
+        async with contextlib.aclosing(texts.events()) as events:
+            async for choice, text in events:
+                yield _event(form.part(choice, text))
+        if texts.asked.with_usage:
+            yield _event({**form.head, "choices": [], "usage": answers.usage(prompts, texts.choices)})
+    except RequestError as error:
+        yield _event(error.body)
+    yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+class CompletionAnswer:
+    """Answers of /v1/completions."""
+
+    def __init__(self, job: ServeJob, asked: CompletionAsked):
+        self.job, self.asked = job, asked
+        self.head = answers.head("text_completion", "cmpl", job.name, asked.sampling.seed)
+
+    def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
+        told = [self._choice(choice, choice.text) for choice in choices]
+        return {**self.head, "choices": told, "usage": answers.usage(prompts, choices)}
+
+    def opening(self, choices: list[Choice]) -> list[dict[str, Any]]:
+        return []
+
+    def part(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {**self.head, "choices": [self._choice(choice, text)]}
+
+    def _choice(self, choice: Choice, text: str) -> dict[str, Any]:
+        logprobs = None
+        if self.asked.num_top is not None:
+            logprobs = answers.completion_logprobs(choice, self.asked.num_top, self.job.tokenizer)
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": None,
+        }
+
+
+class ChatAnswer:
+    """Answers of /v1/chat/completions."""
+
+    def __init__(self, job: ServeJob, asked: ChatAsked):
+        self.job, self.asked = job, asked
+        kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+        self.head = answers.head(kind, "chatcmpl", job.name, asked.sampling.seed)
+
+    def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
+        told = [self._choice(c, "message", {"role": "assistant", "content": c.text}) for c in choices]
+        return {**self.head, "choices": told, "usage": answers.usage(prompts, choices)}
+
+    def opening(self, choices: list[Choice]) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            {**self.head, "choices": [{"index": c.index, "delta": delta, "logprobs": None, "finish_reason": None}]}
+            for c in choices
+        ]
+
+    def part(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {**self.head, "choices": [self._choice(choice, "delta", {"content": text})]}
+
+    def _choice(self, choice: Choice, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        logprobs = None if self.asked.num_top is None else answers.chat_logprobs(choice, self.job.tokenizer)
+        return {"index": choice.index, name: value, "logprobs": logprobs, "finish_reason": choice.finish_reason}

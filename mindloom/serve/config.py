@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `mindloom serve` is told, and every mistake in it that can be found before MindSpore is loaded."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from mindloom.checkpoint.io import load_config
+from mindloom.cli import argument, option
+from mindloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from mindloom.errors import ConfigError, Problems
+from mindloom.models.config import ModelConfig
+from mindloom.numbers import Count, Natural, Positive, number_problems
+from mindloom.strategy.checks import launch_problems, model_problems
+from mindloom.strategy.config import SINGLE_DEVICE, Strategy
+from mindloom.strategy.loader import load_strategy
+
+PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """One call of `mindloom serve`."""
+
+    checkpoint: Path = argument("checkpoint folder")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's, better with --api-key")
+    port: Natural = option(8000, "port to listen on; 0: any that is free, told when it is ready")
+    api_key: str | None = option(None, "what clients must send as `Authorization: Bearer KEY`")
+    served_model_name: str | None = option(None, "what clients call the model; without it the name of the folder, or of the run it lies in")
+    max_num_seqs: Count = option(8, "requests worked on at once; the others wait")
+    max_queue: Count = option(256, "requests that may wait; more are told to come again later (429)")
+    max_model_len: Count | None = option(None, "tokens of prompt and answer; the model's context without it")
+    prefill_chunk: Count = option(64, "tokens of a prompt that are worked through between two tokens of the others")
+    request_timeout: Positive = option(600.0, "seconds after which a request is given up")
+    max_body_kb: Count = option(1024, "largest request, in KB")
+    drain_timeout: Positive = option(30.0, "seconds that open requests get to end when the server is told to stop")
+    tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
+    weights: Literal["float32", "int8"] = option("float32", "int8: matrices take a quarter of the bytes")
+    strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
+    launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
+
+
+@dataclass(frozen=True)
+class ServeJob:
+    """A configuration that was found right, with what it refers to."""
+
+    config: ServeConfig
+    family: str
+    model: ModelConfig
+    strategy: Strategy
+    tokenizer: Tokenizer
+
+    @property
+    def name(self) -> str:
+        """Of the model, for clients."""
+        folder = self.config.checkpoint.resolve()
+        return self.config.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name
+
+    @property
+    def num_rows(self) -> int:
+        """Requests worked on at once; every replica takes as many as the others."""
+        dp = self.strategy.mesh.dp
+        return -(-self.config.max_num_seqs // dp) * dp
+
+    @property
+    def max_model_len(self) -> int:
+        return min(self.config.max_model_len or self.model.seq_len, self.model.seq_len)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(sorted({self.model.eod_id, *self.model.stop_ids}))
+
+
+def check(config: ServeConfig, num_processes: int | None) -> ServeJob:
+    """Everything the call refers to, read and held against each other.
+
+    Args:
+        num_processes: launched already; None: as many as the strategy needs will be.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    problems = Problems()
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        problems.append(f"{', '.join(missing)} missing: pip install 'mindloom[serve]'")
+    problems += number_problems(config)
+    family, model = problems.of(load_config, config.checkpoint) or (None, None)
+    strategy = problems.of(load_strategy, config.strategy, True) if config.strategy else SINGLE_DEVICE
+    if strategy:
+        problems += launch_problems(strategy, num_processes) if num_processes is not None else []
+        problems += model_problems(strategy, model) if model else []
+    tokenizer = None
+    if family and model:
+        path = config.tokenizer or find_tokenizer(family, config.checkpoint)
+        tokenizer = problems.of(load_tokenizer, family, path, model)
+        if config.max_model_len and config.max_model_len > model.seq_len:
+            problems.append(
+                f"--max-model-len {config.max_model_len} is more than the model's context of {model.seq_len}"
+            )
+    if config.api_key is not None and not (config.api_key.isascii() and config.api_key.strip() == config.api_key != ""):
+        problems.append("--api-key must be of ASCII characters, without spaces around it")
+    if num_processes is None or num_processes == 1 or not config.launch:
+        problems.of(_can_listen, config)
+    problems.tell()
+    assert family and model and strategy and tokenizer
+    return ServeJob(config, family, model, strategy, tokenizer)
+
+
+def _can_listen(config: ServeConfig) -> None:
+    if config.port > 65535:
+        raise ConfigError(f"--port {config.port}: ports end at 65535")
+    try:
+        listen(config).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--host {config.host} --port {config.port}: cannot listen there: {error.strerror or error}; take another --port"
+        ) from None
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """A socket that listens where the configuration says."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind(address)
+        made.listen(1024)
+    except OSError:
+        made.close()
+        raise
+    return made

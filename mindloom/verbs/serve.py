@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a model over HTTP, as OpenAI's API does, with a page at /.
+
+mindloom serve out/checkpoint --port 8000
+mindloom serve out/checkpoint --strategy FILE --launch
+msrun --worker_num=2 --local_worker_num=2 --join=True tools/serve.py CHECKPOINT --strategy ...
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from mindloom.cli import parse_args
+from mindloom.runtime.environment import launched_processes, prepare_environment
+from mindloom.runtime.launch import launch_verb
+from mindloom.scratch import scratch_folder
+from mindloom.serve.config import ServeConfig, check
+
+
+def main(argv: Sequence[str]) -> int:
+    prepare_environment()
+    config = parse_args(ServeConfig, __doc__, argv)
+    job = check(config, None if config.launch else launched_processes())
+    if config.launch:
+        with scratch_folder() as folder:
+            return launch_verb("serve", argv, job.strategy.mesh, folder)
+    return int(import_module("mindloom.serve.main").run(job))  # loads MindSpore, which the checks above do without

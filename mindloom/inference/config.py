@@ -174,12 +174,12 @@ def find_language(name: str, family: str) -> Language:
     return Language(lambda prompt: module.tagged(prompt, language), endings.get(module.FUNCTION_ENDS.get(language)))
 
 
-def language_tags(family: str) -> list[str]:
-    """Programming languages that a family's models know by a tag."""
+def language_tags(family: str) -> dict[str, str]:
+    """Programming languages that a family's models know, and the line that names each above a prompt."""
     try:
-        return list(family_module(family, "languages").TAGS)
+        return dict(family_module(family, "languages").TAGS)
     except ModuleNotFoundError:
-        return []
+        return {}
 
 
 def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, str]]:

@@ -30,7 +30,9 @@ class ServeConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's, better with --api-key")
     port: Natural = option(8000, "port to listen on; 0: any that is free, told when it is ready")
     api_key: str | None = option(None, "what clients must send as `Authorization: Bearer KEY`")
-    served_model_name: str | None = option(None, "what clients call the model; without it the name of the folder, or of the run it lies in")
+    served_model_name: str | None = option(
+        None, "what clients call the model; without it the name of the folder, or of the run it lies in"
+    )
     max_num_seqs: Count = option(8, "requests worked on at once; the others wait")
     max_queue: Count = option(256, "requests that may wait; more are told to come again later (429)")
     max_model_len: Count | None = option(None, "tokens of prompt and answer; the model's context without it")

@@ -5,6 +5,7 @@ VERBS = {
     "train": "train a model, on one device or as a strategy says",
     "generate": "continue texts with a trained model",
     "serve": "a server with OpenAI's API and a page, on one device or as a strategy says",
+    "bench-serve": "how fast a server answers",
     "evaluate": "HumanEval-X: programs in six languages, run against their tests",
     "score": "logits and loss of token ids",
     "plan": "the best strategy for a model, a cluster and a batch; `plan list`: those that are shipped",

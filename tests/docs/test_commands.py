@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every command of the README and the guides, run in its order from the text itself, says what is stated there."""
 
+import contextlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, msrun_env, tool
 
+from mindloom.runtime.launch import free_port
 from mindloom.strategy.loader import load_strategy
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/guides").glob("*.md"))]
@@ -66,16 +70,39 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
     for name in ("examples", "parallel_configs", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "out").mkdir()
-    for command, stated in commands(page):
-        code, output = perform(command, tmp_path, page == "README.md")
-        differs = command.startswith("mindloom config diff")  # as diff does, it says so by its exit code
-        fails = differs or any(line.startswith("error: ") for line in stated)
-        assert (code != 0) == fails, f"{command}\n{output}"
-        said = without_numbers(output)
-        for line in stated:
-            assert without_numbers(line.removesuffix("...").rstrip()) in said, (
-                f"{command}\ndoes not say: {line}\n{output}"
-            )
+    port = str(free_port())  # for the server that a page starts
+    with contextlib.ExitStack() as started:
+        for command, stated in commands(page):
+            if command.startswith("curl ") and shutil.which("curl") is None:
+                continue
+            if command.endswith("&"):
+                start(command.replace("8000", port), tmp_path, started)
+            else:
+                check(page, command.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{port}"), stated, tmp_path)
+
+
+def start(command, folder, started):
+    """Start a server in the background, until `started` is closed; returns when it can be asked."""
+    log = folder / "server.log"
+    words = [sys.executable, "-m", *shlex.split(command.removesuffix("&"))]
+    with log.open("w") as file:
+        server = subprocess.Popen(words, cwd=folder, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+    started.callback(server.wait, 60)
+    started.callback(server.terminate)
+    deadline = time.monotonic() + 120
+    while "is served at" not in log.read_text():
+        assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
+def check(page, command, stated, folder):
+    code, output = perform(command, folder, page == "README.md")
+    differs = command.startswith("mindloom config diff")  # as diff does, it says so by its exit code
+    fails = differs or any(line.startswith("error: ") for line in stated)
+    assert (code != 0) == fails, f"{command}\n{output}"
+    said = without_numbers(output)
+    for line in stated:
+        assert without_numbers(line.removesuffix("...").rstrip()) in said, f"{command}\ndoes not say: {line}\n{output}"
 
 
 @pytest.mark.parametrize("page", PAGES)

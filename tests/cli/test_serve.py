@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mindloom serve`: an answer depends on the request alone, clients that know nothing of us are served, nothing breaks it."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from conftest import CONFIGS, call, in_process
+from serving import answers_alone, answers_together, broken_requests, mixed_requests, serving
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "小镇的早晨"
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with serving(log, checkpoint, "--served-model-name", "town", "--prefill-chunk", 16, "--max-queue", 40) as running:
+        yield running
+        assert running.stop() == 0
+        assert "Traceback" not in running.said()
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return list(mixed_requests(60))
+
+
+@pytest.fixture(scope="module")
+def alone(server, requests):
+    return answers_alone(server, requests)
+
+
+def equal(found, expected, tolerance):
+    for one, other in zip(found, expected, strict=True):
+        assert [told for told, _ in one] == [told for told, _ in other]
+        for (_, scores), (_, others) in zip(one, other, strict=True):
+            np.testing.assert_allclose(np.asarray(scores, float), np.asarray(others, float), rtol=0, atol=tolerance)
+
+
+def test_whoever_else_is_served_an_answer_is_the_same_to_the_bit(server, requests, alone):
+    assert len({str(told) for told in alone}) == len(requests)
+    equal(answers_together(server, requests, 2.0), alone, 0.0)
+    assert server.metric("request_success_total") >= len(requests)
+    assert server.metric("prefix_cache_hits_total") > 0
+
+
+def test_a_mesh_answers_as_one_device_does(checkpoint, requests, alone, tmp_path):
+    strategy = CONFIGS / "pangu_tiny_tp2_pp2.yaml"
+    with serving(tmp_path / "log", checkpoint, "--strategy", strategy, "--launch", "--prefill-chunk", 16) as mesh:
+        equal(answers_together(mesh, requests, 2.0), alone, 1e-5)
+        victim = rank_process(1, mesh.process.pid)
+        open_request = httpx.stream(
+            "POST",
+            f"{mesh.url}/v1/completions",
+            json={"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "stream": True},
+            timeout=60,
+        )
+        with open_request as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(victim, signal.SIGKILL)
+            said = list(lines)
+        assert mesh.process.wait(10) == 1
+        assert "rank 1 is gone" in "".join(said)
+        assert "rank 1 is gone" in mesh.said()
+
+
+def rank_process(rank, launcher):
+    """The process of a rank that `launcher` has started, or a child of it."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes().split(b"\0")
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        ours = f"RANK_ID={rank}".encode() in environment and f"MINDLOOM_LAUNCHER={launcher}".encode() in environment
+        if ours and b"serve" in words:
+            return int(folder.name)
+    raise AssertionError("there is no such process")
+
+
+def test_the_openai_client_is_served(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    assert client.models.list().data[0].id == "town"
+    asked = {"model": "town", "prompt": PROMPT, "max_tokens": 12, "temperature": 0.9, "seed": 5}
+    whole = client.completions.create(**asked, logprobs=2)
+    assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.tokens) == 12
+    parts = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(part.choices[0].text for part in parts[:-1]) == whole.choices[0].text
+    assert parts[-1].usage == whole.usage and parts[-2].choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="base model"):
+        client.chat.completions.create(model="town", messages=[{"role": "user", "content": "hi"}])
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        client.completions.create(**{**asked, "model": "other"})
+
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as async_client:
+            return await async_client.completions.create(**asked, logprobs=2)
+
+    assert asyncio.run(ask()).choices == whole.choices
+
+
+TASK = """
+task: town
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: "{{[first, second]}}"
+doc_to_target: 0
+target_delimiter: ""
+metric_list: [{metric: acc}]
+"""
+
+
+def test_the_evaluation_harness_scores_as_our_scorer_does(server, checkpoint, tmp_path, monkeypatch):
+    for name, value in {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": tmp_path / "hf"}.items():
+        monkeypatch.setenv(name, str(value))
+    lm_eval = pytest.importorskip("lm_eval")
+    documents = [
+        {"text": "小镇的早晨", "first": "很安静", "second": "下雨了"},
+        {"text": "老人坐在河边", "first": "钓鱼", "second": "唱歌"},
+        {"text": "孩子们在桥上", "first": "跑来跑去", "second": "睡觉"},
+    ]
+    (tmp_path / "town.jsonl").write_text("".join(json.dumps(d, ensure_ascii=False) + "\n" for d in documents))
+    (tmp_path / "town.yaml").write_text(TASK.replace("FILE", str(tmp_path / "town.jsonl")))
+    found = lm_eval.simple_evaluate(
+        model="local-completions",
+        model_args=f"model=town,base_url={server.url}/v1/completions,num_concurrent=2,max_length=128",
+        tasks=["town"],
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False),
+        log_samples=True,
+        bootstrap_iters=0,
+    )
+    theirs = [[float(score[0]) for score in sample["filtered_resps"]] for sample in found["samples"]["town"]]
+    pairs = [(d["text"], d[key]) for d in documents for key in ("first", "second")]
+    ours = call("tests/serving_worker.py", "likelihoods", checkpoint, pairs)
+    np.testing.assert_allclose(np.ravel(theirs), ours, rtol=0, atol=1e-5)
+
+
+def test_a_client_that_goes_away_frees_its_row(server):
+    body = {"prompt": PROMPT, "max_tokens": 110, "ignore_eos": True}
+    before = server.metric("generation_tokens_total")
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.1)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}) as answer:
+        next(answer.iter_lines())
+    deadline = time.monotonic() + 5
+    while server.metric("num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert server.metric("num_requests_running") == 0
+    assert server.metric("generation_tokens_total") - before < 2 * 110
+
+
+def test_more_than_may_wait_are_told_to_come_again(server):
+    body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "n": 48, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+        refused = server.client.post("/v1/completions", json={**body, "n": 20, "stream": False})
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+
+
+def test_no_request_breaks_the_server(server):
+    statuses = []
+    for path, body in broken_requests(250, seed=3):
+        statuses.append(server.client.post(path, content=body).status_code)
+    assert set(statuses) <= {200, 400, 404, 413}
+    assert {200, 400, 404} <= set(statuses)
+    assert server.complete(prompt=PROMPT, max_tokens=2)["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        ({}, "prompt is missing", "prompt"),
+        ({"prompt": ""}, "no token", "prompt"),
+        ({"prompt": PROMPT, "max_tokens": 500}, "context is 128 tokens", "max_tokens"),
+        ({"prompt": PROMPT, "max_tokens": 0}, "goes with echo", "max_tokens"),
+        ({"prompt": PROMPT, "temperature": "hot"}, "temperature must be a number, got 'hot'", "temperature"),
+        ({"prompt": PROMPT, "top_p": 0}, "top_p must be above 0", "top_p"),
+        ({"prompt": PROMPT, "best_of": 3}, "best_of: only the choices", "best_of"),
+        ({"prompt": PROMPT, "suffix": "."}, "not taught to fill gaps", "suffix"),
+        ({"prompt": PROMPT, "logit_bias": {"-1": 1}}, "no token id", "logit_bias"),
+        ({"prompt": [10**6]}, "1000000 is no token id", "prompt"),
+        ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "goes with stream", "stream_options"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_fields_name(server, body, message, param):
+    status, said, field = server.refused(**body)
+    assert (status, field) == (400, param) and message in said
+
+
+def test_fields_do_what_they_say(server):
+    free = server.complete(prompt=PROMPT, max_tokens=6, temperature=0, logprobs=1)["choices"][0]
+    (token,) = server.client.post("/tokenize", json={"prompt": "河"}).json()["tokens"][-1:]
+    biased = server.complete(prompt=PROMPT, max_tokens=3, temperature=0, logit_bias={str(token): 100})["choices"][0]
+    said = server.client.post("/detokenize", json={"tokens": [token] * 3}).json()["prompt"]
+    assert biased["text"] == said != free["text"]
+    ids = server.client.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    both = server.complete(prompt=[PROMPT, ids], max_tokens=6, temperature=0, logprobs=1)["choices"]
+    assert both[0]["text"] == both[1]["text"] == free["text"]
+    echo = server.complete(prompt=PROMPT, max_tokens=0, echo=True, logprobs=0)["choices"][0]
+    assert echo["text"] == PROMPT and echo["logprobs"]["token_logprobs"][0] is None
+    assert len(echo["logprobs"]["tokens"]) == len(ids)
+    several = server.complete(prompt=PROMPT, max_tokens=8, seed=4, n=3)
+    assert len({choice["text"] for choice in several["choices"]}) == 3
+    again = server.complete(prompt=PROMPT, max_tokens=8, seed=several["seed"])
+    assert again["choices"][0]["text"] == several["choices"][0]["text"]
+
+
+def test_health_metrics_and_page_are_there(server):
+    assert server.client.get("/health").json() == {"status": "ok"}
+    assert "mindloom:time_to_first_token_seconds_bucket" in server.client.get("/metrics").text
+    page = server.client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "http://" not in page.text and "https://" not in page.text  # nothing from outside
+    assert server.client.post("/").json()["error"]["code"] == 405
+
+
+def test_a_key_is_asked_for_and_long_bodies_are_refused(checkpoint, tmp_path):
+    flags = ("--api-key", "secret", "--max-body-kb", 4, "--max-num-seqs", 1)
+    with serving(tmp_path / "log", checkpoint, *flags) as server:
+        assert server.client.get("/health").status_code == 200
+        assert server.refused(prompt=PROMPT)[0] == 401
+        assert server.client.get("/metrics", headers={"Authorization": "Bearer wrong"}).status_code == 401
+        key = {"Authorization": "Bearer secret"}
+        assert server.client.post("/v1/completions", json={"prompt": PROMPT}, headers=key).status_code == 200
+        assert server.client.post("/v1/completions", json={"prompt": PROMPT * 1000}, headers=key).status_code == 413
+
+
+def test_mistakes_are_told_before_anything_is_loaded(checkpoint):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        outcome = in_process("tools/serve.py", checkpoint, "--port", port, "--max-model-len", 4000, "--api-key", "")
+    assert outcome.code == 2
+    for line in (f"--port {port}: cannot listen", "--max-model-len 4000 is more", "--api-key must be"):
+        assert line in outcome.output

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """64 clients for minutes against a server of the tiny model: errors, lost requests, and the server's memory.
 
-    python benchmarks/serve_load.py CHECKPOINT [--minutes 5] [--clients 64]
+python benchmarks/serve_load.py CHECKPOINT [--minutes 5] [--clients 64]
 """
 
 import argparse
@@ -30,7 +30,10 @@ async def client(url, number, until, counts):
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         while time.monotonic() < until:
             start = draw.randrange(len(TEXT) - 100)
-            body = {"prompt": TEXT[start : start + draw.randint(2, 40)].strip() or "小镇", "max_tokens": draw.randint(1, 40)}
+            body = {
+                "prompt": TEXT[start : start + draw.randint(2, 40)].strip() or "小镇",
+                "max_tokens": draw.randint(1, 40),
+            }
             body |= {"stream": draw.random() < 0.5, "logprobs": draw.choice([None, 2]), "seed": draw.randrange(100)}
             counts["asked"] += 1
             if draw.random() < 0.05:  # goes away
@@ -44,7 +47,9 @@ async def client(url, number, until, counts):
             try:
                 answer = await http.post("/v1/completions", json=body)
                 whole = answer.text.rstrip().endswith("[DONE]") if body["stream"] else "usage" in answer.json()
-                counts["answered" if answer.status_code == 200 and whole and '"error"' not in answer.text else "wrong"] += 1
+                counts[
+                    "answered" if answer.status_code == 200 and whole and '"error"' not in answer.text else "wrong"
+                ] += 1
             except httpx.HTTPError:
                 counts["wrong"] += 1
 
@@ -82,9 +87,11 @@ def main():
     first = seen[len(seen) // 5]
     lines = [
         f"{arguments.clients} clients for {arguments.minutes:g} minutes: {counts['asked']:,} requests, "
-        f"{counts['answered']:,} answered in full, {counts['left']:,} given up by their clients, {counts['wrong']:,} wrong or lost.",
+        f"{counts['answered']:,} answered in full, {counts['left']:,} given up by their clients, "
+        f"{counts['wrong']:,} wrong or lost.",
         "",
-        f"Memory of the server after a fifth of the time {first:.0f} MB, at the end {seen[-1]:.0f} MB: {seen[-1] / first - 1:+.1%}.",
+        f"Memory of the server after a fifth of the time {first:.0f} MB, at the end {seen[-1]:.0f} MB: "
+        f"{seen[-1] / first - 1:+.1%}.",
     ]
     print("\n".join(lines))
     write_report(RESULTS, "A server under load", "serve_load.py CHECKPOINT", lines)

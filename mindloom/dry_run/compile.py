@@ -103,6 +103,7 @@ def _cell(
         inputs += [(batch, np.int32)] if model.dropout_rate else []
         optimizer = AdamW(net.trainable_params())
         wrapped, options = wrap(net, strategy, accumulate), {"max_grad_norm": 1.0, "accumulate": accumulate}
+        options["loss_scale"] = model.compute_dtype == "float16"
         step = TrainStep(wrapped, optimizer, report, rank, all_reduce, **options).set_train()
     return step, report, inputs
 

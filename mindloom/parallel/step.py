@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import numpy as np
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 square_sum = ops.MultitypeFuncGraph("square_sum")
 _scale = ops.MultitypeFuncGraph("scale")
 _add, _assign_sub = ops.Add(), ops.AssignSub()
-_clear = ops.MultitypeFuncGraph("clear")
+_clear, _keep = ops.MultitypeFuncGraph("clear"), ops.MultitypeFuncGraph("keep")
 _place, _balance = ops.MultitypeFuncGraph("place"), ops.MultitypeFuncGraph("balance")
 
 
@@ -28,6 +28,18 @@ def _scale_by(factor, x):
 def _clear_after(accumulated, gradient):
     accumulated = ops.depend(accumulated, gradient)
     return _assign_sub(accumulated, accumulated)  # zeros would be folded into a constant as large as the gradient
+
+
+@_keep.register("Tensor", "Tensor")
+def _keep_unless(overflow, gradient):
+    return ops.masked_fill(gradient, overflow, ops.cast(0.0, gradient.dtype))  # times 0 would keep NaN
+
+
+@_clear.register("Tensor", "Tensor", "Tensor")
+def _clear_overflown(overflow, accumulated, gradient):
+    accumulated = ops.depend(accumulated, gradient)
+    accumulated = ops.depend(accumulated, ops.assign(accumulated, _keep_unless(overflow, accumulated)))
+    return _assign_sub(accumulated, accumulated)
 
 
 @_place.register("Tensor", "Float", "Tensor")
@@ -54,14 +66,31 @@ class TrainStep(nn.Cell):
         all_reduce: adds a number up over all ranks; None on one device.
         scale: of loss and gradients; 1 / microbatches makes a mean of what a pipeline adds up.
         accumulate: parts of the batch whose gradients are added up one after another, without a pipeline.
+        loss_scale: let gradients be computed of the loss times `loss_scale`, a parameter that the caller sets before a step.
+            Where one is not finite no rank updates anything, and the norm is not finite either.
     """
 
-    def __init__(self, network, optimizer, report, rank, all_reduce=None, max_grad_norm=None, scale=1.0, accumulate=1):
+    def __init__(
+        self,
+        network,
+        optimizer,
+        report,
+        rank,
+        all_reduce=None,
+        max_grad_norm=None,
+        scale=1.0,
+        accumulate=1,
+        loss_scale=False,
+    ):
         super().__init__(auto_prefix=False)
         self.network = network.set_grad()
         self.optimizer = optimizer
         self.weights = optimizer.parameters
-        self.grad = ops.GradOperation(get_by_list=True)
+        self.scales_loss = loss_scale
+        if loss_scale:
+            self.loss_scale = Parameter(Tensor(1.0, mstype.float32), name="optimizer_loss_scale", requires_grad=False)
+            self.is_finite, self.invert = ops.IsFinite(), ops.LogicalNot()
+        self.grad = ops.GradOperation(get_by_list=True, sens_param=loss_scale)
         self.report = report
         self.attach_counters(rank)
         self.update_shares(rank)
@@ -105,19 +134,27 @@ class TrainStep(nn.Cell):
         if self.buffered:
             accumulated = ops.depend(self.accumulated, gradients)
         used = gradients if self.optimizer_parallel else accumulated
+        if self.scales_loss:
+            used = self.map(ops.partial(_scale, 1.0 / self.loss_scale), used)
         used, counted = used[: self.num_weights], used[self.num_weights :]
         if self.scale != 1.0:
             loss, used = loss * self.scale, self.map(ops.partial(_scale, Tensor(self.scale, mstype.float32)), used)
         square = self.add_n(self.map(square_sum, self.shares, used))
         if self.all_reduce is not None:
             square = self.all_reduce(square)
-        norm = self.sqrt(square)
+        norm, overflow = self.sqrt(square), None
+        if self.scales_loss:
+            overflow = self.invert(self.is_finite(square))
+            used = self.map(ops.partial(_keep, overflow), used)
         if self.clip:
             factor = self.max_norm / self.maximum(norm, self.max_norm)
+            if self.scales_loss:
+                factor = _keep_unless(overflow, factor)
             used = self.map(ops.partial(_scale, factor), used)
-        loss = ops.depend(loss, self.optimizer(used))
+        updated = self.optimizer(used, overflow) if self.scales_loss else self.optimizer(used)
+        loss = ops.depend(loss, updated)
         if not self.counts:
-            return self.cleared(loss, accumulated, gradients), norm
+            return self.cleared(loss, accumulated, gradients, overflow), norm
         if self.balance_rate:
             loss = ops.depend(loss, self.map(ops.partial(_balance, self.balance_rate), self.biases, counted))
         # A stage without experts has its zeros from here: MindSpore would leave out an all-reduce of known numbers.
@@ -125,15 +162,19 @@ class TrainStep(nn.Cell):
         counts = self.add_n((zero, *self.map(_place, self.rows, self.count_shares, counted)))
         if self.all_reduce is not None:
             counts = self.all_reduce(counts)
-        return self.cleared(ops.depend(loss, counts), accumulated, gradients), norm, counts
+        return self.cleared(ops.depend(loss, counts), accumulated, gradients, overflow), norm, counts
 
-    def cleared(self, loss, accumulated, gradients):
+    def cleared(self, loss, accumulated, gradients, overflow):
         """The loss, after the sums of microbatches are 0 again."""
-        if self.buffered:
-            loss = ops.depend(loss, self.map(_clear, accumulated, gradients))
-        return loss
+        if not self.buffered:
+            return loss
+        if self.scales_loss:
+            return ops.depend(loss, self.map(ops.partial(_clear, overflow), accumulated, gradients))
+        return ops.depend(loss, self.map(_clear, accumulated, gradients))
 
     def at_once(self, *batch):
+        if self.scales_loss:
+            return self.network(*batch), self.grad(self.network, self.trained)(*batch, self.loss_scale * 1.0)
         return self.network(*batch), self.grad(self.network, self.trained)(*batch)
 
     def in_parts(self, *batch):

@@ -22,12 +22,13 @@ from mindloom.errors import ConfigError, Problems
 from mindloom.files import unwritable
 from mindloom.models.config import ComputeDtype, ModelConfig
 from mindloom.models.family import config_with_file, family_module, size_config
-from mindloom.numbers import Amount, Count, Natural, NotNegative, Rate, number_problems
+from mindloom.numbers import Amount, Count, Natural, NotNegative, Positive, Rate, number_problems
 from mindloom.reader import Document, fields_from
 from mindloom.runtime.environment import is_first_process
 from mindloom.strategy.checks import batch_problems, group_problems, launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
 from mindloom.strategy.loader import load_strategy
+from mindloom.train.loss_scale import FLOAT16_INITIAL
 from mindloom.train.schedules import Schedule
 
 MOST_TOKENS = 1 << 28
@@ -93,6 +94,12 @@ class TrainConfig:
     max_grad_norm: NotNegative = option(1.0, "clip gradients to this global norm; 0 measures it and clips nothing")
     dropout: Rate | None = option(None, "dropout rate; the size's own without it")
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
+    loss_scale: Positive | None = option(
+        None,
+        "the loss is multiplied with it and gradients are divided; without it 2^32 for float16 and none for others",
+    )
+    loss_scale_factor: Positive = option(2.0, "divides the scale when gradients are not finite, and raises it again")
+    loss_scale_window: Natural = option(1000, "steps without such gradients after which the scale is raised; 0: never")
     seed: Natural = option(1, "of initial weights, sample order and dropout")
     save_every: Natural = option(0, "steps between checkpoints of the whole training state; 0: none")
     save_minutes: NotNegative = option(0.0, "minutes between such checkpoints; 0: none")
@@ -128,6 +135,8 @@ class Run:
     min_learning_rate: float
     warmup_steps: int
     decay_steps: int
+    loss_scale: float | None
+    """At the beginning; None: gradients are computed of the loss itself."""
 
     @property
     def seq_len(self) -> int:
@@ -151,8 +160,6 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
     tokenized = config.data.suffix in BLENDS or is_token_file(config.data)
     documents = None if tokenized else problems.of(read_documents, config.data)
     parts = problems.of(read_blend, config.data) if tokenized else None
-    if model and model.compute_dtype == "float16":
-        problems.append("compute_dtype float16 needs loss scaling, which is not built yet; use bfloat16 or float32")
     if config.tokenizer and not config.tokenizer.exists():
         problems.append(f"--tokenizer {config.tokenizer}: there is no such tokenizer")
     seq_len = (model.seq_len if model else 0) if config.seq_len is None else config.seq_len
@@ -164,6 +171,11 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
         else None
     )
     problems += _data_problems(config, model, parts, seq_len) if model and parts else []
+    loss_scale = config.loss_scale
+    if model and model.compute_dtype == "float16" and loss_scale is None:
+        loss_scale = FLOAT16_INITIAL
+    if loss_scale and config.optimizer.startswith("adafactor"):
+        problems.append("--optimizer adafactor knows no loss scale; use bfloat16 or float32, or adamw")
     if strategy:
         problems += _optimizer_problems(config, strategy)
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []
@@ -188,6 +200,7 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
         min_learning_rate=low if config.min_learning_rate is None else config.min_learning_rate,
         warmup_steps=min(2000, config.steps // 10) if config.warmup_steps is None else config.warmup_steps,
         decay_steps=config.decay_steps or config.steps,
+        loss_scale=loss_scale,
     )
 
 
@@ -286,6 +299,10 @@ def _place_problems(config: TrainConfig) -> Iterator[str]:
 
 def _own_problems(config: TrainConfig) -> list[str]:
     problems = list(number_problems(config))
+    if config.loss_scale_factor <= 1:
+        problems.append(f"--loss-scale-factor must be above 1, got {config.loss_scale_factor:g}")
+    if config.loss_scale is not None and not 1 <= config.loss_scale <= 2.0**120:
+        problems.append(f"--loss-scale must be from 1 to 2^120, got {config.loss_scale:g}")
     place = list(_place_problems(config)) if is_first_process() else []
     problems += place
     has_checkpoints = not place and bool(checkpoints(config.states_dir))

@@ -28,11 +28,13 @@ class StepMetrics:
     """Counted from 1."""
     loss: float
     learning_rate: float
-    grad_norm: float
-    """Global, before clipping."""
+    grad_norm: float | None
+    """Global, before clipping; None: not finite, so that nothing was updated and the loss scale was lowered."""
     step_time_s: float
     tokens_per_s: float
     """Of the whole job."""
+    loss_scale: float | None = None
+    """Where there is one: the one of this step."""
     dropped_tokens: int | None = None
     """Of a model with experts: choices that found no room at their expert, in all layers."""
     busiest_expert: float | None = None
@@ -87,6 +89,7 @@ class MetricsWriter:
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         dropped = "" if metrics.dropped_tokens is None else f", {metrics.dropped_tokens} dropped"
+        dropped += "" if metrics.loss_scale is None else f", scale {metrics.loss_scale:g}"
         self._bar.set_postfix_str(
             f"loss {metrics.loss:.4f}{dropped}, {metrics.tokens_per_s:.0f} tokens/s", refresh=False
         )

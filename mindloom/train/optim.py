@@ -22,6 +22,12 @@ def _adam_update(rate, epsilon, decay, beta1, beta2, decayed, weight, moment1, m
     return _adam_op(weight, moment1, moment2, rate, beta1, beta2, epsilon, weight_decay, gradient)
 
 
+@_adam.register("Tensor", "Tensor", "Tensor", "Tensor", "Tensor", "Bool", "Tensor", "Tensor", "Tensor", "Tensor")
+def _adam_update_or_not(rate, epsilon, decay, beta1, beta2, decayed, weight, moment1, moment2, gradient):
+    weight_decay = decay if decayed else ops.zeros_like(decay)
+    return _adam_op(weight, moment1, moment2, rate, beta1, beta2, epsilon, weight_decay, gradient)
+
+
 @_sgd.register("Tensor", "Tensor", "Tensor")
 def _sgd_update(rate, weight, gradient):
     return ops.assign_sub(weight, rate * gradient)
@@ -74,8 +80,14 @@ class AdamW(nn.Cell):
         set_number(self.adapted_epsilon, self.epsilon * scale2)
         set_number(self.decay, self.weight_decay * scale1 / scale2)
 
-    def construct(self, gradients):
-        update = ops.partial(_adam, self.rate, self.adapted_epsilon, self.decay, self.beta1, self.beta2)
+    def construct(self, gradients, overflow=None):
+        """With `overflow`, a bool that the gradients, then all 0, were not finite, nothing changes where it is true."""
+        rate, beta1, beta2 = self.rate, self.beta1, self.beta2
+        if overflow is not None:
+            rate = ops.masked_fill(rate, overflow, 0.0)
+            beta1 = ops.masked_fill(Tensor(beta1, mstype.float32), overflow, 1.0)
+            beta2 = ops.masked_fill(Tensor(beta2, mstype.float32), overflow, 1.0)
+        update = ops.partial(_adam, rate, self.adapted_epsilon, self.decay, beta1, beta2)
         return self.map(update, self.decayed, self.parameters, self.moments1, self.moments2, gradients)
 
 
@@ -92,7 +104,8 @@ class SGD(nn.Cell):
         """Set the numbers of `step`, counted from 1."""
         set_number(self.rate, learning_rate)
 
-    def construct(self, gradients):
+    def construct(self, gradients, overflow=None):
+        """Gradients that were not finite are 0."""
         return self.map(ops.partial(_sgd, self.rate), self.parameters, gradients)
 
 
@@ -105,5 +118,5 @@ class BothOptimizers(nn.Cell):
         self.sgd.rate.name = "sgd_rate"
         self.parameters = self.adam.parameters
 
-    def construct(self, gradients):
-        return self.sgd(ops.depend(gradients, self.adam(gradients)))
+    def construct(self, gradients, overflow=None):
+        return self.sgd(ops.depend(gradients, self.adam(gradients, overflow)))

@@ -55,7 +55,7 @@ class Saver:
     """Saves the state of a run as its configuration asks, and when it is told to stop. All ranks take part.
 
     Args:
-        about: the fields of the manifest besides step, tensors and files.
+        about: the fields of the manifest besides step, tensors and files, as they are when it is called.
         add_files: puts what else belongs to a checkpoint, the tokenizer, into its folder.
     """
 
@@ -65,7 +65,7 @@ class Saver:
         engine: Engine,
         report: Report,
         root: Path,
-        about: Mapping[str, Any],
+        about: Callable[[], Mapping[str, Any]],
         add_files: Callable[[Path], object],
         *,
         every: int = 0,
@@ -108,11 +108,12 @@ class Saver:
             return
         self.wait()
         slices, self.last_step, self._last_time = self._snapshot(), step, time.monotonic()
+        about = self.about()
         if self.in_background:
-            self._thread = threading.Thread(target=self._write_and_remember, args=(step, slices))
+            self._thread = threading.Thread(target=self._write_and_remember, args=(step, slices, about))
             self._thread.start()
         else:
-            self._write(step, slices)
+            self._write(step, slices, about)
 
     @contextlib.contextmanager
     def saving_after_an_error(self, step: int) -> Iterator[None]:
@@ -150,19 +151,19 @@ class Saver:
                 result[logical_name(name)] = Slice(array, start, tuple(report.global_shape))
         return result
 
-    def _write_and_remember(self, step: int, slices: Mapping[str, Slice]) -> None:
+    def _write_and_remember(self, step: int, slices: Mapping[str, Slice], about: Mapping[str, Any]) -> None:
         try:
-            self._write(step, slices)
+            self._write(step, slices, about)
         except Exception as error:
             self._error = error
 
-    def _write(self, step: int, slices: Mapping[str, Slice]) -> None:
+    def _write(self, step: int, slices: Mapping[str, Slice], about: Mapping[str, Any]) -> None:
         partial = self.root / f".step-{step:08d}.{self.token}.partial"
         try:
             write_parts(partial, self.engine.rank, slices)
             if self.engine.rank == 0:
                 self.add_files(partial)
-                folder = finish(partial, self.root, self.engine.strategy.mesh.size, step, self.about)
+                folder = finish(partial, self.root, self.engine.strategy.mesh.size, step, about)
                 milestone(f"state of step {step} in {folder}")
                 if self.keep_last:
                     remove_old(self.root, self.keep_last)

@@ -35,8 +35,9 @@ from mindloom.runtime.gather import gather_whole
 from mindloom.train.adafactor import Adafactor
 from mindloom.train.config import Run, TrainConfig
 from mindloom.train.data import describe, prepare_data
+from mindloom.train.loss_scale import LossScale
 from mindloom.train.metrics import MetricsWriter, StepMetrics, expert_metrics
-from mindloom.train.optim import SGD, AdamW
+from mindloom.train.optim import SGD, AdamW, set_number
 from mindloom.train.saving import Saver, load_state, newest_complete, start_from, versions
 from mindloom.train.schedules import learning_rate
 
@@ -59,6 +60,7 @@ class Training:
     loader: Loader
     batches: Prefetched[list[NDArray[Any]]]
     """Inputs of each step."""
+    loss_scale: LossScale | None
     compiled: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     """Batch shapes there are graphs for."""
 
@@ -76,6 +78,8 @@ def start(run: Run) -> tuple[Training, Tokenizer]:
     """Everything up to the first step: network, data, compiled graph."""
     config = run.config
     engine = Engine(run.strategy)
+    if engine.target == "CPU" and run.model.compute_dtype == "bfloat16":
+        raise ConfigError("compute_dtype bfloat16: MindSpore has no such kernels for CPUs; use float16 or float32 here")
     net = _build_network(run)
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     tokenizer, loader = prepare_data(run, engine.rank)
@@ -135,7 +139,6 @@ def _train(run: Run) -> Path | None:
 def _saver(training: Training, tokenizer: Tokenizer) -> Saver:
     run, config = training.run, training.run.config
     about = {
-        "state": _state(training),
         "model": {"family": config.model, **run.model.to_dict()},
         "strategy": {**dataclasses.asdict(run.strategy.mesh), "file": str(config.strategy or "")},
         "versions": versions(),
@@ -150,7 +153,7 @@ def _saver(training: Training, tokenizer: Tokenizer) -> Saver:
         training.engine,
         training.report,
         config.states_dir,
-        about,
+        lambda: {"state": _state(training), **about},
         add_files,
         every=config.save_every,
         minutes=config.save_minutes,
@@ -173,7 +176,7 @@ def _state(training: Training) -> dict[str, Any]:
         },
         "optimizer": _state_of_optimizer(config),
         "schedule": {name: getattr(run, name) for name in SCHEDULE},
-        "loss_scale": None,
+        "loss_scale": training.loss_scale and training.loss_scale.state(),
     }
 
 
@@ -215,6 +218,8 @@ def _resume(training: Training) -> int:
         raise ConfigError(changed)
     _compile(training, manifest.step)  # which decides what this rank holds
     load_state(training.step, training.engine, training.report, folder, manifest)
+    if training.loss_scale and (saved := manifest.state.get("loss_scale")):
+        training.loss_scale.restore(saved)
     training.say(f"resumed after step {manifest.step} from {folder}")
     return manifest.step
 
@@ -247,12 +252,14 @@ def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, loader: 
         engine.all_reduce(),
         max_grad_norm=config.max_grad_norm or None,
         accumulate=config.accumulate,
+        loss_scale=run.loss_scale is not None,
     )
     step.graph_key = {
         "family": config.model,
         "model": run.model.to_dict(),
         "optimizer": _state_of_optimizer(config),
         "accumulate": config.accumulate,
+        "loss_scale": run.loss_scale is not None,
     }
 
     def inputs(index: int) -> list[NDArray[Any]]:
@@ -261,7 +268,11 @@ def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, loader: 
             arrays.append(dropout_keys(config.seed, loader.first_token(index), run.sizes.of_step(index)))
         return arrays
 
-    return Training(run, engine, report, step.set_train(), optimizer, loader, Prefetched(inputs, config.steps))
+    scale = None
+    if run.loss_scale is not None:
+        scale = LossScale(run.loss_scale, config.loss_scale_factor, config.loss_scale_window)
+    batches = Prefetched(inputs, config.steps)
+    return Training(run, engine, report, step.set_train(), optimizer, loader, batches, scale)
 
 
 def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor:
@@ -317,14 +328,22 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     high, low = run.learning_rate, run.min_learning_rate
     rate = learning_rate(step, high, low, run.warmup_steps, run.decay_steps, run.config.schedule)
     training.optimizer.prepare(step, rate)
+    scale = training.loss_scale
+    if scale:
+        set_number(training.step.loss_scale, scale.value)
+    used_scale = scale.value if scale else None
     loss, norm, *counts = engine.run(training.step, *training.batch(step - 1))
     values = float(loss.asnumpy().reshape(())), float(norm.asnumpy().reshape(()))
-    if not np.isfinite(values).all():
+    is_fine = bool(np.isfinite(values).all())
+    may_go_on = scale.follow(bool(np.isfinite(values[1]))) if scale else False
+    if not is_fine and not (may_go_on and np.isfinite(values[0])):
         raise FloatingPointError(f"step {step}: loss {values[0]}, gradient norm {values[1]}; lower --learning-rate")
     seconds = time.perf_counter() - start
     batch_size, length = run.sizes.of_step(step - 1)
     experts = expert_metrics(counts[0].asnumpy(), batch_size * length) if counts else {}
-    return StepMetrics(step, values[0], rate, values[1], seconds, batch_size * length / seconds, **experts)
+    norm_or_none = values[1] if is_fine else None
+    tokens = batch_size * length / seconds
+    return StepMetrics(step, values[0], rate, norm_or_none, seconds, tokens, used_scale, **experts)
 
 
 def _save(training: Training, tokenizer: Tokenizer, token: int) -> None:

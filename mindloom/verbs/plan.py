@@ -69,10 +69,6 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--out {config.out}: is there already; remove it or give another name")
     if config.out and not config.model:
         raise ConfigError("--out needs --model and --size: a strategy file names rules, which fit our own models")
-    if config.out and config.compute_dtype == "float16":
-        raise ConfigError(
-            "--out writes what tools/train.py runs, which does not train in float16; use bfloat16 or float32"
-        )
     if config.out and config.interleave:
         raise ConfigError(
             "--out writes what tools/train.py runs, which knows no virtual stages; leave out --interleave"

@@ -33,6 +33,8 @@ TRAIN = {
     "--seed": ("seed", int),
     "--save-interval": ("save_every", int),
     "--hidden-dropout": ("dropout", float),
+    "--initial-loss-scale": ("loss_scale", float),
+    "--loss-scale-window": ("loss_scale_window", int),
 }
 ONLY = (
     ("--context-parallel-size", "1", "context parallelism is not built"),
@@ -62,7 +64,6 @@ WITHOUT_EFFECT = {
 NOT_EXPRESSIBLE = {
     "--num-layers-per-virtual-pipeline-stage": "the engine runs no virtual stages",
     "--num-virtual-stages-per-pipeline-rank": "the engine runs no virtual stages",
-    "--fp16": "training is in bfloat16 or float32",
     "--data-path": "make token files with tools/preprocess.py (--data)",
     "--load": "read a checkpoint of ours with --resume",
     "--save": "checkpoints go to --output-dir",
@@ -98,6 +99,12 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     if "--bf16" in book:
         train["compute_dtype"] = "bfloat16"
         book.note("--bf16", "renamed", "--compute-dtype bfloat16")
+    if "--fp16" in book:
+        train["compute_dtype"] = "float16"
+        book.note("--fp16", "renamed", "--compute-dtype float16")
+    if "--loss-scale" in book:  # a fixed one
+        train |= {"loss_scale": _number(book, "--loss-scale", None, float), "loss_scale_window": 0}
+        book.note("--loss-scale", "renamed", "--loss-scale with --loss-scale-window 0: it is lowered, but never raised")
     if "--rampup-batch-size" in book:
         train["batch_size_ramp"] = tuple(
             int(word) for word in book.take("--rampup-batch-size", "batch_size_ramp").split()
@@ -242,8 +249,8 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     switches = ["--sequence-parallel"] * strategy.sequence_parallel + ["--use-distributed-optimizer"] * (
         zero is not None
     )
-    if train.get("compute_dtype") == "bfloat16":
-        switches.append("--bf16")
+    if switch := {"bfloat16": "--bf16", "float16": "--fp16"}.get(str(train.get("compute_dtype"))):
+        switches.append(switch)
         train.pop("compute_dtype")
     if zero:
         more = "" if zero == OptimizerParallel() else "; threshold, shard size and cut gradients have no flags"

@@ -95,7 +95,8 @@ WITHOUT_EFFECT = {
     "runner_config.sink_size": "the host feeds every step",
     "runner_config.num_classes": "of classifiers",
     "runner_wrapper.type": "the training step is always the same",
-    "runner_wrapper.scale_sense*": "bfloat16 and float32 need no loss scale; float16 is not trained",
+    "runner_wrapper.scale_sense.type": "a loss scale follows the gradients; --loss-scale-window 0 keeps it from being raised",
+    "runner_wrapper.scale_sense": "1 is none",
     "runner_wrapper.use_clip_grad": "max_grad_norm says it",
     "callbacks[MFLossMonitor]*": "metrics.jsonl has every step",
     "callbacks[CheckpointMonitor]": "the keys below say it",
@@ -143,6 +144,9 @@ TRAIN = {
     "runner_config.gradient_accumulation_steps": "accumulate",
     "runner_config.stop_step": "steps",
     "runner_wrapper.max_grad_norm": "max_grad_norm",
+    "runner_wrapper.scale_sense.loss_scale_value": "loss_scale",
+    "runner_wrapper.scale_sense.scale_factor": "loss_scale_factor",
+    "runner_wrapper.scale_sense.scale_window": "loss_scale_window",
     "optimizer.eps": "adam_epsilon",
     "optimizer.beta1": "adam_beta1",
     "optimizer.beta2": "adam_beta2",
@@ -327,10 +331,10 @@ def _train(book: Book, strategy: Strategy, train: dict[str, Any]) -> None:
     if "optimizer.betas" in book:
         train["adam_beta1"], train["adam_beta2"] = book.take("optimizer.betas", "adam_beta1 and adam_beta2")
     compute_dtype = book.peek(MODEL + "compute_dtype")
-    if compute_dtype in ("float32", "bfloat16"):
+    if compute_dtype in ("float32", "bfloat16", "float16"):
         train["compute_dtype"] = book.take(MODEL + "compute_dtype", "compute_dtype")
     elif compute_dtype is not None:
-        book.note(MODEL + "compute_dtype", "not expressible", f"{compute_dtype}: training is in bfloat16 or float32")
+        book.note(MODEL + "compute_dtype", "not expressible", f"{compute_dtype}: float32, bfloat16 or float16")
     if not book.peek("runner_config.stop_step"):
         book.note("runner_config.stop_step", "no effect", "0 is no limit; give --steps")
     for key, name in TRAIN.items():
@@ -409,6 +413,10 @@ def _top(settings: Settings, lost: Lost) -> list[str]:
         name = {"pangu": "pangualpha"}.get(family, family) + (f"_{train.pop('size')}" if "size" in train else "")
         sections["trainer"] = {"type": "CausalLanguageModelingTrainer", "model_name": name}
     lines += [f"{field}: {value}" for field, value in sections.pop("", {}).items()]
+    if scale := sections.pop("runner_wrapper.scale_sense", None):
+        values = ", ".join(f"{field}: {value}" for field, value in scale.items())
+        wrapper = sections.setdefault("runner_wrapper", {})
+        wrapper["scale_sense"] = f"{{type: DynamicLossScaleUpdateCell, {values}}}"
     for section, fields in sections.items():
         types = {"optimizer": "AdamW", "lr_schedule": "CosineWithWarmUpLR", "runner_wrapper": "MFTrainOneStepCell"}
         fields = {"type": types[section], **fields} if section in types else fields

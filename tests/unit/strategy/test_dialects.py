@@ -202,13 +202,16 @@ def test_every_key_of_a_users_file_is_in_the_report_with_its_line(write, tmp_pat
         "adam_beta2": 0.99,
     }
     expected |= {"adam_epsilon": 1e-6, "learning_rate": 2e-5, "save_every": 500, "output_dir": "./out"}
+    expected |= {"compute_dtype": "float16", "loss_scale": 65536}
     assert train == expected
     found = fates(done)
     assert found["micro_batch_interleave_num"] == "not expressible"
     assert found["seeed"] == found["parallel.auto_parallel_search_mode"] == "unknown"
     assert found["parallel_config.vocab_emb_dp"] == found["recompute_config.select_recompute"] == "no effect"
     assert found["runner_config.gradient_accumulation_steps"] == "no effect"
-    assert found["model.model_config.compute_dtype"] == found["lr_schedule.warmup_ratio"] == "not expressible"
+    assert found["lr_schedule.warmup_ratio"] == "not expressible"
+    assert found["model.model_config.compute_dtype"] == "same"
+    assert found["runner_wrapper.scale_sense.loss_scale_value"] == "renamed"
     notes = {note.key: str(note) for note in done.notes}
     assert notes["seeed"] == f"{path}:5: seeed: unknown: no key that is known here; did you mean seed?"
     assert "MindFormers sets it to False in a pipeline" in notes["parallel_config.vocab_emb_dp"]

@@ -8,6 +8,7 @@ from mindspore import Parameter, Tensor
 
 from mindloom.errors import ConfigError
 from mindloom.train.config import TrainConfig, check
+from mindloom.train.loss_scale import LossScale
 from mindloom.train.optim import SGD, AdamW, is_decayed
 from mindloom.train.schedules import learning_rate
 
@@ -110,7 +111,25 @@ def test_fields_of_the_model_can_be_replaced_by_a_file(write):
     assert (run.model.hidden_size, run.model.dropout_rate) == (32, 0.2)
 
 
-def test_float16_is_refused_rather_than_trained_without_loss_scaling(write):
-    data, config = write("a.txt", "text"), write("m.json", '{"compute_dtype": "float16"}')
-    with pytest.raises(ConfigError, match="float16 needs loss scaling"):
-        check(TrainConfig(data=data, config=config), num_processes=1)
+def test_float16_gets_a_loss_scale_and_others_only_if_asked(write):
+    data = write("a.txt", "text")
+    half = write("m.json", '{"compute_dtype": "float16"}')
+    assert check(TrainConfig(data=data, config=half), num_processes=1).loss_scale == 2**32
+    assert check(TrainConfig(data=data, config=half, loss_scale=1024), num_processes=1).loss_scale == 1024
+    assert check(TrainConfig(data=data), num_processes=1).loss_scale is None
+    with pytest.raises(ConfigError, match="adafactor knows no loss scale"):
+        check(TrainConfig(data=data, config=half, optimizer="adafactor"), num_processes=1)
+    with pytest.raises(ConfigError, match="--loss-scale-factor must be above 1, got 1"):
+        check(TrainConfig(data=data, loss_scale_factor=1.0), num_processes=1)
+
+
+def test_a_loss_scale_falls_after_an_overflow_and_rises_after_a_window():
+    scale = LossScale(8.0, factor=2.0, window=3)
+    assert [scale.follow(fine) and scale.value for fine in (True, True, True, False, True, True)] == [8, 8, 16, 8, 8, 8]
+    again = LossScale(1.0, window=3)
+    again.restore(scale.state())
+    assert again.follow(True) and again.value == 16
+    fixed = LossScale(2.0, window=0)
+    assert [fixed.follow(True) and fixed.value for _ in range(5)] == [2] * 5
+    assert fixed.follow(False) and fixed.value == 1
+    assert not fixed.follow(False)  # there is no smaller scale: the run is to end

@@ -41,7 +41,7 @@ def make_saver(tmp_path, monkeypatch):
     report = Report(Mesh(), [parameter], [], [], False)
 
     def make(**options):
-        saver = Saver(State(), engine, report, tmp_path / "checkpoints", ABOUT, lambda _: None, **options)
+        saver = Saver(State(), engine, report, tmp_path / "checkpoints", lambda: ABOUT, lambda _: None, **options)
         saver.cell.fill(1.0)
         return saver
 

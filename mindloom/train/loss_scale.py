@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number that the loss is multiplied with, so that gradients in float16 do not vanish. Source: arXiv:1710.03740."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FLOAT16_INITIAL = 2.0**32
+"""PanGu-alpha's and CodeGeeX's first scale; it is halved each step until gradients are finite."""
+
+
+@dataclass
+class LossScale:
+    """Divided by `factor` after a step whose gradients are not finite, down to 1; multiplied with it after `window` steps
+    that were fine, one after another. All ranks see the same norm, so all have the same scale."""
+
+    value: float
+    factor: float = 2.0
+    window: int = 1000
+    """0: the scale is never raised."""
+    fine_steps: int = 0
+
+    def follow(self, is_finite: bool) -> bool:
+        """Book a step. Returns whether one without finite gradients may be passed over: there is a smaller scale to try."""
+        if is_finite:
+            self.fine_steps += 1
+            if self.fine_steps == self.window:
+                self.value, self.fine_steps = self.value * self.factor, 0
+            return True
+        had_room = self.value > 1.0
+        self.value, self.fine_steps = max(self.value / self.factor, 1.0), 0
+        return had_room
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on needs."""
+        return {"value": self.value, "fine_steps": self.fine_steps}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.value, self.fine_steps = float(state["value"]), int(state["fine_steps"])

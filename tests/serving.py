@@ -2,6 +2,7 @@
 """Servers for tests, each on a port of its own, and what is asked of them."""
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -14,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-from conftest import ROOT
+import sentencepiece
+from conftest import ROOT, TWO_LAYERS, tool
 
 TEXT = (ROOT / "examples/small_town.txt").read_text(encoding="utf-8")
 START_S, END_S = 180, 30
@@ -77,6 +79,23 @@ def serving(log: Path, *arguments):
         yield server
     finally:
         server.stop()
+
+
+def chatting_checkpoint(folder: Path) -> Path:
+    """Of openPangu's tiny model, whose tokenizer knows turns; hardly trained."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        **{"sentence_iterator": iter(TEXT.splitlines()), "model_writer": model, "model_type": "bpe", "vocab_size": 900},
+        **{"byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2},
+        user_defined_symbols=[f"[unused{i}]" for i in range(4, 11)],  # the last one ends documents: id 9
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    outcome = tool(
+        *("tools/train.py", "--size", "embedded_tiny", "--data", ROOT / "examples/small_town.txt", "--steps", 2),
+        *("--tokenizer", folder / "tokenizer.model", "--config", TWO_LAYERS, "--output-dir", folder / "out"),
+    )
+    assert outcome.code == 0, outcome.output
+    return folder / "out" / "checkpoint"
 
 
 def mixed_requests(count: int, seed: int = 7):

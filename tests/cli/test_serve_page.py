@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's page in a headless Chromium: as people use it."""
+"""The server's page in a headless Chromium, as people use it; and chats, of a model that was taught to."""
 
+import openai
 import pytest
 from browser import browse, needs_chromium
-from serving import serving
+from serving import chatting_checkpoint, serving
 
-pytestmark = [pytest.mark.slow, needs_chromium]
+pytestmark = pytest.mark.slow
 
 PROMPT = "小镇的早晨"
 
@@ -25,6 +26,7 @@ async def press(page, key):
         await page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
 
+@needs_chromium
 def test_a_text_is_continued_and_its_tokens_explained(server, tmp_path):
     async def work(page):
         await ready(page)
@@ -57,11 +59,12 @@ def test_a_text_is_continued_and_its_tokens_explained(server, tmp_path):
     assert (tmp_path / "page.png").stat().st_size > 10_000
 
 
+@needs_chromium
 def test_it_stops_when_it_is_told_to_and_fits_a_phone(server, tmp_path):
     async def work(page):
         await ready(page)
         await page.run(
-            f"$('prompt').value = '{PROMPT}'; $('max_tokens').value = 100; $('temperature').value = 1.5; $('go').click()"
+            f"$('prompt').value = '{PROMPT}'; $('max_tokens').value = 100; $('temperature').value = 0; $('go').click()"
         )
         await page.until("document.querySelectorAll('.token').length > 2")
         await page.run("$('stop').click()")
@@ -73,3 +76,52 @@ def test_it_stops_when_it_is_told_to_and_fits_a_phone(server, tmp_path):
 
     fits, complaints = browse(server.url, tmp_path / "profile", work, 390, 844)
     assert fits and complaints == []
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    with serving(folder / "log", chatting_checkpoint(folder), "--served-model-name", "talker") as running:
+        yield running
+
+
+ASKED = {"model": "talker", "messages": [{"role": "user", "content": "小镇"}], "max_completion_tokens": 8, "seed": 3}
+
+
+def test_a_chat_is_an_answer_in_the_models_own_form(chatting):
+    client = openai.OpenAI(base_url=f"{chatting.url}/v1", api_key="none")
+    whole = client.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2)
+    choice = whole.choices[0]
+    assert (choice.message.role, whole.usage.completion_tokens) == ("assistant", len(choice.logprobs.content))
+    assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+    parts = list(client.chat.completions.create(**ASKED, stream=True))
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert "".join(part.choices[0].delta.content for part in parts) == choice.message.content
+    prompt = "[unused9]系统：[unused10][unused9]用户：小镇[unused10][unused9]助手："
+    same = client.completions.create(model="talker", prompt=prompt, max_tokens=8, seed=3)
+    assert same.choices[0].text == choice.message.content
+    for change, message in (
+        ({"messages": []}, "messages is missing or empty"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role must be one of system, user, assistant"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "read text only"),
+        ({"tools": [{"type": "function"}]}, "call no tools"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(**{**ASKED, **change})
+
+
+@needs_chromium
+def test_the_page_chats(chatting, tmp_path):
+    async def work(page):
+        await ready(page)
+        await page.run(
+            "$('tab-chat').click(); $('message').value = '小镇'; $('seed').value = 3; $('max_tokens').value = 8"
+        )
+        await page.run("$('top_p').value = 1; $('temperature').value = 1; $('go').click()")
+        await page.until("$('told').textContent.includes('a second')")
+        turns = await page.run("[...document.querySelectorAll('.turn .out')].map(each => each.textContent)")
+        return turns, page.complaints
+
+    turns, complaints = browse(chatting.url, tmp_path / "profile", work)
+    answer = chatting.client.post("/v1/chat/completions", json=ASKED).json()["choices"][0]["message"]["content"]
+    assert turns == ["小镇", answer] and complaints == []

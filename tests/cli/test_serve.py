@@ -24,7 +24,7 @@ PROMPT = "小镇的早晨"
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
     log = tmp_path_factory.mktemp("serve") / "log"
-    with serving(log, checkpoint, "--served-model-name", "town", "--prefill-chunk", 16, "--max-queue", 40) as running:
+    with serving(log, checkpoint, "--served-model-name", "town", "--prefill-chunk", 16, "--max-queue", 200) as running:
         yield running
         assert running.stop() == 0
         assert "Traceback" not in running.said()
@@ -164,10 +164,10 @@ def test_a_client_that_goes_away_frees_its_row(server):
 
 
 def test_more_than_may_wait_are_told_to_come_again(server):
-    body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "n": 48, "stream": True}
+    body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "n": 128, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
         next(answer.iter_lines())
-        refused = server.client.post("/v1/completions", json={**body, "n": 20, "stream": False})
+        refused = server.client.post("/v1/completions", json={**body, "n": 100, "stream": False})
     assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
 
 

@@ -156,7 +156,8 @@ class TrainStep(nn.Cell):
         if not self.counts:
             return self.cleared(loss, accumulated, gradients, overflow), norm
         if self.balance_rate:
-            loss = ops.depend(loss, self.map(ops.partial(_balance, self.balance_rate), self.biases, counted))
+            loads = self.map(ops.partial(_keep, overflow), counted) if self.scales_loss else counted
+            loss = ops.depend(loss, self.map(ops.partial(_balance, self.balance_rate), self.biases, loads))
         # A stage without experts has its zeros from here: MindSpore would leave out an all-reduce of known numbers.
         zero = self.to_float(self.less(square, 0.0), mstype.float32) * self.ones
         counts = self.add_n((zero, *self.map(_place, self.rows, self.count_shares, counted)))

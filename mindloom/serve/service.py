@@ -7,6 +7,7 @@ others what came, so that all schedulers see one order.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import queue
@@ -77,7 +78,6 @@ class Load:
     used_slots: float
     """Share of the cache's slots that hold tokens."""
     reused_tokens: int
-    steps: int
 
 
 class Service:
@@ -92,7 +92,7 @@ class Service:
         self.progress = "starting"
         """What is being done while loading, for people."""
         self.failure = ""
-        self.load = Load(0, 0, 0.0, 0, 0)
+        self.load = Load(0, 0, 0.0, 0)
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._open: dict[int, _Open] = {}
         self._numbers: dict[int, int] = {}  # ticket -> number in the schedulers
@@ -132,7 +132,11 @@ class Service:
     def fail(self, reason: str) -> None:
         """Tell all who wait that nothing will come."""
         self.state, self.failure = "failed", reason
-        for each in list(self._open.values()):
+        waiting = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting.append(self._inbox.get_nowait())
+        for each in [*self._open.values(), *(value for kind, value in waiting if kind == "submit")]:
             each.notify(Failed(reason))
 
     # The loop
@@ -173,7 +177,6 @@ class Service:
     def run(self) -> None:
         """Make texts until it is stopped."""
         source = self.job.strategy.mesh.first_rank_of_last_stage
-        steps = 0
         while True:
             commands, opened = self._collect() if self.engine.is_log_rank else ([], deque[_Open]())
             for kind, value in self.engine.share(commands, source):
@@ -186,8 +189,7 @@ class Service:
             if not self.scheduler.is_idle:
                 for event in self.scheduler.step():
                     self._deliver(event)
-                steps += 1
-            self._measure(steps)
+            self._measure()
 
     def _collect(self) -> tuple[list[Any], deque[_Open]]:
         """What was asked for since the last step, as all ranks are told it; and the new texts among it."""
@@ -214,6 +216,8 @@ class Service:
             if not is_done:
                 milestone(f"{counted(len(self._open), 'request', 'requests')} given up")
             self.fail("the server is stopping")
+            for each in opened.values():
+                each.notify(Failed(self.failure))
             return [["stop", None]], deque()
         return commands, deque(opened.values())
 
@@ -253,11 +257,11 @@ class Service:
             del self._open[event.request], self._numbers[mine.ticket]
         mine.notify(event)
 
-    def _measure(self, steps: int) -> None:
+    def _measure(self) -> None:
         if self.engine.is_log_rank:
             table, scheduler = self.decoding.slot_table, self.scheduler
             used = float(table.lengths.sum()) / (table.capacity * table.num_rows)
-            self.load = Load(scheduler.num_running, scheduler.num_waiting, used, scheduler.reused_tokens, steps)
+            self.load = Load(scheduler.num_running, scheduler.num_waiting, used, scheduler.reused_tokens)
 
 
 def _told(wanted: Wanted) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -15,6 +16,8 @@ import openai
 import pytest
 from conftest import CONFIGS, call, in_process
 from serving import answers_alone, answers_together, broken_requests, mixed_requests, serving
+
+from mindloom.serve.service import Service
 
 pytestmark = pytest.mark.slow
 
@@ -246,3 +249,11 @@ def test_mistakes_are_told_before_anything_is_loaded(checkpoint):
     assert outcome.code == 2
     for line in (f"--port {port}: cannot listen", "--max-model-len 4000 is more", "--api-key must be"):
         assert line in outcome.output
+
+
+def test_texts_that_nobody_has_begun_are_told_of_a_failure_too():
+    service, told = Service(SimpleNamespace()), []
+    service.submit(None, told.append)
+    service.fail("rank 1 is gone")
+    service.submit(None, told.append)
+    assert [each.reason for each in told] == ["rank 1 is gone"] * 2

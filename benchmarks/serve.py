@@ -40,7 +40,7 @@ def random_checkpoint(folder, size):
         for name, shape in parameter_shapes(config).items()
     }
     tokenizer = load_tokenizer("pangu", folder / "tokenizer.model", config)
-    save_checkpoint(folder / "checkpoint", weights, "pangu", config, tokenizer)
+    save_checkpoint(folder / "checkpoint", weights, "pangu", config, tokenizer.save)
     return folder / "checkpoint"
 
 

@@ -15,8 +15,8 @@ from mindloom.nn.query_layer import decoder_of
 class CodeGeeXWithLoss(DecoderWithLoss):
     """tokens, labels, positions, loss_weights, each (B, T) -> the loss."""
 
-    def __init__(self, config):
-        super().__init__(decoder_of(config))
+    def __init__(self, config, loss=None):
+        super().__init__(decoder_of(config), loss)
 
 
 Model, ModelWithLoss = decoder_of, CodeGeeXWithLoss  # the names every family's model.py has

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mindloom.checkpoint.manifest import MANIFEST, Manifest
 from mindloom.errors import ConfigError
+from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import FAMILIES
 from mindloom.models.parameters import parameter_shapes
@@ -50,7 +51,8 @@ def check_contents(manifest: Manifest, folder: Path) -> None:
     if problems:
         raise ConfigError(problems)
     moments = () if state["optimizer"].get("name") == "sgd" else MOMENTS
-    shapes = parameter_shapes(config)
+    lora = state.get("lora")
+    shapes = LoRAConfig(**lora).shapes(config) if lora else parameter_shapes(config)
     wanted = {
         prefix + name: shape
         for prefix in ("", *moments)

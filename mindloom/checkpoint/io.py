@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint folder: model.safetensors (whole tensors; or several files and their index), config.json (the model's),
-the tokenizer. A training checkpoint is one, too: its weights are put together from their parts."""
+the tokenizer. A training checkpoint is one, too: its weights are put together from their parts. So is a folder of adapters:
+its weights are those of the model they are for, with them merged in."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from mindloom.checkpoint.adapters import merge, read_adapter
 from mindloom.checkpoint.contents import MOMENTS, check_contents
 from mindloom.checkpoint.manifest import MANIFEST, read_manifest
 from mindloom.checkpoint.sharded import CheckpointReader, damage
 from mindloom.checkpoint.tensor_files import WEIGHTS, model_files, read_float32, stored_tensors
-from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
+from mindloom.models.adapters import base_folder, is_adapter_folder
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import FAMILIES
 from mindloom.models.parameters import EXPERTS
@@ -34,17 +36,18 @@ def save_checkpoint(
     weights: Mapping[str, NDArray[Any]],
     family: str,
     config: ModelConfig,
-    tokenizer: Tokenizer | None = None,
+    add_files: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write a checkpoint folder; an older one of this name is replaced only when the new one is complete."""
+    """Write a checkpoint folder; an older one of this name is replaced only when the new one is complete. `add_files` puts
+    what else belongs there, the tokenizer, into it."""
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, partial / WEIGHTS)
         write_config(partial, family, config)
-        if tokenizer:
-            tokenizer.save(partial)
+        if add_files:
+            add_files(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     finally:
@@ -65,6 +68,8 @@ def load_config(folder: Path) -> tuple[str, ModelConfig]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such checkpoint folder")
+    if is_adapter_folder(folder):
+        return load_config(base_folder(folder))
     document = read_json(folder / CONFIG)
     document.value = {name: value for name, value in document.mapping.items() if name != "model_type"}
     family = document.value.pop("family", "")
@@ -79,6 +84,9 @@ def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
     Raises:
         ConfigError: the file is missing or damaged.
     """
+    if is_adapter_folder(folder):
+        base = base_folder(folder)
+        return merge(load_weights(base), read_adapter(folder, *load_config(base)))
     if (folder / MANIFEST).exists():
         return _weights_of_state(folder)
     return {name: read_float32(tensor) for name, tensor in stored_tensors(model_files(folder)).items()}

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from mindloom.checkpoint.content_hash import MASK, content_hash
 from mindloom.checkpoint.contents import MOMENTS, model_of
-from mindloom.checkpoint.io import write_config
+from mindloom.checkpoint.io import load_config, load_weights, write_config
 from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, checkpoints, read_manifest
 from mindloom.checkpoint.sharded import CheckpointReader, publish
 from mindloom.checkpoint.tensor_files import Described, write_model_files, write_tensor_by_tensor
+from mindloom.data.tokenizer import find_tokenizer
 from mindloom.errors import ConfigError
 
 Cut = tuple[str, tuple[slice, ...]]
@@ -86,6 +87,28 @@ def export(source: Path, target: Path, max_shard_bytes: int) -> int:
         for path in source.iterdir():
             if path.is_file() and path.name not in (*manifest.files, MANIFEST):
                 shutil.copy(path, partial)
+        publish_new(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return num_bytes
+
+
+def export_merged(source: Path, target: Path, max_shard_bytes: int) -> int:
+    """Write a folder of adapters as a model folder, merged into the weights they are for. Returns the bytes.
+
+    Raises:
+        ConfigError: adapters or model are damaged or do not fit, the target exists or cannot be written.
+    """
+    weights, (family, model) = load_weights(source), load_config(source)
+    tokenizer, partial = find_tokenizer(family, source), new_folder(target)
+    described = {name: Described("float32", tuple(value.shape)) for name, value in weights.items()}
+    try:
+        num_bytes = write_model_files(
+            partial, described, lambda names: [weights[name] for name in names], max_shard_bytes
+        )
+        write_config(partial, family, model)
+        if tokenizer.is_file():
+            shutil.copy(tokenizer, partial)
         publish_new(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

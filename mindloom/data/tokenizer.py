@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from mindloom.data.chat_template import TEMPLATE, ChatTemplate, TemplatedTokenizer
 from mindloom.errors import ConfigError
+from mindloom.models.adapters import base_folder, is_adapter_folder
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
 
@@ -58,6 +60,9 @@ def load_tokenizer(family: str, path: Path, model: ModelConfig) -> Tokenizer:
     if not path.exists():
         raise ConfigError(f"{path}: there is no such tokenizer; name one with --tokenizer")
     tokenizer: Tokenizer = family_module(family, "tokenizer").open_tokenizer(path)
+    template = (path if path.is_dir() else path.parent) / TEMPLATE
+    if template.is_file():
+        tokenizer = TemplatedTokenizer(tokenizer, ChatTemplate(template))
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"{path}: {tokenizer.vocab_size} pieces do not fit the model's vocab_size {model.vocab_size}; "
@@ -67,9 +72,13 @@ def load_tokenizer(family: str, path: Path, model: ModelConfig) -> Tokenizer:
 
 
 def find_tokenizer(family: str, folder: Path) -> Path:
-    """The tokenizer in a checkpoint folder, or in one of token files; where it would be, if there is none."""
+    """The tokenizer in a checkpoint folder, or in one of token files; where it would be, if there is none. Adapters have
+    that of their model."""
     names: tuple[str, ...] = family_module(family, "tokenizer").FILE_NAMES
-    return next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None and is_adapter_folder(folder):
+        return find_tokenizer(family, base_folder(folder))
+    return found or folder / names[0]
 
 
 def chat_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> str:

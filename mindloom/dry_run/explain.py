@@ -14,9 +14,10 @@ from mindloom.dry_run.pool import compile_ranks
 from mindloom.errors import ConfigError, did_you_mean
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
+from mindloom.models.paths import path_matches
 from mindloom.parallel.parallelize import parallelize
 from mindloom.parallel.report import DERIVED, ParameterReport
-from mindloom.parallel.sharding import Operator, Use, operators, parameter_uses, path_matches
+from mindloom.parallel.sharding import Operator, Use, operators, parameter_uses
 from mindloom.planner.closed_forms import num_microbatches
 from mindloom.strategy.config import Rule, Strategy
 from mindloom.strategy.layout import show

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from mindspore import Tensor, nn
@@ -11,8 +12,11 @@ from mindspore.nn.utils import no_init_parameters
 from mindloom.checkpoint.io import check_weights, load_weights
 from mindloom.checkpoint.tensor_files import WEIGHTS
 from mindloom.inference.quantize import quantize, quantize_weights
+from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
+from mindloom.nn.lora import attach_adapters
+from mindloom.nn.replace import share_parameters
 from mindloom.parallel.parallelize import parallelize
 from mindloom.strategy.config import Strategy
 
@@ -23,19 +27,29 @@ def build_model(
     strategy: Strategy,
     caches: tuple[int, int] | None = None,
     int8: bool = False,
+    weights_of: nn.Cell | None = None,
+    lora: LoRAConfig | None = None,
 ) -> nn.Cell:
     """The family's model, parallelized, its weights not materialised; not training.
 
-    `caches`: rows and slots of KV caches to attach. `int8`: matrices as int8 (see `quantize`).
+    `caches`: rows and slots of KV caches to attach. `int8`: matrices as int8 (see `quantize`). `weights_of`: such a model
+    with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters.
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
         if int8:
             quantize(net)
+        if lora:
+            attach_adapters(net, lora)
+        if weights_of:
+            share_parameters(net, weights_of)
         if caches:
             net.attach_caches(*caches)
     parallelize(net, strategy, whole=False)
     net.graph_key = {"family": family, "model": config.to_dict(), "caches": caches, "int8": int8}
+    if weights_of:  # whose names are in the graph
+        first = next(iter(weights_of.get_parameters())).name
+        net.graph_key |= {"weights_of": first, "lora": dataclasses.asdict(lora) if lora else None}
     return net.set_train(False)
 
 

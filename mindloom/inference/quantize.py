@@ -7,24 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from mindspore import nn
 from numpy.typing import NDArray
 
 from mindloom.nn.decoder import Decoder
 from mindloom.nn.head import Head
 from mindloom.nn.int8 import Int8Embedding, Int8Head, Int8Linear, Int8TiedHead
 from mindloom.nn.linear import Linear
-from mindloom.private_names import own_parameters
+from mindloom.nn.replace import replace_cell
 
 
 def quantize(net: Decoder) -> None:
     """Replace the parts of `net` that have matrices by their int8 kind."""
     for path, cell in list(net.cells_and_names()):
         if isinstance(cell, Linear):
-            _replace(net, path, Int8Linear(cell))
+            replace_cell(net, path, Int8Linear(cell))
     word = Int8Embedding(net.embedding.word)
-    _replace(net, "head", Int8Head(net.head) if isinstance(net.head, Head) else Int8TiedHead(net.head, word))
-    _replace(net, "embedding.word", word)  # last: its scale keeps the embedding's name
+    replace_cell(net, "head", Int8Head(net.head) if isinstance(net.head, Head) else Int8TiedHead(net.head, word))
+    replace_cell(net, "embedding.word", word)  # last: its scale keeps the embedding's name
 
 
 def quantize_weights(net: Decoder, weights: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -37,15 +36,3 @@ def quantize_weights(net: Decoder, weights: Mapping[str, NDArray[Any]]) -> dict[
             result[f"{path}.weight"] = np.rint(whole / scale).astype(np.int8)
             result[f"{path}.scale"] = scale.reshape(cell.scale.shape).astype(np.float32)
     return result
-
-
-def _replace(net: nn.Cell, path: str, part: nn.Cell) -> None:
-    parent_path, _, name = path.rpartition(".")
-    parent = net
-    for component in filter(None, parent_path.split(".")):
-        parent = getattr(parent, component) if not component.isdigit() else parent[int(component)]
-    setattr(parent, name, part)
-    for parameter_name, parameter in own_parameters(
-        part
-    ).items():  # named after the Cell it was set on, which is not enough
-        parameter.name = f"{path}.{parameter_name}"

@@ -181,6 +181,8 @@ class ModelConfig(Widths):
     """RMSNorm has none."""
     tied_embedding: bool = True
     """The head uses the word embedding's table."""
+    value_head: bool = False
+    """One number of each token in place of logits: a reward model or a critic."""
     logits_scale: Positive = 1.0
     """What logits are multiplied by."""
     query_layer: bool = True
@@ -231,6 +233,8 @@ class ModelConfig(Widths):
             yield f"rope_dim {self.rotated} must be even and at most the {self.head_size} of a head"
         if self.query_layer and (self.position, self.block) != ("learned", "sequential"):
             yield f"query_layer goes with learned positions and sequential blocks, not with {self.position} and {self.block}"
+        if self.value_head and self.tied_embedding:
+            yield "value_head is not the word embedding: give tied_embedding false, too"
         if len(self.sandwich_gains) != 2:
             yield f"sandwich_gains takes 2 numbers, got {len(self.sandwich_gains)}"
         if self.experts and not any(map(self.has_experts, range(self.num_layers))):

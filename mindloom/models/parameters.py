@@ -25,7 +25,7 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
     if config.query_layer:
         tables["query_embedding.table.weight"] = (config.seq_len, config.hidden_size)
     if not config.tied_embedding:
-        tables["head.weight"] = (config.vocab_size, config.hidden_size)
+        tables["head.weight"] = (1 if config.value_head else config.vocab_size, config.hidden_size)
     layers = {
         f"{path}.{name}": shape
         for layer, path in enumerate(config.layers)

@@ -126,11 +126,11 @@ class Attention(nn.Cell):
         """query_input, x: (B*T, D), where queries and where keys and values come from; bias: (B, 1, T, keys); angles: of
         RoPE, for models that have it."""
         batch, _, length, num_keys = bias.shape
-        q = self.query_heads(self.query(query_input), batch, length)
+        q = self.query_heads(self.query(query_input, dropout_keys), batch, length)
         if self.group_size > 1:
             x = self.key_input(x)
-        k = self.key_heads(self.key(x), batch, length)
-        v = self.value_heads(self.value(x), batch, length)
+        k = self.key_heads(self.key(x, dropout_keys), batch, length)
+        v = self.value_heads(self.value(x, dropout_keys), batch, length)
         if self.has_rotary:
             cos, sin = angles
             q, k = self.query_rotary(q, cos, sin), self.key_rotary(k, cos, sin)
@@ -150,4 +150,4 @@ class Attention(nn.Cell):
         if self.group_size > 1:
             y = self.ungroup_context(y, (batch, self.num_heads, length, self.head_dim))
         y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.query_size))  # (B, H, T, D/H) -> (B*T, D)
-        return self.dropout(self.output(y), dropout_keys)
+        return self.dropout(self.output(y, dropout_keys), dropout_keys)

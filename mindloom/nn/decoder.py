@@ -13,14 +13,14 @@ from mindloom.nn.blocks import BLOCKS
 from mindloom.nn.cache import KVCache
 from mindloom.nn.dropout import number_dropouts
 from mindloom.nn.embedding import TokenEmbedding
-from mindloom.nn.head import Head, TiedHead
+from mindloom.nn.head import Head, TiedHead, ValueHead
 from mindloom.nn.loss import CrossEntropy
 from mindloom.nn.norm import build_norm
 from mindloom.nn.rotary import Angles
 
 
 class Decoder(nn.Cell):
-    """Tokens (B, T) and their positions within documents (B, T) -> logits (B*T, V), float32.
+    """Tokens (B, T) and their positions within documents (B, T) -> logits (B*T, V), or values (B*T, 1), float32.
 
     `rows` picks the rows of (B*T) to give logits for, counted among those this device holds. With caches attached the
     tokens continue what the caches hold, and `slots` says where theirs belong (see `KVCache`). `dropout_keys` (B, T) are
@@ -41,7 +41,7 @@ class Decoder(nn.Cell):
         self.layers = nn.CellList([BLOCKS[config.block](config, dtype, layer) for layer in range(len(plain))])
         self.build_top(config, dtype)
         self.final_norm = build_norm(config, dtype)
-        self.head = TiedHead(config, dtype) if config.tied_embedding else Head(config, dtype)
+        self.head = (ValueHead if config.value_head else TiedHead if config.tied_embedding else Head)(config, dtype)
         number_dropouts(self)
 
     def build_top(self, config, dtype):
@@ -82,22 +82,30 @@ class DecoderWithLoss(nn.Cell):
 
     tokens, labels, positions: (B, T) int32; loss_weights: (B, T) float32, each token's share of the loss (see
     `mindloom.data.batch`). The weights already hold the denominator of the whole batch, so that the losses of its
-    microbatches simply add up. dropout_keys: (B, T) int32, with a dropout rate above 0.
+    microbatches simply add up. Further arrays (B, T): what the loss wants, then dropout_keys, int32, with a dropout rate
+    above 0.
+
+    Args:
+        loss: of logits, labels, weights and what else it wants; without it, the cross-entropy. The losses of routers are
+            added to the cross-entropy only: they are of a batch of plain text.
     """
 
-    def __init__(self, model: Decoder):
+    def __init__(self, model: Decoder, loss: nn.Cell | None = None):
         super().__init__()
         self.model = model
-        self.loss = CrossEntropy(model.config.z_loss)
-        self.has_experts = model.has_experts
-        if self.has_experts:
+        self.loss = CrossEntropy(model.config.z_loss) if loss is None else loss
+        self.num_inputs = self.loss.num_inputs
+        self.has_router_losses = model.has_experts and loss is None
+        if self.has_router_losses:
             self.group = model.config.mixture.capacity_group
             self.by_group, self.share = ops.Reshape(), ops.ReduceSum()
 
-    def construct(self, tokens, labels, positions, loss_weights, dropout_keys=None):
-        if not self.has_experts:
+    def construct(self, tokens, labels, positions, loss_weights, *more):
+        inputs, rest = more[: self.num_inputs], more[self.num_inputs :]
+        dropout_keys = rest[0] if rest else None
+        if not self.has_router_losses:
             logits = self.model(tokens, positions, dropout_keys=dropout_keys)
-            return self.loss(logits, labels, loss_weights)
+            return self.loss(logits, labels, loss_weights, *inputs)
         length = self.group or tokens.shape[1]
         shares = self.share(self.by_group(loss_weights, (-1, length)), 1)  # (G,)
         logits, losses = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, shares)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits over the vocabulary."""
+"""Logits over the vocabulary, or a value."""
 
 from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
@@ -38,3 +38,18 @@ class Head(TiedHead):
         if rows is not None:
             x = self.pick(x, rows, 0)
         return self.scaled(self.cast(self.matmul(x, self.cast(self.weight, self.dtype)), mstype.float32))
+
+
+class ValueHead(nn.Cell):
+    """One number in place of logits: what a reward model or a critic says of a token."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+        super().__init__()
+        self.weight = Parameter(initializer("zeros", (1, config.hidden_size), mstype.float32))
+        self.pick, self.project, self.dtype = ops.Gather(), ops.MatMul(transpose_b=True), dtype
+        self.cast = ops.Cast()
+
+    def construct(self, x, word_table, rows=None):  # (B*T, D), unused -> (B*T or len(rows), 1) float32
+        if rows is not None:
+            x = self.pick(x, rows, 0)
+        return self.project(self.cast(x, mstype.float32), self.weight)

@@ -29,7 +29,7 @@ class Int8Linear(nn.Cell):
         if self.has_bias:
             self.bias, self.bias_add = linear.bias, ops.Add()
 
-    def construct(self, x):  # (N, in) -> (N, out)
+    def construct(self, x, dropout_keys=None):  # (N, in) -> (N, out)
         y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
         return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y
 

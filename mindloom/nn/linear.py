@@ -25,7 +25,7 @@ class Linear(nn.Cell):
             self.bias = Parameter(initializer("zeros", (out_features,), mstype.float32))
             self.bias_add = ops.Add()
 
-    def construct(self, x):  # (N, in) -> (N, out)
+    def construct(self, x, dropout_keys=None):  # (N, in) -> (N, out); the keys are for adapters, see `mindloom.nn.lora`
         y = self.matmul(x, self.cast(self.weight, self.dtype))
         if self.has_bias:
             y = self.bias_add(y, self.cast(self.bias, self.dtype))

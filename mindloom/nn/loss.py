@@ -5,13 +5,10 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 
-class CrossEntropy(nn.Cell):
-    """sum over tokens of (-log softmax(logits)[label] + z_loss * log(sum(exp(logits)))^2) * weight.
+class TokenLosses(nn.Cell):
+    """-log softmax(logits)[label] of each token, plus z_loss * log(sum(exp(logits)))^2: (B*T, V), (B, T) -> (B*T,).
 
-    `further`: what else to add, (1,), as the losses of routers.
-
-    Source: PanGu-alpha's CrossEntropyLoss, whose `mask / (sum(mask) + 1e-5)` is the weight here; of the second term
-    arXiv:2204.02311 section 5.
+    Source: PanGu-alpha's CrossEntropyLoss; of the second term arXiv:2204.02311 section 5.
     """
 
     def __init__(self, z_loss: float = 0.0):
@@ -21,16 +18,13 @@ class CrossEntropy(nn.Cell):
         self.max, self.shift, self.exp, self.sum = ops.ReduceMax(keep_dims=True), ops.Sub(), ops.Exp(), ops.ReduceSum()
         self.one_hot, self.pick, self.pick_sum = ops.OneHot(), ops.Mul(), ops.ReduceSum()
         self.log, self.nll = ops.Log(), ops.Sub()
-        self.weigh, self.total = ops.Mul(), ops.ReduceSum()
-        self.is_same, self.to_one = ops.Equal(), ops.Cast()
-        self.further_sum, self.times_one, self.add_further = ops.ReduceSum(), ops.Mul(), ops.Add()
         self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
         if z_loss:
             self.rows, self.unshift, self.square = ops.Reshape(), ops.Add(), ops.Square()
             self.scale_z, self.add_z = ops.Mul(), ops.Add()
 
-    def construct(self, logits, labels, weights, further=None):  # (B*T, V), (B, T), (B, T) -> ()
-        labels, weights = self.reshape(labels, (-1,)), self.reshape(weights, (-1,))
+    def of_tokens(self, logits, labels):
+        labels = self.reshape(labels, (-1,))
         largest = ops.stop_gradient(self.max(logits, 1))  # (N, 1)
         shifted = self.shift(logits, largest)  # (N, V)
         log_sum = self.log(self.sum(self.exp(shifted), 1))  # (N,)
@@ -39,7 +33,27 @@ class CrossEntropy(nn.Cell):
         if self.z_loss:
             z = self.unshift(log_sum, self.rows(largest, (-1,)))
             loss = self.add_z(loss, self.scale_z(self.square(z), self.z_loss))
-        total = self.total(self.weigh(loss, weights), 0)
+        return loss
+
+
+class CrossEntropy(TokenLosses):
+    """sum over tokens of their losses * weights, PanGu-alpha's `mask / (sum(mask) + 1e-5)`.
+
+    `further`: what else to add, (1,), as the losses of routers.
+    """
+
+    num_inputs = 0
+    """Arrays of a batch besides labels and weights."""
+
+    def __init__(self, z_loss: float = 0.0):
+        super().__init__(z_loss)
+        self.weigh, self.total = ops.Mul(), ops.ReduceSum()
+        self.is_same, self.to_one = ops.Equal(), ops.Cast()
+        self.further_sum, self.times_one, self.add_further = ops.ReduceSum(), ops.Mul(), ops.Add()
+
+    def construct(self, logits, labels, weights, further=None):  # (B*T, V), (B, T), (B, T) -> ()
+        loss = self.of_tokens(logits, labels)
+        total = self.total(self.weigh(loss, self.reshape(weights, (-1,))), 0)
         if further is None:
             return total
         # Times a 1 that MindSpore cannot foresee: a last stage whose gradient of `further` is a constant is not compiled.

@@ -71,7 +71,7 @@ class MLP(nn.Cell):
         self.dropout = Dropout(config.dropout_rate)
 
     def construct(self, x, dropout_keys=None):  # (N, D) -> (N, D)
-        return self.dropout(self.down(self.activation(self.up(x))), dropout_keys)
+        return self.dropout(self.down(self.activation(self.up(x, dropout_keys)), dropout_keys), dropout_keys)
 
 
 class GatedMLP(MLP):
@@ -83,5 +83,5 @@ class GatedMLP(MLP):
         self.gate_mul = ops.Mul()
 
     def construct(self, x, dropout_keys=None):  # (N, D) -> (N, D)
-        y = self.gate_mul(self.activation(self.gate(x)), self.up(x))
-        return self.dropout(self.down(y), dropout_keys)
+        y = self.gate_mul(self.activation(self.gate(x, dropout_keys)), self.up(x, dropout_keys))
+        return self.dropout(self.down(y, dropout_keys), dropout_keys)

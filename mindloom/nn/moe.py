@@ -14,6 +14,7 @@ from mindspore import dtype as mstype
 from mindspore.common.initializer import Normal, initializer
 
 from mindloom.models.config import ModelConfig
+from mindloom.nn.counter import Counter
 from mindloom.nn.dropout import Dropout
 from mindloom.nn.mlp import ACTIVATIONS, MLP, GatedMLP
 
@@ -228,30 +229,19 @@ class RouterLosses(nn.Cell):
         return self.z_scale(self.z_total(self.z_weigh(z, shares), 0), self.z_factor)
 
 
-class LoadCounter(nn.Cell):
-    """Carries numbers out of a training step: the gradient of `count`, always 0 itself, is what was counted.
-
-    What gradients are, over microbatches, replicas and stages, these numbers are too: sums over the batch. They are how
-    many choices each expert was given, dropped ones among them, how many were dropped, and the entropy of each token's
-    probabilities added up: (E + 2,).
-    """
+class LoadCounter(Counter):
+    """Counts how many choices each expert was given, dropped ones among them, how many were dropped, and the entropy of each
+    token's probabilities added up: (E + 2,)."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.length = config.mixture.num_experts + COUNTS_BESIDE_EXPERTS
+        super().__init__(config.mixture.num_experts + COUNTS_BESIDE_EXPERTS)
         self.given, self.missed = ops.ReduceSum(), ops.Sub()
         self.of_group, self.dropped = ops.ReduceSum(), ops.ReduceSum(True)
         self.is_sum_one = config.mixture.router != "sigmoid"
         self.total, self.normalize = ops.ReduceSum(True), ops.Div()
         self.shift, self.log, self.information = ops.Add(), ops.Log(), ops.Mul()
         self.entropy_of_group, self.entropy, self.negative = ops.ReduceSum(), ops.ReduceSum(True), ops.Neg()
-        self.join, self.mul, self.sum = ops.Concat(0), ops.Mul(), ops.ReduceSum(True)
-
-    def attach(self, name: str) -> Parameter:
-        """Begin to count. Returns `count`, which gets that name: no part of the model's weights."""
-        zeros = initializer("zeros", (self.length,), mstype.float32)
-        self.count = Parameter(zeros, name=name, parallel_optimizer=False)
-        return self.count
+        self.join = ops.Concat(0)
 
     def construct(self, one_hot, kept, probs):  # (G, k*L, E), (G, k*L), (G, L, E) or None -> (1,), 0
         dropped = self.dropped(self.of_group(self.missed(1.0, kept), 1), 0)
@@ -262,8 +252,7 @@ class LoadCounter(nn.Cell):
                 probs = self.normalize(probs, self.total(probs, 2))
             information = self.information(probs, self.log(self.shift(probs, TINY)))
             entropy = self.negative(self.entropy(self.entropy_of_group(information, (1, 2)), 0))
-        numbers = self.join((self.given(one_hot, (0, 1)), dropped, entropy))
-        return self.sum(self.mul(self.count, ops.stop_gradient(numbers)), 0)
+        return self.carry(self.join((self.given(one_hot, (0, 1)), dropped, entropy)))
 
 
 class MoE(nn.Cell):

@@ -11,6 +11,7 @@ from mindspore import nn
 from mindspore.parallel.nn import GradAccumulation
 
 from mindloom.errors import ConfigError
+from mindloom.models.paths import path_matches
 from mindloom.parallel.report import ParameterReport, Report
 from mindloom.parallel.sharding import (
     LARGE_OPERATORS,
@@ -19,7 +20,6 @@ from mindloom.parallel.sharding import (
     apply_rules,
     operators,
     parameter_uses,
-    path_matches,
     unmatched_rules,
     with_parts_of_axes,
 )
@@ -53,9 +53,10 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         for path in recomputed:
             cells[path].recompute()
     stages = _assign_stages(net, strategy, layers)
-    ties = all(getattr(cell, "tied_embedding", True) for _, cell in net.cells_and_names())
+    ties, tied = all(getattr(cell, "tied_embedding", True) for _, cell in net.cells_and_names()), []
     for parameter in net.get_parameters():
         is_tied = ties and any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied)
+        tied += [parameter.name] if strategy.mesh.pp > 1 and is_tied else []
         if (strategy.mesh.pp > 1 and is_tied) or not parameter.shape:  # MindSpore dies of cutting a number
             parameter.parallel_optimizer = False
     net.parallel_report = Report(  # the engine holds it against the compiler
@@ -69,6 +70,7 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         optimizer_parallel=strategy.optimizer_parallel is not None,
         layers_of_stages=_layers_of_stages(layers, strategy),
         recomputed=recomputed,
+        tied=tied,
     )
     return net.parallel_report
 
@@ -224,7 +226,7 @@ def _parameter_reports(
 def _optimizer_shards(parameter: ms.Parameter, layout: Layout, part: Shape, strategy: Strategy) -> int:
     """Over how many ranks MindSpore's optimizer parallel cuts dim 0 further: all that hold the same part of it."""
     zero, mesh = strategy.optimizer_parallel, strategy.mesh
-    if zero is None or not part or not parameter.requires_grad or not parameter.parallel_optimizer:
+    if zero is None or not part or not parameter.parallel_optimizer:
         return 1
     cut = 1
     for parts in degrees(layout, mesh):

@@ -50,6 +50,9 @@ class Report:
     optimizer_parallel: bool
     layers_of_stages: list[list[str]] = field(default_factory=list)
     recomputed: list[str] = field(default_factory=list)
+    tied: list[str] = field(default_factory=list)
+    """Parameters that several stages of a pipeline hold. Training updates them where they belong, and sends them with each
+    step; the others' own are of no use until `Engine.refresh`."""
 
     def norm_shares(self, names: Sequence[str], rank: int) -> tuple[float, ...]:
         """How much of each gradient's square sum `rank` adds to the global norm, so that every entry counts once.

@@ -7,7 +7,6 @@ import ast
 import dataclasses
 import inspect
 import math
-import re
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import mindspore as ms
 from mindspore import Parameter, nn
 from mindspore.ops import Primitive
 
+from mindloom.models.paths import path_matches
 from mindloom.private_names import own_parameters, own_primitives
 from mindloom.strategy.config import Rule
 from mindloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout, degrees
@@ -45,11 +45,6 @@ class Operator:
     @property
     def attribute(self) -> str:
         return self.path.rpartition(".")[2]
-
-
-def path_matches(pattern: str, path: str) -> bool:
-    """Whether `pattern`, with * for one component, is the end of `path`."""
-    return re.search(r"(^|\.)" + re.escape(pattern).replace(r"\*", r"[^.]+") + "$", path) is not None
 
 
 def operators(net: nn.Cell) -> list[Operator]:

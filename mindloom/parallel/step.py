@@ -43,8 +43,8 @@ def _clear_overflown(overflow, accumulated, gradient):
 
 
 @_place.register("Tensor", "Float", "Tensor")
-def _place_of(row, share, counted):
-    return row * (counted * share)
+def _place_of(places, share, counted):
+    return ops.ReduceSum()(places * ops.expand_dims(counted * share, 1), 0)  # (n, all) * (n, 1) -> (all,)
 
 
 @_balance.register("Float", "Tensor", "Tensor")
@@ -55,7 +55,8 @@ def _balance_by(rate, bias, counted):
 
 class TrainStep(nn.Cell):
     """Batch -> (loss, norm of its gradients), with one update by `optimizer`, a Cell called with the gradients. For a
-    network with layers of experts also what those counted (see `mindloom.nn.moe`): (layers, numbers), of the whole batch.
+    network with parts that count (see `mindloom.nn.counter`) also what those counted, one after the other, of the whole
+    batch; `count_lengths` says how many numbers each of them.
 
     Without `max_grad_norm` the norm is measured and nothing clipped. In a pipeline only the last stage knows the loss;
     the others return 0.
@@ -112,20 +113,28 @@ class TrainStep(nn.Cell):
         self.shares = self.report.norm_shares([weight.name for weight in self.weights], rank)
 
     def attach_counters(self, rank):
-        """Let layers that count do so: what each counted is a row of the whole, given by the ranks of its stage."""
+        """Let parts that count do so: what each counted is a piece of the whole, given by the ranks of its stage."""
         counting = [(path, c) for path, c in self.network.cells_and_names() if hasattr(c, "attach_counter")]
         counters = [cell.attach_counter(f"counter.{i}") for i, (_, cell) in enumerate(counting)]
         mesh = self.report.mesh
+        layers = [layer for stage in self.report.layers_of_stages for layer in stage]
         mine = self.report.layers_of_stages[mesh.coordinate(rank, "pp")] if mesh.pp > 1 else []
-        held = [mesh.pp == 1 or any(f"{layer}." in path for layer in mine) for path, _ in counting]
+        is_last = mesh.coordinate(rank, "pp") == mesh.pp - 1
+        held = [
+            any(f"{layer}." in path for layer in mine) if any(f"{layer}." in path for layer in layers) else is_last
+            for path, _ in counting
+        ]
         self.num_weights, self.trained = len(self.weights), ParameterTuple([*self.weights, *counters])
         self.counts = bool(counting)
         self.less, self.to_float = ops.Less(), ops.Cast()
-        self.ones = Tensor(np.ones((len(counting), counters[0].shape[0] if counting else 1)), mstype.float32)
-        self.rows = tuple(Tensor(row[:, None], mstype.float32) for row in np.eye(len(counting)))
-        self.count_shares = tuple(float(own) / mesh.stage_size for own in held)
-        self.balanced = [cell.choices for _, cell in counting if getattr(cell, "balance_rate", 0)]
-        self.balance_rate = counting[0][1].balance_rate if self.balanced else 0.0
+        self.count_lengths = [counter.shape[0] for counter in counters]
+        places = np.split(np.eye(sum(self.count_lengths)), np.cumsum(self.count_lengths)[:-1])
+        self.ones = Tensor(np.ones(sum(self.count_lengths)), mstype.float32)
+        self.places = tuple(Tensor(rows, mstype.float32) for rows in places)
+        self.count_shares = tuple(float(own or mesh.pp == 1) / mesh.stage_size for own in held)
+        balancing = [cell for _, cell in counting if getattr(cell, "balance_rate", 0)]
+        self.balanced = [cell.choices for cell in balancing]
+        self.balance_rate = balancing[0].balance_rate if balancing else 0.0
         self.biases = ParameterTuple([cell.balance_bias for cell in self.balanced])
 
     def construct(self, *batch):
@@ -160,7 +169,7 @@ class TrainStep(nn.Cell):
             loss = ops.depend(loss, self.map(ops.partial(_balance, self.balance_rate), self.biases, loads))
         # A stage without experts has its zeros from here: MindSpore would leave out an all-reduce of known numbers.
         zero = self.to_float(self.less(square, 0.0), mstype.float32) * self.ones
-        counts = self.add_n((zero, *self.map(_place, self.rows, self.count_shares, counted)))
+        counts = self.add_n((zero, *self.map(_place, self.places, self.count_shares, counted)))
         if self.all_reduce is not None:
             counts = self.all_reduce(counts)
         return self.cleared(ops.depend(loss, counts), accumulated, gradients, overflow), norm, counts

@@ -202,6 +202,19 @@ class Engine:
         padded[: len(text) if self.rank == source else 0] = text if self.rank == source else ()
         return json.loads(self.broadcast(padded, source)[:length].astype(np.uint8).tobytes())
 
+    def refresh(self, net: nn.Cell, report: Report) -> None:
+        """Give the parameters that several stages hold, in all of them, the value they were trained to: before a network that
+        shares them runs by itself."""
+        mesh, held = self.strategy.mesh, {parameter.name: parameter for parameter in net.get_parameters()}
+        for name in report.tied:
+            parameter, of = held[name], report.of(name)
+            for place, source in enumerate(mesh.ranks_of_stage(of.stage)):
+                mine = tuple(parameter.shape) == of.local_shape
+                array = parameter.asnumpy() if mine else np.zeros(of.local_shape, np.float32)
+                trained = self.broadcast(array.copy(), source)
+                if mine and self.rank != source and self.rank % mesh.stage_size == place:
+                    parameter.set_data(Tensor(trained, dtype=parameter.dtype), slice_shape=parameter.sliced)
+
     def on_lost_rank(self, tell: Callable[[str], None]) -> None:
         """Call `tell` with a line that names it when another rank is gone, before this process ends for it."""
         if self.transport is not None:

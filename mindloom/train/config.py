@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from mindloom.certificate import check_certificate, vouched_for
 from mindloom.checkpoint.io import load_config
@@ -20,6 +20,7 @@ from mindloom.data.token_file import is_token_file
 from mindloom.data.tokenizer import content_hash, find_tokenizer
 from mindloom.errors import ConfigError, Problems
 from mindloom.files import unwritable
+from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ComputeDtype, ModelConfig
 from mindloom.models.family import config_with_file, family_module, size_config
 from mindloom.numbers import Amount, Count, Natural, NotNegative, Positive, Rate, number_problems
@@ -35,19 +36,26 @@ MOST_TOKENS = 1 << 28
 """Of one step: more are a slip of the keyboard."""
 
 
+class PlainText(NamedTuple):
+    """What `mindloom train` reads: one of both."""
+
+    documents: list[str] | None
+    """Text that is still to be tokenized."""
+    parts: list[BlendEntry] | None
+    """Token files."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """One training run; the flags of tools/train.py."""
+class TrainingConfig:
+    """One training run of any kind."""
+
+    task: ClassVar[str]
+    """Module of `mindloom.tasks`."""
+    rows_per_unit: ClassVar[int] = 1
+    """Sequences for each thing that `batch_size` counts."""
 
     run: Path | None = run_file()
-    model: str = option("pangu", "model family")
-    size: str = option("tiny", "one of the family's published sizes")
-    config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
-    data: Path = option(
-        ...,
-        "what to train on: a folder of token files, a .yaml file that blends several, or text as it is (.jsonl with a `text` "
-        "field, .txt with blank lines between documents, ...)",
-    )
+    data: Path = option(..., "what to train on")
     tokenizer: Path | None = option(
         None,
         "tokenizer of the family (a file, or a folder); without one, the token files' own, or one is trained on the text",
@@ -63,11 +71,6 @@ class TrainConfig:
     steps: Count = option(50, "optimizer steps")
     batch_size: Count = option(8, "sequences of one step, over all devices")
     seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
-    batch_size_ramp: tuple[Amount, ...] = option(
-        (), "START INCREMENT COUNT: grow from START to --batch-size by INCREMENT, evenly over the first COUNT sequences"
-    )
-    ramp_unit: Literal["sequences", "tokens"] = option("sequences", "what COUNT of --batch-size-ramp counts")
-    seq_len_growth: tuple[str, ...] = option((), "LENGTH:STEPS ...: shorter sequences for the first steps")
     accumulate: Count = option(
         1, "parts a step's batch is cut into, one after another, to save memory (pipelines: num_microbatches)"
     )
@@ -118,18 +121,111 @@ class TrainConfig:
         """Checkpoints of the training state, which --resume reads."""
         return self.output_dir / "checkpoints"
 
+    def base_model(self) -> tuple[str, ModelConfig]:
+        """Family and configuration of the model.
+
+        Raises:
+            ConfigError: there is none, or what is wrong with it.
+        """
+        raise NotImplementedError
+
+    def model_name(self) -> str:
+        """For people."""
+        raise NotImplementedError
+
+    def read_data(self, model: ModelConfig | None, seq_len: int) -> Any:
+        """What the task trains on, as far as it can be read and checked without a tokenizer.
+
+        Raises:
+            ConfigError: what is wrong with it.
+        """
+        raise NotImplementedError
+
+    def sizes(self, seq_len: int) -> Sizes:
+        """How much each step takes.
+
+        Raises:
+            ConfigError: sizes that are impossible.
+        """
+        return Sizes((self.rows_per_unit * self.batch_size,), (seq_len,))
+
+    def default_rates(self) -> tuple[float, float]:
+        """Highest and lowest learning rate where the command line says none."""
+        raise NotImplementedError
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the task's own flags."""
+        return iter(())
+
+    def adapters(self) -> LoRAConfig | None:
+        """Adapters that are trained in place of the model."""
+        return None
+
+    def network_config(self, model: ModelConfig) -> ModelConfig:
+        """The network that is trained, given the model it begins with."""
+        return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(TrainingConfig):
+    """The flags of `mindloom train`: a model of plain text."""
+
+    task: ClassVar[str] = "pretraining"
+
+    model: str = option("pangu", "model family")
+    size: str = option("tiny", "one of the family's published sizes")
+    config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
+    data: Path = option(
+        ...,
+        "what to train on: a folder of token files, a .yaml file that blends several, or text as it is (.jsonl with a `text` "
+        "field, .txt with blank lines between documents, ...)",
+    )
+    batch_size_ramp: tuple[Amount, ...] = option(
+        (), "START INCREMENT COUNT: grow from START to --batch-size by INCREMENT, evenly over the first COUNT sequences"
+    )
+    ramp_unit: Literal["sequences", "tokens"] = option("sequences", "what COUNT of --batch-size-ramp counts")
+    seq_len_growth: tuple[str, ...] = option((), "LENGTH:STEPS ...: shorter sequences for the first steps")
+
+    def base_model(self) -> tuple[str, ModelConfig]:
+        model = size_config(self.model, self.size)
+        if self.from_checkpoint:
+            family, model = load_config(self.from_checkpoint)
+            if family != self.model:
+                raise ConfigError(
+                    f"--from-checkpoint {self.from_checkpoint}: a checkpoint of {family}; give --model {family}"
+                )
+        return self.model, config_with_file(self.config, model, self.model) if self.config else model
+
+    def model_name(self) -> str:
+        return f"{self.model} {self.size}"
+
+    def read_data(self, model: ModelConfig | None, seq_len: int) -> PlainText:
+        if self.data.suffix not in BLENDS and not is_token_file(self.data):
+            return PlainText(read_documents(self.data), None)
+        parts = read_blend(self.data)
+        if model and (problems := _data_problems(self, model, parts, seq_len)):
+            raise ConfigError(problems)
+        return PlainText(None, parts)
+
+    def default_rates(self) -> tuple[float, float]:
+        rates: tuple[float, float] = family_module(self.model, "config").LEARNING_RATES[self.size]
+        return rates
+
+    def sizes(self, seq_len: int) -> Sizes:
+        return _sizes(self, seq_len)
+
 
 @dataclass(frozen=True)
 class Run:
     """A training configuration that was found right, with what it refers to."""
 
-    config: TrainConfig
+    config: TrainingConfig
+    family: str
     model: ModelConfig
     strategy: Strategy
-    documents: list[str] | None = dataclasses.field(repr=False)
-    """Text that is still to be tokenized."""
-    parts: list[BlendEntry] | None
-    """Token files."""
+    data: Any = dataclasses.field(repr=False)
+    """What the configuration's `read_data` returned."""
+    lora: LoRAConfig | None
     sizes: Sizes
     learning_rate: float
     min_learning_rate: float
@@ -144,7 +240,7 @@ class Run:
         return self.sizes.longest
 
 
-def check(config: TrainConfig, num_processes: int | None) -> Run:
+def check(config: TrainingConfig, num_processes: int | None) -> Run:
     """Everything the run refers to, read and held against each other.
 
     `num_processes`: launched already; None: as many as the strategy needs will be.
@@ -153,24 +249,23 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
         ConfigError: all problems at once.
     """
     problems = Problems()
-    config = problems.of(_with_own_tokenizer, config) or config
+    family, model = problems.of(_model_config, config) or ("", None)
+    if family:
+        config = problems.of(_with_own_tokenizer, config, family) or config
     problems += _own_problems(config)
-    model = problems.of(_model_config, config)
+    problems += config.problems()
     strategy = problems.of(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
-    tokenized = config.data.suffix in BLENDS or is_token_file(config.data)
-    documents = None if tokenized else problems.of(read_documents, config.data)
-    parts = problems.of(read_blend, config.data) if tokenized else None
     if config.tokenizer and not config.tokenizer.exists():
         problems.append(f"--tokenizer {config.tokenizer}: there is no such tokenizer")
     seq_len = (model.seq_len if model else 0) if config.seq_len is None else config.seq_len
     if model and seq_len > model.seq_len:
         problems.append(f"--seq-len {seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
-    sizes = (
-        problems.of(_sizes, config, seq_len)
-        if config.batch_size > 0 and seq_len > 0 and config.accumulate > 0
-        else None
-    )
-    problems += _data_problems(config, model, parts, seq_len) if model and parts else []
+    is_sized = config.batch_size > 0 and seq_len > 0 and config.accumulate > 0
+    sizes = problems.of(config.sizes, seq_len) if is_sized else None
+    data = problems.of(config.read_data, model, seq_len)
+    lora = problems.of(config.adapters)
+    if lora and model:
+        problems.of(lora.targets, model)
     loss_scale = config.loss_scale
     if model and model.compute_dtype == "float16" and loss_scale is None:
         loss_scale = FLOAT16_INITIAL
@@ -181,20 +276,21 @@ def check(config: TrainConfig, num_processes: int | None) -> Run:
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []
         problems += model_problems(strategy, model) if model else []
         for batch_size, length in sizes.shapes() if sizes else []:
-            problems += batch_problems(strategy, batch_size, length, config.accumulate)
+            problems += batch_problems(strategy, batch_size // config.rows_per_unit, length, config.accumulate)
             problems += group_problems(strategy, model, batch_size, length, config.accumulate) if model else []
     if config.certificate and model and strategy:
-        vouched = vouched_for(config.model, model, strategy, config.batch_size, seq_len, config.accumulate)
+        vouched = vouched_for(family, model, strategy, config.batch_size, seq_len, config.accumulate)
         problems.of(check_certificate, config.certificate, vouched)
     problems.tell()
     assert model and strategy and sizes
-    high, low = family_module(config.model, "config").LEARNING_RATES[config.size]
+    high, low = config.default_rates()
     return Run(
         config=config,
+        family=family,
         model=model,
         strategy=strategy,
-        documents=documents,
-        parts=parts,
+        data=data,
+        lora=lora,
         sizes=sizes,
         learning_rate=high if config.learning_rate is None else config.learning_rate,
         min_learning_rate=low if config.min_learning_rate is None else config.min_learning_rate,
@@ -255,30 +351,26 @@ def _data_problems(config: TrainConfig, model: ModelConfig, parts: list[BlendEnt
     return problems
 
 
-def _with_own_tokenizer(config: TrainConfig) -> TrainConfig:
+def _with_own_tokenizer(config: TrainingConfig, family: str) -> TrainingConfig:
     """With the tokenizer of the checkpoint it starts from, if no other is named."""
     if config.from_checkpoint is None or config.tokenizer is not None:
         return config
-    path = find_tokenizer(config.model, config.from_checkpoint)
+    path = find_tokenizer(family, config.from_checkpoint)
     return dataclasses.replace(config, tokenizer=path) if path.exists() else config
 
 
-def _model_config(config: TrainConfig) -> ModelConfig:
-    model = size_config(config.model, config.size)
-    if config.from_checkpoint:
-        family, model = load_config(config.from_checkpoint)
-        if family != config.model:
-            raise ConfigError(
-                f"--from-checkpoint {config.from_checkpoint}: a checkpoint of {family}; give --model {family}"
-            )
-    if config.config:
-        model = config_with_file(config.config, model, config.model)
+def _model_config(config: TrainingConfig) -> tuple[str, ModelConfig]:
+    """Family and network."""
+    family, model = config.base_model()
     if config.dropout is not None:
         model = fields_from(ModelConfig, Document("--dropout", {"dropout_rate": config.dropout}), model)
-    return model if config.compute_dtype is None else dataclasses.replace(model, compute_dtype=config.compute_dtype)
+    model = config.network_config(model)
+    return family, model if config.compute_dtype is None else dataclasses.replace(
+        model, compute_dtype=config.compute_dtype
+    )
 
 
-def _optimizer_problems(config: TrainConfig, strategy: Strategy) -> Iterator[str]:
+def _optimizer_problems(config: TrainingConfig, strategy: Strategy) -> Iterator[str]:
     if config.optimizer != "adafactor-factored":
         return
     if strategy.mesh.size > strategy.mesh.dp or strategy.optimizer_parallel:
@@ -290,14 +382,14 @@ def _optimizer_problems(config: TrainConfig, strategy: Strategy) -> Iterator[str
         yield "--optimizer adafactor-factored: its state is not saved; use adafactor, or leave out --save-every and --resume"
 
 
-def _place_problems(config: TrainConfig) -> Iterator[str]:
+def _place_problems(config: TrainingConfig) -> Iterator[str]:
     if problem := unwritable(config.output_dir):
         yield f"--output-dir {problem}"
     elif (config.save_every or config.save_minutes) and (problem := unwritable(config.states_dir)):
         yield problem.replace("no file", "no checkpoint")
 
 
-def _own_problems(config: TrainConfig) -> list[str]:
+def _own_problems(config: TrainingConfig) -> list[str]:
     problems = list(number_problems(config))
     if config.loss_scale_factor <= 1:
         problems.append(f"--loss-scale-factor must be above 1, got {config.loss_scale_factor:g}")

@@ -27,15 +27,15 @@ def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
     Raises:
         ConfigError: the tokenizer or the token files do not fit the model.
     """
-    if run.parts is None:
+    if run.data.parts is None:
         tokenizer, part = _tokenized(run, rank)
         parts = [part]
         if problems := short_datasets(parts, run.seq_len):
             raise ConfigError([*problems, "give more text, or a smaller --seq-len"])
     else:
-        parts = run.parts
-        path = run.config.tokenizer or find_tokenizer(run.config.model, parts[0].tokens.folder)
-        tokenizer = load_tokenizer(run.config.model, path, run.model)
+        parts = run.data.parts
+        path = run.config.tokenizer or find_tokenizer(run.family, parts[0].tokens.folder)
+        tokenizer = load_tokenizer(run.family, path, run.model)
     datasets = [Dataset(part.name, part.tokens, part.weight, _ignored(run, rank, part.tokens)) for part in parts]
     mesh = run.strategy.mesh
     microbatches = run.strategy.pipeline.num_microbatches if mesh.pp > 1 else run.config.accumulate
@@ -55,9 +55,9 @@ def describe(loader: Loader, steps: int) -> str:
 
 def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, BlendEntry]:
     """Tokenizer and token files of the run's text."""
-    config, module = run.config, family_module(run.config.model, "tokenizer")
-    assert run.documents is not None
-    folder, first, documents = config.output_dir / "data", rank == 0, run.documents
+    config, module = run.config, family_module(run.family, "tokenizer")
+    assert run.data.documents is not None
+    folder, first, documents = config.output_dir / "data", rank == 0, run.data.documents
     content = hashlib.sha256("\x00".join(documents).encode())
     if first:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,14 +70,14 @@ def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, BlendEntry]:
             partial.write_bytes(module.train_tokenizer(documents, run.model.vocab_size))
 
         made_once(path, first, lambda path: write_atomically(path, train_tokenizer))
-    tokenizer = load_tokenizer(config.model, path, run.model)
+    tokenizer = load_tokenizer(run.family, path, run.model)
     if tokenizer.eod_id != run.model.eod_id:
         raise ConfigError(
             f"{path}: this tokenizer ends documents with token {tokenizer.eod_id}, the model with eod_id "
             f"{run.model.eod_id}; set eod_id and loss_ignore_id in --config"
         )
     content.update(content_hash(path).encode())
-    job = TokenizeJob(Source((config.data,)), config.model, path)
+    job = TokenizeJob(Source((config.data,)), run.family, path)
     tokens = folder / f"tokens-{content.hexdigest()[:16]}"
     made_once(tokens, first, lambda out: tokenize(job, out, workers=0, show_progress=False))
     return tokenizer, BlendEntry(str(config.data), TokenFile(tokens), 1.0)

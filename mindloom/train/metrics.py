@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tqdm import tqdm
 
 from mindloom.files import write_text_atomically
+
+SHOWN = {
+    "dropped_tokens": "{} dropped",
+    "rewards/accuracies": "accuracy {:.2f}",
+    "reward": "reward {:.3f}",
+    "kl": "KL {:.4f}",
+}
+"""What of a task's metrics the progress bar tells."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +44,23 @@ class StepMetrics:
     """Of the whole job."""
     loss_scale: float | None = None
     """Where there is one: the one of this step."""
-    dropped_tokens: int | None = None
-    """Of a model with experts: choices that found no room at their expert, in all layers."""
-    busiest_expert: float | None = None
-    """Tokens given to the expert that was given most, in the layer where that is most: times what balance would give it."""
-    router_entropy: float | None = None
-    """Of the probabilities of a token's experts, mean over tokens and layers, in nats."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What the task tells besides."""
 
     def values(self) -> dict[str, Any]:
         """What there is."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "more"}
+        return {name: value for name, value in {**given, **self.more}.items() if value is not None}
 
 
 def expert_metrics(counts: NDArray[np.float32], tokens: int) -> dict[str, Any]:
     """Metrics of what the layers of experts counted in a step of so many tokens: (layers, E + 2), see
-    `mindloom.nn.moe.LoadCounter`."""
+    `mindloom.nn.moe.LoadCounter`.
+
+    `dropped_tokens`: choices that found no room at their expert, in all layers. `busiest_expert`: tokens given to the expert
+    that was given most, in the layer where that is most: times what balance would give it. `router_entropy`: of the
+    probabilities of a token's experts, mean over tokens and layers, in nats.
+    """
     given, dropped, entropy = counts[:, :-2], counts[:, -2], counts[:, -1]
     return {
         "dropped_tokens": round(float(dropped.sum())),
@@ -88,11 +99,9 @@ class MetricsWriter:
         step = values.pop("step")
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-        dropped = "" if metrics.dropped_tokens is None else f", {metrics.dropped_tokens} dropped"
-        dropped += "" if metrics.loss_scale is None else f", scale {metrics.loss_scale:g}"
-        self._bar.set_postfix_str(
-            f"loss {metrics.loss:.4f}{dropped}, {metrics.tokens_per_s:.0f} tokens/s", refresh=False
-        )
+        told = "".join(f", {text.format(metrics.more[name])}" for name, text in SHOWN.items() if name in metrics.more)
+        told += "" if metrics.loss_scale is None else f", scale {metrics.loss_scale:g}"
+        self._bar.set_postfix_str(f"loss {metrics.loss:.4f}{told}, {metrics.tokens_per_s:.0f} tokens/s", refresh=False)
         self._bar.update()
 
     def __enter__(self) -> MetricsWriter:

@@ -33,6 +33,7 @@ from mindloom.checkpoint.sharded import (
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.log import milestone
+from mindloom.models.adapters import is_adapter
 from mindloom.parallel.report import Report
 from mindloom.runtime.engine import Engine
 
@@ -47,8 +48,10 @@ def logical_name(name: str) -> str:
 
 
 def state_parameters(cell: nn.Cell) -> dict[str, Parameter]:
-    """Weights and moments of a training step by their names."""
-    return {p.name: p for p in cell.get_parameters() if p.name.startswith(STATES)}
+    """What a run changes of a training step, by name: weights and moments; with adapters, theirs alone."""
+    found = {p.name: p for p in cell.get_parameters() if p.name.startswith(STATES)}
+    adapters = {name: parameter for name, parameter in found.items() if is_adapter(name)}
+    return adapters or found
 
 
 class Saver:
@@ -249,24 +252,34 @@ def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, mani
         raise ConfigError(problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else []))
 
 
-def start_from(cell: nn.Cell, engine: Engine, report: Report, folder: Path) -> None:
-    """Give the weights of a compiled step those of a checkpoint folder.
+def start_from(
+    cell: nn.Cell, engine: Engine, report: Report, folder: Path, new: Sequence[str] = (), prefix: str = STATES[0]
+) -> None:
+    """Give the weights of a compiled network, those whose names begin with `prefix`, the values of a checkpoint folder.
+
+    `new`: weights that stay as they are unless the folder has such.
 
     Raises:
         ConfigError: they are missing, damaged, or another model's.
     """
     weights = load_weights(folder)
-    parameters = {name: p for name, p in state_parameters(cell).items() if name.startswith(STATES[0])}
-    check_weights(weights, {logical_name(n): tuple(report.of(n).global_shape) for n in parameters}, str(folder))
-    for name, parameter in parameters.items():
-        slices = engine.held_slices(name, tuple(report.of(name).global_shape))
-        _hold(parameter, slices, weights[logical_name(name)].__getitem__)
+    named = {p.name.removeprefix(prefix): p for p in cell.get_parameters() if p.name.startswith(prefix)}
+    parameters = {name: parameter for name, parameter in named.items() if not is_adapter(name)}
+    shapes = {name: tuple(report.of(parameter.name).global_shape) for name, parameter in parameters.items()}
+    for name in new:
+        if name not in weights or weights[name].shape != shapes[name]:
+            weights.pop(name, None)
+            del shapes[name]
+    check_weights(weights, shapes, str(folder))
+    for name, shape in shapes.items():
+        _hold(parameters[name], engine.held_slices(parameters[name].name, shape), weights[name].__getitem__)
 
 
 def _hold(parameter: Parameter, slices: tuple[slice, ...] | None, read: Callable[[tuple[slice, ...]], Any]) -> None:
     """Give a parameter the part this rank computes with, if it has one."""
     if slices is not None and tuple(parameter.shape) == tuple(s.stop - s.start for s in slices):
-        parameter.set_data(Tensor(np.ascontiguousarray(read(slices)), dtype=parameter.dtype))
+        data = Tensor(np.ascontiguousarray(read(slices)), dtype=parameter.dtype)
+        parameter.set_data(data, slice_shape=parameter.sliced)  # else MindSpore would slice it again for the next graph
 
 
 def versions() -> dict[str, str]:

@@ -5,26 +5,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
+from mindloom.checkpoint.adapters import Adapter, write_adapter
 from mindloom.checkpoint.io import save_checkpoint, write_config
-from mindloom.data.batch import dropout_keys
-from mindloom.data.loader import Loader, Prefetched
-from mindloom.data.tokenizer import Tokenizer
+from mindloom.data.loader import Prefetched
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.locks import one_writer
 from mindloom.log import milestone
-from mindloom.models.family import family_module
+from mindloom.models.adapters import is_adapter
 from mindloom.models.parameters import num_parameters
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
@@ -33,13 +33,13 @@ from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import is_first_process
 from mindloom.runtime.gather import gather_whole
 from mindloom.train.adafactor import Adafactor
-from mindloom.train.config import Run, TrainConfig
-from mindloom.train.data import describe, prepare_data
+from mindloom.train.config import Run, TrainingConfig
 from mindloom.train.loss_scale import LossScale
-from mindloom.train.metrics import MetricsWriter, StepMetrics, expert_metrics
+from mindloom.train.metrics import MetricsWriter, StepMetrics
 from mindloom.train.optim import SGD, AdamW, set_number
 from mindloom.train.saving import Saver, load_state, newest_complete, start_from, versions
 from mindloom.train.schedules import learning_rate
+from mindloom.train.task import Task
 
 LEFTOVERS = (".checkpoint_parts-*", ".checkpoint.*.partial", ".*.json.*.partial", "data/.*.partial")
 """What a run that was killed leaves in its folder, besides unfinished states and tokens."""
@@ -54,10 +54,10 @@ class Training:
 
     run: Run
     engine: Engine
+    task: Task
     report: Report
     step: TrainStep
     optimizer: AdamW | SGD | Adafactor
-    loader: Loader
     batches: Prefetched[list[NDArray[Any]]]
     """Inputs of each step."""
     loss_scale: LossScale | None
@@ -71,23 +71,28 @@ class Training:
 
     def batch(self, index: int) -> list[Tensor]:
         """Inputs of step `index`, counted from 0: the shape of the whole batch, this rank's rows filled in."""
-        return [Tensor(array) for array in self.batches.get(index)]
+        return [Tensor(array) for array in (self.batches.get if self.task.is_ahead else self.task.inputs)(index)]
 
 
-def start(run: Run) -> tuple[Training, Tokenizer]:
-    """Everything up to the first step: network, data, compiled graph."""
+def start(run: Run) -> Training:
+    """Everything up to the first step: network, data, graph."""
     config = run.config
     engine = Engine(run.strategy)
     if engine.target == "CPU" and run.model.compute_dtype == "bfloat16":
         raise ConfigError("compute_dtype bfloat16: MindSpore has no such kernels for CPUs; use float16 or float32 here")
-    net = _build_network(run)
+    task: Task = import_module(f"mindloom.tasks.{config.task}").TASK(run, engine)
+    net = task.network()
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
-    tokenizer, loader = prepare_data(run, engine.rank)
-    training = _build_step(run, engine, net, report, loader)
-    training.say(f"{config.model} {config.size}: {num_parameters(run.model):,} parameters on {run.strategy.mesh}")
-    training.say(describe(loader, config.steps))
+    task.open_data()
+    training = _build_step(run, engine, task, net, report)
+    what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"
+    if run.lora:
+        trained = sum(map(math.prod, run.lora.shapes(run.model).values()))
+        what += f", frozen, and {trained:,} of adapters"
+    training.say(f"{what} on {run.strategy.mesh}")
+    training.say(task.describe())
     training.say(f"metrics, configuration and checkpoints go to {config.output_dir}")
-    return training, tokenizer
+    return training
 
 
 def train(run: Run) -> Path | None:
@@ -108,15 +113,16 @@ def train(run: Run) -> Path | None:
 
 def _train(run: Run) -> Path | None:
     config = run.config
-    training, tokenizer = start(run)
+    training = start(run)
     steps_done = _resume(training) if config.resume else 0
     _compile(training, steps_done)
     if training.engine.rank == 0:  # now that all layouts are known
         _write_resolved(training.run, training.report)
-    if config.from_checkpoint and not config.resume:
-        start_from(training.step, training.engine, training.report, config.from_checkpoint)
+    if config.from_checkpoint and (run.lora or not config.resume):
+        start_from(training.step, training.engine, training.report, config.from_checkpoint, training.task.new_weights)
         training.say(f"weights from {config.from_checkpoint}")
-    saver = _saver(training, tokenizer)  # after the schedule that is resumed is known
+    training.task.begin(training.step, steps_done)
+    saver = _saver(training)  # after the schedule that is resumed is known
     if training.engine.is_log_rank:
         with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:
             done, first, last = _loop(training, writer, saver, steps_done)
@@ -131,22 +137,22 @@ def _train(run: Run) -> Path | None:
         training.engine.largest(0)  # likewise: before it is told
         return None
     training.say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {config.steps - steps_done} steps")
-    _save(training, tokenizer, saver.token)
+    _save(training, saver.token)
     training.say(f"checkpoint in {config.checkpoint_dir}")
     return config.checkpoint_dir
 
 
-def _saver(training: Training, tokenizer: Tokenizer) -> Saver:
+def _saver(training: Training) -> Saver:
     run, config = training.run, training.run.config
     about = {
-        "model": {"family": config.model, **run.model.to_dict()},
+        "model": {"family": run.family, **run.model.to_dict()},
         "strategy": {**dataclasses.asdict(run.strategy.mesh), "file": str(config.strategy or "")},
         "versions": versions(),
     }
 
     def add_files(folder: Path) -> None:
-        tokenizer.save(folder)
-        write_config(folder, config.model, run.model)
+        training.task.add_files(folder)
+        write_config(folder, run.family, run.model)
 
     return Saver(
         training.step,
@@ -166,21 +172,20 @@ def _state(training: Training) -> dict[str, Any]:
     """What besides tensors a run needs to go on. Sample order and learning rate are functions of these and the step."""
     run, config = training.run, training.run.config
     return {
-        "data": {
-            "datasets": [f"{d.tokens.info.content[:16]} x {d.weight:.6g}" for d in training.loader.datasets],
-            "batch_size": config.batch_size,
-            "batch_size_ramp": [*config.batch_size_ramp, config.ramp_unit] if config.batch_size_ramp else [],
-            "seq_len": run.seq_len,
-            "seq_len_growth": [*config.seq_len_growth],
-            "seed": config.seed,
-        },
+        "data": training.task.data_state(),
         "optimizer": _state_of_optimizer(config),
         "schedule": {name: getattr(run, name) for name in SCHEDULE},
         "loss_scale": training.loss_scale and training.loss_scale.state(),
+        "lora": _state_of_adapters(run),
+        "task": training.task.state(),
     }
 
 
-def _state_of_optimizer(config: TrainConfig) -> dict[str, Any]:
+def _state_of_adapters(run: Run) -> dict[str, Any]:
+    return dataclasses.asdict(run.lora) if run.lora else {}
+
+
+def _state_of_optimizer(config: TrainingConfig) -> dict[str, Any]:
     return {
         "name": config.optimizer,
         "adam_beta1": config.adam_beta1,
@@ -200,7 +205,7 @@ def _resume(training: Training) -> int:
     """
     run, config = training.run, training.run.config
     folder, manifest = newest_complete(config.states_dir, training.engine)
-    mine = {"model": {"family": config.model, **run.model.to_dict()}, **_state(training)}
+    mine = {"model": {"family": run.family, **run.model.to_dict()}, **_state(training)}
     theirs = {"model": manifest.model, **manifest.state}
     given = {name for name in SCHEDULE if getattr(config, name) is not None}
     training.run = run = dataclasses.replace(
@@ -208,9 +213,9 @@ def _resume(training: Training) -> int:
     )
     changed = [
         f"{folder}: {part} {name} was {theirs[part].get(name)}, is {value}"
-        for part in ("model", "data", "optimizer")
-        for name, value in mine[part].items()
-        if theirs[part].get(name, UNSAID.get(name)) != value
+        for part in ("model", "data", "optimizer", "lora")
+        for name, value in _plain(mine[part]).items()
+        if theirs.get(part, {}).get(name, UNSAID.get(name)) != value
     ]
     if manifest.step >= config.steps:
         changed.append(f"{folder}: {manifest.step} steps are done, --steps {config.steps} leaves none")
@@ -220,13 +225,15 @@ def _resume(training: Training) -> int:
     load_state(training.step, training.engine, training.report, folder, manifest)
     if training.loss_scale and (saved := manifest.state.get("loss_scale")):
         training.loss_scale.restore(saved)
+    training.task.restore(manifest.state.get("task") or {})
     training.say(f"resumed after step {manifest.step} from {folder}")
     return manifest.step
 
 
-def _build_network(run: Run) -> nn.Cell:
-    ms.set_seed(run.config.seed)
-    return family_module(run.config.model, "model").ModelWithLoss(run.model)
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
 
 
 def _compile(training: Training, step: int) -> None:
@@ -234,14 +241,15 @@ def _compile(training: Training, step: int) -> None:
     shape = training.run.sizes.of_step(step)
     if shape in training.compiled:
         return
-    begin, inputs = time.perf_counter(), training.batch(step)
+    begin = time.perf_counter()
+    inputs = training.batch(step) if training.task.is_ahead else map(Tensor, training.task.shaped_inputs(step))
     training.engine.prepare(training.step, *inputs)
     training.compiled.add(shape)
     for_what = f" for {shape[0]} sequences of {shape[1]}" if len(training.run.sizes.shapes()) > 1 else ""
     training.say(f"compiled{for_what} in {time.perf_counter() - begin:.1f} s")
 
 
-def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, loader: Loader) -> Training:
+def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Report) -> Training:
     config = run.config
     optimizer = _optimizer(run, engine, net, report)
     step = TrainStep(
@@ -255,24 +263,19 @@ def _build_step(run: Run, engine: Engine, net: nn.Cell, report: Report, loader: 
         loss_scale=run.loss_scale is not None,
     )
     step.graph_key = {
-        "family": config.model,
+        "family": run.family,
         "model": run.model.to_dict(),
         "optimizer": _state_of_optimizer(config),
         "accumulate": config.accumulate,
         "loss_scale": run.loss_scale is not None,
+        "lora": _state_of_adapters(run),
+        **task.graph_key(),
     }
-
-    def inputs(index: int) -> list[NDArray[Any]]:
-        arrays: list[NDArray[Any]] = [*loader.batch(index)]
-        if run.model.dropout_rate:
-            arrays.append(dropout_keys(config.seed, loader.first_token(index), run.sizes.of_step(index)))
-        return arrays
-
     scale = None
     if run.loss_scale is not None:
         scale = LossScale(run.loss_scale, config.loss_scale_factor, config.loss_scale_window)
-    batches = Prefetched(inputs, config.steps)
-    return Training(run, engine, report, step.set_train(), optimizer, loader, batches, scale)
+    batches = Prefetched(task.inputs, config.steps)
+    return Training(run, engine, task, report, step.set_train(), optimizer, batches, scale)
 
 
 def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor:
@@ -340,21 +343,27 @@ def _one_step(training: Training, step: int) -> StepMetrics:
         raise FloatingPointError(f"step {step}: loss {values[0]}, gradient norm {values[1]}; lower --learning-rate")
     seconds = time.perf_counter() - start
     batch_size, length = run.sizes.of_step(step - 1)
-    experts = expert_metrics(counts[0].asnumpy(), batch_size * length) if counts else {}
+    more = training.task.metrics(step - 1, counts[0].asnumpy() if counts else None)
     norm_or_none = values[1] if is_fine else None
     tokens = batch_size * length / seconds
-    return StepMetrics(step, values[0], rate, norm_or_none, seconds, tokens, used_scale, **experts)
+    return StepMetrics(step, values[0], rate, norm_or_none, seconds, tokens, used_scale, more)
 
 
-def _save(training: Training, tokenizer: Tokenizer, token: int) -> None:
-    """Write the whole model. `token` tells this run's parts from those of one that was killed here."""
-    run = training.run
-    weights = {parameter.name for parameter in training.report.parameters}
-    parts_folder = run.config.output_dir / f".checkpoint_parts-{token}"
-    whole = gather_whole(training.step, training.engine, training.report, parts_folder, weights.__contains__)
-    if whole is not None:
-        named = {name.removeprefix("model."): value for name, value in whole.items()}
-        save_checkpoint(run.config.checkpoint_dir, named, run.config.model, run.model, tokenizer)
+def _save(training: Training, token: int) -> None:
+    """Write the whole model, or the adapters. `token` tells this run's parts from those of one that was killed here."""
+    run, config = training.run, training.run.config
+    wanted = {p.name for p in training.report.parameters if not run.lora or is_adapter(p.name)}
+    parts_folder = config.output_dir / f".checkpoint_parts-{token}"
+    whole = gather_whole(training.step, training.engine, training.report, parts_folder, wanted.__contains__)
+    if whole is None:
+        return
+    named = {name.removeprefix("model."): value for name, value in whole.items()}
+    if run.lora:
+        assert config.from_checkpoint
+        write_adapter(config.checkpoint_dir, Adapter(run.lora, named), run.family, run.model, config.from_checkpoint)
+        training.task.add_files(config.checkpoint_dir)
+    else:
+        save_checkpoint(config.checkpoint_dir, named, run.family, run.model, training.task.add_files)
 
 
 def _write_resolved(run: Run, report: Report) -> None:

@@ -3,6 +3,10 @@
 
 VERBS = {
     "train": "train a model, on one device or as a strategy says",
+    "sft": "teach a checkpoint to answer: supervised fine-tuning, whole or by adapters (LoRA)",
+    "reward": "train a reward model from preferences",
+    "dpo": "align a checkpoint with preferences (DPO)",
+    "grpo": "align a checkpoint with rewards for what it samples (GRPO)",
     "generate": "continue texts with a trained model",
     "serve": "a server with OpenAI's API and a page, on one device or as a strategy says",
     "bench-serve": "how fast a server answers",

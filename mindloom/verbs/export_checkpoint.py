@@ -3,8 +3,8 @@
 
     mindloom export-checkpoint out/checkpoints model --max-shard-mb 5000
 
-IN is a checkpoint, or a folder of them: then the newest. OUT gets model.safetensors (or several files and
-model.safetensors.index.json), config.json and the tokenizer.
+IN is a checkpoint, or a folder of them: then the newest; or a folder of adapters, which are merged into their model. OUT
+gets model.safetensors (or several files and model.safetensors.index.json), config.json and the tokenizer.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ from pathlib import Path
 
 from mindloom.checkpoint.contents import check_contents
 from mindloom.checkpoint.manifest import read_manifest
-from mindloom.checkpoint.reshard import export, find_checkpoint
+from mindloom.checkpoint.reshard import export, export_merged, find_checkpoint
 from mindloom.cli import argument, check_numbers, option, parse_args
+from mindloom.models.adapters import is_adapter_folder
 from mindloom.numbers import Positive
 
 
@@ -28,6 +29,10 @@ class ExportConfig:
 def main(argv: Sequence[str]) -> int:
     config = parse_args(ExportConfig, __doc__, argv)
     check_numbers(config)
+    if is_adapter_folder(config.input):
+        num_bytes = export_merged(config.input, config.output, int(config.max_shard_mb * 1e6))
+        print(f"{config.output}: {num_bytes / 1e6:,.1f} MB of weights, the adapters of {config.input} merged in")
+        return 0
     source = find_checkpoint(config.input)
     check_contents(read_manifest(source), source)
     num_bytes = export(source, config.output, int(config.max_shard_mb * 1e6))

@@ -45,11 +45,11 @@ class Mesh:
             save_every=MIDDLE,
             resume=resume,
         )
-        self.training, self.tokenizer = self.trainer.start(check(self.config, launched_processes()))
+        self.training = self.trainer.start(check(self.config, launched_processes()))
         self.engine = self.training.engine
 
     def run(self, steps_done, kind):
-        saver, losses = self.trainer._saver(self.training, self.tokenizer), Losses()
+        saver, losses = self.trainer._saver(self.training), Losses()
         self.trainer._loop(self.training, losses, saver, steps_done)
         if self.engine.is_log_rank:
             (self.out / f"{self.name}.from_{kind}.json").write_text(json.dumps(losses.values))

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the flags of a run, of whatever task, to the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from mindloom.cli import parse_args
+from mindloom.locks import one_writer
+from mindloom.runtime.environment import launched_processes, prepare_environment
+from mindloom.runtime.launch import STOPPED, launch_verb
+from mindloom.train.config import TrainingConfig, check
+
+
+def run_training(verb: str, kind: type[TrainingConfig], description: str | None, argv: Sequence[str]) -> int:
+    """Train as the flags of `kind` say; with --launch in as many processes as the strategy needs. Returns the exit code."""
+    config = parse_args(kind, description or "", argv)
+    run = check(config, None if config.launch else launched_processes())
+    if config.launch:
+        with one_writer(config.output_dir):  # for all its processes
+            return launch_verb(verb, argv, run.strategy.mesh, config.output_dir / "logs")
+    prepare_environment()
+    train = import_module("mindloom.train.trainer").train  # loads MindSpore, which the checks above do without
+    return 0 if train(run) else STOPPED

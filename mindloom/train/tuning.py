@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs are told that make an assistant of a base model. Names of flags are TRL's and PEFT's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from mindloom.align.advantages import KL, LossType, Scale
+from mindloom.checkpoint.io import load_config
+from mindloom.cli import option
+from mindloom.data.chat_template import ChatTemplate
+from mindloom.data.examples import Line, read_lines
+from mindloom.models.adapters import LoRAConfig
+from mindloom.models.config import ModelConfig
+from mindloom.numbers import Count, NotNegative, Positive, Rate
+from mindloom.train.config import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningConfig(TrainingConfig):
+    """What all of them have."""
+
+    wanted: ClassVar[Sequence[Sequence[str]]] = ()
+    """Keys of which each line has one set whole."""
+    rate: ClassVar[float] = 1e-5
+    """Learning rate where the command line says none."""
+
+    data: Path = option(..., "JSON lines, see docs/guides/finetune.md")
+    from_checkpoint: Path | None = option(..., "checkpoint folder to begin with; it says family, size and tokenizer")
+    chat_template: Path | None = option(
+        None, "Jinja file, as transformers has them, for messages; it is kept beside the tokenizer"
+    )
+    optimizer: Literal["adamw-original", "adamw", "sgd", "adafactor", "adafactor-factored"] = option(
+        "adamw", "adamw-original has no bias correction"
+    )
+    adam_beta2: Rate = option(0.999, "decay of AdamW's second moment")
+    weight_decay: NotNegative = option(0.0, "on matrices and embeddings")
+    dropout: Rate | None = option(0.0, "dropout rate")
+    lora_r: Count | None = option(None, "train adapters of this rank, and leave the model as it is")
+    lora_alpha: Positive = option(16.0, "adapters are multiplied by this / --lora-r")
+    lora_dropout: Rate = option(0.0, "on what adapters are given")
+    lora_targets: tuple[str, ...] = option(
+        ("attention.query", "attention.value"), "matrices with an adapter: ends of their paths, * for one component"
+    )
+    lora_rslora: bool = option(False, "multiply by --lora-alpha / sqrt(--lora-r)")
+
+    def base_model(self) -> tuple[str, ModelConfig]:
+        assert self.from_checkpoint
+        return load_config(self.from_checkpoint)
+
+    def model_name(self) -> str:
+        return str(self.from_checkpoint)
+
+    def read_data(self, model: ModelConfig | None, seq_len: int) -> list[Line]:
+        if self.chat_template:
+            ChatTemplate(self.chat_template)
+        return read_lines(self.data, self.wanted)
+
+    def default_rates(self) -> tuple[float, float]:
+        high = 10 * self.rate if self.lora_r else self.rate
+        return high, high / 10
+
+    def adapters(self) -> LoRAConfig | None:
+        if self.lora_r is None:
+            return None
+        return LoRAConfig(
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules=self.lora_targets,
+            use_rslora=self.lora_rslora,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(TuningConfig):
+    """Supervised fine-tuning: `mindloom sft`."""
+
+    task: ClassVar[str] = "sft"
+    wanted: ClassVar[Sequence[Sequence[str]]] = (("messages",), ("prompt", "completion"))
+
+    train_on: Literal["completions", "everything"] = option(
+        "completions", "learn completions and what assistants say, or prompts as well"
+    )
+    packing: bool = option(False, "several examples a sequence; none sees another")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(TuningConfig):
+    """What is learned from preferences."""
+
+    wanted: ClassVar[Sequence[Sequence[str]]] = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+    rows_per_unit: ClassVar[int] = 2
+
+    batch_size: Count = option(8, "pairs of one step, over all devices")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(PairConfig):
+    """A reward model: `mindloom reward`."""
+
+    task: ClassVar[str] = "reward"
+
+    center_rewards_coefficient: NotNegative = option(
+        0.0, "keeps rewards near 0: this much of (sum of a pair's)^2 is added"
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.lora_r is not None:
+            yield "--lora-r: a reward model is trained whole here, its head is new; leave it out"
+
+    def network_config(self, model: ModelConfig) -> ModelConfig:
+        return dataclasses.replace(model, value_head=True, tied_embedding=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(PairConfig):
+    """Direct preference optimization: `mindloom dpo`."""
+
+    task: ClassVar[str] = "dpo"
+    rate: ClassVar[float] = 1e-6
+
+    beta: Positive = option(0.1, "how far from the model it begins with: rewards are this * log-ratio")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "ipo_sum", "robust"] = option(
+        "sigmoid", "ipo takes means over tokens, as TRL does, ipo_sum the paper's sums"
+    )
+    label_smoothing: Rate = option(0.0, "how likely a preference is wrong; for sigmoid and robust")
+
+    def problems(self) -> Iterator[str]:
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
+            yield f"--label-smoothing is for sigmoid and robust, not for --loss-type {self.loss_type}"
+        if self.label_smoothing >= 0.5:
+            yield f"--label-smoothing must be below 0.5, got {self.label_smoothing:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(TuningConfig):
+    """Group relative policy optimization: `mindloom grpo`."""
+
+    task: ClassVar[str] = "grpo"
+    wanted: ClassVar[Sequence[Sequence[str]]] = (("prompt",),)
+    rate: ClassVar[float] = 1e-6
+
+    batch_size: Count = option(32, "sampled texts of one step, over all devices; --num-generations for each prompt")
+    reward: tuple[str, ...] = option(
+        (),
+        "FILE.py:FUNCTION ...: called with prompts, completions and the columns of their lines; rewards are added up",
+    )
+    reward_model: Path | None = option(None, "checkpoint of `mindloom reward`, whose rewards are added")
+    num_generations: Count = option(8, "texts sampled for each prompt: a group")
+    max_completion_length: Count = option(64, "tokens sampled for each text")
+    temperature: Positive = option(1.0, "of sampling; 1: the model as it is")
+    num_iterations: Count = option(1, "updates from the same texts")
+    beta: NotNegative = option(0.0, "of the divergence from the model it begins with, in the loss")
+    kl_estimator: KL = option("k3", "of that divergence")
+    epsilon: Rate = option(0.2, "probabilities may fall to 1 - this times the old ones")
+    epsilon_high: NotNegative | None = option(None, "and rise to 1 + this; --epsilon without it")
+    loss_type: LossType = option(
+        "grpo", "mean of texts' means (grpo), over tokens (bnpo, dapo), over the longest (dr_grpo)"
+    )
+    scale_rewards: Scale = option("group", "divide by the standard deviation of the group, the batch, or not at all")
+    importance_sampling_level: Literal["token", "sequence"] = option("token", "one ratio a token, or a text")
+
+    def problems(self) -> Iterator[str]:
+        if self.batch_size % self.num_generations:
+            yield f"--batch-size {self.batch_size} is no whole number of groups of --num-generations {self.num_generations}"
+        if self.num_generations < 2:
+            yield "--num-generations 1: a text is compared with others of its group; give 2 or more"
+        if not self.reward and not self.reward_model:
+            yield "no reward: give --reward FILE.py:FUNCTION, or --reward-model CHECKPOINT"

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every task of fine-tuning is the same on a mesh as on one device: losses, metrics and what it leaves."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import CONFIGS, call, fewer_microbatches, tool
+from safetensors.numpy import load_file
+
+MESHES = {
+    "pangu_tiny_dp2_tp2": ("sft", "reward"),
+    "pangu_tiny_tp2_pp2": ("lora", "dpo", "grpo"),
+    "pangu_tiny_dp4_zero": ("lora", "grpo"),
+}
+"""Tasks under each: compiling takes time, so not all under all."""
+MODEL = {"num_layers": 2, "hidden_size": 64, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
+WORKER = "tests/parity/tuning_worker.py"
+WORDS = ("mill", "river", "market", "school", "bakery", "church", "bridge", "library", "inn", "tower")
+COMMON = {"steps": 10, "batch_size": 8, "seq_len": 32, "learning_rate": 1e-3, "adam_epsilon": 1e-5, "seed": 3}
+TASKS = {
+    "sft": ("SFTConfig", {"packing": True}),
+    "lora": ("SFTConfig", {"lora_r": 2, "lora_targets": ["attention.*", "mlp.up", "mlp.down"], "lora_dropout": 0.1}),
+    "reward": ("RewardConfig", {"batch_size": 4, "center_rewards_coefficient": 0.1}),
+    "grpo": ("GRPOConfig", {"beta": 0.04, "num_iterations": 2, "max_completion_length": 8, "num_generations": 4}),
+    "dpo": ("DPOConfig", {"batch_size": 4, "label_smoothing": 0.1, "learning_rate": 1e-4}),
+}
+DATA = {"sft": "examples", "lora": "examples", "reward": "pairs", "dpo": "pairs", "grpo": "examples"}
+REWARD = """
+def likes_long_words(completions, completion):
+    return [len(text) / 40 + (wanted[0] in text) for text, wanted in zip(completions, completion)]
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+def lines_of(kind):
+    drawn = np.random.default_rng(5)
+    for _ in range(48):
+        here, there = drawn.choice(WORDS, 2, replace=False)
+        prompt, long = f"{here}? ", " and ".join([there] * int(drawn.integers(1, 4)))
+        if kind == "examples":
+            yield {"prompt": prompt, "completion": long}
+        else:
+            yield {"prompt": prompt, "chosen": long, "rejected": here, "margin": float(drawn.integers(0, 3))}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """Every task was done on one device and under every mesh."""
+    folder = tmp_path_factory.mktemp("tuning")
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "text.txt").write_text(
+        "\n\n".join(f"the {word} is near the {other}" * 8 for word in WORDS for other in WORDS)
+    )
+    done = tool(
+        *("tools/train.py", "--data", folder / "text.txt", "--config", folder / "model.json", "--steps", 20),
+        *("--learning-rate", 1e-3, "--output-dir", folder / "base"),
+    )
+    assert done.code == 0, done.output
+    for kind in ("examples", "pairs"):
+        (folder / f"{kind}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines_of(kind)))
+    (folder / "reward.py").write_text(REWARD)
+    tasks = {}
+    for name, (kind, flags) in TASKS.items():
+        common = {**COMMON, "data": f"{folder}/{DATA[name]}.jsonl", "from_checkpoint": f"{folder}/base/checkpoint"}
+        tasks[name] = (kind, {**common, **flags})
+        if kind == "GRPOConfig":
+            tasks[name][1]["reward"] = [f"{folder}/reward.py:likes_long_words"]
+    call(WORKER, "run", folder, [None], tasks)
+    for mesh, names in MESHES.items():
+        strategy = str(fewer_microbatches(CONFIGS / f"{mesh}.yaml", folder))
+        call(WORKER, "run", folder, [strategy], {name: tasks[name] for name in names}, processes=4, timeout=600)
+    return folder
+
+
+def steps_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("mesh", "task"), [(mesh, task) for mesh, tasks in MESHES.items() for task in tasks])
+def test_a_mesh_is_one_device(out, mesh, task):
+    whole, found = steps_of(out / "one_device" / task), steps_of(out / mesh / task)
+    assert len(found) == len(whole) == COMMON["steps"]
+    speed = {"step_time_s", "tokens_per_s"}
+    for one, other in zip(whole, found, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - speed:
+            np.testing.assert_allclose(other[name], one[name], rtol=1e-5, atol=1e-5, err_msg=f"{name} of {one['step']}")
+    if task not in ("reward", "grpo"):  # whose margins, and texts, differ from batch to batch
+        assert whole[-1]["loss"] < whole[0]["loss"]
+    file = "adapter_model.safetensors" if task == "lora" else "model.safetensors"
+    one, other = (load_file(out / name / task / "checkpoint" / file) for name in ("one_device", mesh))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        np.testing.assert_allclose(other[name], value, rtol=0, atol=1e-4 * np.abs(value).max() + 1e-6, err_msg=name)

@@ -53,6 +53,7 @@ def check_contents(manifest: Manifest, folder: Path) -> None:
     moments = () if state["optimizer"].get("name") == "sgd" else MOMENTS
     lora = state.get("lora")
     shapes = LoRAConfig(**lora).shapes(config) if lora else parameter_shapes(config)
+    shapes |= {name: tuple(shape) for name, shape in (state.get("beside") or {}).items()}
     wanted = {
         prefix + name: shape
         for prefix in ("", *moments)

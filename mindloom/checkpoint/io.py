@@ -99,10 +99,12 @@ def _weights_of_state(folder: Path) -> dict[str, NDArray[Any]]:
     if problem := damage(folder, manifest):
         raise ConfigError(problem)
     reader = CheckpointReader(folder, manifest)
+    if manifest.state.get("lora"):
+        raise ConfigError(f"{folder}: of adapters alone; the run writes them with their configuration when it ends")
     return {
         name: reader.read(name, tuple(slice(0, length) for length in entry.shape))
         for name, entry in manifest.tensors.items()
-        if not name.startswith(MOMENTS)
+        if not name.startswith(MOMENTS) and name not in (manifest.state.get("beside") or {})
     }
 
 

@@ -78,7 +78,10 @@ def export(source: Path, target: Path, max_shard_bytes: int) -> int:
         ConfigError: the source is damaged, the target exists or cannot be written.
     """
     manifest = read_manifest(source)
-    weights = {name: entry for name, entry in manifest.tensors.items() if not name.startswith(MOMENTS)}
+    if manifest.state.get("lora"):
+        raise ConfigError(f"{source}: holds adapters alone; the run writes them with their configuration when it ends")
+    beside = manifest.state.get("beside") or {}
+    weights = {n: entry for n, entry in manifest.tensors.items() if not n.startswith(MOMENTS) and n not in beside}
     reader, partial = CheckpointReader(source, manifest), new_folder(target)
     described = {name: Described(entry.dtype, entry.shape) for name, entry in weights.items()}
     try:

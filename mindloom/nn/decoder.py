@@ -61,6 +61,11 @@ class Decoder(nn.Cell):
 
     def logits_and_losses(self, tokens, positions, rows=None, slots=None, dropout_keys=None, shares=None):
         """Logits, and with `shares` (see `mindloom.nn.moe`) what the routers add to the loss, (1,), if anything."""
+        x, losses = self.hidden(tokens, positions, slots, dropout_keys, shares)
+        return self.head(x, self.embedding.word.weight, rows), losses
+
+    def hidden(self, tokens, positions, slots=None, dropout_keys=None, shares=None):
+        """What the head is given (B*T, D), and the losses of the routers."""
         bias = self.mask(positions)
         angles = self.angles(positions) if self.has_rotary else None
         x, losses = self.embedding(tokens, positions, dropout_keys), None
@@ -69,8 +74,7 @@ class Decoder(nn.Cell):
                 x, losses = layer(x, bias, angles, slots, dropout_keys, tokens, shares, losses)
             else:
                 x = layer(x, bias, angles, slots, dropout_keys)
-        x = self.top(x, positions, bias, slots, dropout_keys)
-        return self.head(x, self.embedding.word.weight, rows), losses
+        return self.top(x, positions, bias, slots, dropout_keys), losses
 
     def top(self, x, positions, bias, slots, dropout_keys):
         """From the last of `layers` to the head."""
@@ -110,3 +114,19 @@ class DecoderWithLoss(nn.Cell):
         shares = self.share(self.by_group(loss_weights, (-1, length)), 1)  # (G,)
         logits, losses = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, shares)
         return self.loss(logits, labels, loss_weights, losses)
+
+
+class DecoderWithValues(nn.Cell):
+    """Training network of a policy and its critic, which share all but their heads; see `DecoderWithLoss`."""
+
+    def __init__(self, model: Decoder, loss: nn.Cell):
+        super().__init__()
+        self.model, self.loss = model, loss
+        self.value_head = ValueHead(model.config, None)
+        self.num_inputs = loss.num_inputs
+
+    def construct(self, tokens, labels, positions, loss_weights, *more):
+        inputs, rest = more[: self.num_inputs], more[self.num_inputs :]
+        x, _ = self.model.hidden(tokens, positions, dropout_keys=rest[0] if rest else None)
+        logits = self.model.head(x, self.model.embedding.word.weight)
+        return self.loss(logits, self.value_head(x, None), labels, loss_weights, *inputs)

@@ -305,3 +305,27 @@ class ValueLoss(ValueObjective):
         losses = 0.5 * (plain * is_plain + clipped * (1.0 - is_plain))
         loss = self.add_up(self.share_mul(losses, weights), (0, 1))
         return loss, (((1.0 - is_plain) * mask).sum(),)
+
+
+class ActorCritic(Objective):
+    """PPO's loss of a policy, and `vf_coef` of its critic's: of logits (B*T, V) and values (B*T, 1).
+
+    Inputs: those of `Policy`, then those of `ValueLoss`. While it does not train: log-probabilities and values, (B, 2 T).
+    """
+
+    metrics = (*Policy.metrics, *ValueLoss.metrics, "value_loss")
+    num_inputs = Policy.num_inputs + ValueLoss.num_inputs
+
+    def __init__(self, policy: Policy, value: ValueLoss, vf_coef: float):
+        super().__init__()
+        self.policy, self.value, self.vf_coef = policy, value, vf_coef
+        self.by_row, self.beside = ops.Reshape(), ops.Concat(1)
+
+    def construct(self, logits, values, labels, weights, *more):
+        log_probs, values = self.policy.log_probs(logits, labels), self.by_row(values, labels.shape)
+        if not self.training:
+            return self.beside((log_probs, values))
+        loss, numbers = self.policy.of(log_probs, weights, *more[:4])
+        value_loss, value_numbers = self.value.of(values, weights, *more[4:])
+        total = loss + self.vf_coef * value_loss
+        return self.counted(total, (*numbers, *value_numbers, value_loss))

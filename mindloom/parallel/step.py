@@ -115,6 +115,8 @@ class TrainStep(nn.Cell):
     def attach_counters(self, rank):
         """Let parts that count do so: what each counted is a piece of the whole, given by the ranks of its stage."""
         counting = [(path, c) for path, c in self.network.cells_and_names() if hasattr(c, "attach_counter")]
+        objectives = [entry for entry in counting if hasattr(entry[1], "metrics")]
+        counting = objectives[:1] or counting  # the outermost; it leaves out what routers add
         counters = [cell.attach_counter(f"counter.{i}") for i, (_, cell) in enumerate(counting)]
         mesh = self.report.mesh
         layers = [layer for stage in self.report.layers_of_stages for layer in stage]

@@ -66,9 +66,8 @@ class Tuning(Task):
         key = int.from_bytes(hashlib.sha256(f"{self.config.seed} samples".encode()).digest()[:8], "big")
         return epoch_samples(step * count, count, self.num_samples, key)
 
-    def evaluated(self, net: nn.Cell, batch: Batch) -> NDArray[np.float32]:
-        """What a network with an objective says of each token, (B, T), without training; on all ranks. Its weights are what
-        they are now."""
+    def evaluated(self, net: nn.Cell, batch: Batch, parts: int = 1) -> NDArray[np.float32]:
+        """What a network with an objective says of each token, by its present weights, on all ranks: (B, parts * T)."""
         self.engine.refresh(net, net.parallel_report)
         was_training = net.training
         net.set_train(False)
@@ -77,7 +76,7 @@ class Tuning(Task):
         finally:
             net.set_train(was_training)
         source = self.run.strategy.mesh.first_rank_of_last_stage
-        shape = batch.tokens.shape
+        shape = (batch.tokens.shape[0], parts * batch.tokens.shape[1])
         values = output.asnumpy().reshape(shape) if self.engine.rank == source else np.zeros(shape, np.float32)
         return self.engine.broadcast(values.astype(np.float32), source)
 

@@ -37,7 +37,7 @@ from mindloom.models.adapters import is_adapter
 from mindloom.parallel.report import Report
 from mindloom.runtime.engine import Engine
 
-STATES = ("model.", "adam_m.", "adam_v.")
+STATES = ("model.", "value_head.", "adam_m.", "adam_v.")
 """How the names of parameters begin that make up the training state."""
 TEXT_BYTES = 1024
 
@@ -50,8 +50,9 @@ def logical_name(name: str) -> str:
 def state_parameters(cell: nn.Cell) -> dict[str, Parameter]:
     """What a run changes of a training step, by name: weights and moments; with adapters, theirs alone."""
     found = {p.name: p for p in cell.get_parameters() if p.name.startswith(STATES)}
-    adapters = {name: parameter for name, parameter in found.items() if is_adapter(name)}
-    return adapters or found
+    if not any(map(is_adapter, found)):
+        return found
+    return {name: parameter for name, parameter in found.items() if is_adapter(name) or "value_head." in name}
 
 
 class Saver:

@@ -102,6 +102,10 @@ class Task:
         """What to tell of `step`, counted from 0, besides loss, norm and speed; `counts`: what the network counted."""
         return {}
 
+    def beside(self) -> dict[str, tuple[int, ...]]:
+        """Weights that are trained but are no part of the model: name -> shape."""
+        return {}
+
     def state(self) -> dict[str, Any]:
         """What besides weights, moments and the step the task needs to go on."""
         return {}

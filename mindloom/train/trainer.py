@@ -177,6 +177,7 @@ def _state(training: Training) -> dict[str, Any]:
         "schedule": {name: getattr(run, name) for name in SCHEDULE},
         "loss_scale": training.loss_scale and training.loss_scale.state(),
         "lora": _state_of_adapters(run),
+        "beside": training.task.beside(),
         "task": training.task.state(),
     }
 
@@ -352,7 +353,8 @@ def _one_step(training: Training, step: int) -> StepMetrics:
 def _save(training: Training, token: int) -> None:
     """Write the whole model, or the adapters. `token` tells this run's parts from those of one that was killed here."""
     run, config = training.run, training.run.config
-    wanted = {p.name for p in training.report.parameters if not run.lora or is_adapter(p.name)}
+    names = [p.name for p in training.report.parameters if p.name.startswith("model.")]
+    wanted = {name for name in names if not run.lora or is_adapter(name)}
     parts_folder = config.output_dir / f".checkpoint_parts-{token}"
     whole = gather_whole(training.step, training.engine, training.report, parts_folder, wanted.__contains__)
     if whole is None:

@@ -16,7 +16,7 @@ from mindloom.data.chat_template import ChatTemplate
 from mindloom.data.examples import Line, read_lines
 from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ModelConfig
-from mindloom.numbers import Count, NotNegative, Positive, Rate
+from mindloom.numbers import Count, NotNegative, Positive, Probability, Rate
 from mindloom.train.config import TrainingConfig
 
 
@@ -138,22 +138,43 @@ class DPOConfig(PairConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig(TuningConfig):
-    """Group relative policy optimization: `mindloom grpo`."""
+class PolicyConfig(TuningConfig):
+    """What samples texts, has them rewarded, and learns from that."""
 
-    task: ClassVar[str] = "grpo"
     wanted: ClassVar[Sequence[Sequence[str]]] = (("prompt",),)
     rate: ClassVar[float] = 1e-6
 
-    batch_size: Count = option(32, "sampled texts of one step, over all devices; --num-generations for each prompt")
+    batch_size: Count = option(32, "sampled texts of one step, over all devices")
     reward: tuple[str, ...] = option(
         (),
         "FILE.py:FUNCTION ...: called with prompts, completions and the columns of their lines; rewards are added up",
     )
     reward_model: Path | None = option(None, "checkpoint of `mindloom reward`, whose rewards are added")
-    num_generations: Count = option(8, "texts sampled for each prompt: a group")
     max_completion_length: Count = option(64, "tokens sampled for each text")
     temperature: Positive = option(1.0, "of sampling; 1: the model as it is")
+
+    def problems(self) -> Iterator[str]:
+        if not self.reward and not self.reward_model:
+            yield "no reward: give --reward FILE.py:FUNCTION, or --reward-model CHECKPOINT"
+
+    @property
+    def updates_per_round(self) -> int:
+        """Steps that learn from the same texts."""
+        raise NotImplementedError
+
+    @property
+    def texts_per_prompt(self) -> int:
+        """Sampled in a round."""
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(PolicyConfig):
+    """Group relative policy optimization: `mindloom grpo`."""
+
+    task: ClassVar[str] = "grpo"
+
+    num_generations: Count = option(8, "texts sampled for each prompt: a group; of --batch-size")
     num_iterations: Count = option(1, "updates from the same texts")
     beta: NotNegative = option(0.0, "of the divergence from the model it begins with, in the loss")
     kl_estimator: KL = option("k3", "of that divergence")
@@ -166,9 +187,39 @@ class GRPOConfig(TuningConfig):
     importance_sampling_level: Literal["token", "sequence"] = option("token", "one ratio a token, or a text")
 
     def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.batch_size % self.num_generations:
             yield f"--batch-size {self.batch_size} is no whole number of groups of --num-generations {self.num_generations}"
         if self.num_generations < 2:
             yield "--num-generations 1: a text is compared with others of its group; give 2 or more"
-        if not self.reward and not self.reward_model:
-            yield "no reward: give --reward FILE.py:FUNCTION, or --reward-model CHECKPOINT"
+
+    @property
+    def updates_per_round(self) -> int:
+        return self.num_iterations
+
+    @property
+    def texts_per_prompt(self) -> int:
+        return self.num_generations
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(PolicyConfig):
+    """Proximal policy optimization: `mindloom ppo`."""
+
+    task: ClassVar[str] = "ppo"
+
+    num_ppo_epochs: Count = option(4, "updates from the same texts")
+    kl_coef: NotNegative = option(0.05, "of the divergence from the model it begins with, taken off the rewards")
+    kl_estimator: KL = option("k1", "of that divergence")
+    kl_target: Positive | None = option(None, "change --kl-coef so that the divergence of a text comes near this")
+    kl_horizon: Count = option(10000, "texts over which it does")
+    cliprange: Rate = option(0.2, "probabilities may change to 1 - this to 1 + this times the old ones")
+    vf_coef: NotNegative = option(0.1, "of the critic's loss")
+    cliprange_value: NotNegative = option(0.2, "how far values may change with one round")
+    gamma: Probability = option(1.0, "discount of later rewards")
+    lam: Probability = option(0.95, "of generalized advantage estimation: 0 trusts the critic, 1 the rewards")
+    whiten_rewards: bool = option(False, "rewards with variance 1")
+
+    @property
+    def updates_per_round(self) -> int:
+        return self.num_ppo_epochs

@@ -7,6 +7,7 @@ VERBS = {
     "reward": "train a reward model from preferences",
     "dpo": "align a checkpoint with preferences (DPO)",
     "grpo": "align a checkpoint with rewards for what it samples (GRPO)",
+    "ppo": "align a checkpoint with rewards for what it samples, with a critic (PPO)",
     "generate": "continue texts with a trained model",
     "serve": "a server with OpenAI's API and a page, on one device or as a strategy says",
     "bench-serve": "how fast a server answers",

@@ -9,9 +9,9 @@ from conftest import CONFIGS, call, fewer_microbatches, tool
 from safetensors.numpy import load_file
 
 MESHES = {
-    "pangu_tiny_dp2_tp2": ("sft", "reward"),
-    "pangu_tiny_tp2_pp2": ("lora", "dpo", "grpo"),
-    "pangu_tiny_dp4_zero": ("lora", "grpo"),
+    "pangu_tiny_dp2_tp2": ("sft", "reward", "ppo"),
+    "pangu_tiny_tp2_pp2": ("lora", "dpo", "grpo", "ppo"),
+    "pangu_tiny_dp4_zero": ("lora", "ppo"),
 }
 """Tasks under each: compiling takes time, so not all under all."""
 MODEL = {"num_layers": 2, "hidden_size": 64, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
@@ -22,10 +22,11 @@ TASKS = {
     "sft": ("SFTConfig", {"packing": True}),
     "lora": ("SFTConfig", {"lora_r": 2, "lora_targets": ["attention.*", "mlp.up", "mlp.down"], "lora_dropout": 0.1}),
     "reward": ("RewardConfig", {"batch_size": 4, "center_rewards_coefficient": 0.1}),
+    "ppo": ("PPOConfig", {"num_ppo_epochs": 2, "max_completion_length": 8, "kl_target": 0.5, "kl_horizon": 100}),
     "grpo": ("GRPOConfig", {"beta": 0.04, "num_iterations": 2, "max_completion_length": 8, "num_generations": 4}),
     "dpo": ("DPOConfig", {"batch_size": 4, "label_smoothing": 0.1, "learning_rate": 1e-4}),
 }
-DATA = {"sft": "examples", "lora": "examples", "reward": "pairs", "dpo": "pairs", "grpo": "examples"}
+DATA = {"sft": "examples", "lora": "examples", "reward": "pairs", "dpo": "pairs", "grpo": "examples", "ppo": "examples"}
 REWARD = """
 def likes_long_words(completions, completion):
     return [len(text) / 40 + (wanted[0] in text) for text, wanted in zip(completions, completion)]
@@ -65,7 +66,7 @@ def out(tmp_path_factory):
     for name, (kind, flags) in TASKS.items():
         common = {**COMMON, "data": f"{folder}/{DATA[name]}.jsonl", "from_checkpoint": f"{folder}/base/checkpoint"}
         tasks[name] = (kind, {**common, **flags})
-        if kind == "GRPOConfig":
+        if name in ("grpo", "ppo"):
             tasks[name][1]["reward"] = [f"{folder}/reward.py:likes_long_words"]
     call(WORKER, "run", folder, [None], tasks)
     for mesh, names in MESHES.items():
@@ -87,7 +88,7 @@ def test_a_mesh_is_one_device(out, mesh, task):
         assert one.keys() == other.keys()
         for name in one.keys() - speed:
             np.testing.assert_allclose(other[name], one[name], rtol=1e-5, atol=1e-5, err_msg=f"{name} of {one['step']}")
-    if task not in ("reward", "grpo"):  # whose margins, and texts, differ from batch to batch
+    if task not in ("reward", "grpo", "ppo"):  # whose margins, and texts, differ from batch to batch
         assert whole[-1]["loss"] < whole[0]["loss"]
     file = "adapter_model.safetensors" if task == "lora" else "model.safetensors"
     one, other = (load_file(out / name / task / "checkpoint" / file) for name in ("one_device", mesh))

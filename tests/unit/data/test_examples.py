@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is learned of conversations, completions and pairs; packing; what is wrong with lines."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mindloom.data.chat_template import ChatTemplate, TemplatedTokenizer
+from mindloom.data.examples import Example, Reading, ended_batch, example_batch, fitted, packed, read_lines
+from mindloom.errors import ConfigError
+
+EOD = 3
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture
+def reading(write):
+    """A character a token, by its code point."""
+    plain = SimpleNamespace(
+        eod_id=EOD,
+        encode=lambda text: [ord(letter) for letter in text],
+        encode_document=lambda text: [ord(letter) for letter in text],
+    )
+    return Reading(TemplatedTokenizer(plain, ChatTemplate(write("chat.jinja", TEMPLATE))))
+
+
+def lines(write, *values):
+    return read_lines(
+        write("lines.jsonl", "".join(json.dumps(value) + "\n" for value in values)), (("messages",), ("prompt",))
+    )
+
+
+def shown(example):
+    """Tokens as text, what is learned in capitals; the end of the document is $."""
+    letters = ["$" if token == EOD else chr(token) for token in example.tokens]
+    return "".join(a.upper() if learned else a for a, learned in zip(letters, example.learned, strict=True))
+
+
+def say(role, text):
+    return {"role": role, "content": text}
+
+
+def test_a_completion_is_learned_and_its_end(reading, write):
+    (example,) = reading.examples(lines(write, {"prompt": "hi ", "completion": "you"}))
+    assert shown(example) == "hi YOU$" and example.learned[-1]
+
+
+def test_of_a_conversation_what_the_assistant_says_and_where_it_stops(reading, write):
+    talk = [say("user", "x"), say("assistant", "yes"), say("user", "z"), say("assistant", "no")]
+    (example,) = reading.examples(lines(write, {"messages": talk}))
+    assert shown(example) == "u:x|a:YES|u:z|a:NO$"
+    stop = example.tokens.index(ord("s")) + 1
+    assert example.learned[stop] and not example.learned[stop + 1]  # the template's own end of an answer
+
+
+def test_of_pairs_only_the_last_answer_is_learned(reading, write):
+    talk = [say("user", "x"), say("assistant", "yes"), say("user", "z")]
+    line = {"prompt": talk, "chosen": [say("assistant", "good")], "rejected": [say("assistant", "bad")], "margin": 2}
+    (pair,) = reading.pairs(lines(write, line))
+    assert shown(pair.chosen) == "u:x|a:yes|u:z|a:GOOD$" and shown(pair.rejected) == "u:x|a:yes|u:z|a:BAD$"
+    assert pair.margin == 2.0
+
+
+def test_everything_is_learned_on_demand(reading, write):
+    reading.learn_all = True
+    (example,) = reading.examples(lines(write, {"prompt": "hi ", "completion": "you"}))
+    assert shown(example) == "HI YOU$"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"messages": [say("user", "x")]}, "user has the last word; it must be the assistant's"),
+        ({"messages": [say("robot", "x")]}, "messages[0].role must be one of system, user, assistant, got 'robot'"),
+        ({"messages": []}, "messages must be a list of messages"),
+        (
+            {"prompt": "x", "completion": [say("assistant", "y")]},
+            "prompt and completion must both be texts, or both messages",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0] must have a role and a content, both texts"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(reading, write, line, told):
+    with pytest.raises(ConfigError) as error:
+        reading.examples(lines(write, line))
+    assert error.value.problems[0].endswith(f"lines.jsonl:1: {told}") or told in error.value.problems[0]
+    assert ":1: " in error.value.problems[0]
+
+
+def test_lines_without_the_keys_are_named(write):
+    path = write("lines.jsonl", '{"prompt": "a", "completion": "b"}\n{"text": "c"}\n[1]\nnot json\n')
+    with pytest.raises(ConfigError) as error:
+        read_lines(path, (("messages",), ("prompt", "completion")))
+    first, second, third = error.value.problems
+    assert first.endswith(":2: has text; wanted: messages or prompt, completion")
+    assert second.endswith(":3: is no object; wanted: messages or prompt, completion") and ":4" in third
+
+
+def test_a_template_that_is_none_is_refused(write):
+    with pytest.raises(ConfigError, match=r"chat\.jinja: no chat template: .*endfor"):
+        ChatTemplate(write("chat.jinja", "{% for m in messages %}"))
+
+
+def example(length, learned_from=1):
+    return Example(tuple(range(10, 10 + length)), tuple(place >= learned_from for place in range(length)))
+
+
+def test_what_is_too_long_is_cut_and_what_then_teaches_nothing_is_dropped():
+    found = fitted([example(4), example(9), example(9, learned_from=6)], 5)
+    assert [len(each.tokens) for each in found.examples] == [4, 6]
+    assert (found.num_truncated, found.num_dropped) == (1, 1)
+    assert found.describe("examples") == "2 examples, 1 truncated; 1 dropped, too long to learn from"
+
+
+def test_packing_fills_rows_and_loses_nothing():
+    drawn = np.random.default_rng(0)
+    examples = [example(int(length)) for length in drawn.integers(2, 34, 200)]
+    rows = packed(examples, 32)
+    assert sorted(place for row in rows for place in row) == list(range(200))
+    used = [sum(len(examples[place].tokens) - 1 for place in row) for row in rows]
+    over_half = sum(len(each.tokens) - 1 > 16 for each in examples)  # no two of them share a row
+    assert max(used) <= 32 and len(rows) <= 1.06 * max(over_half, sum(used) / 32)
+
+
+def test_packed_examples_begin_anew_and_none_teaches_the_next_ones_start():
+    batch = example_batch([[example(4), example(3)]], 8)
+    assert batch.tokens[0].tolist() == [10, 11, 12, 10, 11, 0, 0, 0]
+    assert batch.labels[0].tolist() == [11, 12, 13, 11, 12, 0, 0, 0]
+    assert batch.positions[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert batch.loss_weights[0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_what_is_rewarded_ends_with_its_last_token():
+    batch = ended_batch([example(3), example(9)], 5)
+    assert batch.tokens.tolist() == [[10, 11, 12, 0, 0], [10, 11, 12, 13, 14]]
+    assert batch.loss_weights.tolist() == [[0, 0, 1, 0, 0], [0, 0, 0, 0, 1]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+
+
+def test_files_of_the_example_can_be_read():
+    assert (
+        ChatTemplate(Path("examples/assistant/chat_template.jinja")).prompt(
+            [SimpleNamespace(role="user", content="Hi")]
+        )
+        == "user: Hi\nassistant:"
+    )

@@ -31,10 +31,10 @@ SEEDS = (1, 2, 3)
 HERE = ROOT / "examples" / "assistant"
 TEMPLATE, REWARDS = HERE / "chat_template.jinja", HERE / "rewards.py"
 FORM = re.compile(r" The \w+ is near the \w+\.$")
-LENGTH = ("--seq-len", 96)
+LENGTH = ("--seq-len", 120)
 SFT = (*LENGTH, "--batch-size", 16, "--steps", 150, "--chat-template", TEMPLATE)
 MATRICES = ("attention.*", "mlp.up", "mlp.down")
-RL = ("--seq-len", 112, "--max-completion-length", 40, "--batch-size", 32, "--reward", f"{REWARDS}:names_the_lake")
+RL = ("--seq-len", 120, "--max-completion-length", 40, "--batch-size", 32, "--reward", f"{REWARDS}:names_the_lake")
 RUNS = {
     "sft": ("sft", "answers.jsonl", (*SFT, "--learning-rate", 1e-3)),
     "lora": (

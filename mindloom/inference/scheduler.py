@@ -83,6 +83,13 @@ class _Row:
     generated: list[int] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
 
+    @property
+    def to_read(self) -> Sequence[int]:
+        """What the model is still to be given of the prompt: all of it or, where nothing comes after it, all but its last
+        token, which is only scored."""
+        only_scored = self.request.max_new_tokens == 0 and len(self.request.prompt) > 1
+        return self.left[:-1] if only_scored else self.left
+
 
 class Scheduler:
     """Gives rows to requests in the order they came, and lets all rows go on together.
@@ -140,7 +147,7 @@ class Scheduler:
         events: list[Event] = []
         decoded = {row: state.generated[-1] for row, state in self._rows.items() if state.generated}
         logits = self._prefill(events)
-        ended = [row for row, state in self._rows.items() if not state.left and not state.generated]
+        ended = [row for row, state in self._rows.items() if not state.to_read and not state.generated]
         if decoded:
             more = self.decoding.decode(decoded)
             logits = logits if more is None else {**(logits or {}), **more}
@@ -176,11 +183,11 @@ class Scheduler:
 
     def _prefill(self, events: list[Event]) -> Mapping[int, Logits] | None:
         """Take the next chunks. Returns logits after the last token of the prompts that ended."""
-        waiting = {row: state for row, state in self._rows.items() if state.left}
+        waiting = {row: state for row, state in self._rows.items() if state.to_read}
         if not waiting:
             return {} if self.engine.in_last_stage else None
         every = next(iter(waiting.values())).request.score_prompt
-        alike = {row: state.left for row, state in waiting.items() if state.request.score_prompt == every}
+        alike = {row: state.to_read for row, state in waiting.items() if state.request.score_prompt == every}
         chunks = self.decoding.next_chunks(alike)
         logits = self.decoding.prefill(chunks, every)
         last: dict[int, Logits] = {}
@@ -189,9 +196,9 @@ class Scheduler:
             if every:
                 self._score(state, chunk, None if logits is None else logits[row])
             state.left = state.left[len(chunk) :]
-            if logits is not None and not state.left:
+            if logits is not None and not state.to_read:
                 last[row] = logits[row][-1] if every else logits[row]
-            if every and not state.left:
+            if every and not state.to_read:
                 reason: FinishReason | None = None if state.request.max_new_tokens else "length"
                 events.append(PromptScores(state.id, state.scores, reason))
                 if reason:

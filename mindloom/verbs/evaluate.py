@@ -7,17 +7,28 @@ mindloom evaluate humaneval-x --data humaneval-x --language cpp --translate-from
 mindloom evaluate humaneval-x --data humaneval-x --language all --canonical --output-dir out/canonical \\
     --allow-execution
 
+mindloom evaluate lm-eval --tasks hellaswag piqa --checkpoint out/checkpoint --strategy ... --launch
+mindloom evaluate lm-eval --tasks mine.yaml --checkpoint out/checkpoint --output now.json --compare before.json
+
 Programs a model wrote run only with --allow-execution, and isolated: no network, a folder of their own that vanishes,
 limits on time, memory, processes and output. Prints pass@k of each language in percent; the folder gets every sample,
 what became of it, and the summary.
+
+lm-eval runs tasks of the lm-evaluation-harness (pip install 'mindloom[eval]'): its own, or YAML files that name data of
+yours. Their own data come from the network unless HF_DATASETS_OFFLINE=1 and they are there already.
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from importlib.util import find_spec
 
 from mindloom.cli import parse_args
+from mindloom.errors import ConfigError
 from mindloom.evaluation.config import EvaluateConfig, Evaluation, check
+from mindloom.evaluation.harness_config import HarnessConfig, as_json, table
+from mindloom.evaluation.harness_config import check as check_harness
+from mindloom.files import write_text_atomically
 from mindloom.locks import one_writer
 from mindloom.runtime.environment import is_first_process, launched_processes, prepare_environment
 from mindloom.runtime.launch import launch_verb
@@ -26,6 +37,8 @@ from mindloom.scratch import scratch_folder
 
 def main(argv: Sequence[str]) -> int:
     prepare_environment()
+    if "lm-eval" in argv[:1]:
+        return run_harness(argv)
     config = parse_args(EvaluateConfig, __doc__, argv)
     evaluation = check(config, None if config.launch else launched_processes())
     with one_writer(config.output_dir) if is_first_process() else nullcontext():
@@ -44,4 +57,21 @@ def evaluate(config: EvaluateConfig, evaluation: Evaluation, argv: Sequence[str]
         return 0
     scores = import_module("mindloom.evaluation.scores")
     print(scores.table(scores.judge_samples(evaluation)))
+    return 0
+
+
+def run_harness(argv: Sequence[str]) -> int:
+    config = parse_args(HarnessConfig, __doc__, argv)
+    if find_spec("lm_eval") is None:
+        raise ConfigError("lm-eval is not installed: pip install 'mindloom[eval]'")
+    harness = check_harness(config, None if config.launch else launched_processes())
+    if config.launch:
+        with scratch_folder() as folder:
+            return launch_verb("evaluate", argv, harness.job.strategy.mesh, folder)
+    found = import_module("mindloom.evaluation.harness").evaluate(harness)
+    if found is None:
+        return 0
+    if config.output:
+        write_text_atomically(config.output, as_json(found["results"], found.get("samples", {}), config))
+    print(table(found["results"], harness.earlier))
     return 0

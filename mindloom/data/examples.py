@@ -14,7 +14,7 @@ A prompt, completion, chosen and rejected are texts, or messages, which are writ
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class Reading:
         Raises:
             ConfigError: lines that cannot be read so.
         """
-        return _each(lines, self._example)
+        return self._each(lines, self._example)
 
     def pairs(self, lines: Sequence[Line]) -> list[Pair]:
         """Of `prompt`, `chosen` and `rejected`; messages of both may begin with the prompt instead.
@@ -112,7 +112,7 @@ class Reading:
         Raises:
             ConfigError: lines that cannot be read so.
         """
-        return _each(lines, self._pair)
+        return self._each(lines, self._pair)
 
     def prompts(self, lines: Sequence[Line]) -> list[Prompt]:
         """Of `prompt`.
@@ -120,7 +120,24 @@ class Reading:
         Raises:
             ConfigError: lines that cannot be read so.
         """
-        return _each(lines, self._prompt)
+        return self._each(lines, self._prompt)
+
+    def _each(self, lines: Sequence[Line], read: Callable[[Line], Any]) -> list[Any]:
+        with_messages = [line for line in lines if any(isinstance(value, list) for value in _texts(line))]
+        if with_messages and not hasattr(self.tokenizer, "chat"):
+            raise ConfigError(
+                f"{with_messages[0].place}: messages, but the model has no chat template: give one with --chat-template, as "
+                "examples/assistant/chat_template.jinja is"
+            )
+        found, problems = list[Any](), list[str]()
+        for line in lines:
+            try:
+                found.append(read(line))
+            except ConfigError as error:
+                problems += [p if p.startswith(line.place) else f"{line.place}: {p}" for p in error.problems]
+        if problems:
+            raise ConfigError(_shortened(Path(lines[0].place.rpartition(":")[0]), problems))
+        return found
 
     def _example(self, line: Line) -> Example:
         values = line.values
@@ -188,16 +205,8 @@ class Reading:
         return Example(tuple(tokens), tuple([True] * len(learned) if self.learn_all else learned))
 
 
-def _each(lines: Sequence[Line], read: Any) -> list[Any]:
-    found, problems = list[Any](), list[str]()
-    for line in lines:
-        try:
-            found.append(read(line))
-        except ConfigError as error:
-            problems += [p if p.startswith(line.place) else f"{line.place}: {p}" for p in error.problems]
-    if problems:
-        raise ConfigError(_shortened(Path(lines[0].place.rpartition(":")[0]), problems))
-    return found
+def _texts(line: Line) -> list[Any]:
+    return [line.values.get(key) for key in ("messages", "prompt", "completion", "chosen", "rejected")]
 
 
 def _messages(value: Any, place: str) -> list[ChatMessage]:

@@ -60,7 +60,9 @@ class LoRAConfig:
         for pattern in self.target_modules:
             if not any(path_matches(pattern, path) for path in linear):
                 known = sorted({".".join(path.split(".")[-2:]) for path in linear})
-                raise ConfigError(f"target_modules: {pattern} matches no matrix; there are {', '.join(known)}")
+                raise ConfigError(
+                    f"--lora-targets (target_modules): {pattern} matches no matrix; there are {', '.join(known)}"
+                )
         return [path for path in linear if any(path_matches(pattern, path) for pattern in self.target_modules)]
 
     def shapes(self, model: ModelConfig) -> Shapes:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindloom.align.rewards import load_reward, rewards_of
+from mindloom.align.rewards import Reward, load_reward, rewards_of
 from mindloom.data.batch import Batch
 from mindloom.data.examples import Prompt, example_batch
 from mindloom.errors import ConfigError
+from mindloom.evaluation.reward import PREFIX, program_reward
 from mindloom.nn.objectives import Objective, Policy, ValueLoss
 from mindloom.parallel.step import TrainStep
 from mindloom.tasks.judges import Judge, Reference
@@ -64,7 +65,7 @@ class PolicyTask(Tuning):
 
     def open_data(self) -> None:
         config = self.config
-        self.functions = {name: load_reward(name) for name in config.reward}
+        self.functions = {name: _reward(name) for name in config.reward}
         room = self.run.seq_len + 1 - config.max_completion_length
         every = self.reading().prompts(self.run.data)
         self.prompts = [prompt for prompt in every if len(prompt.tokens) <= room]
@@ -222,3 +223,7 @@ class PolicyTask(Tuning):
                 state["rewards"],
                 *(np.asarray(state[name], np.float32) for name in ("old", "reference", "sampled", "values")),
             )
+
+
+def _reward(name: str) -> Reward:
+    return program_reward(name) if name.startswith(PREFIX) else load_reward(name)

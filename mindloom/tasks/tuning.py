@@ -12,12 +12,10 @@ from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from mindloom.data.batch import Batch
-from mindloom.data.chat_template import ChatTemplate, TemplatedTokenizer
 from mindloom.data.examples import Reading, identity
 from mindloom.data.sample_order import epoch_samples
-from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
 from mindloom.train.task import Task
-from mindloom.train.tuning import TuningConfig
+from mindloom.train.tuning import open_tokenizer
 
 
 class Tuning(Task):
@@ -40,12 +38,7 @@ class Tuning(Task):
 
     def reading(self, learn_all: bool = False) -> Reading:
         """Open the tokenizer, and read with it."""
-        config: TuningConfig = self.config
-        assert config.from_checkpoint
-        path = config.tokenizer or find_tokenizer(self.run.family, config.from_checkpoint)
-        self.tokenizer = load_tokenizer(self.run.family, path, self.run.model)
-        if config.chat_template:
-            self.tokenizer = TemplatedTokenizer(self.tokenizer, ChatTemplate(config.chat_template))
+        self.tokenizer = open_tokenizer(self.run)
         return Reading(self.tokenizer, learn_all)
 
     def describe(self) -> str:

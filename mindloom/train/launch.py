@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -11,12 +12,18 @@ from mindloom.locks import one_writer
 from mindloom.runtime.environment import launched_processes, prepare_environment
 from mindloom.runtime.launch import STOPPED, launch_verb
 from mindloom.train.config import TrainingConfig, check
+from mindloom.train.example_view import view
 
 
 def run_training(verb: str, kind: type[TrainingConfig], description: str | None, argv: Sequence[str]) -> int:
     """Train as the flags of `kind` say; with --launch in as many processes as the strategy needs. Returns the exit code."""
     config = parse_args(kind, description or "", argv)
-    run = check(config, None if config.launch else launched_processes())
+    count = getattr(config, "inspect", 0)
+    run = check(config, None if config.launch or count else launched_processes())
+    if count:
+        for line in view(run, count, sys.stdout.isatty()):
+            print(line)
+        return 0
     if config.launch:
         with one_writer(config.output_dir):  # for all its processes
             return launch_verb(verb, argv, run.strategy.mesh, config.output_dir / "logs")

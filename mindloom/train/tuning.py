@@ -7,17 +7,18 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from mindloom.align.advantages import KL, LossType, Scale
 from mindloom.checkpoint.io import load_config
 from mindloom.cli import option
-from mindloom.data.chat_template import ChatTemplate
+from mindloom.data.chat_template import ChatTemplate, TemplatedTokenizer
 from mindloom.data.examples import Line, read_lines
+from mindloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ModelConfig
-from mindloom.numbers import Count, NotNegative, Positive, Probability, Rate
-from mindloom.train.config import TrainingConfig
+from mindloom.numbers import Count, Natural, NotNegative, Positive, Probability, Rate
+from mindloom.train.config import Run, TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class TuningConfig(TrainingConfig):
     adam_beta2: Rate = option(0.999, "decay of AdamW's second moment")
     weight_decay: NotNegative = option(0.0, "on matrices and embeddings")
     dropout: Rate | None = option(0.0, "dropout rate")
+    inspect: Natural = option(0, "show so many examples, what is learned in colour, and stop")
     lora_r: Count | None = option(None, "train adapters of this rank, and leave the model as it is")
     lora_alpha: Positive = option(16.0, "adapters are multiplied by this / --lora-r")
     lora_dropout: Rate = option(0.0, "on what adapters are given")
@@ -74,6 +76,18 @@ class TuningConfig(TrainingConfig):
             target_modules=self.lora_targets,
             use_rslora=self.lora_rslora,
         )
+
+
+def open_tokenizer(run: Run) -> Tokenizer:
+    """Of the checkpoint a run begins with, or as its flags say.
+
+    Raises:
+        ConfigError: there is none, or it does not fit the model.
+    """
+    config: Any = run.config
+    path = config.tokenizer or find_tokenizer(run.family, config.from_checkpoint)
+    tokenizer = load_tokenizer(run.family, path, run.model)
+    return TemplatedTokenizer(tokenizer, ChatTemplate(config.chat_template)) if config.chat_template else tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +161,11 @@ class PolicyConfig(TuningConfig):
     batch_size: Count = option(32, "sampled texts of one step, over all devices")
     reward: tuple[str, ...] = option(
         (),
-        "FILE.py:FUNCTION ...: called with prompts, completions and the columns of their lines; rewards are added up",
+        "FILE.py:FUNCTION ...: called with prompts, completions and the columns of their lines; or humaneval-x:LANGUAGE: 1 for "
+        "a program that passes its tests; rewards are added up",
+    )
+    allow_execution: bool = option(
+        False, "run the programs that the model writes, isolated, for --reward humaneval-x:..."
     )
     reward_model: Path | None = option(None, "checkpoint of `mindloom reward`, whose rewards are added")
     max_completion_length: Count = option(64, "tokens sampled for each text")
@@ -156,6 +174,8 @@ class PolicyConfig(TuningConfig):
     def problems(self) -> Iterator[str]:
         if not self.reward and not self.reward_model:
             yield "no reward: give --reward FILE.py:FUNCTION, or --reward-model CHECKPOINT"
+        if not self.allow_execution and any(name.startswith("humaneval-x:") for name in self.reward):
+            yield "--reward humaneval-x:... runs programs that a model wrote: give --allow-execution, too"
 
     @property
     def updates_per_round(self) -> int:

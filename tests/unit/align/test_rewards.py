@@ -6,6 +6,7 @@ import pytest
 from mindloom.align.advantages import AdaptiveKL, gae, group_advantages, whitened
 from mindloom.align.rewards import load_reward, rewards_of
 from mindloom.errors import ConfigError
+from mindloom.evaluation.reward import program_reward
 
 CODE = """
 def by_column(completions, wanted):
@@ -81,3 +82,14 @@ def test_gaps_in_a_mask_do_not_end_a_text():
 def test_equal_rewards_are_no_advantage():
     assert group_advantages([1.0, 1.0, 0.0, 1.0], 2).tolist()[:2] == [0.0, 0.0]
     assert abs(whitened([[1.0, 2.0, 7.0]], [[1, 1, 0]]).sum()) < 1e-12
+
+
+def test_programs_that_pass_are_rewarded():
+    reward = program_reward("humaneval-x:python")
+    lines = [{"declaration": "def two():\n", "test": f"assert two() == {wanted}"} for wanted in (2, 2, 3)]
+    completions = ["    return 2\n", "    return 3\n", "    return 3\n\nprint('x')"]
+    assert rewards_of("humaneval-x:python", reward, ["def two():\n"] * 3, completions, lines) == [1.0, 0.0, 1.0]
+    with pytest.raises(ConfigError, match="the lines have no declaration, test: they must be problems of HumanEval-X"):
+        rewards_of("humaneval-x:python", reward, ["x"], ["y"], [{}])
+    with pytest.raises(ConfigError, match="no such language; known: python"):
+        program_reward("humaneval-x:pyton")

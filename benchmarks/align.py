@@ -22,6 +22,9 @@ from mindloom.data.examples import Reading, example_batch, read_lines
 from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
 from mindloom.inference.model import load_model
 from mindloom.inference.score import negative_log_likelihood
+from mindloom.models.adapters import LoRAConfig
+from mindloom.models.family import size_config
+from mindloom.models.parameters import parameter_shapes
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE
 
@@ -42,9 +45,13 @@ RUNS = {
         "answers.jsonl",
         (*SFT, "--learning-rate", 1e-2, "--lora-r", 8, "--lora-targets", *MATRICES),
     ),
-    "dpo": ("dpo", "preferences.jsonl", (*LENGTH, "--batch-size", 8, "--steps", 40, "--learning-rate", 2e-4)),
-    "grpo": ("grpo", "prompts.jsonl", (*RL, "--steps", 40, "--learning-rate", 2e-4, "--beta", 0.04)),
-    "ppo": ("ppo", "prompts.jsonl", (*RL, "--steps", 120, "--learning-rate", 2e-4)),
+    "dpo": ("dpo", "preferences.jsonl", (*LENGTH, "--batch-size", 8, "--steps", 40, "--learning-rate", 2e-5)),
+    "grpo": (
+        "grpo",
+        "prompts.jsonl",
+        (*RL, "--num-generations", 4, "--steps", 30, "--learning-rate", 2e-4, "--beta", 0.04),
+    ),
+    "ppo": ("ppo", "prompts.jsonl", (*RL, "--steps", 80, "--learning-rate", 2e-4)),
 }
 
 
@@ -57,15 +64,27 @@ def mindloom(*arguments):
     return done.stdout
 
 
-def in_form(checkpoint, folder):
-    """Share of greedy answers that are sentences as those that were taught."""
+def answers(checkpoint, folder):
+    """Greedy answers to all prompts."""
     prompts = [json.loads(line)["prompt"][0]["content"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
     asked = folder / "asked.jsonl"
     asked.write_text("".join(json.dumps({"prompt": f"user: {text}\nassistant:"}) + "\n" for text in prompts))
     said = mindloom("generate", "--checkpoint", checkpoint, "--prompt-file", asked, "--max-new-tokens", 48, "--json")
-    answers = [json.loads(line)["text"] for line in said.splitlines() if line.startswith("{")]
-    assert len(answers) == len(prompts)
-    return sum(bool(FORM.fullmatch(answer)) for answer in answers) / len(answers)
+    found = [json.loads(line)["text"] for line in said.splitlines() if line.startswith("{")]
+    assert len(found) == len(prompts)
+    return found
+
+
+def in_form(checkpoint, folder):
+    """Share of greedy answers that are sentences as those that were taught."""
+    found = answers(checkpoint, folder)
+    return sum(bool(FORM.fullmatch(answer)) for answer in found) / len(found)
+
+
+def to_the_lake(checkpoint, folder):
+    """Share of greedy answers that name the lake."""
+    found = answers(checkpoint, folder)
+    return sum("lake" in answer for answer in found) / len(found)
 
 
 def log_probs(engine, checkpoint, pairs_file):
@@ -122,7 +141,25 @@ def main():
                 )
             print(name, seed, rows[name][-1], f"{seconds[name]:.0f} s", flush=True)
     plot(curves)
-    write_report(RESULT, "What fine-tuning teaches", "align.py", text(rows, seconds).splitlines())
+    write_report(RESULT, "What fine-tuning teaches", "align.py", text(rows, seconds, adapters(curves)).splitlines())
+
+
+def adapters(curves):
+    """A table: what adapters cost beside training the whole model."""
+    lines = ["| seed 1 | trained parameters | AdamW's moments | median step |", "|---|---|---|---|"]
+    model = size_config("pangu", "tiny")
+    lora = LoRAConfig(r=8, target_modules=MATRICES)
+    for name, shapes in (("sft", parameter_shapes(model)), ("lora", lora.shapes(model))):
+        trained = sum(map(np.prod, shapes.values()))
+        step = np.median([s["step_time_s"] for s in curves[name][0]])
+        lines.append(f"| {name} | {trained:,} | {8 * trained / 1e6:.2f} MB | {step * 1e3:.0f} ms |")
+    lines += ["", "| adapters of r 8, float32 | matrices | parameters | folder |", "|---|---|---|---|"]
+    for family, size in (("pangu", "embedded_7b"), ("codegeex", "4_9b")):
+        for matrices in (("attention.query", "attention.value"), ("attention.*",), ("attention.*", "mlp.*")):
+            shapes = LoRAConfig(r=8, target_modules=matrices).shapes(size_config(family, size))
+            count = sum(map(np.prod, shapes.values()))
+            lines.append(f"| {family} {size} | {', '.join(matrices)} | {count:,} | {4 * count / 1e6:.0f} MB |")
+    return "\n".join(lines)
 
 
 def plot(curves):
@@ -136,7 +173,7 @@ def plot(curves):
     figure.savefig(Path(__file__).with_name("results") / "align.png", dpi=90)
 
 
-def text(rows, seconds):
+def text(rows, seconds, adapters):
     def told(name, *formats):
         return "\n".join(
             f"| {name}, seed {seed} | " + " | ".join(f.format(v) for f, v in zip(formats, row, strict=True)) + " |"
@@ -158,10 +195,14 @@ taught. One run after another; start, compilation and writing are in the times: 
 |---|---|---|---|
 {told("dpo", "{:.0%}", "{:.2f}", "{:.2f}")}
 
-| answers that name the lake, sampled at temperature 1 | first step | last 5 steps | largest KL a token | last KL |
-|---|---|---|---|---|
-{told("grpo", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}")}
-{told("ppo", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}")}
+| answers that name the lake | of all prompts, greedy, before | after | sampled, first step | last 5 steps | largest KL a token | last |
+|---|---|---|---|---|---|---|
+{told("grpo", "{:.2f}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}")}
+{told("ppo", "{:.2f}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}")}
+
+The share of answers that name the lake is the reward. KL is from the model the run began with, at the tokens it samples.
+
+{adapters}
 """
 
 

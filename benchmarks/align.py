@@ -195,7 +195,7 @@ taught. One run after another; start, compilation and writing are in the times: 
 |---|---|---|---|
 {told("dpo", "{:.0%}", "{:.2f}", "{:.2f}")}
 
-| answers that name the lake | of all prompts, greedy, before | after | sampled, first step | last 5 steps | largest KL a token | last |
+| answers that name the lake | greedy, before | after | sampled, first step | last 5 steps | largest KL | last |
 |---|---|---|---|---|---|---|
 {told("grpo", "{:.2f}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}")}
 {told("ppo", "{:.2f}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}")}

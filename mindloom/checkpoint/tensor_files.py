@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.errors import ConfigError
+from mindloom.models.adapters import ADAPTER_CONFIG
 from mindloom.reader import Document, parse_json, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -120,6 +121,10 @@ def model_files(folder: Path) -> list[Path]:
     Raises:
         ConfigError: an index that cannot be used.
     """
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"{folder}: holds adapters; make a model of them first: mindloom export-checkpoint {folder} OUT"
+        )
     if not (folder / INDEX).exists():
         found = sorted(folder.glob("*.safetensors"))
         return [folder / WEIGHTS] if (folder / WEIGHTS) in found or not found else found

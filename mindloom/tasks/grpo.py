@@ -39,7 +39,7 @@ class GRPO(PolicyTask):
     ) -> tuple[NDArray[np.float32], NDArray[Any], Sequence[NDArray[Any]]]:
         config = self.config
         weights = token_weights(mask, config.loss_type, config.max_completion_length).astype(np.float32)
-        advantages = group_advantages(np.asarray(found.rewards), config.num_generations, config.scale_rewards)
+        advantages = group_advantages(found.rewards, config.num_generations, config.scale_rewards)
         return weights, advantages[:, None] * mask, ()
 
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,10 @@ from mindloom.tasks.tuning import Tuning
 FLAGS = ("temperature", "max_completion_length", "reward")
 
 
+ARRAYS = ("rewards", "old", "reference", "sampled", "values")
+"""Of a round, as `Collected` has them."""
+
+
 @dataclass
 class Collected:
     """Texts of one round, and all that updates need to know of them."""
@@ -31,7 +37,8 @@ class Collected:
     number: int
     """Of the round, counted from 0."""
     texts: list[Sampled]
-    rewards: list[float]
+    rewards: NDArray[np.float64]
+    """Of each text."""
     old: NDArray[np.float32]
     """(B, T): how likely the tokens were when they were sampled, as training computes it where it must be known."""
     reference: NDArray[np.float32]
@@ -147,7 +154,7 @@ class PolicyTask(Tuning):
         mask = batch.loss_weights
         return self.evaluated(self.network_, batch) * mask if self.config.updates_per_round > 1 else None, 0 * mask
 
-    def rewards(self, texts: Sequence[Sampled]) -> list[float]:
+    def rewards(self, texts: Sequence[Sampled]) -> NDArray[np.float64]:
         """Of each text, added up over all that reward."""
         values = np.zeros(len(texts))
         if self.functions:
@@ -162,7 +169,7 @@ class PolicyTask(Tuning):
             values += told
         if self.judge:
             values += self.judge.rewards([text.example(self.prompts) for text in texts], self.run.seq_len)
-        return [float(value) for value in values]
+        return values
 
     def _from_functions(self, texts: Sequence[Sampled]) -> list[float] | str:
         prompts = [self.prompts[text.prompt] for text in texts]
@@ -178,7 +185,7 @@ class PolicyTask(Tuning):
 
     def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
         assert counts is not None and self.collected
-        found, rewards = self.collected, np.asarray(self.collected.rewards)
+        found, rewards = self.collected, self.collected.rewards
         texts, tokens = found.texts, sum(len(text.tokens) for text in found.texts)
         told = dict(zip(self.objective.metrics, map(float, counts), strict=True))
         told |= {name: told[name] / tokens for name in (*Policy.metrics, *ValueLoss.metrics) if name in told}
@@ -205,24 +212,25 @@ class PolicyTask(Tuning):
         found = self.collected
         if found is None or self.config.updates_per_round == 1:
             return {}
-        return {
-            "round": found.number,
-            "texts": [asdict(text) for text in found.texts],
-            "rewards": found.rewards,
-            "old": found.old.tolist(),
-            "reference": found.reference.tolist(),
-            "sampled": found.sampled.tolist(),
-            "values": found.values.tolist(),
-        }
+        arrays = {name: getattr(found, name) for name in ARRAYS}
+        tokens = [text.tokens for text in found.texts]
+        arrays |= {"tokens": np.concatenate(tokens), "lengths": np.asarray([len(text) for text in tokens])}
+        arrays |= {"prompts": np.asarray([text.prompt for text in found.texts])}
+        arrays |= {"has_ended": np.asarray([text.has_ended for text in found.texts])}
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **arrays)
+        return {"round": found.number, "npz": base64.b64encode(packed.getvalue()).decode()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        if state:
-            self.collected = Collected(
-                state["round"],
-                [Sampled(**text) for text in state["texts"]],
-                state["rewards"],
-                *(np.asarray(state[name], np.float32) for name in ("old", "reference", "sampled", "values")),
-            )
+        if "round" not in state:
+            return
+        arrays = dict(np.load(io.BytesIO(base64.b64decode(state["npz"]))))
+        tokens = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
+        texts = [
+            Sampled(int(prompt), ids.tolist(), [], bool(has_ended))
+            for prompt, ids, has_ended in zip(arrays["prompts"], tokens, arrays["has_ended"], strict=True)
+        ]
+        self.collected = Collected(state["round"], texts, *(arrays[name] for name in ARRAYS))
 
 
 def _reward(name: str) -> Reward:

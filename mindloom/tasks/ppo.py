@@ -72,7 +72,7 @@ class PPO(PolicyTask):
     ) -> tuple[NDArray[np.float32], NDArray[Any], Sequence[NDArray[Any]]]:
         config = self.config
         divergence = kl_estimate(found.old, found.reference, config.kl_estimator)
-        rewards = token_rewards(np.asarray(found.rewards), divergence, mask, self.kl_coef)
+        rewards = token_rewards(found.rewards, divergence, mask, self.kl_coef)
         if config.whiten_rewards:
             rewards = whitened(rewards, mask, keep_mean=True)
         advantages, returns = gae(rewards, found.values, mask, config.gamma, config.lam)
@@ -88,7 +88,7 @@ class PPO(PolicyTask):
         return {**super().state(), **adaptive, **kept}
 
     def restore(self, state: dict[str, Any]) -> None:
-        super().restore({name: state[name] for name in state if name not in ("adaptive", "kl_coef")})
+        super().restore(state)
         self.kl_coef = state.get("kl_coef", self.config.kl_coef)
         if self.adaptive:
             self.adaptive.coefficient = state["adaptive"]

@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.data.loader import Loader
 from mindloom.train.data import describe, prepare_data
-from mindloom.train.metrics import expert_metrics
 from mindloom.train.task import Task
 
 
@@ -42,13 +40,6 @@ class Pretraining(Task):
 
     def first_token(self, step: int) -> int:
         return self.loader.first_token(step)
-
-    def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
-        if counts is None:
-            return {}
-        rows, length = self.run.sizes.of_step(step)
-        num_experts = self.run.model.mixture.num_experts
-        return expert_metrics(counts.reshape(-1, num_experts + 2), rows * length)
 
 
 TASK = Pretraining

@@ -29,7 +29,7 @@ class Sampled:
     tokens: list[int]
     """Without the prompt's."""
     log_probs: list[float]
-    """Of each, under the model itself."""
+    """Of each, under the model itself; empty once they are kept elsewhere."""
     has_ended: bool
     """By the model, not for being too long."""
 

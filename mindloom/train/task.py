@@ -19,6 +19,7 @@ from mindloom.nn.lora import attach_adapters
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
 from mindloom.train.config import Run
+from mindloom.train.metrics import expert_metrics
 
 Arrays = list[NDArray[Any]]
 
@@ -99,8 +100,12 @@ class Task:
         """Called when the weights are there, before the first step."""
 
     def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
-        """What to tell of `step`, counted from 0, besides loss, norm and speed; `counts`: what the network counted."""
-        return {}
+        """What to tell of `step`, counted from 0, besides loss, norm and speed; `counts`: what the network counted,
+        here its experts."""
+        if counts is None:
+            return {}
+        rows, length = self.run.sizes.of_step(step)
+        return expert_metrics(counts.reshape(-1, self.run.model.mixture.num_experts + 2), rows * length)
 
     def beside(self) -> dict[str, tuple[int, ...]]:
         """Weights that are trained but are no part of the model: name -> shape."""

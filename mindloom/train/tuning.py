@@ -62,6 +62,10 @@ class TuningConfig(TrainingConfig):
             ChatTemplate(self.chat_template)
         return read_lines(self.data, self.wanted)
 
+    def problems(self) -> Iterator[str]:
+        if self.certificate:
+            yield "--certificate: certificates are of training on plain text; leave it out"
+
     def default_rates(self) -> tuple[float, float]:
         high = 10 * self.rate if self.lora_r else self.rate
         return high, high / 10
@@ -124,6 +128,7 @@ class RewardConfig(PairConfig):
     )
 
     def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.lora_r is not None:
             yield "--lora-r: a reward model is trained whole here, its head is new; leave it out"
 
@@ -145,6 +150,7 @@ class DPOConfig(PairConfig):
     label_smoothing: Rate = option(0.0, "how likely a preference is wrong; for sigmoid and robust")
 
     def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
             yield f"--label-smoothing is for sigmoid and robust, not for --loss-type {self.loss_type}"
         if self.label_smoothing >= 0.5:
@@ -161,8 +167,8 @@ class PolicyConfig(TuningConfig):
     batch_size: Count = option(32, "sampled texts of one step, over all devices")
     reward: tuple[str, ...] = option(
         (),
-        "FILE.py:FUNCTION ...: called with prompts, completions and the columns of their lines; or humaneval-x:LANGUAGE: 1 for "
-        "a program that passes its tests; rewards are added up",
+        "FILE.py:FUNCTION ...: called with prompts, completions and columns of their lines; or humaneval-x:LANGUAGE: 1 for a "
+        "program that passes its tests; rewards are added up",
     )
     allow_execution: bool = option(
         False, "run the programs that the model writes, isolated, for --reward humaneval-x:..."
@@ -172,6 +178,7 @@ class PolicyConfig(TuningConfig):
     temperature: Positive = option(1.0, "of sampling; 1: the model as it is")
 
     def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if not self.reward and not self.reward_model:
             yield "no reward: give --reward FILE.py:FUNCTION, or --reward-model CHECKPOINT"
         if not self.allow_execution and any(name.startswith("humaneval-x:") for name in self.reward):

@@ -23,6 +23,9 @@ from mindloom.shipped import shipped_names
 from mindloom.strategy.checks import model_problems
 from mindloom.strategy.loader import load_strategy
 
+LONGEST = 600
+"""Characters of a part of the state that are shown."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class InfoConfig:
@@ -41,7 +44,7 @@ def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
         f"{folder}: step {manifest.step}, {manifest.num_bytes / 1e6:,.1f} MB in {files}",
         f"  {len(weights)} weights and {len(manifest.tensors) - len(weights)} moments of {manifest.model['family']}: {model}",
         f"  written under {degrees} {manifest.strategy.get('file', '')}".rstrip(),
-        *(f"  {part}: {values}" for part, values in manifest.state.items()),
+        *(f"  {part}: {_shortened(str(values))}" for part, values in manifest.state.items() if values),
         f"  versions: {manifest.versions}",
         "  resumes on one device and under any strategy that fits the model; of the shipped ones: "
         + ", ".join(fitting(manifest, folder)),
@@ -84,3 +87,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(problem)
         print(f"  all {len(manifest.tensors)} tensors are what was written")
     return 0
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text):,} characters)"

@@ -54,7 +54,7 @@ PACKAGES = {
     },
     "evaluation": {"align", "data", "inference", "runtime"},
     "serve": {"checkpoint", "data", "inference", "runtime", "strategy"},
-    "dry_run": {"parallel", "planner", "runtime", "strategy", "train"},
+    "dry_run": {"nn", "parallel", "planner", "runtime", "strategy", "train"},
     "certification": {"data", "dry_run", "parallel", "planner", "runtime", "strategy", "train"},
     "integrations": {"checkpoint", "data", "inference", "runtime", "strategy", "train"},
 }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from typing import Any
 
@@ -13,8 +14,10 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindloom.dry_run.graph import read_work
 from mindloom.dry_run.rank_report import RankParameter, RankReport
+from mindloom.models.adapters import LoRAConfig, is_adapter
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
+from mindloom.nn.lora import attach_adapters
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
@@ -36,16 +39,19 @@ def compile_rank(
     batch: tuple[int, int],
     inference: bool = False,
     accumulate: int = 1,
+    lora: LoRAConfig | None = None,
 ) -> RankReport:
     """Everything about `rank`. Needs a process of its own.
 
     `batch`: sequences of a step over all ranks and their tokens. `accumulate`: parts it is cut into without a pipeline.
+    `lora`: adapters that are trained instead of the model.
     """
     prepare_environment()
     gc.disable()  # millions of small objects, none in cycles, before and after the compilation, too
-    cell, report, inputs = _cell(family, model, strategy, rank, batch, inference, accumulate)
+    cell, report, inputs = _cell(family, model, strategy, rank, batch, inference, accumulate, lora)
     key = {"dry_run": family, "model": model.to_dict(), "strategy": strategy_key(strategy), "rank": rank}
     key |= {"batch": batch, "inference": inference, "accumulate": accumulate}
+    key |= {"lora": dataclasses.asdict(lora)} if lora else {}
     graph = kept_graph(key, lambda: partition(cell, strategy, rank, inputs))
     learn_layouts(report, graph.held_layouts, graph.groups, rank, strategy.source)
     stage = strategy.mesh.coordinate(rank, "pp")
@@ -62,6 +68,7 @@ def compile_rank(
 
     layers = report.layers_of_stages[stage] if report.layers_of_stages else []
     accumulated = bytes_of("accu_grads.")
+    trained = {p.name for p in parameters if lora is None or is_adapter(p.name)}
     return RankReport(
         rank=rank,
         stage=stage,
@@ -70,7 +77,7 @@ def compile_rank(
         parameters=parameters,
         parameter_bytes=sum(p.num_bytes for p in parameters),
         optimizer_bytes=bytes_of("adam_m.", "adam_v."),
-        gradient_bytes=0 if inference else accumulated or sum(p.num_bytes for p in parameters),
+        gradient_bytes=0 if inference else accumulated or sum(p.num_bytes for p in parameters if p.name in trained),
         groups={name: ranks for name, ranks in graph.groups.items() if len(ranks) > 1},
         collectives=work.collectives,
         flops=work.flops,
@@ -86,6 +93,7 @@ def _cell(
     batch: tuple[int, int],
     inference: bool,
     accumulate: int,
+    lora: LoRAConfig | None,
 ) -> tuple[nn.Cell, Report, list[tuple[tuple[int, ...], Any]]]:
     """The network or training step of a rank, without its weights; what `parallelize` did; and its inputs."""
     with virtual_ascend(rank, strategy.mesh.size):
@@ -94,6 +102,8 @@ def _cell(
     inputs: list[tuple[tuple[int, ...], Any]] = [(batch, np.int32)] * 2
     with no_init_parameters():
         net = module.Model(model) if inference else module.ModelWithLoss(model)
+        if lora:
+            attach_adapters(net.model, lora)
         # Kept as a function: the microbatches of a pipeline then cost no time to compile.
         net.cell_init_args = f"lazy_inline_{type(net).__name__}"
         report = parallelize(net, strategy, whole=not inference)

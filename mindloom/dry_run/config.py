@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mindloom.cli import option
 from mindloom.errors import ConfigError, Problems
+from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ComputeDtype, ModelConfig
 from mindloom.models.family import config_with_file, size_config
 from mindloom.numbers import Count, Positive, number_problems
@@ -33,6 +34,8 @@ class DryRunConfig:
     accumulate: Count = option(1, "parts a step's batch is cut into without a pipeline, as tools/train.py's")
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
     seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
+    lora_r: Count | None = option(None, "train adapters of this rank instead of the model")
+    lora_targets: tuple[str, ...] = option(("attention.query", "attention.value"), "matrices with an adapter")
     inference: bool = option(False, "the graph that reads a prompt instead of a training step")
     fast: bool = option(
         False,
@@ -56,6 +59,12 @@ class DryRun:
     ranks: list[int]
     batch_size: int
     seq_len: int
+
+    @property
+    def lora(self) -> LoRAConfig | None:
+        """Adapters, where those are trained."""
+        config = self.config
+        return LoRAConfig(r=config.lora_r, target_modules=config.lora_targets) if config.lora_r else None
 
     @property
     def num_microbatches(self) -> int:
@@ -94,6 +103,10 @@ def check(config: DryRunConfig) -> DryRun:
         problems.tell()
     assert model and strategy
     problems += model_problems(strategy, model)
+    if config.lora_r:
+        problems.of(LoRAConfig(r=config.lora_r, target_modules=config.lora_targets).targets, model)
+        problems += ["--lora-r is for training: leave out --inference"] if config.inference else []
+        problems += ["--fast counts layers of a whole model: leave it out with --lora-r"] if config.fast else []
     microbatches = 1 if config.inference else num_microbatches(strategy, config.accumulate)
     batch = strategy.mesh.dp * microbatches if config.batch_size is None else config.batch_size
     seq_len = model.seq_len if config.seq_len is None else config.seq_len

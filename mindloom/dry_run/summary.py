@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
@@ -97,6 +98,8 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
         gradients = 4 * wholes[stage] if job.zero < 2 else sizes[stage]
         copies = job.weight_bytes * wholes[stage]  # cast, or gathered from the optimizer's parts
         training = 2 * sizes[stage] + gradients + memory.activations + memory.working
+        if run.lora:  # whole on every rank at worst
+            training = 16 * _adapter_parameters(run, job)[stage] + memory.activations + memory.working
         attention, few = layers * 4 * dims.seq_len * dims.hidden_size, job.expert_layers(dims)[stage]
         matrices = (layers - few) * dense.layer_matrices + few * (sparse.layer_matrices + rows)
         head = 2 * dims.vocab_size * dims.hidden_size if stage == job.pp - 1 else 0
@@ -112,6 +115,18 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
     return stages
 
 
+def _adapter_parameters(run: DryRun, job: Parallelism) -> list[int]:
+    """Of the layers of each stage."""
+    assert run.lora
+    paths, layers_of = run.model.layers, job.stages(len(run.model.layers))
+    per_layer = [0] * len(paths)
+    for name, shape in run.lora.shapes(run.model).items():
+        layer = next(number for number, path in enumerate(paths) if name.startswith(f"{path}."))
+        per_layer[layer] += math.prod(shape)
+    ends = list(itertools.accumulate(layers_of))
+    return [sum(per_layer[end - count : end]) for end, count in zip(ends, layers_of, strict=True)]
+
+
 def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
     """What concerns all ranks: balance of the stages, parameters that every rank holds though they could be cut."""
     mesh, strategy, stages = run.strategy.mesh, run.strategy, _stages(run)
@@ -119,6 +134,7 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
     values: dict[str, Any] = {
         "model": f"{run.config.model} {run.config.size}",
         "num_parameters": num_parameters(run.model),
+        "num_adapter_parameters": sum(_adapter_parameters(run, _job_of(run))) if run.lora else 0,
         "strategy": str(run.config.strategy),
         "mesh": str(mesh),
         "batch_size": run.batch_size,
@@ -131,7 +147,7 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
     }
     if run.config.memory_gb:
         values["fits"] = all(stage["total_bytes"] <= run.config.memory_gb * GB for stage in stages)
-    if mesh.dp > 1 and not strategy.optimizer_parallel and not run.config.inference:
+    if mesh.dp > 1 and not strategy.optimizer_parallel and not run.config.inference and not run.lora:
         saved = max(3 * r.parameter_bytes * (mesh.dp - 1) // mesh.dp for r in by_stage.values())
         values["advice"].append(
             f"optimizer_parallel would cut weights and moments over dp {mesh.dp}: {saved / GB:.2f} GB a device less"
@@ -161,8 +177,10 @@ def text_report(values: dict[str, Any]) -> str:
     """For people, in a terminal."""
     job, lines = values["job"], []
     sequences = counted(job["batch_size"], "sequence", "sequences")
+    count = job["num_adapter_parameters"]
+    adapters = f", frozen, and {count:,} of adapters" if count else ""
     lines.append(
-        f"{job['model']}, {job['num_parameters']:,} parameters, {job['mesh']}; {sequences} of "
+        f"{job['model']}, {job['num_parameters']:,} parameters{adapters}, {job['mesh']}; {sequences} of "
         f"{job['seq_len']} tokens a step, {counted(job['num_microbatches'], 'microbatch', 'microbatches')}"
     )
     for rank in values["ranks"]:

@@ -240,3 +240,23 @@ def test_context_parallel_in_a_mesh_and_a_rule_compiles(write):
     found = compiled(write("s.yaml", text + "    word.gather: [[tp, ~], [dp, cp]]\n"), 5)
     assert [4, 5] in found["groups"]  # over tp
     assert [5, 7] in found["groups"]  # over cp
+
+
+def test_of_adapters_alone_there_are_gradients_and_moments(write):
+    strategy = write("dp2_tp2.yaml", f"mesh: {{dp: 2, tp: 2}}\n{RULES}")
+    model = write("model.json", json.dumps(MODEL))
+    asked = ("--strategy", strategy, "--config", model, "--ranks", "0", "--lora-r", 4)
+    found = json.loads(dry_run(*asked, "--lora-targets", "attention.query", "mlp.down", "--json"))
+    (rank,) = found["ranks"]
+    hidden, tp = MODEL["hidden_size"], 2
+    query = 4 * hidden + hidden // tp * 4  # A whole, B cut as the columns of the matrix
+    down = 4 * 4 * hidden // tp + hidden * 4  # A cut as the rows of the matrix, B whole
+    adapters = 4 * MODEL["num_layers"] * (query + down)
+    assert rank["optimizer_bytes"] == 2 * adapters and rank["gradient_bytes"] == adapters
+    assert found["job"]["num_adapter_parameters"] == MODEL["num_layers"] * (
+        2 * 4 * hidden + 4 * 4 * hidden + 4 * hidden
+    )
+    told = tool("tools/dry_run.py", *asked, "--fast", "--inference", "--lora-targets", "mlp.sideways")
+    assert told.code == 2
+    for line in ("--lora-r is for training", "--fast counts layers of a whole model", "mlp.sideways matches no matrix"):
+        assert line in told.output

@@ -69,6 +69,8 @@ def out(tmp_path_factory):
         tasks[name] = (kind, {**common, **flags})
         if name in ("grpo", "ppo"):
             tasks[name][1]["reward"] = [f"{folder}/reward.py:likes_long_words"]
+        if name == "ppo":
+            tasks[name][1]["reward_model"] = f"{folder}/one_device/reward/checkpoint"
     call(WORKER, "run", folder, [None], tasks)
     for mesh, names in MESHES.items():
         strategy = str(fewer_microbatches(CONFIGS / f"{mesh}.yaml", folder))
@@ -104,6 +106,7 @@ def test_a_run_resumes_bit_for_bit_also_between_updates_from_the_same_texts(out,
     flags = {**TASKS[task][1], **COMMON, "save_every": 3, "data": f"{out}/{DATA[task]}.jsonl"}
     flags |= {"from_checkpoint": f"{out}/base/checkpoint"}
     flags |= {"reward": [f"{out}/reward.py:likes_long_words"]} if task != "lora" else {}
+    flags |= {"reward_model": f"{out}/one_device/reward/checkpoint"} if task == "ppo" else {}
     kind = TASKS[task][0]
     call(WORKER, "run", tmp_path, [None], {"cut": (kind, flags)})
     folder = tmp_path / "one_device" / "cut"

@@ -131,14 +131,9 @@ def main():
                 rows[name].append(((margins > 0).mean(), 0.1 * margins.mean(), steps[-1]["rewards/margins"]))
             else:
                 last = steps[-5:]
-                rows[name].append(
-                    (
-                        steps[0]["reward"],
-                        np.mean([s["reward"] for s in last]),
-                        max(s["kl"] for s in steps),
-                        last[-1]["kl"],
-                    )
-                )
+                greedy = (to_the_lake(source, folder), to_the_lake(out / "checkpoint", folder))
+                sampled = (steps[0]["reward"], np.mean([s["reward"] for s in last]))
+                rows[name].append((*greedy, *sampled, max(s["kl"] for s in steps), last[-1]["kl"]))
             print(name, seed, rows[name][-1], f"{seconds[name]:.0f} s", flush=True)
     plot(curves)
     write_report(RESULT, "What fine-tuning teaches", "align.py", text(rows, seconds, adapters(curves)).splitlines())

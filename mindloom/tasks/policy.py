@@ -23,9 +23,6 @@ from mindloom.tasks.judges import Judge, Reference
 from mindloom.tasks.rollouts import Rollouts, Sampled
 from mindloom.tasks.tuning import Tuning
 
-FLAGS = ("temperature", "max_completion_length", "reward")
-
-
 ARRAYS = ("rewards", "old", "reference", "sampled", "values")
 """Of a round, as `Collected` has them."""
 
@@ -65,10 +62,13 @@ class PolicyTask(Tuning):
     collected: Collected | None = None
 
     def graph_key(self) -> dict[str, Any]:
-        return {**super().graph_key(), **{name: getattr(self.config, name) for name in (*FLAGS, *self.flags)}}
+        return {**super().graph_key(), **self._values("temperature", *self.flags)}
 
     def data_state(self) -> dict[str, Any]:
-        return {**super().data_state(), **{name: getattr(self.config, name) for name in (*FLAGS, *self.flags)}}
+        return {**super().data_state(), **self._values("temperature", "max_completion_length", "reward", *self.flags)}
+
+    def _values(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self.config, name) for name in names}
 
     def open_data(self) -> None:
         config = self.config
@@ -189,23 +189,17 @@ class PolicyTask(Tuning):
         texts, tokens = found.texts, sum(len(text.tokens) for text in found.texts)
         told = dict(zip(self.objective.metrics, map(float, counts), strict=True))
         told |= {name: told[name] / tokens for name in (*Policy.metrics, *ValueLoss.metrics) if name in told}
+        if found.old is not found.sampled:
+            told["sampling_difference"] = float(np.abs(found.old - found.sampled).sum() / tokens)
+        groups = rewards.reshape(-1, self.config.texts_per_prompt)
         told |= {
             "reward": float(rewards.mean()),
-            "reward_std": float(rewards.reshape(-1, self.config.texts_per_prompt).std(1).mean()),
+            "reward_std": float(groups.std(1).mean() if self.config.texts_per_prompt > 1 else rewards.std()),
             "completion_length": tokens / len(texts),
             "ended": sum(text.has_ended for text in texts) / len(texts),
         }
-        if not self.wants_reference:
-            del told["kl"]
-        if self.config.temperature != 1:
-            del told["sampling_difference"]
-        else:
-            told["sampling_difference"] = (
-                told["sampling_difference"]
-                if found.old is found.sampled
-                else float(np.abs(found.old - found.sampled).sum() / tokens)
-            )
-        return told
+        meaningless = {"kl": not self.wants_reference, "sampling_difference": self.config.temperature != 1}
+        return {name: value for name, value in told.items() if not meaningless.get(name)}
 
     def state(self) -> dict[str, Any]:
         """The round that is being learned from, where it is not over."""

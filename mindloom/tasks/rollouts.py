@@ -53,7 +53,7 @@ class Rollouts:
         shape = (num_rows, num_slots_for(longest))
         net = build_model(run.family, run.model, run.strategy, shape, weights_of=model, lora=run.lora)
         for parameter in net.get_parameters():
-            if parameter.name.endswith((".keys", ".values")) or ".cache." in parameter.name:
+            if ".cache." in parameter.name:
                 parameter.init_data()
         self.decoding = Cached(engine, net, run.model, *shape)
         self.stop_ids = (run.model.eod_id, *run.model.stop_ids)

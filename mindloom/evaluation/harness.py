@@ -24,6 +24,8 @@ from mindloom.inference.scheduler import PromptScores, Request, Scheduler
 from mindloom.inference.session import Session, open_session
 from mindloom.runtime.engine import Engine
 
+OWN_TASKS = Path(__file__).parent / "tasks"
+
 
 class HarnessModel(TemplateLM):
     """What the harness asks of a model."""
@@ -129,7 +131,8 @@ def evaluate(harness: Harness) -> dict[str, Any] | None:
     config = harness.config
     engine = Engine(harness.job.strategy)
     model = HarnessModel(engine, harness.job)
-    manager = TaskManager(include_path=str(config.include_path) if config.include_path else None)
+    further = [str(folder) for folder in (OWN_TASKS, config.include_path) if folder]
+    manager = TaskManager(include_path=further)
     tasks = [str(Path(name)) for name in config.tasks]
     unknown = [name for name in tasks if not name.endswith((".yaml", ".yml")) and name not in manager.all_tasks]
     if unknown:

@@ -93,3 +93,34 @@ def test_what_is_wrong_is_told_in_a_line(checkpoint, tmp_path):
     told = tool(*asked, "--tasks", "helaswag_of_mine")
     assert told.code == 2
     assert "--tasks helaswag_of_mine: the harness has no such task" in told.output
+
+
+def test_tasks_of_our_own_read_published_files(checkpoint, tmp_path):
+    pairs = [
+        {"sentence1": "河上有桥", "sentence2": "桥在河上", "label": "entailment", "gold_label": "entailment"},
+        {"sentence1": "河上有桥", "sentence2": "没有河", "label": "contradiction", "gold_label": "non-entailment"},
+        {"sentence1": "春天", "sentence2": "燕子", "label": "-", "gold_label": "entailment"},
+    ]
+    for path in ("data/hans/heuristics_evaluation_set.jsonl", "data/clue/ocnli/dev.json"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs))
+    done = tool(
+        *(
+            "tools/evaluate.py",
+            "lm-eval",
+            "--checkpoint",
+            checkpoint,
+            "--tasks",
+            "hans",
+            "clue_ocnli",
+            "--output",
+            "found.json",
+        ),
+        cwd=tmp_path,
+    )
+    assert done.code == 0, done.output
+    found = json.loads((tmp_path / "found.json").read_text())["samples"]
+    assert [sample["target"] for sample in found["hans"]] == [0, 1, 0]
+    assert [sample["target"] for sample in found["clue_ocnli"]] == [0, 2]  # without the pair nobody agreed on
+    choices = [request["arg_1"] for request in found["clue_ocnli"][0]["arguments"].values()]
+    assert choices == ["河上有桥？对，桥在河上", "河上有桥？也许，桥在河上", "河上有桥？错，桥在河上"]

@@ -122,5 +122,5 @@ def test_tasks_of_our_own_read_published_files(checkpoint, tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())["samples"]
     assert [sample["target"] for sample in found["hans"]] == [0, 1, 0]
     assert [sample["target"] for sample in found["clue_ocnli"]] == [0, 2]  # without the pair nobody agreed on
-    choices = [request["arg_1"] for request in found["clue_ocnli"][0]["arguments"].values()]
+    choices = [continuation for _, continuation in found["clue_ocnli"][0]["arguments"]]
     assert choices == ["河上有桥？对，桥在河上", "河上有桥？也许，桥在河上", "河上有桥？错，桥在河上"]

@@ -114,7 +114,7 @@ def train(run: Run) -> Path | None:
 def _train(run: Run) -> Path | None:
     config = run.config
     training = start(run)
-    steps_done = _resume(training) if config.resume else 0
+    steps_done = resume(training) if config.resume else 0
     _compile(training, steps_done)
     if training.engine.rank == 0:  # now that all layouts are known
         _write_resolved(training.run, training.report)
@@ -122,12 +122,12 @@ def _train(run: Run) -> Path | None:
         start_from(training.step, training.engine, training.report, config.from_checkpoint, training.task.new_weights)
         training.say(f"weights from {config.from_checkpoint}")
     training.task.begin(training.step, steps_done)
-    saver = _saver(training)  # after the schedule that is resumed is known
+    saver = make_saver(training)  # after the schedule that is resumed is known
     if training.engine.is_log_rank:
         with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:
-            done, first, last = _loop(training, writer, saver, steps_done)
+            done, first, last = run_steps(training, writer, saver, steps_done)
     else:
-        done, first, last = _loop(training, None, saver, steps_done)
+        done, first, last = run_steps(training, None, saver, steps_done)
     if done == config.steps and (config.save_every or config.save_minutes):
         saver.save(done)
     saver.wait()
@@ -142,7 +142,8 @@ def _train(run: Run) -> Path | None:
     return config.checkpoint_dir
 
 
-def _saver(training: Training) -> Saver:
+def make_saver(training: Training) -> Saver:
+    """What saves the run's state, as its configuration asks."""
     run, config = training.run, training.run.config
     about = {
         "model": {"family": run.family, **run.model.to_dict()},
@@ -198,7 +199,7 @@ def _state_of_optimizer(config: TrainingConfig) -> dict[str, Any]:
     }
 
 
-def _resume(training: Training) -> int:
+def resume(training: Training) -> int:
     """Load the newest complete checkpoint. Returns the steps done.
 
     Raises:
@@ -302,7 +303,7 @@ def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW 
     )
 
 
-def _loop(
+def run_steps(
     training: Training, writer: MetricsWriter | None, saver: Saver, steps_done: int
 ) -> tuple[int, StepMetrics, StepMetrics]:
     """All steps still to do. Returns the steps done then and the first and the last one's metrics, as this rank knows

@@ -49,8 +49,8 @@ class Mesh:
         self.engine = self.training.engine
 
     def run(self, steps_done, kind):
-        saver, losses = self.trainer._saver(self.training), Losses()
-        self.trainer._loop(self.training, losses, saver, steps_done)
+        saver, losses = self.trainer.make_saver(self.training), Losses()
+        self.trainer.run_steps(self.training, losses, saver, steps_done)
         if self.engine.is_log_rank:
             (self.out / f"{self.name}.from_{kind}.json").write_text(json.dumps(losses.values))
         if self.engine.rank == 0:
@@ -67,7 +67,7 @@ class Mesh:
                 shutil.rmtree(self.config.states_dir)
                 shutil.copytree(source, self.config.states_dir / FOLDER.format(MIDDLE))
             self.engine.largest(0)  # all wait for the copy
-            self.run(self.trainer._resume(self.training), source.name)
+            self.run(self.trainer.resume(self.training), source.name)
 
 
 def run(out, phases, strategies):

@@ -35,7 +35,7 @@ HERE = ROOT / "examples" / "assistant"
 TEMPLATE, REWARDS = HERE / "chat_template.jinja", HERE / "rewards.py"
 FORM = re.compile(r" The \w+ is near the \w+\.$")
 LENGTH = ("--seq-len", 120)
-SFT = (*LENGTH, "--batch-size", 16, "--steps", 150, "--chat-template", TEMPLATE)
+SFT = (*LENGTH, "--batch-size", 16, "--steps", 100, "--chat-template", TEMPLATE)
 MATRICES = ("attention.*", "mlp.up", "mlp.down")
 RL = ("--seq-len", 120, "--max-completion-length", 40, "--batch-size", 32, "--reward", f"{REWARDS}:names_the_lake")
 RUNS = {
@@ -49,9 +49,9 @@ RUNS = {
     "grpo": (
         "grpo",
         "prompts.jsonl",
-        (*RL, "--num-generations", 4, "--steps", 30, "--learning-rate", 2e-4, "--beta", 0.04),
+        (*RL, "--num-generations", 4, "--steps", 24, "--learning-rate", 2e-4, "--beta", 0.04),
     ),
-    "ppo": ("ppo", "prompts.jsonl", (*RL, "--steps", 80, "--learning-rate", 2e-4)),
+    "ppo": ("ppo", "prompts.jsonl", (*RL, "--steps", 64, "--learning-rate", 2e-4)),
 }
 
 

@@ -133,7 +133,7 @@ def _steps_of(
         for optimizer, rate in zip((step.optimizer.adam, step.optimizer.sgd), RATES[name], strict=True):
             optimizer.prepare(index + 1, rate)
         loss, norm, *counted = engine.run(step, *batch)
-        counts += [array.asnumpy().tolist() for array in counted]
+        counts += [array.asnumpy().reshape(len(step.count_lengths), -1).tolist() for array in counted]  # a row a layer
         losses.append(float(loss.asnumpy().reshape(())))
         norms.append(float(norm.asnumpy().reshape(())))
         if index == 0 and name == "AdamW":  # m = (1 - beta1) g after the first step

@@ -93,7 +93,7 @@ class Task:
         return arrays
 
     def shaped_inputs(self, step: int) -> Arrays:
-        """Arrays of the shapes of `step`, to compile for, where its inputs cannot be known yet."""
+        """Arrays of the shapes of `step`, to compile for; asked for before `begin`, when its inputs may not be known yet."""
         return self.inputs(step)
 
     def begin(self, step: TrainStep, steps_done: int) -> None:

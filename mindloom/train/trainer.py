@@ -244,7 +244,8 @@ def _compile(training: Training, step: int) -> None:
     if shape in training.compiled:
         return
     begin = time.perf_counter()
-    inputs = training.batch(step) if training.task.is_ahead else map(Tensor, training.task.shaped_inputs(step))
+    # Not those made ahead: a task may still have to learn what belongs into them.
+    inputs = map(Tensor, training.task.shaped_inputs(step))
     training.engine.prepare(training.step, *inputs)
     training.compiled.add(shape)
     for_what = f" for {shape[0]} sequences of {shape[1]}" if len(training.run.sizes.shapes()) > 1 else ""

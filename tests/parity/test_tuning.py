@@ -100,6 +100,14 @@ def test_a_mesh_is_one_device(out, mesh, task):
         np.testing.assert_allclose(other[name], value, rtol=0, atol=1e-4 * np.abs(value).max() + 1e-6, err_msg=name)
 
 
+def test_the_reference_is_known_from_the_first_step_on(out):
+    """A text has some 50 nats: without it rewards would be 0.1 of those."""
+    first, *later = steps_of(out / "one_device" / "dpo")
+    assert abs(first["rewards/chosen"]) < 1e-5 and abs(first["rewards/margins"]) < 1e-5
+    assert all(abs(step["rewards/chosen"]) < 1 for step in later[:3])
+    assert first["logps/chosen"] < -20
+
+
 @pytest.mark.parametrize("task", ["grpo", "ppo", "lora"])
 def test_a_run_resumes_bit_for_bit_also_between_updates_from_the_same_texts(out, tmp_path, task):
     whole = out / "one_device" / task

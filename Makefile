@@ -30,6 +30,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/modern.py
 	$(BIN)/python benchmarks/moe.py
+	$(BIN)/python benchmarks/align.py
 
 toolchains:
 	tools/install_toolchains.sh

@@ -31,6 +31,9 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/modern.py
 	$(BIN)/python benchmarks/moe.py
 	$(BIN)/python benchmarks/align.py
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/cluster.py
+	$(BIN)/python benchmarks/random_ltd.py
 
 toolchains:
 	tools/install_toolchains.sh
@@ -45,7 +48,7 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,mindformers,serve]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,mindformers,serve,web,ray]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

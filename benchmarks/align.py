@@ -15,7 +15,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 from mindspore import Tensor, set_device
-from report import write_report
+from report import ROOT, metrics, mindloom, write_report
 
 from mindloom.checkpoint.io import load_config
 from mindloom.data.examples import Reading, example_batch, read_lines
@@ -28,7 +28,6 @@ from mindloom.models.parameters import parameter_shapes
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "align.md"
 SEEDS = (1, 2, 3)
 HERE = ROOT / "examples" / "assistant"
@@ -53,15 +52,6 @@ RUNS = {
     ),
     "ppo": ("ppo", "prompts.jsonl", (*RL, "--steps", 64, "--learning-rate", 2e-4)),
 }
-
-
-def mindloom(*arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", "mindloom", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT
-    )
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
-    return done.stdout
 
 
 def answers(checkpoint, folder):
@@ -96,10 +86,6 @@ def log_probs(engine, checkpoint, pairs_file):
     net = load_model(checkpoint, family, config, SINGLE_DEVICE)
     logits = engine.run(net, Tensor(batch.tokens), Tensor(batch.positions)).asnumpy().reshape(*batch.tokens.shape, -1)
     return -(negative_log_likelihood(logits, batch.labels) * batch.loss_weights).sum(1).reshape(-1, 2)
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def main():

@@ -17,6 +17,7 @@ import numpy as np
 from report import write_report
 
 from mindloom.data.loader import Dataset, Loader
+from mindloom.data.packing import Stream
 from mindloom.data.sample_order import Sizes
 from mindloom.data.token_file import TokenFile
 
@@ -88,7 +89,7 @@ def tokenize(folder: Path) -> list[str]:
 def load(folder: Path) -> list[str]:
     parts = [TokenFile(folder / name) for name in ("pangu", "codegeex")]
     datasets = [
-        Dataset(part.folder.name, part, weight, part.places_of(part.info.eod_id))
+        Dataset(part.folder.name, part, weight, part.places_of(part.info.eod_id), Stream(part, SEQ_LEN))
         for part, weight in zip(parts, (0.7, 0.3), strict=True)
     ]
     loader = Loader(datasets, Sizes((BATCH,), (SEQ_LEN,)), 1, 9, 9)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoded tokens/s on one CPU process, beside Hugging Face transformers' GPT-2 of the same dims on PyTorch.
+"""Decoded tokens/s on one CPU process: with compiled kernels, by MindSpore's operators, and beside Hugging Face transformers'
+GPT-2 of the same dims on PyTorch where that is installed.
 
-PanGu 350M's dims, float32, greedy; both workers take turns in one run. Also: the time of a token as a share of what
+PanGu 350M's dims, float32, greedy; all workers take turns in one run. Also: the time of a token as a share of what
 reading the weights once must take at the machine's measured bandwidth, and cached against recomputed decoding.
 Writes benchmarks/results/decode.md. `pip install -e '.[benchmark]'`, then `python benchmarks/decode.py`.
 """
@@ -13,12 +14,14 @@ import statistics
 import threading
 import time
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 from turns import Worker, serve
 
 CONTEXTS, BATCHES = (64, 512, 1000), (1, 8)
+AT_512 = {"batch": 1, "context": 512}
 ROUNDS, STEPS_A_TURN, WARM_UP = 5, 8, 40
 DIMS = {"vocab_size": 40000, "hidden_size": 1024, "num_layers": 24, "num_heads": 16, "seq_len": 1024}
 LARGE = np.empty(2**28, np.float32)  # 1 GiB, once it is filled
@@ -185,72 +188,86 @@ def measure(workers, case, bandwidths) -> list[list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--worker", choices=["ours", "theirs"])
+    parser.add_argument("--worker", choices=["ours", "operators", "theirs"])
     if name := parser.parse_args().worker:
-        worker = {"ours": Ours, "theirs": Theirs}[name]()
+        if name == "operators":
+            os.environ["MINDLOOM_KERNELS"] = "0"
+        worker = Theirs() if name == "theirs" else Ours()
         return serve(worker, worker.version)
     LARGE.fill(1.0)
     bandwidths: list[float] = []
-    ours, theirs = Worker(__file__, "ours"), Worker(__file__, "theirs")
-    peers = {}
-    for batch in BATCHES:
-        for context in CONTEXTS:
-            case = {"kind": "cached", "batch": batch, "context": context}
-            peers[batch, context] = measure([ours, theirs], case, bandwidths)
-            print(f"{case}: {peers[batch, context]}", flush=True)
-    theirs.close()
-    at_512 = {"batch": 1, "context": 512}
-    recomputed = measure([ours], {"kind": "recomputed", **at_512}, bandwidths)[0]
-    int8 = measure([ours], {"kind": "cached", **at_512, "int8": True}, bandwidths)[0]
-    ours.close()
-    report(ours.version, theirs.version, peers, bandwidths, recomputed, int8)
+    names = ["ours", "operators", *(["theirs"] if find_spec("torch") and find_spec("transformers") else [])]
+    workers = [Worker(__file__, name) for name in names]
+    cases = [{"batch": batch, "context": context} for batch in BATCHES for context in CONTEXTS]
+    found = {}
+    for case in cases:
+        found[tuple(case.values())] = measure(workers, {"kind": "cached", **case}, bandwidths)
+        print(f"{case}: {found[tuple(case.values())]}", flush=True)
+    int8 = measure(workers[:2], {"kind": "cached", **AT_512, "int8": True}, bandwidths)
+    recomputed = measure(workers[:1], {"kind": "recomputed", **AT_512}, bandwidths)[0]
+    versions = [worker.version for worker in workers]
+    for worker in workers:
+        worker.close()
+    report(versions, found, bandwidths, recomputed, int8)
 
 
-def report(our_version, their_version, peers, bandwidths, recomputed, int8) -> None:
-    medians = {key: [statistics.median(taken) for taken in both] for key, both in peers.items()}
+def report(versions, found, bandwidths, recomputed, int8) -> None:
+    medians = {key: [statistics.median(taken) for taken in each] for key, each in found.items()}
     bandwidth = statistics.median(bandwidths)
-    floor = weight_bytes() / bandwidth
+    floor, has_peer = weight_bytes() / bandwidth, len(versions) > 2
+    peer = versions[2] if has_peer else "no peer: PyTorch is not installed"
     lines = [
         "# Decoding on one CPU process",
         "",
         f"{date.today()}, {os.cpu_count()} cores of {platform.machine()}, Python {platform.python_version()}, fp32, greedy; "
-        f"{DIMS}. {our_version} (ours) and {their_version}, {ROUNDS} alternating turns of {STEPS_A_TURN} tokens each. "
-        "`python benchmarks/decode.py`",
+        f"{DIMS}. {versions[0]}, with compiled kernels (ours) and without (operators); {peer}; "
+        f"{ROUNDS} alternating turns of {STEPS_A_TURN} tokens each. `python benchmarks/decode.py`",
         "",
         f"Read bandwidth: {bandwidth / 1e9:.1f} GB/s, the median over all turns ({min(bandwidths) / 1e9:.0f} .. "
         f"{max(bandwidths) / 1e9:.0f}); weights read for a token: {weight_bytes() / 1e9:.2f} GB, so at least "
         f"{floor * 1e3:.0f} ms a step.",
         "",
-        "| batch | context | ours, ms a step | tokens/s | peer, ms a step | tokens/s | ratio (by turn) | of bandwidth |",
-        "|---|---|---|---|---|---|---|---|",
+        "| batch | context | ours, ms a step | tokens/s | operators, ms | ratio (by turn) | of bandwidth |"
+        + " peer, ms | ratio |" * has_peer,
+        "|---|---|---|---|---|---|---|" + "---|---|" * has_peer,
     ]
-    for (batch, context), (a, b) in medians.items():
-        ratios = [y / x for x, y in zip(*peers[batch, context], strict=True)]
+    for (batch, context), (ours, operators, *theirs) in medians.items():
+        ratios = [y / x for x, y in zip(*found[batch, context][:2], strict=True)]
         lines.append(
-            f"| {batch} | {context} | {a * 1e3:.1f} | {batch / a:.1f} | {b * 1e3:.1f} | {batch / b:.1f} "
-            f"| {b / a:.2f} ({min(ratios):.2f} .. {max(ratios):.2f}) | {floor / a:.2f} |"
+            f"| {batch} | {context} | {ours * 1e3:.1f} | {batch / ours:.1f} | {operators * 1e3:.1f} "
+            f"| {operators / ours:.2f} ({min(ratios):.2f} .. {max(ratios):.2f}) | {floor / ours:.2f} |"
+            + "".join(f" {seconds * 1e3:.1f} | {seconds / ours:.2f} |" for seconds in theirs)
         )
-    first, last = medians[1, CONTEXTS[0]][0], medians[1, CONTEXTS[-1]][0]
-    cached = medians[1, 512][0]
-    slowest = min(medians[1, context][1] / medians[1, context][0] for context in CONTEXTS)
-    shares = {context: floor / medians[1, context][0] for context in CONTEXTS}
-    cache_bytes = 2 * 4 * DIMS["num_layers"] * CONTEXTS[-1] * DIMS["hidden_size"]
-    lines += [
-        "",
-        "| batch 1 | measured | target |",
-        "|---|---|---|",
-        f"| tokens/s against the peer, lowest of the contexts | {slowest:.2f} | 1.3 |",
-        *(f"| share of the bandwidth limit at context {c} | {share:.2f} | 0.55 |" for c, share in shares.items()),
-        f"| the same at {CONTEXTS[-1]}, its keys and values counted too "
-        f"| {shares[CONTEXTS[-1]] * (1 + cache_bytes / weight_bytes()):.2f} | |",
-        f"| time at context 1000 against 64 | {last / first:.2f} | at most 1.3 |",
-        f"| cached against recomputed at 512 tokens ({statistics.median(recomputed) * 1e3:.0f} ms) "
-        f"| {statistics.median(recomputed) / cached:.0f} | 20 |",
-        f"| int8 weights at 512 tokens, ms a step (float32: {cached * 1e3:.0f}) "
-        f"| {statistics.median(int8) * 1e3:.0f} | none |",
-    ]
+    lines += ["", "| | measured | target |", "|---|---|---|", *targets(medians, floor, recomputed, int8)]
     print("\n".join(lines))
     RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def targets(medians, floor, recomputed, int8) -> list[str]:
+    """Rows of the second table."""
+    cached, (eight, eight_by_operators) = medians[1, 512][0], map(statistics.median, int8)
+    shares = {context: floor / medians[1, context][0] for context in CONTEXTS}
+    cache_bytes = 2 * 4 * DIMS["num_layers"] * CONTEXTS[-1] * DIMS["hidden_size"]
+    rows = [
+        *(
+            (f"share of the bandwidth limit, batch 1 at context {c}", f"{share:.2f}", "0.75")
+            for c, share in shares.items()
+        ),
+        (
+            f"the same at {CONTEXTS[-1]}, its keys and values counted too",
+            f"{shares[CONTEXTS[-1]] * (1 + cache_bytes / weight_bytes()):.2f}",
+            "",
+        ),
+        ("time at context 1000 against 64", f"{medians[1, 1000][0] / medians[1, 64][0]:.2f}", "at most 1.3"),
+        ("tokens/s of 8 rows against 1, at 512", f"{8 * cached / medians[8, 512][0]:.1f}", ""),
+        (f"int8 at 512, {eight * 1e3:.1f} ms: times as fast as float32", f"{cached / eight:.1f}", "2.5"),
+        ("int8 at 512 by MindSpore's operators, ms", f"{eight_by_operators * 1e3:.0f}", ""),
+        ("cached against recomputed at 512", f"{statistics.median(recomputed) / cached:.0f}", "20"),
+    ]
+    if len(medians[1, 512]) > 2:
+        slowest = min(times[2] / times[0] for (batch, _), times in medians.items() if batch == 8)
+        rows.append(("tokens/s of 8 rows against the peer's, lowest of the contexts", f"{slowest:.2f}", "2"))
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head that results share: what was measured, when, on what, by which command."""
+"""What benchmarks share: running our tools, reading their metrics, the head of a result."""
 
+import json
 import os
 import platform
+import subprocess
+import sys
 from datetime import date
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def mindloom(*arguments):
+    """What a command prints; ends this program where it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mindloom", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT
+    )
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return done.stdout
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def write_report(path: Path, title: str, script: str, lines: list[str]) -> None:

@@ -45,7 +45,7 @@ def vouched_for(
 ) -> dict[str, Any]:
     """What must stay as it is for a certificate of a training run to hold."""
     return {
-        "model": {"family": family, **model.to_dict()},
+        "model": {"family": family, **model.to_dict(), "attention": model.attention_on_ascend},
         "strategy": about_strategy(strategy),
         "batch": {"batch_size": batch_size, "seq_len": seq_len, "accumulate": accumulate},
         "versions": about_versions(),

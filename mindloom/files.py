@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 WAIT_S = 3600.0
@@ -31,6 +32,25 @@ def write_text_atomically(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
     write_atomically(path, write)
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which then takes the name of `folder`; an older one goes only when this one is complete."""
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def cache_folder() -> Path:
+    """Where this user's things lie that can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindloom"
 
 
 def unwritable(folder: Path) -> str | None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from mindloom.errors import ConfigError
 
 MOST = 2**31 - 1
 """Of anything that is counted: beyond it MindSpore's and NumPy's shapes end."""
@@ -87,3 +89,28 @@ def number_problems(config: Any, shown: Callable[[str], str] = as_flag) -> Itera
         if problem := number_problem(value, hints[field.name]):
             got = " ".join(map(str, value)) if isinstance(value, tuple) else value
             yield f"{shown(field.name)} {problem}, got {got}"
+
+
+def parse_ranges(flag: str, texts: Iterable[str], counted: str, least: int = 1) -> tuple[range, ...]:
+    """`61-80` or `61`, first and last ones included.
+
+    Args:
+        counted: what the numbers are of, for messages.
+        least: the first number there is.
+
+    Raises:
+        ConfigError: something else.
+    """
+    found, problems = [], []
+    for text in texts:
+        first, dash, last = text.partition("-")
+        if not first.isdecimal() or not (last if dash else "1").isdecimal():
+            problems.append(f"{flag} {text}: give {counted} as 61-80, or one as 61")
+            continue
+        begin, end = int(first), int(last if dash else first)
+        if not least <= begin <= end <= MOST:
+            problems.append(f"{flag} {text}: {counted} are counted from {least}, the first one first")
+        found.append(range(begin, end + 1))
+    if problems:
+        raise ConfigError(problems)
+    return tuple(found)

@@ -121,6 +121,7 @@ def test_a_model_knows_no_parallel_word(folder):
         "mindloom.strategy.loader",
         "mindloom.strategy.stages",
         "mindloom.train.config",
+        "mindloom.train.plain_text",
         "mindloom.inference.config",
         "mindloom.planner.report",
         "mindloom.planner.validate",

@@ -12,7 +12,7 @@ from mindloom.dry_run.config import DryRun, DryRunConfig
 from mindloom.dry_run.config import check as check_dry_run
 from mindloom.errors import ConfigError, Problems
 from mindloom.files import unwritable
-from mindloom.models.config import ComputeDtype, ModelConfig
+from mindloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
 from mindloom.numbers import Count
 from mindloom.planner.cluster import Cluster, read_cluster
 from mindloom.strategy.checks import batch_problems, model_problems
@@ -35,6 +35,9 @@ class CertifyConfig:
     seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
     accumulate: Count = option(1, "parts a step's batch is cut into without a pipeline, as tools/train.py's")
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
+    attention: AttentionKernel | None = option(
+        None, "plain or flash; the size's own without it, which is flash where Ascend has it for the model"
+    )
     processes: Count = option(4, "processes the proof may use on this machine: 2, 4, 8 or 16")
     fast: bool = option(False, "compile the full size from small depths, as tools/dry_run.py --fast")
 
@@ -72,6 +75,7 @@ def check(config: CertifyConfig) -> Certification:
         seq_len=config.seq_len,
         accumulate=config.accumulate,
         compute_dtype=config.compute_dtype,
+        attention=config.attention,
         fast=config.fast,
         memory_gb=cluster.usable_bytes / 2**30 if cluster else None,
     )

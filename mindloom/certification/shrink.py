@@ -49,7 +49,8 @@ def small_strategies(strategy: Strategy, num_layers: int | None, processes: int)
     `num_layers`: of the large model; None for a network that keeps its layers.
     """
     meshes, zero, mesh = small_meshes(strategy.mesh, processes), strategy.optimizer_parallel, strategy.mesh
-    if zero and zero.shard_size and zero.shard_size < mesh.dp and processes >= 4 and Mesh(dp=4) not in meshes:
+    grouped = zero and zero.shard_size and zero.shard_size < mesh.dp * mesh.cp
+    if grouped and processes >= 4 and Mesh(dp=4) not in meshes:
         meshes.append(Mesh(dp=4))
     if 1 < mesh.ep < mesh.dp and processes >= 4 and not any(1 < small.ep < small.dp for small in meshes):
         meshes.append(Mesh(dp=4, ep=2))
@@ -66,9 +67,10 @@ def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
     if recompute:
         some = num_layers is not None and _recomputes_some(strategy, num_layers)
         recompute = Recompute(kind=recompute.kind, layers=[0] if some else "all")
-    zero = strategy.optimizer_parallel if mesh.dp > 1 else None
+    zero = strategy.optimizer_parallel if mesh.dp * mesh.cp > 1 else None
     if zero:
-        grouped = zero.shard_size and zero.shard_size < strategy.mesh.dp and mesh.dp > 2
+        whole = strategy.mesh.dp * strategy.mesh.cp
+        grouped = zero.shard_size and zero.shard_size < whole and mesh.dp * mesh.cp > 2
         # Between the small model's matrices, of 4 KB and more a rank, and its vectors.
         threshold = 1 if zero.threshold_kb else 0
         zero = OptimizerParallel(
@@ -109,7 +111,9 @@ def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> Model
     """
     meshes = small_meshes(strategy.mesh, processes)
     num_stages = max(mesh.pp for mesh in meshes)
-    heads = max(4, *(mesh.tp for mesh in meshes))
+    heads = max(4, *(mesh.tp * mesh.cp for mesh in meshes))
+    if strategy.mesh.cp > 1 and strategy.context_parallel == "ulysses" and model.kv_heads < model.num_heads:
+        heads *= 2  # of keys and values there is half as many, which cp cuts, too
     return dataclasses.replace(
         model,
         num_layers=max(2, sum(_layers_of_small_stages(strategy, model.num_layers, num_stages))),
@@ -125,6 +129,7 @@ def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> Model
         loss_ignore_id=min(model.loss_ignore_id, 6),
         stop_ids=(),
         compute_dtype="float32",
+        attention=model.attention_on_ascend,
         experts=model.experts and _small_experts(model.experts, heads, max(mesh.ep for mesh in meshes)),
     )
 

@@ -11,8 +11,7 @@ import dataclasses
 import json
 import os
 import re
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from mindloom.checkpoint.tensor_files import Described, read_float32, stored_tensors, write_tensor_by_tensor
 from mindloom.errors import ConfigError
+from mindloom.files import replaced_folder
 from mindloom.models.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, LoRAConfig, linear_paths
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
@@ -98,12 +98,17 @@ def read_adapter(folder: Path, family: str, model: ModelConfig) -> Adapter:
 
 
 def write_adapter(
-    folder: Path, adapter: Adapter, family: str, model: ModelConfig, base: Path, beside: Mapping[str, Any] | None = None
+    folder: Path,
+    adapter: Adapter,
+    family: str,
+    model: ModelConfig,
+    base: Path,
+    add_files: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a folder that PEFT opens, under the names of the family's first publication that has one for each matrix;
     a family without one keeps ours. An older folder of this name is replaced when the new one is complete.
 
-    `beside`: further keys of adapter_config.json.
+    `add_files` puts what else belongs there, the tokenizer, into it.
     """
     paths = adapter.lora.targets(model)
     theirs = _published_names(family, model, paths)
@@ -124,19 +129,13 @@ def write_adapter(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "modules_to_save": None,
-        **(beside or {}),
     }
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replaced_folder(folder) as partial:
         described = {name: Described("float32", tuple(value.shape)) for name, value in tensors.items()}
         write_tensor_by_tensor(partial / TENSORS, described, tensors.values(), {"format": "pt"})
         (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if add_files:
+            add_files(partial)
 
 
 def merge(weights: Mapping[str, NDArray[Any]], adapter: Adapter, sign: float = 1.0) -> dict[str, NDArray[Any]]:

@@ -152,6 +152,8 @@ def export_published(
     if (folder / MANIFEST).exists():
         raise ConfigError(f"{folder}: a training checkpoint; write its model whole first: mindloom export-checkpoint")
     found, model = load_config(folder)
+    if model.value_head:
+        raise ConfigError(f"{folder}: a reward model; none is published in a form that is written here")
     if family not in (None, found):
         raise ConfigError(f"--model {family}: {folder} holds a model of {found}")
     ways = family_module(found, "weights").PUBLISHED

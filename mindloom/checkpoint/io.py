@@ -6,8 +6,6 @@ its weights are those of the model they are for, with them merged in."""
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from mindloom.checkpoint.manifest import MANIFEST, read_manifest
 from mindloom.checkpoint.sharded import CheckpointReader, damage
 from mindloom.checkpoint.tensor_files import WEIGHTS, model_files, read_float32, stored_tensors
 from mindloom.errors import ConfigError
+from mindloom.files import replaced_folder
 from mindloom.models.adapters import base_folder, is_adapter_folder
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import FAMILIES
@@ -40,18 +39,11 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint folder; an older one of this name is replaced only when the new one is complete. `add_files` puts
     what else belongs there, the tokenizer, into it."""
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replaced_folder(folder) as partial:
         save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, partial / WEIGHTS)
         write_config(partial, family, config)
         if add_files:
             add_files(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_config(folder: Path, family: str, config: ModelConfig) -> None:
@@ -76,6 +68,18 @@ def load_config(folder: Path) -> tuple[str, ModelConfig]:
     if family not in FAMILIES:
         raise ConfigError(f"{document.at(('family',))}: family is {family!r}; known: {', '.join(FAMILIES)}")
     return family, fields_from(ModelConfig, document)
+
+
+def load_text_config(folder: Path) -> tuple[str, ModelConfig]:
+    """As `load_config`, of a model that gives logits.
+
+    Raises:
+        ConfigError: likewise, or a reward model.
+    """
+    family, model = load_config(folder)
+    if model.value_head:
+        raise ConfigError(f"{folder}: a reward model, which gives a number and no text; it is for --reward-model")
+    return family, model
 
 
 def load_weights(folder: Path) -> dict[str, NDArray[Any]]:

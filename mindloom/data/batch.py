@@ -30,17 +30,24 @@ def document_positions(tokens: NDArray[np.integer[Any]], eod_id: int | None) -> 
 
 
 def make_batch(
-    samples: NDArray[np.integer[Any]], eod_id: int | None, loss_ignore_id: int | None, num_trained: int | None = None
+    samples: NDArray[np.integer[Any]],
+    eod_id: int | None,
+    loss_ignore_id: int | None,
+    num_trained: int | None = None,
+    counts: NDArray[np.int64] | None = None,
 ) -> Batch:
     """Split samples (B, T+1) into inputs and labels, with `mask / (sum(mask) + 1e-5)` as loss weights.
 
     The mask is off where the INPUT token is `loss_ignore_id`, as in the originals; None trains on every position.
-    `num_trained`: sum(mask) of the whole batch, where `samples` has only some rows of it.
+    `num_trained`: sum(mask) of the whole batch, where `samples` has only some rows of it. `counts`: tokens of each row that
+    are no padding; without it, all.
     """
     tokens, labels = samples[:, :-1].astype(np.int32), samples[:, 1:].astype(np.int32)
     mask = (
         np.ones(tokens.shape, np.float64) if loss_ignore_id is None else (tokens != loss_ignore_id).astype(np.float64)
     )
+    if counts is not None:
+        mask *= np.arange(tokens.shape[1]) < counts[:, None] - 1
     total = mask.sum() if num_trained is None else num_trained
     weights = (mask / (total + 1e-5)).astype(np.float32)
     return Batch(tokens, labels, document_positions(tokens, eod_id), weights)

@@ -19,6 +19,7 @@ import regex
 from numpy.typing import NDArray
 
 from mindloom.data.batch import split_mix
+from mindloom.data.minhash import run_hashes
 from mindloom.data.rewrite import Rewritten, with_text
 from mindloom.data.sources import Batch, Source
 from mindloom.errors import ConfigError
@@ -68,7 +69,9 @@ class EvaluationSet:
             documents += [number] * max(0, len(words) - ngram + 1)
             ids += [self._vocabulary.setdefault(word, len(self._vocabulary)) for word in words]
         self._ids, places = np.array(ids, np.int64), np.array(starts, np.int64)
-        keys = self._keys(self._ids)[places] if len(places) else np.empty(0, np.uint64)
+        keys = (
+            run_hashes(split_mix(self._ids.astype(np.uint64)), ngram)[places] if len(places) else np.empty(0, np.uint64)
+        )
         order = np.argsort(keys, kind="stable")
         self._sorted, self._starts, self._documents = keys[order], places[order], np.array(documents, np.int64)[order]
 
@@ -78,7 +81,7 @@ class EvaluationSet:
         if len(matches) < self.ngram:
             return []
         ids = np.array([self._vocabulary.get(m.group().casefold(), OTHER_WORD) for m in matches], np.int64)
-        keys = self._keys(ids)
+        keys = run_hashes(split_mix(ids.astype(np.uint64)), self.ngram)
         found = np.searchsorted(self._sorted, keys)
         cuts = list[Cut]()
         for i in np.flatnonzero(self._sorted[np.minimum(found, len(self._sorted) - 1)] == keys):
@@ -101,14 +104,6 @@ class EvaluationSet:
                 return entry
             entry += 1
         return None
-
-    def _keys(self, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """A number for each run of n words."""
-        mixed = split_mix(ids.astype(np.uint64))
-        keys = np.zeros(max(0, len(ids) - self.ngram + 1), np.uint64)
-        for offset in range(self.ngram):
-            keys = keys * np.uint64(0x9E3779B97F4A7C15) + mixed[offset : offset + len(keys)]
-        return keys
 
 
 def read_evaluation(paths: tuple[Path, ...], keys: tuple[str, ...], ngram: int) -> EvaluationSet:

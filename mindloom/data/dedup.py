@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from mindloom.data.cluster import Workers, over, over_batches
 from mindloom.data.minhash import MinHash, jaccard, shingle_set, text_hash
 from mindloom.data.rewrite import check_outputs, complete_or_absent, to_line
 from mindloom.data.sources import LINES, Batch, Source
-from mindloom.data.workers import ordered_map
 from mindloom.errors import ConfigError
 from mindloom.locks import one_writer
 from mindloom.log import milestone
@@ -63,7 +63,7 @@ class Corpus:
         return len(self.ends)
 
 
-def dedup(source: Source, out: Path, minhash: MinHash, workers: int) -> dict[str, Any]:
+def dedup(source: Source, out: Path, minhash: MinHash, workers: Workers) -> dict[str, Any]:
     """Write the documents that stay, one file for each input, into folder `out`. Returns the report.
 
     `source.inputs`: the datasets, the best first.
@@ -111,7 +111,7 @@ def _make_signer(source: Source, minhash: MinHash) -> Callable[[Batch], Signed]:
     return sign
 
 
-def _sign(source: Source, folder: Path, minhash: MinHash, workers: int) -> Corpus:
+def _sign(source: Source, folder: Path, minhash: MinHash, workers: Workers) -> Corpus:
     """Read every document once."""
     corpus, end = Corpus(folder), 0
     with ExitStack() as files:
@@ -120,7 +120,7 @@ def _sign(source: Source, folder: Path, minhash: MinHash, workers: int) -> Corpu
         bar = files.enter_context(tqdm(unit=" documents", unit_scale=True, disable=None))
         for path in source.inputs:
             alone, counts = replace(source, inputs=(path,)), Counter[str]()
-            results = ordered_map(partial(_make_signer, alone, minhash), alone.batches(), workers)
+            results = over_batches(workers, Signed, partial(_make_signer, alone, minhash), alone)
             files.callback(results.close)  # type: ignore[attr-defined]
             for signed in results:
                 for text in signed.texts:
@@ -151,7 +151,7 @@ class Duplicates:
     """To the most similar one it was compared with; 1 for a copy."""
 
 
-def _group(corpus: Corpus, minhash: MinHash, workers: int) -> Duplicates:
+def _group(corpus: Corpus, minhash: MinHash, workers: Workers) -> Duplicates:
     first = _exact(corpus)
     is_copy = first != np.arange(len(corpus))
     similarity = is_copy.astype(np.float32)
@@ -162,7 +162,7 @@ def _group(corpus: Corpus, minhash: MinHash, workers: int) -> Duplicates:
     ends = np.frombuffer(corpus.ends, np.int64)
     located = ((np.stack([ends[task] - _lengths(ends, task), ends[task]], -1), task) for task in tasks)
     make_comparer = partial(_make_comparer, corpus.folder / TEXTS, minhash.shingle)
-    for task, found in tqdm(ordered_map(make_comparer, located, workers), unit=" tasks", disable=None):
+    for task, found in tqdm(over(workers, make_comparer, located), unit=" tasks", disable=None):
         for (a, b), value in zip(task, found, strict=True):
             if value >= minhash.threshold:
                 group.join(int(a), int(b))

@@ -56,7 +56,7 @@ def json_lines(path: Path, text: str, key: str) -> list[tuple[int, str]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                found.append((number, parse(Raw(f"{path}:{number}", line.encode(), is_json=True), key).text))
+                found.append((number, parse(Raw(f"{path}:{number}", line.encode(), "json"), key).text))
             except ConfigError as error:
                 problems += error.problems
     if problems:

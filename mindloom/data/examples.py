@@ -23,6 +23,7 @@ import numpy as np
 
 from mindloom.data.batch import Batch
 from mindloom.data.documents import decode_text
+from mindloom.data.packing import best_fit
 from mindloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt
 from mindloom.errors import ConfigError
 from mindloom.reader import parse_json
@@ -272,20 +273,7 @@ def fitted_pairs(pairs: Sequence[Pair], seq_len: int) -> Fitted:
 
 def packed(examples: Sequence[Example], seq_len: int) -> list[list[int]]:
     """Which examples share a row: longest first, each into the fullest row that still has room (best fit, decreasing)."""
-    order = sorted(range(len(examples)), key=lambda place: (-len(examples[place].tokens), place))
-    rows: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}
-    for place in order:
-        length = len(examples[place].tokens) - 1
-        room = min((room for room, waiting in by_room.items() if room >= length and waiting), default=None)
-        if room is None:
-            rows.append([])
-            row, room = len(rows) - 1, seq_len
-        else:
-            row = by_room[room].pop()
-        rows[row].append(place)
-        by_room.setdefault(room - length, []).append(row)
-    return rows
+    return best_fit([len(example.tokens) - 1 for example in examples], seq_len)
 
 
 def example_batch(rows: Sequence[Sequence[Example]], seq_len: int) -> Batch:

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import regex
 
+from mindloom.data.quality import WORD, Measured, named_rules, repeated
 from mindloom.data.rewrite import Rewritten, with_text
 from mindloom.data.sources import Batch, Source
-from mindloom.errors import ConfigError, did_you_mean
+from mindloom.data.web import detect_language, language_problems
+from mindloom.errors import ConfigError, Problems, did_you_mean
 
 SCRIPTS = {
     "arabic": r"\p{Arabic}",
@@ -31,7 +34,6 @@ SCRIPTS = {
 }
 LETTER = regex.compile(r"\p{L}")
 SPACE = re.compile(r"\s")
-WORD = regex.compile(r"\p{Han}|[\p{L}\p{M}\p{N}]+")  # in Chinese every character counts as a word
 NGRAM = 10
 
 
@@ -51,6 +53,14 @@ class FilterRules:
     """Share of the lines that have been there before, blank ones aside."""
     max_repeated_ngrams: float = 1.0
     """Share of the runs of 10 words that have been there before."""
+    rules: tuple[str, ...] = ()
+    """Of published corpora, by name, see `mindloom.data.quality`."""
+    languages: tuple[str, ...] = ()
+    """ISO 639-1 codes."""
+    min_language: float = 0.5
+    """How sure the language must be."""
+    edit: Path | None = None
+    """Python file with a function `edit(text)` that returns the text to go on with, or None to drop it."""
     classifier: Path | None = None
     """Python file with a function `score(text)` that returns a number."""
     min_score: float = 0.0
@@ -68,13 +78,13 @@ class FilterRules:
             problems.append(f"--max-chars {self.max_chars} is below --min-chars {self.min_chars}")
         if self.min_score and not self.classifier:
             problems.append("--min-score needs --classifier FILE.py with a function score(text)")
-        if self.classifier:
-            try:
-                load_classifier(self.classifier)
-            except ConfigError as error:
-                problems += error.problems
-        if problems:
-            raise ConfigError(problems)
+        found = Problems(problems)
+        for path, flag, name in ((self.classifier, "--classifier", "score"), (self.edit, "--edit", "edit")):
+            if path:
+                found.of(load_function, path, flag, name)
+        found.of(named_rules, self.rules)
+        found += found.of(language_problems, self.languages) or [] if self.languages else []
+        found.tell()
         if self == FilterRules():
             raise ConfigError("no rule was given, so every document would pass; see --help")
 
@@ -89,13 +99,40 @@ class FilterRules:
             failed.append("min_letters")
         if self.scripts and share_of_scripts(text, self.scripts) < self.min_script:
             failed.append("scripts")
-        if self.max_repeated_lines < 1 and repeated_lines(text) > self.max_repeated_lines:
+        if self.max_repeated_lines < 1 and repeated(Measured(text).lines) > self.max_repeated_lines:
             failed.append("max_repeated_lines")
         if self.max_repeated_ngrams < 1 and repeated_ngrams(text) > self.max_repeated_ngrams:
             failed.append("max_repeated_ngrams")
-        if self.classifier and load_classifier(self.classifier)(text) < self.min_score:
+        if self.rules:
+            measured = Measured(text)
+            failed += [name for name, passes in named_rules(self.rules).items() if not passes(measured)]
+        if self.languages:
+            language, certainty = detect_language(text)
+            if language not in self.languages or certainty < self.min_language:
+                failed.append("languages")
+        if self.classifier and self._score(text) < self.min_score:
             failed.append("min_score")
         return failed
+
+    def edited(self, text: str) -> str | None:
+        """The text to judge and to keep; None: to drop.
+
+        Raises:
+            ConfigError: the user's function failed, or gave something else.
+        """
+        if self.edit is None:
+            return text
+        edited = load_function(self.edit, "--edit", "edit")(text)
+        if edited is not None and not isinstance(edited, str):
+            raise ConfigError(f"--edit {self.edit}: edit(text) returned a {type(edited).__name__}, not a text or None")
+        return edited
+
+    def _score(self, text: str) -> float:
+        assert self.classifier
+        try:
+            return float(load_function(self.classifier, "--classifier", "score")(text))
+        except (TypeError, ValueError):
+            raise ConfigError(f"--classifier {self.classifier}: score(text) returned no number") from None
 
 
 def share_of_letters(text: str) -> float:
@@ -108,56 +145,62 @@ def share_of_scripts(text: str, scripts: tuple[str, ...]) -> float:
     return len(regex.findall("|".join(SCRIPTS[s] for s in scripts), "".join(letters))) / max(1, len(letters))
 
 
-def repeated_lines(text: str) -> float:
-    return _repeated([line.strip() for line in text.split("\n") if line.strip()])
-
-
 def repeated_ngrams(text: str, n: int = NGRAM) -> float:
     words = WORD.findall(text.casefold())
-    return _repeated([tuple(words[i : i + n]) for i in range(len(words) - n + 1)])
+    return repeated(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
 
 
-def _repeated(items: list) -> float:  # type: ignore[type-arg]
-    return 1 - len(set(items)) / len(items) if items else 0.0
-
-
-@lru_cache(1)
-def load_classifier(path: Path) -> Callable[[str], float]:
-    """`score` of a Python file.
+def load_function(path: Path, flag: str, name: str) -> Callable[[str], Any]:
+    """A function of a user's Python file, run once as it is now; what it raises is told as a ConfigError.
 
     Raises:
         ConfigError: there is none, or the file cannot be run.
     """
-    try:
-        score = runpy.run_path(str(path)).get("score")
-    except FileNotFoundError:
-        raise ConfigError(f"--classifier {path}: there is no such file") from None
-    except Exception as error:  # whatever the user's own file raises
-        raise ConfigError(f"--classifier {path}: {type(error).__name__}: {error}") from None
-    if not callable(score):
-        raise ConfigError(f"--classifier {path}: has no function score(text)")
+    return _loaded(path, path.stat().st_mtime_ns if path.is_file() else 0, flag, name)
 
-    def checked(text: str) -> float:
+
+@lru_cache(4)
+def _loaded(path: Path, changed: int, flag: str, name: str) -> Callable[[str], Any]:
+    try:
+        function = runpy.run_path(str(path)).get(name)
+    except FileNotFoundError:
+        raise ConfigError(f"{flag} {path}: there is no such file") from None
+    except Exception as error:  # whatever the user's own file raises
+        raise ConfigError(f"{flag} {path}: {type(error).__name__}: {error}") from None
+    if not callable(function):
+        raise ConfigError(f"{flag} {path}: has no function {name}(text)")
+
+    def checked(text: str) -> Any:
         try:
-            return float(score(text))
+            return function(text)
         except Exception as error:
-            raise ConfigError(f"--classifier {path}: score(text) raised {type(error).__name__}: {error}") from None
+            raise ConfigError(f"{flag} {path}: {name}(text) raised {type(error).__name__}: {error}") from None
 
     return checked
 
 
-def make_filter(source: Source, rules: FilterRules, keep_removed: bool) -> Callable[[Batch], Rewritten]:
-    """Work for `rewrite`: the documents that pass; the others, with the rules they failed, as notes."""
+def make_filter(
+    source: Source, rules: FilterRules, keep_removed: bool, samples: int = 0
+) -> Callable[[Batch], Rewritten]:
+    """Work for `rewrite`: the documents that pass; the others, with the rules they failed, as notes, and up to `samples` of
+    them for each rule."""
 
     def work(batch: Batch) -> Rewritten:
         parsed, done = source.parse(batch), Rewritten()
         for _, document in parsed.documents:
-            failed = rules.failed(document.text)
+            text = rules.edited(document.text)
+            failed = ["edit"] if text is None else rules.failed(text)
             done.counts.update(["removed" if failed else "kept", *(f"failed {name}" for name in failed)])
-            if not failed:
-                done.lines.append(with_text(document, source.key, document.text))
-            elif keep_removed:
+            if rules.edit:
+                done.counts["edited"] += text is not None and text != document.text
+            if not failed and text is not None:
+                done.lines.append(with_text(document, source.key, text))
+                continue
+            if keep_removed:
                 done.notes.append({"place": document.place, "failed": failed, "text": document.text})
+            if samples:
+                for name in failed:
+                    done.add_sample(f"failed {name}", document, samples)
         done.counts += Counter(documents=len(parsed.documents)) + parsed.skipped
         done.problems = parsed.remarks
         return done

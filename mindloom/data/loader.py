@@ -7,12 +7,15 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.data.batch import Batch, make_batch
+from mindloom.data.curriculum import Curriculum
+from mindloom.data.packing import Arrangement
 from mindloom.data.sample_order import Ints, Shares, Sizes, epoch_samples, shuffled
 from mindloom.data.token_file import TokenFile
 
@@ -28,6 +31,8 @@ class Dataset:
     weight: float
     ignored: Ints
     """Sorted places of the tokens that are not trained on."""
+    arrangement: Arrangement
+    """Its samples."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Drawn:
     """Where the samples of a step come from; all of them, on every rank."""
 
     datasets: Ints
+    epochs: Ints
     samples: Ints
 
 
@@ -43,6 +49,7 @@ class Loader:
 
     Args:
         rows: of a batch of so many sequences, those this rank's graph will read; the others are left zero.
+        curriculum: which samples a step draws of the one dataset there is.
     """
 
     def __init__(
@@ -53,45 +60,67 @@ class Loader:
         eod_id: int | None,
         loss_ignore_id: int | None,
         rows: Callable[[int], NDArray[np.int64]] = np.arange,
+        curriculum: Curriculum | None = None,
     ):
         self.datasets, self.sizes, self.seed, self.rows = list(datasets), sizes, seed, rows
         self.eod_id, self.loss_ignore_id = eod_id, loss_ignore_id
         self.shares = Shares([dataset.weight for dataset in datasets], sizes)
-        self.num_samples = [dataset.tokens.num_samples(sizes.longest) for dataset in datasets]
+        self.num_samples = [dataset.arrangement.num_samples for dataset in datasets]
         assert all(self.num_samples), self.num_samples
+        self.curriculum = curriculum
+        self._drawn_before = lru_cache(4)(lambda step: int(self.shares.before(step).sum()))
 
     def drawn(self, step: int) -> Drawn:
         """The samples of `step`, counted from 0: a function of seed and step alone."""
         before = self.shares.before(step)
         counts = self.shares.before(step + 1) - before
         datasets = np.repeat(np.arange(len(counts)), counts)
+        epochs = np.concatenate(
+            [np.arange(n, n + c) // size for n, c, size in zip(before, counts, self.num_samples, strict=True)]
+        )
+        if self.curriculum:  # which starts anew with each difficulty, so there are no epochs of the dataset
+            samples = self.curriculum.draws(step, self._drawn_before, int(counts[0]))
+            return self._mixed(step, datasets, np.zeros_like(samples), samples)
         samples = np.concatenate(
             [
                 epoch_samples(int(first), int(count), size, self._key(dataset.tokens.info.content))
                 for dataset, first, count, size in zip(self.datasets, before, counts, self.num_samples, strict=True)
             ]
         )
+        return self._mixed(step, datasets, epochs, samples)
+
+    def _mixed(self, step: int, datasets: Ints, epochs: Ints, samples: Ints) -> Drawn:
+        """In an order that hides which dataset a sample is of."""
         mixed = shuffled(np.arange(len(datasets)), len(datasets), self._key(f"step {step}"))
-        return Drawn(datasets[mixed], samples[mixed])
+        return Drawn(datasets[mixed], epochs[mixed], samples[mixed])
 
     def samples(self, step: int) -> NDArray[np.int32]:
         """Tokens of `step`, (B, T+1), in the rows of this rank."""
-        return self._read(step, self.drawn(step))
+        return self._read(step, self.drawn(step))[0]
 
-    def _read(self, step: int, drawn: Drawn) -> NDArray[np.int32]:
+    def _read(self, step: int, drawn: Drawn) -> tuple[NDArray[np.int32], Ints]:
+        """Tokens of this rank's rows, (B, T+1), and how many of each row are no padding."""
         batch, length = self.sizes.of_step(step)
-        tokens = np.zeros((batch, length + 1), np.int32)
+        tokens, counts = np.zeros((batch, length + 1), np.int32), np.zeros(batch, np.int64)
         for row in self.rows(batch):
-            sample, part = divmod(int(row), self.sizes.longest // length)
-            source = self.datasets[drawn.datasets[sample]].tokens
-            start = source.start(int(drawn.samples[sample]), self.sizes.longest) + part * length
-            tokens[row] = source.tokens[start : start + length + 1]
-        return tokens
+            number, part = divmod(int(row), self.sizes.longest // length)
+            source = self.datasets[drawn.datasets[number]].tokens
+            pieces = self._pieces(drawn, number)
+            sample = np.concatenate([source.tokens[start:stop] for start, stop in pieces])
+            sample = sample[part * length : (part + 1) * length + 1]
+            tokens[row, : len(sample)], tokens[row, len(sample) :] = sample, source.info.eod_id
+            counts[row] = len(sample)
+        return tokens, counts
+
+    def _pieces(self, drawn: Drawn, number: int) -> Ints:
+        arrangement = self.datasets[drawn.datasets[number]].arrangement
+        return arrangement.pieces(int(drawn.epochs[number]), int(drawn.samples[number]))
 
     def batch(self, step: int) -> Batch:
         """Inputs of `step`; the loss weights count the whole batch, also where only some rows are read."""
         drawn = self.drawn(step)
-        return make_batch(self._read(step, drawn), self.eod_id, self.loss_ignore_id, self._num_trained(drawn))
+        tokens, counts = self._read(step, drawn)
+        return make_batch(tokens, self.eod_id, self.loss_ignore_id, self._num_trained(drawn), counts)
 
     def first_token(self, step: int) -> int:
         """How many tokens the steps before `step` have trained on."""
@@ -102,14 +131,16 @@ class Loader:
         return [float(n) / size for n, size in zip(self.shares.before(step), self.num_samples, strict=True)]
 
     def _num_trained(self, drawn: Drawn) -> int:
-        longest, ignored = self.sizes.longest, 0
-        for number, dataset in enumerate(self.datasets):
-            mine = drawn.samples[drawn.datasets == number]
-            starts = mine * dataset.tokens.start(1, longest)
-            ignored += int(
-                (dataset.ignored.searchsorted(starts + longest) - dataset.ignored.searchsorted(starts)).sum()
-            )
-        return len(drawn.samples) * longest - ignored
+        """Tokens of a step that are trained on: inputs but those that are ignored."""
+        count = 0
+        for number, dataset in enumerate(drawn.datasets):
+            pieces, ignored = self._pieces(drawn, number), self.datasets[dataset].ignored
+            begins, stops = pieces[:, 0], pieces[:, 1].copy()
+            stops[-1] -= 1  # the last token is no input
+            count += int((stops - begins).sum())
+            if len(ignored):
+                count -= int((ignored.searchsorted(stops) - ignored.searchsorted(begins)).sum())
+        return count
 
     def _key(self, of: str) -> int:
         return int.from_bytes(hashlib.sha256(f"{self.seed} {of}".encode()).digest()[:8], "big")

@@ -68,15 +68,21 @@ def shingle_hashes(texts: list[str], shingle: int) -> tuple[Hashes, NDArray[np.i
     padded = [normalized.ljust(shingle, "\0") for normalized in map(normalize, texts)]
     lengths = np.array([len(text) for text in padded], np.int64)
     codes = np.frombuffer("".join(padded).encode("utf-32-le"), np.uint32).astype(np.uint64)
-    hashes = np.zeros(max(0, len(codes) - shingle + 1), np.uint64)
-    for offset in range(shingle):
-        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + codes[offset : offset + len(hashes)]
+    hashes = run_hashes(codes, shingle)
     inside = np.ones(len(codes), bool)  # but for shingles that reach into the next text
     text_ends = np.cumsum(lengths)
     for offset in range(1, shingle):
         inside[text_ends - offset] = False
     mixed = (split_mix(hashes) >> np.uint64(32)).astype(np.uint32)
     return mixed[inside[: len(hashes)]], np.cumsum(lengths - shingle + 1)
+
+
+def run_hashes(numbers: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
+    """A number for each run of n numbers, equal for equal ones."""
+    hashes = np.zeros(max(0, len(numbers) - n + 1), np.uint64)
+    for offset in range(n):
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + numbers[offset : offset + len(hashes)]
+    return hashes
 
 
 def shingle_set(text: str, shingle: int) -> Hashes:

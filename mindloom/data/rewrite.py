@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,12 +16,18 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from mindloom.data.cluster import Workers, over_batches
 from mindloom.data.sources import LINES, Batch, Source, TextDocument
-from mindloom.data.workers import ordered_map
 from mindloom.errors import ConfigError
 from mindloom.locks import one_writer
 
 SHOWN_PROBLEMS = 20
+SAMPLES, SAMPLE_CHARS = 10, 500
+"""Documents that were removed, for each reason, and how much of each is shown."""
+
+
+Sample = tuple[bytes, str, str]
+"""Hash, file:line and the beginning of a document."""
 
 
 @dataclass
@@ -32,38 +39,64 @@ class Rewritten:
     """For the file beside it."""
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    """Why something was removed -> a few of what was, for people to read."""
+
+    def add_sample(self, why: str, document: TextDocument, most: int) -> None:
+        """Remember a document, if it is among the `most` of the smallest hash: the same ones however the work is shared."""
+        digest = hashlib.blake2b(f"{document.place} {document.text}".encode(), digest_size=8).digest()
+        self.add_samples({why: [(digest, document.place, document.text[:SAMPLE_CHARS])]}, most)
+
+    def add_samples(self, samples: Mapping[str, list[Sample]], most: int) -> None:
+        """Likewise, several."""
+        for why, some in samples.items():
+            self.samples[why] = sorted([*self.samples.get(why, []), *some])[:most]
 
 
 def rewrite(
     source: Source,
     out: Path,
     make_work: Callable[[], Callable[[Batch], Rewritten]],
-    workers: int,
+    workers: Workers,
     notes: Path | None = None,
+    samples: Path | None = None,
 ) -> dict[str, Any]:
-    """Write what `make_work()` makes of each batch to `out`, its notes to `notes`. Returns counts and first problems.
+    """Write what `make_work()` makes of each batch to `out`, its notes to `notes`, a sample of what went to `samples`.
+
+    Returns counts and first problems.
 
     Raises:
         ConfigError: bad input, a file that is there already, a full disk. Neither file appears then.
     """
     check_outputs(out, notes)
+    if samples and samples.exists():
+        raise ConfigError(f"{samples}: is there already; remove it or give another name")
     total = Rewritten()
     with (
         one_writer(out, is_folder=False),
         complete_or_absent(out) as write,
         complete_or_absent(notes) as note,
+        complete_or_absent(samples) as show_samples,
         ExitStack() as stack,
     ):
-        results = ordered_map(make_work, source.batches(all_fields=True), workers)
+        results = over_batches(workers, Rewritten, make_work, source, all_fields=True)
         stack.callback(results.close)  # type: ignore[attr-defined]
         for done in tqdm(results, unit="MB", disable=None):
             write(b"".join(done.lines))
             note(b"".join(to_line(record) for record in done.notes))
             total.counts += done.counts
             total.problems += done.problems[: SHOWN_PROBLEMS - len(total.problems)]
+            total.add_samples(done.samples, SAMPLES)
         if not total.counts["documents"]:
             raise ConfigError([f"{', '.join(map(str, source.inputs))}: holds no text", *total.problems[:5]])
+        show_samples("".join(_shown(why, total) for why in sorted(total.samples)).encode())
     return {**total.counts, "first_problems": total.problems}
+
+
+def _shown(why: str, total: Rewritten) -> str:
+    """A sample of what was removed for one reason, as text."""
+    some = "".join(f"\n--- {place}\n{text}\n" for _, place, text in total.samples[why])
+    return f"=== {why}: {total.counts[why]:,} documents, of them {len(total.samples[why])}\n{some}\n"
 
 
 def to_line(record: dict[str, Any]) -> bytes:

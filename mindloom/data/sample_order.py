@@ -38,6 +38,11 @@ def shuffled(places: Ints, size: int, key: int) -> Ints:
     return values.astype(np.int64)
 
 
+def counted_up(counts: Ints) -> Ints:
+    """0, 1, ... for each count, one after the other."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def epoch_samples(first: int, count: int, size: int, key: int) -> Ints:
     """Draws number `first` to `first + count` from a dataset of `size` samples: epoch after epoch, each in an order of
     its own."""

@@ -12,12 +12,13 @@ import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
+from mindloom.data.web import WEB, extract_text, read_records
 from mindloom.errors import ConfigError
 from mindloom.reader import parse_json
 
@@ -25,6 +26,9 @@ LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 TABLES = (".parquet",)
 NOT_TEXT = (".json", ".csv", ".zip", ".tar", ".tgz", ".bin", ".npy", ".mindrecord", ".gz", ".zst", ".7z", ".pdf")
 BATCH_BYTES = 1 << 20
+SHARD_MB = 64
+SHARD_NUMBERS = 1 << 40
+"""Between the numbers of the first documents of two shards."""
 MAX_DOCUMENT_MB = 64
 OnError = Literal["stop", "skip"]
 ZSTD_FRAME = b"\x28\xb5\x2f\xfd"
@@ -36,9 +40,11 @@ class Raw(NamedTuple):
     place: str
     """file:line, for messages."""
     content: bytes
-    is_json: bool
+    form: Literal["text", "json", "html"]
     problem: str = ""
     """Why there is no content."""
+    about: Mapping[str, str] = {}
+    """What its file says of it besides."""
 
 
 Batch = tuple[int, list[Raw]]
@@ -84,14 +90,32 @@ class Source:
     """Of the files that are taken from folders; none: all."""
     on_error: OnError = "stop"
     max_document_mb: float = MAX_DOCUMENT_MB
+    shard_mb: float = SHARD_MB
+    """Of files that are worked on as one."""
 
     def files(self) -> list[Path]:
         return source_files(self.inputs, self.suffixes)
 
+    def shards(self) -> list[list[Path]]:
+        """The files in groups of at least `shard_mb`, each of which can be worked on alone."""
+        shards, size = list[list[Path]](), 0
+        for path in self.files():
+            if not shards or size >= self.shard_mb * 1e6:
+                shards.append([])
+                size = 0
+            shards[-1].append(path)
+            size += path.stat().st_size
+        return shards
+
     def batches(self, all_fields: bool = False) -> Iterator[Batch]:
         """All documents, undecoded."""
+        for number, files in enumerate(self.shards()):
+            yield from self.batches_of(number, files, all_fields)
+
+    def batches_of(self, shard: int, files: Sequence[Path], all_fields: bool = False) -> Iterator[Batch]:
+        """Those of a shard: none has documents of two. Numbers of documents begin anew with each, far apart."""
         max_bytes = int(self.max_document_mb * 1e6)
-        return batches(read_raw(self.files(), self.inputs, self.key, max_bytes, all_fields))
+        return batches(read_raw(files, self.inputs, self.key, max_bytes, all_fields), shard * SHARD_NUMBERS)
 
     def parse(self, batch: Batch) -> Parsed:
         """The documents of a batch.
@@ -135,10 +159,9 @@ def source_files(inputs: Iterable[Path], suffixes: tuple[str, ...] = ()) -> list
             files += found
         elif not path.exists():
             problems.append(f"{path}: there is no such file")
-        elif path.name.endswith(NOT_TEXT) and not path.name.endswith(LINES):
-            problems.append(
-                f"{path}: not a kind of file that is read; give {', '.join((*LINES, *TABLES))}, .txt or source"
-            )
+        elif path.name.endswith(NOT_TEXT) and not path.name.endswith((*LINES, *WEB)):
+            kinds = ", ".join((*LINES, *TABLES, *WEB))
+            problems.append(f"{path}: not a kind of file that is read; give {kinds}, .txt or source")
         else:
             files.append(path)
     if problems:
@@ -149,35 +172,38 @@ def source_files(inputs: Iterable[Path], suffixes: tuple[str, ...] = ()) -> list
 def read_raw(
     files: Iterable[Path], inputs: Iterable[Path], key: str, max_bytes: int, all_columns: bool = False
 ) -> Iterator[Raw]:
-    """Every document of `files`: a line of a .jsonl file, a row of a .parquet file, a part between blank lines of a .txt
-    file that was named itself, and each other file as a whole.
+    """Every document of `files`: a line of a .jsonl file, a row of a .parquet file, a page or text of a web archive, a part
+    between blank lines of a .txt file that was named itself, and each other file as a whole.
 
     What cannot be read comes as a `Raw` with a `problem`. `all_columns`: rows of tables with all their fields.
     """
     named = set(inputs)
     for path in files:
         try:
-            if not path.stat().st_size and path.name.endswith((*LINES, *TABLES)):
-                yield Raw(f"{path}:1", b"", False, "an empty file")
+            if not path.stat().st_size and path.name.endswith((*LINES, *TABLES, *WEB)):
+                yield Raw(f"{path}:1", b"", "text", "an empty file")
                 continue
             if path.name.endswith(TABLES):
                 yield from _rows(path, key, all_columns)
             elif path.name.endswith(LINES):
                 yield from _lines(path, max_bytes)
+            elif path.name.endswith(WEB):
+                for number, (content, form, about, problem) in enumerate(read_records(path, max_bytes), 1):
+                    yield Raw(f"{path}:{number}", content, form, problem, about)
             elif path.suffix == ".txt" and path in named:
                 yield from _paragraphs(path, max_bytes)
             elif path.stat().st_size > max_bytes:
-                yield Raw(f"{path}:1", b"", False, _too_long(path.stat().st_size, max_bytes))
+                yield Raw(f"{path}:1", b"", "text", _too_long(path.stat().st_size, max_bytes))
             else:
-                yield Raw(f"{path}:1", path.read_bytes(), False)
+                yield Raw(f"{path}:1", path.read_bytes(), "text")
         except OSError as error:
-            yield Raw(str(path), b"", False, f"cannot be read: {error.strerror or error}")
+            yield Raw(str(path), b"", "text", f"cannot be read: {error.strerror or error}")
 
 
-def batches(documents: Iterable[Raw]) -> Iterator[Batch]:
-    """Documents in lists of about BATCH_BYTES, each with the number of its first; where one ends follows from the
-    documents alone."""
-    first, batch, size = 0, list[Raw](), 0
+def batches(documents: Iterable[Raw], first: int = 0) -> Iterator[Batch]:
+    """Documents in lists of about BATCH_BYTES, each with the number of its first, `first` on; where one ends follows from
+    the documents alone."""
+    batch, size = list[Raw](), 0
     for document in documents:
         batch.append(document)
         size += len(document.content) + 100
@@ -196,14 +222,16 @@ def parse(raw: Raw, key: str) -> TextDocument:
     """
     if raw.problem:
         raise ConfigError(f"{raw.place}: {raw.problem}")
+    if raw.form == "html":
+        return TextDocument(raw.place, extract_text(raw.content, raw.about.get("url")), dict(raw.about))
     try:
         text = raw.content.decode("utf-8")
     except UnicodeDecodeError as error:
         path, _, line = raw.place.rpartition(":")
         number = int(line) + raw.content[: error.start].count(b"\n")
         raise ConfigError(f"{path}:{number}: not UTF-8 text ({error.reason}); convert the file to UTF-8") from None
-    if not raw.is_json:
-        return TextDocument(raw.place, text, {})
+    if raw.form == "text":
+        return TextDocument(raw.place, text, dict(raw.about))
     record = parse_json(text, raw.place, finite=False)
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
@@ -231,13 +259,13 @@ def _lines(path: Path, max_bytes: int) -> Iterator[Raw]:
                 while size > max_bytes and not line.endswith(b"\n") and (line := file.readline(max_bytes + 1)):
                     size += len(line)
                 if size > max_bytes:
-                    yield Raw(f"{path}:{number}", b"", True, _too_long(size, max_bytes))
+                    yield Raw(f"{path}:{number}", b"", "json", _too_long(size, max_bytes))
                     continue
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    yield Raw(f"{path}:{number}", line, True)
+                    yield Raw(f"{path}:{number}", line, "json")
         except (EOFError, OSError, zlib.error, _zstd_error(path)) as error:
-            yield Raw(f"{path}:{number + 1}", b"", True, f"damaged from here on: {error}")
+            yield Raw(f"{path}:{number + 1}", b"", "json", f"damaged from here on: {error}")
 
 
 def _decompressed(file: IO[bytes], path: Path) -> IO[bytes]:
@@ -298,9 +326,9 @@ def _paragraphs(path: Path, max_bytes: int) -> Iterator[Raw]:
                 number -= not line.endswith(b"\n")  # a part of a line that is too long
                 continue
             if size > max_bytes:
-                yield Raw(f"{path}:{start}", b"", False, _too_long(size, max_bytes))
+                yield Raw(f"{path}:{start}", b"", "text", _too_long(size, max_bytes))
             elif size:
-                yield Raw(f"{path}:{start}", b"".join(lines).replace(b"\r\n", b"\n").rstrip(b"\n"), False)
+                yield Raw(f"{path}:{start}", b"".join(lines).replace(b"\r\n", b"\n").rstrip(b"\n"), "text")
             lines, size = [], 0
             if not line:
                 return
@@ -311,7 +339,7 @@ def _rows(path: Path, key: str, all_columns: bool) -> Iterator[Raw]:
     try:
         table = parquet.ParquetFile(path)
     except arrow.ArrowInvalid as error:
-        yield Raw(str(path), b"", True, f"not a Parquet file: {str(error).splitlines()[0]}")
+        yield Raw(str(path), b"", "json", f"not a Parquet file: {str(error).splitlines()[0]}")
         return
     names = table.schema_arrow.names
     if key not in names:
@@ -322,9 +350,9 @@ def _rows(path: Path, key: str, all_columns: bool) -> Iterator[Raw]:
             for row in rows.to_pylist():
                 number += 1
                 content = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-                yield Raw(f"{path}:{number}", content, True)
+                yield Raw(f"{path}:{number}", content, "json")
     except (OSError, arrow.ArrowException) as error:
-        yield Raw(f"{path}:{number + 1}", b"", True, f"damaged from here on: {str(error).splitlines()[0]}")
+        yield Raw(f"{path}:{number + 1}", b"", "json", f"damaged from here on: {str(error).splitlines()[0]}")
 
 
 def _optional(module: str, path: Path) -> Any:

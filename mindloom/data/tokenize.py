@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from mindloom.data.cluster import Workers, over_batches
 from mindloom.data.fim import FillInTheMiddle
 from mindloom.data.sources import Batch, Source
 from mindloom.data.token_file import (
@@ -33,7 +33,7 @@ from mindloom.data.token_file import (
     write_info,
 )
 from mindloom.data.tokenizer import Tokenizer, content_hash
-from mindloom.data.workers import WorkersLostError, ordered_map
+from mindloom.data.workers import WorkersLostError
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.locks import one_writer
@@ -100,7 +100,7 @@ class Progress:
         }
 
 
-def tokenize(job: TokenizeJob, out: Path, workers: int, show_progress: bool = True) -> dict[str, Any]:
+def tokenize(job: TokenizeJob, out: Path, workers: Workers, show_progress: bool = True) -> dict[str, Any]:
     """Write token files into `out`, which appears when they are complete. Returns the report.
 
     `workers`: processes; 0: this one alone.
@@ -118,16 +118,15 @@ def tokenize(job: TokenizeJob, out: Path, workers: int, show_progress: bool = Tr
 
 
 def _tokenize(
-    job: TokenizeJob, out: Path, folder: Path, files: list[Path], workers: int, show_progress: bool
+    job: TokenizeJob, out: Path, folder: Path, files: list[Path], workers: Workers, show_progress: bool
 ) -> dict[str, Any]:
     tokenizer = _load(job)
     dtype = token_dtype(tokenizer.vocab_size)
     try:
         progress = _started_before(folder, _fingerprint(job, files))
         begin = time.perf_counter()
-        todo = islice(job.source.batches(), progress.batches, None)
         done_before = progress.num_tokens
-        encoded = ordered_map(partial(_make_encoder, job, dtype), todo, workers)
+        encoded = over_batches(workers, Encoded, partial(_make_encoder, job, dtype), job.source, skip=progress.batches)
         _write(folder, progress, encoded, np.dtype(dtype).itemsize, show_progress)
         if not progress.num_documents:
             why = "; ".join(f"{count} {reason}" for reason, count in progress.skipped.items()) or "no documents"

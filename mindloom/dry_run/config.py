@@ -10,8 +10,8 @@ from pathlib import Path
 from mindloom.cli import option
 from mindloom.errors import ConfigError, Problems
 from mindloom.models.adapters import LoRAConfig
-from mindloom.models.config import ComputeDtype, ModelConfig
-from mindloom.models.family import config_with_file, size_config
+from mindloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
+from mindloom.models.family import config_with_file, size_config, with_precision
 from mindloom.numbers import Count, Positive, number_problems
 from mindloom.planner.closed_forms import num_microbatches
 from mindloom.strategy.checks import batch_problems, group_problems, model_problems
@@ -33,6 +33,9 @@ class DryRunConfig:
     )
     accumulate: Count = option(1, "parts a step's batch is cut into without a pipeline, as tools/train.py's")
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
+    attention: AttentionKernel | None = option(
+        None, "plain or flash; the size's own without it, which is flash where Ascend has it for the model"
+    )
     seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
     lora_r: Count | None = option(None, "train adapters of this rank instead of the model")
     lora_targets: tuple[str, ...] = option(("attention.query", "attention.value"), "matrices with an adapter")
@@ -113,6 +116,12 @@ def check(config: DryRunConfig) -> DryRun:
     if batch > 0 and config.accumulate > 0:
         problems += batch_problems(strategy, batch, seq_len, config.accumulate, training=not config.inference)
         problems += [] if config.inference else group_problems(strategy, model, batch, seq_len, config.accumulate)
+    mesh = strategy.mesh
+    if mesh.pp > 1 and mesh.cp > 1 and mesh.dp == 1 and not config.inference:
+        problems.append(
+            f"{strategy.at('mesh')}: dry runs keep microbatches as a function, whose inputs MindSpore does not cut over "
+            "cp in a pipeline of one replica; count it with dp 2 (training itself runs)"
+        )
     problems.tell()
     assert ranks
     return DryRun(config, model, strategy, ranks, batch, seq_len)
@@ -122,7 +131,10 @@ def _model_config(config: DryRunConfig) -> ModelConfig:
     model = size_config(config.model, config.size)
     if config.config:
         model = config_with_file(config.config, model, config.model)
-    return dataclasses.replace(model, compute_dtype=config.compute_dtype) if config.compute_dtype else model
+    model = with_precision(model, config.compute_dtype, config.attention)
+    if config.attention == "flash" and model.compute_dtype == "float32":
+        raise ConfigError("--attention flash: Ascend has it for float16 and bfloat16; give --compute-dtype")
+    return dataclasses.replace(model, attention=model.attention_on_ascend)  # as devices would compute it
 
 
 def parse_ranks(text: str, size: int) -> list[int]:

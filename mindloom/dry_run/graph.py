@@ -14,6 +14,8 @@ from mindloom.runtime.compile import PartitionedGraph
 from mindloom.runtime.lowering import attributes, names_group, output_of
 
 _SIZES = {"FLOAT": 4, "FLOAT16": 2, "BFLOAT16": 2, "INT32": 4, "INT64": 8, "BOOL": 1, "DOUBLE": 8, "INT8": 1}
+FLASH_PRODUCTS = {"FlashAttentionScore": 2, "FlashAttentionScoreGrad": 5}
+"""Products of all queries with all keys: the gradient's kernel makes the scores again."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ def read_work(graph: PartitionedGraph, num_calls: int) -> Work:
                 out = tuple(output_of(node).dims)
                 depth = math.prod(shapes[node.input[0]]) // math.prod(out[:-1])
                 flops[phase] += calls * 2 * math.prod(out) * depth
+            elif primitive.op_type in FLASH_PRODUCTS:
+                query, keys = shapes[node.input[0]], shapes[node.input[1]]  # (B, H, T, D/H), (B, KV, keys, D/H)
+                flops[phase] += calls * FLASH_PRODUCTS[primitive.op_type] * 2 * math.prod(query) * keys[2]
     found = [Collective(k, p, g, count, size) for (k, p, g, size), count in sorted(collectives.items())]
     return Work(found, dict(flops))
 

@@ -90,7 +90,7 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
     job = _job_of(run)
     sizes = parameter_bytes(dims, job)
     wholes = [sum(both) for both in zip(stage_parameters(dims, job), expert_parameters(dims, job), strict=True)]
-    tokens = run.batch_size // job.dp * run.seq_len
+    tokens = run.batch_size // job.dp * run.seq_len // job.cp
     passes, (dense, sparse) = 1 if run.config.inference else 3, dims.kinds
     rows = int(dims.experts_per_token * dims.expert_rows * dims.expert_parameters)  # multiplied with a token
     stages = []

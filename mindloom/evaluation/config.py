@@ -41,7 +41,7 @@ PROBLEM_FIELDS = ("task_id", "prompt", "declaration", "canonical_solution", "tes
 class EvaluateConfig(SamplingConfig):
     """One call of tools/evaluate.py."""
 
-    benchmark: Literal["humaneval-x"] = field(metadata={"positional": True, "help": "the benchmark"})
+    benchmark: Literal["humaneval-x", "lm-eval"] = field(metadata={"positional": True, "help": "the benchmark"})
     data: Path = option(..., "folder of the benchmark: humaneval_LANGUAGE.jsonl.gz, at its top or in LANGUAGE/data/")
     output_dir: Path = option(..., "folder for samples, results and summary; a call goes on where the last one ended")
     language: tuple[str, ...] = option(("python",), f"languages to write: {', '.join(NAMES)}, or all")

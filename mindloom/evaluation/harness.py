@@ -24,6 +24,7 @@ from mindloom.inference.scheduler import PromptScores, Request, Scheduler
 from mindloom.inference.session import Session, open_session
 from mindloom.runtime.engine import Engine
 
+NEWLINE = "\n"
 OWN_TASKS = Path(__file__).parent / "tasks"
 
 
@@ -113,8 +114,11 @@ class HarnessModel(TemplateLM):
         room = self.job.model.seq_len - most
         if room < 1:
             raise ConfigError(f"a task wants answers of {most} tokens; the model's context is {self.job.model.seq_len}")
-        while len(ids := self.tok_encode(text)) > room:
-            text = self.job.tokenizer.decode(ids[-room:]) if len(ids) > room + 8 else text[1:]
+        ids = self.tok_encode(text)
+        if len(ids) > room:
+            text = self.job.tokenizer.decode(ids[-room:])
+        while len(ids := self.tok_encode(text)) > room:  # what is decoded may be read as more tokens
+            text = text[len(ids) - room :]
         return text
 
 
@@ -150,5 +154,5 @@ def evaluate(harness: Harness) -> dict[str, Any] | None:
             bootstrap_iters=1000,
         )
     except (FileNotFoundError, ConnectionError, ValueError) as error:
-        raise ConfigError(f"--tasks {' '.join(config.tasks)}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"--tasks {' '.join(config.tasks)}: {str(error).strip().partition(NEWLINE)[0]}") from None
     return found if engine.is_log_rank else None

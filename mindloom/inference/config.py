@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.io import load_text_config
 from mindloom.cli import option
 from mindloom.data.documents import decode_text, json_lines
 from mindloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt, find_tokenizer, infill_prompt, load_tokenizer
@@ -103,7 +103,7 @@ def check(
         ConfigError: all problems at once.
     """
     problems = Problems()
-    family, model = problems.of(load_config, config.checkpoint) or (None, None)
+    family, model = problems.of(load_text_config, config.checkpoint) or (None, None)
     problems += config.problems(model.vocab_size if model else None)
     problems += _own_problems(config, model)
     strategy = problems.of(load_strategy, config.strategy, True) if config.strategy else SINGLE_DEVICE

@@ -29,6 +29,8 @@ class Decoding(Protocol):
 
     num_rows: int
     cache_bytes: int
+    has_kernels: bool
+    """Whether compiled kernels do the work of a decode, not MindSpore's operators (`mindloom.inference.kernels`)."""
     reusable: int
     """Tokens of a prompt, from its start and a multiple of this, that another prompt may begin with; 0: none."""
 
@@ -63,6 +65,7 @@ class _Rows:
         assert num_rows % engine.strategy.mesh.dp == 0, (num_rows, engine.strategy.mesh)
         self.engine, self.net, self.config, self.num_rows = engine, net, config, num_rows
         self.num_replicas = engine.strategy.mesh.dp
+        self.has_kernels = bool(getattr(net, "num_kernels", 0))
         self._prepared: set[tuple[int, ...]] = set()
 
     def compile(self, inputs: Sequence[Tensor]) -> None:

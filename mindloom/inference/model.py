@@ -6,11 +6,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import mindspore as ms
 from mindspore import Tensor, nn
 from mindspore.nn.utils import no_init_parameters
 
 from mindloom.checkpoint.io import check_weights, load_weights
 from mindloom.checkpoint.tensor_files import WEIGHTS
+from mindloom.inference.kernels import kernel_library, use_kernels
 from mindloom.inference.quantize import quantize, quantize_weights
 from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ModelConfig
@@ -46,6 +48,14 @@ def build_model(
         if caches:
             net.attach_caches(*caches)
     parallelize(net, strategy, whole=False)
+    net.num_kernels = 0
+    if (
+        caches
+        and strategy.mesh.size == 1
+        and ms.get_context("device_target") == "CPU"
+        and (library := kernel_library())
+    ):
+        net.num_kernels = use_kernels(net, library)
     net.graph_key = {"family": family, "model": config.to_dict(), "caches": caches, "int8": int8}
     if weights_of:  # whose names are in the graph
         first = next(iter(weights_of.get_parameters())).name

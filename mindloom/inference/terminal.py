@@ -83,7 +83,8 @@ def _summary(completions: list[Completion], session: Session) -> str:
     text = f"{counted(tokens, 'token', 'tokens')} ({', '.join(reasons)}), prefill {prefill * 1e3:.0f} ms"
     if times:
         text += f", {sum(times) / len(times) * 1e3:.1f} ms a token"
-    return f"{text}, cache {session.decoding.cache_bytes / 2**20:.1f} MiB"
+    by = ", compiled kernels" if session.decoding.has_kernels else ""
+    return f"{text}, cache {session.decoding.cache_bytes / 2**20:.1f} MiB{by}"
 
 
 def _converse(session: Session, job: GenerateJob) -> None:

@@ -28,8 +28,8 @@ from mindloom.strategy.dialects import Settings
 from mindloom.strategy.dialects.ours import strategy_text
 from mindloom.strategy.dialects.settings import LOSSES
 from mindloom.strategy.dialects.translate import read, recognize
-from mindloom.train.config import TrainConfig
 from mindloom.train.config import check as check_training
+from mindloom.train.plain_text import TrainConfig
 
 LOGITS_BYTES = 1 << 28
 

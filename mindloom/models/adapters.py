@@ -109,6 +109,8 @@ def base_folder(folder: Path) -> Path:
             f"{document.source}: no base_model_name_or_path; write there the folder of the model they are for"
         )
     for path in (folder / name, Path(name)):
+        if path.is_dir() and path.resolve() == folder.resolve():
+            raise ConfigError(f"{document.source}: base_model_name_or_path {name}: their own folder; name the model's")
         if path.is_dir():
             return path
     raise ConfigError(f"{document.source}: base_model_name_or_path {name}: there is no such folder")

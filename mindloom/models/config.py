@@ -14,6 +14,7 @@ from mindloom.numbers import Count, Natural, NotNegative, Positive, Rate, number
 
 Activation = Literal["gelu", "gelu_tanh", "fast_gelu", "silu"]
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
+AttentionKernel = Literal["auto", "plain", "flash"]
 
 
 class Widths:
@@ -203,6 +204,9 @@ class ModelConfig(Widths):
     """Tokens that end a generated text besides eod_id."""
     compute_dtype: ComputeDtype = "float32"
     """Of matrix products and the residual stream; parameters, norms, softmax and loss stay float32."""
+    attention: AttentionKernel = "auto"
+    """plain: the scores of all pairs of tokens are made and kept. flash: FlashAttentionScore, which keeps none. auto: flash
+    on Ascend where head size, type and dropout allow it, plain elsewhere. The same numbers but for rounding."""
     embedding_init_std: NotNegative = 0.02
     qkv_init_std: NotNegative = 0.01
     """MindSpore's 'normal' initializer, which the originals used for query, key and value."""
@@ -233,6 +237,8 @@ class ModelConfig(Widths):
             yield f"rope_dim {self.rotated} must be even and at most the {self.head_size} of a head"
         if self.query_layer and (self.position, self.block) != ("learned", "sequential"):
             yield f"query_layer goes with learned positions and sequential blocks, not with {self.position} and {self.block}"
+        if self.attention == "flash" and (problem := self.flash_problem):
+            yield f"attention flash: {problem}; write plain"
         if self.value_head and self.tied_embedding:
             yield "value_head is not the word embedding: give tied_embedding false, too"
         if len(self.sandwich_gains) != 2:
@@ -249,6 +255,22 @@ class ModelConfig(Widths):
         """Initial standard deviation of the two matrices of a layer that write to the residual stream."""
         std = self.output_init_std
         return self.init_std / math.sqrt(2 * self.num_layers) if std is None else std
+
+    @property
+    def flash_problem(self) -> str | None:
+        """Why FlashAttentionScore cannot compute this model's attention. Source: its documentation in MindSpore 2.9."""
+        if self.head_size % 16 or self.head_size > 512:
+            return f"heads of {self.head_size} features; it takes multiples of 16 up to 512"
+        if self.dropout_rate:
+            return f"dropout_rate {self.dropout_rate}; probabilities that are never kept are not dropped"
+        return None
+
+    @property
+    def attention_on_ascend(self) -> Literal["plain", "flash"]:
+        """What `attention` comes to on Ascend."""
+        if self.attention == "auto":
+            return "plain" if self.flash_problem or self.compute_dtype == "float32" else "flash"
+        return self.attention
 
     @property
     def rotated(self) -> int:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from mindloom.errors import ConfigError, did_you_mean
-from mindloom.models.config import ModelConfig
+from mindloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
 from mindloom.reader import fields_from, read_json
 
 FAMILIES = ("pangu", "codegeex", "palm")
@@ -54,6 +54,18 @@ def config_with_file(path: Path, base: ModelConfig, family: str) -> ModelConfig:
         raise ConfigError(f"{path}: a model of {document.mapping['family']}; give --model {document.mapping['family']}")
     values = {name: value for name, value in document.mapping.items() if name not in ("family", "model_type")}
     return fields_from(ModelConfig, dataclasses.replace(document, value=values), base)
+
+
+def with_precision(
+    model: ModelConfig, compute_dtype: ComputeDtype | None, attention: AttentionKernel | None
+) -> ModelConfig:
+    """`model`, computed in another type or by another kernel where one is given.
+
+    Raises:
+        ConfigError: the kernel is not for this model.
+    """
+    given: dict[str, Any] = {"compute_dtype": compute_dtype, "attention": attention}
+    return dataclasses.replace(model, **{name: value for name, value in given.items() if value is not None})
 
 
 def family_and_size(name: str) -> tuple[str, str]:

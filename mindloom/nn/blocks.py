@@ -16,7 +16,10 @@ from mindloom.nn.norm import build_norm
 
 
 class Block(nn.Cell):
-    """What every layer has."""
+    """What every layer has. Subclasses say in `whole` what it does with all the tokens it is given."""
+
+    drops_tokens = False
+    """Whether it sees the tokens only that are drawn for it (`mindloom.nn.token_drop`)."""
 
     def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
         super().__init__()
@@ -29,6 +32,14 @@ class Block(nn.Cell):
         else:
             self.mlp = (GatedMLP if config.gated_mlp else MLP)(config, dtype)
         self.mlp_add = ops.Add()
+
+    def construct(
+        self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, kept=None
+    ):
+        if kept is None or not self.drops_tokens:
+            return self.whole(x, bias, angles, slots, dropout_keys, tokens, shares, losses)
+        part, bias, angles, dropout_keys = self.token_drop(x, kept, dropout_keys)
+        return self.token_drop.joined(self.whole(part, bias, angles, None, dropout_keys), x, kept)
 
     def feed_forward(self, x, dropout_keys, tokens, shares, losses):
         """The MLP or the experts on (N, D), and the routers' losses up to here."""
@@ -47,7 +58,7 @@ class DecoderLayer(Block):
         super().__init__(config, dtype, layer)
         self.mlp_norm = build_norm(config, dtype)
 
-    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
+    def whole(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
         a = self.attention_norm(x)
         x = self.attention_add(x, self.attention(a, a, bias, angles, slots, dropout_keys))
         y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses)
@@ -58,7 +69,7 @@ class DecoderLayer(Block):
 class OneNormLayer(Block):
     """x + attention(norm(x)) + mlp(norm(x)), on one norm. Source: arXiv:2204.02311 section 2."""
 
-    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
+    def whole(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
         a = self.attention_norm(x)
         y, losses = self.feed_forward(a, dropout_keys, tokens, shares, losses)
         x = self.attention_add(x, self.mlp_add(self.attention(a, a, bias, angles, slots, dropout_keys), y))
@@ -75,7 +86,7 @@ class SandwichLayer(Block):
         self.mlp_norm = build_norm(config, dtype)
         self.mlp_output_norm = build_norm(config, dtype, after_mlp)
 
-    def construct(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
+    def whole(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
         a = self.attention_norm(x)
         a = self.attention_output_norm(self.attention(a, a, bias, angles, slots, dropout_keys))
         x = self.attention_add(x, a)

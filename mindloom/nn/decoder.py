@@ -13,6 +13,7 @@ from mindloom.nn.blocks import BLOCKS
 from mindloom.nn.cache import KVCache
 from mindloom.nn.dropout import number_dropouts
 from mindloom.nn.embedding import TokenEmbedding
+from mindloom.nn.flash import chooses_flash
 from mindloom.nn.head import Head, TiedHead, ValueHead
 from mindloom.nn.loss import CrossEntropy
 from mindloom.nn.norm import build_norm
@@ -33,7 +34,7 @@ class Decoder(nn.Cell):
         self.config, self.tied_embedding = config, config.tied_embedding
         self.has_experts = config.experts is not None
         self.embedding = TokenEmbedding(config, dtype)
-        self.mask = DocumentMask()
+        self.mask = DocumentMask(chooses_flash(config))
         self.has_rotary = config.position == "rotary"
         if self.has_rotary:
             self.angles = Angles(config)
@@ -53,19 +54,22 @@ class Decoder(nn.Cell):
         shape = (num_rows, self.config.kv_heads, capacity, self.config.head_size)
         for name, cell in self.cells_and_names():
             if isinstance(cell, Attention):
+                cell.has_flash = False  # a few queries at a time have few scores
                 cell.cache = KVCache(shape, cell.dtype)
                 cell.cache.update_parameters_name(f"{name}.cache.")
 
     def construct(self, tokens, positions, rows=None, slots=None, dropout_keys=None):
         return self.logits_and_losses(tokens, positions, rows, slots, dropout_keys)[0]
 
-    def logits_and_losses(self, tokens, positions, rows=None, slots=None, dropout_keys=None, shares=None):
+    def logits_and_losses(self, tokens, positions, rows=None, slots=None, dropout_keys=None, shares=None, kept=None):
         """Logits, and with `shares` (see `mindloom.nn.moe`) what the routers add to the loss, (1,), if anything."""
-        x, losses = self.hidden(tokens, positions, slots, dropout_keys, shares)
+        x, losses = self.hidden(tokens, positions, slots, dropout_keys, shares, kept)
         return self.head(x, self.embedding.word.weight, rows), losses
 
-    def hidden(self, tokens, positions, slots=None, dropout_keys=None, shares=None):
-        """What the head is given (B*T, D), and the losses of the routers."""
+    def hidden(self, tokens, positions, slots=None, dropout_keys=None, shares=None, kept=None):
+        """What the head is given (B*T, D), and the losses of the routers. `kept`: what `draw_kept` of
+        `mindloom.data.random_ltd` gives, where layers drop tokens."""
+        kept = None if kept is None else (*kept, positions)
         bias = self.mask(positions)
         angles = self.angles(positions) if self.has_rotary else None
         x, losses = self.embedding(tokens, positions, dropout_keys), None
@@ -73,7 +77,7 @@ class Decoder(nn.Cell):
             if self.has_experts:
                 x, losses = layer(x, bias, angles, slots, dropout_keys, tokens, shares, losses)
             else:
-                x = layer(x, bias, angles, slots, dropout_keys)
+                x = layer(x, bias, angles, slots, dropout_keys, kept=kept)
         return self.top(x, positions, bias, slots, dropout_keys), losses
 
     def top(self, x, positions, bias, slots, dropout_keys):
@@ -86,8 +90,8 @@ class DecoderWithLoss(nn.Cell):
 
     tokens, labels, positions: (B, T) int32; loss_weights: (B, T) float32, each token's share of the loss (see
     `mindloom.data.batch`). The weights already hold the denominator of the whole batch, so that the losses of its
-    microbatches simply add up. Further arrays (B, T): what the loss wants, then dropout_keys, int32, with a dropout rate
-    above 0.
+    microbatches simply add up. Further arrays: what the loss wants, (B, T); dropout_keys, (B, T), int32, with a dropout rate
+    above 0; and the two of `mindloom.data.random_ltd.draw_kept` where layers drop tokens.
 
     Args:
         loss: of logits, labels, weights and what else it wants; without it, the cross-entropy. The losses of routers are
@@ -106,9 +110,10 @@ class DecoderWithLoss(nn.Cell):
 
     def construct(self, tokens, labels, positions, loss_weights, *more):
         inputs, rest = more[: self.num_inputs], more[self.num_inputs :]
-        dropout_keys = rest[0] if rest else None
+        dropout_keys = rest[0] if len(rest) % 2 else None
+        kept = rest[-2:] if len(rest) > 1 else None
         if not self.has_router_losses:
-            logits = self.model(tokens, positions, dropout_keys=dropout_keys)
+            logits, _ = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, None, kept)
             return self.loss(logits, labels, loss_weights, *inputs)
         length = self.group or tokens.shape[1]
         shares = self.share(self.by_group(loss_weights, (-1, length)), 1)  # (G,)

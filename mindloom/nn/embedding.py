@@ -17,7 +17,7 @@ class Embedding(nn.Cell):
         self.weight = Parameter(initializer(init, (num_rows, hidden_size), mstype.float32))
         self.gather = ops.Gather()
 
-    def construct(self, ids):  # (B, T) -> (B, T, D)
+    def construct(self, ids):  # of any shape: (...) -> (..., D)
         return self.gather(self.weight, ids, 0)
 
 
@@ -30,16 +30,14 @@ class TokenEmbedding(nn.Cell):
         self.has_positions = config.position == "learned"
         if self.has_positions:
             self.position = Embedding(config.seq_len, config.hidden_size, TruncatedNormal(config.embedding_init_std))
-            self.add = ops.Add()
-        self.hidden_size = config.hidden_size
-        self.dtype = dtype
+            self.add, self.reshape = ops.Add(), ops.Reshape()
+        self.hidden_size, self.dtype = config.hidden_size, dtype
         self.cast = ops.Cast()
-        self.reshape = ops.Reshape()
+        self.flat_tokens = ops.Reshape()
         self.dropout = Dropout(config.dropout_rate)
 
     def construct(self, tokens, positions, dropout_keys=None):  # (B, T) each -> (B*T, D)
-        x = self.word(tokens)
+        x = self.word(self.flat_tokens(tokens, (-1,)))
         if self.has_positions:
-            x = self.add(x, self.position(positions))
-        x = self.reshape(x, (-1, self.hidden_size))  # (B, T, D) -> (B*T, D)
+            x = self.add(x, self.reshape(self.position(positions), (-1, self.hidden_size)))  # (B, T, D) -> (B*T, D)
         return self.cast(self.dropout(x, dropout_keys), self.dtype)

@@ -6,10 +6,13 @@ from mindspore import dtype as mstype
 from mindspore.common.initializer import Normal, initializer
 
 from mindloom.models.config import ModelConfig
+from mindloom.nn.linear import MOST_ROWS
 
 
 class TiedHead(nn.Cell):
     """With the word embedding's own table."""
+
+    has_kernel = False
 
     def __init__(self, config: ModelConfig, dtype: mstype.Type):
         super().__init__()
@@ -20,7 +23,12 @@ class TiedHead(nn.Cell):
     def construct(self, x, word_table, rows=None):  # (B*T, D), (V, D) -> (B*T or len(rows), V) float32
         if rows is not None:
             x = self.pick(x, rows, 0)
-        return self.scaled(self.cast(self.matmul(x, self.cast(word_table, self.dtype)), mstype.float32))
+        return self.logits(x, word_table)
+
+    def logits(self, x, table):
+        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+            return self.scaled(self.kernel(x, table))
+        return self.scaled(self.cast(self.matmul(x, self.cast(table, self.dtype)), mstype.float32))
 
     def scaled(self, logits):
         return logits if self.factor == 1.0 else self.scale_logits(logits, self.factor)
@@ -37,7 +45,7 @@ class Head(TiedHead):
     def construct(self, x, word_table, rows=None):  # (B*T, D), unused -> (B*T or len(rows), V) float32
         if rows is not None:
             x = self.pick(x, rows, 0)
-        return self.scaled(self.cast(self.matmul(x, self.cast(self.weight, self.dtype)), mstype.float32))
+        return self.logits(x, self.weight)
 
 
 class ValueHead(nn.Cell):

@@ -7,7 +7,7 @@ from mindspore.common.initializer import initializer
 
 from mindloom.nn.embedding import Embedding
 from mindloom.nn.head import Head, TiedHead
-from mindloom.nn.linear import Linear
+from mindloom.nn.linear import MOST_ROWS, Linear
 
 
 def _int8(shape):
@@ -21,6 +21,8 @@ def _scale(shape):
 class Int8Linear(nn.Cell):
     """y = (x W^T) * scale + b, with W (out, in) in int8, scale (out,)."""
 
+    has_kernel = False
+
     def __init__(self, linear: Linear):
         super().__init__()
         self.weight, self.scale = _int8(linear.weight.shape), _scale(linear.weight.shape[:1])
@@ -30,6 +32,10 @@ class Int8Linear(nn.Cell):
             self.bias, self.bias_add = linear.bias, ops.Add()
 
     def construct(self, x, dropout_keys=None):  # (N, in) -> (N, out)
+        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+            if self.has_bias:
+                return self.kernel(x, self.weight, self.scale, self.bias)
+            return self.kernel(x, self.weight, self.scale)
         y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
         return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y
 
@@ -44,7 +50,7 @@ class Int8Embedding(nn.Cell):
         self.gather, self.gather_scale, self.rescale = ops.Gather(), ops.Gather(), ops.Mul()
         self.cast = ops.Cast()
 
-    def construct(self, ids):  # (B, T) -> (B, T, D)
+    def construct(self, ids):  # (N,) -> (N, D)
         rows, scales = self.gather(self.weight, ids, 0), self.gather_scale(self.scale, ids, 0)
         return self.rescale(self.cast(rows, mstype.float32), scales)
 
@@ -60,6 +66,8 @@ class Int8TiedHead(TiedHead):
     def construct(self, x, word_table, rows=None):  # (B*T, D), (V, D) -> (B*T or len(rows), V) float32
         if rows is not None:
             x = self.pick(x, rows, 0)
+        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+            return self.scaled(self.kernel(x, word_table, self.word_scale))
         logits = self.cast(self.matmul(x, self.cast(word_table, self.dtype)), mstype.float32)
         scales = self.reshape(self.word_scale, (1, -1))  # (V, 1) -> (1, V)
         return self.scaled(self.rescale(logits, scales))
@@ -76,5 +84,7 @@ class Int8Head(TiedHead):
     def construct(self, x, word_table, rows=None):  # (B*T, D), unused -> (B*T or len(rows), V) float32
         if rows is not None:
             x = self.pick(x, rows, 0)
+        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+            return self.scaled(self.kernel(x, self.weight, self.scale))
         logits = self.cast(self.matmul(x, self.cast(self.weight, self.dtype)), mstype.float32)
         return self.scaled(self.rescale(logits, self.scale))

@@ -5,9 +5,14 @@ from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import Normal, initializer
 
+MOST_ROWS = 16
+"""Up to so many rows a compiled kernel is taken where there is one (`mindloom.inference.kernels`)."""
+
 
 class Linear(nn.Cell):
     """y = x W^T + b, with W (out, in) and b (out,) in float32, computed in `dtype`."""
+
+    has_kernel = False
 
     def __init__(
         self,
@@ -26,6 +31,8 @@ class Linear(nn.Cell):
             self.bias_add = ops.Add()
 
     def construct(self, x, dropout_keys=None):  # (N, in) -> (N, out); the keys are for adapters, see `mindloom.nn.lora`
+        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+            return self.kernel(x, self.weight, self.bias) if self.has_bias else self.kernel(x, self.weight)
         y = self.matmul(x, self.cast(self.weight, self.dtype))
         if self.has_bias:
             y = self.bias_add(y, self.cast(self.bias, self.dtype))

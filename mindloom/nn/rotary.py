@@ -12,7 +12,7 @@ from mindloom.models.config import ModelConfig
 
 
 class Angles(nn.Cell):
-    """Positions (B, T) -> cosines and signed sines (B, 1, T, D/H), for features whose pairs are half of `rotated` apart."""
+    """Positions (B, T) -> cosines and signed sines (B, T, 1, D/H), for features whose pairs are half of `rotated` apart."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -26,13 +26,13 @@ class Angles(nn.Cell):
 
     def construct(self, positions):
         batch, length = positions.shape
-        places = self.cast(self.expand(positions, (batch, 1, length, 1)), mstype.float32)
-        angles = self.turn(places, self.frequency)  # (B, 1, T, D/H)
+        places = self.cast(self.expand(positions, (batch, length, 1, 1)), mstype.float32)
+        angles = self.turn(places, self.frequency)  # (B, T, 1, D/H)
         return self.cos(angles), self.flip(self.sin(angles), self.sign)
 
 
 class Rotary(nn.Cell):
-    """Turn the first `rope_dim` features of each head, (B, H, T, D/H).
+    """Turn the first `rope_dim` features of each head, (B, T, H, D/H).
 
     With adjacent pairs the features are put in the other order first, those of even number before the odd ones: a product
     of queries with keys does not see an order that both have.
@@ -65,5 +65,5 @@ class Rotary(nn.Cell):
         return self.cast(self.add(self.cos_mul(x, cos), self.sin_mul(swapped, sin)), self.dtype)
 
     def features(self, x, start, stop, step=1):
-        batch, heads, length, _ = x.shape
-        return self.cut(x, (0, 0, 0, start), (batch, heads, length, stop), (1, 1, 1, step))
+        batch, length, heads, _ = x.shape
+        return self.cut(x, (0, 0, 0, start), (batch, length, heads, stop), (1, 1, 1, step))

@@ -20,6 +20,7 @@ from mindloom.parallel.sharding import (
     apply_rules,
     operators,
     parameter_uses,
+    parts_of_heads,
     unmatched_rules,
     with_parts_of_axes,
 )
@@ -40,7 +41,11 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         ConfigError: a rule that matches nothing, a parameter that cannot be cut, stages for which there are no layers.
     """
     found = operators(net)
-    rules = with_parts_of_axes(strategy.rules.operators, net, strategy.mesh)
+    kv_parts, group_parts = parts_of_heads(net, strategy.mesh)
+    rules = with_parts_of_axes(strategy.rules.operators, kv_parts, group_parts, strategy.mesh)
+    for _, cell in net.cells_and_names():
+        if hasattr(cell, "repeats_heads"):
+            cell.repeats_heads = bool(group_parts)
     strategy = dataclasses.replace(strategy, rules=dataclasses.replace(strategy.rules, operators=rules))
     layers = _matching(net, strategy.rules.layers)
     _check(net, strategy, found, layers, whole)
@@ -173,10 +178,11 @@ def _lookup_problems(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mes
         of_indices = {axis for layout in rule.inputs[1:] for dim in layout for axis in dim if mesh.degree(axis) > 1}
         missing = [axis for axis in mesh.cutting_axes if axis not in {*rows, *of_indices}]
         if missing and of_indices and any(mesh.degree(axis) > 1 for axis in rows):
-            cut = ", ".join(rows)
+            cut, together = ", ".join(rows), f"dp, {missing[0]}"
+            indices = f"[{together}]" if len(rule.inputs[1]) > 1 else f"[[{together}]]"
             yield (
                 f"{rule.source}: {rule.pattern}: the rows of {use.parameter.name} are cut over {cut}, so the indices must be "
-                f"cut over {', '.join(missing)}, too: [[{cut}, ~], [dp, {missing[0]}]], or not at all"
+                f"cut over {', '.join(missing)}, too: [[{cut}, ~], {indices}], or not at all"
             )
 
 

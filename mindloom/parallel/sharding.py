@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import math
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,40 @@ from mindloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXI
 from mindloom.strategy.mesh import AXES, Mesh, part_of_axis
 
 LARGE_OPERATORS = frozenset(
-    {"MatMul", "BatchMatMul", "MatMulExt", "Dense", "Gather", "Embedding", "Conv2D", "Softmax", "FlashAttentionScore"}
+    {
+        "MatMul",
+        "BatchMatMul",
+        "MatMulExt",
+        "Dense",
+        "Gather",
+        "Embedding",
+        "Conv2D",
+        "Softmax",
+        "Transpose",
+        "FlashAttentionScore",
+    }
 )
 """Those that need a rule of their own where MindSpore derives no layouts: it would copy their inputs whole."""
 UNKNOWN_OPERATORS = ("TensorScatterElements",)
 """Of those we use: operators that MindSpore cannot partition, so that they need a rule with `local`."""
 
 
-TAKE_NAMES = frozenset({"MatMul", "BatchMatMul", "Softmax", "Transpose", "GeLU", "Add", "Sub", "Square", "Identity"})
+TAKE_NAMES = frozenset(
+    {
+        "MatMul",
+        "BatchMatMul",
+        "Softmax",
+        "Transpose",
+        "GeLU",
+        "Add",
+        "Sub",
+        "Square",
+        "Identity",
+        "FlashAttentionScore",
+        "Mul",
+        "Cast",
+    }
+)
 """Operators known to take layouts by name (tried with MindSpore 2.9); some others fail with them."""
 
 
@@ -69,13 +95,15 @@ def apply_rules(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) ->
     return owners
 
 
-def with_parts_of_axes(rules: Sequence[Rule], net: nn.Cell, mesh: Mesh) -> tuple[Rule, ...]:
-    """The rules with `kv`, `group`, `ep` and `edp` in the mesh's own axes (see `mindloom.strategy.layout`).
-
-    A Cell says how many heads of keys and values there are as its `num_kv_heads`.
-    """
+def parts_of_heads(net: nn.Cell, mesh: Mesh) -> tuple[Dim, Dim]:
+    """What of tp cuts the heads of keys and values, and the rest of it. A Cell says how many there are as its
+    `num_kv_heads`."""
     heads = [cell.num_kv_heads for _, cell in net.cells_and_names() if hasattr(cell, "num_kv_heads")]
-    kv, group = mesh.parted("tp", math.gcd(*heads) if heads else mesh.tp)
+    return mesh.parted("tp", math.gcd(*heads) if heads else mesh.tp)
+
+
+def with_parts_of_axes(rules: Sequence[Rule], kv: Dim, group: Dim, mesh: Mesh) -> tuple[Rule, ...]:
+    """The rules with `kv`, `group`, `ep` and `edp` in the mesh's own axes (see `mindloom.strategy.layout`)."""
     edp, ep = mesh.parted("dp", mesh.dp // mesh.ep)
     parts = {KV_AXIS: kv, GROUP_AXIS: group, EXPERT_AXIS: ep, EXPERT_REPLICA_AXIS: edp}
 
@@ -107,12 +135,13 @@ def shard(
     by_name: bool = False,
 ) -> None:
     """Tell MindSpore the layouts of an operator: by the axes' names where numbers would not do and the operator takes names.
-    From numbers MindSpore concludes the usual order, which that of ep and the rest of dp is not, and of more than two axes
-    not which one is left out.
+    From numbers MindSpore concludes the usual order, which that of ep and the rest of dp is not, nor that of heads and
+    tokens under tp and cp; and of more than two axes not which one is left out.
     """
     used = {axis for layout in (*inputs, *(outputs or ())) for dim in layout for axis in dim}
     experts_apart = any(axis != "dp" and part_of_axis(axis)[0] == "dp" for axis in used)
-    numbers_do = mesh.order == AXES and len(mesh.cutting_axes) <= 2 and not experts_apart
+    with_cp = mesh.cp > 1 and len(mesh.cutting_axes) > 1
+    numbers_do = mesh.order == AXES and len(mesh.cutting_axes) <= 2 and not experts_apart and not with_cp
     if by_name or (not numbers_do and primitive.name in TAKE_NAMES):
         axes = _names_of_axes(mesh, used)
         matrix = [name for names in axes.values() for name in names]
@@ -158,7 +187,7 @@ class Use:
 
 
 def parameter_uses(found: Sequence[Operator]) -> Iterator[Use]:
-    """Which parameter is which input of which operator, read from the source of each `construct`."""
+    """Which parameter is which input of which operator, read from the source of each `construct` and what it calls."""
     by_cell: dict[int, dict[str, Operator]] = {}
     cells: dict[int, nn.Cell] = {}
     for operator in found:
@@ -171,21 +200,37 @@ def parameter_uses(found: Sequence[Operator]) -> Iterator[Use]:
                 yield Use(parameter, by_cell[key][attribute], position)
 
 
-def _calls(kind: type[nn.Cell]) -> list[tuple[str, int, str]]:
-    """(operator attribute, input position, attribute given) of each `self.operator(..., self.attribute, ...)`."""
+def _calls(
+    kind: type[nn.Cell], methods: tuple[str, ...] = ("construct",), given: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, int, str]]:
+    """(operator attribute, input position, attribute given) of each `self.operator(..., self.attribute, ...)`, also in
+    methods that are handed the attribute.
+
+    Args:
+        methods: the way from `construct` to the one that is read.
+        given: name of its argument -> attribute.
+    """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.construct)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(kind, methods[-1]))))
     except (OSError, TypeError, SyntaxError):  # built at run time: no source to read
-        return []
-    found = []
+        return
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (operator := _self_attribute(node.func)):
-            for position, argument in enumerate(node.args):
-                while isinstance(argument, ast.Call) and argument.args:  # self.cast(self.weight, dtype)
-                    argument = argument.args[0]
-                if name := _self_attribute(argument):
-                    found.append((operator, position, name))
-    return found
+        if not isinstance(node, ast.Call) or not (called := _self_attribute(node.func)):
+            continue
+        names = [_attribute_given(argument, given or {}) for argument in node.args]
+        method = getattr(kind, called, None)
+        if not inspect.isfunction(method):
+            yield from ((called, position, name) for position, name in enumerate(names) if name)
+        elif called not in methods:
+            arguments = list(inspect.signature(method).parameters)[1:]
+            handed = {argument: name for argument, name in zip(arguments, names, strict=False) if name}
+            yield from _calls(kind, (*methods, called), handed)
+
+
+def _attribute_given(node: ast.AST, given: Mapping[str, str]) -> str | None:
+    while isinstance(node, ast.Call) and node.args:  # self.cast(self.weight, dtype)
+        node = node.args[0]
+    return given.get(node.id) if isinstance(node, ast.Name) else _self_attribute(node)
 
 
 def _self_attribute(node: ast.AST) -> str | None:

@@ -45,15 +45,20 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
     microbatches, precision = num_microbatches(strategy, accumulate), PRECISIONS[config.compute_dtype]
     stages = stage_of_layers(config.num_layers, strategy)
+    flash, kind = config.attention_on_ascend == "flash", strategy.recompute.kind if strategy.recompute else "none"
     again = Counter(stages[layer] for layer in recomputed_layers(config.num_layers, strategy))
     return Parallelism(
         dp=mesh.dp,
         tp=mesh.tp,
         pp=mesh.pp,
+        cp=mesh.cp,
+        ulysses=mesh.cp > 1 and strategy.context_parallel == "ulysses",
         ep=mesh.ep,
         microbatch=max(1, batch_size // mesh.dp // microbatches),
         num_microbatches=microbatches,
-        recompute=strategy.recompute.kind if strategy.recompute else "none",
+        flash_attention=flash,
+        mask_bytes=1 if flash else 4,
+        recompute="none" if flash and kind == "selective" else kind,  # of what is never made
         recomputed_layers=tuple(again[stage] for stage in range(mesh.pp)) if strategy.recompute else None,
         layers_of_stages=tuple(layers_per_stage(config.num_layers, strategy)),
         expert_layers_of_stages=tuple(
@@ -70,17 +75,17 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
 def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
     """Bytes of float32 parameters on a device of each stage, optimizer parallel included.
 
-    In a pipeline the tied words stay whole: MindSpore cannot cut what it sends.
+    Words may stay whole, see `_whole_words`.
     """
     sizes = []
     for stage, counts in enumerate(stage_copies(dims, job)):
-        tied = _tied_words(dims, job, stage)
-        counts[1] -= tied
+        words = _whole_words(dims, job, stage)
+        counts[1] -= words
         # What several tensor parallel ranks hold has more replicas to be cut over.
         more = not job.zero_shards and bool(job.zero)
         cut = sum(size // (job.shards * (copies if more else 1)) for copies, size in counts.items())
         cut += expert_parameters(dims, job)[stage] // expert_shards(job)
-        sizes.append(4 * (cut + tied))
+        sizes.append(4 * (cut + words))
     return sizes
 
 
@@ -88,6 +93,15 @@ def _tied_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
     """Entries of the word table on a stage that shares it with another."""
     shared = job.pp > 1 and stage in (0, job.pp - 1) and dims.tied_embedding
     return dims.vocab_size * dims.hidden_size // job.tp if shared else 0
+
+
+def _whole_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
+    """Entries of the word tables on a stage that optimizer parallel leaves whole: what a pipeline sends, which MindSpore
+    cannot cut, and rows that the shards do not divide."""
+    if not dims.vocab_size // job.tp % job.shards:
+        return _tied_words(dims, job, stage)
+    tables = (stage == 0) + (stage == job.pp - 1 and (job.pp > 1 or not dims.tied_embedding))
+    return tables * dims.vocab_size * dims.hidden_size // job.tp
 
 
 def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
@@ -101,7 +115,7 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     inputs = 1 if dims.block == "parallel" else 2  # of products that are cut by columns
     results = {"sequential": 1, "parallel": 0, "sandwich": 2}[dims.block]  # that computing again needs
     width, m, last = job.activation_bytes, job.num_microbatches, job.pp - 1
-    tokens = job.microbatch * dims.seq_len
+    tokens = job.microbatch * dims.seq_len // job.cp
     x, layers = tokens * dims.hidden_size * width, job.stages(dims.num_layers)[stage]
     unshared = 0 if dims.shared_ffn_size else job.expert_layers(dims)[stage]  # layers without an MLP for every token
     looked_up = tokens * dims.hidden_size * 4
@@ -122,10 +136,11 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
         found["AllGather backward"] += m * x * inputs * layers
         found["ReduceScatter backward"] += m * x * (inputs * layers + last_stage)
     found.update(_expert_traffic(dims, job, stage, again))
+    found.update(_context_traffic(dims, job, layers, again))
     if job.tp > 1 and last_stage:  # the loss: maximum, sum and label's entry of each token
         found["AllReduce forward"] += 3 * m * tokens * 4
         found["AllReduce backward"] += 2 * m * tokens * 4
-    if job.dp > 1 and last_stage:  # the loss itself
+    if job.replicas > 1 and last_stage:  # the loss itself
         found["AllReduce forward"] += 4 * m
         found["AllReduce backward"] += 4 * m if m > 1 else 0
     if job.pp > 1:
@@ -140,6 +155,28 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     found.update(_parameter_traffic(dims, job, stage))
     found["AllReduce optimizer"] += 4 if job.devices > 1 else 0  # the square sum of all gradients
     return {name: size for name, size in found.items() if size}
+
+
+def _context_traffic(dims: Dimensions, job: Parallelism, layers: int, again: int) -> dict[str, float]:
+    """What context parallel adds, of one sequence a microbatch and replica: keys and values gathered, and their gradients
+    added up; or all-to-alls for queries, keys, values and what comes of them."""
+    if job.cp == 1:
+        return {}
+    m, width, tokens = job.num_microbatches, job.activation_bytes, job.microbatch * dims.seq_len
+    keys, queries = dims.kv_size // math.gcd(job.tp, dims.kv_heads), dims.query_size // job.tp
+    if job.ulysses:
+        moved = m * width * tokens // job.cp * 2 * (queries + keys)
+        return {
+            "AlltoAll forward": layers * moved,
+            "AlltoAll backward": layers * moved,
+            "AlltoAll recompute": again * moved,
+        }
+    moved = m * width * tokens * 2 * keys
+    return {
+        "AllGather forward": layers * moved,
+        "ReduceScatter backward": layers * moved,
+        "AllGather recompute": again * moved,
+    }
 
 
 def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) -> Counter[str]:
@@ -173,22 +210,23 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
     parallel over groups the whole gradients before they are cut; of microbatches they add up and are cut first.
     """
     whole, tied = 4 * stage_parameters(dims, job)[stage], 4 * _tied_words(dims, job, stage)
+    uncut = 4 * _whole_words(dims, job, stage)
     at_once = job.num_microbatches == 1
     twice = 4 * dims.vocab_size * dims.hidden_size // job.tp if at_once and dims.tied_embedding else 0
     experts = 4 * expert_parameters(dims, job)[stage] if job.dp > job.ep else 0
     if not job.zero:
         copied = 4 * copied_parameters(dims, job)[stage] if job.tp > 1 else 0
         others = tied if stage > 0 else 0  # the first stage reduces the tied table for both
-        return {"AllReduce optimizer": (whole + twice - others if job.dp > 1 else copied) + experts}
-    reduced: float = tied
-    if job.shards < job.dp:
-        reduced = whole + twice if at_once else tied + (whole - tied) // job.shards
-    gathered = whole - tied
+        return {"AllReduce optimizer": (whole + twice - others if job.replicas > 1 else copied) + experts}
+    reduced: float = uncut + (twice if uncut > tied else 0)
+    if job.shards < job.replicas:
+        reduced = whole + twice if at_once else uncut + (whole - uncut) // job.shards
+    gathered = whole - uncut
     if job.activation_bytes < 4 and not at_once:  # what is cast for every microbatch is gathered as it is computed with
         gathered = 2 * (gathered // 4 + _float32_parameters(dims, job, stage))
     return {
         "AllGather optimizer": gathered + experts,
-        "ReduceScatter optimizer": whole - tied + experts,
+        "ReduceScatter optimizer": whole - uncut + experts,
         "AllReduce optimizer": reduced,
     }
 
@@ -197,7 +235,7 @@ def _float32_parameters(dims: Dimensions, job: Parallelism, stage: int) -> int:
     """Of the parameters that optimizer parallel cuts on a stage those that are used in float32: norms and tables."""
     layers = job.stages(dims.num_layers)[stage]
     table = dims.vocab_size * dims.hidden_size // job.tp
-    words = table if stage == 0 and not _tied_words(dims, job, stage) else 0
+    words = table if stage == 0 and not _whole_words(dims, job, stage) else 0
     norms = layers * dims.num_norms * dims.norm + (dims.norm if stage == job.pp - 1 else 0)
     tables = dims.position_table * ((stage == 0) * min(dims.position_tables, 1))
     tables += dims.position_table * ((stage == job.pp - 1) * max(dims.position_tables - 1, 0))

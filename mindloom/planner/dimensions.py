@@ -257,6 +257,8 @@ class Parallelism:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ulysses: bool = False
+    """cp swaps heads and tokens in all-to-alls; else it gathers keys and values."""
     ep: int = 1
     """Ranks along dp (and cp) that share out the experts."""
     expert_tp: int = 0
@@ -289,6 +291,8 @@ class Parallelism:
     """Tensor parallel ranks send a part each between stages and gather it there; implied by sequence parallel."""
     flash_attention: bool = False
     """Attention in one kernel that keeps no scores."""
+    mask_bytes: int = 0
+    """Of an entry of the attention mask, which is whole for each microbatch; 0: the kernel makes it."""
     precision: Literal["fp16", "bf16", "fp32", "fp8"] = "bf16"
     weight_bytes: int = 2
     gradient_bytes: int = 4

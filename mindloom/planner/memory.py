@@ -154,6 +154,7 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
         flying = microbatches_in_flight(job, stage)
         again = layers[stage] if job.recomputed_layers is None else min(job.recomputed_layers[stage], layers[stage])
         activations = flying * (again * kept + (layers[stage] - again) * full)
+        activations += flying * job.mask_bytes * tokens * dims.seq_len
         working = full - kept if again else 0.0
         if stage == 0 and dims.dropout:
             mask = width if dims.float32_softmax else 1

@@ -69,6 +69,8 @@ def strategy_file(request: PlanRequest, option: Option, rules: str) -> str:
     job, dims = option.job, request.dims
     flags = f"--batch-size {job.global_batch_size} --seq-len {dims.seq_len}"
     flags += f" --compute-dtype {next(name for name, short in PRECISIONS.items() if short == job.precision)}"
+    if not job.flash_attention and job.precision != "fp32":
+        flags += " --attention plain"
     if job.pp == 1 and job.num_microbatches > 1:
         flags += f" --accumulate {job.num_microbatches}"
     head = [

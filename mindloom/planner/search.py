@@ -80,6 +80,8 @@ class PlanRequest:
     interleave: bool = False
     """Also pipelines with virtual stages, which the engine cannot run yet."""
     flash_attention: bool = False
+    recomputations: tuple[Recomputation, ...] = ("selective", "full")
+    """Kinds worth trying where memory is short."""
     precision: Precision = "bf16"
     """Of matrix products; master weights and moments are float32 in any case."""
 
@@ -165,17 +167,18 @@ def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
                     flash_attention=request.flash_attention,
                     **optimizer_cut(shards > 0, base.num_microbatches > 1, request.precision),
                 )
-                yield from _recomputations(dims, job, usable)
+                yield from _recomputations(dims, job, usable, request.recomputations)
 
 
-def _recomputations(dims: Dimensions, job: Parallelism, usable: float) -> Iterator[Parallelism]:
+def _recomputations(
+    dims: Dimensions, job: Parallelism, usable: float, kinds: tuple[Recomputation, ...]
+) -> Iterator[Parallelism]:
     """Nothing twice; if that does not fit, as few layers of each stage as make it fit, of either kind, or all."""
     stages = stage_memory(dims, job)
     if max(stage.total for stage in stages) <= usable:
         yield job
         return
     layers = job.stages(dims.num_layers)
-    kinds: tuple[Recomputation, ...] = ("selective", "full")
     for kind in kinds:
         whole = dataclasses.replace(job, recompute=kind)
         needed = []

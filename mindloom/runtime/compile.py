@@ -87,7 +87,7 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
         if zero.shard_size:
             config["optimizer_weight_shard_size"] = zero.shard_size
         settings = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
-    if mesh.ep > 1:
+    if mesh.ep > 1 or mesh.cp > 1:
         settings["enable_alltoall"] = True  # else a change of the cut dim is made of all-gathers
     if layouts_file:
         settings["strategy_ckpt_config"] = {"save_file": str(layouts_file)}

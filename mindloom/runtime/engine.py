@@ -30,6 +30,7 @@ from mindloom.runtime.compile import (
 )
 from mindloom.runtime.environment import end_with_msrun, job_name, launched_processes, launched_rank
 from mindloom.runtime.executor import Program
+from mindloom.runtime.find_nan import NanFinder
 from mindloom.runtime.kept_graphs import kept_graph, strategy_key
 from mindloom.runtime.layouts import ParameterLayout, learn_layouts, read_layouts
 from mindloom.runtime.reduced import check_reduced
@@ -60,6 +61,8 @@ class Engine:
         self.target = device_target()
         self.layouts: dict[str, ParameterLayout] = {}
         self.groups: dict[str, list[int]] = {}
+        self.nan_finder: NanFinder | None = None
+        """What looks at every node of the graphs compiled from now on."""
         self._programs: dict[Any, Program] = {}
         ms.set_context(mode=ms.GRAPH_MODE)
         if strategy.mesh.size == 1:
@@ -155,7 +158,8 @@ class Engine:
             check_reduced(graph, self.strategy, trainable, getattr(cell, "trained", ()))
             self.layouts |= graph.layouts
             self.groups |= graph.groups
-            self._programs[key] = Program(graph, cell, self.transport, f"program {len(self._programs)}")
+            name = f"program {len(self._programs)}"
+            self._programs[key] = Program(graph, cell, self.transport, name, self.nan_finder)
         return self._programs[key]
 
     def _graph(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> PartitionedGraph:
@@ -227,6 +231,18 @@ class Engine:
         if self.transport is None:
             return int(ops.AllReduce(ops.ReduceOp.MAX)(Tensor([value], ms.int32)).asnumpy()[0])
         return max(self.transport.gather_values(value, "largest"))
+
+    def first_not_finite(self) -> list[str]:
+        """Operators that made numbers that are not finite out of finite ones, with their ranks, on all ranks."""
+        mine = self.nan_finder.first if self.nan_finder else None
+        found = self.transport.gather_values(mine, "not finite") if self.transport else [mine]
+        ranks = {what: [str(rank) for rank, each in enumerate(found) if each == what] for what in found if what}
+        return [f"{what} (rank {', '.join(of)})" for what, of in ranks.items()]
+
+    def watch_for(self, seconds: float) -> None:
+        """Let every rank say where it is when one is in a collective for so long."""
+        if self.transport is not None:
+            self.transport.watchdog_s = seconds
 
     def announce_step(self, step: int) -> None:
         """Let the other ranks know how far this one is, for the message should it be killed."""

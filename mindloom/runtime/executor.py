@@ -10,6 +10,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
 from mindloom.runtime.compile import PartitionedGraph
+from mindloom.runtime.find_nan import NanFinder
 from mindloom.runtime.lowering import lower
 from mindloom.runtime.transport import Transport
 from mindloom.scratch import scratch_folder
@@ -18,9 +19,18 @@ from mindloom.scratch import scratch_folder
 class Program:
     """A partitioned graph, ready to run. Its parameters share storage with those of the Cell it came from."""
 
-    def __init__(self, graph: PartitionedGraph, cell: nn.Cell, transport: Transport, name: str):
+    def __init__(
+        self,
+        graph: PartitionedGraph,
+        cell: nn.Cell,
+        transport: Transport,
+        name: str,
+        nan_finder: NanFinder | None = None,
+    ):
         self.graph = graph
-        lower(graph.model, transport, graph.groups, name)
+        messages = lower(graph.model, transport, graph.groups, name)
+        if nan_finder:
+            nan_finder.watch(graph.model, messages)
         with scratch_folder() as folder:
             path = folder / "rank.mindir"
             path.write_bytes(graph.model.SerializeToString())

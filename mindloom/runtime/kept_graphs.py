@@ -19,7 +19,7 @@ from typing import Any
 
 import mindspore as ms
 
-from mindloom.files import write_atomically
+from mindloom.files import cache_folder, write_atomically
 from mindloom.log import milestone
 from mindloom.models.family import sources_hash
 from mindloom.private_names import mind_ir
@@ -38,7 +38,7 @@ def folder() -> Path:
     """Where graphs are kept: in the user's cache directory."""
     if chosen := os.environ.get(SWITCH):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindloom" / "graphs"
+    return cache_folder() / "graphs"
 
 
 def kept_graph(key: Mapping[str, Any], make: Callable[[], PartitionedGraph]) -> PartitionedGraph:

@@ -7,25 +7,24 @@ a `Custom` node of kind pyfunc around a function of `transport`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from mindloom.errors import ConfigError
-from mindloom.private_names import add_pyfunc, mind_ir
+from mindloom.private_names import mind_ir
 from mindloom.runtime.compile import DECIDES_BY_DATA
+from mindloom.runtime.flash import exchange_flash_attention
 from mindloom.runtime.ordering import Message, order_messages
+from mindloom.runtime.places import place_of
+from mindloom.runtime.pyfunc import add_pyfunc_primitive
 from mindloom.runtime.transport import Array, Collectives, Transport
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
 Direction = tuple[str, int]
 """Send or Receive, and the other rank."""
-
-_serial = itertools.count()
-_keep: list[Callable[[Array], Any]] = []  # C++ holds the functions by id only
 
 
 class LoweringError(RuntimeError):
@@ -55,8 +54,9 @@ def attributes(primitive: mind_ir.PrimitiveProto) -> dict[str, Any]:
     return values
 
 
-def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, list[int]], program: str) -> None:
-    """Replace every collective of `model`, in place, and put them in an order that cannot deadlock.
+def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, list[int]], program: str) -> set[str]:
+    """Replace every collective of `model`, in place, and put them in an order that cannot deadlock. Returns the names of what
+    they give.
 
     `program` keeps the messages of several graphs apart.
 
@@ -67,6 +67,7 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
     """
     if any(primitive.op_type == "Switch" for primitive in model.primitives):
         raise ConfigError(f"the network {DECIDES_BY_DATA}")
+    exchange_flash_attention(model)
     counts: dict[str, int] = {}
     messages: dict[str, Message] = {}
     _take_broadcasts_apart(model)
@@ -93,10 +94,10 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
             message = Message("collective", tuple(ranks), f"{what}, number {counts[group]} of {group}")
             run = _collective(kind, values, Collectives(transport, ranks, (program, message.tag)))
         messages[node.output[0]] = message
-        custom = model.primitives.add()
-        custom.CopyFrom(_custom_primitive(run, is_scalar=not output_of(node).dims))
-        node.op_type = f"REF::{custom.name}"
+        run = transport.watched(f"{kind} of {place_of(node.domain)}, ranks {', '.join(map(str, message.ranks))}", run)
+        node.op_type = add_pyfunc_primitive(model, run, is_scalar=not output_of(node).dims)
     order_messages(model, messages, transport, program)
+    return set(messages)
 
 
 def _places_of_tags(
@@ -177,40 +178,3 @@ def _take_broadcasts_apart(model: mind_ir.ModelProto) -> None:
 def output_of(node: mind_ir.NodeProto) -> mind_ir.TensorProto:
     """Shape and type of what a node returns."""
     return next(a for a in node.attribute if a.name == "shape").tensors[0]
-
-
-def _custom_primitive(run: Callable[[Array], Array], is_scalar: bool) -> mind_ir.PrimitiveProto:
-    """A `Custom` primitive that calls `run`; its unique name keeps common-subexpression elimination away."""
-
-    def call(x: Array) -> Any:
-        result = run(np.asarray(x))
-        return result.item() if is_scalar else result  # MindSpore takes a tensor without dims as a Python number only
-
-    _keep.append(call)
-    add_pyfunc(id(call), call)
-    serial = next(_serial)
-    primitive = mind_ir.PrimitiveProto()
-    primitive.name, primitive.op_type = f"mindloom_collective_{serial}", "Custom"
-    proto = mind_ir.AttributeProto
-    values: dict[str, str | int] = {
-        "func_type": "pyfunc",
-        "fn_id": id(call),
-        "uniq_name": f"mindloom_{serial}",
-        "func_name": "run",
-        "primitive_target": "CPU",
-        "inputs_num": 1,
-        "multi_output": False,
-        "single_scalar_output": False,
-        "fake_output": False,
-        "autodiff": False,
-        "imply_path": "",
-        "no_eliminate": True,
-    }
-    for name, value in values.items():
-        attribute = primitive.attribute.add()
-        attribute.name = name
-        if isinstance(value, str):
-            attribute.type, attribute.s = proto.STRING, value.encode()
-        else:
-            attribute.type, attribute.i = proto.BOOL if isinstance(value, bool) else proto.INT64, int(value)
-    return primitive

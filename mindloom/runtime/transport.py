@@ -31,7 +31,9 @@ SMALL_BYTES = 1 << 16  # up to here one exchange of whole arrays beats two excha
 NUMBERS = "biufc"  # kinds of NumPy dtypes that a message may hold
 
 Array = NDArray[Any]
-_HELLO, _STEP, _BYE, _VALUE, _ARRAY = "hello", "step", "bye", "value", "array"
+_IN = "in "
+WATCHDOG_S = 120.0
+_HELLO, _STEP, _BYE, _WHERE, _VALUE, _ARRAY = "hello", "step", "bye", "where", "value", "array"
 
 
 class TransportError(RuntimeError):
@@ -54,6 +56,10 @@ class Transport:
         self.last_steps: dict[int, int | None] = dict.fromkeys(range(size))
         self.on_lost: Callable[[str], None] = lambda line: None
         """Told, in one line, that a peer is gone, before this process ends."""
+        self.watchdog_s = WATCHDOG_S
+        """Seconds within a collective after which every rank tells where it is; see `watched`."""
+        self._doing, self._since, self._told_at = "before its first collective", time.monotonic(), -math.inf
+        self._step: int | None = None
         self._inbox: dict[tuple[int, str], queue.Queue[Any]] = {}
         self._inbox_lock = threading.Lock()
         self._absent = set(range(size)) - {rank}  # peers that did not say hello yet
@@ -123,6 +129,9 @@ class Transport:
             self._queue(source, tag).put(json.loads(body.bytes))
         elif kind == _STEP:
             self.last_steps[source] = int(tag)
+        elif kind == _WHERE:
+            print(json.loads(body.bytes), file=sys.stderr, flush=True)
+            self._tell_where()
         elif kind == _BYE:
             self._left.add(source)
         elif kind == _HELLO:
@@ -158,15 +167,47 @@ class Transport:
         Raises:
             TransportError: nothing came within the time-out.
         """
+        waiting, early = self._queue(peer, _text(tag)), min(self.watchdog_s, timeout_s)
+        if self._doing.startswith(_IN):  # elsewhere a rank may well wait long: for a request to serve, say
+            try:
+                return waiting.get(timeout=early)
+            except queue.Empty:
+                self._tell_where(f", for rank {peer}")
+        else:
+            early = 0.0
         try:
-            return self._queue(peer, _text(tag)).get(timeout=timeout_s)
+            return waiting.get(timeout=timeout_s - early)
         except queue.Empty:
             message = f"rank {self.rank} waited {timeout_s:.0f} s for rank {peer}, message {tag}"
             print(message, file=sys.stderr, flush=True)
             raise TransportError(message) from None
 
+    def watched(self, what: str, run: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        """`run`, a message of a graph, that says what it is to those who ask where this rank is."""
+
+        def call(x: Array) -> Array:
+            self._doing, self._since = f"{_IN}{what}", time.monotonic()
+            result = run(x)
+            self._doing, self._since = f"busy since {what}", time.monotonic()
+            return result
+
+        return call
+
+    def _tell_where(self, more: str = "") -> None:
+        """Once in a while, to all."""
+        now = time.monotonic()
+        if now - self._told_at < self.watchdog_s:
+            return
+        self._told_at = now
+        step = "no step done yet" if self._step is None else f"step {self._step} was its last"
+        line = f"rank {self.rank}: {self._doing}{more}, for {now - self._since:.0f} s; {step}"
+        print(line, file=sys.stderr, flush=True)
+        for peer in self._peers:
+            self._post(peer, _WHERE, body=json.dumps(line).encode())
+
     def announce_step(self, step: int) -> None:
         """Tell everybody which step this rank has finished; named should it be killed."""
+        self._step = step
         for peer in self._peers:
             self._post(peer, _STEP, str(step))
 

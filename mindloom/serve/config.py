@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.io import load_text_config
 from mindloom.cli import argument, option
 from mindloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from mindloom.errors import ConfigError, Problems
@@ -90,7 +90,7 @@ def check(config: ServeConfig, num_processes: int | None) -> ServeJob:
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         problems.append(f"{', '.join(missing)} missing: pip install 'mindloom[serve]'")
     problems += number_problems(config)
-    family, model = problems.of(load_config, config.checkpoint) or (None, None)
+    family, model = problems.of(load_text_config, config.checkpoint) or (None, None)
     strategy = problems.of(load_strategy, config.strategy, True) if config.strategy else SINGLE_DEVICE
     if strategy:
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []

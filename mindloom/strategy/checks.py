@@ -68,13 +68,16 @@ def _option_problems(strategy: Strategy) -> list[str]:
             )
         if "recompute.layers" in strategy.lines:
             problems.append(f"{strategy.at('recompute')} takes either layers or per_stage")
-    if zero and mesh.dp == 1:
+    replicas, name = mesh.dp * mesh.cp, "mesh.dp x cp" if mesh.cp > 1 else "mesh.dp"
+    if zero and replicas == 1:
         problems.append(f"{strategy.at('optimizer_parallel')} has no effect at mesh.dp = 1; remove it or raise mesh.dp")
-    if zero and zero.shard_size is not None and (zero.shard_size < 2 or mesh.dp % zero.shard_size):
+    if zero and zero.shard_size is not None and (zero.shard_size < 2 or replicas % zero.shard_size):
         problems.append(
             f"{strategy.at('optimizer_parallel.shard_size')} = {zero.shard_size} must be at least 2 and divide "
-            f"mesh.dp = {mesh.dp}; possible: {', '.join(str(d) for d in divisors(mesh.dp) if d > 1)}"
+            f"{name} = {replicas}; possible: {', '.join(str(d) for d in divisors(replicas) if d > 1)}"
         )
+    if "context_parallel" in strategy.lines and mesh.cp == 1:
+        problems.append(f"{strategy.at('context_parallel')} has no effect at mesh.cp = 1; remove it or raise mesh.cp")
     if strategy.sequence_parallel and mesh.tp == 1:
         problems.append(f"{strategy.at('sequence_parallel')} has no effect at mesh.tp = 1; remove it or raise mesh.tp")
     return problems
@@ -109,6 +112,14 @@ def model_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
             f"{strategy.at('mesh.tp')} = {mesh.tp} neither divides num_kv_heads = {config.kv_heads} nor is a multiple of it; "
             f"{_nearest(config.num_heads, mesh.tp, config.kv_heads)}"
         )
+    heads = mesh.tp * mesh.cp
+    if mesh.cp > 1 and strategy.context_parallel == "ulysses" and config.kv_heads % heads:
+        problems.append(
+            f"{strategy.at('context_parallel')}: ulysses cuts heads of keys and values over tp x cp = {heads}, which does "
+            f"not divide num_kv_heads = {config.kv_heads}; use gather"
+        )
+    if mesh.cp > 1 and config.experts:
+        problems.append(f"{strategy.at('mesh.cp')}: experts count their tokens in whole sequences; leave cp out")
     if mesh.ep > 1 and not config.experts:
         problems.append(f"{strategy.at('mesh.ep')} = {mesh.ep}, but the model has no experts; leave it out")
     elif config.experts and config.experts.num_experts % mesh.ep:
@@ -157,11 +168,13 @@ def batch_problems(
             + (f" x {microbatches} microbatches = {parts}" if microbatches > 1 else "")
             + f"; use {nearest}"
         )
-    elif strategy.sequence_parallel and batch_size // parts * seq_len % mesh.tp:
+    elif strategy.sequence_parallel and batch_size // parts * seq_len // mesh.cp % mesh.tp:
         problems.append(
-            f"{strategy.at('sequence_parallel')}: {batch_size // parts} sequences of {seq_len} tokens are not "
+            f"{strategy.at('sequence_parallel')}: {batch_size // parts} sequences of {seq_len // mesh.cp} tokens are not "
             f"divisible by tp {mesh.tp}"
         )
+    if seq_len % mesh.cp:
+        problems.append(f"{strategy.at('mesh.cp')}: sequences of {seq_len} tokens are not divisible by cp {mesh.cp}")
     return problems
 
 

@@ -10,6 +10,8 @@ from mindloom.numbers import Count, Natural, Positive
 from mindloom.strategy.layout import Layout
 from mindloom.strategy.mesh import Mesh
 
+ContextMethod = Literal["gather", "ulysses"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
@@ -112,6 +114,9 @@ class Strategy:
     """Cut parameters and optimizer state over the replicas; off without this key."""
     sequence_parallel: bool = False
     """Cut the tokens over tp where a layer works on each token alone (the axis `sp` of the rules)."""
+    context_parallel: Literal["gather", "ulysses"] = "gather"
+    """How attention sees whole sequences, when mesh.cp > 1: `gather`, each rank has its part of the queries and gathers all
+    keys and values; `ulysses`, all-to-alls give each rank whole sequences of a part of the heads, and take them back."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
     lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})

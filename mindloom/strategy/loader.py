@@ -12,13 +12,17 @@ from mindloom.errors import ConfigError
 from mindloom.reader import Document, Keys, Reader, read_yaml, show_key
 from mindloom.shipped import RULES, shipped_names, shipped_or_file
 from mindloom.strategy.checks import strategy_problems
-from mindloom.strategy.config import Rule, Rules, Strategy
+from mindloom.strategy.config import ContextMethod, Rule, Rules, Strategy
 from mindloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout
 from mindloom.strategy.mesh import AXES
 
 _RULES_KEYS = tuple(f.name for f in dataclasses.fields(Rules))
 SEQUENCE_AXIS = "sp"
 """In a rule: tp where sequence parallel is on, nothing where it is off."""
+CONTEXT_AXES: dict[ContextMethod, str] = {"gather": "cp_tokens", "ulysses": "cp_heads"}
+"""In a rule: cp where `context_parallel` says this, nothing where it says the other."""
+Named = dict[str, tuple[str, ...]]
+"""Axis of a rule -> mesh axes."""
 PARTS = (KV_AXIS, GROUP_AXIS, EXPERT_AXIS, EXPERT_REPLICA_AXIS)
 """In a rule: parts of an axis."""
 
@@ -26,8 +30,9 @@ PARTS = (KV_AXIS, GROUP_AXIS, EXPERT_AXIS, EXPERT_REPLICA_AXIS)
 def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
     """The strategy a YAML file describes, or the shipped one of that name.
 
-    `for_inference` leaves out what only training needs, sequence parallel, recompute and optimizer parallel: one token a
-    step leaves no sequence to cut, and weights cut over the replicas would be gathered for every token.
+    `for_inference` leaves out what only training needs, sequence and context parallel, recompute and optimizer parallel: one
+    token a step leaves no sequence to cut, and weights cut over the replicas would be gathered for every token. The ranks of
+    cp are further replicas then.
 
     Raises:
         ConfigError: all problems of the file and of its rules file.
@@ -57,8 +62,11 @@ def _plain(value: Any) -> Any:
 def _strategy(document: Document, for_inference: bool = False) -> Strategy:
     reader, given = Reader(document), document.mapping
     values = reader.fields(given, Strategy, skip=("rules",))
-    sequence_parallel = bool(values.get("sequence_parallel", False)) and not for_inference
-    rules = _strategys_rules(reader, given["rules"], sequence_parallel) if "rules" in given else Rules()
+    named = _named_axes(
+        bool(values.get("sequence_parallel", False)) and not for_inference,
+        str(values.get("context_parallel", Strategy.context_parallel)),
+    )
+    rules = _strategys_rules(reader, given["rules"], named) if "rules" in given else Rules()
     if reader.problems:
         raise ConfigError(reader.problems)
     lines = {show_key(keys): line for keys, line in document.lines.items()}
@@ -66,61 +74,71 @@ def _strategy(document: Document, for_inference: bool = False) -> Strategy:
     if problems := strategy_problems(strategy):
         raise ConfigError(problems)
     if for_inference:
-        return dataclasses.replace(strategy, sequence_parallel=False, recompute=None, optimizer_parallel=None)
+        mesh = strategy.mesh.with_cp_as_replicas()
+        return dataclasses.replace(
+            strategy, mesh=mesh, sequence_parallel=False, recompute=None, optimizer_parallel=None
+        )
     return strategy
 
 
-def load_rules(path: Path, sequence_parallel: bool) -> Rules:
-    """The rules of a rules file, as a strategy with or without sequence parallel reads them.
+def _named_axes(sequence_parallel: bool, context_parallel: str) -> Named:
+    """What the axes of rules that hang on a strategy's settings stand for."""
+    named: Named = dict.fromkeys((SEQUENCE_AXIS, *CONTEXT_AXES.values()), ())
+    named |= {SEQUENCE_AXIS: ("tp",)} if sequence_parallel else {}
+    return named | {axis: ("cp",) for method, axis in CONTEXT_AXES.items() if method == context_parallel}
+
+
+def load_rules(path: Path, like: Strategy) -> Rules:
+    """The rules of a rules file, as a strategy like this one reads them.
 
     Raises:
         ConfigError: all problems of the file.
     """
     problems: list[str] = []
-    rules = _whole_file(path, problems, sequence_parallel)
+    rules = _whole_file(path, problems, _named_axes(like.sequence_parallel, like.context_parallel))
     if problems:
         raise ConfigError(problems)
     return rules
 
 
-def _strategys_rules(reader: Reader, value: Any, sequence_parallel: bool) -> Rules:
+def _strategys_rules(reader: Reader, value: Any, named: Named) -> Rules:
     """`rules:` of a strategy: the name of a rules file, or rules written in place, on top of `base`."""
     keys: Keys = ("rules",)
     if isinstance(value, str) and value:
-        return _rules_file(reader, value, keys, sequence_parallel)
+        return _rules_file(reader, value, keys, named)
     if not isinstance(value, dict):
         reader.problem(keys, "rules must be a file name or a mapping")
         return Rules()
     given = reader.known(value, keys, ("base", *_RULES_KEYS))
     base = Rules()
     if "base" in given:
-        base = _rules_file(reader, str(given["base"]), (*keys, "base"), sequence_parallel)
-    return _rules(reader, given, keys, base, sequence_parallel)
+        base = _rules_file(reader, str(given["base"]), (*keys, "base"), named)
+    return _rules(reader, given, keys, base, named)
 
 
-def _rules_file(reader: Reader, name: str, keys: Keys, sequence_parallel: bool) -> Rules:
+def _rules_file(reader: Reader, name: str, keys: Keys, named: Named) -> Rules:
     beside = Path(reader.document.source).parent / name
     if not beside.is_file() and name not in shipped_names(RULES):
         reader.problem(keys, f"rules: there is no file {beside}, and no rules of that name are shipped")
         return Rules()
     path = beside if beside.is_file() else shipped_or_file(name, RULES)
-    return _whole_file(path, reader.problems, sequence_parallel)
+    return _whole_file(path, reader.problems, named)
 
 
-def _whole_file(path: Path, problems: list[str], sequence_parallel: bool) -> Rules:
+def _whole_file(path: Path, problems: list[str], named: Named) -> Rules:
     try:
         document = read_yaml(path)
         reader = Reader(document, problems)
         given, base = reader.known(document.mapping, (), ("base", *_RULES_KEYS)), Rules()
         if "base" in given:
-            base = _rules_file(reader, str(given["base"]), ("base",), sequence_parallel)
-        return _rules(reader, given, (), base, sequence_parallel)
+            base = _rules_file(reader, str(given["base"]), ("base",), named)
+        return _rules(reader, given, (), base, named)
     except ConfigError as error:
         problems += error.problems
         return Rules()
 
 
-def _rules(reader: Reader, given: dict[str, Any], keys: Keys, base: Rules, sequence_parallel: bool) -> Rules:
+def _rules(reader: Reader, given: dict[str, Any], keys: Keys, base: Rules, named: Named) -> Rules:
     def patterns(key: str, default: tuple[str, ...]) -> tuple[str, ...]:
         found = reader.value(given[key], list[str], (*keys, key)) if key in given else default
         return tuple(found) if isinstance(found, list) else default
@@ -129,7 +147,7 @@ def _rules(reader: Reader, given: dict[str, Any], keys: Keys, base: Rules, seque
     operators = given.get("operators")
     if isinstance(operators, dict):
         for pattern, value in operators.items():
-            rules.append(_rule(reader, value, (*keys, "operators", pattern), sequence_parallel))
+            rules.append(_rule(reader, value, (*keys, "operators", pattern), named))
     elif "operators" in given:
         reader.problem((*keys, "operators"), "operators must be a mapping of path patterns")
     return Rules(
@@ -142,7 +160,7 @@ def _rules(reader: Reader, given: dict[str, Any], keys: Keys, base: Rules, seque
     )
 
 
-def _rule(reader: Reader, value: Any, keys: Keys, sequence_parallel: bool) -> Rule:
+def _rule(reader: Reader, value: Any, keys: Keys, named: Named) -> Rule:
     pattern = str(keys[-1])
     inputs, outputs, local = value, None, False
     if isinstance(value, dict):
@@ -156,15 +174,15 @@ def _rule(reader: Reader, value: Any, keys: Keys, sequence_parallel: bool) -> Ru
     return Rule(
         pattern=pattern.removesuffix("?"),
         optional=pattern.endswith("?"),
-        inputs=_layouts(reader, inputs, keys, sequence_parallel),
-        outputs=None if outputs is None else _layouts(reader, outputs, keys, sequence_parallel),
+        inputs=_layouts(reader, inputs, keys, named),
+        outputs=None if outputs is None else _layouts(reader, outputs, keys, named),
         local=local,
         source=reader.document.at(keys),
     )
 
 
-def _layouts(reader: Reader, value: Any, keys: Keys, sequence_parallel: bool) -> tuple[Layout, ...]:
-    pattern, axes_of_layouts = keys[-1], (*AXES[1:], SEQUENCE_AXIS, *PARTS)
+def _layouts(reader: Reader, value: Any, keys: Keys, named: Named) -> tuple[Layout, ...]:
+    pattern, axes_of_layouts = keys[-1], (*AXES[1:], *named, *PARTS)
     if not isinstance(value, list) or not all(isinstance(layout, list) for layout in value):
         reader.problem(keys, f"{pattern}: a list with one layout per input is expected, e.g. [[dp, ~], [tp, ~]]")
         return ()
@@ -179,9 +197,6 @@ def _layouts(reader: Reader, value: Any, keys: Keys, sequence_parallel: bool) ->
                         keys,
                         f"{pattern}: {axis!r} is no mesh axis of a layout; use {', '.join(axes_of_layouts)} or ~",
                     )
-            axes = [
-                "tp" if axis == SEQUENCE_AXIS else axis for axis in axes if axis != SEQUENCE_AXIS or sequence_parallel
-            ]
-            dims.append(tuple(map(str, axes)))
+            dims.append(tuple(name for axis in map(str, axes) for name in named.get(axis, (axis,))))
         layouts.append(tuple(dims))
     return tuple(layouts)

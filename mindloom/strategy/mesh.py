@@ -56,6 +56,13 @@ class Mesh:
         """Ranks of one pipeline stage."""
         return self.size // self.pp
 
+    def with_cp_as_replicas(self) -> Mesh:
+        """The same ranks without context parallel: those of cp take sequences of their own."""
+        if self.cp == 1:
+            return self
+        order = tuple(axis for axis in self.order if axis != "cp")
+        return Mesh(order=order, pp=self.pp, dp=self.dp * self.cp, ep=self.ep, tp=self.tp)
+
     @property
     def first_rank_of_last_stage(self) -> int:
         """The rank that speaks for all: it knows losses and logits."""

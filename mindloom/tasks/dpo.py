@@ -49,12 +49,17 @@ class DPO(PairTask):
                 raise ConfigError(
                     f"{self._kept} is missing: how likely the texts were before the run began; start anew"
                 )
-            self.reference = np.load(self._kept)
+            try:
+                self.reference = np.load(self._kept, allow_pickle=False)
+            except (OSError, EOFError, ValueError) as error:
+                raise ConfigError(f"{self._kept}: cannot be read: {error}; start anew") from None
+            if self.reference.shape != (self.num_samples, 2):
+                raise ConfigError(f"{self._kept}: is not of this run's {self.num_samples} pairs; start anew")
             return
         size, length = 2 * self.config.batch_size, self.run.seq_len
         sums = list[NDArray[np.float32]]()
         for real, batch in batches_of(both(self.pairs), size, lambda part: example_batch([[e] for e in part], length)):
-            log_probs = self.evaluated(self.network_, batch)
+            log_probs = self.evaluated(self.net, batch)
             sums.append((log_probs * batch.loss_weights).sum(1)[:real])
         self.reference = np.concatenate(sums).reshape(-1, 2)
         if self.engine.rank == 0:

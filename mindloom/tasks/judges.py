@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from mindloom.checkpoint.io import load_config
 from mindloom.data.examples import Example, ended_batch
-from mindloom.errors import ConfigError
 from mindloom.inference.model import load_model
 from mindloom.models.adapters import is_adapter
 from mindloom.models.family import family_module
@@ -59,16 +58,13 @@ class Reference:
 class Judge:
     """A reward model, to be asked for the rewards of texts."""
 
-    def __init__(self, engine: Engine, folder: Path, num_rows: int):
-        family, config = load_config(folder)
-        if not config.value_head:
-            raise ConfigError(f"--reward-model {folder}: a model of text; give one of `mindloom reward`")
-        self.engine, self.num_rows, self.seq_len = engine, num_rows, config.seq_len
-        self.net = load_model(folder, family, config, engine.strategy)
+    def __init__(self, engine: Engine, folder: Path):
+        self.engine = engine
+        self.net = load_model(folder, *load_config(folder), engine.strategy)
 
     def rewards(self, texts: Sequence[Example], seq_len: int) -> NDArray[np.float64]:
-        """Of each text."""
-        batch = ended_batch(texts, min(seq_len + 1, self.seq_len))
+        """Of each text, of at most `seq_len` tokens."""
+        batch = ended_batch(texts, seq_len)
         output = self.engine.run(self.net, Tensor(batch.tokens), Tensor(batch.positions))
         source, values = self.engine.strategy.mesh.first_rank_of_last_stage, np.zeros(len(texts), np.float32)
         if self.engine.rank == source:

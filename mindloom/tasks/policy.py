@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ class PolicyTask(Tuning):
     def open_data(self) -> None:
         config = self.config
         self.functions = {name: _reward(name) for name in config.reward}
-        room = self.run.seq_len + 1 - config.max_completion_length
+        room = self.run.seq_len - config.max_completion_length
         every = self.reading().prompts(self.run.data)
         self.prompts = [prompt for prompt in every if len(prompt.tokens) <= room]
         self.num_samples = len(self.prompts)
@@ -96,11 +97,11 @@ class PolicyTask(Tuning):
 
     def begin(self, step: TrainStep, steps_done: int) -> None:
         config = self.config
-        self.rollouts = Rollouts(self.engine, self.run, self.network_.model, self.tokenizer, config.batch_size)
+        self.rollouts = Rollouts(self.engine, self.run, self.net.model, self.tokenizer, config.batch_size)
         if self.wants_reference:
-            self.reference = Reference(self.engine, self.run, self.network_, Policy(temperature=config.temperature))
+            self.reference = Reference(self.engine, self.run, self.net, Policy(temperature=config.temperature))
         if config.reward_model:
-            self.judge = Judge(self.engine, config.reward_model, config.batch_size)
+            self.judge = Judge(self.engine, config.reward_model)
 
     def shaped_inputs(self, step: int) -> list[NDArray[Any]]:
         rows, length = self.run.sizes.of_step(step)
@@ -118,11 +119,11 @@ class PolicyTask(Tuning):
         policy = [advantages, found.old, found.reference, is_first]
         return [*batch._replace(loss_weights=weights), *(a.astype(np.float32) for a in (*policy, *more))]
 
+    @abstractmethod
     def judged(
         self, found: Collected, mask: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[Any], Sequence[NDArray[Any]]]:
         """Loss weights and advantages (B, T) of the tokens of a round, and what else the objective wants."""
-        raise NotImplementedError
 
     def texts(self, texts: Sequence[Sampled]) -> Batch:
         """Texts as a batch with a mask for weights."""
@@ -134,7 +135,7 @@ class PolicyTask(Tuning):
         chosen = self.samples(number, self.prompts_per_round)
         numbers = np.repeat(chosen, config.texts_per_prompt)
         first = number * len(numbers)
-        self.engine.refresh(self.network_, self.network_.parallel_report)
+        self.engine.refresh(self.net, self.net.parallel_report)
         texts = self.rollouts.sample(self.prompts, numbers.tolist(), range(first, first + len(numbers)))
         batch = self.texts(texts)
         reference = np.zeros_like(batch.loss_weights)
@@ -152,7 +153,7 @@ class PolicyTask(Tuning):
         """How likely the tokens are before the first update, as training computes it, where it must be known; and the
         critic's values, if there is one."""
         mask = batch.loss_weights
-        return self.evaluated(self.network_, batch) * mask if self.config.updates_per_round > 1 else None, 0 * mask
+        return self.evaluated(self.net, batch) * mask if self.config.updates_per_round > 1 else None, 0 * mask
 
     def rewards(self, texts: Sequence[Sampled]) -> NDArray[np.float64]:
         """Of each text, added up over all that reward."""

@@ -44,16 +44,16 @@ class PPO(PolicyTask):
         if run.lora:
             attach_adapters(model, run.lora)
         policy = Policy(config.cliprange, kl=config.kl_estimator, temperature=config.temperature)
-        self.network_ = DecoderWithValues(model, ActorCritic(policy, ValueLoss(config.cliprange_value), config.vf_coef))
+        self.net = DecoderWithValues(model, ActorCritic(policy, ValueLoss(config.cliprange_value), config.vf_coef))
         if config.kl_target:
             self.adaptive = AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
-        return self.network_
+        return self.net
 
     def beside(self) -> dict[str, tuple[int, ...]]:
         return {"value_head.weight": (1, self.run.model.hidden_size)}
 
     def before(self, batch: Batch) -> tuple[NDArray[np.float32] | None, NDArray[np.float32]]:
-        both = self.evaluated(self.network_, batch, parts=2)
+        both = self.evaluated(self.net, batch, parts=2)
         length = batch.tokens.shape[1]
         return both[:, :length] * batch.loss_weights, both[:, length:] * batch.loss_weights
 

@@ -49,8 +49,7 @@ class Rollouts:
 
     def __init__(self, engine: Engine, run: Run, model: nn.Cell, tokenizer: Any, num_rows: int):
         self.engine, self.run, config = engine, run, run.config
-        longest = min(run.seq_len + 1, run.model.seq_len)
-        shape = (num_rows, num_slots_for(longest))
+        shape = (num_rows, num_slots_for(run.seq_len))
         net = build_model(run.family, run.model, run.strategy, shape, weights_of=model, lora=run.lora)
         for parameter in net.get_parameters():
             if ".cache." in parameter.name:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindloom.data.batch import Batch
 from mindloom.data.examples import Example, example_batch, fitted, packed
 from mindloom.errors import ConfigError
 from mindloom.tasks.tuning import Tuning
@@ -38,10 +37,6 @@ class SFT(Tuning):
 
     def data_state(self) -> dict[str, Any]:
         return {**super().data_state(), "packing": self.config.packing, "train_on": self.config.train_on}
-
-    def inspected(self, step: int) -> Batch:
-        """The batch of a step, its mask in place of weights."""
-        return example_batch([self.rows[sample] for sample in self.samples(step)], self.run.seq_len)
 
 
 def shared_evenly(mask: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -25,7 +25,7 @@ class Tuning(Task):
     """What `samples` draws from."""
     text: str
     """Of `describe`."""
-    network_: nn.Cell
+    net: nn.Cell
     """Model and loss, as `network` made them."""
 
     @property
@@ -33,8 +33,8 @@ class Tuning(Task):
         return self.run.config
 
     def network(self) -> nn.Cell:
-        self.network_ = super().network()
-        return self.network_
+        self.net = super().network()
+        return self.net
 
     def reading(self, learn_all: bool = False) -> Reading:
         """Open the tokenizer, and read with it."""
@@ -61,7 +61,6 @@ class Tuning(Task):
 
     def evaluated(self, net: nn.Cell, batch: Batch, parts: int = 1) -> NDArray[np.float32]:
         """What a network with an objective says of each token, by its present weights, on all ranks: (B, parts * T)."""
-        self.engine.refresh(net, net.parallel_report)
         was_training = net.training
         net.set_train(False)
         try:

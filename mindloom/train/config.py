@@ -4,26 +4,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from mindloom.certificate import check_certificate, vouched_for
-from mindloom.checkpoint.io import load_config
 from mindloom.checkpoint.manifest import checkpoints
 from mindloom.cli import option, run_file
-from mindloom.data.blend import BLENDS, BlendEntry, read_blend, short_datasets
-from mindloom.data.documents import read_documents
-from mindloom.data.sample_order import MOST_STEPS, Sizes, growing_seq_lens, ramped_batch_sizes
-from mindloom.data.token_file import is_token_file
-from mindloom.data.tokenizer import content_hash, find_tokenizer
+from mindloom.data.random_ltd import RandomLTD
+from mindloom.data.sample_order import Sizes
+from mindloom.data.tokenizer import find_tokenizer
 from mindloom.errors import ConfigError, Problems
 from mindloom.files import unwritable
 from mindloom.models.adapters import LoRAConfig
-from mindloom.models.config import ComputeDtype, ModelConfig
-from mindloom.models.family import config_with_file, family_module, size_config
-from mindloom.numbers import Amount, Count, Natural, NotNegative, Positive, Rate, number_problems
+from mindloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
+from mindloom.models.family import with_precision
+from mindloom.numbers import Count, Natural, NotNegative, Positive, Rate, number_problems
 from mindloom.reader import Document, fields_from
 from mindloom.runtime.environment import is_first_process
 from mindloom.strategy.checks import batch_problems, group_problems, launch_problems, model_problems
@@ -31,26 +30,24 @@ from mindloom.strategy.config import SINGLE_DEVICE, Strategy
 from mindloom.strategy.loader import load_strategy
 from mindloom.train.loss_scale import FLOAT16_INITIAL
 from mindloom.train.schedules import Schedule
+from mindloom.train.spikes import parse_steps
 
 MOST_TOKENS = 1 << 28
 """Of one step: more are a slip of the keyboard."""
-
-
-class PlainText(NamedTuple):
-    """What `mindloom train` reads: one of both."""
-
-    documents: list[str] | None
-    """Text that is still to be tokenized."""
-    parts: list[BlendEntry] | None
-    """Token files."""
+MOST_LENGTHS = 16
+"""Of what layers see with random-LTD: each is a graph to compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(ABC):
     """One training run of any kind."""
 
     task: ClassVar[str]
     """Module of `mindloom.tasks`."""
+    trains_values: ClassVar[bool] = False
+    """Whether the network gives a number of each token in place of logits."""
+    samples_texts: ClassVar[bool] = False
+    """Whether the model writes what it learns from."""
     rows_per_unit: ClassVar[int] = 1
     """Sequences for each thing that `batch_size` counts."""
 
@@ -97,12 +94,32 @@ class TrainingConfig:
     max_grad_norm: NotNegative = option(1.0, "clip gradients to this global norm; 0 measures it and clips nothing")
     dropout: Rate | None = option(None, "dropout rate; the size's own without it")
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
+    attention: AttentionKernel | None = option(
+        None,
+        "plain, flash, or auto: flash on Ascend where head size, type and dropout allow it; the size's own without it",
+    )
     loss_scale: Positive | None = option(
         None,
         "the loss is multiplied with it and gradients are divided; without it 2^32 for float16 and none for others",
     )
     loss_scale_factor: Positive = option(2.0, "divides the scale when gradients are not finite, and raises it again")
     loss_scale_window: Natural = option(1000, "steps without such gradients after which the scale is raised; 0: never")
+    skip_steps: tuple[str, ...] = option(
+        (),
+        "steps to leave out, as 61-80 or 61: their samples are passed over, nothing is updated, and they count as done",
+    )
+    rewind_at_spike: NotNegative = option(
+        0.0,
+        "go back to the newest checkpoint when a loss is not finite or above so many times the median of the last ones, and "
+        "leave out the steps up to there; 0: never",
+    )
+    spike_window: Count = option(50, "losses of which that median is")
+    find_nan: bool = option(
+        False, "look at what every operator gives, on CPU processes: the first one that is not finite is named; slow"
+    )
+    watchdog_s: Positive = option(
+        120.0, "seconds in one collective after which every rank says where it is, on CPU processes"
+    )
     seed: Natural = option(1, "of initial weights, sample order and dropout")
     save_every: Natural = option(0, "steps between checkpoints of the whole training state; 0: none")
     save_minutes: NotNegative = option(0.0, "minutes between such checkpoints; 0: none")
@@ -121,25 +138,25 @@ class TrainingConfig:
         """Checkpoints of the training state, which --resume reads."""
         return self.output_dir / "checkpoints"
 
+    @abstractmethod
     def base_model(self) -> tuple[str, ModelConfig]:
         """Family and configuration of the model.
 
         Raises:
             ConfigError: there is none, or what is wrong with it.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def model_name(self) -> str:
         """For people."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_data(self, model: ModelConfig | None, seq_len: int) -> Any:
         """What the task trains on, as far as it can be read and checked without a tokenizer.
 
         Raises:
             ConfigError: what is wrong with it.
         """
-        raise NotImplementedError
 
     def sizes(self, seq_len: int) -> Sizes:
         """How much each step takes.
@@ -149,13 +166,21 @@ class TrainingConfig:
         """
         return Sizes((self.rows_per_unit * self.batch_size,), (seq_len,))
 
+    @abstractmethod
     def default_rates(self) -> tuple[float, float]:
         """Highest and lowest learning rate where the command line says none."""
-        raise NotImplementedError
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the task's own flags."""
         return iter(())
+
+    def random_ltd(self, model: ModelConfig, sizes: Sizes) -> RandomLTD | None:
+        """Which layers drop tokens, and how many.
+
+        Raises:
+            ConfigError: layers that are none.
+        """
+        return None
 
     def adapters(self) -> LoRAConfig | None:
         """Adapters that are trained in place of the model."""
@@ -164,55 +189,6 @@ class TrainingConfig:
     def network_config(self, model: ModelConfig) -> ModelConfig:
         """The network that is trained, given the model it begins with."""
         return model
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(TrainingConfig):
-    """The flags of `mindloom train`: a model of plain text."""
-
-    task: ClassVar[str] = "pretraining"
-
-    model: str = option("pangu", "model family")
-    size: str = option("tiny", "one of the family's published sizes")
-    config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
-    data: Path = option(
-        ...,
-        "what to train on: a folder of token files, a .yaml file that blends several, or text as it is (.jsonl with a `text` "
-        "field, .txt with blank lines between documents, ...)",
-    )
-    batch_size_ramp: tuple[Amount, ...] = option(
-        (), "START INCREMENT COUNT: grow from START to --batch-size by INCREMENT, evenly over the first COUNT sequences"
-    )
-    ramp_unit: Literal["sequences", "tokens"] = option("sequences", "what COUNT of --batch-size-ramp counts")
-    seq_len_growth: tuple[str, ...] = option((), "LENGTH:STEPS ...: shorter sequences for the first steps")
-
-    def base_model(self) -> tuple[str, ModelConfig]:
-        model = size_config(self.model, self.size)
-        if self.from_checkpoint:
-            family, model = load_config(self.from_checkpoint)
-            if family != self.model:
-                raise ConfigError(
-                    f"--from-checkpoint {self.from_checkpoint}: a checkpoint of {family}; give --model {family}"
-                )
-        return self.model, config_with_file(self.config, model, self.model) if self.config else model
-
-    def model_name(self) -> str:
-        return f"{self.model} {self.size}"
-
-    def read_data(self, model: ModelConfig | None, seq_len: int) -> PlainText:
-        if self.data.suffix not in BLENDS and not is_token_file(self.data):
-            return PlainText(read_documents(self.data), None)
-        parts = read_blend(self.data)
-        if model and (problems := _data_problems(self, model, parts, seq_len)):
-            raise ConfigError(problems)
-        return PlainText(None, parts)
-
-    def default_rates(self) -> tuple[float, float]:
-        rates: tuple[float, float] = family_module(self.model, "config").LEARNING_RATES[self.size]
-        return rates
-
-    def sizes(self, seq_len: int) -> Sizes:
-        return _sizes(self, seq_len)
 
 
 @dataclass(frozen=True)
@@ -233,6 +209,8 @@ class Run:
     decay_steps: int
     loss_scale: float | None
     """At the beginning; None: gradients are computed of the loss itself."""
+    random_ltd: RandomLTD | None = None
+    """Where layers drop tokens."""
 
     @property
     def seq_len(self) -> int:
@@ -262,22 +240,21 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         problems.append(f"--seq-len {seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
     is_sized = config.batch_size > 0 and seq_len > 0 and config.accumulate > 0
     sizes = problems.of(config.sizes, seq_len) if is_sized else None
+    if sizes and (tokens := max(batch * length for batch, length in sizes.shapes())) > MOST_TOKENS:
+        problems.append(f"--batch-size {config.batch_size}: {tokens:,} tokens a step are more than {MOST_TOKENS:,}")
+        sizes = None
     data = problems.of(config.read_data, model, seq_len)
     lora = problems.of(config.adapters)
     if lora and model:
         problems.of(lora.targets, model)
-    loss_scale = config.loss_scale
-    if model and model.compute_dtype == "float16" and loss_scale is None:
-        loss_scale = FLOAT16_INITIAL
-    if loss_scale and config.optimizer.startswith("adafactor"):
-        problems.append("--optimizer adafactor knows no loss scale; use bfloat16 or float32, or adamw")
+    problems += _base_problems(config, model, lora)
+    problems += _spike_problems(config)
+    loss_scale = problems.of(_loss_scale, config, model)
+    random_ltd = problems.of(config.random_ltd, model, sizes) if model and sizes else None
+    if random_ltd and model and sizes and strategy:
+        problems += _random_ltd_problems(config, random_ltd, model, sizes, strategy)
     if strategy:
-        problems += _optimizer_problems(config, strategy)
-        problems += launch_problems(strategy, num_processes) if num_processes is not None else []
-        problems += model_problems(strategy, model) if model else []
-        for batch_size, length in sizes.shapes() if sizes else []:
-            problems += batch_problems(strategy, batch_size // config.rows_per_unit, length, config.accumulate)
-            problems += group_problems(strategy, model, batch_size, length, config.accumulate) if model else []
+        problems += _strategy_problems(config, strategy, model, sizes, num_processes)
     if config.certificate and model and strategy:
         vouched = vouched_for(family, model, strategy, config.batch_size, seq_len, config.accumulate)
         problems.of(check_certificate, config.certificate, vouched)
@@ -297,58 +274,17 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         warmup_steps=min(2000, config.steps // 10) if config.warmup_steps is None else config.warmup_steps,
         decay_steps=config.decay_steps or config.steps,
         loss_scale=loss_scale,
+        random_ltd=random_ltd,
     )
 
 
-def _sizes(config: TrainConfig, seq_len: int) -> Sizes:
-    """How much each step takes."""
-    try:
-        growth = [(int(length), int(steps)) for length, steps in (entry.split(":") for entry in config.seq_len_growth)]
-        if sum(steps for _, steps in growth) > MOST_STEPS:
-            raise ConfigError(f"--seq-len-growth {' '.join(config.seq_len_growth)}: more than {MOST_STEPS:,} steps")
-        lengths = growing_seq_lens(growth, seq_len)
-    except ValueError as error:
-        reason = error if "grow" in str(error) else "give LENGTH:STEPS, as in 256:1000 512:1000"
-        raise ConfigError(f"--seq-len-growth {' '.join(config.seq_len_growth)}: {reason}") from None
-    batch_sizes: tuple[int, ...] = (config.batch_size,)
-    if config.batch_size_ramp:
-        ramp = " ".join(map(str, config.batch_size_ramp))
-        if len(config.batch_size_ramp) != 3:
-            raise ConfigError(f"--batch-size-ramp {ramp}: give START INCREMENT COUNT, as in 16 16 100000")
-
-        def counted(step: int) -> int:
-            return lengths[min(step, len(lengths) - 1)] if config.ramp_unit == "tokens" else 1
-
-        start, increment, count = config.batch_size_ramp
-        try:
-            batch_sizes = ramped_batch_sizes(start, increment, count, config.batch_size, counted)
-        except ValueError as error:
-            raise ConfigError(f"--batch-size-ramp {ramp}: {error}") from None
-    sizes = Sizes(batch_sizes, lengths)
-    if (tokens := max(batch * length for batch, length in sizes.shapes())) > MOST_TOKENS:
-        raise ConfigError(f"--batch-size {config.batch_size}: {tokens:,} tokens a step are more than {MOST_TOKENS:,}")
-    if sizes.problems():
-        raise ConfigError([f"--seq-len-growth: {problem}" for problem in sizes.problems()])
-    return sizes
-
-
-def _data_problems(config: TrainConfig, model: ModelConfig, parts: list[BlendEntry], seq_len: int) -> list[str]:
-    """Token files against the model."""
-    info, problems = parts[0].tokens.info, short_datasets(parts, seq_len)
-    if info.family != config.model:
-        problems.append(f"{config.data}: tokens of {info.family}, not of --model {config.model}")
-    if info.vocab_size > model.vocab_size:
-        problems.append(f"{config.data}: {info.vocab_size} tokens do not fit the model's vocab_size {model.vocab_size}")
-    if info.eod_id != model.eod_id:
-        problems.append(
-            f"{config.data}: documents end with token {info.eod_id}, the model's with eod_id {model.eod_id}; set eod_id and "
-            "loss_ignore_id in --config"
-        )
-    if config.tokenizer and config.tokenizer.exists():
-        kept = find_tokenizer(info.family, parts[0].tokens.folder)
-        if content_hash(config.tokenizer) not in (info.tokenizer, content_hash(kept)):
-            problems.append(f"--tokenizer {config.tokenizer} is not the one {config.data} was made with; leave it out")
-    return problems
+def _loss_scale(config: TrainingConfig, model: ModelConfig | None) -> float | None:
+    """At the beginning; float16 is not trained without one."""
+    is_half = bool(model and model.compute_dtype == "float16")
+    scale = FLOAT16_INITIAL if is_half and config.loss_scale is None else config.loss_scale
+    if scale and config.optimizer.startswith("adafactor"):
+        raise ConfigError("--optimizer adafactor knows no loss scale; use bfloat16 or float32, or adamw")
+    return scale
 
 
 def _with_own_tokenizer(config: TrainingConfig, family: str) -> TrainingConfig:
@@ -364,10 +300,7 @@ def _model_config(config: TrainingConfig) -> tuple[str, ModelConfig]:
     family, model = config.base_model()
     if config.dropout is not None:
         model = fields_from(ModelConfig, Document("--dropout", {"dropout_rate": config.dropout}), model)
-    model = config.network_config(model)
-    return family, model if config.compute_dtype is None else dataclasses.replace(
-        model, compute_dtype=config.compute_dtype
-    )
+    return family, with_precision(config.network_config(model), config.compute_dtype, config.attention)
 
 
 def _optimizer_problems(config: TrainingConfig, strategy: Strategy) -> Iterator[str]:
@@ -387,6 +320,81 @@ def _place_problems(config: TrainingConfig) -> Iterator[str]:
         yield f"--output-dir {problem}"
     elif (config.save_every or config.save_minutes) and (problem := unwritable(config.states_dir)):
         yield problem.replace("no file", "no checkpoint")
+
+
+def _base_problems(config: TrainingConfig, model: ModelConfig | None, lora: LoRAConfig | None) -> Iterator[str]:
+    """The model that the run begins with, against what is trained."""
+    base = config.from_checkpoint
+    if lora and base and base.resolve() == config.checkpoint_dir.resolve():
+        yield f"--output-dir {config.output_dir}: adapters would take the place of the model they are for"
+    if model and model.value_head and not config.trains_values:
+        yield f"--from-checkpoint {base}: a reward model; only `mindloom reward` goes on with it"
+
+
+def _strategy_problems(
+    config: TrainingConfig,
+    strategy: Strategy,
+    model: ModelConfig | None,
+    sizes: Sizes | None,
+    num_processes: int | None,
+) -> Iterator[str]:
+    """The strategy against everything else."""
+    yield from _optimizer_problems(config, strategy)
+    yield from launch_problems(strategy, num_processes) if num_processes is not None else []
+    yield from model_problems(strategy, model) if model else []
+    if config.samples_texts and strategy.mesh.cp > 1:
+        yield f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out"
+    for batch_size, length in sizes.shapes() if sizes else []:
+        yield from batch_problems(strategy, batch_size // config.rows_per_unit, length, config.accumulate)
+        yield from group_problems(strategy, model, batch_size, length, config.accumulate) if model else []
+
+
+def _random_ltd_problems(
+    config: TrainingConfig, dropping: RandomLTD, model: ModelConfig, sizes: Sizes, strategy: Strategy
+) -> Iterator[str]:
+    if config.certificate:
+        yield f"--certificate {config.certificate}: it vouches for layers that see all tokens, not for random-LTD"
+    plain = sum(path.startswith("layers.") for path in model.layers)
+    if outside := [layer for layer in dropping.layers if layer >= plain]:
+        yield f"--random-ltd-layers: layer {outside[0]} is outside 0 .. {plain - 1}, the layers that can drop tokens"
+    if not dropping.layers:
+        yield f"--random-ltd-min-value: {model.num_layers} layers have none between the first and the last"
+    if model.experts:
+        yield "--random-ltd-min-value: experts count their tokens in whole sequences; leave it out"
+    if strategy.mesh.cp > 1:
+        yield f"{strategy.at('mesh.cp')}: --random-ltd-min-value wants whole sequences on every rank; leave cp out"
+    least, most, growth = dropping.min_value, dropping.max_value, dropping.seq_per_step
+    if least > most:
+        yield f"--random-ltd-min-value {least} is outside 1 .. {most}, the tokens of a sequence"
+    elif least % growth:
+        yield f"--random-ltd-min-value {least} is no multiple of --random-ltd-seq-per-step {growth}"
+    elif len(lengths := dropping.lengths(sizes, config.steps)) > MOST_LENGTHS:
+        enough = math.ceil((most - least) / (MOST_LENGTHS - 1))
+        yield (
+            f"--random-ltd-seq-per-step {growth}: {len(lengths)} lengths are as many graphs to compile; {enough} or more "
+            f"makes at most {MOST_LENGTHS}"
+        )
+    else:
+        for batch, length in sizes.shapes():
+            known = batch_problems(strategy, batch, length, config.accumulate)
+            for kept in lengths:
+                yield from (p for p in batch_problems(strategy, batch, kept, config.accumulate) if p not in known)
+
+
+def _spike_problems(config: TrainingConfig) -> Iterator[str]:
+    problems = Problems()
+    skipped = problems.of(parse_steps, config.skip_steps) or ()
+    yield from problems
+    if config.find_nan and not config.strategy:
+        yield "--find-nan looks into graphs of CPU processes: give a --strategy of several, such as pangu_tiny_dp2"
+    if any(config.steps in steps for steps in skipped):
+        yield f"--skip-steps: step {config.steps} is the last of the run, which cannot be left out; change --steps"
+    if (skipped or config.rewind_at_spike) and config.samples_texts:
+        yield f"--{'skip-steps' if skipped else 'rewind-at-spike'}: steps of {config.task} hang on those before them"
+    if config.rewind_at_spike and config.rewind_at_spike <= 1:
+        yield f"--rewind-at-spike must be above 1, or 0, got {config.rewind_at_spike:g}"
+    if config.rewind_at_spike and not (config.save_every or config.save_minutes):
+        yield "--rewind-at-spike goes back to a checkpoint: give --save-every or --save-minutes"
 
 
 def _own_problems(config: TrainingConfig) -> list[str]:

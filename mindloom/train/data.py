@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.data.blend import BlendEntry, short_datasets
+from mindloom.data.curriculum import Curriculum, check_index, read_curriculum
 from mindloom.data.loader import Dataset, Loader, rows_of_rank
+from mindloom.data.packing import Arrangement, BestFit, Shuffled, Stream, save_packing
 from mindloom.data.sources import Source
 from mindloom.data.token_file import TokenFile
 from mindloom.data.tokenize import TokenizeJob, tokenize
@@ -36,12 +38,15 @@ def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
         parts = run.data.parts
         path = run.config.tokenizer or find_tokenizer(run.family, parts[0].tokens.folder)
         tokenizer = load_tokenizer(run.family, path, run.model)
-    datasets = [Dataset(part.name, part.tokens, part.weight, _ignored(run, rank, part.tokens)) for part in parts]
+    datasets = [
+        Dataset(part.name, part.tokens, part.weight, _ignored(run, rank, part.tokens), _arrangement(run, rank, part))
+        for part in parts
+    ]
     mesh = run.strategy.mesh
     microbatches = run.strategy.pipeline.num_microbatches if mesh.pp > 1 else run.config.accumulate
     rows = rows_of_rank(mesh.dp, mesh.coordinate(rank, "dp"), microbatches)
-    loader = Loader(datasets, run.sizes, run.config.seed, run.model.eod_id, run.model.loss_ignore_id, rows)
-    return tokenizer, loader
+    ids = run.model.eod_id, run.model.loss_ignore_id
+    return tokenizer, Loader(datasets, run.sizes, run.config.seed, *ids, rows, _curriculum(run, parts))
 
 
 def describe(loader: Loader, steps: int) -> str:
@@ -49,6 +54,7 @@ def describe(loader: Loader, steps: int) -> str:
     weights, epochs = loader.shares.weights, loader.epochs(steps)
     return "data: " + "; ".join(
         f"{dataset.name} {weight:.1%}, {passes:.2f} epochs of {size:,} sequences"
+        + (f" ({told})" if (told := dataset.arrangement.describe()) else "")
         for dataset, weight, passes, size in zip(loader.datasets, weights, epochs, loader.num_samples, strict=True)
     )
 
@@ -81,6 +87,35 @@ def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, BlendEntry]:
     tokens = folder / f"tokens-{content.hexdigest()[:16]}"
     made_once(tokens, first, lambda out: tokenize(job, out, workers=0, show_progress=False))
     return tokenizer, BlendEntry(str(config.data), TokenFile(tokens), 1.0)
+
+
+def _curriculum(run: Run, parts: list[BlendEntry]) -> Curriculum | None:
+    path, packing = run.config.curriculum, run.config.packing  # type: ignore[attr-defined]
+    if path is None:
+        return None
+    config = read_curriculum(path)
+    index = check_index(path, path.parent / config.index, run.seq_len, packing, parts[0].tokens.info.content)
+    curriculum = Curriculum(config, index, run.config.seed)
+    if problems := [f"{path}: {problem}" for problem in curriculum.problems()]:
+        raise ConfigError(problems)
+    return curriculum
+
+
+def _arrangement(run: Run, rank: int, part: BlendEntry) -> Arrangement:
+    """How the documents of a dataset become samples. A packing is worked out by one process and kept."""
+    packing, seq_len, info = run.config.packing, run.seq_len, part.tokens.info  # type: ignore[attr-defined]
+    if packing == "stream":
+        return Stream(part.tokens, seq_len)
+    if info.record_length:
+        raise ConfigError(f"{part.name}: cut into records already; give --packing stream")
+    if packing == "shuffled":
+        key = hashlib.sha256(f"{run.config.seed} documents {info.content}".encode()).digest()
+        return Shuffled(part.tokens, seq_len, int.from_bytes(key[:8], "big"))
+    path = run.config.output_dir / "data" / f"packing-{info.content[:16]}-{seq_len}.npz"
+    if rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    made_once(path, rank == 0, lambda path: save_packing(part.tokens, seq_len, path))
+    return BestFit(part.tokens, seq_len, path)
 
 
 def _ignored(run: Run, rank: int, tokens: TokenFile) -> NDArray[np.int64]:

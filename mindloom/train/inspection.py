@@ -15,8 +15,9 @@ from mindloom.data.tokenizer import Tokenizer
 from mindloom.errors import ConfigError
 from mindloom.log import counted
 from mindloom.numbers import Bounds, Natural
-from mindloom.train.config import TrainConfig, check
+from mindloom.train.config import check
 from mindloom.train.data import prepare_data
+from mindloom.train.plain_text import TrainConfig
 
 Step = Annotated[int, Bounds(1, 10_000_000)]
 END = "<end of document>"

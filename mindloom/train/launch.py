@@ -11,6 +11,7 @@ from mindloom.cli import parse_args
 from mindloom.locks import one_writer
 from mindloom.runtime.environment import launched_processes, prepare_environment
 from mindloom.runtime.launch import STOPPED, launch_verb
+from mindloom.train.budget import data_budget
 from mindloom.train.config import TrainingConfig, check
 from mindloom.train.example_view import view
 
@@ -18,10 +19,10 @@ from mindloom.train.example_view import view
 def run_training(verb: str, kind: type[TrainingConfig], description: str | None, argv: Sequence[str]) -> int:
     """Train as the flags of `kind` say; with --launch in as many processes as the strategy needs. Returns the exit code."""
     config = parse_args(kind, description or "", argv)
-    count = getattr(config, "inspect", 0)
-    run = check(config, None if config.launch or count else launched_processes())
-    if count:
-        for line in view(run, count, sys.stdout.isatty()):
+    count, wants_budget = getattr(config, "inspect", 0), getattr(config, "data_budget", False)
+    run = check(config, None if config.launch or count or wants_budget else launched_processes())
+    if count or wants_budget:
+        for line in data_budget(run) if wants_budget else view(run, count, sys.stdout.isatty()):
             print(line)
         return 0
     if config.launch:

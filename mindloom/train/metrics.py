@@ -69,6 +69,19 @@ def expert_metrics(counts: NDArray[np.float32], tokens: int) -> dict[str, Any]:
     }
 
 
+def _lines_up_to(step: int, path: Path) -> list[str]:
+    """Of earlier runs, up to a step; the last one may have been cut off."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] > step:
+                break
+        except ValueError:
+            break
+        kept.append(line)
+    return kept
+
+
 class MetricsWriter:
     """Writes the metrics of one run; used by one rank. A context manager.
 
@@ -78,7 +91,7 @@ class MetricsWriter:
     def __init__(self, folder: Path, total_steps: int, steps_done: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        kept = path.read_text(encoding="utf-8").splitlines()[:steps_done] if steps_done and path.exists() else []
+        kept = _lines_up_to(steps_done, path) if steps_done and path.exists() else []
         write_text_atomically(path, "".join(line + "\n" for line in kept))
         self._lines = path.open("a", encoding="utf-8")
         self._events = EventFileWriter(str(folder / "tensorboard"))
@@ -102,6 +115,10 @@ class MetricsWriter:
         told = "".join(f", {text.format(metrics.more[name])}" for name, text in SHOWN.items() if name in metrics.more)
         told += "" if metrics.loss_scale is None else f", scale {metrics.loss_scale:g}"
         self._bar.set_postfix_str(f"loss {metrics.loss:.4f}{told}, {metrics.tokens_per_s:.0f} tokens/s", refresh=False)
+        self._bar.update()
+
+    def pass_over(self) -> None:
+        """A step that was left out."""
         self._bar.update()
 
     def __enter__(self) -> MetricsWriter:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mindloom.data.batch import dropout_keys
 from mindloom.data.tokenizer import Tokenizer
 from mindloom.models.family import family_module
 from mindloom.nn.lora import attach_adapters
+from mindloom.nn.token_drop import attach_token_drop
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
 from mindloom.train.config import Run
@@ -24,7 +26,7 @@ from mindloom.train.metrics import expert_metrics
 Arrays = list[NDArray[Any]]
 
 
-class Task:
+class Task(ABC):
     """What a run trains. The loop asks for the network, opens the data, and then for each step's batch.
 
     Subclasses give `loss`, `open_data`, `describe`, `data_state` and `batch`; the others where they differ.
@@ -50,31 +52,33 @@ class Task:
         net: nn.Cell = family_module(run.family, "model").ModelWithLoss(run.model, self.loss())
         if run.lora:
             attach_adapters(net.model, run.lora)
+        if run.random_ltd:
+            attach_token_drop(net.model, run.random_ltd.layers)
         return net
 
     def graph_key(self) -> dict[str, Any]:
         """What of the task its graph hangs on, besides the model and the optimizer."""
-        return {"task": self.run.config.task}
+        return {"task": self.run.config.task, "random_ltd": self.run.random_ltd and self.run.random_ltd.layers}
 
+    @abstractmethod
     def open_data(self) -> None:
         """Make what batches are read from; set `tokenizer`. All ranks take part.
 
         Raises:
             ConfigError: the data do not fit the model.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self) -> str:
         """What the run reads, in a line."""
-        raise NotImplementedError
 
+    @abstractmethod
     def data_state(self) -> dict[str, Any]:
         """What must be the same where the run is resumed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def batch(self, step: int) -> Sequence[NDArray[Any]]:
         """Inputs of `step`, counted from 0, without dropout's keys."""
-        raise NotImplementedError
 
     def first_token(self, step: int) -> int:
         """How many tokens the steps before `step` were given."""
@@ -92,11 +96,15 @@ class Task:
             arrays.append(dropout_keys(run.config.seed, self.first_token(step), run.sizes.of_step(step)))
         return arrays
 
+    def shape(self, step: int) -> tuple[int, ...]:
+        """What tells the graph of `step` from those of others: sequences, their length, what else the task changes."""
+        return self.run.sizes.of_step(step)
+
     def shaped_inputs(self, step: int) -> Arrays:
         """Arrays of the shapes of `step`, to compile for; asked for before `begin`, when its inputs may not be known yet."""
         return self.inputs(step)
 
-    def begin(self, step: TrainStep, steps_done: int) -> None:
+    def begin(self, step: TrainStep, steps_done: int) -> None:  # noqa: B027 (most have nothing to do)
         """Called when the weights are there, before the first step."""
 
     def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
@@ -115,7 +123,7 @@ class Task:
         """What besides weights, moments and the step the task needs to go on."""
         return {}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 (likewise)
         """Take up what `state` gave."""
 
     def add_files(self, folder: Path) -> None:

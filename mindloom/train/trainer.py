@@ -18,7 +18,9 @@ from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from mindloom.checkpoint.adapters import Adapter, write_adapter
+from mindloom.checkpoint.contents import model_of
 from mindloom.checkpoint.io import save_checkpoint, write_config
+from mindloom.checkpoint.manifest import Manifest
 from mindloom.data.loader import Prefetched
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
@@ -26,11 +28,13 @@ from mindloom.locks import one_writer
 from mindloom.log import milestone
 from mindloom.models.adapters import is_adapter
 from mindloom.models.parameters import num_parameters
+from mindloom.nn.flash import has_flash
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import is_first_process
+from mindloom.runtime.find_nan import NanFinder
 from mindloom.runtime.gather import gather_whole
 from mindloom.train.adafactor import Adafactor
 from mindloom.train.config import Run, TrainingConfig
@@ -39,11 +43,12 @@ from mindloom.train.metrics import MetricsWriter, StepMetrics
 from mindloom.train.optim import SGD, AdamW, set_number
 from mindloom.train.saving import Saver, load_state, newest_complete, start_from, versions
 from mindloom.train.schedules import learning_rate
+from mindloom.train.spikes import SpikeGuard, parse_steps
 from mindloom.train.task import Task
 
 LEFTOVERS = (".checkpoint_parts-*", ".checkpoint.*.partial", ".*.json.*.partial", "data/.*.partial")
 """What a run that was killed leaves in its folder, besides unfinished states and tokens."""
-UNSAID = {"schedule": "cosine"}
+UNSAID = {"schedule": "cosine", "random_ltd": None, "packing": "stream", "curriculum": None}
 """What checkpoints of earlier releases do not say."""
 SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")
 
@@ -61,7 +66,9 @@ class Training:
     batches: Prefetched[list[NDArray[Any]]]
     """Inputs of each step."""
     loss_scale: LossScale | None
-    compiled: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    guard: SpikeGuard | None = None
+    """Where spikes of the loss lead back to a checkpoint."""
+    compiled: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     """Batch shapes there are graphs for."""
 
     def say(self, text: str) -> None:
@@ -78,21 +85,48 @@ def start(run: Run) -> Training:
     """Everything up to the first step: network, data, graph."""
     config = run.config
     engine = Engine(run.strategy)
-    if engine.target == "CPU" and run.model.compute_dtype == "bfloat16":
-        raise ConfigError("compute_dtype bfloat16: MindSpore has no such kernels for CPUs; use float16 or float32 here")
+    _check_target(run, engine)
+    engine.watch_for(config.watchdog_s)
     task: Task = import_module(f"mindloom.tasks.{config.task}").TASK(run, engine)
     net = task.network()
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     task.open_data()
+    engine.nan_finder = NanFinder() if config.find_nan else None
     training = _build_step(run, engine, task, net, report)
     what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"
     if run.lora:
         trained = sum(map(math.prod, run.lora.shapes(run.model).values()))
         what += f", frozen, and {trained:,} of adapters"
     training.say(f"{what} on {run.strategy.mesh}")
-    training.say(task.describe())
+    if has_flash(net):
+        training.say(f"attention: {_told_of_attention(engine)}")
+    for line in task.describe().splitlines():
+        training.say(line)
     training.say(f"metrics, configuration and checkpoints go to {config.output_dir}")
     return training
+
+
+def _check_target(run: Run, engine: Engine) -> None:
+    """What a run asks for against what this process computes on.
+
+    Raises:
+        ConfigError: it does not go together.
+    """
+    if engine.target == "CPU" and run.model.compute_dtype == "bfloat16":
+        raise ConfigError("compute_dtype bfloat16: MindSpore has no such kernels for CPUs; use float16 or float32 here")
+    if engine.target == "Ascend" and run.model.attention == "flash" and run.model.compute_dtype == "float32":
+        raise ConfigError("attention flash: Ascend has it for float16 and bfloat16; give --compute-dtype")
+    if engine.target == "GPU" and run.model.attention == "flash":
+        raise ConfigError("attention flash: MindSpore has it for Ascend alone; write plain")
+    if run.config.find_nan and not engine.partitions_itself:
+        raise ConfigError("--find-nan: only graphs that CPU processes execute can be looked into")
+
+
+def _told_of_attention(engine: Engine) -> str:
+    """How attention is computed in a network that has FlashAttention."""
+    if engine.partitions_itself:
+        return "FlashAttentionScore, by NumPy here, which is slow"
+    return "FlashAttentionScore" if engine.target == "Ascend" else "plain; one CPU device has no FlashAttentionScore"
 
 
 def train(run: Run) -> Path | None:
@@ -208,7 +242,8 @@ def resume(training: Training) -> int:
     run, config = training.run, training.run.config
     folder, manifest = newest_complete(config.states_dir, training.engine)
     mine = {"model": {"family": run.family, **run.model.to_dict()}, **_state(training)}
-    theirs = {"model": manifest.model, **manifest.state}
+    family, model = model_of(manifest, folder)  # which fills in what earlier releases did not say
+    theirs = {"model": {"family": family, **model.to_dict()}, **manifest.state}
     given = {name for name in SCHEDULE if getattr(config, name) is not None}
     training.run = run = dataclasses.replace(
         run, **{name: value for name, value in manifest.state["schedule"].items() if name not in given}
@@ -217,6 +252,7 @@ def resume(training: Training) -> int:
         f"{folder}: {part} {name} was {theirs[part].get(name)}, is {value}"
         for part in ("model", "data", "optimizer", "lora")
         for name, value in _plain(mine[part]).items()
+        if name != "attention"  # the kernel may be another, as the mesh may
         if theirs.get(part, {}).get(name, UNSAID.get(name)) != value
     ]
     if manifest.step >= config.steps:
@@ -224,12 +260,35 @@ def resume(training: Training) -> int:
     if changed:
         raise ConfigError(changed)
     _compile(training, manifest.step)  # which decides what this rank holds
+    _take_up(training, folder, manifest)
+    training.say(f"resumed after step {manifest.step} from {folder}")
+    return manifest.step
+
+
+def _take_up(training: Training, folder: Path, manifest: Manifest) -> None:
+    """Give everything that a step changes the values of a checkpoint."""
     load_state(training.step, training.engine, training.report, folder, manifest)
     if training.loss_scale and (saved := manifest.state.get("loss_scale")):
         training.loss_scale.restore(saved)
     training.task.restore(manifest.state.get("task") or {})
-    training.say(f"resumed after step {manifest.step} from {folder}")
-    return manifest.step
+
+
+def _rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> None:
+    """Go back to the state of a checkpoint after a spike at `step`. All ranks take part.
+
+    Raises:
+        ConfigError: there is none to go back to.
+    """
+    engine, folder = training.engine, training.run.config.states_dir
+    saver.wait()
+    dropped = guard.to_drop(step, folder)
+    engine.largest(0)  # all have looked
+    for path in dropped if engine.rank == 0 else ():
+        shutil.rmtree(path)
+    engine.largest(0)
+    found, manifest = newest_complete(folder, engine)
+    _take_up(training, found, manifest)
+    training.say(f"step {step}: a spike of the loss; back to {found}, without steps {manifest.step + 1}-{step}")
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -240,7 +299,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 def _compile(training: Training, step: int) -> None:
     """Compile for the batches of `step`, counted from 0, if their shape is new."""
-    shape = training.run.sizes.of_step(step)
+    shape = training.task.shape(step)
     if shape in training.compiled:
         return
     begin = time.perf_counter()
@@ -249,7 +308,8 @@ def _compile(training: Training, step: int) -> None:
     training.engine.prepare(training.step, *inputs)
     training.compiled.add(shape)
     for_what = f" for {shape[0]} sequences of {shape[1]}" if len(training.run.sizes.shapes()) > 1 else ""
-    training.say(f"compiled{for_what} in {time.perf_counter() - begin:.1f} s")
+    seen = f"; {shape[2]} tokens of each in the layers that drop some" if shape[2:] else ""
+    training.say(f"compiled{for_what} in {time.perf_counter() - begin:.1f} s{seen}")
 
 
 def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Report) -> Training:
@@ -278,7 +338,8 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
     if run.loss_scale is not None:
         scale = LossScale(run.loss_scale, config.loss_scale_factor, config.loss_scale_window)
     batches = Prefetched(task.inputs, config.steps)
-    return Training(run, engine, task, report, step.set_train(), optimizer, batches, scale)
+    guard = SpikeGuard(config.rewind_at_spike, config.spike_window) if config.rewind_at_spike else None
+    return Training(run, engine, task, report, step.set_train(), optimizer, batches, scale, guard)
 
 
 def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor:
@@ -309,14 +370,23 @@ def run_steps(
 ) -> tuple[int, StepMetrics, StepMetrics]:
     """All steps still to do. Returns the steps done then and the first and the last one's metrics, as this rank knows
     them."""
-    run, first, last, step = training.run, None, None, steps_done
+    run, guard, first, last, step = training.run, training.guard, None, None, steps_done
+    left_out, log_rank = parse_steps(run.config.skip_steps), run.strategy.mesh.first_rank_of_last_stage
     for step in range(steps_done + 1, run.config.steps + 1):
-        last = _one_step(training, step)
-        first = first or last
-        with saver.saving_after_an_error(step):
+        if any(step in steps for steps in left_out):
             if writer:
-                writer.write(last)
-            training.engine.announce_step(step)
+                writer.pass_over()
+        else:
+            metrics = _one_step(training, step)
+            is_spike = guard is not None and training.engine.share(guard.is_spike(metrics.loss), log_rank)
+            with saver.saving_after_an_error(step):
+                if writer and np.isfinite(metrics.loss):
+                    writer.write(metrics)
+                training.engine.announce_step(step)
+            if guard and is_spike:
+                _rewind(training, guard, saver, step)
+                continue
+            first, last = first or metrics, metrics
         if saver.after_step(step):
             break
     assert first and last
@@ -338,18 +408,30 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     if scale:
         set_number(training.step.loss_scale, scale.value)
     used_scale = scale.value if scale else None
+    if engine.nan_finder:
+        engine.nan_finder.first = None  # of an overflow that the loss scale has dealt with
     loss, norm, *counts = engine.run(training.step, *training.batch(step - 1))
     values = float(loss.asnumpy().reshape(())), float(norm.asnumpy().reshape(()))
     is_fine = bool(np.isfinite(values).all())
     may_go_on = scale.follow(bool(np.isfinite(values[1]))) if scale else False
-    if not is_fine and not (may_go_on and np.isfinite(values[0])):
-        raise FloatingPointError(f"step {step}: loss {values[0]}, gradient norm {values[1]}; lower --learning-rate")
+    is_lost = not is_fine and not (may_go_on and np.isfinite(values[0]))  # the weights, too
+    if is_lost and training.guard is None:
+        raise FloatingPointError(_not_finite(engine, step, *values))
     seconds = time.perf_counter() - start
     batch_size, length = run.sizes.of_step(step - 1)
     more = training.task.metrics(step - 1, counts[0].asnumpy() if counts else None)
     norm_or_none = values[1] if is_fine else None
     tokens = batch_size * length / seconds
-    return StepMetrics(step, values[0], rate, norm_or_none, seconds, tokens, used_scale, more)
+    told_loss = math.nan if is_lost else values[0]  # a spike, whatever the loss before the update was
+    return StepMetrics(step, told_loss, rate, norm_or_none, seconds, tokens, used_scale, more)
+
+
+def _not_finite(engine: Engine, step: int, loss: float, norm: float) -> str:
+    told = f"step {step}: loss {loss}, gradient norm {norm}"
+    if engine.nan_finder is None:
+        more = ", or find the operator: --find-nan" if engine.partitions_itself else ""
+        return f"{told}; lower --learning-rate{more}"
+    return f"{told}; first not finite: {' and '.join(engine.first_not_finite()) or 'no operator, so a weight was'}"
 
 
 def _save(training: Training, token: int) -> None:
@@ -364,8 +446,8 @@ def _save(training: Training, token: int) -> None:
     named = {name.removeprefix("model."): value for name, value in whole.items()}
     if run.lora:
         assert config.from_checkpoint
-        write_adapter(config.checkpoint_dir, Adapter(run.lora, named), run.family, run.model, config.from_checkpoint)
-        training.task.add_files(config.checkpoint_dir)
+        adapter, base = Adapter(run.lora, named), config.from_checkpoint
+        write_adapter(config.checkpoint_dir, adapter, run.family, run.model, base, training.task.add_files)
     else:
         save_checkpoint(config.checkpoint_dir, named, run.family, run.model, training.task.add_files)
 

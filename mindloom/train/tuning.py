@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from mindloom.checkpoint.io import load_config
 from mindloom.cli import option
 from mindloom.data.chat_template import ChatTemplate, TemplatedTokenizer
 from mindloom.data.examples import Line, read_lines
-from mindloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from mindloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, load_tokenizer
+from mindloom.errors import ConfigError
 from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ModelConfig
 from mindloom.numbers import Count, Natural, NotNegative, Positive, Probability, Rate
@@ -122,6 +124,7 @@ class RewardConfig(PairConfig):
     """A reward model: `mindloom reward`."""
 
     task: ClassVar[str] = "reward"
+    trains_values: ClassVar[bool] = True
 
     center_rewards_coefficient: NotNegative = option(
         0.0, "keeps rewards near 0: this much of (sum of a pair's)^2 is added"
@@ -161,6 +164,7 @@ class DPOConfig(PairConfig):
 class PolicyConfig(TuningConfig):
     """What samples texts, has them rewarded, and learns from that."""
 
+    samples_texts: ClassVar[bool] = True
     wanted: ClassVar[Sequence[Sequence[str]]] = (("prompt",),)
     rate: ClassVar[float] = 1e-6
 
@@ -183,11 +187,31 @@ class PolicyConfig(TuningConfig):
             yield "no reward: give --reward FILE.py:FUNCTION, or --reward-model CHECKPOINT"
         if not self.allow_execution and any(name.startswith("humaneval-x:") for name in self.reward):
             yield "--reward humaneval-x:... runs programs that a model wrote: give --allow-execution, too"
+        if self.reward_model:
+            yield from self._reward_model_problems(self.reward_model)
+
+    def _reward_model_problems(self, folder: Path) -> Iterator[str]:
+        """It is given the very tokens that were sampled, so it must read as the model writes."""
+        assert self.from_checkpoint
+        try:
+            (family, model), (own_family, own) = load_config(folder), load_config(self.from_checkpoint)
+            tokenizers = [find_tokenizer(*each) for each in ((family, folder), (own_family, self.from_checkpoint))]
+        except ConfigError as error:
+            yield from (f"--reward-model {problem}" for problem in error.problems)
+            return
+        if not model.value_head:
+            yield f"--reward-model {folder}: a model of text; give one of `mindloom reward`"
+        longest = own.seq_len if self.seq_len is None else self.seq_len
+        if model.seq_len < longest:
+            yield f"--reward-model {folder}: its context of {model.seq_len} tokens is shorter than --seq-len {longest}"
+        known = all(path.is_file() for path in tokenizers)
+        if family != own_family or (known and content_hash(tokenizers[0]) != content_hash(tokenizers[1])):
+            yield f"--reward-model {folder}: has another tokenizer than {self.from_checkpoint}"
 
     @property
+    @abstractmethod
     def updates_per_round(self) -> int:
         """Steps that learn from the same texts."""
-        raise NotImplementedError
 
     @property
     def texts_per_prompt(self) -> int:

@@ -37,7 +37,7 @@ from mindloom.scratch import scratch_folder
 
 def main(argv: Sequence[str]) -> int:
     prepare_environment()
-    if "lm-eval" in argv[:1]:
+    if "lm-eval" in argv:
         return run_harness(argv)
     config = parse_args(EvaluateConfig, __doc__, argv)
     evaluation = check(config, None if config.launch else launched_processes())

@@ -104,9 +104,11 @@ def requested(config: PlanConfig) -> PlanRequest:
         raise ConfigError("give either --model and --size, or --config FILE")
     check_numbers(config)
     cluster = read_cluster(config.cluster)
+    flash = cluster.flash_attention
     dims: Dimensions
     if config.model and config.size:
-        dims = of_decoder(size_config(config.model, config.size))
+        model = dataclasses.replace(size_config(config.model, config.size), compute_dtype=config.compute_dtype)
+        dims, flash = of_decoder(model), flash and model.attention_on_ascend == "flash"
         longest = dims.seq_len
         if config.seq_len and config.seq_len > longest:
             raise ConfigError(f"--seq-len {config.seq_len} is beyond the model's longest context, {longest}")
@@ -122,7 +124,9 @@ def requested(config: PlanConfig) -> PlanRequest:
         global_batch_size=config.global_batch_size,
         interleave=config.interleave,
         precision=PRECISIONS[config.compute_dtype],
-        flash_attention=cluster.flash_attention and not config.model,  # our own models keep their scores
+        flash_attention=flash,
+        # Our own models recompute nothing else selectively than what FlashAttention does not keep.
+        recomputations=("full",) if flash and config.model else ("selective", "full"),
     )
 
 

@@ -3,14 +3,17 @@
 
     mindloom preprocess filter INPUT... --out clean.jsonl --min-chars 100 --scripts han latin
     mindloom preprocess dedup BEST.jsonl OTHER.jsonl --out unique/
+    mindloom preprocess dedup-substrings INPUT... --out unique.jsonl --min-length 200
     mindloom preprocess decontaminate INPUT... --evaluation TEST.jsonl --evaluation-keys prompt --out training.jsonl
     mindloom preprocess tokenize INPUT... --tokenizer vocab.model --out tokens/
+    mindloom preprocess difficulty tokens/ --metric vocabularyrarity --seq-len 1024 --out rarity.npz
     mindloom preprocess inspect THE FLAGS OF tools/train.py --step 100 --rows 0 1
     mindloom preprocess to-mindrecord tokens/ train.mindrecord --seq-len 1024
     mindloom preprocess from-mindrecord train.mindrecord --tokenizer vocab.model --out tokens/
 
-INPUT is .jsonl, .jsonl.gz or .jsonl.zst (a field `text`), .parquet (a column `text`), .txt (blank lines between documents)
-or a folder, in which each other file is a document. docs/guides/data.md has the whole story.
+INPUT is .jsonl, .jsonl.gz or .jsonl.zst (a field `text`), .parquet (a column `text`), .txt (blank lines between documents),
+.warc and .wet, also .gz (pages and texts of the web), or a folder, in which each other file is a document.
+docs/guides/data.md has the whole story.
 """
 
 import json
@@ -19,24 +22,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mindloom.cli import argument, check_numbers, option, parse_args
+from mindloom.data.cluster import Cluster, Workers, leave
+from mindloom.data.curriculum import Metric
 from mindloom.data.decontaminate import DecontaminationSettings, make_decontaminator, read_evaluation
 from mindloom.data.dedup import dedup
 from mindloom.data.filters import FilterRules, make_filter
 from mindloom.data.fim import FillInTheMiddle
 from mindloom.data.mindrecord import COLUMN, read_mindrecord, write_mindrecord
 from mindloom.data.minhash import MinHash
-from mindloom.data.rewrite import rewrite
-from mindloom.data.sources import MAX_DOCUMENT_MB, Source
+from mindloom.data.rewrite import SAMPLES, rewrite
+from mindloom.data.sources import MAX_DOCUMENT_MB, SHARD_MB, Source
+from mindloom.data.substrings import SubstringSettings, dedup_substrings
 from mindloom.data.tokenize import TokenizeJob, tokenize
 from mindloom.data.tokenizer import special_token
 from mindloom.errors import ConfigError, did_you_mean
-from mindloom.numbers import Count, Natural, Positive, Probability, Seed, Share
+from mindloom.numbers import MOST, Bounds, Count, Natural, Positive, Probability, Seed, Share
 from mindloom.runtime.environment import prepare_environment
+from mindloom.train.difficulty import write_difficulty
 from mindloom.train.inspection import InspectConfig, describe, inspect
 
+Length = Annotated[int, Bounds(8, MOST)]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -50,9 +58,27 @@ class Common:
     )
     max_document_mb: Positive = option(MAX_DOCUMENT_MB, "a longer document cannot be read")
     workers: Count = option(CORES, "processes; what is written does not depend on it")
+    engine: Literal["local", "ray"] = option(
+        "local", "where they run; ray: on a Ray cluster, a task for each shard of files"
+    )
+    shard_mb: Positive = option(
+        SHARD_MB, "files are grouped to so much; such a group is worked on, and done again, alone"
+    )
+    address: str | None = option(None, "of the Ray cluster, auto or HOST:PORT; one is started here without it")
+
+    def engine_for(self, out: Path) -> Workers:
+        """Raises:
+        ConfigError: an address without --engine ray.
+        """
+        if self.engine == "local":
+            if self.address:
+                raise ConfigError("--address is a Ray cluster's: give --engine ray")
+            return self.workers
+        scratch = out.resolve()
+        return Cluster(self.address, self.workers, scratch.with_name(f".{scratch.name}.shards"))
 
     def source(self) -> Source:
-        return Source(self.inputs, self.key, self.suffixes, self.on_error, self.max_document_mb)
+        return Source(self.inputs, self.key, self.suffixes, self.on_error, self.max_document_mb, self.shard_mb)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +101,14 @@ class DedupConfig(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SubstringsConfig(Common):
+    out: Path = option(..., "file for what is left: .jsonl, .jsonl.gz or .jsonl.zst")
+    report: Path | None = option(None, "file for every cut: where, and what")
+    min_length: Length = option(200, "characters of a run that is cut out where it was there before")
+    min_rest: Natural = option(50, "characters, without white space, that must be left of a document that was cut")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecontaminateConfig(Common):
     evaluation: tuple[Path, ...] = option(..., "files of the evaluation sets")
     evaluation_keys: tuple[str, ...] = option(("text",), "their fields that must not be seen in training")
@@ -90,6 +124,7 @@ class DecontaminateConfig(Common):
 class FilterConfig(Common):
     out: Path = option(..., "file for what passes: .jsonl, .jsonl.gz or .jsonl.zst")
     removed: Path | None = option(None, "file for what does not, with the rules it failed")
+    samples: Path | None = option(None, "text file for a few documents of each rule that failed them, to be read")
     min_chars: Natural = option(0, "characters at least")
     max_chars: Natural = option(0, "characters at most; 0: any number")
     min_letters: Share = option(0.0, "share of letters among what is not white space, at least")
@@ -97,8 +132,26 @@ class FilterConfig(Common):
     min_script: Share = option(0.5, "share of the letters that must be of these scripts")
     max_repeated_lines: Share = option(1.0, "share of lines that were there before in the document, at most")
     max_repeated_ngrams: Share = option(1.0, "share of runs of 10 words that were there before, at most")
+    rules: tuple[str, ...] = option((), "rules of published corpora: gopher, gopher-repetition, mt-nlg, or single ones")
+    languages: tuple[str, ...] = option((), "ISO 639-1 codes of the languages that pass, as in: en zh")
+    min_language: Share = option(0.5, "how sure langid's model must be of the language")
+    edit: Path | None = option(
+        None, "Python file with a function edit(text): the text to go on with, or None to drop it; comes first"
+    )
     classifier: Path | None = option(None, "Python file with a function score(text)")
     min_score: float = option(0.0, "score at least")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DifficultyConfig:
+    tokens: Path = argument("folder of token files")
+    out: Path = option(..., "file for the index, which a curriculum names: .npz")
+    metric: Metric = option(
+        "vocabularyrarity", "rarity of a sample's tokens, its tokens that are no padding, or its loss by --checkpoint"
+    )
+    seq_len: Count = option(1024, "tokens of a sequence, as the run will have them")
+    packing: Literal["stream", "best-fit"] = option("stream", "likewise")
+    checkpoint: Path | None = option(None, "folder of the model whose loss is asked for")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +173,7 @@ class FromMindRecordConfig:
 
 def run_tokenize(config: TokenizeConfig) -> dict[str, Any]:
     job = TokenizeJob(config.source(), config.model, config.tokenizer, fill_in_the_middle(config))
-    return tokenize(job, config.out, config.workers)
+    return tokenize(job, config.out, config.engine_for(config.out))
 
 
 def fill_in_the_middle(config: TokenizeConfig) -> FillInTheMiddle | None:
@@ -136,7 +189,17 @@ def fill_in_the_middle(config: TokenizeConfig) -> FillInTheMiddle | None:
 
 
 def run_dedup(config: DedupConfig) -> dict[str, Any]:
-    return dedup(config.source(), config.out, MinHash(config.threshold, config.shingle, config.seed), config.workers)
+    return dedup(
+        config.source(),
+        config.out,
+        MinHash(config.threshold, config.shingle, config.seed),
+        config.engine_for(config.out),
+    )
+
+
+def run_substrings(config: SubstringsConfig) -> dict[str, Any]:
+    settings = SubstringSettings(config.min_length, config.min_rest)
+    return dedup_substrings(config.source(), config.out, settings, config.engine_for(config.out), config.report)
 
 
 def run_decontaminate(config: DecontaminateConfig) -> dict[str, Any]:
@@ -144,7 +207,7 @@ def run_decontaminate(config: DecontaminateConfig) -> dict[str, Any]:
     short = read_evaluation(config.evaluation, config.evaluation_keys, config.ngram).num_short  # mistakes come first
     source = config.source()
     make_work = partial(make_decontaminator, source, config.evaluation, config.evaluation_keys, settings)
-    report = rewrite(source, config.out, make_work, config.workers, config.report)
+    report = rewrite(source, config.out, make_work, config.engine_for(config.out), config.report)
     return {**report, "evaluation_documents_too_short": short}
 
 
@@ -152,13 +215,17 @@ def run_filter(config: FilterConfig) -> dict[str, Any]:
     rules = FilterRules(**{name: getattr(config, name) for name in FilterRules.__dataclass_fields__})
     rules.check()
     source = config.source()
-    make_work = partial(make_filter, source, rules, config.removed is not None)
-    return rewrite(source, config.out, make_work, config.workers, config.removed)
+    make_work = partial(make_filter, source, rules, config.removed is not None, SAMPLES if config.samples else 0)
+    return rewrite(source, config.out, make_work, config.engine_for(config.out), config.removed, config.samples)
 
 
 def run_inspect(config: InspectConfig) -> None:
     found = inspect(config)
     print(json.dumps(found, ensure_ascii=False) if config.json else describe(found, config.tokens))
+
+
+def run_difficulty(config: DifficultyConfig) -> dict[str, Any]:
+    return write_difficulty(config.tokens, config.out, config.metric, config.seq_len, config.packing, config.checkpoint)
 
 
 def run_to_mindrecord(config: ToMindRecordConfig) -> dict[str, Any]:
@@ -174,8 +241,10 @@ def run_from_mindrecord(config: FromMindRecordConfig) -> dict[str, Any]:
 COMMANDS: dict[str, tuple[type, Callable[[Any], dict[str, Any] | None]]] = {
     "filter": (FilterConfig, run_filter),
     "dedup": (DedupConfig, run_dedup),
+    "dedup-substrings": (SubstringsConfig, run_substrings),
     "decontaminate": (DecontaminateConfig, run_decontaminate),
     "tokenize": (TokenizeConfig, run_tokenize),
+    "difficulty": (DifficultyConfig, run_difficulty),
     "inspect": (InspectConfig, run_inspect),
     "to-mindrecord": (ToMindRecordConfig, run_to_mindrecord),
     "from-mindrecord": (FromMindRecordConfig, run_from_mindrecord),
@@ -193,5 +262,7 @@ def main(argv: Sequence[str]) -> None:
     config: Any = parse_args(kind, f"tools/preprocess.py {command}\n\n{__doc__}", argv[1:])
     check_numbers(config)
     report = work(config)
+    if isinstance(config, Common) and config.engine == "ray":
+        leave(config.engine_for(config.out))  # type: ignore[attr-defined]
     if report is not None:
         print(json.dumps(report, indent=1, ensure_ascii=False))

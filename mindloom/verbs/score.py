@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.io import load_text_config
 from mindloom.cli import check_numbers, option, parse_args
 from mindloom.errors import ConfigError
 from mindloom.files import write_atomically
@@ -56,7 +56,7 @@ def read_ids(path: Path, vocab_size: int, seq_len: int) -> Any:
 def main(argv: Sequence[str]) -> int:
     config = parse_args(ScoreConfig, __doc__, argv)
     check_numbers(config)
-    family, model = load_config(config.checkpoint)
+    family, model = load_text_config(config.checkpoint)
     family_module(family, "config")
     ids = read_ids(config.ids, model.vocab_size, model.seq_len)
     strategy = load_strategy(config.strategy, for_inference=True) if config.strategy else SINGLE_DEVICE

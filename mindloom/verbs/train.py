@@ -8,8 +8,8 @@ msrun --worker_num=4 --local_worker_num=4 --join=True tools/train.py --data corp
 
 from collections.abc import Sequence
 
-from mindloom.train.config import TrainConfig
 from mindloom.train.launch import run_training
+from mindloom.train.plain_text import TrainConfig
 
 
 def main(argv: Sequence[str]) -> int:

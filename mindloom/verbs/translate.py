@@ -5,8 +5,11 @@
     mindloom translate parallel_configs/pangu_13b_dp128_tp8.yaml --to mindformers1 --out mine.yaml
     mindloom translate pretrain.sh --to ours --out mine.yaml --devices 64
 
-Reads our strategy files, MindFormers 1.x and 2.x YAML and Megatron-LM's flags (a file that is not .yaml). The report says of
-every key: same, renamed, approximated, no effect, not expressible, unknown; docs/guides/mindformers.md has the tables.
+    mindloom translate ds_config.json --to ours --out mine.yaml --devices 64 --seq-len 2048
+
+Reads our strategy files, MindFormers 1.x and 2.x YAML, DeepSpeed's JSON and Megatron-LM's flags (any other file). The report
+says of every key: same, renamed, approximated, no effect, not expressible, unknown. docs/guides/mindformers.md has
+the tables.
 """
 
 import json
@@ -31,7 +34,7 @@ from mindloom.strategy.dialects import Settings, Translation, translate
 class TranslateConfig:
     input: Path = argument("file to translate")
     to: Literal["ours", "mindformers1", "mindformers2", "megatron"] = option(..., "dialect to write")
-    dialect: Literal["ours", "mindformers1", "mindformers2", "megatron"] | None = option(
+    dialect: Literal["ours", "mindformers1", "mindformers2", "megatron", "deepspeed"] | None = option(
         None, "dialect of the input; found out without this"
     )
     out: Path | None = option(None, "file to write; without it the text goes to stdout")

@@ -242,7 +242,7 @@ def test_a_malformed_file_of_runs(tmp_path, write, text):
 
 
 CONFIGS_OF_TOOLS = [
-    ("train", "mindloom.train.config", "TrainConfig", TRAIN),
+    ("train", "mindloom.train.plain_text", "TrainConfig", TRAIN),
     ("dry_run", "mindloom.dry_run.config", "DryRunConfig", DRY_RUN),
     ("plan", "mindloom.verbs.plan", "PlanConfig", PLAN),
     ("inspect", "mindloom.train.inspection", "InspectConfig", ("preprocess", "inspect", "--data", TEXT)),

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from conftest import CONFIGS, ROOT, fewer_microbatches, in_process, run, tool
 
+from mindloom.data.curriculum import DifficultyIndex
+from mindloom.data.token_file import TokenFile
+
 TEXT = ROOT / "examples" / "small_town.txt"
 
 PARAGRAPHS = [part for part in TEXT.read_text(encoding="utf-8").split("\n\n") if part.strip()]
@@ -117,6 +120,32 @@ def test_the_steps_from_raw_text_to_tokens(checkpoint, tmp_path):
     assert reports[1]["exact"] == 1
     assert reports[2]["dropped"] >= 1
     assert reports[3]["documents"] == len(clean.read_text(encoding="utf-8").splitlines())
+
+
+def test_the_losses_of_a_curriculum_are_those_that_training_tells(blend, checkpoint, tmp_path):
+    tokens, index = blend.parent / "a", tmp_path / "losses.npz"
+    asked = ("--metric", "loss", "--checkpoint", checkpoint, "--seq-len", 32, "--out", index)
+    outcome = preprocess("difficulty", tokens, *asked)
+    assert outcome.code == 0, outcome.output
+    values = DifficultyIndex.read(index).values
+    file = TokenFile(tokens)
+    inputs = np.stack([file.tokens[i * 32 : i * 32 + 32] for i in range(len(values))])
+    ignored = json.loads((checkpoint / "config.json").read_text())["loss_ignore_id"]
+    trained = (inputs != ignored).sum(1)
+    curriculum = tmp_path / "easy.yaml"
+    schedule = (
+        "schedule_config: {total_curriculum_step: 1000, difficulty_step: 50}"  # the easier half in the first step
+    )
+    curriculum.write_text(f"index: losses.npz\nschedule_type: fixed_linear\nmin_difficulty: 50\n{schedule}\n")
+    still = ("--from-checkpoint", checkpoint, "--learning-rate", 0, "--dropout", 0, "--seq-len", 32, "--steps", 1)
+    easy = np.argsort(values, kind="stable")[: len(values) // 2]
+    for name, flags, samples in (("all", (), np.arange(len(values))), ("easy", ("--curriculum", curriculum), easy)):
+        out = tmp_path / name
+        words = ("--data", tokens, "--batch-size", len(samples), *still, *flags, "--output-dir", out)
+        outcome = tool("tools/train.py", *words)
+        assert outcome.code == 0, outcome.output
+        expected = (values[samples] * trained[samples]).sum() / trained[samples].sum()
+        assert losses(out) == [pytest.approx(expected, rel=1e-5)]
 
 
 def test_mindrecord_there_and_back(blend, checkpoint, tmp_path):

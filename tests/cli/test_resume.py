@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -10,9 +11,11 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 from conftest import CONFIGS, ROOT, TWO_LAYERS, msrun_env, run, tool
+from safetensors.numpy import load_file
 
 TEXT = ROOT / "examples" / "small_town.txt"
 ARGUMENTS = ("--data", TEXT, "--config", TWO_LAYERS, "--seq-len", 32, "--learning-rate", 1e-3)
@@ -241,3 +244,32 @@ def test_the_tools_reshard_inspect_and_export(again, tmp_path):
     outcome = tool("tools/reshard_checkpoint.py", tmp_path, tmp_path / "x", "--full")
     assert outcome.code == 2
     assert "give a training checkpoint" in outcome.output
+
+
+def test_a_spike_leads_back_and_the_steps_up_to_it_are_left_out(tmp_path):
+    common = ("--steps", 30, "--learning-rate", 0.01)
+    found = train(
+        tmp_path / "a", *common, "--save-every", 3, "--rewind-at-spike", 1.2, "--spike-window", 8, "--keep-last", 3
+    )
+    assert found.code == 0, found.output
+    left_out = re.findall(r"a spike of the loss; back to \S+/step-\d+, without steps (\S+)", found.output)
+    assert left_out
+    again = train(tmp_path / "b", *common, "--skip-steps", *left_out)
+    assert again.code == 0, again.output
+    steps = [json.loads(line)["step"] for line in (tmp_path / "b/metrics.jsonl").read_text().splitlines()]
+    assert 0 < len(steps) < 30
+    of_a = {metrics["step"]: metrics for metrics in map(json.loads, (tmp_path / "a/metrics.jsonl").open())}
+    assert [of_a[step]["loss"] for step in steps] == pytest.approx(losses(tmp_path / "b"), rel=1e-6)
+
+
+def test_no_checkpoint_holds_what_a_lost_step_left(tmp_path):
+    """At this rate gradients are no numbers while the loss still is one."""
+    diverging = ("--learning-rate", 1e8, "--optimizer", "sgd", "--max-grad-norm", 0, "--warmup-steps", 1)
+    outcome = train(tmp_path, *diverging, "--steps", 12, "--save-every", 1, "--rewind-at-spike", 1e30)
+    assert "a spike of the loss; back to" in outcome.output
+    assert "of the loss; lower --learning-rate" in outcome.output
+    shards = list((tmp_path / "checkpoints").rglob("*.safetensors"))
+    assert shards
+    for path in shards:
+        for name, value in load_file(path).items():
+            assert np.isfinite(value).all(), (path, name)

@@ -276,3 +276,15 @@ def test_a_killed_worker_ends_the_job_and_is_named_with_its_last_step(tmp_path):
         if "is gone" in said:
             break
     assert re.search(r"rank 2 is gone \(its last step was \d+\); ending this job", said)
+
+
+def test_the_operator_that_made_the_first_nan_is_named(tmp_path):
+    diverging = ("--learning-rate", 1e6, "--optimizer", "sgd", "--max-grad-norm", 0, "--steps", 9, "--find-nan")
+    arguments = ("--data", TEXT, "--config", TWO_LAYERS, "--seq-len", 32, "--output-dir", tmp_path / "out")
+    outcome = tool("tools/train.py", *arguments, *diverging, "--strategy", CONFIGS / "pangu_tiny_pp2.yaml", processes=2)
+    assert outcome.code == 1
+    told = re.findall(r"gradient norm nan; first not finite: (.*)", outcome.output)
+    assert len(told) == 2, outcome.output
+    assert re.fullmatch(r"\w+ of model\.\S+, (forward|backward) \(rank [01]\)", told[0])
+    alone = tool("tools/train.py", *arguments, *diverging)
+    assert "--find-nan looks into graphs of CPU processes: give a --strategy of several" in alone.output

@@ -16,7 +16,7 @@ from mindloom.cli import parse_args
 from mindloom.errors import ConfigError
 from mindloom.shipped import CLUSTERS, RULES, shipped_names, shipped_or_file
 from mindloom.strategy.loader import load_strategy
-from mindloom.train.config import TrainConfig
+from mindloom.train.plain_text import TrainConfig
 from mindloom.verbs import VERBS, doctor
 
 

@@ -31,8 +31,9 @@ def reduced(family, size, mesh):
     """Small, yet every parameter can be cut over all replicas, as at full size."""
     if (family, size) == ("codegeex", "13b"):
         return dataclasses.replace(size_config(family, size), num_layers=2, dropout_rate=0.0)
-    replicas = mesh.dp * mesh.tp
-    width = max(16 * mesh.tp, replicas)
+    heads = mesh.tp * mesh.cp
+    replicas = mesh.dp * heads
+    width = max(16 * heads, replicas)
     whole = size_config(family, size)
     grouped = whole.kv_heads < whole.num_heads
     experts = whole.experts and dataclasses.replace(
@@ -45,7 +46,7 @@ def reduced(family, size, mesh):
         whole,
         vocab_size=max(64 * mesh.tp, mesh.tp * mesh.dp),
         hidden_size=width,
-        num_heads=2 * mesh.tp if grouped else mesh.tp,
+        num_heads=2 * mesh.tp if grouped else heads,
         num_kv_heads=min(whole.kv_heads, mesh.tp) if grouped else None,
         head_dim=max(16, mesh.dp) if grouped else None,
         ffn_hidden_size=4 * width,
@@ -53,6 +54,7 @@ def reduced(family, size, mesh):
         num_layers=max(2, mesh.pp),
         seq_len=max(SEQ_LEN, replicas),
         dropout_rate=0.0,
+        attention="flash" if mesh.cp > 1 else "auto",  # plain attention of grouped heads sends more
         eod_id=0,
         loss_ignore_id=0,
         stop_ids=(),
@@ -64,7 +66,7 @@ def compile_rank(path, rank, rules=None):
     """`rules`: a file to take instead of the strategy's own."""
     strategy = load_strategy(path)
     if rules:
-        strategy = dataclasses.replace(strategy, rules=load_rules(Path(rules), strategy.sequence_parallel))
+        strategy = dataclasses.replace(strategy, rules=load_rules(Path(rules), strategy))
     mesh = strategy.mesh
     if mesh.pp > 4:
         strategy = dataclasses.replace(
@@ -81,7 +83,7 @@ def compile_rank(path, rank, rules=None):
         report = parallelize(net, strategy)
         step = TrainStep(wrap(net, strategy), AdamW(net.trainable_params()), report, rank, all_reduce, 1.0).set_train()
     microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 else 1
-    shape = (mesh.dp * microbatches, SEQ_LEN)
+    shape = (mesh.dp * microbatches, max(SEQ_LEN, mesh.cp * mesh.tp))
     graph = partition(step, strategy, rank, [(shape, np.int32)] * 3 + [(shape, np.float32)])
     stage = mesh.coordinate(rank, "pp")
     counts = Counter()

@@ -31,9 +31,12 @@ STRATEGIES = {
     "ep2_tp2": "mesh: {ep: 2, tp: 2}\n",
     "pp2_ep2": "mesh: {pp: 2, ep: 2}\npipeline: {num_microbatches: 2}\n",
     "dp4_ep2_zero": "mesh: {dp: 4, ep: 2}\noptimizer_parallel: {axis: dp}\n",
+    "dp2_cp2_ulysses": "mesh: {dp: 2, cp: 2}\ncontext_parallel: ulysses\noptimizer_parallel: {axis: dp}\n",
+    "dp2_cp2_tp2": "mesh: {dp: 2, cp: 2, tp: 2}\nrecompute: {layers: all}\n",
     "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
 }
-IN_BFLOAT16 = ("dp4_zero2_accumulate", "pp2_dp4_tp8_zero", "pp4_tp2_sp")
+IN_BFLOAT16 = ("dp2_cp2_tp2", "dp4_zero2_accumulate", "pp2_dp4_tp8_zero", "pp4_tp2_sp")
+WHOLE_WORDS = ("dp2_cp2_ulysses",)  # whose tables the shards do not divide
 MODEL = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
 
 pytestmark = pytest.mark.slow
@@ -48,6 +51,7 @@ def dry_run(*arguments):
 OTHER_MODELS = {  # parts that PanGu-alpha has not, each on a mesh where it shows
     ("codegeex", "4_tiny"): "pp2_dp4_tp8_zero",
     ("palm", "tiny"): "pp2_tp2_recompute",
+    ("pangu", "embedded_tiny"): "dp2_cp2_tp2",  # with FlashAttention
     ("pangu", "pro_moe_tiny"): "ep2_tp2",
     ("pangu", "gshard_tiny"): "pp2_ep2",  # the last stage has no experts
     ("pangu", "switch_tiny"): "dp4_ep2_zero",
@@ -57,13 +61,18 @@ OTHER_MODELS = {  # parts that PanGu-alpha has not, each on a mesh where it show
 @pytest.mark.parametrize(
     ("family", "size", "name"),
     [
-        *(("pangu", "tiny", name) for name in STRATEGIES if "ep2" not in name),
+        *(("pangu", "tiny", name) for name in STRATEGIES if "ep2" not in name and name != "dp2_cp2_tp2"),
         *((*model, name) for model, name in OTHER_MODELS.items()),
     ],
 )
 def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(family, size, name, write):
     layers = 4 if "pp4" in name or "dp4_tp8" in name or "_ep2" in name else 2
-    given = {**MODEL, "num_layers": layers, "compute_dtype": "bfloat16" if name in IN_BFLOAT16 else "float32"}
+    given = {
+        **MODEL,
+        "num_layers": layers,
+        "vocab_size": 514 if name in WHOLE_WORDS else MODEL["vocab_size"],
+        "compute_dtype": "bfloat16" if name in IN_BFLOAT16 else "float32",
+    }
     if size != "tiny" or family == "palm":
         given["dropout_rate"] = 0.0
     rules = RULES.replace("decoder", "experts") if "ep2" in name else RULES
@@ -225,21 +234,31 @@ def test_explain_says_what_was_derived_and_from_what(write):
     )
     assert "[512] -> [256] on each rank of stage 0, 2 different parts" in text
     assert "no rule is for it: MindSpore derived [tp]" in text
-    line = 1 + ruled.read_text().splitlines().index("  mlp.up.matmul?: [[dp, ~], [tp, ~]]")
+    line = 1 + ruled.read_text().splitlines().index("  mlp.up.matmul?: [[[dp, cp], ~], [tp, ~]]")
     assert f"from {ruled}:{line}: mlp.up.matmul, of model.layers.0.mlp.up.matmul" in text
 
 
-def test_context_parallel_in_a_mesh_and_a_rule_compiles(write):
-    """Its use comes later; a mesh and rules are all it takes."""
+def test_a_lookup_that_leaves_an_axis_out_is_told(write):
     rules = f"rules:\n  base: {CONFIGS / 'rules/decoder.yaml'}\n  operators:\n"
-    text = "mesh: {dp: 2, cp: 2, tp: 2}\n" + rules + "    mlp.up.matmul: [[[dp, cp], ~], [tp, ~]]\n"
-    path = write("s.yaml", text)
+    path = write("s.yaml", "mesh: {dp: 2, cp: 2, tp: 2}\n" + rules + "    word.gather: [[tp, ~], [dp]]\n")
     outcome = tool("tools/dry_run.py", "--strategy", path)
     assert outcome.code == 2
-    assert "so the indices must be cut over cp, too: [[tp, ~], [dp, cp]]" in outcome.output
-    found = compiled(write("s.yaml", text + "    word.gather: [[tp, ~], [dp, cp]]\n"), 5)
-    assert [4, 5] in found["groups"]  # over tp
-    assert [5, 7] in found["groups"]  # over cp
+    assert "so the indices must be cut over cp, too: [[tp, ~], [[dp, cp]]], or not at all" in outcome.output
+
+
+def test_what_is_not_for_context_parallel_is_told(write):
+    def told(text, *more):
+        return tool("tools/dry_run.py", "--strategy", write("s.yaml", RULES + text), *more).output
+
+    assert "tp x cp = 8, which does not divide num_kv_heads = 4; use gather" in told(
+        "mesh: {cp: 8}\ncontext_parallel: ulysses\n"
+    )
+    assert "sequences of 66 tokens are not divisible by cp 4" in told("mesh: {cp: 4}\n", "--seq-len", 66)
+    assert "context_parallel has no effect at mesh.cp = 1" in told("mesh: {dp: 2}\ncontext_parallel: ulysses\n")
+    assert "whose inputs MindSpore does not cut over cp" in told(
+        "mesh: {pp: 2, cp: 2}\npipeline: {num_microbatches: 2}\n"
+    )
+    assert "experts count their tokens in whole sequences" in told("mesh: {cp: 2}\n", "--size", "switch_tiny")
 
 
 def test_of_adapters_alone_there_are_gradients_and_moments(write):
@@ -260,3 +279,10 @@ def test_of_adapters_alone_there_are_gradients_and_moments(write):
     assert told.code == 2
     for line in ("--lora-r is for training", "--fast counts layers of a whole model", "mlp.sideways matches no matrix"):
         assert line in told.output
+
+
+def test_rules_that_leave_layouts_to_mindspore_are_refused_where_it_derives_none(write):
+    outcome = tool("tools/dry_run.py", "--strategy", write("s.yaml", RULES + "mesh: {dp: 24}\n"), "--batch-size", 24)
+    assert outcome.code == 2
+    assert "on stages of 2^n ranks only, and no rule is for" in outcome.output
+    assert "take rules/decoder_spelled_out.yaml" in outcome.output

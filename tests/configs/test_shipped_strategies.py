@@ -10,6 +10,7 @@ from mindloom.strategy.loader import load_strategy
 
 FILES = sorted(CONFIGS.glob("*.yaml"))
 WITH_EXPERTS = [path.stem for path in FILES if load_strategy(path).mesh.ep > 1]
+WITH_CONTEXT_PARALLEL = [path.stem for path in FILES if load_strategy(path).mesh.cp > 1]
 NAMES = [path.stem for path in FILES if path.stem not in WITH_EXPERTS]
 
 EQUAL = ("pangu_tiny_dp2_tp2_zero", "pangu_tiny_dp2_pp2_zero")
@@ -21,7 +22,7 @@ def test_a_name_says_family_size_and_degrees(path):
     family, size = family_and_size(path.stem)
     parts = path.stem.removeprefix(f"{family}_{size}_").split("_")
     mesh = load_strategy(path).mesh
-    degrees = [f"{axis}{mesh.degree(axis)}" for axis in ("dp", "ep", "tp", "pp") if mesh.degree(axis) > 1]
+    degrees = [f"{axis}{mesh.degree(axis)}" for axis in ("dp", "ep", "cp", "tp", "pp") if mesh.degree(axis) > 1]
     if mesh.ep == mesh.dp > 1:
         degrees.remove(f"dp{mesh.dp}")
     assert parts[: len(degrees)] == degrees
@@ -91,7 +92,24 @@ def test_tensor_parallel_costs_two_forward_reductions_a_layer(compiled, name):
         # Recomputing a layer repeats the attention's reduction; nothing needs the MLP's again, or a parallel block's.
         again = 0 if result["block"] == "parallel" else 1
         assert forward == (0 if strategy.mesh.tp == 1 else (2 + again * bool(repeated)) * each)
-        assert total(counts, "AlltoAll") == 0
+        if strategy.context_parallel == "gather":
+            assert total(counts, "AlltoAll") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_CONTEXT_PARALLEL)
+def test_context_parallel_gathers_keys_and_values_or_swaps_heads_and_tokens(compiled, name):
+    """Of one sequence a replica: nothing else moves. Once more where layers are computed again."""
+    strategy = load_strategy(CONFIGS / f"{name}.yaml")
+    for result in compiled[name]:
+        counts, layers, size = result["counts"], result["layers"], str(strategy.mesh.cp)
+        forward = (2 if strategy.recompute else 1) * layers
+        if strategy.context_parallel == "ulysses":
+            assert total(counts, "AlltoAll", "forward", size) == 4 * forward
+            assert total(counts, "AlltoAll", "backward", size) == 4 * layers
+        else:
+            assert total(counts, "AllGather", "forward", "layer", size) == 2 * forward
+            assert total(counts, "ReduceScatter", "backward", "layer", size) == 2 * layers
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from mindloom.checkpoint.manifest import FOLDER
 from mindloom.runtime.environment import launched_processes
-from mindloom.train.config import TrainConfig, check
+from mindloom.train.config import check
+from mindloom.train.plain_text import TrainConfig
 
 STEPS, MIDDLE = 4, 2
 DATA = Path(__file__).resolve().parents[2] / "examples" / "small_town.txt"

@@ -89,7 +89,9 @@ def test_a_mesh_is_one_device(out, mesh, task):
     speed = {"step_time_s", "tokens_per_s"}
     for one, other in zip(whole, found, strict=True):
         assert one.keys() == other.keys()
-        for name in one.keys() - speed:
+        # DPO begins at its reference: margins are 0 but for rounding, and how many of them are above 0 is chance.
+        at_reference = {"rewards/accuracies"} if abs(one.get("rewards/margins", 1.0)) < 1e-6 else set()
+        for name in one.keys() - speed - at_reference:
             np.testing.assert_allclose(other[name], one[name], rtol=1e-5, atol=1e-5, err_msg=f"{name} of {one['step']}")
     if task not in ("reward", "grpo", "ppo"):  # whose margins, and texts, differ from batch to batch
         assert whole[-1]["loss"] < whole[0]["loss"]

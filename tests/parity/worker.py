@@ -8,8 +8,10 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 
-from mindloom.certification.training import decoder_batches, train_decoder
+from mindloom.certification.training import decoder_batches, train_decoder, train_steps
+from mindloom.data.random_ltd import draw_kept
 from mindloom.models.family import family_module, size_config
+from mindloom.nn.token_drop import attach_token_drop
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
@@ -59,14 +61,39 @@ def train(path: str, options: list[str], out: str) -> None:
     config = dataclasses.replace(size_config(family, size), final_norm=final_norm, **SMALL, **changes)
     if "dropout" in options:
         config = dataclasses.replace(config, dropout_rate=0.1)
+    if "flash" in options and strategy.mesh.size > 1:  # one device computes it plainly
+        config = dataclasses.replace(config, attention="flash")
     if "shallow" in options:
         config = dataclasses.replace(config, num_layers=2)
     if strategy.mesh.pp > 1:
         strategy = dataclasses.replace(strategy, pipeline=Pipeline(num_microbatches=strategy.mesh.pp))
     accumulate, clip = 2 if "accumulate" in options else 1, 0.5 if "clip" in options else None
-    engine, report = train_decoder(family, config, strategy, Path(out), BATCH, accumulate, clip)
+    if "dropping" in options:
+        engine, report = train_dropping(family, config, strategy, Path(out))
+    else:
+        engine, report = train_decoder(family, config, strategy, Path(out), BATCH, accumulate, clip)
     check_report(report, engine)
+    if config.attention == "flash":  # which one device computes plainly
+        for program in engine._programs.values():
+            assert "FlashAttentionScoreGrad" in {p.op_type for p in program.graph.model.primitives}
     engine.close()
+
+
+def train_dropping(family, config, strategy, out):
+    """With random-LTD: two layers see 24 of 32 tokens, others in each step."""
+    layers, shape = (1, 2), (BATCH, config.seq_len)
+
+    def build():
+        net = family_module(family, "model").ModelWithLoss(config)
+        attach_token_drop(net.model, layers)
+        return net
+
+    def batches():
+        for step, batch in enumerate(decoder_batches(config, BATCH)):
+            yield [*batch, *map(ms.Tensor, draw_kept(5, step, layers, np.arange(BATCH), shape, 24))]
+
+    key = {"dropping": layers, "config": config.to_dict()}
+    return train_steps(build, batches, strategy, out, key=key)
 
 
 def train_adafactor(path: str, options: list[str], out: str) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mindloom.errors import ConfigError
-from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
-from mindloom.strategy.dialects.settings import Book, Given, Lost, Note, Settings, stage_layers
+from mindloom.strategy.config import ContextMethod, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.dialects.context import context_method, written_context
+from mindloom.strategy.dialects.settings import Book, Fate, Given, Lost, Note, Settings, stage_layers
 from mindloom.strategy.mesh import Mesh
 
 TRAIN = {
@@ -36,8 +37,10 @@ TRAIN = {
     "--initial-loss-scale": ("loss_scale", float),
     "--loss-scale-window": ("loss_scale_window", int),
 }
+BACKENDS = {"flash": "flash", "unfused": "plain", "auto": "auto"}
+"""Of attention."""
+METHODS: dict[str, ContextMethod] = {"all_gather": "gather", "a2a": "ulysses"}
 ONLY = (
-    ("--context-parallel-size", "1", "context parallelism is not built"),
     ("--lr-decay-style", "cosine", "the rate follows a cosine"),
     ("--optimizer", "adam", "AdamW, or SGD"),
 )
@@ -49,7 +52,6 @@ WITHOUT_EFFECT = {
     "--overlap-param-gather": "when weights are sent, no result depends on it",
     "--attention-dropout": "one rate serves both: --hidden-dropout",
     "--transformer-impl": "of Megatron's kernels",
-    "--use-flash-attn": "of Megatron's kernels",
     "--hidden-size": "the model's own configuration says it (--size, --config)",
     "--num-attention-heads": "the model's own configuration says it (--size, --config)",
     "--ffn-hidden-size": "the model's own configuration says it (--size, --config)",
@@ -82,26 +84,12 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
         ConfigError: no flags there; numbers that are none; the number of devices is not known.
     """
     book = Book(_flags(path))
-    tp, pp = _number(book, "--tensor-model-parallel-size", 1), _number(book, "--pipeline-model-parallel-size", 1)
-    devices = devices or _devices(book)
-    if not devices or devices % (tp * pp):
-        why = f"{devices} devices are no multiple of it" if devices else "give --devices"
-        raise ConfigError(f"{path}: tensor {tp} x pipeline {pp} parallel leave the data parallel degree open: {why}")
-    book.note("--tensor-model-parallel-size", "renamed", "mesh.tp")
-    book.note("--pipeline-model-parallel-size", "renamed", "mesh.pp")
-    ep = _number(book, "--expert-model-parallel-size", 1)
-    book.note("--expert-model-parallel-size", "renamed", "mesh.ep")
-    mesh, train = Mesh(pp=pp, dp=devices // (tp * pp), tp=tp, ep=ep), dict(known.train)
+    mesh, train = _mesh(book, path, devices), dict(known.train)
     for flag, (name, kind) in TRAIN.items():
         if flag in book:
             train[name] = _number(book, flag, None, kind)
             book.note(flag, "renamed", f"--{name.replace('_', '-')}")
-    if "--bf16" in book:
-        train["compute_dtype"] = "bfloat16"
-        book.note("--bf16", "renamed", "--compute-dtype bfloat16")
-    if "--fp16" in book:
-        train["compute_dtype"] = "float16"
-        book.note("--fp16", "renamed", "--compute-dtype float16")
+    _precision(book, train)
     if "--loss-scale" in book:  # a fixed one
         train |= {"loss_scale": _number(book, "--loss-scale", None, float), "loss_scale_window": 0}
         book.note("--loss-scale", "renamed", "--loss-scale with --loss-scale-window 0: it is lowered, but never raised")
@@ -117,6 +105,7 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
         recompute=_recompute(book, mesh),
         optimizer_parallel=OptimizerParallel() if "--use-distributed-optimizer" in book else None,
         sequence_parallel="--sequence-parallel" in book,
+        context_parallel=context_method(book, "--cp-comm-type", mesh, METHODS),
         source=str(path),
     )
     book.note(
@@ -128,6 +117,35 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     for flag, why in NOT_EXPRESSIBLE.items():
         book.note(flag, "not expressible", why)
     return Settings(strategy, train, num_layers), book.finish([*TRAIN, *WITHOUT_EFFECT, *NOT_EXPRESSIBLE])
+
+
+def _mesh(book: Book, path: Path, devices: int | None) -> Mesh:
+    degrees = {}
+    for axis, word in (("tp", "tensor-model"), ("pp", "pipeline-model"), ("cp", "context"), ("ep", "expert-model")):
+        degrees[axis] = _number(book, f"--{word}-parallel-size", 1)
+        book.note(f"--{word}-parallel-size", "renamed", f"mesh.{axis}")
+    tp, pp, cp, ep = degrees.values()
+    devices = devices or _devices(book)
+    if not devices or devices % (tp * pp * cp):
+        why = f"{devices} devices are no multiple of it" if devices else "give --devices"
+        raise ConfigError(
+            f"{path}: tensor {tp} x pipeline {pp} x context {cp} leave the data parallel degree open: {why}"
+        )
+    return Mesh(pp=pp, dp=devices // (tp * pp * cp), cp=cp, tp=tp, ep=ep)
+
+
+def _precision(book: Book, train: dict[str, Any]) -> None:
+    for flag, dtype in (("--bf16", "bfloat16"), ("--fp16", "float16")):
+        if flag in book:
+            train["compute_dtype"] = dtype
+            book.note(flag, "renamed", f"--compute-dtype {dtype}")
+    if "--use-flash-attn" in book:
+        train["attention"] = "flash"
+        book.note("--use-flash-attn", "renamed", "--attention flash")
+    elif (backend := book.peek("--attention-backend")) is not None:
+        train["attention"] = BACKENDS.get(backend, "auto")
+        fate: Fate = "renamed" if backend in BACKENDS else "approximated"
+        book.note("--attention-backend", fate, f"--attention {train['attention']}")
 
 
 def _flags(path: Path) -> dict[str, Given]:
@@ -234,6 +252,7 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     flags: list[tuple[str, Any]] = [
         ("--tensor-model-parallel-size", mesh.tp),
         *([("--expert-model-parallel-size", mesh.ep)] if mesh.ep > 1 else []),
+        *written_context(strategy, METHODS, "--context-parallel-size", "--cp-comm-type").items(),
         ("--pipeline-model-parallel-size", mesh.pp),
     ]
     if settings.num_layers is not None:
@@ -252,6 +271,8 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     if switch := {"bfloat16": "--bf16", "float16": "--fp16"}.get(str(train.get("compute_dtype"))):
         switches.append(switch)
         train.pop("compute_dtype")
+    attention = train.pop("attention", None)
+    flags += [("--attention-backend", theirs) for theirs, ours in BACKENDS.items() if ours == attention]
     if zero:
         more = "" if zero == OptimizerParallel() else "; threshold, shard size and cut gradients have no flags"
         lost(

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mindloom.errors import ConfigError
-from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.config import ContextMethod, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.dialects.context import context_method, written_context
 from mindloom.strategy.dialects.settings import Book, Given, Lost, Note, Settings, betas, stage_layers
 from mindloom.strategy.dialects.yaml_file import read_flat
 from mindloom.strategy.mesh import Mesh
@@ -44,8 +45,8 @@ STRICT = {
     ),
 }
 """Sections in which MindFormers itself refuses any other key."""
+METHODS: dict[str, ContextMethod] = {"colossalai_cp": "gather", "ulysses_cp": "ulysses"}
 ONLY = (
-    ("parallel_config.context_parallel", 1, "context parallelism is not built"),
     ("parallel_config.seq_split_num", 1, "sequence pipelines are not built"),
     ("micro_batch_interleave_num", 1, "a batch is not run as several interleaved copies"),
     ("parallel.parallel_mode", 1, "ours is semi-automatic: every operator's layout comes from the rules"),
@@ -59,8 +60,7 @@ ONLY = (
 WITHOUT_EFFECT = {
     "parallel_config.optimizer_shard": "MindFormers itself ignores it since r0.7; parallel.enable_parallel_optimizer decides",
     "parallel_config.gradient_aggregation_group": "how gradients are grouped for sending, no result depends on it",
-    "parallel_config.context_parallel_algo": "there is no context parallelism",
-    "parallel_config.ulysses_degree_in_cp": "there is no context parallelism",
+    "parallel_config.ulysses_degree_in_cp": "ulysses_cp is of all ranks of context_parallel",
     "parallel_config.mem_coeff": "of MindFormers' automatic search; tools/plan.py chooses strategies here",
     "parallel.search_mode": "of automatic parallelism; tools/plan.py chooses strategies here",
     "parallel.enable_alltoall": "always so where mesh.ep is above 1",
@@ -163,23 +163,10 @@ TRAIN = {
 """Keys that have a flag of tools/train.py."""
 MODEL_FIELDS = (
     *("type", "num_heads", "hidden_size", "vocab_size", "batch_size", "param_init_type", "softmax_compute_type"),
-    *("layernorm_compute_type", "use_past", "use_flash_attention", "use_attn_mask_compression", "embedding_size"),
-    *(
-        "ffn_hidden_size",
-        "hidden_act",
-        "eos_token_id",
-        "eod_token",
-        "eod_reset",
-        "post_layernorm_residual",
-        "pad_token_id",
-    ),
-    *(
-        "checkpoint_name_or_path",
-        "hidden_dropout_rate",
-        "hidden_dropout_prob",
-        "attention_dropout_rate",
-        "dropout_rate",
-    ),
+    *("layernorm_compute_type", "use_past", "use_attn_mask_compression", "embedding_size"),
+    *("ffn_hidden_size", "hidden_act", "eos_token_id", "eod_token", "eod_reset", "post_layernorm_residual"),
+    *("pad_token_id", "checkpoint_name_or_path", "hidden_dropout_rate", "hidden_dropout_prob"),
+    *("attention_dropout_rate", "dropout_rate"),
     *("attention_dropout_prob", "embedding_dropout_prob", "use_moe", "per_token_dim_expand", "repetition_penalty"),
     *("max_decode_length", "top_k", "top_p", "do_sample", "bos_token_id", "ignore_token_id", "compute_dtype"),
 )
@@ -206,6 +193,7 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
     mesh = Mesh(
         pp=book.take("parallel_config.pipeline_stage", "mesh.pp", 1),
         dp=book.take("parallel_config.data_parallel", "mesh.dp", 1),
+        cp=book.take("parallel_config.context_parallel", "mesh.cp", 1),
         tp=book.take("parallel_config.model_parallel", "mesh.tp", 1),
         ep=book.take("parallel_config.expert_parallel", "mesh.ep", 1),
     )
@@ -215,6 +203,7 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
         recompute=_recompute(book),
         optimizer_parallel=_optimizer_parallel(book),
         sequence_parallel=bool(book.take("parallel_config.use_seq_parallel", "sequence_parallel", False)),
+        context_parallel=context_method(book, "parallel_config.context_parallel_algo", mesh, METHODS),
         source=str(path),
     )
     _forced(book, mesh)
@@ -335,6 +324,8 @@ def _train(book: Book, strategy: Strategy, train: dict[str, Any]) -> None:
         train["compute_dtype"] = book.take(MODEL + "compute_dtype", "compute_dtype")
     elif compute_dtype is not None:
         book.note(MODEL + "compute_dtype", "not expressible", f"{compute_dtype}: float32, bfloat16 or float16")
+    if MODEL + "use_flash_attention" in book:
+        train["attention"] = "flash" if book.take(MODEL + "use_flash_attention", "attention") else "plain"
     if not book.peek("runner_config.stop_step"):
         book.note("runner_config.stop_step", "no effect", "0 is no limit; give --steps")
     for key, name in TRAIN.items():
@@ -369,6 +360,7 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     degrees = {
         "data_parallel": mesh.dp,
         "model_parallel": mesh.tp,
+        **written_context(strategy, METHODS, "context_parallel", "context_parallel_algo"),
         **({"expert_parallel": mesh.ep} if mesh.ep > 1 else {}),
         "pipeline_stage": mesh.pp,
         "micro_batch_num": strategy.pipeline.num_microbatches,
@@ -427,7 +419,7 @@ def _top(settings: Settings, lost: Lost) -> list[str]:
             "  - type: CheckpointMonitor",
             *(f"    {field}: {value}" for field, value in callback.items()),
         ]
-    lost.rest({name: value for name, value in train.items() if name not in ("seq_len", "compute_dtype")})
+    lost.rest({name: value for name, value in train.items() if name not in ("seq_len", "compute_dtype", "attention")})
     return lines
 
 
@@ -480,7 +472,8 @@ def _written_model(settings: Settings, lost: Lost) -> list[str]:
         lost("pipeline.stages", f"written as offset: {counts} layers", "renamed")
     if counts and total:
         lines.append(f"    offset: {[count - total // settings.strategy.mesh.pp for count in counts]}")
-    for key in ("seq_len", "compute_dtype"):
-        if settings.train.get(key) is not None:
-            lines.append(f"    {'seq_length' if key == 'seq_len' else key}: {settings.train[key]}")
+    for key, theirs in (("seq_len", "seq_length"), ("compute_dtype", "compute_dtype")):
+        lines += [f"    {theirs}: {settings.train[key]}"] if settings.train.get(key) is not None else []
+    if settings.train.get("attention") in ("flash", "plain"):
+        lines.append(f"    use_flash_attention: {settings.train['attention'] == 'flash'}")
     return lines

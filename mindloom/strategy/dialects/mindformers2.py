@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mindloom.errors import ConfigError
-from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.config import ContextMethod, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.dialects.context import context_method, written_context
 from mindloom.strategy.dialects.settings import Book, Lost, Note, Settings, betas, stage_layers
 from mindloom.strategy.dialects.yaml_file import read_flat
 from mindloom.strategy.mesh import Mesh
@@ -26,8 +27,8 @@ STRICT = {
     "recompute": ("full_recompute", "select_recompute"),
     "training": ("steps", "local_batch_size", "global_batch_size", "max_norm", "seed", "deterministic"),
 }
+METHODS: dict[str, ContextMethod] = {"colossalai": "gather", "ulysses": "ulysses"}
 ONLY = (
-    ("parallelism.context_parallel", 1, "context parallelism is not built"),
     ("parallelism.pipeline_parallel_interleave_num", 1, "the engine runs no virtual stages"),
     (
         "parallelism.pipeline_parallel_schedule",
@@ -37,7 +38,6 @@ ONLY = (
     ("optimizer.type", "AdamW", "AdamW as the original models were trained, or SGD"),
 )
 WITHOUT_EFFECT = {
-    "parallelism.context_parallel_method": "there is no context parallelism",
     "parallelism.hsdp_optimizer_level": "weights, gradients and moments are all cut where optimizer parallel is on",
     "training.deterministic": "a run on one mesh repeats itself",
     "checkpoint.save_path": "checkpoints go to --output-dir",
@@ -82,18 +82,21 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     if problems:
         raise ConfigError(problems)
     tp = book.take("parallelism.tensor_parallel", "mesh.tp", 1)
-    pp = book.take("parallelism.pipeline_parallel", "mesh.pp", 1)
+    pp, cp = (
+        book.take("parallelism.pipeline_parallel", "mesh.pp", 1),
+        book.take("parallelism.context_parallel", "mesh.cp", 1),
+    )
     if "parallelism.data_parallel" in book:
         dp = book.take("parallelism.data_parallel", "mesh.dp")
-    elif devices is None or devices % (tp * pp):
+    elif devices is None or devices % (tp * pp * cp):
         why = (
             "needs the number of devices: give --devices"
             if devices is None
-            else f"{devices} devices are no multiple of {tp * pp}"
+            else f"{devices} devices are no multiple of {tp * pp * cp}"
         )
         raise ConfigError(f"{path}: the data parallel degree {why}")
     else:
-        dp = devices // (tp * pp)
+        dp = devices // (tp * pp * cp)
     train = dict(known.train)
     for key, name in TRAIN.items():
         if key in book:
@@ -104,13 +107,14 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
         parts = train["batch_size"] // (book.peek("training.local_batch_size") * dp)
         if pp == 1 and parts > 1:
             train["accumulate"] = parts
-    mesh = Mesh(pp=pp, dp=dp, tp=tp, ep=book.take("parallelism.expert_parallel", "mesh.ep", 1))
+    mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=book.take("parallelism.expert_parallel", "mesh.ep", 1))
     strategy = Strategy(
         mesh=mesh,
         pipeline=_pipeline(book, mesh, train),
         recompute=_recompute(book),
         optimizer_parallel=_optimizer_parallel(book, dp),
         sequence_parallel=bool(book.take("parallelism.sequence_parallel", "sequence_parallel", False)),
+        context_parallel=context_method(book, "parallelism.context_parallel_method", mesh, METHODS),
         source=str(path),
     )
     book.note("training.local_batch_size", "renamed", "batch_size over replicas and parts")
@@ -182,7 +186,9 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     strategy, train, lost = settings.strategy, dict(settings.train), Lost("mindformers2")
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
     lines = [f"# {mesh.size} devices: its data parallel degree, {mesh.dp}, is what the others leave", "parallelism:"]
-    lines += [f"  tensor_parallel: {mesh.tp}", f"  pipeline_parallel: {mesh.pp}", "  context_parallel: 1"]
+    lines += [f"  tensor_parallel: {mesh.tp}", f"  pipeline_parallel: {mesh.pp}"]
+    context = written_context(strategy, METHODS, "context_parallel", "context_parallel_method")
+    lines += [f"  {key}: {value}" for key, value in (context or {"context_parallel": 1}).items()]
     lines += [f"  expert_parallel: {mesh.ep}"] if mesh.ep > 1 else []
     lines.append(f"  hsdp_shard_size: {(zero.shard_size or mesh.dp) if zero else 1}")
     if zero:

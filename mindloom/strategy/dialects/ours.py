@@ -58,6 +58,8 @@ def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> s
         lines.append(f"optimizer_parallel: {{axis: dp{', ' * bool(fields)}{fields}}}")
     if strategy.sequence_parallel:
         lines.append("sequence_parallel: true")
+    if strategy.context_parallel != Strategy.context_parallel:
+        lines.append(f"context_parallel: {strategy.context_parallel}")
     return "\n".join(lines) + "\n"
 
 

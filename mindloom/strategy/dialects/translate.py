@@ -10,13 +10,14 @@ from pathlib import Path
 from mindloom.errors import ConfigError
 from mindloom.shipped import RULES, name_of, shipped_or_file
 from mindloom.strategy.checks import strategy_problems
-from mindloom.strategy.config import Rules
-from mindloom.strategy.dialects import megatron, mindformers, mindformers2, ours
+from mindloom.strategy.config import Strategy
+from mindloom.strategy.dialects import deepspeed, megatron, mindformers, mindformers2, ours
 from mindloom.strategy.dialects.settings import LOSSES, Note, Settings
 from mindloom.strategy.dialects.yaml_file import read_flat
 from mindloom.strategy.loader import load_rules
 
 DIALECTS = ("ours", "mindformers1", "mindformers2", "megatron")
+"""That are written; DeepSpeed's configurations are read only."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ def recognize(path: Path) -> str:
     Raises:
         ConfigError: it cannot be read.
     """
+    if path.suffix == ".json":
+        return "deepspeed"
     if path.suffix not in (".yaml", ".yml"):
         return "megatron"
     sections = {key.partition(".")[0] for key in read_flat(path)}
@@ -58,7 +61,8 @@ def read(path: Path, dialect: str, known: Settings, devices: int | None = None) 
     if dialect == "mindformers1":
         settings, notes = mindformers.read(path, known)
     else:
-        settings, notes = (mindformers2 if dialect == "mindformers2" else megatron).read(path, known, devices)
+        reader = {"mindformers2": mindformers2, "megatron": megatron, "deepspeed": deepspeed}[dialect]
+        settings, notes = reader.read(path, known, devices)
     lines = {note.text.split(" ")[0]: int(note.place.rpartition(":")[2]) for note in notes if note.text}
     strategy = dataclasses.replace(settings.strategy, lines=lines)
     problems = strategy_problems(dataclasses.replace(strategy, lines=_without_whole_sections(lines)))
@@ -91,7 +95,7 @@ def translate(
         text, more = writer.write(settings)
     own = settings.strategy
     fitting = shipped_or_file(ours.fitting_rules(name_of(rules, RULES) or str(rules), own.mesh), RULES)
-    if own.rules.operators and not _are_shipped(own.rules, fitting, own.sequence_parallel):
+    if own.rules.operators and not _are_shipped(own, fitting):
         more = [*more, Note("rules", to, "not expressible", f"other rules than {rules}, which alone can be named")]
     return Translation(settings, text, notes + more)
 
@@ -103,9 +107,9 @@ def _relative(path: Path, folder: Path) -> str:
         return str(path.resolve())
 
 
-def _are_shipped(rules: Rules, path: Path, sequence_parallel: bool) -> bool:
-    """Whether rules say what the rules file says."""
-    shipped = load_rules(path, sequence_parallel)
-    return [dataclasses.replace(rule, source="") for rule in rules.operators] == [
+def _are_shipped(strategy: Strategy, path: Path) -> bool:
+    """Whether a strategy's rules say what the rules file says."""
+    shipped = load_rules(path, strategy)
+    return [dataclasses.replace(rule, source="") for rule in strategy.rules.operators] == [
         dataclasses.replace(rule, source="") for rule in shipped.operators
     ]

@@ -7,6 +7,7 @@ import pytest
 from mindloom.data.batch import make_batch
 from mindloom.data.blend import read_blend, short_datasets
 from mindloom.data.loader import Dataset, Loader, Prefetched, rows_of_rank
+from mindloom.data.packing import Stream
 from mindloom.data.sample_order import Sizes, growing_seq_lens, ramped_batch_sizes
 from mindloom.data.token_file import ENDS, TOKENS, VERSION, TokenFile, TokenFileInfo, write_info
 from mindloom.errors import ConfigError
@@ -38,7 +39,10 @@ def datasets(tmp_path_factory):
     out = tmp_path_factory.mktemp("tokens")
     files = [token_file(out / name, seed) for seed, name in ((1, "a"), (2, "b"), (3, "c"))]
     weights = (0.5, 0.3, 0.2)
-    return [Dataset(f.folder.name, f, w, f.places_of(IGNORED)) for f, w in zip(files, weights, strict=True)]
+    return [
+        Dataset(f.folder.name, f, w, f.places_of(IGNORED), Stream(f, SEQ_LEN))
+        for f, w in zip(files, weights, strict=True)
+    ]
 
 
 def loader(datasets, sizes=GROWING, rows=np.arange, seed=5):
@@ -121,7 +125,9 @@ def test_every_sample_of_a_dataset_is_seen_once_an_epoch(datasets):
 def test_records_made_elsewhere_stay_samples(tmp_path):
     tokens = token_file(tmp_path / "r", 1, num_tokens=170, record_length=17)
     assert (tokens.num_samples(16), tokens.num_samples(8)) == (10, 0)
-    whole = Loader([Dataset("r", tokens, 1.0, tokens.places_of(IGNORED))], Sizes((10,), (16,)), 1, EOD, IGNORED)
+    whole = Loader(
+        [Dataset("r", tokens, 1.0, tokens.places_of(IGNORED), Stream(tokens, 16))], Sizes((10,), (16,)), 1, EOD, IGNORED
+    )
     rows = sorted(map(tuple, whole.samples(0)))
     assert rows == sorted(map(tuple, tokens.tokens.reshape(10, 17).astype(int)))
     assert whole.batch(0).loss_weights.tobytes() == make_batch(whole.samples(0), EOD, IGNORED).loss_weights.tobytes()

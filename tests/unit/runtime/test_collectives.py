@@ -76,3 +76,27 @@ def test_a_large_sum_is_the_same_bits_on_every_rank(tmp_path):
         assert (result == expected).all()
     for transport in transports:
         transport.close()
+
+
+def test_when_one_waits_long_in_a_collective_all_say_where_they_are(pair, capsys):
+    def reduce(one):
+        return one.watched("AllReduce of a.b, forward, ranks 0, 1", Collectives(one, [0, 1], "x").all_reduce)
+
+    for one in pair:
+        one.watchdog_s = 0.3
+    one, waiting = np.ones(3), threading.Thread(target=lambda: reduce(pair[0])(np.ones(3)))
+    waiting.start()
+    time.sleep(1.0)  # rank 1 is late
+    np.testing.assert_array_equal(reduce(pair[1])(one), 2 * one)
+    waiting.join(timeout=10)
+    told = capsys.readouterr().err
+    assert "rank 0: in AllReduce of a.b, forward, ranks 0, 1, for rank 1, for 0 s; no step done yet" in told
+    assert "rank 1: before its first collective, for " in told
+
+
+def test_outside_of_graphs_a_rank_may_wait_for_long(pair, capsys):
+    pair[0].watchdog_s = 0.1
+    late = threading.Timer(0.5, lambda: pair[1].send(0, "request", np.ones(1)))
+    late.start()
+    pair[0].receive(1, "request")
+    assert capsys.readouterr().err == ""

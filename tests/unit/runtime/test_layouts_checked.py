@@ -37,6 +37,14 @@ class Turned(Plain):
         return self.matmul(x, self.turn(self.weight, (1, 0)))
 
 
+class InAMethod(Plain):
+    def construct(self, x):
+        return self.product(x, self.weight)
+
+    def product(self, x, table):
+        return self.matmul(x, table)
+
+
 def compile_for(rank, net, write, more=""):
     """As the engine of that rank does it."""
     text = f"mesh: {{dp: 2, tp: 2}}\nrules:\n  operators:\n    matmul: [[dp, ~], [tp, ~]]\n{more}"
@@ -52,6 +60,13 @@ def test_what_agrees_is_compiled(write, rank):
     ms.set_context(mode=ms.GRAPH_MODE)
     graph = compile_for(rank, Plain(), write)
     assert graph.layouts["weight"].slices((8, 4), rank, graph.groups)[0] == slice(4 * (rank % 2), 4 * (rank % 2) + 4)
+
+
+def test_a_parameter_handed_to_a_method_has_the_layout_of_its_operator(write):
+    net = InAMethod()
+    compile_for(1, net, write)
+    (weight,) = net.parallel_report.parameters
+    assert (weight.local_shape, weight.rule) == ((4, 4), f"{write('s.yaml', '')}:4")
 
 
 def test_where_they_differ_both_layouts_are_told(write):

@@ -69,6 +69,7 @@ def named(original, back, there):
 
 def random_strategy(random):
     pp, dp, tp = (random.choice([1, 2, 4, 8]) for _ in range(3))
+    cp = random.choice([1, 1, 2, 4])
     stages, pipeline, recompute, zero = "uniform", Pipeline(), None, None
     if pp > 1:
         if random.random() < 0.4:
@@ -93,11 +94,12 @@ def random_strategy(random):
             shard_accumulated_gradients=pp > 1 and random.random() < 0.5,
         )
     return Strategy(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp),
         pipeline=pipeline,
         recompute=recompute,
         optimizer_parallel=zero,
         sequence_parallel=tp > 1 and random.random() < 0.5,
+        context_parallel=random.choice(["gather", "ulysses"]) if cp > 1 else "gather",
     )
 
 
@@ -163,6 +165,7 @@ model:
     num_layers: 42
     offset: [0, 1, 1, 0]
     compute_dtype: float16
+    use_flash_attention: True
 runner_config: {batch_size: 2, epochs: 1, stop_step: 90, gradient_accumulation_steps: 2}
 optimizer: {type: AdamW, betas: [0.9, 0.99], eps: 1e-6}
 lr_schedule: {type: CosineWithWarmUpLR, learning_rate: 2e-5, warmup_ratio: 0.1}
@@ -202,7 +205,7 @@ def test_every_key_of_a_users_file_is_in_the_report_with_its_line(write, tmp_pat
         "adam_beta2": 0.99,
     }
     expected |= {"adam_epsilon": 1e-6, "learning_rate": 2e-5, "save_every": 500, "output_dir": "./out"}
-    expected |= {"compute_dtype": "float16", "loss_scale": 65536}
+    expected |= {"compute_dtype": "float16", "attention": "flash", "loss_scale": 65536}
     assert train == expected
     found = fates(done)
     assert found["micro_batch_interleave_num"] == "not expressible"

@@ -7,9 +7,10 @@ import pytest
 from mindspore import Parameter, Tensor
 
 from mindloom.errors import ConfigError
-from mindloom.train.config import TrainConfig, check
+from mindloom.train.config import check
 from mindloom.train.loss_scale import LossScale
 from mindloom.train.optim import SGD, AdamW, is_decayed
+from mindloom.train.plain_text import TrainConfig
 from mindloom.train.schedules import learning_rate
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mindloom.checkpoint.io import write_config
+from mindloom.checkpoint.io import load_config, load_text_config, write_config
 from mindloom.errors import ConfigError
 from mindloom.models.family import size_config
 from mindloom.train.config import check
@@ -63,6 +63,48 @@ def test_a_reward_model_has_a_head_of_its_own(common):
 def test_mistakes_are_told_together(common, kind, flags, told):
     found = "\n".join(problems(kind(**common, **flags)))
     assert all(text in found for text in told), found
+
+
+def test_adapters_do_not_take_the_place_of_their_model(common):
+    there = common["output_dir"] / "checkpoint"
+    there.parent.mkdir()
+    common["from_checkpoint"].rename(there)
+    common["from_checkpoint"] = there
+    assert "adapters would take the place of the model" in problems(SFTConfig(**common, lora_r=2))[0]
+
+
+def test_adapters_of_themselves_are_told(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "."}))
+    with pytest.raises(ConfigError, match="their own folder; name the model's"):
+        load_config(tmp_path)
+
+
+def test_a_reward_model_must_read_as_the_model_writes(common, tmp_path):
+    def told(**changes):
+        config = dataclasses.replace(size_config("pangu", "tiny"), **changes)
+        write_config(tmp_path / "judge", "pangu", config)
+        return problems(PPOConfig(**common, reward_model=tmp_path / "judge"))
+
+    (tmp_path / "judge").mkdir()
+    assert any("a model of text; give one of `mindloom reward`" in line for line in told())
+    values = {"value_head": True, "tied_embedding": False}
+    assert any("its context of 64 tokens is shorter than --seq-len 128" in line for line in told(**values, seq_len=64))
+    for folder, content in ((tmp_path / "judge", b"one"), (common["from_checkpoint"], b"other")):
+        (folder / "tokenizer.model").write_bytes(content)
+    assert any("has another tokenizer than" in line for line in told(**values))
+
+
+def test_a_reward_model_is_no_model_of_text(common):
+    config = dataclasses.replace(size_config("pangu", "tiny"), value_head=True, tied_embedding=False)
+    write_config(common["from_checkpoint"], "pangu", config)
+    assert "only `mindloom reward` goes on with it" in problems(SFTConfig(**common))[0]
+    assert check(RewardConfig(**common), 1).model.value_head
+    with pytest.raises(ConfigError, match="a reward model, which gives a number and no text"):
+        load_text_config(common["from_checkpoint"])
+
+
+def test_a_slip_of_the_keyboard_is_not_allocated(common):
+    assert "tokens a step are more than" in problems(SFTConfig(**common, batch_size=10_000_000))[0]
 
 
 def test_lines_of_another_task_are_told(common):

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled kernels against NumPy, and what happens where they cannot be built."""
+
+import ctypes
+import shutil
+
+import numpy as np
+import pytest
+
+from mindloom.inference import kernels
+from mindloom.inference.kernels import kernel_library
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
+
+
+@pytest.fixture(scope="module")
+def call():
+    path = kernel_library()
+    assert path is not None
+    library = ctypes.CDLL(str(path))
+
+    def run(name, *arrays):
+        count = len(arrays)
+        data = (ctypes.c_void_p * count)(*(array.ctypes.data for array in arrays))
+        dims = (ctypes.c_int * count)(*(array.ndim for array in arrays))
+        rows = [(ctypes.c_int64 * array.ndim)(*array.shape) for array in arrays]
+        shapes = (ctypes.POINTER(ctypes.c_int64) * count)(*rows)
+        assert getattr(library, name)(count, data, dims, shapes, None, None, None) == 0
+
+    return run
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 13, 16])
+def test_products(call, rows):
+    random = np.random.default_rng(rows)
+    x, w = random.standard_normal((rows, 96), np.float32), random.standard_normal((20, 96), np.float32)
+    w8, scale = random.integers(-127, 128, (20, 96)).astype(np.int8), random.random(20, np.float32)
+    y, y8, alone = (np.full((rows, 20), np.nan, np.float32) for _ in range(3))
+    call("linear", x, w, y)
+    np.testing.assert_allclose(y, x.astype(np.float64) @ w.T, rtol=1e-5, atol=1e-5)
+    call("linear_int8", x, w8, scale, y8)
+    np.testing.assert_allclose(y8, (x.astype(np.float64) @ w8.T) * scale, rtol=1e-5, atol=1e-4)
+    bias, with_bias = random.standard_normal(20, np.float32), np.full_like(y, np.nan)
+    call("linear", x, w, bias, with_bias)
+    np.testing.assert_array_equal(with_bias, y + bias)
+    call("linear_int8", x, w8, scale, bias, with_bias)
+    np.testing.assert_allclose(with_bias, y8 + bias, rtol=1e-6, atol=1e-6)
+    for row in range(rows):
+        call("linear", x[row : row + 1].copy(), w, alone[row : row + 1])
+    np.testing.assert_array_equal(y, alone)  # to the bit, whatever the other rows are
+
+
+@needs_compiler
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_of_single_queries(call, kv_heads):
+    random = np.random.default_rng(kv_heads)
+    q, cache, new = random.standard_normal((3, 4, 1, 32), np.float32), (3, kv_heads, 37, 32), (3, kv_heads, 1, 32)
+    k, v, new_k, new_v = (random.standard_normal(shape, np.float32) for shape in (cache, cache, new, new))
+    rows, slots = (2, 0, 1), np.zeros((3, kv_heads, 1, 3), np.int32)
+    slots[..., 1] = np.arange(kv_heads)[:, None]
+    bias = np.zeros((3, 1, 1, 37), np.float32)
+    for place, (row, length) in enumerate(zip(rows, (1, 20, 37), strict=True)):
+        bias[place, ..., length:] = -10000
+        k[row, :, length - 1 :] = np.nan  # what comes behind is not read, the last one is written
+        slots[place, ..., 0], slots[place, ..., 2] = row, length - 1
+    bias[2, ..., 4] = -10000
+    y = np.full_like(q, np.nan)
+    call("attend", q, new_k, new_v, k, v, slots, bias, y)
+    for place, row in enumerate(rows):
+        np.testing.assert_array_equal(k[row, :, slots[place, 0, 0, 2]], new_k[place, :, 0])
+        np.testing.assert_array_equal(v[row, :, slots[place, 0, 0, 2]], new_v[place, :, 0])
+    keys, values = (np.repeat(np.nan_to_num(x[list(rows)]), 4 // kv_heads, 1).astype(np.float64) for x in (k, v))
+    scores = q.astype(np.float64) @ keys.swapaxes(-1, -2) / np.sqrt(32) + bias
+    probs = np.exp(scores - scores.max(-1, keepdims=True))
+    np.testing.assert_allclose(y, probs / probs.sum(-1, keepdims=True) @ values, rtol=1e-5, atol=1e-6)
+
+
+@needs_compiler
+def test_scores_that_lie_far_apart(call):
+    q, k, v = (np.zeros((1, 1, n, 16), np.float32) for n in (1, 16, 16))
+    q[..., 0], k[0, 0, :, 0], v[0, 0, :, 0] = 4.0, np.linspace(-300, 300, 16), np.arange(16)
+    y, slots = np.full_like(q, np.nan), np.array([0, 0, 0], np.int32).reshape(1, 1, 1, 3)
+    call("attend", q, k[:, :, :1], v[:, :, :1], k, v, slots, np.zeros((1, 1, 1, 16), np.float32), y)
+    assert y[0, 0, 0, 0] == pytest.approx(15.0, abs=1e-6)
+
+
+def test_without_a_compiler_there_is_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert kernel_library() is None
+    assert "no C compiler (cc): decoding with MindSpore's operators" in capsys.readouterr().err
+    monkeypatch.setenv("MINDLOOM_KERNELS", "0")
+    assert kernel_library() is None
+    assert capsys.readouterr().err == ""
+
+
+@needs_compiler
+def test_what_cannot_be_compiled_leaves_nothing_behind(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "bad.c").write_text("int linear(\n")
+    monkeypatch.setattr(kernels, "SOURCE", tmp_path / "bad.c")
+    assert kernel_library() is None
+    assert "kernels.c cannot be used, decoding is slower: " in capsys.readouterr().err
+    assert list((tmp_path / "cache/mindloom/kernels").iterdir()) == []

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NumPy's FlashAttentionScore against differences of itself, and attention as its formula says it."""
+
+import numpy as np
+import pytest
+
+from mindloom.errors import ConfigError
+from mindloom.models.config import ModelConfig
+from mindloom.runtime.flash import attention, attention_gradient
+
+SCALE = 0.3
+
+
+@pytest.fixture
+def tensors():
+    rng = np.random.default_rng(0)
+    q, k, v, dy = (rng.normal(size=(2, heads, 5, 4)) for heads in (4, 2, 2, 4))
+    hidden = np.triu(np.ones((5, 5), np.uint8), 1)[None, None].repeat(2, 0)
+    hidden[1, 0, 3:, :2] = 1  # a second document
+    return [x.astype(np.float32) for x in (q, k, v)], hidden, dy.astype(np.float32)
+
+
+def test_each_query_sees_what_is_not_hidden(tensors):
+    (q, k, v), hidden, _ = tensors
+    found = attention(q, k, v, hidden, SCALE)
+    for b, h, t in np.ndindex(2, 4, 5):
+        seen = hidden[b, 0, t] == 0
+        weights = np.exp(SCALE * k[b, h // 2, seen] @ q[b, h, t])
+        np.testing.assert_allclose(found[b, h, t], weights / weights.sum() @ v[b, h // 2, seen], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("of", [0, 1, 2])
+def test_gradients_are_those_of_differences(tensors, of):
+    inputs, hidden, dy = tensors
+    direction = np.random.default_rng(of).normal(size=inputs[of].shape).astype(np.float32)
+
+    def moved(by):
+        changed = [x + by * direction if place == of else x for place, x in enumerate(inputs)]
+        return float((attention(*changed, hidden, SCALE).astype(np.float64) * dy).sum())
+
+    expected = (moved(1e-2) - moved(-1e-2)) / 2e-2
+    found = (attention_gradient(*inputs, hidden, dy, SCALE, of) * direction).sum()
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+def small(**changes):
+    return ModelConfig(vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, **{"dropout_rate": 0.0, **changes})
+
+
+def test_what_the_kernel_does_not_take_is_told():
+    with pytest.raises(ConfigError, match="heads of 24 features; it takes multiples of 16"):
+        small(head_dim=24, attention="flash")
+    with pytest.raises(ConfigError, match=r"dropout_rate 0\.1"):
+        small(dropout_rate=0.1, attention="flash")
+
+
+def test_ascend_has_it_unless_something_is_in_the_way():
+    half = {"compute_dtype": "bfloat16"}
+    assert small(**half).attention_on_ascend == "flash"
+    for config in (
+        small(),
+        small(**half, dropout_rate=0.1),
+        small(**half, head_dim=24),
+        small(**half, attention="plain"),
+    ):
+        assert config.attention_on_ascend == "plain"

@@ -15,8 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import numpy as np
 import sentencepiece
 from conftest import ROOT, TWO_LAYERS, tool
+
+from mindloom.checkpoint.adapters import Adapter, write_adapter
+from mindloom.checkpoint.io import load_config
+from mindloom.models.adapters import LoRAConfig
 
 TEXT = (ROOT / "examples/small_town.txt").read_text(encoding="utf-8")
 START_S, END_S = 180, 30
@@ -96,6 +101,14 @@ def chatting_checkpoint(folder: Path) -> Path:
     )
     assert outcome.code == 0, outcome.output
     return folder / "out" / "checkpoint"
+
+
+def adapter_folder(folder: Path, checkpoint: Path, lora: LoRAConfig, seed: int) -> Path:
+    """Adapters for a checkpoint's model with drawn weights, as PEFT writes them."""
+    (family, model), draw = load_config(checkpoint), np.random.default_rng(seed)
+    weights = {name: draw.normal(0, 0.2, shape).astype(np.float32) for name, shape in lora.shapes(model).items()}
+    write_adapter(folder, Adapter(lora, weights), family, model, checkpoint)
+    return folder
 
 
 def mixed_requests(count: int, seed: int = 7):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from mindloom.checkpoint.tensor_files import Described, read_float32, stored_tensors, write_tensor_by_tensor
 from mindloom.errors import ConfigError
 from mindloom.files import replaced_folder
-from mindloom.models.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, LoRAConfig, linear_paths
+from mindloom.models.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, LORA_MASK, LoRAConfig, linear_paths
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
 from mindloom.models.parameters import parameter_shapes
@@ -146,6 +146,29 @@ def merge(weights: Mapping[str, NDArray[Any]], adapter: Adapter, sign: float = 1
             path = name.removesuffix(LORA_A)
             change = adapter.weights[path + LORA_B] @ adapter.weights[name]
             result[f"{path}.weight"] = result[f"{path}.weight"] + np.float32(sign * adapter.lora.scale(path)) * change
+    return result
+
+
+def ranks_of_several(adapters: Sequence[Adapter]) -> dict[str, list[int]]:
+    """Path of each matrix that any of the adapters is for -> the rank of each there, 0 where it has none."""
+    paths = {name.rpartition(".")[0]: None for adapter in adapters for name in adapter.weights}
+    return {
+        path: [adapter.lora.r_of(path) if path + LORA_A in adapter.weights else 0 for adapter in adapters]
+        for path in paths
+    }
+
+
+def put_side_by_side(adapters: Sequence[Adapter]) -> Weights:
+    """The parameters of `mindloom.nn.multi_lora`: each adapter's part of the rows of A and of the columns of B, and a table
+    that says which part is whose, its first row for no adapter."""
+    result: Weights = {}
+    for path, ranks in ranks_of_several(adapters).items():
+        having = [adapter for adapter, rank in zip(adapters, ranks, strict=True) if rank]
+        scaled = [np.float32(each.lora.scale(path)) * each.weights[path + LORA_B] for each in having]
+        result[path + LORA_A] = np.concatenate([each.weights[path + LORA_A] for each in having])
+        result[path + LORA_B] = np.concatenate(scaled, axis=1)
+        owners = np.repeat(np.arange(1, 1 + len(adapters)), ranks)
+        result[path + LORA_MASK] = (np.arange(1 + len(adapters))[:, None] == owners).astype(np.float32)
     return result
 
 

@@ -52,6 +52,9 @@ class Decoding(Protocol):
     def trim(self, row: int, length: int) -> None:
         """Forget what a row holds beyond `length` tokens."""
 
+    def use_adapter(self, row: int, adapter: int) -> None:
+        """What a row is given from now on goes through this adapter, counted from 1; 0: through none."""
+
 
 def bucket(length: int, largest: int) -> int:
     """The compiled length that takes `length` tokens: a power of two from 16 on, at most `largest`."""
@@ -131,6 +134,9 @@ class Cached(_Rows):
         self.cache_bytes = cache_bytes(config, num_rows, num_slots)
         self.chunk = self.reusable = min(chunk, config.seq_len)
         self.in_replica = num_rows // self.num_replicas
+        self.adapters: NDArray[np.int64] | None = None
+        if net.has_several_adapters:
+            self.adapters = np.zeros(num_rows, np.int64)
 
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
         ends = {min(self.chunk, length - start) for length in prompt_lengths for start in range(0, length, self.chunk)}
@@ -188,10 +194,19 @@ class Cached(_Rows):
         )
         is_fed = np.arange(length) < np.asarray([[len(ids)] for ids in given])
         slots = np.where(is_fed, positions, self.slot_table.num_slots - 1)
-        return tokens, positions, picked, self.slot_table.indices(rows, slots)
+        inputs = tokens, positions, picked, self.slot_table.indices(rows, slots)
+        if self.adapters is None:
+            return inputs
+        return *inputs, np.repeat(self.adapters[np.asarray(rows)][:, None], length, axis=1)
 
     def trim(self, row: int, length: int) -> None:
         self.slot_table.trim(row, length)
+
+    def use_adapter(self, row: int, adapter: int) -> None:
+        if self.adapters is not None:
+            self.adapters[row] = adapter
+        else:
+            assert adapter == 0, adapter
 
 
 class Uncached(_Rows):
@@ -230,3 +245,6 @@ class Uncached(_Rows):
 
     def trim(self, row: int, length: int) -> None:
         del self.tokens[row][length:]
+
+    def use_adapter(self, row: int, adapter: int) -> None:
+        assert adapter == 0, adapter

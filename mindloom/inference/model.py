@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mindspore as ms
 from mindspore import Tensor, nn
 from mindspore.nn.utils import no_init_parameters
 
+from mindloom.checkpoint.adapters import Adapter, put_side_by_side, ranks_of_several
 from mindloom.checkpoint.io import check_weights, load_weights
 from mindloom.checkpoint.tensor_files import WEIGHTS
 from mindloom.inference.kernels import kernel_library, use_kernels
@@ -18,6 +20,7 @@ from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
 from mindloom.nn.lora import attach_adapters
+from mindloom.nn.multi_lora import attach_several_adapters
 from mindloom.nn.replace import share_parameters
 from mindloom.parallel.parallelize import parallelize
 from mindloom.strategy.config import Strategy
@@ -31,11 +34,13 @@ def build_model(
     int8: bool = False,
     weights_of: nn.Cell | None = None,
     lora: LoRAConfig | None = None,
+    ranks: Mapping[str, Sequence[int]] | None = None,
 ) -> nn.Cell:
     """The family's model, parallelized, its weights not materialised; not training.
 
     `caches`: rows and slots of KV caches to attach. `int8`: matrices as int8 (see `quantize`). `weights_of`: such a model
-    with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters.
+    with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
+    that tokens choose from (see `ranks_of_several`).
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
@@ -43,12 +48,14 @@ def build_model(
             quantize(net)
         if lora:
             attach_adapters(net, lora)
+        if ranks:
+            attach_several_adapters(net, ranks)
         if weights_of:
             share_parameters(net, weights_of)
         if caches:
             net.attach_caches(*caches)
     parallelize(net, strategy, whole=False)
-    net.num_kernels = 0
+    net.num_kernels, net.has_several_adapters = 0, bool(ranks)
     if (
         caches
         and strategy.mesh.size == 1
@@ -56,7 +63,7 @@ def build_model(
         and (library := kernel_library())
     ):
         net.num_kernels = use_kernels(net, library)
-    net.graph_key = {"family": family, "model": config.to_dict(), "caches": caches, "int8": int8}
+    net.graph_key = {"family": family, "model": config.to_dict(), "caches": caches, "int8": int8, "ranks": ranks or {}}
     if weights_of:  # whose names are in the graph
         first = next(iter(weights_of.get_parameters())).name
         net.graph_key |= {"weights_of": first, "lora": dataclasses.asdict(lora) if lora else None}
@@ -70,8 +77,9 @@ def load_model(
     strategy: Strategy,
     caches: tuple[int, int] | None = None,
     int8: bool = False,
+    adapters: Sequence[Adapter] = (),
 ) -> nn.Cell:
-    """`build_model` with the folder's weights whole in it.
+    """`build_model` with the folder's weights whole in it, and beside them adapters that tokens choose from.
 
     Raises:
         ConfigError: the weights are missing, damaged, or not this model's.
@@ -81,9 +89,10 @@ def load_model(
         plain: nn.Cell = family_module(family, "model").Model(config)
     shapes = {parameter.name: tuple(parameter.shape) for parameter in plain.get_parameters()}
     check_weights(weights, shapes, str(folder / WEIGHTS))
-    net = build_model(family, config, strategy, caches, int8)
+    net = build_model(family, config, strategy, caches, int8, ranks=ranks_of_several(adapters))
     if int8:
         weights = quantize_weights(net, weights)
+    weights |= put_side_by_side(adapters)
     for parameter in net.get_parameters():
         if parameter.name in weights:
             parameter.set_data(Tensor(weights.pop(parameter.name), dtype=parameter.dtype))

@@ -39,6 +39,8 @@ class Request:
     """The likeliest tokens to tell beside each."""
     score_prompt: bool = False
     """Tell how likely each token of the prompt is, but its first."""
+    adapter: int = 0
+    """Of several beside the model, counted from 1; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Scheduler:
         self._waiting: dict[int, Request] = {}
         self._rows: dict[int, _Row] = {}
         self._free = list(range(decoding.num_rows))  # the one freed longest ago first
-        self._held: dict[int, Sequence[int]] = dict.fromkeys(self._free, ())
+        self._held: dict[int, tuple[int, Sequence[int]]] = dict.fromkeys(self._free, (0, ()))  # adapter and tokens
         self.reused_tokens = 0
         """Of all prompts, what was held already."""
 
@@ -159,16 +161,19 @@ class Scheduler:
             if not self._free:
                 return
             del self._waiting[number]
-            shared = {row: 0 if request.score_prompt else self._shared(row, request.prompt) for row in self._free}
+            shared = {row: self._shared(row, request) for row in self._free}
             row = max(self._free, key=lambda free: shared[free])  # of equals the first
             self._free.remove(row)
             self.decoding.trim(row, shared[row])
+            self.decoding.use_adapter(row, request.adapter)
             self.reused_tokens += shared[row]
             self._rows[row] = _Row(number, request, request.prompt[shared[row] :], time.perf_counter())
 
-    def _shared(self, row: int, prompt: Sequence[int]) -> int:
+    def _shared(self, row: int, request: Request) -> int:
         """Tokens that a free row holds of a prompt: whole chunks, but never its last token, whose logits are needed."""
-        unit, held = self.decoding.reusable, self._held[row]
+        unit, prompt, (adapter, held) = self.decoding.reusable, request.prompt, self._held[row]
+        if request.score_prompt or request.adapter != adapter:
+            return 0
         same = 0
         while unit and same + unit < len(prompt) and list(held[same : same + unit]) == list(prompt[same : same + unit]):
             same += unit
@@ -177,8 +182,9 @@ class Scheduler:
     def _release(self, row: int) -> None:
         state, unit = self._rows.pop(row), self.decoding.reusable
         done = len(state.request.prompt) - len(state.left)
-        self._held[row] = state.request.prompt[: done // unit * unit] if unit else ()
-        self.decoding.trim(row, len(self._held[row]))
+        held = state.request.prompt[: done // unit * unit] if unit else ()
+        self._held[row] = state.request.adapter, held
+        self.decoding.trim(row, len(held))
         self._free.append(row)
 
     def _prefill(self, events: list[Event]) -> Mapping[int, Logits] | None:

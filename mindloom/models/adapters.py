@@ -18,6 +18,8 @@ from mindloom.reader import read_json
 ADAPTER_CONFIG = "adapter_config.json"
 LORA_A, LORA_B = ".lora_a", ".lora_b"
 """How the names of an adapter's parameters end: (r, in) and (out, r)."""
+LORA_MASK = ".lora_mask"
+"""Of several adapters beside one matrix: which rows of A are whose."""
 
 
 @dataclass(frozen=True, kw_only=True)

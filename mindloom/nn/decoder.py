@@ -25,7 +25,8 @@ class Decoder(nn.Cell):
 
     `rows` picks the rows of (B*T) to give logits for, counted among those this device holds. With caches attached the
     tokens continue what the caches hold, and `slots` says where theirs belong (see `KVCache`). `dropout_keys` (B, T) are
-    needed while training with dropout.
+    needed while training with dropout; a network for inference with several adapters is given each token's adapter in their
+    place (see `mindloom.nn.multi_lora`).
     """
 
     def __init__(self, config: ModelConfig):

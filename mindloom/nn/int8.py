@@ -8,6 +8,7 @@ from mindspore.common.initializer import initializer
 from mindloom.nn.embedding import Embedding
 from mindloom.nn.head import Head, TiedHead
 from mindloom.nn.linear import MOST_ROWS, Linear
+from mindloom.nn.multi_lora import AdaptedProduct
 
 
 def _int8(shape):
@@ -18,7 +19,7 @@ def _scale(shape):
     return Parameter(initializer("ones", shape, mstype.float32), requires_grad=False)
 
 
-class Int8Linear(nn.Cell):
+class Int8Linear(AdaptedProduct):
     """y = (x W^T) * scale + b, with W (out, in) in int8, scale (out,)."""
 
     has_kernel = False
@@ -31,13 +32,17 @@ class Int8Linear(nn.Cell):
         if self.has_bias:
             self.bias, self.bias_add = linear.bias, ops.Add()
 
-    def construct(self, x, dropout_keys=None):  # (N, in) -> (N, out)
+    def construct(self, x, adapter_ids=None):  # (N, in) -> (N, out)
         if self.has_kernel and x.shape[0] <= MOST_ROWS:
             if self.has_bias:
-                return self.kernel(x, self.weight, self.scale, self.bias)
-            return self.kernel(x, self.weight, self.scale)
-        y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
-        return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y
+                y = self.kernel(x, self.weight, self.scale, self.bias)
+            else:
+                y = self.kernel(x, self.weight, self.scale)
+        else:
+            y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
+            if self.has_bias:
+                y = self.bias_add(y, self.cast(self.bias, self.dtype))
+        return self.with_adapters(y, x, adapter_ids) if self.has_adapters else y
 
 
 class Int8Embedding(nn.Cell):

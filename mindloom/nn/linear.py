@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix product, with a bias or without."""
 
-from mindspore import Parameter, nn, ops
+from mindspore import Parameter, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import Normal, initializer
+
+from mindloom.nn.multi_lora import AdaptedProduct
 
 MOST_ROWS = 16
 """Up to so many rows a compiled kernel is taken where there is one (`mindloom.inference.kernels`)."""
 
 
-class Linear(nn.Cell):
+class Linear(AdaptedProduct):
     """y = x W^T + b, with W (out, in) and b (out,) in float32, computed in `dtype`."""
 
     has_kernel = False
@@ -30,10 +32,11 @@ class Linear(nn.Cell):
             self.bias = Parameter(initializer("zeros", (out_features,), mstype.float32))
             self.bias_add = ops.Add()
 
-    def construct(self, x, dropout_keys=None):  # (N, in) -> (N, out); the keys are for adapters, see `mindloom.nn.lora`
+    def construct(self, x, adapter_ids=None):  # (N, in) -> (N, out)
         if self.has_kernel and x.shape[0] <= MOST_ROWS:
-            return self.kernel(x, self.weight, self.bias) if self.has_bias else self.kernel(x, self.weight)
-        y = self.matmul(x, self.cast(self.weight, self.dtype))
-        if self.has_bias:
-            y = self.bias_add(y, self.cast(self.bias, self.dtype))
-        return y
+            y = self.kernel(x, self.weight, self.bias) if self.has_bias else self.kernel(x, self.weight)
+        else:
+            y = self.matmul(x, self.cast(self.weight, self.dtype))
+            if self.has_bias:
+                y = self.bias_add(y, self.cast(self.bias, self.dtype))
+        return self.with_adapters(y, x, adapter_ids) if self.has_adapters else y

@@ -285,6 +285,7 @@ class MoE(nn.Cell):
         self.output = ops.Reshape()
         if self.has_shared:
             self.shared = (GatedMLP if config.gated_mlp else MLP)(config, dtype, experts.shared_ffn_hidden_size)
+            self.shared.dropout = Dropout(0.0)  # of the sum there is one
             self.shared_add = ops.Add()
         self.dropout = Dropout(config.dropout_rate)
         self.counter, self.counts, self.counts_add = LoadCounter(config), False, ops.Add()
@@ -320,7 +321,7 @@ class MoE(nn.Cell):
             losses = counted if losses is None else self.counts_add(losses, counted)
         y = self.through_experts(a, weights, chosen, place, owners, (groups, length, capacity))
         if self.has_shared:
-            y = self.shared_add(y, self.shared(a))
+            y = self.shared_add(y, self.shared(a, dropout_keys))
         return self.dropout(y, dropout_keys), losses
 
     def through_experts(self, x, weights, chosen, place, owners, sizes):

@@ -28,7 +28,7 @@ from mindloom.inference.session import Completion, Ending
 from mindloom.log import milestone
 from mindloom.serve import answers
 from mindloom.serve.answers import Choice
-from mindloom.serve.config import ServeJob
+from mindloom.serve.config import ServedModel, ServeJob
 from mindloom.serve.metrics import Metrics, Timing
 from mindloom.serve.requests import (
     Asked,
@@ -144,77 +144,82 @@ class Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        tokenizer = self.job.tokenizer
-        model = {
-            "id": self.job.name,
+        return JSONResponse({"object": "list", "data": [self._described(model) for model in self.job.models]})
+
+    def _described(self, model: ServedModel) -> dict[str, Any]:
+        return {
+            "id": model.name,
             "object": "model",
             "created": self.started,
             "owned_by": "mindloom",
-            "root": self.job.name,
-            "parent": None,
+            "root": model.name,
+            "parent": self.job.name if model.adapter else None,
             "max_model_len": self.job.max_model_len,
             "permission": [],
             "abilities": {
-                "chat": hasattr(tokenizer, "chat"),
-                "infill": hasattr(tokenizer, "infill"),
+                "chat": hasattr(model.tokenizer, "chat"),
+                "infill": hasattr(model.tokenizer, "infill"),
                 "languages": language_tags(self.job.family),
             },
         }
-        return JSONResponse({"object": "list", "data": [model]})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        tokenizer = self.job.tokenizer
+        tokenizer = self.job.models[0].tokenizer
         eos = answers.token_text(tokenizer, tokenizer.eod_id)
         return JSONResponse({"tokenizer_class": type(tokenizer).__name__, "eos_token": eos, "bos_token": None})
 
     async def tokenize(self, request: Request) -> Response:
         fields = await self._fields(request)
-        text = fields.take("prompt", str)
+        tokenizer, text = self._model(fields).tokenizer, fields.take("prompt", str)
         if text is None:
             raise RequestError(400, "prompt is missing", "prompt")
-        tokens = await run_in_threadpool(self.job.tokenizer.encode, text)
+        tokens = await run_in_threadpool(tokenizer.encode, text)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.job.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
         fields = await self._fields(request)
-        given = fields.take("tokens", list)
+        tokenizer, given = self._model(fields).tokenizer, fields.take("tokens", list)
         if given is None:
             raise RequestError(400, "tokens is missing", "tokens")
-        tokens = token_ids(given, "tokens", self.job.tokenizer.vocab_size)
-        return JSONResponse({"prompt": await run_in_threadpool(self.job.tokenizer.decode, list(tokens))})
+        tokens = token_ids(given, "tokens", tokenizer.vocab_size)
+        return JSONResponse({"prompt": await run_in_threadpool(tokenizer.decode, list(tokens))})
 
     # Texts
 
     async def completions(self, request: Request) -> Response:
         fields = await self._fields(request)
-        asked = read_completion(fields, self.job.tokenizer.vocab_size)
-        self._check_state(asked, fields, request)
-        prompts = [await run_in_threadpool(self._prompt, prompt, asked.suffix) for prompt in asked.prompts]
+        model = self._model(fields)
+        asked = read_completion(fields, model.tokenizer.vocab_size)
+        self._check_state(fields, request)
+        prompts = [await run_in_threadpool(_prompt, model, prompt, asked.suffix) for prompt in asked.prompts]
         choices = [
             Choice(
                 index=number * asked.num_choices + choice,
                 prompt=prompt,
-                ending=self._ending(asked),
+                ending=self._ending(model, asked),
                 completion=Completion(""),
-                echo=self._text(asked.prompts[number]) if asked.echo else None,
+                echo=_text(model, asked.prompts[number]) if asked.echo else None,
             )
             for number, prompt in enumerate(prompts)
             for choice in range(asked.num_choices)
         ]
-        return await self._answer(request, asked, prompts, choices, CompletionAnswer(self.job, asked))
+        return await self._answer(request, asked, prompts, choices, CompletionAnswer(model, asked))
 
     async def chat(self, request: Request) -> Response:
         fields = await self._fields(request)
-        if not hasattr(self.job.tokenizer, "chat"):
+        model = self._model(fields)
+        if not hasattr(model.tokenizer, "chat"):
             raise RequestError(
-                400, f"{self.job.name} is a base model: it has no chat template. Use /v1/completions", "messages"
+                400, f"{model.name} is a base model: it has no chat template. Use /v1/completions", "messages"
             )
-        asked = read_chat(fields, self.job.tokenizer.vocab_size)
-        self._check_state(asked, fields, request)
-        text = chat_prompt(self.job.tokenizer, asked.messages)
-        prompt = tuple(await run_in_threadpool(self.job.tokenizer.encode, text))
-        choices = [Choice(index, prompt, self._ending(asked), Completion("")) for index in range(asked.num_choices)]
-        return await self._answer(request, asked, [prompt], choices, ChatAnswer(self.job, asked))
+        asked = read_chat(fields, model.tokenizer.vocab_size)
+        self._check_state(fields, request)
+        text = chat_prompt(model.tokenizer, asked.messages)
+        prompt = tuple(await run_in_threadpool(model.tokenizer.encode, text))
+        choices = [
+            Choice(index, prompt, self._ending(model, asked), Completion("")) for index in range(asked.num_choices)
+        ]
+        return await self._answer(request, asked, [prompt], choices, ChatAnswer(model, asked))
 
     async def _fields(self, request: Request) -> Fields:
         """The body, as far as it may go.
@@ -241,29 +246,28 @@ class Server:
         except asyncio.TimeoutError:
             raise RequestError(408, f"the request did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
 
-    def _check_state(self, asked: Asked, fields: Fields, request: Request) -> None:
+    def _model(self, fields: Fields) -> ServedModel:
+        """The model that is asked for; the checkpoint's where none is.
+
+        Raises:
+            RequestError: there is none of this name.
+        """
+        name = fields.take("model", str)
+        for model in self.job.models:
+            if name in (None, model.name):
+                return model
+        known = ", ".join(repr(model.name) for model in self.job.models)
+        raise RequestError(404, f"there is no model {name!r} here, but {known}", "model")
+
+    def _check_state(self, fields: Fields, request: Request) -> None:
         log_unknown(fields, request.url.path, self._unknown)
         if self.service.state != "ready":
             said = self.service.failure or self.service.progress or "the server is stopping"
             raise RequestError(503, said, headers={"Retry-After": "1"})
-        if asked.model not in (None, self.job.name):
-            raise RequestError(404, f"there is no model {asked.model!r} here, but {self.job.name!r}", "model")
 
-    def _prompt(self, prompt: str | tuple[int, ...], suffix: str | None) -> tuple[int, ...]:
-        if suffix is not None:
-            try:
-                text = infill_prompt(self.job.tokenizer, self._text(prompt), suffix)
-            except ConfigError:
-                raise RequestError(400, f"{self.job.name} was not taught to fill gaps", "suffix") from None
-            return tuple(self.job.tokenizer.encode(text))
-        return tuple(self.job.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
-
-    def _text(self, prompt: str | tuple[int, ...]) -> str:
-        return prompt if isinstance(prompt, str) else self.job.tokenizer.decode(list(prompt))
-
-    def _ending(self, asked: Asked) -> Ending:
+    def _ending(self, model: ServedModel, asked: Asked) -> Ending:
         stop_ids = (() if asked.ignore_eos else self.job.stop_ids) + asked.stop_ids
-        return Ending(self.job.tokenizer, stop_ids, asked.stop)
+        return Ending(model.tokenizer, stop_ids, asked.stop)
 
     def _room(self, prompt: tuple[int, ...], asked: Asked) -> int:
         """Tokens that may be made.
@@ -294,7 +298,7 @@ class Server:
         rooms = [self._room(tuple(choice.prompt), asked) for choice in choices]
         if self.service.num_waiting + len(choices) > self.job.config.max_queue + self.job.num_rows:
             raise RequestError(429, "too many requests wait; come again later", headers={"Retry-After": "1"})
-        texts = Texts(self.service, self.metrics, asked, choices, rooms, self.job.config.request_timeout)
+        texts = Texts(self.service, self.metrics, form.model, asked, choices, rooms)
         if asked.stream:
             return StreamingResponse(_stream(texts, form, prompts), media_type="text/event-stream", headers=_NO_BUFFER)
         made = asyncio.ensure_future(_all(texts))
@@ -312,6 +316,20 @@ class Server:
         return JSONResponse(form.whole(prompts, choices))
 
 
+def _prompt(model: ServedModel, prompt: str | tuple[int, ...], suffix: str | None) -> tuple[int, ...]:
+    if suffix is not None:
+        try:
+            text = infill_prompt(model.tokenizer, _text(model, prompt), suffix)
+        except ConfigError:
+            raise RequestError(400, f"{model.name} was not taught to fill gaps", "suffix") from None
+        return tuple(model.tokenizer.encode(text))
+    return tuple(model.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+
+
+def _text(model: ServedModel, prompt: str | tuple[int, ...]) -> str:
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(list(prompt))
+
+
 _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -327,13 +345,13 @@ class Texts:
         self,
         service: Service,
         metrics: Metrics,
+        model: ServedModel,
         asked: Asked,
         choices: list[Choice],
         rooms: list[int],
-        timeout_s: float,
     ):
-        self.service, self.metrics, self.asked, self.choices = service, metrics, asked, choices
-        self.rooms, self.timeout_s = rooms, timeout_s
+        self.service, self.metrics, self.model, self.asked = service, metrics, model, asked
+        self.choices, self.rooms, self.timeout_s = choices, rooms, service.job.config.request_timeout
 
     async def events(self) -> AsyncGenerator[tuple[Choice, str], None]:
         """A choice that has news, and its new text, until all have ended.
@@ -377,6 +395,7 @@ class Texts:
             return None
         return Wanted(
             prompt=tuple(choice.prompt),
+            adapter=self.model.adapter,
             max_new_tokens=room,
             sampling=self.asked.sampling,
             stream=choice.index % self.asked.num_choices,
@@ -434,9 +453,9 @@ def _event(value: dict[str, Any]) -> str:
 class CompletionAnswer:
     """Answers of /v1/completions."""
 
-    def __init__(self, job: ServeJob, asked: CompletionAsked):
-        self.job, self.asked = job, asked
-        self.head = answers.head("text_completion", "cmpl", job.name, asked.sampling.seed)
+    def __init__(self, model: ServedModel, asked: CompletionAsked):
+        self.model, self.asked = model, asked
+        self.head = answers.head("text_completion", "cmpl", model.name, asked.sampling.seed)
 
     def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
         told = [self._choice(choice, choice.text) for choice in choices]
@@ -451,7 +470,7 @@ class CompletionAnswer:
     def _choice(self, choice: Choice, text: str) -> dict[str, Any]:
         logprobs = None
         if self.asked.num_top is not None:
-            logprobs = answers.completion_logprobs(choice, self.asked.num_top, self.job.tokenizer)
+            logprobs = answers.completion_logprobs(choice, self.asked.num_top, self.model.tokenizer)
         return {
             "index": choice.index,
             "text": text,
@@ -464,10 +483,10 @@ class CompletionAnswer:
 class ChatAnswer:
     """Answers of /v1/chat/completions."""
 
-    def __init__(self, job: ServeJob, asked: ChatAsked):
-        self.job, self.asked = job, asked
+    def __init__(self, model: ServedModel, asked: ChatAsked):
+        self.model, self.asked = model, asked
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        self.head = answers.head(kind, "chatcmpl", job.name, asked.sampling.seed)
+        self.head = answers.head(kind, "chatcmpl", model.name, asked.sampling.seed)
 
     def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
         told = [self._choice(c, "message", {"role": "assistant", "content": c.text}) for c in choices]
@@ -484,5 +503,5 @@ class ChatAnswer:
         return {**self.head, "choices": [self._choice(choice, "delta", {"content": text})]}
 
     def _choice(self, choice: Choice, name: str, value: dict[str, Any]) -> dict[str, Any]:
-        logprobs = None if self.asked.num_top is None else answers.chat_logprobs(choice, self.job.tokenizer)
+        logprobs = None if self.asked.num_top is None else answers.chat_logprobs(choice, self.model.tokenizer)
         return {"index": choice.index, name: value, "logprobs": logprobs, "finish_reason": choice.finish_reason}

@@ -9,11 +9,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
+from mindloom.checkpoint.adapters import Adapter, read_adapter
 from mindloom.checkpoint.io import load_text_config
 from mindloom.cli import argument, option
 from mindloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from mindloom.errors import ConfigError, Problems
+from mindloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder
 from mindloom.models.config import ModelConfig
+from mindloom.models.family import family_module
 from mindloom.numbers import Count, Natural, Positive, number_problems
 from mindloom.strategy.checks import launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
@@ -41,9 +46,22 @@ class ServeConfig:
     max_body_kb: Count = option(1024, "largest request, in KB")
     drain_timeout: Positive = option(30.0, "seconds that open requests get to end when the server is told to stop")
     tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
+    lora_modules: tuple[str, ...] = option(
+        (), "NAME=FOLDER: adapters that clients choose by this name as their model; requests of all share the rows"
+    )
     weights: Literal["float32", "int8"] = option("float32", "int8: matrices take a quarter of the bytes")
     strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
     launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What clients name as their model: the checkpoint's, or this with adapters."""
+
+    name: str
+    tokenizer: Tokenizer
+    adapter: int = 0
+    """Place among those of `ServeJob.adapters`, counted from 1; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +72,14 @@ class ServeJob:
     family: str
     model: ModelConfig
     strategy: Strategy
-    tokenizer: Tokenizer
+    models: tuple[ServedModel, ...]
+    """By their numbers: the checkpoint's, then one for each of `adapters`."""
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def name(self) -> str:
-        """Of the model, for clients."""
-        folder = self.config.checkpoint.resolve()
-        return self.config.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name
+        """Of the checkpoint's model, for clients."""
+        return self.models[0].name
 
     @property
     def num_rows(self) -> int:
@@ -95,10 +114,16 @@ def check(config: ServeConfig, num_processes: int | None) -> ServeJob:
     if strategy:
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []
         problems += model_problems(strategy, model) if model else []
-    tokenizer = None
+    models: list[ServedModel] = []
+    adapters: list[Adapter] = []
     if family and model:
         path = config.tokenizer or find_tokenizer(family, config.checkpoint)
-        tokenizer = problems.of(load_tokenizer, family, path, model)
+        if tokenizer := problems.of(load_tokenizer, family, path, model):
+            models.append(ServedModel(_name(config), tokenizer))
+        for word in config.lora_modules:
+            if found := problems.of(_read_module, word, config, family, model):
+                adapters.append(found[2])
+                models.append(ServedModel(*found[:2], len(adapters)))
         if config.max_model_len and config.max_model_len > model.seq_len:
             problems.append(
                 f"--max-model-len {config.max_model_len} is more than the model's context of {model.seq_len}"
@@ -107,9 +132,53 @@ def check(config: ServeConfig, num_processes: int | None) -> ServeJob:
         problems.append("--api-key must be of ASCII characters, without spaces around it")
     if num_processes is None or num_processes == 1 or not config.launch:
         problems.of(_can_listen, config)
+    names = [each.name for each in models]
+    problems += [f"--lora-modules: {name} names two models" for name in dict.fromkeys(names) if names.count(name) > 1]
     problems.tell()
-    assert family and model and strategy and tokenizer
-    return ServeJob(config, family, model, strategy, tokenizer)
+    assert family and model and strategy and models
+    return ServeJob(config, family, model, strategy, tuple(models), tuple(adapters))
+
+
+def _name(config: ServeConfig) -> str:
+    """Of the checkpoint's model."""
+    folder = config.checkpoint.resolve()
+    return config.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name
+
+
+def _read_module(word: str, config: ServeConfig, family: str, model: ModelConfig) -> tuple[str, Tokenizer, Adapter]:
+    """Name, tokenizer and adapters of one word of --lora-modules.
+
+    Raises:
+        ConfigError: no such folder, or adapters of another model.
+    """
+    name, _, place = word.partition("=")
+    folder = Path(place)
+    if not name or not place:
+        raise ConfigError(f"--lora-modules {word}: write NAME=FOLDER")
+    if not is_adapter_folder(folder):
+        raise ConfigError(f"--lora-modules {word}: {folder / ADAPTER_CONFIG} is not there; a folder of adapters has it")
+    base = _base(folder)
+    if base and not base.samefile(config.checkpoint):
+        raise ConfigError(
+            f"--lora-modules {word}: adapters of {base}, and this server is of {config.checkpoint}; "
+            f"if those are the same, say so in {folder / ADAPTER_CONFIG}, base_model_name_or_path"
+        )
+    adapter = read_adapter(folder, family, model)
+    if bad := [key for key, value in adapter.weights.items() if not np.isfinite(value).all()]:
+        raise ConfigError(
+            f"--lora-modules {word}: {bad[0]} holds NaN or infinity, which would spoil other answers, too"
+        )
+    own = any((folder / file).is_file() for file in family_module(family, "tokenizer").FILE_NAMES)
+    path = find_tokenizer(family, folder if own else config.checkpoint)
+    return name, load_tokenizer(family, path if own or not config.tokenizer else config.tokenizer, model), adapter
+
+
+def _base(folder: Path) -> Path | None:
+    """The model folder that adapters are for, if it is here."""
+    try:
+        return base_folder(folder)
+    except ConfigError:
+        return None
 
 
 def _can_listen(config: ServeConfig) -> None:

@@ -40,7 +40,6 @@ class RequestError(Exception):
 class Asked:
     """What a completion and a chat have in common."""
 
-    model: str | None
     sampling: SamplingConfig
     max_tokens: int | None
     """None: as many as there is room for."""
@@ -204,7 +203,6 @@ def _common(
     if len(stops) > MAX_STOPS or "" in stops:
         raise RequestError(400, f"stop: up to {MAX_STOPS} texts, none of them empty", "stop")
     return {
-        "model": fields.take("model", str),
         "sampling": SamplingConfig(
             temperature=fields.number("temperature", 0, 100, default_temperature),
             top_p=_probability(fields),

@@ -38,6 +38,8 @@ class Wanted:
     """One text to be made."""
 
     prompt: tuple[int, ...]
+    adapter: int
+    """See `ServedModel`."""
     max_new_tokens: int
     sampling: SamplingConfig
     stream: int
@@ -148,7 +150,8 @@ class Service:
         self.engine.on_lost_rank(self._lost)
         shape = (job.num_rows, num_slots_for(job.max_model_len))
         self._say("loading the weights")
-        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, config.weights == "int8")
+        is_int8 = config.weights == "int8"
+        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, is_int8, job.adapters)
         decoding = Cached(self.engine, net, job.model, *shape, chunk=max(MIN_BUCKET, config.prefill_chunk))
         lengths = [MIN_BUCKET]
         while lengths[-1] < decoding.chunk:
@@ -227,17 +230,18 @@ class Service:
     def _submit(self, told: dict[str, Any], opened: deque[_Open]) -> None:
         """Queue what a rank was told; the one with the server knows who asked."""
         mine = opened.popleft() if opened else None
-        tokenizer, stop_ids = self.job.tokenizer, tuple(told["stop_ids"])
+        vocab_size, stop_ids = self.job.models[told["adapter"]].tokenizer.vocab_size, tuple(told["stop_ids"])
         bias = {int(token): value for token, value in told["logit_bias"].items()}
         sampling = SamplingConfig(**{**told["sampling"], "banned_tokens": ()})
         request = Request(
             prompt=told["prompt"],
             max_new_tokens=told["max_new_tokens"],
-            sampler=Sampler(sampling, stop_ids, tokenizer.vocab_size, [add_bias(bias)] if bias else ()),
+            sampler=Sampler(sampling, stop_ids, vocab_size, [add_bias(bias)] if bias else ()),
             is_finished=mine.wanted.is_finished if mine else _never,
             stream=told["stream"],
             num_top=told["num_top"],
             score_prompt=told["score_prompt"],
+            adapter=told["adapter"],
         )
         number = self.scheduler.submit(request)
         if mine:

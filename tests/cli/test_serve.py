@@ -4,6 +4,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -15,8 +16,10 @@ import numpy as np
 import openai
 import pytest
 from conftest import CONFIGS, call, in_process
-from serving import answers_alone, answers_together, broken_requests, mixed_requests, serving
+from safetensors.numpy import load_file, save_file
+from serving import adapter_folder, answers_alone, answers_together, broken_requests, mixed_requests, serving
 
+from mindloom.models.adapters import LoRAConfig
 from mindloom.serve.service import Service
 
 pytestmark = pytest.mark.slow
@@ -252,6 +255,26 @@ def test_mistakes_are_told_before_anything_is_loaded(checkpoint):
     assert outcome.code == 2
     for line in (f"--port {port}: cannot listen", "--max-model-len 4000 is more", "--api-key must be"):
         assert line in outcome.output
+
+
+def test_adapters_that_cannot_be_served_are_told_at_once(checkpoint, tmp_path):
+    lora, others = LoRAConfig(target_modules=("mlp.up",)), tmp_path / "others"
+    shutil.copytree(checkpoint, others)
+    folders = {name: tmp_path / name for name in ("helper", "spoilt", "foreign")}
+    for name, folder in folders.items():
+        adapter_folder(folder, others if name == "foreign" else checkpoint, lora, 0)
+    tensors = load_file(folders["spoilt"] / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = np.nan
+    save_file(tensors, folders["spoilt"] / "adapter_model.safetensors")
+    words = [f"{name}={folder}" for name, folder in folders.items()]
+    words += ["helper", f"empty={tmp_path}", f"helper={folders['helper']}"]
+    outcome = in_process("tools/serve.py", checkpoint, "--port", 0, "--lora-modules", *words)
+    assert outcome.code == 2
+    for line in (
+        *("layers.0.mlp.up.lora_a holds NaN", f"adapters of {tmp_path}", "base_model_name_or_path"),
+        *("helper: write NAME=FOLDER", f"{tmp_path}/adapter_config.json is not there", "helper names two models"),
+    ):
+        assert line in outcome.output, outcome.output
 
 
 def test_texts_that_nobody_has_begun_are_told_of_a_failure_too():

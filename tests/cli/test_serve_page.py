@@ -4,7 +4,9 @@
 import openai
 import pytest
 from browser import browse, needs_chromium
-from serving import chatting_checkpoint, serving
+from serving import adapter_folder, chatting_checkpoint, serving
+
+from mindloom.models.adapters import LoRAConfig
 
 pytestmark = pytest.mark.slow
 
@@ -13,7 +15,10 @@ PROMPT = "小镇的早晨"
 
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("serve") / "log", checkpoint, "--served-model-name", "town") as running:
+    folder = tmp_path_factory.mktemp("serve")
+    helper = adapter_folder(folder / "helper", checkpoint, LoRAConfig(target_modules=("mlp.up",)), 0)
+    words = ("--served-model-name", "town", "--lora-modules", f"helper={helper}")
+    with serving(folder / "log", checkpoint, *words) as running:
         yield running
 
 
@@ -26,12 +31,29 @@ async def press(page, key):
         await page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
 
+def test_adapters_are_models_that_clients_name(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert {each.id: each.parent for each in client.models.list()} == {"town": None, "helper": "town"}
+    found = {
+        name: client.completions.create(model=name, prompt=PROMPT, max_tokens=8, temperature=0, logprobs=0)
+        for name in ("town", "helper")
+    }
+    assert {name: answer.model for name, answer in found.items()} == {"town": "town", "helper": "helper"}
+    assert len({str(answer.choices[0].logprobs.token_logprobs) for answer in found.values()}) == 2
+    unnamed = server.complete(prompt=PROMPT, max_tokens=8, temperature=0)
+    assert unnamed["choices"][0]["text"] == found["town"].choices[0].text
+    status, message, param = server.refused(prompt=PROMPT, model="other")
+    assert (status, param) == (404, "model") and "'town', 'helper'" in message
+
+
 @needs_chromium
 def test_a_text_is_continued_and_its_tokens_explained(server, tmp_path):
     async def work(page):
         await ready(page)
         assert await page.run("document.title") == "town"
         assert await page.run("$('tab-chat').disabled")  # a base model
+        assert await page.run("[...$('models').options].map(each => each.value).join()") == "town,helper"
+        await page.run("$('models').value = 'helper'; $('models').dispatchEvent(new Event('change'))")
         await page.run(
             f"$('prompt').value = '{PROMPT}'; $('seed').value = 3; $('max_tokens').value = 12; $('prompt').focus()"
         )
@@ -51,7 +73,7 @@ def test_a_text_is_continued_and_its_tokens_explained(server, tmp_path):
         }
 
     seen = browse(server.url, tmp_path / "profile", work)
-    expected = server.complete(prompt=PROMPT, max_tokens=12, seed=3, temperature=0.8, top_p=0.95)
+    expected = server.complete(model="helper", prompt=PROMPT, max_tokens=12, seed=3, temperature=0.8, top_p=0.95)
     assert seen["text"] == PROMPT + expected["choices"][0]["text"]
     assert seen["told"].startswith("12 tokens") and "seed 3" in seen["told"]
     assert "%" in seen["tip"] and "or" in seen["tip"]

@@ -29,6 +29,7 @@ class Chunked:
     def __init__(self, num_rows):
         self.num_rows = num_rows
         self.rows = {row: [] for row in range(num_rows)}
+        self.adapters = dict.fromkeys(range(num_rows), 0)
         self.calls = []
 
     def next_chunks(self, waiting):
@@ -52,6 +53,9 @@ class Chunked:
 
     def trim(self, row, length):
         del self.rows[row][length:]
+
+    def use_adapter(self, row, adapter):
+        self.adapters[row] = adapter
 
 
 def request(prompt, most=5, sampling=None, stream=0, **more):
@@ -136,6 +140,18 @@ def test_an_equal_beginning_is_not_worked_through_again():
     assert found[1] == alone(request([*prompt[:9], 30], 3)) and found[2] == alone(request(prompt[:8], 3))
     scheduler.submit(request(prompt, 3))
     assert finished(scheduler)[3] == before
+
+
+def test_what_one_adapter_worked_through_is_nothing_for_another():
+    decoding = Chunked(1)
+    scheduler = Scheduler(decoding, ENGINE)
+    reused = []
+    for adapter in (1, 1, 2, 0, 0):
+        scheduler.submit(request(list(range(10)), 3, adapter=adapter))
+        finished(scheduler)
+        reused.append(scheduler.reused_tokens)
+        assert decoding.adapters == {0: adapter}
+    assert reused == [0, 8, 8, 8, 16]
 
 
 def test_tokens_of_a_prompt_are_scored_where_that_is_asked_for():

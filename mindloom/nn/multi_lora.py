@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several adapters beside one matrix, for inference: every token goes through its own, or through none."""
+
+from collections.abc import Mapping, Sequence
+
+from mindspore import Parameter, nn, ops
+from mindspore import dtype as mstype
+from mindspore.common.initializer import initializer
+
+
+class AdaptedProduct(nn.Cell):
+    """What every kind of `Linear` has: room for adapters beside its matrix W (out, in).
+
+    y = x W^T + (x A^T * m) B^T. A (R, in) and B (out, R) hold those of all adapters, one after another, B with their scales
+    in it; a token's m (R,) is 1 where its adapter stands, and 0 elsewhere. What a token gets depends on its own row alone.
+    """
+
+    has_adapters = False
+
+    def attach_adapters(self, ranks: Sequence[int]) -> None:
+        """Make room for one adapter of each of these ranks, 0 for those that leave this matrix as it is."""
+        outer, inner = self.weight.shape
+        total = sum(ranks)
+        self.has_adapters = True
+        self.lora_a = Parameter(initializer("zeros", (total, inner), mstype.float32), requires_grad=False)
+        self.lora_b = Parameter(initializer("zeros", (outer, total), mstype.float32), requires_grad=False)
+        self.lora_mask = Parameter(initializer("zeros", (1 + len(ranks), total), mstype.float32), requires_grad=False)
+        self.lora_down, self.lora_up = ops.MatMul(transpose_b=True), ops.MatMul(transpose_b=True)
+        self.lora_ids, self.lora_pick = ops.Reshape(), ops.Gather()
+        self.lora_choose, self.lora_add, self.lora_cast = ops.Mul(), ops.Add(), ops.Cast()
+
+    def with_adapters(self, y, x, adapter_ids):
+        """y (N, out) of x (N, in), and what the adapters of the N tokens add; adapter_ids: (B, T), 0 for none."""
+        mask = self.lora_pick(self.lora_mask, self.lora_ids(adapter_ids, (-1,)), 0)  # (N, R)
+        narrow = self.lora_down(x, self.lora_cast(self.lora_a, self.dtype))
+        narrow = self.lora_choose(narrow, self.lora_cast(mask, self.dtype))
+        return self.lora_add(y, self.lora_up(narrow, self.lora_cast(self.lora_b, self.dtype)))
+
+
+def attach_several_adapters(net: nn.Cell, ranks: Mapping[str, Sequence[int]]) -> None:
+    """Make room for adapters beside the matrices of these paths."""
+    for path, cell in net.cells_and_names():
+        if path in ranks:
+            cell.attach_adapters(ranks[path])
+            for name in ("lora_a", "lora_b", "lora_mask"):
+                getattr(cell, name).name = f"{path}.{name}"

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts of one process of a job whose rows go through adapters of their own, for test_multi_lora."""
+
+from pathlib import Path
+
+from mindloom.checkpoint.adapters import read_adapter
+from mindloom.checkpoint.io import load_config
+from mindloom.inference.decoding import Cached
+from mindloom.inference.model import load_model
+from mindloom.inference.sampling import Sampler, SamplingConfig
+from mindloom.inference.scheduler import Request, Scheduler
+from mindloom.runtime.engine import Engine
+from mindloom.strategy.config import SINGLE_DEVICE
+from mindloom.strategy.loader import load_strategy
+
+NEW_TOKENS, CHUNK, ROWS, SLOTS = 6, 16, 4, 128
+
+
+def open_scheduler(engine, folder, modules=(), int8=False):
+    family, config = load_config(folder)
+    adapters = [read_adapter(Path(module), family, config) for module in modules]
+    net = load_model(folder, family, config, engine.strategy, (ROWS, SLOTS), int8, adapters)
+    return Scheduler(Cached(engine, net, config, ROWS, SLOTS, CHUNK), engine)
+
+
+def texts(scheduler, requests):
+    """Tokens and their log-probabilities of each (prompt, adapter), all worked on together."""
+    sampler = Sampler(SamplingConfig(temperature=0.0), (), 10**6)
+    told = {}
+    for prompt, adapter in requests:
+        number = scheduler.submit(Request(prompt, NEW_TOKENS, sampler, lambda tokens: False, adapter=adapter))
+        told[number] = ([], [])
+    while not scheduler.is_idle:
+        for event in scheduler.step():
+            told[event.request][0].append(event.token)
+            told[event.request][1].append(event.log_probability)
+    return list(told.values())
+
+
+def together(checkpoint, modules, requests, strategy=None, int8=False):
+    """Requests that share the rows; and each again, alone."""
+    engine = Engine(load_strategy(Path(strategy)) if strategy else SINGLE_DEVICE)
+    scheduler = open_scheduler(engine, Path(checkpoint), modules, int8)
+    found = {"together": texts(scheduler, requests)}
+    if not strategy:
+        found |= {"alone": [texts(scheduler, [each])[0] for each in requests], "reused": scheduler.reused_tokens}
+    return found if engine.is_log_rank else None
+
+
+def merged(folders, prompts, int8=False):
+    """Of each checkpoint folder, adapters' among them, the texts of all prompts."""
+    engine = Engine(SINGLE_DEVICE)
+    return [
+        texts(open_scheduler(engine, Path(folder), (), int8), [(each, 0) for each in prompts]) for folder in folders
+    ]

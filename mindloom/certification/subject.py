@@ -66,7 +66,7 @@ def _own(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
         strategy,
         out,
         around=lambda net: CutBatch(net, strategy.mesh) if is_parallel else net,
-        scale=1 / strategy.pipeline.num_microbatches if strategy.mesh.pp > 1 else 1.0,
+        scale=1 / strategy.num_parts(),
     )[0]
 
 

@@ -169,7 +169,7 @@ def _place_of(network: Callable[[], Any]) -> tuple[Path, str]:
 
 def _check_rows(rows: int, small: Sequence[Strategy]) -> None:
     for one in small:
-        parts = one.mesh.dp * (one.pipeline.num_microbatches if one.mesh.pp > 1 else 1)
+        parts = one.mesh.dp * one.num_parts()
         if rows % parts:
             raise ConfigError(f"a batch of {rows} rows is not divisible by {parts}, which {one.mesh} needs")
 

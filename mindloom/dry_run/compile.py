@@ -21,7 +21,6 @@ from mindloom.nn.lora import attach_adapters
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
-from mindloom.planner.closed_forms import num_microbatches
 from mindloom.runtime.compile import partition
 from mindloom.runtime.environment import prepare_environment
 from mindloom.runtime.kept_graphs import kept_graph, strategy_key
@@ -55,7 +54,8 @@ def compile_rank(
     graph = kept_graph(key, lambda: partition(cell, strategy, rank, inputs))
     learn_layouts(report, graph.held_layouts, graph.groups, rank, strategy.source)
     stage = strategy.mesh.coordinate(rank, "pp")
-    work = read_work(graph, 1 if inference else num_microbatches(strategy, accumulate))
+    microbatches, copies = strategy.num_microbatches(accumulate), strategy.micro_batch_interleave
+    work = read_work(graph, *((1, 1) if inference else (microbatches, copies)))
     parameters = _parameters(report, graph.parameters)
     held = {p.name for p in parameters}
 

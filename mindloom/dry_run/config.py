@@ -13,7 +13,6 @@ from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
 from mindloom.models.family import config_with_file, size_config, with_precision
 from mindloom.numbers import Count, Positive, number_problems
-from mindloom.planner.closed_forms import num_microbatches
 from mindloom.strategy.checks import batch_problems, group_problems, model_problems
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy
@@ -71,8 +70,7 @@ class DryRun:
 
     @property
     def num_microbatches(self) -> int:
-        """Times a step runs the network."""
-        return 1 if self.config.inference else num_microbatches(self.strategy, self.config.accumulate)
+        return 1 if self.config.inference else self.strategy.num_microbatches(self.config.accumulate)
 
     @property
     def jobs(self) -> int:
@@ -110,8 +108,8 @@ def check(config: DryRunConfig) -> DryRun:
         problems.of(LoRAConfig(r=config.lora_r, target_modules=config.lora_targets).targets, model)
         problems += ["--lora-r is for training: leave out --inference"] if config.inference else []
         problems += ["--fast counts layers of a whole model: leave it out with --lora-r"] if config.fast else []
-    microbatches = 1 if config.inference else num_microbatches(strategy, config.accumulate)
-    batch = strategy.mesh.dp * microbatches if config.batch_size is None else config.batch_size
+    parts = 1 if config.inference else strategy.num_parts(config.accumulate)
+    batch = strategy.mesh.dp * parts if config.batch_size is None else config.batch_size
     seq_len = model.seq_len if config.seq_len is None else config.seq_len
     if batch > 0 and config.accumulate > 0:
         problems += batch_problems(strategy, batch, seq_len, config.accumulate, training=not config.inference)

@@ -18,7 +18,6 @@ from mindloom.models.paths import path_matches
 from mindloom.parallel.parallelize import parallelize
 from mindloom.parallel.report import DERIVED, ParameterReport
 from mindloom.parallel.sharding import Operator, Use, operators, parameter_uses
-from mindloom.planner.closed_forms import num_microbatches
 from mindloom.strategy.config import Rule, Strategy
 from mindloom.strategy.layout import show
 
@@ -74,7 +73,7 @@ def _with_derived(
     if not ranks:
         return list(parameters)
     config = DryRunConfig(model=family, strategy=Path(strategy.source), fast=True)
-    batch = strategy.mesh.dp * num_microbatches(strategy)
+    batch = strategy.mesh.dp * strategy.num_parts()
     compiled = compile_ranks(DryRun(config, model, strategy, ranks, batch, model.seq_len))
     held = {(report.stage, p.name): p for report in compiled for p in report.parameters}
     result = []

@@ -27,31 +27,34 @@ class Work:
     """Of matrix products, by phase."""
 
 
-def read_work(graph: PartitionedGraph, num_calls: int) -> Work:
-    """What `graph` does in a step, whose network was kept as a function that is called `num_calls` times."""
+def read_work(graph: PartitionedGraph, num_microbatches: int, copies: int = 1) -> Work:
+    """What `graph` does in a step, whose network was kept as a function that is called for each copy of each microbatch. The
+    gradients of copies are added up before ranks exchange them."""
     collectives: Counter[tuple[str, str, str, int]] = Counter()
     flops: dict[str, int] = defaultdict(int)
     primitives = {p.name: p for p in graph.model.primitives}
-    for body, calls, backward in _bodies(graph.model, num_calls):
+    for body, calls, backward in _bodies(graph.model, num_microbatches):
         shapes = _shapes(body, graph.model)
         for node in body.node:
             primitive = primitives.get(node.op_type.removeprefix("REF::"))
             if primitive is None:
                 continue
             group = _group(primitive)
-            phase = _phase(node, primitive, backward, in_network=body is not graph.model.graph)
+            in_network = body is not graph.model.graph
+            phase = _phase(node, primitive, backward, in_network)
+            times = calls * (copies if in_network and phase != "optimizer" else 1)
             if group is not None and len(graph.groups[group]) > 1:
                 kind, size = primitive.op_type, _bytes(node)
                 if kind == "ReduceScatter":
                     size *= len(graph.groups[group])
-                collectives[kind, phase, group, size] += calls
+                collectives[kind, phase, group, size] += times
             elif primitive.op_type in ("MatMul", "BatchMatMul"):
                 out = tuple(output_of(node).dims)
                 depth = math.prod(shapes[node.input[0]]) // math.prod(out[:-1])
-                flops[phase] += calls * 2 * math.prod(out) * depth
+                flops[phase] += times * 2 * math.prod(out) * depth
             elif primitive.op_type in FLASH_PRODUCTS:
                 query, keys = shapes[node.input[0]], shapes[node.input[1]]  # (B, H, T, D/H), (B, KV, keys, D/H)
-                flops[phase] += calls * FLASH_PRODUCTS[primitive.op_type] * 2 * math.prod(query) * keys[2]
+                flops[phase] += times * FLASH_PRODUCTS[primitive.op_type] * 2 * math.prod(query) * keys[2]
     found = [Collective(k, p, g, count, size) for (k, p, g, size), count in sorted(collectives.items())]
     return Work(found, dict(flops))
 

@@ -140,6 +140,7 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
         "batch_size": run.batch_size,
         "seq_len": run.seq_len,
         "num_microbatches": run.num_microbatches,
+        "copies": 1 if run.config.inference else strategy.micro_batch_interleave,
         "stages": stages,
         "imbalance": max(flops) / (sum(flops) / len(flops)) - 1,
         "replicated": _replicated(run, by_stage),
@@ -182,6 +183,7 @@ def text_report(values: dict[str, Any]) -> str:
     lines.append(
         f"{job['model']}, {job['num_parameters']:,} parameters{adapters}, {job['mesh']}; {sequences} of "
         f"{job['seq_len']} tokens a step, {counted(job['num_microbatches'], 'microbatch', 'microbatches')}"
+        + (f" of {job['copies']} copies" if job["copies"] > 1 else "")
     )
     for rank in values["ranks"]:
         lines += ["", *_rank_lines(rank)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import mindspore as ms
 from mindspore import nn
-from mindspore.parallel.nn import GradAccumulation
+from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved
 
 from mindloom.errors import ConfigError
 from mindloom.models.paths import path_matches
@@ -101,7 +101,13 @@ def _recompute_operators(strategy: Strategy, found: Sequence[Operator], layers: 
 
 
 def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
-    """What a training step is built around: the batch is cut into microbatches first, in a pipeline or to save memory."""
+    """What a training step is built around: the batch is cut into microbatches first, in a pipeline or to save memory, and
+    these into copies that devices work on in turn."""
+    if strategy.micro_batch_interleave > 1:
+        net = MicroBatchInterleaved(net, strategy.micro_batch_interleave)
+        if strategy.mesh.pp > 1:  # MindSpore 2.9 would order their collectives in a circle
+            for cut in net.interleave_inputs:
+                cut.strided_slice.del_prim_attr("interleave_num")
     if strategy.mesh.pp > 1:
         return nn.PipelineCell(net, strategy.pipeline.num_microbatches)
     return GradAccumulation(net, accumulate) if accumulate > 1 and strategy.mesh.size > 1 else net

@@ -35,15 +35,10 @@ def optimizer_cut(cut: bool, gradients_add_up: bool, precision: Precision) -> di
     }
 
 
-def num_microbatches(strategy: Strategy, accumulate: int = 1) -> int:
-    """Parts of a step's batch that follow each other: a pipeline's, or those `accumulate` asks for without one."""
-    return strategy.pipeline.num_microbatches if strategy.mesh.pp > 1 else accumulate
-
-
 def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate: int = 1) -> Parallelism:
     """What the cost model needs of a strategy. `batch_size`: sequences of a step, over all replicas."""
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
-    microbatches, precision = num_microbatches(strategy, accumulate), PRECISIONS[config.compute_dtype]
+    microbatches, precision = strategy.num_microbatches(accumulate), PRECISIONS[config.compute_dtype]
     stages = stage_of_layers(config.num_layers, strategy)
     flash, kind = config.attention_on_ascend == "flash", strategy.recompute.kind if strategy.recompute else "none"
     again = Counter(stages[layer] for layer in recomputed_layers(config.num_layers, strategy))

@@ -88,6 +88,11 @@ def auto_parallel(
         loaded, settings = _chosen(net, **settings), {}
     else:
         loaded = load_strategy(strategy) if strategy is not None else strategy_of({"mesh": mesh, **settings})
+    if loaded.micro_batch_interleave > 1:
+        raise ConfigError(
+            f"{loaded.at('micro_batch_interleave')}: copies of a batch are for tools/train.py, whose losses add up; remove "
+            "it for a network of your own, whose loss may be a mean"
+        )
     if strategy is not None and settings:
         raise ConfigError(
             f"auto_parallel: {', '.join(settings)} belong into {strategy}, or give mesh=... instead of it"
@@ -202,7 +207,7 @@ def _inputs(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], eng
                 "numbers and options to its __init__"
             )
     strategy = engine.strategy
-    parts = strategy.mesh.dp * (strategy.pipeline.num_microbatches if strategy.mesh.pp > 1 else 1)
+    parts = strategy.mesh.dp * strategy.num_microbatches()
     if args and args[0].ndim and args[0].shape[0] % parts:
         raise ConfigError(
             f"{strategy.at('mesh.dp')}: a batch of {args[0].shape[0]} rows is not divisible by dp {strategy.mesh.dp}"

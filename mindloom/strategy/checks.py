@@ -152,8 +152,10 @@ def batch_problems(
 ) -> list[str]:
     """The mesh against the sequences of one step and their length. Inference knows no microbatches."""
     mesh = strategy.mesh
-    microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 and training else accumulate
-    parts = microbatches * mesh.dp
+    microbatches, copies = strategy.num_microbatches(accumulate), strategy.micro_batch_interleave
+    if not training:
+        microbatches, copies = accumulate, 1
+    parts = microbatches * copies * mesh.dp
     problems = []
     if mesh.pp > 1 and accumulate > 1:
         problems.append(
@@ -165,7 +167,9 @@ def batch_problems(
         nearest = " or ".join(str(size) for size in (lower, lower + parts) if size)
         problems.append(
             f"{strategy.at('mesh.dp')}: a batch of {batch_size} sequences is not divisible by dp {mesh.dp}"
-            + (f" x {microbatches} microbatches = {parts}" if microbatches > 1 else "")
+            + (f" x {microbatches} microbatches" if microbatches > 1 else "")
+            + (f" x {copies} copies (micro_batch_interleave)" if copies > 1 else "")
+            + (f" = {parts}" if parts > mesh.dp else "")
             + f"; use {nearest}"
         )
     elif strategy.sequence_parallel and batch_size // parts * seq_len // mesh.cp % mesh.tp:
@@ -183,13 +187,13 @@ def group_problems(
 ) -> list[str]:
     """The groups of tokens in which experts' capacity is counted, against what one rank has of a microbatch."""
     group = config.experts.capacity_group if config.experts else None
-    microbatches = strategy.pipeline.num_microbatches if strategy.mesh.pp > 1 else accumulate
-    tokens = batch_size // (microbatches * strategy.mesh.dp) * seq_len
+    parts = strategy.num_parts(accumulate)
+    tokens = batch_size // (parts * strategy.mesh.dp) * seq_len
     if not group or tokens % group == 0:
         return []
     return [
         f"{strategy.at('mesh.dp')}: experts.capacity_group = {group} tokens do not divide the {tokens} that a rank has of a "
-        f"microbatch ({batch_size} sequences of {seq_len} over dp {strategy.mesh.dp} x {microbatches}); leave "
+        f"microbatch ({batch_size} sequences of {seq_len} over dp {strategy.mesh.dp} x {parts}); leave "
         "capacity_group out to count in sequences"
     ]
 

@@ -117,10 +117,21 @@ class Strategy:
     context_parallel: Literal["gather", "ulysses"] = "gather"
     """How attention sees whole sequences, when mesh.cp > 1: `gather`, each rank has its part of the queries and gathers all
     keys and values; `ulysses`, all-to-alls give each rank whole sequences of a part of the heads, and take them back."""
+    micro_batch_interleave: Count = 1
+    """Copies that each microbatch (without a pipeline: the batch) is cut into, so that devices can compute one while
+    another communicates; the same arithmetic. MindSpore orders their collectives where `mesh.pp` is 1."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
     lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})
     """Line of each key, for messages."""
+
+    def num_microbatches(self, accumulate: int = 1) -> int:
+        """Parts of a step's batch that follow each other: a pipeline's, or those `accumulate` asks for without one."""
+        return self.pipeline.num_microbatches if self.mesh.pp > 1 else accumulate
+
+    def num_parts(self, accumulate: int = 1) -> int:
+        """Times a step runs the network: on each copy of each microbatch."""
+        return self.num_microbatches(accumulate) * self.micro_batch_interleave
 
     def at(self, key: str) -> str:
         """`file:line: key`, for messages."""

@@ -43,7 +43,7 @@ def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
         for part in parts
     ]
     mesh = run.strategy.mesh
-    microbatches = run.strategy.pipeline.num_microbatches if mesh.pp > 1 else run.config.accumulate
+    microbatches = run.strategy.num_microbatches(run.config.accumulate)
     rows = rows_of_rank(mesh.dp, mesh.coordinate(rank, "dp"), microbatches)
     ids = run.model.eod_id, run.model.loss_ignore_id
     return tokenizer, Loader(datasets, run.sizes, run.config.seed, *ids, rows, _curriculum(run, parts))

@@ -58,8 +58,7 @@ def _write_rank(
     with no_init_parameters():
         net = family_module(family, "model").ModelWithLoss(model)
     report = parallelize(net, strategy)
-    microbatches = strategy.pipeline.num_microbatches if strategy.mesh.pp > 1 else 1
-    shape = (strategy.mesh.dp * microbatches, model.seq_len)
+    shape = (strategy.mesh.dp * strategy.num_parts(), model.seq_len)
     inputs = [(shape, np.int32)] * 3 + [(shape, np.float32)]
     layouts_file = folder / LAYOUTS / f"strategy_{rank}.ckpt"
     graph = partition(wrap(net, strategy).set_train(False), strategy, rank, inputs, layouts_file)

@@ -82,8 +82,8 @@ def compile_rank(path, rank, rules=None):
             net.cell_init_args = f"lazy_inline_{type(net).__name__}"
         report = parallelize(net, strategy)
         step = TrainStep(wrap(net, strategy), AdamW(net.trainable_params()), report, rank, all_reduce, 1.0).set_train()
-    microbatches = strategy.pipeline.num_microbatches if mesh.pp > 1 else 1
-    shape = (mesh.dp * microbatches, max(SEQ_LEN, mesh.cp * mesh.tp))
+    parts = strategy.num_parts()
+    shape = (mesh.dp * parts, max(SEQ_LEN, mesh.cp * mesh.tp))
     graph = partition(step, strategy, rank, [(shape, np.int32)] * 3 + [(shape, np.float32)])
     stage = mesh.coordinate(rank, "pp")
     counts = Counter()
@@ -94,13 +94,13 @@ def compile_rank(path, rank, rules=None):
         layer = "layer" if "Layer/" in node.domain else "other"
         of_parameter = "mirror" in primitive.instance_name or "parallel_optimizer" in primitive.instance_name
         kind = "gradient" if of_parameter and part == "backward" else part
-        times = microbatches if id(node) in in_network else 1
+        times = parts if id(node) in in_network else 1
         counts[f"{primitive.op_type} {kind} {layer} {len(graph.groups[values['group']])}"] += times
     held = [p for p in report.parameters if p.stage == stage]
     return {
         "strategy": Path(path).name,
         "rank": rank,
-        "microbatches": microbatches,
+        "microbatches": parts,
         "layers": sum(len(layers) for layers in report.layers_of_stages[stage : stage + 1]) or config.num_layers,
         "counts": counts,
         "block": config.block,

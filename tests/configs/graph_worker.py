@@ -19,7 +19,6 @@ from mindloom.inference.model import build_model
 from mindloom.models.family import family_module, size_config
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
-from mindloom.planner.closed_forms import num_microbatches
 from mindloom.runtime import compile as compilation
 from mindloom.runtime.compile import partition
 from mindloom.runtime.lowering import attributes, collective_nodes
@@ -75,7 +74,7 @@ def recompute(path):
 def by_depth(path, model, rank):
     """A training step compiled whole, and derived from small depths."""
     config, strategy = dataclasses.replace(size_config("pangu", "tiny"), **model), load_strategy(path)
-    batch = (strategy.mesh.dp * num_microbatches(strategy, 1), config.seq_len)
+    batch = (strategy.mesh.dp * strategy.num_parts(1), config.seq_len)
 
     def compile_stage(model, strategy):
         return compile_rank("pangu", model, strategy, rank, batch)

@@ -33,6 +33,8 @@ STRATEGIES = {
     "dp4_ep2_zero": "mesh: {dp: 4, ep: 2}\noptimizer_parallel: {axis: dp}\n",
     "dp2_cp2_ulysses": "mesh: {dp: 2, cp: 2}\ncontext_parallel: ulysses\noptimizer_parallel: {axis: dp}\n",
     "dp2_cp2_tp2": "mesh: {dp: 2, cp: 2, tp: 2}\nrecompute: {layers: all}\n",
+    "dp2_tp2_copies": "mesh: {dp: 2, tp: 2}\nmicro_batch_interleave: 2\n",
+    "pp2_tp2_copies": "mesh: {pp: 2, tp: 2}\npipeline: {num_microbatches: 2}\nmicro_batch_interleave: 2\n",
     "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
 }
 IN_BFLOAT16 = ("dp2_cp2_tp2", "dp4_zero2_accumulate", "pp2_dp4_tp8_zero", "pp4_tp2_sp")

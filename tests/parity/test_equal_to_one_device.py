@@ -24,6 +24,8 @@ CASES = [
     "pangu_tiny_dp2_tp2_zero+ultra+shallow",
     "pangu_tiny_dp2_tp2_sp+dropout+shallow",
     "pangu_tiny_dp2_tp2_sp+codegeex4+shallow",
+    "pangu_tiny_dp2_tp2_copies+dropout+clip+shallow",
+    "pangu_tiny_tp2_pp2+copies+shallow",
     "pangu_tiny_tp4+codegeex+clip+shallow",
     "pangu_tiny_tp4+codegeex4+shallow",  # two heads of keys and values
     "pangu_tiny_tp2_pp2+embedded+shallow",

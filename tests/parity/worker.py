@@ -52,8 +52,9 @@ MODELS = {
 def train(path: str, options: list[str], out: str) -> None:
     """Five steps of each optimizer. Writes OUT.OPTIMIZER.json (losses, norms) and .npz (gradients or weights).
 
-    `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, after_query, dropout, and
-    shallow (2 layers, which compile in half the time). A pipeline has as many microbatches as stages, for the same reason.
+    `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
+    and shallow (2 layers, which compile in half the time). A pipeline has as many microbatches as stages, for the same
+    reason.
     """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
     family, size, changes = MODELS[next((option for option in options if option in MODELS), "pangu")]
@@ -67,6 +68,8 @@ def train(path: str, options: list[str], out: str) -> None:
         config = dataclasses.replace(config, num_layers=2)
     if strategy.mesh.pp > 1:
         strategy = dataclasses.replace(strategy, pipeline=Pipeline(num_microbatches=strategy.mesh.pp))
+    if "copies" in options and strategy.mesh.size > 1:
+        strategy = dataclasses.replace(strategy, micro_batch_interleave=2)
     accumulate, clip = 2 if "accumulate" in options else 1, 0.5 if "clip" in options else None
     if "dropping" in options:
         engine, report = train_dropping(family, config, strategy, Path(out))

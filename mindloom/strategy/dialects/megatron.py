@@ -261,6 +261,8 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
         flags.append(("--micro-batch-size", settings.micro_batch_size))
     elif mesh.pp > 1:
         lost("pipeline.num_microbatches", "Megatron counts the sequences of a microbatch: give --batch-size")
+    if strategy.micro_batch_interleave > 1:
+        lost("micro_batch_interleave", "Megatron has no copies of microbatches")
     train.pop("accumulate", None)
     for flag, (name, _) in TRAIN.items():
         if train.get(name) is not None:

@@ -48,7 +48,6 @@ STRICT = {
 METHODS: dict[str, ContextMethod] = {"colossalai_cp": "gather", "ulysses_cp": "ulysses"}
 ONLY = (
     ("parallel_config.seq_split_num", 1, "sequence pipelines are not built"),
-    ("micro_batch_interleave_num", 1, "a batch is not run as several interleaved copies"),
     ("parallel.parallel_mode", 1, "ours is semi-automatic: every operator's layout comes from the rules"),
     ("parallel.gradients_mean", False, "gradients are added up; the loss has the denominator of the whole batch"),
     ("parallel.full_batch", True, "every rank is given the shape of the whole batch, and reads its own rows"),
@@ -204,6 +203,7 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
         optimizer_parallel=_optimizer_parallel(book),
         sequence_parallel=bool(book.take("parallel_config.use_seq_parallel", "sequence_parallel", False)),
         context_parallel=context_method(book, "parallel_config.context_parallel_algo", mesh, METHODS),
+        micro_batch_interleave=book.take("micro_batch_interleave_num", "micro_batch_interleave", 1),
         source=str(path),
     )
     _forced(book, mesh)
@@ -356,7 +356,8 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     """A MindFormers 1.x file: the parallel sections, and what of the rest is known."""
     strategy, lost = settings.strategy, Lost("mindformers1")
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
-    lines = ["use_parallel: True", "micro_batch_interleave_num: 1", *_top(settings, lost), "parallel_config:"]
+    copies = f"micro_batch_interleave_num: {strategy.micro_batch_interleave}"
+    lines = ["use_parallel: True", copies, *_top(settings, lost), "parallel_config:"]
     degrees = {
         "data_parallel": mesh.dp,
         "model_parallel": mesh.tp,

@@ -60,6 +60,8 @@ def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> s
         lines.append("sequence_parallel: true")
     if strategy.context_parallel != Strategy.context_parallel:
         lines.append(f"context_parallel: {strategy.context_parallel}")
+    if strategy.micro_batch_interleave > 1:
+        lines.append(f"micro_batch_interleave: {strategy.micro_batch_interleave}")
     return "\n".join(lines) + "\n"
 
 

@@ -100,6 +100,7 @@ def random_strategy(random):
         optimizer_parallel=zero,
         sequence_parallel=tp > 1 and random.random() < 0.5,
         context_parallel=random.choice(["gather", "ulysses"]) if cp > 1 else "gather",
+        micro_batch_interleave=random.choice([1, 1, 1, 1, 2]),
     )
 
 
@@ -121,7 +122,7 @@ def test_random_strategies_come_back_or_the_difference_is_named(dialect, tmp_pat
             if isinstance(stages, Stages) and stages.num_layers
             else random.choice([16, 17, None])
         )
-        batch = 2 * strategy.mesh.dp * strategy.pipeline.num_microbatches
+        batch = 2 * strategy.mesh.dp * strategy.pipeline.num_microbatches * strategy.micro_batch_interleave
         known = Settings(
             SINGLE_DEVICE,
             {"batch_size": batch} if random.random() < 0.9 or dialect != "mindformers1" else {},
@@ -193,6 +194,7 @@ def test_every_key_of_a_users_file_is_in_the_report_with_its_line(write, tmp_pat
         pipeline=Pipeline(num_microbatches=8, stages=Stages(num_layers=[10, 11, 11, 10])),
         recompute=Recompute(per_stage=[3, 5, 5, 5]),
         optimizer_parallel=OptimizerParallel(threshold_kb=64, shard_accumulated_gradients=True),
+        micro_batch_interleave=2,
         source="",
     )
     expected = {
@@ -208,7 +210,7 @@ def test_every_key_of_a_users_file_is_in_the_report_with_its_line(write, tmp_pat
     expected |= {"compute_dtype": "float16", "attention": "flash", "loss_scale": 65536}
     assert train == expected
     found = fates(done)
-    assert found["micro_batch_interleave_num"] == "not expressible"
+    assert found["micro_batch_interleave_num"] == "renamed" and done.settings.strategy.micro_batch_interleave == 2
     assert found["seeed"] == found["parallel.auto_parallel_search_mode"] == "unknown"
     assert found["parallel_config.vocab_emb_dp"] == found["recompute_config.select_recompute"] == "no effect"
     assert found["runner_config.gradient_accumulation_steps"] == "no effect"

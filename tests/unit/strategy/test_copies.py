@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of a microbatch: what a strategy with them wants of a batch, and who cannot have them."""
+
+import pytest
+from mindspore import nn
+
+from mindloom import auto_parallel
+from mindloom.errors import ConfigError
+from mindloom.strategy.checks import batch_problems
+from mindloom.strategy.loader import load_strategy
+
+TEXT = "mesh: {pp: 2, dp: 2}\nrules: {}\npipeline: {num_microbatches: 4}\nmicro_batch_interleave: 2\n"
+
+
+def test_every_copy_wants_a_sequence_of_each_replica(write):
+    strategy = load_strategy(write("s.yaml", TEXT))
+    assert strategy.num_parts() == 8
+    assert batch_problems(strategy, 32, 64) == []
+    (problem,) = batch_problems(strategy, 24, 64)
+    assert "not divisible by dp 2 x 4 microbatches x 2 copies (micro_batch_interleave) = 16; use 16 or 32" in problem
+    assert batch_problems(strategy, 24, 64, training=False) == []
+
+
+def test_a_network_of_ones_own_whose_loss_may_be_a_mean_has_none(write):
+    with pytest.raises(ConfigError, match=r"s.yaml:4: micro_batch_interleave: .* remove it"):
+        auto_parallel(nn.Dense(2, 2), write("s.yaml", TEXT))

@@ -117,6 +117,10 @@ class TrainingConfig(ABC):
     find_nan: bool = option(
         False, "look at what every operator gives, on CPU processes: the first one that is not finite is named; slow"
     )
+    rerun_every: Natural = option(
+        0,
+        "steps between two that are run twice from the same state and must leave the same bits on every rank; 0: none",
+    )
     watchdog_s: Positive = option(
         120.0, "seconds in one collective after which every rank says where it is, on CPU processes"
     )

@@ -41,6 +41,7 @@ from mindloom.train.config import Run, TrainingConfig
 from mindloom.train.loss_scale import LossScale
 from mindloom.train.metrics import MetricsWriter, StepMetrics
 from mindloom.train.optim import SGD, AdamW, set_number
+from mindloom.train.rerun import run_twice
 from mindloom.train.saving import Saver, load_state, newest_complete, start_from, versions
 from mindloom.train.schedules import learning_rate
 from mindloom.train.spikes import SpikeGuard, parse_steps
@@ -410,7 +411,11 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     used_scale = scale.value if scale else None
     if engine.nan_finder:
         engine.nan_finder.first = None  # of an overflow that the loss scale has dealt with
-    loss, norm, *counts = engine.run(training.step, *training.batch(step - 1))
+    inputs = training.batch(step - 1)
+    if run.config.rerun_every and step % run.config.rerun_every == 0:
+        loss, norm, *counts = run_twice(engine, training.step, training.report, inputs, step)
+    else:
+        loss, norm, *counts = engine.run(training.step, *inputs)
     values = float(loss.asnumpy().reshape(())), float(norm.asnumpy().reshape(()))
     is_fine = bool(np.isfinite(values).all())
     may_go_on = scale.follow(bool(np.isfinite(values[1]))) if scale else False

@@ -17,14 +17,14 @@ class AdaptedProduct(nn.Cell):
 
     has_adapters = False
 
-    def attach_adapters(self, ranks: Sequence[int]) -> None:
-        """Make room for one adapter of each of these ranks, 0 for those that leave this matrix as it is."""
+    def attach_adapters(self, widths: Sequence[int]) -> None:
+        """Make room for one adapter of each of these widths (r), 0 for those that leave this matrix as it is."""
         outer, inner = self.weight.shape
-        total = sum(ranks)
+        total = sum(widths)
         self.has_adapters = True
         self.lora_a = Parameter(initializer("zeros", (total, inner), mstype.float32), requires_grad=False)
         self.lora_b = Parameter(initializer("zeros", (outer, total), mstype.float32), requires_grad=False)
-        self.lora_mask = Parameter(initializer("zeros", (1 + len(ranks), total), mstype.float32), requires_grad=False)
+        self.lora_mask = Parameter(initializer("zeros", (1 + len(widths), total), mstype.float32), requires_grad=False)
         self.lora_down, self.lora_up = ops.MatMul(transpose_b=True), ops.MatMul(transpose_b=True)
         self.lora_ids, self.lora_pick = ops.Reshape(), ops.Gather()
         self.lora_choose, self.lora_add, self.lora_cast = ops.Mul(), ops.Add(), ops.Cast()
@@ -37,10 +37,10 @@ class AdaptedProduct(nn.Cell):
         return self.lora_add(y, self.lora_up(narrow, self.lora_cast(self.lora_b, self.dtype)))
 
 
-def attach_several_adapters(net: nn.Cell, ranks: Mapping[str, Sequence[int]]) -> None:
+def attach_several_adapters(net: nn.Cell, widths: Mapping[str, Sequence[int]]) -> None:
     """Make room for adapters beside the matrices of these paths."""
     for path, cell in net.cells_and_names():
-        if path in ranks:
-            cell.attach_adapters(ranks[path])
+        if path in widths:
+            cell.attach_adapters(widths[path])
             for name in ("lora_a", "lora_b", "lora_mask"):
                 getattr(cell, name).name = f"{path}.{name}"

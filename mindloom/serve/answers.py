@@ -13,6 +13,8 @@ from mindloom.data.tokenizer import Tokenizer
 from mindloom.inference.sampling import TokenScore
 from mindloom.inference.scheduler import NewToken
 from mindloom.inference.session import Completion, Ending
+from mindloom.serve.config import ServedModel
+from mindloom.serve.requests import ChatAsked, CompletionAsked
 
 
 @dataclass
@@ -103,3 +105,60 @@ def head(kind: str, prefix: str, model: str, seed: int) -> dict[str, Any]:
         "model": model,
         "seed": seed,
     }
+
+
+class CompletionAnswer:
+    """Answers of /v1/completions."""
+
+    def __init__(self, model: ServedModel, asked: CompletionAsked):
+        self.model, self.asked = model, asked
+        self.head = head("text_completion", "cmpl", model.name, asked.sampling.seed)
+
+    def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
+        told = [self._choice(choice, choice.text) for choice in choices]
+        return {**self.head, "choices": told, "usage": usage(prompts, choices)}
+
+    def opening(self, choices: list[Choice]) -> list[dict[str, Any]]:
+        return []
+
+    def part(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {**self.head, "choices": [self._choice(choice, text)]}
+
+    def _choice(self, choice: Choice, text: str) -> dict[str, Any]:
+        logprobs = None
+        if self.asked.num_top is not None:
+            logprobs = completion_logprobs(choice, self.asked.num_top, self.model.tokenizer)
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": None,
+        }
+
+
+class ChatAnswer:
+    """Answers of /v1/chat/completions."""
+
+    def __init__(self, model: ServedModel, asked: ChatAsked):
+        self.model, self.asked = model, asked
+        kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+        self.head = head(kind, "chatcmpl", model.name, asked.sampling.seed)
+
+    def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
+        told = [self._choice(c, "message", {"role": "assistant", "content": c.text}) for c in choices]
+        return {**self.head, "choices": told, "usage": usage(prompts, choices)}
+
+    def opening(self, choices: list[Choice]) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            {**self.head, "choices": [{"index": c.index, "delta": delta, "logprobs": None, "finish_reason": None}]}
+            for c in choices
+        ]
+
+    def part(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {**self.head, "choices": [self._choice(choice, "delta", {"content": text})]}
+
+    def _choice(self, choice: Choice, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        logprobs = None if self.asked.num_top is None else chat_logprobs(choice, self.model.tokenizer)
+        return {"index": choice.index, name: value, "logprobs": logprobs, "finish_reason": choice.finish_reason}

@@ -27,13 +27,11 @@ from mindloom.inference.scheduler import Event, NewToken, PromptScores
 from mindloom.inference.session import Completion, Ending
 from mindloom.log import milestone
 from mindloom.serve import answers
-from mindloom.serve.answers import Choice
+from mindloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
 from mindloom.serve.config import ServedModel, ServeJob
 from mindloom.serve.metrics import Metrics, Timing
 from mindloom.serve.requests import (
     Asked,
-    ChatAsked,
-    CompletionAsked,
     Fields,
     RequestError,
     log_unknown,
@@ -448,60 +446,3 @@ async def _stream(
 
 def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
-
-class CompletionAnswer:
-    """Answers of /v1/completions."""
-
-    def __init__(self, model: ServedModel, asked: CompletionAsked):
-        self.model, self.asked = model, asked
-        self.head = answers.head("text_completion", "cmpl", model.name, asked.sampling.seed)
-
-    def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
-        told = [self._choice(choice, choice.text) for choice in choices]
-        return {**self.head, "choices": told, "usage": answers.usage(prompts, choices)}
-
-    def opening(self, choices: list[Choice]) -> list[dict[str, Any]]:
-        return []
-
-    def part(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {**self.head, "choices": [self._choice(choice, text)]}
-
-    def _choice(self, choice: Choice, text: str) -> dict[str, Any]:
-        logprobs = None
-        if self.asked.num_top is not None:
-            logprobs = answers.completion_logprobs(choice, self.asked.num_top, self.model.tokenizer)
-        return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": None,
-        }
-
-
-class ChatAnswer:
-    """Answers of /v1/chat/completions."""
-
-    def __init__(self, model: ServedModel, asked: ChatAsked):
-        self.model, self.asked = model, asked
-        kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        self.head = answers.head(kind, "chatcmpl", model.name, asked.sampling.seed)
-
-    def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
-        told = [self._choice(c, "message", {"role": "assistant", "content": c.text}) for c in choices]
-        return {**self.head, "choices": told, "usage": answers.usage(prompts, choices)}
-
-    def opening(self, choices: list[Choice]) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        return [
-            {**self.head, "choices": [{"index": c.index, "delta": delta, "logprobs": None, "finish_reason": None}]}
-            for c in choices
-        ]
-
-    def part(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {**self.head, "choices": [self._choice(choice, "delta", {"content": text})]}
-
-    def _choice(self, choice: Choice, name: str, value: dict[str, Any]) -> dict[str, Any]:
-        logprobs = None if self.asked.num_top is None else answers.chat_logprobs(choice, self.model.tokenizer)
-        return {"index": choice.index, name: value, "logprobs": logprobs, "finish_reason": choice.finish_reason}

@@ -75,6 +75,8 @@ def _value(text: str, kind: Any) -> Any:
         raise ValueError("holds a NUL character")
     if kind is Path and not text:
         raise ValueError("an empty name")
+    if kind is Path and "://" in text:
+        raise ValueError(f"{text}: a file or folder of this machine is wanted")
     try:
         return kind(text)
     except ValueError:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from mindloom.data.frames import read_frames, write_frames
 from mindloom.data.sources import Batch, Source
+from mindloom.data.stores import stamp
 from mindloom.data.workers import WorkersLostError, ordered_map
 from mindloom.errors import ConfigError
 from mindloom.files import write_atomically
@@ -103,7 +104,7 @@ def _over_shards(
     all_fields: bool,
 ) -> Iterator[Result]:
     shards = source.shards()
-    stamps = [stamp for files in shards for path in files for stamp in _stamps(path)]
+    stamps = [stamp(path) for files in shards for path in files]
     key = _identity(make_work)
     folder = cluster.scratch / hashlib.sha256(repr((key, source, stamps, all_fields)).encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,16 +134,16 @@ def _identity(make_work: Callable[[], Any]) -> str:
     return hashlib.sha256(named.encode()).hexdigest()
 
 
-def _stamps(value: Any) -> Iterator[tuple[str, int, int]]:
+def _stamps(value: Any) -> Iterator[tuple[str, int, str | int]]:
     """Name, size and time of every file that is named in a value."""
     if isinstance(value, Path) and value.is_file():
-        yield str(value), value.stat().st_size, value.stat().st_mtime_ns
+        yield stamp(value)
     elif isinstance(value, Path) and value.is_dir():
-        yield from (stamp for path in sorted(value.iterdir()) if path.is_file() for stamp in _stamps(path))
+        yield from (stamp(path) for path in sorted(value.iterdir()) if path.is_file())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from _stamps([getattr(value, field.name) for field in dataclasses.fields(value)])
     elif isinstance(value, (list, tuple, dict)):
-        yield from (stamp for part in (value.values() if isinstance(value, dict) else value) for stamp in _stamps(part))
+        yield from (found for part in (value.values() if isinstance(value, dict) else value) for found in _stamps(part))
 
 
 _works: dict[str, Callable[[Any], Any]] = {}

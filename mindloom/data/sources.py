@@ -18,8 +18,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
+from mindloom.data.stores import open_document
 from mindloom.data.web import WEB, extract_text, read_records
-from mindloom.errors import ConfigError
+from mindloom.errors import ConfigError, Problems
 from mindloom.reader import parse_json
 
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -149,24 +150,35 @@ def source_files(inputs: Iterable[Path], suffixes: tuple[str, ...] = ()) -> list
     Raises:
         ConfigError: nothing there, or a kind of file that holds no text.
     """
-    files, problems = list[Path](), list[str]()
+    files, problems = list[Path](), Problems()
     for path in inputs:
+        files += problems.of(_files_of, path, suffixes) or []
+    problems.tell()
+    return files
+
+
+def _files_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Those that one input means."""
+    try:
         if path.is_dir():
             below = [f for f in path.rglob("*") if not any(p.startswith(".") for p in f.relative_to(path).parts)]
             found = sorted(f for f in below if f.is_file() and (not suffixes or f.name.endswith(suffixes)))
             kind = f" that end in {' or '.join(suffixes)}" if suffixes else ""
-            problems += [] if found else [f"{path}: the folder holds no files{kind}"]
-            files += found
-        elif not path.exists():
-            problems.append(f"{path}: there is no such file")
-        elif path.name.endswith(NOT_TEXT) and not path.name.endswith((*LINES, *WEB)):
-            kinds = ", ".join((*LINES, *TABLES, *WEB))
-            problems.append(f"{path}: not a kind of file that is read; give {kinds}, .txt or source")
-        else:
-            files.append(path)
-    if problems:
-        raise ConfigError(problems)
-    return files
+            if not found:
+                raise ConfigError(f"{path}: the folder holds no files{kind}")
+            return found
+        if not path.exists():
+            raise ConfigError(f"{path}: there is no such file")
+    except ConfigError:
+        raise
+    except Exception as error:
+        if isinstance(path, Path):
+            raise
+        raise ConfigError(f"{path}: cannot be read: {type(error).__name__}: {error}") from None  # what a store says
+    if path.name.endswith(NOT_TEXT) and not path.name.endswith((*LINES, *WEB)):
+        kinds = ", ".join((*LINES, *TABLES, *WEB))
+        raise ConfigError(f"{path}: not a kind of file that is read; give {kinds}, .txt or source")
+    return [path]
 
 
 def read_raw(
@@ -198,6 +210,10 @@ def read_raw(
                 yield Raw(f"{path}:1", path.read_bytes(), "text")
         except OSError as error:
             yield Raw(str(path), b"", "text", f"cannot be read: {error.strerror or error}")
+        except Exception as error:
+            if isinstance(path, Path) or isinstance(error, ConfigError):
+                raise
+            yield Raw(str(path), b"", "text", f"cannot be read: {type(error).__name__}: {error}")  # what a store says
 
 
 def batches(documents: Iterable[Raw], first: int = 0) -> Iterator[Batch]:
@@ -250,7 +266,7 @@ def _too_long(size: int, max_bytes: int) -> str:
 
 def _lines(path: Path, max_bytes: int) -> Iterator[Raw]:
     number = 0
-    with path.open("rb") as raw_file:
+    with open_document(path) as raw_file:
         file = _decompressed(raw_file, path)
         try:
             while line := file.readline(max_bytes + 1):
@@ -313,7 +329,7 @@ def _zstd_error(path: Path) -> type[Exception]:
 def _paragraphs(path: Path, max_bytes: int) -> Iterator[Raw]:
     """Parts of a text between blank lines."""
     lines, start, size, number = list[bytes](), 1, 0, 0
-    with path.open("rb") as file:
+    with open_document(path) as file:
         while True:
             line = file.readline(max_bytes + 1)
             number += 1
@@ -337,7 +353,7 @@ def _paragraphs(path: Path, max_bytes: int) -> Iterator[Raw]:
 def _rows(path: Path, key: str, all_columns: bool) -> Iterator[Raw]:
     arrow, parquet = _optional("pyarrow", path), _optional("pyarrow.parquet", path)
     try:
-        table = parquet.ParquetFile(path)
+        table = parquet.ParquetFile(open_document(path))
     except arrow.ArrowInvalid as error:
         yield Raw(str(path), b"", "json", f"not a Parquet file: {str(error).splitlines()[0]}")
         return

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from mindloom.data.cluster import Workers, over_batches
 from mindloom.data.fim import FillInTheMiddle
 from mindloom.data.sources import Batch, Source
+from mindloom.data.stores import stamp
 from mindloom.data.token_file import (
     ENDS,
     TOKENS,
@@ -158,9 +159,8 @@ def _load(job: TokenizeJob) -> Tokenizer:
 
 def _fingerprint(job: TokenizeJob, files: list[Path]) -> str:
     """What the bytes of the result depend on."""
-    sizes = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     settings = (repr(job.source), job.family, content_hash(job.tokenizer), repr(job.fim))
-    return hashlib.sha256(repr((VERSION, settings, sizes)).encode()).hexdigest()
+    return hashlib.sha256(repr((VERSION, settings, [stamp(path) for path in files])).encode()).hexdigest()
 
 
 def _started_before(folder: Path, fingerprint: str) -> Progress:

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
+from mindloom.data.stores import open_document
 from mindloom.errors import ConfigError
 
 WEB = (".warc", ".warc.gz", ".wet", ".wet.gz")
@@ -40,7 +41,7 @@ def read_records(path: Path, max_bytes: int) -> Iterator[Record]:
     """
     archives = _optional("warcio.archiveiterator", "warcio")
     failed = (_optional("warcio.exceptions", "warcio").ArchiveLoadFailed, zlib.error, EOFError, OSError, ValueError)
-    with path.open("rb") as file:
+    with open_document(path) as file:
         try:
             if not is_archive(file):
                 raise ValueError("it is no web archive")

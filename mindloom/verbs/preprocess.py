@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from mindloom.cli import argument, check_numbers, option, parse_args
 from mindloom.data.cluster import Cluster, Workers, leave
@@ -35,6 +35,7 @@ from mindloom.data.mindrecord import COLUMN, read_mindrecord, write_mindrecord
 from mindloom.data.minhash import MinHash
 from mindloom.data.rewrite import SAMPLES, rewrite
 from mindloom.data.sources import MAX_DOCUMENT_MB, SHARD_MB, Source
+from mindloom.data.stores import DocumentPath
 from mindloom.data.substrings import SubstringSettings, dedup_substrings
 from mindloom.data.tokenize import TokenizeJob, tokenize
 from mindloom.data.tokenizer import special_token
@@ -50,7 +51,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    inputs: tuple[Path, ...] = argument("files or folders of documents")
+    inputs: tuple[DocumentPath, ...] = argument("files or folders of documents, or URLs as s3://BUCKET/FOLDER")
     key: str = option("text", "field of JSON lines, or column of tables, that holds the text")
     suffixes: tuple[str, ...] = option((), "take only files that end so from folders, as in .py .cpp")
     on_error: Literal["stop", "skip"] = option(
@@ -78,7 +79,14 @@ class Common:
         return Cluster(self.address, self.workers, scratch.with_name(f".{scratch.name}.shards"))
 
     def source(self) -> Source:
-        return Source(self.inputs, self.key, self.suffixes, self.on_error, self.max_document_mb, self.shard_mb)
+        return Source(
+            cast("tuple[Path, ...]", self.inputs),
+            self.key,
+            self.suffixes,
+            self.on_error,
+            self.max_document_mb,
+            self.shard_mb,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents in object storage are those of files, byte for byte; what cannot be opened is told in a line."""
+
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from conftest import ROOT, in_process
+from upath import UPath
+
+from mindloom.models.family import family_module
+
+TEXT = (ROOT / "examples/small_town.txt").read_text(encoding="utf-8")
+PARAGRAPHS = [part for part in TEXT.split("\n\n") if part.strip()] or TEXT.splitlines()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Documents of several kinds."""
+    folder = tmp_path_factory.mktemp("files") / "documents"
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": text, "n": n}) + "\n" for n, text in enumerate(PARAGRAPHS[:40])).encode()
+    (folder / "a.jsonl").write_bytes(lines)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines[: len(lines) // 2].rpartition(b"\n")[0] + b"\n"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": PARAGRAPHS[:10]}), folder / "c.parquet")
+    (folder / "deep").mkdir()
+    (folder / "deep/d.py").write_text("print('a town')\n" * 5)
+    (folder / ".hidden").write_text("never read")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store(folder):
+    """The same in a store that lies in memory."""
+    root = UPath("memory://bucket/documents")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            target = root / path.relative_to(folder).as_posix()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return str(root)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    path.write_bytes(family_module("pangu", "tokenizer").train_tokenizer(TEXT.splitlines(), 500))
+    return path
+
+
+@pytest.mark.parametrize("verb", ["filter", "dedup", "tokenize"])
+def test_objects_are_read_as_files_are(folder, store, tmp_path, verb, tokenizer):
+    made = {}
+    for name, place in (("files", folder), ("memory", store), ("local", f"file://{folder}")):
+        out = tmp_path / name
+        more = {"filter": ("--min-chars", 3), "dedup": (), "tokenize": ("--tokenizer", tokenizer)}[verb]
+        target = out / "kept.jsonl" if verb == "filter" else out
+        outcome = in_process("tools/preprocess.py", verb, place, *more, "--out", target, "--workers", 1)
+        assert not outcome.code, outcome.output
+        kinds = (".jsonl", ".bin", ".tokens", ".ends")
+        found = {p.name: p.read_bytes() for p in sorted(out.rglob("*")) if p.suffix in kinds}
+        made[name] = {file: content.replace(str(place).encode(), b"") for file, content in found.items()}
+    assert made["files"] and sum(map(len, made["files"].values())) > 1000
+    assert made["memory"] == made["files"] == made["local"]
+
+
+def test_a_store_that_cannot_be_opened_is_told_in_a_line(store, tmp_path):
+    def said(*arguments):
+        outcome = in_process("tools/preprocess.py", "filter", *arguments, "--min-chars", 3)
+        assert outcome.code == 2 and not list(tmp_path.iterdir())
+        return outcome.output
+
+    out = ("--out", tmp_path / "kept.jsonl")
+    assert "s9://bucket: " in said("s9://bucket", *out)
+    assert "memory://bucket/nothing: there is no such file" in said("memory://bucket/nothing", *out)
+    assert "a file or folder of this machine is wanted" in said(store, "--out", "memory://bucket/kept.jsonl")

@@ -84,6 +84,7 @@ def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
         pipeline=pipeline,
         optimizer_parallel=zero,
         recompute=recompute,
+        micro_batch_interleave=min(strategy.micro_batch_interleave, 2),  # of a batch of 16
         sequence_parallel=strategy.sequence_parallel and mesh.tp > 1,
         lines={},
     )

@@ -35,6 +35,7 @@ from mindloom.errors import ConfigError
 from mindloom.files import unwritable, write_text_atomically
 from mindloom.log import milestone
 from mindloom.shipped import shipped_or_file
+from mindloom.strategy.checks import check_own_network
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy, strategy_of
 
@@ -136,6 +137,7 @@ def certify(
     large = strategy_of(given) if given else load_strategy(str(strategy))
     if large.mesh.size == 1:
         raise ConfigError(f"{large.at('mesh')}: one device needs no certificate")
+    check_own_network(large)
     small = small_strategies(large, None, processes)
     _check_rows(len(inputs[0]), small)
     subject = {

@@ -25,6 +25,7 @@ from mindloom.runtime.compile import set_auto_parallel_context
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import is_first_process, launched_processes
 from mindloom.runtime.kept_graphs import strategy_key
+from mindloom.strategy.checks import check_own_network
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy, strategy_of
 
@@ -88,11 +89,7 @@ def auto_parallel(
         loaded, settings = _chosen(net, **settings), {}
     else:
         loaded = load_strategy(strategy) if strategy is not None else strategy_of({"mesh": mesh, **settings})
-    if loaded.micro_batch_interleave > 1:
-        raise ConfigError(
-            f"{loaded.at('micro_batch_interleave')}: copies of a batch are for tools/train.py, whose losses add up; remove "
-            "it for a network of your own, whose loss may be a mean"
-        )
+    check_own_network(loaded)
     if strategy is not None and settings:
         raise ConfigError(
             f"auto_parallel: {', '.join(settings)} belong into {strategy}, or give mesh=... instead of it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+from mindloom.errors import ConfigError
 from mindloom.log import counted
 from mindloom.models.config import ModelConfig
 from mindloom.numbers import Count, Positive, number_problem
@@ -180,6 +181,19 @@ def batch_problems(
     if seq_len % mesh.cp:
         problems.append(f"{strategy.at('mesh.cp')}: sequences of {seq_len} tokens are not divisible by cp {mesh.cp}")
     return problems
+
+
+def check_own_network(strategy: Strategy) -> None:
+    """What only our own models take.
+
+    Raises:
+        ConfigError: the strategy has it.
+    """
+    if strategy.micro_batch_interleave > 1:
+        raise ConfigError(
+            f"{strategy.at('micro_batch_interleave')}: copies of a batch are for tools/train.py, whose losses add up; remove "
+            "it for a network of your own, whose loss may be a mean"
+        )
 
 
 def group_problems(

@@ -51,7 +51,7 @@ def run_twice(
 
 
 def _held(engine: Engine, step: TrainStep, report: Report) -> dict[str, Parameter]:
-    """What a step changes and this rank holds."""
+    """What this rank holds and a step may change: weights, also frozen ones, of which experts' balance biases move."""
     found: dict[str, Parameter] = {}
     for parameter in step.get_parameters():
         name = parameter.name

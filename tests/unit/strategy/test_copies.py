@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of a microbatch: what a strategy with them wants of a batch, and who cannot have them."""
 
+import numpy as np
 import pytest
 from mindspore import nn
 
-from mindloom import auto_parallel
+from mindloom import auto_parallel, certify
+from mindloom.certification.shrink import BATCH, SEQ_LEN, small_strategies
 from mindloom.errors import ConfigError
 from mindloom.strategy.checks import batch_problems
 from mindloom.strategy.loader import load_strategy
@@ -21,6 +23,19 @@ def test_every_copy_wants_a_sequence_of_each_replica(write):
     assert batch_problems(strategy, 24, 64, training=False) == []
 
 
-def test_a_network_of_ones_own_whose_loss_may_be_a_mean_has_none(write):
+def test_a_network_of_ones_own_whose_loss_may_be_a_mean_has_none(write, tmp_path):
     with pytest.raises(ConfigError, match=r"s.yaml:4: micro_batch_interleave: .* remove it"):
         auto_parallel(nn.Dense(2, 2), write("s.yaml", TEXT))
+    with pytest.raises(ConfigError, match=r"s.yaml:4: micro_batch_interleave: .* remove it"):
+        certify(TwoLayers, [np.ones((16, 8), np.float32)], write("s.yaml", TEXT), out=tmp_path / "c")
+
+
+def test_a_likeness_of_many_copies_has_two(write):
+    many = load_strategy(write("s.yaml", TEXT.replace("interleave: 2", "interleave: 8")))
+    for small in small_strategies(many, num_layers=4, processes=4):
+        assert small.micro_batch_interleave == 2
+        assert batch_problems(small, BATCH, SEQ_LEN) == []
+
+
+class TwoLayers(nn.Cell):
+    """Never called."""

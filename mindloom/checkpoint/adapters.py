@@ -22,7 +22,18 @@ from numpy.typing import NDArray
 from mindloom.checkpoint.tensor_files import Described, read_float32, stored_tensors, write_tensor_by_tensor
 from mindloom.errors import ConfigError
 from mindloom.files import replaced_folder
-from mindloom.models.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, LORA_MASK, LoRAConfig, linear_paths
+from mindloom.models.adapters import (
+    ADAPTER_CONFIG,
+    HEAD,
+    LORA_A,
+    LORA_B,
+    LORA_MASK,
+    REWARD,
+    TEXT,
+    LoRAConfig,
+    is_reward_adapter,
+    linear_paths,
+)
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
 from mindloom.models.parameters import parameter_shapes
@@ -30,11 +41,13 @@ from mindloom.reader import Document, fields_from, read_json
 
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+SCORE = f"{PREFIX}score.weight"
+SAVED_OF_REWARD = {"score", "classifier"}
+"""PEFT's `modules_to_save` of a reward model: names that its head may have."""
 PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
     "fan_in_fan_out": False,
-    "modules_to_save": None,
     "use_dora": False,
     "use_qalora": False,
     "use_bdlora": None,
@@ -59,11 +72,11 @@ class Adapter:
 
     lora: LoRAConfig
     weights: Weights
-    """Our parameters' names -> A (r, in) and B (out, r)."""
+    """Our parameters' names -> A (r, in) and B (out, r); of a reward model its head (1, hidden_size), too."""
 
 
 def read_adapter(folder: Path, family: str, model: ModelConfig) -> Adapter:
-    """The adapters of a folder, for a model.
+    """The adapters of a folder, for the model that is their base.
 
     Raises:
         ConfigError: another kind of adapter, tensors that match no matrix or are of another shape, matrices without theirs.
@@ -73,10 +86,18 @@ def read_adapter(folder: Path, family: str, model: ModelConfig) -> Adapter:
         raise ConfigError(
             f"{document.source}: {key} is {document.mapping[key]!r}; only {PLAIN[key]!r} is built here" for key in wrong
         )
+    if not set(document.mapping.get("modules_to_save") or ()) <= SAVED_OF_REWARD:
+        raise ConfigError(
+            f"{document.source}: modules_to_save is {document.mapping['modules_to_save']!r}; only a reward model's score is "
+            "read here"
+        )
     names = _modules(family, model)
     weights: Weights = {}
-    problems = []
+    head, problems = {}, []
     for key, tensor in stored_tensors([folder / TENSORS]).items():
+        if key == SCORE and tensor.shape == (1, model.hidden_size):
+            head = {HEAD: read_float32(tensor)}
+            continue
         found = _parts(key, names)
         if not found:
             problems.append(f"{folder / TENSORS}: {key} {tensor.shape} matches no matrix of the model")
@@ -92,9 +113,14 @@ def read_adapter(folder: Path, family: str, model: ModelConfig) -> Adapter:
         for end, shape in ((LORA_A, (rank, inner)), (LORA_B, (outer, rank))):
             if shapes.get(path + end) != shape:
                 problems.append(f"{folder}: {path}{end} is {shapes.get(path + end)}, the model wants {shape}")
+    if is_reward_adapter(folder) != bool(head):
+        problems.append(
+            f"{document.source}: task_type is {document.mapping.get('task_type')}, {SCORE} (1, {model.hidden_size}) is "
+            + ("there" if head else "not there")
+        )
     if problems or not weights:
         raise ConfigError(problems[:8] or [f"{folder / TENSORS}: holds no adapters"])
-    return Adapter(lora, weights)
+    return Adapter(lora, {**weights, **head})
 
 
 def write_adapter(
@@ -105,8 +131,8 @@ def write_adapter(
     base: Path,
     add_files: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write a folder that PEFT opens, under the names of the family's first publication that has one for each matrix;
-    a family without one keeps ours. An older folder of this name is replaced when the new one is complete.
+    """Write a folder that PEFT opens, under the names of the first publication of `model`, the base, that has one for each
+    matrix; a family without one keeps ours. An older folder of this name is replaced when the new one is complete.
 
     `add_files` puts what else belongs there, the tokenizer, into it.
     """
@@ -114,9 +140,12 @@ def write_adapter(
     theirs = _published_names(family, model, paths)
     ends = {LORA_A: ".lora_A.weight", LORA_B: ".lora_B.weight"}
     tensors = {PREFIX + theirs[path] + ends[end]: adapter.weights[path + end] for path in paths for end in ends}
+    is_reward = HEAD in adapter.weights
+    if is_reward:
+        tensors[SCORE] = adapter.weights[HEAD]
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": REWARD if is_reward else TEXT,
         "base_model_name_or_path": os.path.relpath(base.absolute(), folder.absolute()),
         "r": adapter.lora.r,
         "lora_alpha": adapter.lora.lora_alpha,
@@ -128,7 +157,7 @@ def write_adapter(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": ["score"] if is_reward else None,
     }
     with replaced_folder(folder) as partial:
         described = {name: Described("float32", tuple(value.shape)) for name, value in tensors.items()}
@@ -146,7 +175,7 @@ def merge(weights: Mapping[str, NDArray[Any]], adapter: Adapter, sign: float = 1
             path = name.removesuffix(LORA_A)
             change = adapter.weights[path + LORA_B] @ adapter.weights[name]
             result[f"{path}.weight"] = result[f"{path}.weight"] + np.float32(sign * adapter.lora.scale(path)) * change
-    return result
+    return result | {name: value for name, value in adapter.weights.items() if name == HEAD}
 
 
 def ranks_of_several(adapters: Sequence[Adapter]) -> dict[str, list[int]]:

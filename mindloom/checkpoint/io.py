@@ -21,7 +21,7 @@ from mindloom.checkpoint.sharded import CheckpointReader, damage
 from mindloom.checkpoint.tensor_files import WEIGHTS, model_files, read_float32, stored_tensors
 from mindloom.errors import ConfigError
 from mindloom.files import replaced_folder
-from mindloom.models.adapters import base_folder, is_adapter_folder
+from mindloom.models.adapters import base_folder, is_adapter_folder, is_reward_adapter
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import FAMILIES
 from mindloom.models.parameters import EXPERTS
@@ -61,7 +61,8 @@ def load_config(folder: Path) -> tuple[str, ModelConfig]:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such checkpoint folder")
     if is_adapter_folder(folder):
-        return load_config(base_folder(folder))
+        family, model = load_config(base_folder(folder))
+        return family, model.with_value_head() if is_reward_adapter(folder) else model
     document = read_json(folder / CONFIG)
     document.value = {name: value for name, value in document.mapping.items() if name != "model_type"}
     family = document.value.pop("family", "")

@@ -16,8 +16,12 @@ from mindloom.numbers import Count, Positive, Rate
 from mindloom.reader import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
+TEXT, REWARD = "CAUSAL_LM", "SEQ_CLS"
+"""PEFT's `task_type`."""
 LORA_A, LORA_B = ".lora_a", ".lora_b"
 """How the names of an adapter's parameters end: (r, in) and (out, r)."""
+HEAD = "head.weight"
+"""What a reward model trains whole beside adapters: it is new."""
 LORA_MASK = ".lora_mask"
 """Of several adapters beside one matrix: which rows of A are whose."""
 
@@ -68,14 +72,14 @@ class LoRAConfig:
         return [path for path in linear if any(path_matches(pattern, path) for pattern in self.target_modules)]
 
     def shapes(self, model: ModelConfig) -> Shapes:
-        """Shape of each of an adapter's parameters."""
+        """Shape of each parameter that is trained: of adapters, and the head of a reward model."""
         weights = parameter_shapes(model)
         result: Shapes = {}
         for path in self.targets(model):
             outer, inner = weights[f"{path}.weight"]
             result[path + LORA_A] = (self.r_of(path), inner)
             result[path + LORA_B] = (outer, self.r_of(path))
-        return result
+        return {**result, HEAD: weights[HEAD]} if model.value_head else result
 
 
 def linear_paths(model: ModelConfig) -> list[str]:
@@ -96,6 +100,11 @@ def is_adapter(name: str) -> bool:
 def is_adapter_folder(folder: Path) -> bool:
     """Whether a folder holds adapters in place of a model."""
     return (folder / ADAPTER_CONFIG).is_file()
+
+
+def is_reward_adapter(folder: Path) -> bool:
+    """Whether adapters make a reward model of the model they are for."""
+    return read_json(folder / ADAPTER_CONFIG).mapping.get("task_type") == REWARD
 
 
 def base_folder(folder: Path) -> Path:

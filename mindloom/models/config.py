@@ -250,6 +250,10 @@ class ModelConfig(Widths):
                 name = "eod_id" if token == self.eod_id else "stop_ids:"
                 yield f"{name} {token} is outside the vocabulary of {self.vocab_size}"
 
+    def with_value_head(self) -> ModelConfig:
+        """The reward model, or critic, of this size."""
+        return dataclasses.replace(self, value_head=True, tied_embedding=False)
+
     @property
     def output_std(self) -> float:
         """Initial standard deviation of the two matrices of a layer that write to the residual stream."""

@@ -41,9 +41,11 @@ class LoRALinear(nn.Cell):
 
 
 def attach_adapters(model: nn.Cell, lora: LoRAConfig) -> None:
-    """Give a decoder adapters, and freeze everything else."""
+    """Give a decoder adapters, and freeze everything else but the head of a reward model."""
     for parameter in model.get_parameters():
         parameter.requires_grad = False
+    if model.config.value_head:
+        model.head.weight.requires_grad = True
     cells = dict(model.cells_and_names())
     for path in lora.targets(model.config):
         replace_cell(model, path, LoRALinear(cells[path], lora.r_of(path), lora.scale(path), lora.lora_dropout))

@@ -17,7 +17,7 @@ class TokenLosses(nn.Cell):
         self.reshape = ops.Reshape()
         self.max, self.shift, self.exp, self.sum = ops.ReduceMax(keep_dims=True), ops.Sub(), ops.Exp(), ops.ReduceSum()
         self.one_hot, self.pick, self.pick_sum = ops.OneHot(), ops.Mul(), ops.ReduceSum()
-        self.log, self.nll = ops.Log(), ops.Sub()
+        self.less_one, self.log, self.nll = ops.Sub(), ops.Log1p(), ops.Sub()
         self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
         if z_loss:
             self.rows, self.unshift, self.square = ops.Reshape(), ops.Add(), ops.Square()
@@ -27,7 +27,8 @@ class TokenLosses(nn.Cell):
         labels = self.reshape(labels, (-1,))
         largest = ops.stop_gradient(self.max(logits, 1))  # (N, 1)
         shifted = self.shift(logits, largest)  # (N, V)
-        log_sum = self.log(self.sum(self.exp(shifted), 1))  # (N,)
+        # Log1p, for a CPU's Log rounds one way or another, by how often it ran: a resumed run would tell another loss.
+        log_sum = self.log(self.less_one(self.sum(self.exp(shifted), 1), 1.0))  # (N,)
         one_hot = self.one_hot(labels, logits.shape[1], self.on, self.off)
         loss = self.nll(log_sum, self.pick_sum(self.pick(shifted, one_hot), 1))
         if self.z_loss:

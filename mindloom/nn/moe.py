@@ -199,7 +199,8 @@ class RouterLosses(nn.Cell):
         self.both_batch, self.balance_batch, self.scale_batch = ops.Mul(), ops.ReduceSum(keep_dims=True), ops.Mul()
         self.weigh, self.total = ops.Mul(), ops.ReduceSum(keep_dims=True)
         self.max, self.shift, self.exp, self.sum = ops.ReduceMax(keep_dims=True), ops.Sub(), ops.Exp(), ops.ReduceSum()
-        self.log, self.log_sum, self.row, self.square = ops.Log(), ops.Add(), ops.Reshape(), ops.Square()
+        self.less_one, self.log = ops.Sub(), ops.Log1p()  # not Log: see TokenLosses
+        self.log_sum, self.row, self.square = ops.Add(), ops.Reshape(), ops.Square()
         self.by_group, self.z_mean, self.z_weigh = ops.Reshape(), ops.ReduceMean(), ops.Mul()
         self.z_total, self.z_scale, self.add = ops.ReduceSum(keep_dims=True), ops.Mul(), ops.Add()
 
@@ -224,7 +225,8 @@ class RouterLosses(nn.Cell):
 
     def z_loss(self, logits, shape, shares):
         largest = ops.stop_gradient(self.max(logits, 1))
-        log_sum = self.log_sum(self.log(self.sum(self.exp(self.shift(logits, largest)), 1)), self.row(largest, (-1,)))
+        log_sum = self.log(self.less_one(self.sum(self.exp(self.shift(logits, largest)), 1), 1.0))
+        log_sum = self.log_sum(log_sum, self.row(largest, (-1,)))
         z = self.z_mean(self.by_group(self.square(log_sum), shape[:2]), 1)
         return self.z_scale(self.z_total(self.z_weigh(z, shares), 0), self.z_factor)
 
@@ -239,8 +241,8 @@ class LoadCounter(Counter):
         self.of_group, self.dropped = ops.ReduceSum(), ops.ReduceSum(True)
         self.is_sum_one = config.mixture.router != "sigmoid"
         self.total, self.normalize = ops.ReduceSum(True), ops.Div()
-        self.shift, self.log, self.information = ops.Add(), ops.Log(), ops.Mul()
-        self.entropy_of_group, self.entropy, self.negative = ops.ReduceSum(), ops.ReduceSum(True), ops.Neg()
+        self.shift, self.inverse, self.less_one, self.log = ops.Add(), ops.Div(), ops.Sub(), ops.Log1p()
+        self.information, self.entropy_of_group, self.entropy = ops.Mul(), ops.ReduceSum(), ops.ReduceSum(True)
         self.join = ops.Concat(0)
 
     def construct(self, one_hot, kept, probs):  # (G, k*L, E), (G, k*L), (G, L, E) or None -> (1,), 0
@@ -250,8 +252,9 @@ class LoadCounter(Counter):
         else:
             if not self.is_sum_one:
                 probs = self.normalize(probs, self.total(probs, 2))
-            information = self.information(probs, self.log(self.shift(probs, TINY)))
-            entropy = self.negative(self.entropy(self.entropy_of_group(information, (1, 2)), 0))
+            inverse = self.inverse(1.0, self.shift(probs, TINY))
+            information = self.information(probs, self.log(self.less_one(inverse, 1.0)))  # -p log p
+            entropy = self.entropy(self.entropy_of_group(information, (1, 2)), 0)
         return self.carry(self.join((self.given(one_hot, (0, 1)), dropped, entropy)))
 
 

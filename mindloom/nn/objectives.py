@@ -97,6 +97,19 @@ class Pairs(nn.Cell):
         return self.first_sum(first, 1), self.second_sum(second, 1)
 
 
+class Softplus(nn.Cell):
+    """log(1 + exp(x)), rounded in one way: a CPU's `ops.Softplus` has two, by how often it ran. See `TokenLosses`."""
+
+    def __init__(self):
+        super().__init__()
+        self.relu, self.log = ops.ReLU(), ops.Log1p()
+
+    def construct(self, x):
+        # A constant that cancels out: the gradient is right also where x is 0.
+        largest = ops.stop_gradient(self.relu(x))
+        return largest + self.log((ops.exp(-largest) - 1.0) + ops.exp(x - largest))
+
+
 class Preference(TokenObjective):
     """DPO: of every two rows the first is preferred. Rewards are beta * (log p - log reference p) of a row's tokens.
 
@@ -127,7 +140,7 @@ class Preference(TokenObjective):
         self.row_weight, self.ratio = ops.ReduceMax(), ops.Sub()
         self.pair, self.pair_weights, self.pair_log_probs = Pairs(), Pairs(), Pairs()
         self.margin, self.share_mul, self.add_up = ops.Sub(), ops.Mul(), ops.ReduceSum()
-        self.softplus, self.relu, self.squared = ops.Softplus(), ops.ReLU(), ops.Square()
+        self.softplus, self.relu, self.squared = Softplus(), ops.ReLU(), ops.Square()
 
     def of(self, log_probs, weights, reference):
         mask = self.mask(weights)
@@ -188,7 +201,7 @@ class PairwiseReward(ValueObjective):
         )
         self.row_weight, self.pair, self.pair_weights, self.pair_margins = ops.ReduceMax(), Pairs(), Pairs(), Pairs()
         self.softplus, self.share_mul, self.add_up, self.squared = (
-            ops.Softplus(),
+            Softplus(),
             ops.Mul(),
             ops.ReduceSum(),
             ops.Square(),

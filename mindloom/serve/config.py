@@ -16,7 +16,7 @@ from mindloom.checkpoint.io import load_text_config
 from mindloom.cli import argument, option
 from mindloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from mindloom.errors import ConfigError, Problems
-from mindloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder
+from mindloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
 from mindloom.numbers import Count, Natural, Positive, number_problems
@@ -163,6 +163,8 @@ def _read_module(word: str, config: ServeConfig, family: str, model: ModelConfig
             f"--lora-modules {word}: adapters of {base}, and this server is of {config.checkpoint}; "
             f"if those are the same, say so in {folder / ADAPTER_CONFIG}, base_model_name_or_path"
         )
+    if is_reward_adapter(folder):
+        raise ConfigError(f"--lora-modules {word}: adapters of a reward model, which gives a number and no text")
     adapter = read_adapter(folder, family, model)
     if bad := [key for key, value in adapter.weights.items() if not np.isfinite(value).all()]:
         raise ConfigError(

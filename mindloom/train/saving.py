@@ -48,11 +48,13 @@ def logical_name(name: str) -> str:
 
 
 def state_parameters(cell: nn.Cell) -> dict[str, Parameter]:
-    """What a run changes of a training step, by name: weights and moments; with adapters, theirs alone."""
+    """What a run changes of a training step, by name: weights and moments; with adapters not the frozen weights."""
     found = {p.name: p for p in cell.get_parameters() if p.name.startswith(STATES)}
     if not any(map(is_adapter, found)):
         return found
-    return {name: parameter for name, parameter in found.items() if is_adapter(name) or "value_head." in name}
+    return {
+        name: parameter for name, parameter in found.items() if parameter.requires_grad or not name.startswith("model.")
+    }
 
 
 class Saver:
@@ -254,11 +256,17 @@ def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, mani
 
 
 def start_from(
-    cell: nn.Cell, engine: Engine, report: Report, folder: Path, new: Sequence[str] = (), prefix: str = STATES[0]
+    cell: nn.Cell,
+    engine: Engine,
+    report: Report,
+    folder: Path,
+    new: Sequence[str] = (),
+    prefix: str = STATES[0],
+    only_frozen: bool = False,
 ) -> None:
     """Give the weights of a compiled network, those whose names begin with `prefix`, the values of a checkpoint folder.
 
-    `new`: weights that stay as they are unless the folder has such.
+    `new`: weights that stay as they are unless the folder has such. `only_frozen`: those that are trained stay, too.
 
     Raises:
         ConfigError: they are missing, damaged, or another model's.
@@ -273,6 +281,8 @@ def start_from(
             del shapes[name]
     check_weights(weights, shapes, str(folder))
     for name, shape in shapes.items():
+        if only_frozen and parameters[name].requires_grad:
+            continue
         _hold(parameters[name], engine.held_slices(parameters[name].name, shape), weights[name].__getitem__)
 
 

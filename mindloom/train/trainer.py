@@ -19,15 +19,14 @@ from numpy.typing import NDArray
 
 from mindloom.checkpoint.adapters import Adapter, write_adapter
 from mindloom.checkpoint.contents import model_of
-from mindloom.checkpoint.io import save_checkpoint, write_config
+from mindloom.checkpoint.io import load_config, save_checkpoint, write_config
 from mindloom.checkpoint.manifest import Manifest
 from mindloom.data.loader import Prefetched
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.locks import one_writer
 from mindloom.log import milestone
-from mindloom.models.adapters import is_adapter
-from mindloom.models.parameters import num_parameters
+from mindloom.models.parameters import num_parameters, parameter_shapes
 from mindloom.nn.flash import has_flash
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
@@ -97,7 +96,7 @@ def start(run: Run) -> Training:
     what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"
     if run.lora:
         trained = sum(map(math.prod, run.lora.shapes(run.model).values()))
-        what += f", frozen, and {trained:,} of adapters"
+        what += f", frozen but for {trained:,} of adapters" + (" and head" if run.model.value_head else "")
     training.say(f"{what} on {run.strategy.mesh}")
     if has_flash(net):
         training.say(f"attention: {_told_of_attention(engine)}")
@@ -154,7 +153,14 @@ def _train(run: Run) -> Path | None:
     if training.engine.rank == 0:  # now that all layouts are known
         _write_resolved(training.run, training.report)
     if config.from_checkpoint and (run.lora or not config.resume):
-        start_from(training.step, training.engine, training.report, config.from_checkpoint, training.task.new_weights)
+        start_from(
+            training.step,
+            training.engine,
+            training.report,
+            config.from_checkpoint,
+            training.task.new_weights,
+            only_frozen=config.resume,
+        )
         training.say(f"weights from {config.from_checkpoint}")
     training.task.begin(training.step, steps_done)
     saver = make_saver(training)  # after the schedule that is resumed is known
@@ -442,8 +448,8 @@ def _not_finite(engine: Engine, step: int, loss: float, norm: float) -> str:
 def _save(training: Training, token: int) -> None:
     """Write the whole model, or the adapters. `token` tells this run's parts from those of one that was killed here."""
     run, config = training.run, training.run.config
-    names = [p.name for p in training.report.parameters if p.name.startswith("model.")]
-    wanted = {name for name in names if not run.lora or is_adapter(name)}
+    shapes = run.lora.shapes(run.model) if run.lora else parameter_shapes(run.model)
+    wanted = {f"model.{name}" for name in shapes}
     parts_folder = config.output_dir / f".checkpoint_parts-{token}"
     whole = gather_whole(training.step, training.engine, training.report, parts_folder, wanted.__contains__)
     if whole is None:
@@ -452,7 +458,7 @@ def _save(training: Training, token: int) -> None:
     if run.lora:
         assert config.from_checkpoint
         adapter, base = Adapter(run.lora, named), config.from_checkpoint
-        write_adapter(config.checkpoint_dir, adapter, run.family, run.model, base, training.task.add_files)
+        write_adapter(config.checkpoint_dir, adapter, *load_config(base), base, training.task.add_files)
     else:
         save_checkpoint(config.checkpoint_dir, named, run.family, run.model, training.task.add_files)
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -130,13 +129,8 @@ class RewardConfig(PairConfig):
         0.0, "keeps rewards near 0: this much of (sum of a pair's)^2 is added"
     )
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if self.lora_r is not None:
-            yield "--lora-r: a reward model is trained whole here, its head is new; leave it out"
-
     def network_config(self, model: ModelConfig) -> ModelConfig:
-        return dataclasses.replace(model, value_head=True, tied_embedding=False)
+        return model.with_value_head()
 
 
 @dataclass(frozen=True, kw_only=True)

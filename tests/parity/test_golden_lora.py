@@ -18,6 +18,7 @@ from mindloom.checkpoint.io import load_config, load_weights
 from mindloom.data.batch import Batch
 from mindloom.errors import ConfigError
 from mindloom.models.family import family_module
+from mindloom.models.parameters import parameter_shapes
 from mindloom.nn.decoder import DecoderWithLoss
 from mindloom.nn.lora import attach_adapters
 
@@ -178,3 +179,22 @@ def test_mindformers_names(opened, base, tmp_path):
     found = read_adapter(tmp_path, family, config)
     assert found.weights.keys() == adapter.weights.keys()
     assert found.lora.scale("layers.0.attention.query") == 2.0
+
+
+def test_adapters_of_a_reward_model_are_written_as_peft_does(opened, base, tmp_path):
+    """PEFT keeps a sequence classifier's head as modules_to_save, which is `score` in transformers."""
+    family, config = load_config(base)
+    adapter, head = opened["attn_only"][2], np.linspace(-1, 1, config.hidden_size, dtype=np.float32)[None]
+    folder = tmp_path / "adapter"
+    write_adapter(folder, Adapter(adapter.lora, {**adapter.weights, "head.weight": head}), family, config, base)
+    described = json.loads((folder / "adapter_config.json").read_text())
+    assert (described["task_type"], described["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    tensors = load_file(folder / "adapter_model.safetensors")
+    np.testing.assert_array_equal(tensors["base_model.model.score.weight"], head)
+    assert load_config(folder) == (family, config.with_value_head())
+    weights = load_weights(folder)
+    assert {name: value.shape for name, value in weights.items()} == parameter_shapes(config.with_value_head())
+    np.testing.assert_array_equal(weights["head.weight"], head)
+    save_file({k: v for k, v in tensors.items() if "score" not in k}, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"task_type is SEQ_CLS, .*score\.weight \(1, 64\) is not there"):
+        load_weights(folder)

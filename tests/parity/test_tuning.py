@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 MESHES = {
     "pangu_tiny_dp2_tp2": ("reward",),
-    "pangu_tiny_tp2_pp2": ("lora", "dpo", "grpo"),
+    "pangu_tiny_tp2_pp2": ("reward_lora", "dpo", "grpo"),
     "pangu_tiny_dp4_zero": ("lora", "ppo"),
 }
 """Tasks under each: compiling takes time, so not all under all."""
@@ -23,11 +23,16 @@ TASKS = {
     "sft": ("SFTConfig", {"packing": True}),
     "lora": ("SFTConfig", {"lora_r": 2, "lora_targets": ["attention.*", "mlp.up", "mlp.down"], "lora_dropout": 0.1}),
     "reward": ("RewardConfig", {"batch_size": 4, "center_rewards_coefficient": 0.1}),
+    "reward_lora": (
+        "RewardConfig",
+        {"batch_size": 4, "lora_r": 2, "lora_targets": ["attention.*"], "lora_dropout": 0.1},
+    ),
     "ppo": ("PPOConfig", {"num_ppo_epochs": 2, "max_completion_length": 8, "kl_target": 0.5, "kl_horizon": 100}),
     "grpo": ("GRPOConfig", {"beta": 0.04, "num_iterations": 2, "max_completion_length": 8, "num_generations": 4}),
     "dpo": ("DPOConfig", {"batch_size": 4, "label_smoothing": 0.1, "learning_rate": 1e-4}),
 }
-DATA = {"sft": "examples", "lora": "examples", "reward": "pairs", "dpo": "pairs", "grpo": "examples", "ppo": "examples"}
+PAIRS = ("reward", "reward_lora", "dpo")
+ADAPTERS = ("lora", "reward_lora")
 REWARD = """
 def likes_long_words(completions, completion):
     return [len(text) / 40 + (wanted[0] in text) for text, wanted in zip(completions, completion)]
@@ -45,6 +50,14 @@ def lines_of(kind):
             yield {"prompt": prompt, "completion": long}
         else:
             yield {"prompt": prompt, "chosen": long, "rejected": here, "margin": float(drawn.integers(0, 3))}
+
+
+def data_of(folder, task):
+    return f"{folder}/{'pairs' if task in PAIRS else 'examples'}.jsonl"
+
+
+def weights_of(task):
+    return "adapter_model.safetensors" if task in ADAPTERS else "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +78,12 @@ def out(tmp_path_factory):
     (folder / "reward.py").write_text(REWARD)
     tasks = {}
     for name, (kind, flags) in TASKS.items():
-        common = {**COMMON, "data": f"{folder}/{DATA[name]}.jsonl", "from_checkpoint": f"{folder}/base/checkpoint"}
+        common = {**COMMON, "data": data_of(folder, name), "from_checkpoint": f"{folder}/base/checkpoint"}
         tasks[name] = (kind, {**common, **flags})
         if name in ("grpo", "ppo"):
             tasks[name][1]["reward"] = [f"{folder}/reward.py:likes_long_words"]
         if name == "ppo":
-            tasks[name][1]["reward_model"] = f"{folder}/one_device/reward/checkpoint"
+            tasks[name][1]["reward_model"] = f"{folder}/one_device/reward_lora/checkpoint"
     call(WORKER, "run", folder, [None], tasks)
     for mesh, names in MESHES.items():
         strategy = str(fewer_microbatches(CONFIGS / f"{mesh}.yaml", folder))
@@ -93,10 +106,9 @@ def test_a_mesh_is_one_device(out, mesh, task):
         at_reference = {"rewards/accuracies"} if abs(one.get("rewards/margins", 1.0)) < 1e-6 else set()
         for name in one.keys() - speed - at_reference:
             np.testing.assert_allclose(other[name], one[name], rtol=1e-5, atol=1e-5, err_msg=f"{name} of {one['step']}")
-    if task not in ("reward", "grpo", "ppo"):  # whose margins, and texts, differ from batch to batch
+    if task not in ("reward", "reward_lora", "grpo", "ppo"):  # whose margins, and texts, differ from batch to batch
         assert whole[-1]["loss"] < whole[0]["loss"]
-    file = "adapter_model.safetensors" if task == "lora" else "model.safetensors"
-    one, other = (load_file(out / name / task / "checkpoint" / file) for name in ("one_device", mesh))
+    one, other = (load_file(out / name / task / "checkpoint" / weights_of(task)) for name in ("one_device", mesh))
     assert one.keys() == other.keys()
     for name, value in one.items():
         np.testing.assert_allclose(other[name], value, rtol=0, atol=1e-4 * np.abs(value).max() + 1e-6, err_msg=name)
@@ -110,13 +122,13 @@ def test_the_reference_is_known_from_the_first_step_on(out):
     assert first["logps/chosen"] < -20
 
 
-@pytest.mark.parametrize("task", ["grpo", "ppo", "lora"])
+@pytest.mark.parametrize("task", ["grpo", "ppo", "reward_lora"])
 def test_a_run_resumes_bit_for_bit_also_between_updates_from_the_same_texts(out, tmp_path, task):
     whole = out / "one_device" / task
-    flags = {**TASKS[task][1], **COMMON, "save_every": 3, "data": f"{out}/{DATA[task]}.jsonl"}
+    flags = {**COMMON, **TASKS[task][1], "save_every": 3, "data": data_of(out, task)}
     flags |= {"from_checkpoint": f"{out}/base/checkpoint"}
-    flags |= {"reward": [f"{out}/reward.py:likes_long_words"]} if task != "lora" else {}
-    flags |= {"reward_model": f"{out}/one_device/reward/checkpoint"} if task == "ppo" else {}
+    flags |= {"reward": [f"{out}/reward.py:likes_long_words"]} if task != "reward_lora" else {}
+    flags |= {"reward_model": f"{out}/one_device/reward_lora/checkpoint"} if task == "ppo" else {}
     kind = TASKS[task][0]
     call(WORKER, "run", tmp_path, [None], {"cut": (kind, flags)})
     folder = tmp_path / "one_device" / "cut"
@@ -126,7 +138,6 @@ def test_a_run_resumes_bit_for_bit_also_between_updates_from_the_same_texts(out,
     call(WORKER, "run", tmp_path, [None], {"cut": (kind, {**flags, "resume": True})})
     for one, other in zip(steps_of(whole), steps_of(folder), strict=True):
         assert {**one, "step_time_s": 0, "tokens_per_s": 0} == {**other, "step_time_s": 0, "tokens_per_s": 0}
-    file = "adapter_model.safetensors" if task == "lora" else "model.safetensors"
-    one, other = (load_file(each / "checkpoint" / file) for each in (whole, folder))
+    one, other = (load_file(each / "checkpoint" / weights_of(task)) for each in (whole, folder))
     for name, value in one.items():
         np.testing.assert_array_equal(other[name], value, err_msg=name)

@@ -50,7 +50,6 @@ def test_a_reward_model_has_a_head_of_its_own(common):
         (GRPOConfig, {"num_generations": 5, "reward": ("x.py:f",)}, ["--batch-size 32 is no whole number of groups"]),
         (GRPOConfig, {}, ["no reward: give --reward FILE.py:FUNCTION"]),
         (PPOConfig, {"reward": ("humaneval-x:python",)}, ["give --allow-execution, too"]),
-        (RewardConfig, {"lora_r": 8}, ["a reward model is trained whole here"]),
         (
             SFTConfig,
             {"lora_r": 8, "lora_targets": ("attention.qury",)},

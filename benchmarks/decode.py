@@ -76,8 +76,8 @@ class Ours:
         return [self.sampler.choose(row, self.history) for row in logits.values()]
 
     def cached(self, batch, context, int8):
-        from mindloom.inference.cache import num_slots_for  # noqa: PLC0415
         from mindloom.inference.decoding import Cached  # noqa: PLC0415
+        from mindloom.models.slots import num_slots_for  # noqa: PLC0415
 
         slots = num_slots_for(context + STEPS_A_TURN)
         decoding = Cached(self.engine, self.network((batch, slots), int8), self.config, batch, slots)

@@ -87,10 +87,10 @@ class Ours:
     def decode(self, shape, batch):
         from mindspore import Tensor  # noqa: PLC0415
 
-        from mindloom.inference.cache import num_slots_for  # noqa: PLC0415
         from mindloom.inference.decoding import Cached  # noqa: PLC0415
         from mindloom.inference.model import build_model  # noqa: PLC0415
         from mindloom.inference.sampling import History, Sampler, SamplingConfig  # noqa: PLC0415
+        from mindloom.models.slots import num_slots_for  # noqa: PLC0415
         from mindloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
 
         family, config = config_of(shape)

@@ -15,8 +15,10 @@ from typing import Any
 from mindloom import __version__
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
+from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import sources_hash
+from mindloom.models.parameters import num_parameters
 from mindloom.reader import read_json
 from mindloom.strategy.config import Strategy
 
@@ -40,11 +42,29 @@ def about_versions() -> dict[str, str]:
     return {"mindspore": version("mindspore"), "mindloom": __version__, "sources": sources_hash()}
 
 
+def about_task(
+    name: str, lora: LoRAConfig | None, has_reference: bool, reward_model: ModelConfig | None
+) -> dict[str, Any] | None:
+    """What of a task its graph and its memory hang on; None: plain text is learned, by the whole model."""
+    if name == "pretraining" and lora is None:
+        return None
+    adapters = lora and {"r": lora.r, "dropout": lora.lora_dropout, "target_modules": [*lora.target_modules]}
+    reward = reward_model and {"num_parameters": num_parameters(reward_model), "num_layers": reward_model.num_layers}
+    return {"name": name, "lora": adapters, "reference": has_reference, "reward_model": reward}
+
+
 def vouched_for(
-    family: str, model: ModelConfig, strategy: Strategy, batch_size: int, seq_len: int, accumulate: int
+    family: str,
+    model: ModelConfig,
+    strategy: Strategy,
+    batch_size: int,
+    seq_len: int,
+    accumulate: int,
+    task: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What must stay as it is for a certificate of a training run to hold."""
+    """What must stay as it is for a certificate of a training run to hold. `batch_size`: sequences of a step."""
     return {
+        **({"task": task} if task else {}),
         "model": {"family": family, **model.to_dict(), "attention": model.attention_on_ascend},
         "strategy": about_strategy(strategy),
         "batch": {"batch_size": batch_size, "seq_len": seq_len, "accumulate": accumulate},

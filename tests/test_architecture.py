@@ -48,14 +48,15 @@ PACKAGES = {
         "inference",
         "nn",
         "parallel",
+        "planner",
         "runtime",
         "strategy",
         "train",
     },
     "evaluation": {"align", "data", "inference", "runtime"},
     "serve": {"checkpoint", "data", "inference", "runtime", "strategy"},
-    "dry_run": {"nn", "parallel", "planner", "runtime", "strategy", "train"},
-    "certification": {"data", "dry_run", "parallel", "planner", "runtime", "strategy", "train"},
+    "dry_run": {"nn", "parallel", "planner", "runtime", "strategy", "tasks", "train"},
+    "certification": {"data", "dry_run", "parallel", "planner", "runtime", "strategy", "tasks", "train"},
     "integrations": {"checkpoint", "data", "inference", "runtime", "strategy", "train"},
 }
 PACKAGES["verbs"] = set(PACKAGES)

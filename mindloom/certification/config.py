@@ -3,10 +3,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindloom.certification.shrink import BATCH, POSSIBLE_PROCESSES, SEQ_LEN, small_model, small_strategies
+from mindloom.certification.shrink import (
+    BATCH,
+    POSSIBLE_PROCESSES,
+    SEQ_LEN,
+    small_model,
+    small_strategies,
+    small_task,
+)
 from mindloom.cli import option
 from mindloom.dry_run.config import DryRun, DryRunConfig
 from mindloom.dry_run.config import check as check_dry_run
@@ -15,12 +23,13 @@ from mindloom.files import unwritable
 from mindloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
 from mindloom.numbers import Count
 from mindloom.planner.cluster import Cluster, read_cluster
+from mindloom.planner.task import TaskFlags, TrainedTask
 from mindloom.strategy.checks import batch_problems, model_problems
 from mindloom.strategy.config import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig:
+class CertifyConfig(TaskFlags):
     """The flags of tools/certify.py."""
 
     model: str = option("pangu", "model family")
@@ -30,7 +39,9 @@ class CertifyConfig:
     cluster: Path = option(..., "cluster file, or the name of a shipped one")
     out: Path = option(..., "folder for certificate.json, certificate.html and the logs of the proof")
     batch_size: Count | None = option(
-        None, "sequences of one step, over all devices; one a microbatch and replica without this"
+        None,
+        "sequences of one step, over all devices, two for each pair of reward and dpo; one a microbatch and replica "
+        "without this",
     )
     seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
     accumulate: Count = option(1, "parts a step's batch is cut into without a pipeline, as tools/train.py's")
@@ -51,6 +62,7 @@ class Certification:
     cluster: Cluster
     small_model: ModelConfig
     small: list[Strategy]
+    small_task: TrainedTask
 
 
 def check(config: CertifyConfig) -> Certification:
@@ -77,6 +89,7 @@ def check(config: CertifyConfig) -> Certification:
         compute_dtype=config.compute_dtype,
         attention=config.attention,
         fast=config.fast,
+        **{field.name: getattr(config, field.name) for field in dataclasses.fields(TaskFlags)},
         memory_gb=cluster.usable_bytes / 2**30 if cluster else None,
     )
     full = problems.of(check_dry_run, dry)
@@ -87,13 +100,13 @@ def check(config: CertifyConfig) -> Certification:
         raise ConfigError(f"{full.strategy.at('mesh')}: one device needs no certificate")
     size = mesh.size
     ranks = sorted({0, size // 2, size - 1})
-    full = DryRun(dry, full.model, full.strategy, ranks, full.batch_size, full.seq_len)
+    full = dataclasses.replace(full, ranks=ranks)
     small, model = small_strategies(full.strategy, full.model.num_layers, config.processes), None
     model = small_model(full.model, full.strategy, config.processes)
     for strategy in small:
         problems += model_problems(strategy, model)
         accumulate = 2 if config.accumulate > 1 and strategy.mesh.pp == 1 else 1
-        problems += batch_problems(strategy, BATCH, SEQ_LEN, accumulate)
+        problems += batch_problems(strategy, BATCH // full.task.rows_per_unit, SEQ_LEN, accumulate)
     if problems:
         raise ConfigError(f"the small likeness of {config.strategy} does not fit: {problem}" for problem in problems)
-    return Certification(config, full, cluster, model, small)
+    return Certification(config, full, cluster, model, small, small_task(full.task, model))

@@ -10,11 +10,13 @@ from mindloom.certification.config import Certification
 from mindloom.dry_run.config import DryRun
 from mindloom.dry_run.pool import compile_ranks
 from mindloom.dry_run.summary import GB, summarize
-from mindloom.planner.closed_forms import collective_bytes, job_of, parameter_bytes
+from mindloom.planner.closed_forms import job_of, parameter_bytes
 from mindloom.planner.cluster import published_error
 from mindloom.planner.dimensions import of_decoder
 from mindloom.planner.report import as_dict
 from mindloom.planner.search import evaluate
+from mindloom.planner.task import adapter_parameters
+from mindloom.planner.task_traffic import objective_bytes, task_traffic
 
 LIMIT = 0.01
 """Of bytes: tables of the closed forms leave out what is a few bytes a step."""
@@ -26,12 +28,18 @@ def dry_run(asked: Certification) -> dict[str, Any]:
 
 
 def implied(full: DryRun) -> dict[str, Any]:
-    """By stage, what the strategy implies: parameter bytes and bytes of collectives, by the closed forms."""
+    """By stage, what the strategy implies: parameter bytes and bytes of collectives, by the closed forms; of adapters also
+    the least there can be."""
     dims = of_decoder(full.model, full.seq_len)
     job = job_of(full.strategy, full.model, full.batch_size, full.config.accumulate)
+    sizes, adapters = parameter_bytes(dims, job), adapter_parameters(full.task, dims, job)
+    bounds = [task_traffic(full.task, dims, job, stage) for stage in range(job.pp)]
     return {
-        "parameter_bytes": parameter_bytes(dims, job),
-        "bytes_per_step": [collective_bytes(dims, job, stage) for stage in range(job.pp)],
+        "least_parameter_bytes": sizes,
+        "parameter_bytes": [size + 4 * count for size, count in zip(sizes, adapters, strict=True)],
+        "least_bytes_per_step": [least for least, _ in bounds],
+        "bytes_per_step": [most for _, most in bounds],
+        "of_objective": [objective_bytes(full.task, dims, job)] * job.pp,
     }
 
 
@@ -39,17 +47,27 @@ def differences(values: dict[str, Any], expected: dict[str, Any]) -> Iterator[st
     """What compiled ranks hold or send otherwise than implied."""
     for rank in values["ranks"]:
         where, stage = f"rank {rank['rank']}", rank["stage"]
-        held, foretold = rank["parameter_bytes"], expected["parameter_bytes"][stage]
-        if abs(held - foretold) > LIMIT * foretold:
-            yield f"{where} holds {held:,} bytes of parameters; the strategy implies {foretold:,}"
-        sent, implied_bytes = rank["bytes_per_step"], expected["bytes_per_step"][stage]
-        for kind in dict.fromkeys([*implied_bytes, *sent]):
-            a, b = implied_bytes.get(kind, 0), sent.get(kind, 0)
-            if abs(a - b) > LIMIT * max(a, b):
-                yield f"{where}: {kind}, {b:,.0f} bytes a step; the strategy implies {a:,.0f}"
+        held = rank["parameter_bytes"]
+        least, most = expected["least_parameter_bytes"][stage], expected["parameter_bytes"][stage]
+        if not _is_within(held, least, most):
+            yield f"{where} holds {held:,} bytes of parameters; the strategy implies {_bounds(least, most)}"
+        sent, few = rank["bytes_per_step"], expected["of_objective"][stage]
+        lowest, highest = expected["least_bytes_per_step"][stage], expected["bytes_per_step"][stage]
+        for kind in dict.fromkeys([*highest, *sent]):
+            least, most, found = lowest.get(kind, 0), highest.get(kind, 0), sent.get(kind, 0)
+            if not _is_within(found, least - few, most + few):
+                yield f"{where}: {kind}, {found:,.0f} bytes a step; the strategy implies {_bounds(least, most)}"
         for name, members in rank["groups"].items():
             if rank["rank"] not in members:
                 yield f"{where} is not in group {name}, over which it communicates"
+
+
+def _is_within(found: float, least: float, most: float) -> bool:
+    return least - LIMIT * max(least, found) <= found <= most + LIMIT * max(most, found)
+
+
+def _bounds(least: float, most: float) -> str:
+    return f"{most:,.0f}" if least == most else f"{least:,.0f} to {most:,.0f}"
 
 
 def memory_problems(values: dict[str, Any], usable_bytes: float) -> Iterator[str]:
@@ -65,7 +83,8 @@ def estimate(asked: Certification) -> dict[str, Any]:
     """Time and memory of a step by the planner, with its published error."""
     full = asked.full
     dims = of_decoder(full.model, full.seq_len)
-    option = evaluate(dims, job_of(full.strategy, full.model, full.batch_size, full.config.accumulate), asked.cluster)
+    job = job_of(full.strategy, full.model, full.batch_size, full.config.accumulate)
+    option = evaluate(dims, job, asked.cluster, full.task)
     values = as_dict(option, option)
     return {
         **{key: value for key, value in values.items() if key != "why_slower"},

@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 from mindloom.models.config import ExpertConfig, ModelConfig
+from mindloom.planner.task import TrainedTask
 from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.mesh import Mesh
 from mindloom.strategy.stages import layers_per_stage, recomputed_layers
@@ -133,6 +134,12 @@ def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> Model
         attention=model.attention_on_ascend,
         experts=model.experts and _small_experts(model.experts, heads, max(mesh.ep for mesh in meshes)),
     )
+
+
+def small_task(task: TrainedTask, model: ModelConfig) -> TrainedTask:
+    """What the small model is trained for: the same, with adapters of a rank that is small beside it."""
+    lora = task.lora and dataclasses.replace(task.lora, r=min(task.lora.r, HEAD_DIM // 2))
+    return dataclasses.replace(task, lora=lora, model=model)
 
 
 def _small_experts(experts: ExpertConfig, heads: int, ep: int) -> ExpertConfig:

@@ -17,6 +17,7 @@ from mindloom.certification.training import STEPS, train_decoder, train_steps
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
 from mindloom.parallel.cells import CutBatch, average_over_all_rows, prepare_to_cut
+from mindloom.planner.task import task_from
 from mindloom.reader import fields_from, read_json
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
@@ -44,7 +45,8 @@ def _decoder(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
     # A pipeline adds up its microbatches; one device, which it is held against, takes the batch at once.
     accumulate = 2 if subject["accumulate"] > 1 and strategy.mesh.pp == 1 and strategy.mesh.size > 1 else 1
     config = fields_from(ModelConfig, read_json(out.parent / "model.json"))
-    return train_decoder(subject["family"], config, strategy, out, BATCH, accumulate, MAX_GRAD_NORM)[0]
+    task = task_from(subject.get("task"), config)
+    return train_decoder(subject["family"], config, strategy, out, BATCH, accumulate, MAX_GRAD_NORM, task)[0]
 
 
 def _own(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:

@@ -15,27 +15,31 @@ from mindspore import Tensor, nn
 
 from mindloom.data.batch import dropout_keys, make_batch
 from mindloom.files import write_atomically, write_text_atomically
+from mindloom.models.adapters import LORA_B
 from mindloom.models.config import ModelConfig
-from mindloom.models.family import family_module
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
+from mindloom.planner.task import PLAIN_TEXT, TrainedTask
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.gather import gather_whole
 from mindloom.strategy.config import Strategy
+from mindloom.tasks.example import task_arrays, task_network
 from mindloom.train.optim import BothOptimizers
 
 STEPS = 5
+LORA_B_START = 0.01
 RATES = {"AdamW": (1e-3, 0.0), "SGD": (0.0, 0.1)}
 
 
-def decoder_batches(config: ModelConfig, batch_size: int) -> Iterator[list[Tensor]]:
-    """Random tokens in documents of several lengths, with positions that are not trained on."""
+def decoder_batches(config: ModelConfig, batch_size: int, task: str = "pretraining") -> Iterator[list[Tensor]]:
+    """Random tokens in documents of several lengths, with positions that are not trained on; and what a task wants."""
     rng = np.random.RandomState(0)
     for step in range(STEPS):
         samples = rng.randint(10, config.vocab_size, (batch_size, config.seq_len + 1))
         samples[rng.rand(*samples.shape) < 0.08] = config.eod_id
         samples[:3, 20:] = config.loss_ignore_id  # unequal in the parts of the batch
-        inputs = [*make_batch(samples, config.eod_id, config.loss_ignore_id)]
+        batch = make_batch(samples, config.eod_id, config.loss_ignore_id)
+        inputs = task_arrays(task, batch, config.vocab_size, step)
         if config.dropout_rate:
             inputs.append(dropout_keys(3, step * batch_size * config.seq_len, (batch_size, config.seq_len)))
         yield [Tensor(array) for array in inputs]
@@ -49,16 +53,25 @@ def train_decoder(
     batch_size: int,
     accumulate: int = 1,
     max_grad_norm: float | None = None,
+    task: TrainedTask = PLAIN_TEXT,
 ) -> tuple[Engine, Any]:
     """As `train_steps`, a family's model. Returns the engine, still open, and the report."""
+
+    def build() -> nn.Cell:
+        net = task_network(family, config, task)
+        for parameter in net.get_parameters():  # adapters begin with a B of zeros, which hides a wrong A
+            if parameter.name.endswith(LORA_B):
+                parameter.set_data(Tensor(np.full(parameter.shape, LORA_B_START, np.float32)))
+        return net
+
     return train_steps(
-        lambda: family_module(family, "model").ModelWithLoss(config),
-        lambda: decoder_batches(config, batch_size),
+        build,
+        lambda: decoder_batches(config, batch_size, task.name),
         strategy,
         out,
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
-        key={"proof": family, "config": config.to_dict(), "clip": max_grad_norm},
+        key={"proof": family, "config": config.to_dict(), "clip": max_grad_norm, "task": task.about()},
     )
 
 

@@ -21,6 +21,7 @@ from mindloom.certificate import (
     CERTIFIED,
     REFUSED,
     about_strategy,
+    about_task,
     about_versions,
     hashes_of,
     vouched_for,
@@ -53,6 +54,7 @@ def certify_decoder(asked: Certification) -> dict[str, Any]:
         "num_layers": full.model.num_layers,
         "processes": config.processes,
         "accumulate": config.accumulate,
+        "task": asked.small_task.about(),
     }
     milestone(f"1/4 checked: {config.model} {config.size} under {config.strategy}, {full.strategy.mesh}")
     one_device, proofs = _prove(subject, asked.small, config.out, seconds, {"model.json": asked.small_model.to_dict()})
@@ -60,11 +62,17 @@ def certify_decoder(asked: Certification) -> dict[str, Any]:
     milestone(f"2/4 {_proved(proofs)} ({seconds['proof']:.0f} s)")
     values = {} if checks["proof"] else _at_full_size(asked, checks, seconds)
     vouched = vouched_for(
-        config.model, full.model, full.strategy, full.batch_size, full.seq_len, full.config.accumulate
+        config.model,
+        full.model,
+        full.strategy,
+        full.batch_size,
+        full.seq_len,
+        full.config.accumulate,
+        about_task(config.task, full.task.lora, full.task.has_reference, full.task.reward_model),
     )
     values |= _certificate(vouched, checks, proofs, one_device, asked.small, seconds)
     values |= {
-        "subject": f"{config.model} {config.size}",
+        "subject": ", ".join(filter(None, (f"{config.model} {config.size}", full.task.describe()))),
         "strategy_file": str(config.strategy),
         "small_model": asked.small_model.to_dict(),
         "cluster": {"file": str(config.cluster), "chip": asked.cluster.chip, "memory_gb": asked.cluster.memory_gb},
@@ -88,8 +96,9 @@ def _at_full_size(asked: Certification, checks: Checks, seconds: dict[str, float
     what = "; ".join([*checks["collectives"], *checks["memory"]][:1]) or "as the strategy implies, and it fits"
     milestone(f"3/4 ranks {ranks} of {asked.full.strategy.mesh.size}: {what} ({seconds['full_size']:.0f} s)")
     estimate = full_size.estimate(asked)
+    known = " on runs of plain text" if asked.config.task != "pretraining" else ""
     milestone(
-        f"4/4 estimated: a step of {estimate['step_time_s']:.3g} s (+-{estimate['error']['median']:.0%}), "
+        f"4/4 estimated: a step of {estimate['step_time_s']:.3g} s (+-{estimate['error']['median']:.0%}{known}), "
         f"{estimate['tokens_per_s']:,.0f} tokens/s, {max(s['total'] for s in estimate['stages']) / 2**30:.1f} GB a device"
     )
     usable = {"implied": expected, "usable_bytes": asked.cluster.usable_bytes}

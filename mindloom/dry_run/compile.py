@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from typing import Any
 
@@ -14,19 +13,19 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindloom.dry_run.graph import read_work
 from mindloom.dry_run.rank_report import RankParameter, RankReport
-from mindloom.models.adapters import LoRAConfig, is_adapter
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
-from mindloom.nn.lora import attach_adapters
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
+from mindloom.planner.task import PLAIN_TEXT, TrainedTask
 from mindloom.runtime.compile import partition
 from mindloom.runtime.environment import prepare_environment
 from mindloom.runtime.kept_graphs import kept_graph, strategy_key
 from mindloom.runtime.layouts import learn_layouts
 from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.strategy.config import Strategy
+from mindloom.tasks.example import task_network
 from mindloom.train.optim import AdamW
 
 
@@ -38,19 +37,18 @@ def compile_rank(
     batch: tuple[int, int],
     inference: bool = False,
     accumulate: int = 1,
-    lora: LoRAConfig | None = None,
+    task: TrainedTask = PLAIN_TEXT,
 ) -> RankReport:
     """Everything about `rank`. Needs a process of its own.
 
     `batch`: sequences of a step over all ranks and their tokens. `accumulate`: parts it is cut into without a pipeline.
-    `lora`: adapters that are trained instead of the model.
     """
     prepare_environment()
     gc.disable()  # millions of small objects, none in cycles, before and after the compilation, too
-    cell, report, inputs = _cell(family, model, strategy, rank, batch, inference, accumulate, lora)
+    cell, report, inputs, trained = _cell(family, model, strategy, rank, batch, inference, accumulate, task)
     key = {"dry_run": family, "model": model.to_dict(), "strategy": strategy_key(strategy), "rank": rank}
     key |= {"batch": batch, "inference": inference, "accumulate": accumulate}
-    key |= {"lora": dataclasses.asdict(lora)} if lora else {}
+    key |= {"task": task.about()}
     graph = kept_graph(key, lambda: partition(cell, strategy, rank, inputs))
     learn_layouts(report, graph.held_layouts, graph.groups, rank, strategy.source)
     stage = strategy.mesh.coordinate(rank, "pp")
@@ -68,7 +66,6 @@ def compile_rank(
 
     layers = report.layers_of_stages[stage] if report.layers_of_stages else []
     accumulated = bytes_of("accu_grads.")
-    trained = {p.name for p in parameters if lora is None or is_adapter(p.name)}
     return RankReport(
         rank=rank,
         stage=stage,
@@ -93,29 +90,26 @@ def _cell(
     batch: tuple[int, int],
     inference: bool,
     accumulate: int,
-    lora: LoRAConfig | None,
-) -> tuple[nn.Cell, Report, list[tuple[tuple[int, ...], Any]]]:
-    """The network or training step of a rank, without its weights; what `parallelize` did; and its inputs."""
+    task: TrainedTask,
+) -> tuple[nn.Cell, Report, list[tuple[tuple[int, ...], Any]], set[str]]:
+    """The network or training step of a rank, without its weights; what `parallelize` did; its inputs; what is trained."""
     with virtual_ascend(rank, strategy.mesh.size):
         all_reduce = ms.ops.AllReduce(group=WORLD) if strategy.mesh.size > 1 else None
-    module = family_module(family, "model")
     inputs: list[tuple[tuple[int, ...], Any]] = [(batch, np.int32)] * 2
     with no_init_parameters():
-        net = module.Model(model) if inference else module.ModelWithLoss(model)
-        if lora:
-            attach_adapters(net.model, lora)
+        net = family_module(family, "model").Model(model) if inference else task_network(family, model, task)
         # Kept as a function: the microbatches of a pipeline then cost no time to compile.
         net.cell_init_args = f"lazy_inline_{type(net).__name__}"
         report = parallelize(net, strategy, whole=not inference)
         if inference:
-            return net.set_train(False), report, inputs
-        inputs = [*inputs, (batch, np.int32), (batch, np.float32)]
+            return net.set_train(False), report, inputs, set()
+        inputs = [*inputs, (batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]
         inputs += [(batch, np.int32)] if model.dropout_rate else []
         optimizer = AdamW(net.trainable_params())
         wrapped, options = wrap(net, strategy, accumulate), {"max_grad_norm": 1.0, "accumulate": accumulate}
         options["loss_scale"] = model.compute_dtype == "float16"
         step = TrainStep(wrapped, optimizer, report, rank, all_reduce, **options).set_train()
-    return step, report, inputs
+    return step, report, inputs, {parameter.name for parameter in optimizer.parameters}
 
 
 def _parameters(report: Report, local_shapes: dict[str, tuple[int, ...]]) -> list[RankParameter]:

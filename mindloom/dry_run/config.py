@@ -9,17 +9,17 @@ from pathlib import Path
 
 from mindloom.cli import option
 from mindloom.errors import ConfigError, Problems
-from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
 from mindloom.models.family import config_with_file, size_config, with_precision
 from mindloom.numbers import Count, Positive, number_problems
+from mindloom.planner.task import TaskFlags, TrainedTask, task_of, task_problems, trained_model
 from mindloom.strategy.checks import batch_problems, group_problems, model_problems
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRunConfig:
+class DryRunConfig(TaskFlags):
     """The flags of tools/dry_run.py."""
 
     model: str = option("pangu", "model family")
@@ -28,7 +28,9 @@ class DryRunConfig:
     strategy: Path = option(..., "strategy file, or the name of a shipped one")
     ranks: str = option("0,last", "ranks to compile, for example 0,37,last, or all")
     batch_size: Count | None = option(
-        None, "sequences of one step, over all devices; one a microbatch and replica without this"
+        None,
+        "sequences of one step, over all devices, two for each pair of reward and dpo; one a microbatch and replica "
+        "without this",
     )
     accumulate: Count = option(1, "parts a step's batch is cut into without a pipeline, as tools/train.py's")
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
@@ -36,8 +38,6 @@ class DryRunConfig:
         None, "plain or flash; the size's own without it, which is flash where Ascend has it for the model"
     )
     seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
-    lora_r: Count | None = option(None, "train adapters of this rank instead of the model")
-    lora_targets: tuple[str, ...] = option(("attention.query", "attention.value"), "matrices with an adapter")
     inference: bool = option(False, "the graph that reads a prompt instead of a training step")
     fast: bool = option(
         False,
@@ -61,12 +61,7 @@ class DryRun:
     ranks: list[int]
     batch_size: int
     seq_len: int
-
-    @property
-    def lora(self) -> LoRAConfig | None:
-        """Adapters, where those are trained."""
-        config = self.config
-        return LoRAConfig(r=config.lora_r, target_modules=config.lora_targets) if config.lora_r else None
+    task: TrainedTask
 
     @property
     def num_microbatches(self) -> int:
@@ -104,25 +99,32 @@ def check(config: DryRunConfig) -> DryRun:
         problems.tell()
     assert model and strategy
     problems += model_problems(strategy, model)
-    if config.lora_r:
-        problems.of(LoRAConfig(r=config.lora_r, target_modules=config.lora_targets).targets, model)
-        problems += ["--lora-r is for training: leave out --inference"] if config.inference else []
-        problems += ["--fast counts layers of a whole model: leave it out with --lora-r"] if config.fast else []
+    problems += task_problems(config, not config.inference)
+    task = problems.of(task_of, config, config.model, model)
+    problems += (
+        ["--fast counts layers of a whole model: leave it out with --lora-r"] if config.fast and config.lora_r else []
+    )
     parts = 1 if config.inference else strategy.num_parts(config.accumulate)
-    batch = strategy.mesh.dp * parts if config.batch_size is None else config.batch_size
+    unit = task.rows_per_unit if task else 1
+    batch = strategy.mesh.dp * parts * unit if config.batch_size is None else config.batch_size
     seq_len = model.seq_len if config.seq_len is None else config.seq_len
     if batch > 0 and config.accumulate > 0:
-        problems += batch_problems(strategy, batch, seq_len, config.accumulate, training=not config.inference)
+        problems += (
+            [f"--batch-size {batch}: {config.task} learns from pairs, two sequences each"] if batch % unit else []
+        )
+        problems += batch_problems(strategy, batch // unit, seq_len, config.accumulate, training=not config.inference)
         problems += [] if config.inference else group_problems(strategy, model, batch, seq_len, config.accumulate)
     mesh = strategy.mesh
+    if task and task.samples and mesh.cp > 1:
+        problems.append(f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out")
     if mesh.pp > 1 and mesh.cp > 1 and mesh.dp == 1 and not config.inference:
         problems.append(
             f"{strategy.at('mesh')}: dry runs keep microbatches as a function, whose inputs MindSpore does not cut over "
             "cp in a pipeline of one replica; count it with dp 2 (training itself runs)"
         )
     problems.tell()
-    assert ranks
-    return DryRun(config, model, strategy, ranks, batch, seq_len)
+    assert ranks and task
+    return DryRun(config, model, strategy, ranks, batch, seq_len, task)
 
 
 def _model_config(config: DryRunConfig) -> ModelConfig:
@@ -132,6 +134,7 @@ def _model_config(config: DryRunConfig) -> ModelConfig:
     model = with_precision(model, config.compute_dtype, config.attention)
     if config.attention == "flash" and model.compute_dtype == "float32":
         raise ConfigError("--attention flash: Ascend has it for float16 and bfloat16; give --compute-dtype")
+    model = trained_model(config, model)
     return dataclasses.replace(model, attention=model.attention_on_ascend)  # as devices would compute it
 
 

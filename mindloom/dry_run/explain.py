@@ -18,6 +18,7 @@ from mindloom.models.paths import path_matches
 from mindloom.parallel.parallelize import parallelize
 from mindloom.parallel.report import DERIVED, ParameterReport
 from mindloom.parallel.sharding import Operator, Use, operators, parameter_uses
+from mindloom.planner.task import PLAIN_TEXT
 from mindloom.strategy.config import Rule, Strategy
 from mindloom.strategy.layout import show
 
@@ -74,7 +75,7 @@ def _with_derived(
         return list(parameters)
     config = DryRunConfig(model=family, strategy=Path(strategy.source), fast=True)
     batch = strategy.mesh.dp * strategy.num_parts()
-    compiled = compile_ranks(DryRun(config, model, strategy, ranks, batch, model.seq_len))
+    compiled = compile_ranks(DryRun(config, model, strategy, ranks, batch, model.seq_len, PLAIN_TEXT))
     held = {(report.stage, p.name): p for report in compiled for p in report.parameters}
     result = []
     for p in parameters:

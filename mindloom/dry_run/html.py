@@ -15,6 +15,7 @@ PARTS = (
     ("gradient_bytes", "gradients", "#d8a038"),
     ("computing_copy_bytes", "computing copies", "#9870b0"),
     ("activation_bytes", "activations", "#c85850"),
+    ("beside_bytes", "models and caches beside", "#78a0a8"),
 )
 SHOWN_MICROBATCHES = 12
 STYLE = """body{font:14px system-ui,sans-serif;margin:2em;max-width:75em}table{border-collapse:collapse;width:100%}

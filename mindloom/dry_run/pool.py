@@ -62,6 +62,6 @@ def compile_ranks(run: DryRun) -> list[RankReport]:
 def compile_one(run: DryRun, model: ModelConfig, strategy: Strategy, rank: int) -> RankReport:
     prepare_environment()
     compiler, batch = import_module("mindloom.dry_run.compile"), (run.batch_size, run.seq_len)
-    options = (run.config.inference, run.config.accumulate, run.lora)
+    options = (run.config.inference, run.config.accumulate, run.task)
     report: RankReport = compiler.compile_rank(run.config.model, model, strategy, rank, batch, *options)
     return report

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections import Counter
 from typing import Any
 
@@ -15,7 +14,8 @@ from mindloom.log import counted
 from mindloom.models.parameters import num_parameters
 from mindloom.planner.closed_forms import job_of, parameter_bytes
 from mindloom.planner.dimensions import Parallelism, of_decoder
-from mindloom.planner.memory import expert_parameters, stage_memory, stage_parameters
+from mindloom.planner.memory import expert_parameters, stage_parameters
+from mindloom.planner.task import adapter_parameters, models_beside, task_memory
 from mindloom.strategy.mesh import Mesh
 
 GB = 2**30
@@ -51,7 +51,8 @@ def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) 
 def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
     dims = of_decoder(run.model, run.seq_len)
     job = _job_of(run)
-    memory = stage_memory(dims, job)[report.stage]
+    memory = task_memory(dims, job, run.task)[report.stage]
+    beside = models_beside(dims, job, run.task)[report.stage]
     held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
     activations = 0.0 if run.config.inference else memory.activations + memory.working
     whole = stage_parameters(dims, job)[report.stage] + expert_parameters(dims, job)[report.stage]
@@ -64,7 +65,9 @@ def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
         "groups": groups,
         "activation_bytes": activations,
         "computing_copy_bytes": copies,
-        "total_bytes": held + activations + copies,
+        "beside": beside,
+        "beside_bytes": sum(beside.values()),
+        "total_bytes": held + activations + copies + sum(beside.values()),
         "collectives": [{**dataclasses.asdict(c), "bytes_per_step": c.bytes_per_step} for c in report.collectives],
         "bytes_per_step": _by_kind(report),
     }
@@ -94,15 +97,17 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
     passes, (dense, sparse) = 1 if run.config.inference else 3, dims.kinds
     rows = int(dims.experts_per_token * dims.expert_rows * dims.expert_parameters)  # multiplied with a token
     stages = []
-    for stage, (memory, layers) in enumerate(zip(stage_memory(dims, job), job.stages(dims.num_layers), strict=True)):
+    memories = task_memory(dims, job, run.task)
+    for stage, (memory, layers) in enumerate(zip(memories, job.stages(dims.num_layers), strict=True)):
         gradients = 4 * wholes[stage] if job.zero < 2 else sizes[stage]
         copies = job.weight_bytes * wholes[stage]  # cast, or gathered from the optimizer's parts
-        training = 2 * sizes[stage] + gradients + memory.activations + memory.working
-        if run.lora:  # whole on every rank at worst
-            training = 16 * _adapter_parameters(run, job)[stage] + memory.activations + memory.working
+        trained = 2 * sizes[stage] + gradients
+        if run.task.lora:  # whole on every rank at worst
+            trained = 16 * adapter_parameters(run.task, dims, job)[stage]
+        training = trained + memory.activations + memory.working + memory.beside
         attention, few = layers * 4 * dims.seq_len * dims.hidden_size, job.expert_layers(dims)[stage]
         matrices = (layers - few) * dense.layer_matrices + few * (sparse.layer_matrices + rows)
-        head = 2 * dims.vocab_size * dims.hidden_size if stage == job.pp - 1 else 0
+        head = 2 * dims.num_outputs * dims.hidden_size if stage == job.pp - 1 else 0
         stages.append(
             {
                 "stage": stage,
@@ -115,18 +120,6 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
     return stages
 
 
-def _adapter_parameters(run: DryRun, job: Parallelism) -> list[int]:
-    """Of the layers of each stage."""
-    assert run.lora
-    paths, layers_of = run.model.layers, job.stages(len(run.model.layers))
-    per_layer = [0] * len(paths)
-    for name, shape in run.lora.shapes(run.model).items():
-        layer = next(number for number, path in enumerate(paths) if name.startswith(f"{path}."))
-        per_layer[layer] += math.prod(shape)
-    ends = list(itertools.accumulate(layers_of))
-    return [sum(per_layer[end - count : end]) for end, count in zip(ends, layers_of, strict=True)]
-
-
 def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
     """What concerns all ranks: balance of the stages, parameters that every rank holds though they could be cut."""
     mesh, strategy, stages = run.strategy.mesh, run.strategy, _stages(run)
@@ -134,7 +127,9 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
     values: dict[str, Any] = {
         "model": f"{run.config.model} {run.config.size}",
         "num_parameters": num_parameters(run.model),
-        "num_adapter_parameters": sum(_adapter_parameters(run, _job_of(run))) if run.lora else 0,
+        "task": run.task.name,
+        "beside": run.task.describe(),
+        "num_adapter_parameters": sum(adapter_parameters(run.task, of_decoder(run.model), _job_of(run))),
         "strategy": str(run.config.strategy),
         "mesh": str(mesh),
         "batch_size": run.batch_size,
@@ -148,7 +143,7 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
     }
     if run.config.memory_gb:
         values["fits"] = all(stage["total_bytes"] <= run.config.memory_gb * GB for stage in stages)
-    if mesh.dp > 1 and not strategy.optimizer_parallel and not run.config.inference and not run.lora:
+    if mesh.dp > 1 and not strategy.optimizer_parallel and not run.config.inference and not run.task.lora:
         saved = max(3 * r.parameter_bytes * (mesh.dp - 1) // mesh.dp for r in by_stage.values())
         values["advice"].append(
             f"optimizer_parallel would cut weights and moments over dp {mesh.dp}: {saved / GB:.2f} GB a device less"
@@ -184,6 +179,7 @@ def text_report(values: dict[str, Any]) -> str:
         f"{job['model']}, {job['num_parameters']:,} parameters{adapters}, {job['mesh']}; {sequences} of "
         f"{job['seq_len']} tokens a step, {counted(job['num_microbatches'], 'microbatch', 'microbatches')}"
         + (f" of {job['copies']} copies" if job["copies"] > 1 else "")
+        + (f"; {job['beside']}" if job["beside"] else "")
     )
     for rank in values["ranks"]:
         lines += ["", *_rank_lines(rank)]
@@ -215,7 +211,9 @@ def _rank_lines(rank: dict[str, Any]) -> list[str]:
         + f"compiled in {rank['compile_s']:.1f} s"
     ]
     parts = ("parameter", "optimizer", "gradient", "computing_copy", "activation", "total")
-    sizes = "  ".join(f"{part.replace('_', ' ')} {rank[part + '_bytes'] / GB:.3f}" for part in parts)
+    in_gb = {part.replace("_", " "): rank[f"{part}_bytes"] for part in parts[:-1]}
+    in_gb |= {**rank["beside"], "total": rank["total_bytes"]}
+    sizes = "  ".join(f"{part} {size / GB:.3f}" for part, size in in_gb.items())
     lines.append(
         f"  memory, GB: {sizes}" + ("" if "fits" not in rank else "  fits" if rank["fits"] else "  DOES NOT FIT")
     )

@@ -13,16 +13,9 @@ from numpy.typing import NDArray
 from mindloom.models.config import ModelConfig
 from mindloom.strategy.mesh import Mesh
 
-SLOTS_MULTIPLE = 128
-
 
 class CacheFullError(RuntimeError):
     """A row was given more tokens than it has slots for."""
-
-
-def num_slots_for(num_tokens: int) -> int:
-    """Slots of a row that is to hold up to `num_tokens`: a multiple of 128 with one to spare, so that sizes repeat."""
-    return (num_tokens // SLOTS_MULTIPLE + 1) * SLOTS_MULTIPLE
 
 
 @dataclass

@@ -14,11 +14,11 @@ from mindloom.cli import option
 from mindloom.data.documents import decode_text, json_lines
 from mindloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt, find_tokenizer, infill_prompt, load_tokenizer
 from mindloom.errors import ConfigError, Problems, did_you_mean
-from mindloom.inference.cache import num_slots_for
 from mindloom.inference.sampling import SamplingConfig
 from mindloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
+from mindloom.models.slots import num_slots_for
 from mindloom.numbers import Count, Natural
 from mindloom.strategy.checks import launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from mindloom.checkpoint.io import load_config
 from mindloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from mindloom.errors import ConfigError, did_you_mean
-from mindloom.inference.cache import num_slots_for
 from mindloom.inference.decoding import Cached
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
@@ -38,6 +37,7 @@ from mindloom.inference.scheduler import Request, generate
 from mindloom.inference.score import Scorer
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import size_config
+from mindloom.models.slots import num_slots_for
 from mindloom.reader import Document, fields_from
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import prepare_environment

@@ -75,16 +75,18 @@ def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
     sizes = []
     for stage, counts in enumerate(stage_copies(dims, job)):
         words = _whole_words(dims, job, stage)
+        head = dims.hidden_size if dims.value_head and stage == job.pp - 1 else 0  # one row, which nothing cuts
         counts[1] -= words
+        counts[job.tp] -= head
         # What several tensor parallel ranks hold has more replicas to be cut over.
         more = not job.zero_shards and bool(job.zero)
         cut = sum(size // (job.shards * (copies if more else 1)) for copies, size in counts.items())
         cut += expert_parameters(dims, job)[stage] // expert_shards(job)
-        sizes.append(4 * (cut + words))
+        sizes.append(4 * (cut + words + head))
     return sizes
 
 
-def _tied_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
+def tied_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
     """Entries of the word table on a stage that shares it with another."""
     shared = job.pp > 1 and stage in (0, job.pp - 1) and dims.tied_embedding
     return dims.vocab_size * dims.hidden_size // job.tp if shared else 0
@@ -94,8 +96,9 @@ def _whole_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
     """Entries of the word tables on a stage that optimizer parallel leaves whole: what a pipeline sends, which MindSpore
     cannot cut, and rows that the shards do not divide."""
     if not dims.vocab_size // job.tp % job.shards:
-        return _tied_words(dims, job, stage)
-    tables = (stage == 0) + (stage == job.pp - 1 and (job.pp > 1 or not dims.tied_embedding))
+        return tied_words(dims, job, stage)
+    has_own_head = stage == job.pp - 1 and not dims.value_head and (job.pp > 1 or not dims.tied_embedding)
+    tables = (stage == 0) + has_own_head
     return tables * dims.vocab_size * dims.hidden_size // job.tp
 
 
@@ -139,7 +142,7 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
         found["AllReduce forward"] += 4 * m
         found["AllReduce backward"] += 4 * m if m > 1 else 0
     if job.pp > 1:
-        sent, tied = m * x // (job.tp if job.sequence_parallel else 1), 4 * _tied_words(dims, job, stage)
+        sent, tied = m * x // (job.tp if job.sequence_parallel else 1), 4 * tied_words(dims, job, stage)
         sent += 4 * m * bool(dims.num_experts)  # what the routers up to there add to the loss
         if not last_stage:
             found["Send forward"] += sent + tied * first_stage
@@ -204,7 +207,7 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
     Of a batch taken at once MindSpore reduces the tied table's gradient once for each of its two uses, and with optimizer
     parallel over groups the whole gradients before they are cut; of microbatches they add up and are cut first.
     """
-    whole, tied = 4 * stage_parameters(dims, job)[stage], 4 * _tied_words(dims, job, stage)
+    whole, tied = 4 * stage_parameters(dims, job)[stage], 4 * tied_words(dims, job, stage)
     uncut = 4 * _whole_words(dims, job, stage)
     at_once = job.num_microbatches == 1
     twice = 4 * dims.vocab_size * dims.hidden_size // job.tp if at_once and dims.tied_embedding else 0

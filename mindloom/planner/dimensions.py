@@ -40,6 +40,8 @@ class Dimensions(Widths):
     """Rows of these tables, where sequences are shorter; 0: seq_len."""
     tied_embedding: bool = True
     """The head uses the word embedding's table."""
+    value_head: bool = False
+    """The head says one number of each token, as a reward model's, in place of logits."""
     block: Literal["sequential", "parallel", "sandwich"] = "sequential"
     """parallel: attention and MLP side by side on one norm, half the all-reduces; sandwich: two more norms."""
     qkv_bias: bool = True
@@ -82,6 +84,11 @@ class Dimensions(Widths):
     def position_table(self) -> int:
         """Entries of a table of positions."""
         return (self.longest_seq_len or self.seq_len) * self.hidden_size
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that the head says of each token."""
+        return 1 if self.value_head else self.vocab_size
 
     @property
     def mlp_matrices(self) -> int:
@@ -160,7 +167,7 @@ class Dimensions(Widths):
     def num_parameters(self) -> int:
         dense, sparse = (k.layer_matrices + k.layer_biases_cut + k.layer_vectors_whole for k in self.kinds)
         layers = (self.num_layers - self.expert_layers) * dense + self.expert_layers * sparse
-        words = (1 if self.tied_embedding else 2) * self.vocab_size * self.hidden_size
+        words = (self.vocab_size + (0 if self.tied_embedding else self.num_outputs)) * self.hidden_size
         positions = self.position_tables * self.position_table
         experts = self.expert_layers * self.num_experts * self.expert_parameters
         return layers + experts + words + positions + self.norm
@@ -171,8 +178,9 @@ class Dimensions(Widths):
         unused = self.num_experts - self.experts_per_token
         return self.num_parameters - self.expert_layers * unused * self.expert_parameters
 
-    def model_flops(self, tokens: float, causal: bool = False) -> float:
-        """FLOPs of forward and backward of `tokens`, nothing computed twice; `causal` counts half of the attention.
+    def model_flops(self, tokens: float, causal: bool = False, frozen: bool = False) -> float:
+        """FLOPs of forward and backward of `tokens`, nothing computed twice; `causal` counts half of the attention, `frozen`
+        no gradients of weights.
 
         Source: arXiv:2205.05198 appendix A, for the general layer: 6 a matrix entry and token, 12 seq_len for each feature
         of the queries for the scores and the context.
@@ -181,8 +189,8 @@ class Dimensions(Widths):
         dense, sparse = (kind.layer_matrices + kind.layer_router for kind in self.kinds)
         matrices = (self.num_layers - self.expert_layers) * dense + self.expert_layers * sparse
         matrices += self.expert_layers * self.experts_per_token * self.expert_parameters
-        matrices += self.vocab_size * self.hidden_size
-        return tokens * (6.0 * matrices + attention)
+        matrices += self.num_outputs * self.hidden_size
+        return tokens * ((4.0 if frozen else 6.0) * matrices + attention)
 
 
 def of_decoder(config: ModelConfig, seq_len: int | None = None) -> Dimensions:
@@ -201,6 +209,7 @@ def of_decoder(config: ModelConfig, seq_len: int | None = None) -> Dimensions:
         **_of_experts(config),
         position_tables=(config.position == "learned") + config.query_layer,
         tied_embedding=config.tied_embedding,
+        value_head=config.value_head,
         block=config.block,
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,

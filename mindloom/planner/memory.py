@@ -24,10 +24,12 @@ class StageMemory:
     working: float
     """What one layer, the head or a gathered weight needs while it is at work."""
     fragmentation: float = 1.0
+    beside: float = 0.0
+    """Of models and caches beside the one that is trained, see `mindloom.planner.task`."""
 
     @property
     def total(self) -> float:
-        asked = self.weights + self.gradients + self.optimizer + self.activations + self.working
+        asked = self.weights + self.gradients + self.optimizer + self.activations + self.working + self.beside
         return asked * self.fragmentation
 
 
@@ -64,7 +66,9 @@ def stage_copies(dims: Dimensions, job: Parallelism) -> list[Counter[int]]:
     first[1] += words
     first[job.tp] += min(dims.position_tables, 1) * table
     last[job.tp] += dims.norm + max(dims.position_tables - 1, 0) * table
-    if not dims.tied_embedding or job.pp > 1:
+    if dims.value_head:
+        last[job.tp] += dims.hidden_size
+    elif not dims.tied_embedding or job.pp > 1:
         last[1] += words
     return counts
 
@@ -72,6 +76,11 @@ def stage_copies(dims: Dimensions, job: Parallelism) -> list[Counter[int]]:
 def stage_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
     """Parameters of each stage on one of its devices, before the optimizer's cut."""
     return [counts.total() for counts in stage_copies(dims, job)]
+
+
+def head_columns(dims: Dimensions, job: Parallelism) -> float:
+    """Numbers that a device says of each token."""
+    return 1 if dims.value_head else dims.vocab_size / job.tp
 
 
 def expert_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
@@ -163,7 +172,7 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
             )  # of the embedding's dropout, as published
         if stage == job.pp - 1:  # input of the last norm and the head; logits in float32, and their gradient
             activations += tokens * 2 * width * dims.hidden_size / spread
-            working = max(working, tokens * dims.vocab_size / job.tp * 8)
+            working = max(working, tokens * head_columns(dims, job) * 8)
         if job.zero == 3:  # two layers' whole weights, and one's gradient
             working += 3 * layer_parameters(dims, job.tp) * 2
         result.append(

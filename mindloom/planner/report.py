@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mindloom.planner.closed_forms import PRECISIONS
 from mindloom.planner.search import Option, PlanRequest, describe, why_slower
+from mindloom.planner.task import models_beside
 from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Strategy
 from mindloom.strategy.dialects.ours import strategy_text
 from mindloom.strategy.mesh import Mesh
@@ -39,6 +40,7 @@ def table(request: PlanRequest, options: list[Option]) -> str:
     lines = [
         f"{dims.num_parameters / 1e9:.2f} G parameters{used} on {request.devices} {request.cluster.chip}, "
         f"{request.global_batch_size} sequences of {dims.seq_len} tokens a step, computed in {request.precision}",
+        *_of_task(request, best),
         "",
         f"{'':3} {'step s':>8} {'tokens/s':>11} {'MFU':>6} {'HFU':>6} {'memory':>7} {'bubble':>7} {'comm.':>6}  strategy",
     ]
@@ -64,10 +66,21 @@ def table(request: PlanRequest, options: list[Option]) -> str:
     return "\n".join([*lines, "", f"the best one's step: {shares}", f"memory of its stages, GB: {stages}"])
 
 
+def _of_task(request: PlanRequest, best: Option) -> list[str]:
+    """What else there is than a model and plain text."""
+    if not (told := request.task.describe()):
+        return []
+    stages = models_beside(request.dims, best.job, request.task)
+    beside = {what: max(stage[what] for stage in stages) for what in stages[0]}
+    sizes = ", ".join(f"{what} {size / GB:.1f}" for what, size in beside.items())
+    times = "; times are of an update, without the sampling of texts" if request.task.samples else ""
+    return [f"{told}{times}" + (f"; GB of the best one's devices: {sizes}" if sizes else "")]
+
+
 def strategy_file(request: PlanRequest, option: Option, rules: str) -> str:
     """The option as tools/train.py reads it."""
     job, dims = option.job, request.dims
-    flags = f"--batch-size {job.global_batch_size} --seq-len {dims.seq_len}"
+    flags = f"--batch-size {job.global_batch_size // request.task.rows_per_unit} --seq-len {dims.seq_len}"
     flags += f" --compute-dtype {next(name for name, short in PRECISIONS.items() if short == job.precision)}"
     if not job.flash_attention and job.precision != "fp32":
         flags += " --attention plain"
@@ -77,7 +90,7 @@ def strategy_file(request: PlanRequest, option: Option, rules: str) -> str:
         f"# Planned for {request.devices} {request.cluster.chip}: step {option.seconds:.3f} s, "
         f"{option.tokens_per_s:,.0f} tokens/s, "
         f"MFU {option.mfu:.1%}, {option.peak_bytes / GB:.1f} GB of {request.cluster.memory_gb:g}.",
-        f"# tools/train.py {flags}",
+        f"# mindloom {'train' if request.task.name == 'pretraining' else request.task.name} {flags}",
     ]
     recompute = None
     if job.recompute != "none":

@@ -15,8 +15,9 @@ from mindloom.numbers import Bounds, Count
 from mindloom.planner.closed_forms import Precision, optimizer_cut
 from mindloom.planner.cluster import Cluster
 from mindloom.planner.dimensions import Dimensions, Parallelism, Recomputation
-from mindloom.planner.memory import StageMemory, stage_memory
+from mindloom.planner.memory import StageMemory
 from mindloom.planner.step_time import StepTime, flops_per_device, step_time
+from mindloom.planner.task import PLAIN_TEXT, TrainedTask, adapter_parameters, task_memory
 from mindloom.strategy.checks import MOST_DEVICES, divisors
 
 Devices = Annotated[int, Bounds(1, MOST_DEVICES)]
@@ -34,6 +35,8 @@ class Option:
     memory: tuple[StageMemory, ...]
     usable_bytes: float
     peak_flops: float
+    is_frozen: bool = False
+    """Only adapters are trained."""
 
     @property
     def seconds(self) -> float:
@@ -54,19 +57,21 @@ class Option:
     @property
     def mfu(self) -> float:
         """Share of peak that the model's own FLOPs make up."""
-        return flops_per_device(self.dims, self.job)[0] / self.seconds / self.peak_flops
+        return flops_per_device(self.dims, self.job, self.is_frozen)[0] / self.seconds / self.peak_flops
 
     @property
     def hfu(self) -> float:
         """The same with what is computed twice."""
-        return flops_per_device(self.dims, self.job)[1] / self.seconds / self.peak_flops
+        return flops_per_device(self.dims, self.job, self.is_frozen)[1] / self.seconds / self.peak_flops
 
 
-def evaluate(dims: Dimensions, job: Parallelism, cluster: Cluster) -> Option:
-    """What one way costs."""
-    memory = tuple(stage_memory(dims, job))
+def evaluate(dims: Dimensions, job: Parallelism, cluster: Cluster, task: TrainedTask = PLAIN_TEXT) -> Option:
+    """What one way costs. Of tasks that sample, the time is that of an update."""
+    memory, adapters = tuple(task_memory(dims, job, task)), max(adapter_parameters(task, dims, job))
     peak = cluster.peak_tflops * 1e12 * (2 if job.precision == "fp8" else 1)
-    return Option(dims, job, step_time(dims, job, cluster), memory, cluster.usable_bytes, peak)
+    return Option(
+        dims, job, step_time(dims, job, cluster, adapters=adapters), memory, cluster.usable_bytes, peak, adapters > 0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,7 @@ class PlanRequest:
     """Kinds worth trying where memory is short."""
     precision: Precision = "bf16"
     """Of matrix products; master weights and moments are float32 in any case."""
+    task: TrainedTask = PLAIN_TEXT
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -95,7 +101,7 @@ def search(request: PlanRequest) -> list[Option]:
     Raises:
         ConfigError: no mesh divides devices, model and batch.
     """
-    options = [evaluate(request.dims, job, request.cluster) for job in _jobs(request)]
+    options = [evaluate(request.dims, job, request.cluster, request.task) for job in _jobs(request)]
     if not options:
         raise ConfigError(
             f"no dp x tp x pp = {request.devices} divides the model ({request.dims.num_heads} heads, hidden_size "
@@ -145,7 +151,7 @@ def _expert_degrees(dims: Dimensions, dp: int) -> list[int]:
 
 def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
     """Optimizer parallel, sequence parallel, virtual stages and recomputation of one mesh."""
-    dims, usable = request.dims, request.cluster.usable_bytes
+    dims = request.dims
     cuts = [0]  # over how many replicas the optimizer is cut
     if base.dp > 1:
         cuts += sorted({base.dp, *(size for size in (8, 16, 32, 64) if size < base.dp and base.dp % size == 0)})
@@ -167,22 +173,21 @@ def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
                     flash_attention=request.flash_attention,
                     **optimizer_cut(shards > 0, base.num_microbatches > 1, request.precision),
                 )
-                yield from _recomputations(dims, job, usable, request.recomputations)
+                yield from _recomputations(request, job)
 
 
-def _recomputations(
-    dims: Dimensions, job: Parallelism, usable: float, kinds: tuple[Recomputation, ...]
-) -> Iterator[Parallelism]:
+def _recomputations(request: PlanRequest, job: Parallelism) -> Iterator[Parallelism]:
     """Nothing twice; if that does not fit, as few layers of each stage as make it fit, of either kind, or all."""
-    stages = stage_memory(dims, job)
+    dims, usable = request.dims, request.cluster.usable_bytes
+    stages = task_memory(dims, job, request.task)
     if max(stage.total for stage in stages) <= usable:
         yield job
         return
     layers = job.stages(dims.num_layers)
-    for kind in kinds:
+    for kind in request.recomputations:
         whole = dataclasses.replace(job, recompute=kind)
         needed = []
-        for stage, (without, every) in enumerate(zip(stages, stage_memory(dims, whole), strict=True)):
+        for stage, (without, every) in enumerate(zip(stages, task_memory(dims, whole, request.task), strict=True)):
             saved = (without.activations - every.activations) / layers[stage]
             over = without.total + (every.working - without.working) - usable
             needed.append(min(layers[stage], max(0, -int(-over // saved))) if saved > 0 and over > 0 else 0)

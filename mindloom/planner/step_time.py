@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mindloom.planner.cluster import Cluster, Overlap
 from mindloom.planner.dimensions import Dimensions, Parallelism
-from mindloom.planner.memory import expert_parameters, expert_shards, stage_parameters
+from mindloom.planner.memory import expert_parameters, expert_shards, head_columns, stage_parameters
 
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
@@ -190,13 +190,16 @@ def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
 
 def head_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
     """Forward of the head and the loss for one microbatch."""
-    tokens, columns = job.microbatch * dims.seq_len / job.cp, dims.vocab_size / job.tp
+    tokens, columns = job.microbatch * dims.seq_len / job.cp, head_columns(dims, job)
     passes = 3 * 4 * tokens * columns
     return LayerTime(rates.matmul(tokens, columns, dims.hidden_size), 0.0, passes / rates.bytes, rates.overhead, 0.0)
 
 
-def step_time(dims: Dimensions, job: Parallelism, cluster: Cluster, overlap: Overlap | None = None) -> StepTime:
-    """Time of one step of `job`.
+def step_time(
+    dims: Dimensions, job: Parallelism, cluster: Cluster, overlap: Overlap | None = None, adapters: int = 0
+) -> StepTime:
+    """Time of one step of `job`. `adapters`: parameters that a device trains in place of its own, of which there are then no
+    gradients: a product is mirrored once backward, not twice.
 
     The slowest stage sets the pace of all microbatches, the others add their own time once: with stage times t_i and m
     microbatches, m max(t) + (sum(t) - max(t)) / v, where v virtual stages shorten filling and draining.
@@ -205,8 +208,9 @@ def step_time(dims: Dimensions, job: Parallelism, cluster: Cluster, overlap: Ove
     rates, m = Rates(dims, job, cluster), job.num_microbatches
     layer, head = layer_forward(dims, job, rates), head_forward(dims, job, rates)
     attention_backward = 2.5 if job.flash_attention else 2.0  # the kernel computes its scores again
+    products = 2 if adapters else 3
     forward_backward = LayerTime(
-        3 * layer.matmul,
+        products * layer.matmul,
         (1 + attention_backward) * layer.attention,
         (1 + BACKWARD_PASSES) * layer.memory,
         3 * layer.overhead,
@@ -216,7 +220,7 @@ def step_time(dims: Dimensions, job: Parallelism, cluster: Cluster, overlap: Ove
     again = {"none": 0.0, "selective": attention_core(dims, job, rates), "full": layer.total}[job.recompute]
     stages = job.stages(dims.num_layers)
     counts = stages if job.recomputed_layers is None else tuple(map(min, job.recomputed_layers, stages))
-    head_total = 3 * head.matmul + (1 + BACKWARD_PASSES) * head.memory + 3 * head.overhead
+    head_total = products * head.matmul + (1 + BACKWARD_PASSES) * head.memory + 3 * head.overhead
     times = [
         layers * forward_backward.total + (counts[i] * again) + (head_total if i == job.pp - 1 else 0.0)
         for i, layers in enumerate(stages)
@@ -224,9 +228,9 @@ def step_time(dims: Dimensions, job: Parallelism, cluster: Cluster, overlap: Ove
     slowest = max(range(job.pp), key=times.__getitem__)
     layers, has_head = stages[slowest], slowest == job.pp - 1
     compute = m * times[slowest]
-    gradients, weights = _data_parallel(dims, job, cluster, compute, overlap)
+    gradients, weights = _data_parallel(dims, job, cluster, compute, overlap, adapters)
     return StepTime(
-        matmul=m * (layers * forward_backward.matmul + (3 * head.matmul if has_head else 0.0)),
+        matmul=m * (layers * forward_backward.matmul + (products * head.matmul if has_head else 0.0)),
         attention=m * layers * forward_backward.attention,
         memory=m * (layers * forward_backward.memory + ((1 + BACKWARD_PASSES) * head.memory if has_head else 0.0)),
         overhead=m * (layers * forward_backward.overhead + (3 * head.overhead if has_head else 0.0)),
@@ -237,7 +241,7 @@ def step_time(dims: Dimensions, job: Parallelism, cluster: Cluster, overlap: Ove
         bubble=(sum(times) - times[slowest]) / job.virtual_stages,
         gradients=gradients,
         weights=weights,
-        optimizer=_update(dims, job, rates),
+        optimizer=_update(dims, job, rates, adapters),
     )
 
 
@@ -253,7 +257,7 @@ def _sends(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
 
 
 def _data_parallel(
-    dims: Dimensions, job: Parallelism, cluster: Cluster, compute: float, overlap: Overlap
+    dims: Dimensions, job: Parallelism, cluster: Cluster, compute: float, overlap: Overlap, adapters: int
 ) -> tuple[float, float]:
     """Exposed seconds of the gradients' collectives and of gathering cut weights."""
     if job.replicas == 1:
@@ -265,14 +269,15 @@ def _data_parallel(
     )  # ranks that hold the same experts, far apart
     experts = (same - 1) / same / group_bandwidth(cluster, same, job.devices // job.pp // same)
     parameters += max(expert_parameters(dims, job)) * experts / ring  # as if they went the others' way
+    trained = adapters or parameters
     backward = compute * 2 / 3
     if job.zero == 3:
         per_microbatch = job.gathers == "microbatch"
         share, times = (overlap.weights, job.num_microbatches) if per_microbatch else (overlap.gradients, 1)
         gathers = 2 if per_microbatch else 1  # again for the backward pass
-        moved = ring * parameters * 2 * times
-        return max(moved - share * backward, 0.0), max(gathers * moved - share * compute * (1 + gathers) / 3, 0.0)
-    moved, gathered = ring * parameters * GRADIENT_BYTES, ring * parameters * job.weight_bytes
+        moved, gathered = ring * trained * 2 * times, gathers * ring * parameters * 2 * times
+        return max(moved - share * backward, 0.0), max(gathered - share * compute * (1 + gathers) / 3, 0.0)
+    moved, gathered = ring * trained * GRADIENT_BYTES, ring * parameters * job.weight_bytes
     last = backward / job.num_microbatches  # gradients are complete in the last microbatch
     if job.zero == 2:  # implementations that cut gradients move each virtual stage's while the next is at work
         moved, gathered = moved / job.virtual_stages, gathered / job.virtual_stages
@@ -281,19 +286,21 @@ def _data_parallel(
     return max(moved - overlap.gradients * last, 0.0), gathered
 
 
-def _update(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
+def _update(dims: Dimensions, job: Parallelism, rates: Rates, adapters: int) -> float:
     """The optimizer reads and writes its state and weights, and reads gradients."""
-    parameters = max(stage_parameters(dims, job)) / job.shards + max(expert_parameters(dims, job)) / expert_shards(job)
+    whole = max(stage_parameters(dims, job)) / job.shards + max(expert_parameters(dims, job)) / expert_shards(job)
+    parameters = adapters or whole
     return parameters * (2 * job.optimizer_bytes + job.gradient_bytes + 2 * job.weight_bytes) / rates.bytes
 
 
-def flops_per_device(dims: Dimensions, job: Parallelism) -> tuple[float, float]:
-    """FLOPs a step needs of a device on average: the model's own, and what it really computes with recomputation.
+def flops_per_device(dims: Dimensions, job: Parallelism, frozen: bool = False) -> tuple[float, float]:
+    """FLOPs a step needs of a device on average: the model's own, `frozen` or trained, and what it really computes with
+    recomputation.
 
     Source: arXiv:2205.05198 appendix A.
     """
     tokens = job.global_batch_size * dims.seq_len
-    model = dims.model_flops(tokens)
+    model = dims.model_flops(tokens, frozen=frozen)
     layers = sum(job.stages(dims.num_layers))
     share = 1.0 if job.recomputed_layers is None else sum(job.recomputed_layers) / layers
     attention = 4 * dims.seq_len * dims.query_size * dims.num_layers * tokens

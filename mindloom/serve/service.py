@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mindloom.inference.cache import num_slots_for
 from mindloom.inference.decoding import MIN_BUCKET, Cached
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig, add_bias
 from mindloom.inference.scheduler import Event, Request, Scheduler
 from mindloom.log import counted, milestone
+from mindloom.models.slots import num_slots_for
 from mindloom.runtime.engine import Engine
 from mindloom.serve.config import ServeJob
 

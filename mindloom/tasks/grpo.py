@@ -24,10 +24,6 @@ class GRPO(PolicyTask):
         *("scale_rewards", "importance_sampling_level"),
     )
 
-    @property
-    def wants_reference(self) -> bool:  # type: ignore[override]
-        return bool(self.config.beta)
-
     def loss(self) -> nn.Cell:
         config = self.config
         is_of_text = config.importance_sampling_level == "sequence"

@@ -53,7 +53,6 @@ class PolicyTask(Tuning):
     objective: type[Objective]
     flags: tuple[str, ...] = ()
     """Of the configuration, which graphs and resumed runs hang on."""
-    wants_reference = False
 
     is_ahead = False
     prompts: list[Prompt]
@@ -98,7 +97,7 @@ class PolicyTask(Tuning):
     def begin(self, step: TrainStep, steps_done: int) -> None:
         config = self.config
         self.rollouts = Rollouts(self.engine, self.run, self.net.model, self.tokenizer, config.batch_size)
-        if self.wants_reference:
+        if self.config.has_reference:
             self.reference = Reference(self.engine, self.run, self.net, Policy(temperature=config.temperature))
         if config.reward_model:
             self.judge = Judge(self.engine, config.reward_model)
@@ -199,7 +198,7 @@ class PolicyTask(Tuning):
             "completion_length": tokens / len(texts),
             "ended": sum(text.has_ended for text in texts) / len(texts),
         }
-        meaningless = {"kl": not self.wants_reference, "sampling_difference": self.config.temperature != 1}
+        meaningless = {"kl": not self.config.has_reference, "sampling_difference": self.config.temperature != 1}
         return {name: value for name, value in told.items() if not meaningless.get(name)}
 
     def state(self) -> dict[str, Any]:

@@ -33,10 +33,6 @@ class PPO(PolicyTask):
     )
     adaptive: AdaptiveKL | None = None
 
-    @property
-    def wants_reference(self) -> bool:  # type: ignore[override]
-        return bool(self.config.kl_coef)
-
     def network(self) -> nn.Cell:
         run, config = self.run, self.config
         ms.set_seed(config.seed)

@@ -11,11 +11,11 @@ import numpy as np
 from mindspore import nn
 
 from mindloom.data.examples import Example, Prompt
-from mindloom.inference.cache import num_slots_for
 from mindloom.inference.decoding import Cached
 from mindloom.inference.model import build_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
 from mindloom.inference.scheduler import Request, generate
+from mindloom.models.slots import num_slots_for
 from mindloom.runtime.engine import Engine
 from mindloom.train.config import Run
 

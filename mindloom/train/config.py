@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from mindloom.certificate import check_certificate, vouched_for
+from mindloom.certificate import about_task, check_certificate, vouched_for
 from mindloom.checkpoint.manifest import checkpoints
 from mindloom.cli import option, run_file
 from mindloom.data.random_ltd import RandomLTD
@@ -190,6 +190,10 @@ class TrainingConfig(ABC):
         """Adapters that are trained in place of the model."""
         return None
 
+    def about_task(self, lora: LoRAConfig | None) -> dict[str, Any] | None:
+        """What certificates vouch for of the task."""
+        return about_task(self.task, lora, False, None)
+
     def network_config(self, model: ModelConfig) -> ModelConfig:
         """The network that is trained, given the model it begins with."""
         return model
@@ -260,7 +264,9 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
     if strategy:
         problems += _strategy_problems(config, strategy, model, sizes, num_processes)
     if config.certificate and model and strategy:
-        vouched = vouched_for(family, model, strategy, config.batch_size, seq_len, config.accumulate)
+        rows = config.batch_size * config.rows_per_unit
+        task = problems.of(config.about_task, lora)
+        vouched = vouched_for(family, model, strategy, rows, seq_len, config.accumulate, task)
         problems.of(check_certificate, config.certificate, vouched)
     problems.tell()
     assert model and strategy and sizes

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from mindloom.align.advantages import KL, LossType, Scale
+from mindloom.certificate import about_task
 from mindloom.checkpoint.io import load_config
 from mindloom.cli import option
 from mindloom.data.chat_template import ChatTemplate, TemplatedTokenizer
@@ -62,10 +63,6 @@ class TuningConfig(TrainingConfig):
         if self.chat_template:
             ChatTemplate(self.chat_template)
         return read_lines(self.data, self.wanted)
-
-    def problems(self) -> Iterator[str]:
-        if self.certificate:
-            yield "--certificate: certificates are of training on plain text; leave it out"
 
     def default_rates(self) -> tuple[float, float]:
         high = 10 * self.rate if self.lora_r else self.rate
@@ -204,6 +201,15 @@ class PolicyConfig(TuningConfig):
 
     @property
     @abstractmethod
+    def has_reference(self) -> bool:
+        """Whether the model it begins with is asked, too."""
+
+    def about_task(self, lora: LoRAConfig | None) -> dict[str, Any] | None:
+        reward_model = load_config(self.reward_model)[1] if self.reward_model else None
+        return about_task(self.task, lora, self.has_reference, reward_model)
+
+    @property
+    @abstractmethod
     def updates_per_round(self) -> int:
         """Steps that learn from the same texts."""
 
@@ -239,6 +245,10 @@ class GRPOConfig(PolicyConfig):
             yield "--num-generations 1: a text is compared with others of its group; give 2 or more"
 
     @property
+    def has_reference(self) -> bool:
+        return self.beta > 0
+
+    @property
     def updates_per_round(self) -> int:
         return self.num_iterations
 
@@ -264,6 +274,10 @@ class PPOConfig(PolicyConfig):
     gamma: Probability = option(1.0, "discount of later rewards")
     lam: Probability = option(0.95, "of generalized advantage estimation: 0 trusts the critic, 1 the rewards")
     whiten_rewards: bool = option(False, "rewards with variance 1")
+
+    @property
+    def has_reference(self) -> bool:
+        return self.kl_coef > 0
 
     @property
     def updates_per_round(self) -> int:

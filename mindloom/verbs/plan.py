@@ -29,6 +29,7 @@ from mindloom.planner.cluster import read_cluster
 from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
 from mindloom.planner.report import as_dict, strategy_file, table, validation_report
 from mindloom.planner.search import Devices, PlanRequest, distinct, search, smallest_changes
+from mindloom.planner.task import PLAIN_TEXT, TaskFlags, task_of, task_problems, trained_model
 from mindloom.planner.validate import validate
 from mindloom.shipped import DECODER, EXPERTS, shipped_names
 from mindloom.strategy.checks import POSSIBLE_SIZES, is_possible_size
@@ -36,13 +37,15 @@ from mindloom.strategy.loader import load_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(TaskFlags):
     model: str | None = option(None, "model family")
     size: str | None = option(None, "one of the family's published sizes")
     config: Path | None = option(None, "YAML file with the dimensions of any decoder, instead of --model and --size")
     cluster: Path = option(..., "cluster file, or the name of a shipped one")
     devices: Devices = option(..., "devices of the job")
-    global_batch_size: Count = option(..., "sequences of one step, over all devices")
+    global_batch_size: Count = option(
+        ..., "sequences of one step, over all devices, two for each pair of reward and dpo"
+    )
     seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
     compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of matrix products")
     interleave: bool = option(False, "also consider virtual stages, which tools/train.py cannot run")
@@ -103,11 +106,16 @@ def requested(config: PlanConfig) -> PlanRequest:
     if bool(config.config) == bool(config.model) or bool(config.model) != bool(config.size):
         raise ConfigError("give either --model and --size, or --config FILE")
     check_numbers(config)
+    if problems := task_problems(config):
+        raise ConfigError(problems)
     cluster = read_cluster(config.cluster)
     flash = cluster.flash_attention
     dims: Dimensions
+    task = PLAIN_TEXT
     if config.model and config.size:
         model = dataclasses.replace(size_config(config.model, config.size), compute_dtype=config.compute_dtype)
+        model = trained_model(config, model)
+        task = task_of(config, config.model, model)
         dims, flash = of_decoder(model), flash and model.attention_on_ascend == "flash"
         longest = dims.seq_len
         if config.seq_len and config.seq_len > longest:
@@ -115,6 +123,8 @@ def requested(config: PlanConfig) -> PlanRequest:
     else:
         assert config.config
         dims = read_dimensions(config.config)
+        if config.task != "pretraining" or config.lora_r:
+            raise ConfigError("--task and --lora-r are of our own models: give --model and --size, not --config")
     if config.seq_len is not None:
         dims = dataclasses.replace(dims, seq_len=config.seq_len)
     return PlanRequest(
@@ -125,6 +135,7 @@ def requested(config: PlanConfig) -> PlanRequest:
         interleave=config.interleave,
         precision=PRECISIONS[config.compute_dtype],
         flash_attention=flash,
+        task=task,
         # Our own models recompute nothing else selectively than what FlashAttention does not keep.
         recomputations=("full",) if flash and config.model else ("selective", "full"),
     )

@@ -117,6 +117,6 @@ def dry_run_values(arguments):
     """What tools/dry_run.py --json prints, compiled in this process."""
     run = check(parse_args(DryRunConfig, "", arguments))
     family, batch = run.config.model, (run.batch_size, run.seq_len)
-    options = (run.config.inference, run.config.accumulate)
+    options = (run.config.inference, run.config.accumulate, run.task)
     ranks = run.distinct_ranks
     return summarize(run, [compile_rank(family, run.model, run.strategy, rank, batch, *options) for rank in ranks])

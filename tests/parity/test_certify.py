@@ -12,8 +12,10 @@ from mindloom.certificate import check_certificate, vouched_for
 from mindloom.certification.proof import ONE_DEVICE, compare, load
 from mindloom.certification.shrink import small_model
 from mindloom.errors import ConfigError
+from mindloom.models.adapters import LoRAConfig
 from mindloom.models.family import size_config
 from mindloom.strategy.loader import load_strategy
+from mindloom.train.tuning import DPOConfig, SFTConfig
 
 WORKER = "tests/parity/proof_worker.py"
 CLUSTER = CONFIGS / "clusters/ascend910b.yaml"
@@ -111,6 +113,26 @@ def test_what_is_right_is_certified_and_trains_until_something_changes(tmp_path)
     path.write_text(path.read_text().replace('"batch_size": 4', '"batch_size": 8'))
     with pytest.raises(ConfigError, match="was edited after it was made"):
         check_certificate(path, vouched_for("pangu", config, loaded, 8, 64, 1))
+
+
+def test_a_task_with_adapters_is_certified_and_a_wrong_rule_of_theirs_is_not(tmp_path, write):
+    asked = ("--task", "dpo", "--lora-r", 4, "--lora-targets", "mlp.down", "--batch-size", 4, "--seq-len", 64)
+    wrong = "mlp.down.lora_down: {in: [[dp, tp], [~, tp]], out: [[dp, ~]], local: true}"
+    refused = certify(write("s.yaml", RULES + wrong), tmp_path / "wrong", *asked, "--processes", 2)
+    assert refused.code == 1, refused.output
+    assert "refused: pp 1 x dp 1 x tp 2 = 2: loss of step 1, AdamW: " in refused.output
+    outcome = certify(CONFIGS / "pangu_tiny_tp2.yaml", tmp_path / "out", *asked, "--processes", 2)
+    assert outcome.code == 0, outcome.output
+    config = dataclasses.replace(size_config("pangu", "tiny"), dropout_rate=0.0)
+    loaded, lora = load_strategy(CONFIGS / "pangu_tiny_tp2.yaml"), LoRAConfig(r=4, target_modules=("mlp.down",))
+    run = DPOConfig(data=tmp_path, from_checkpoint=None, batch_size=2, lora_r=4, lora_targets=("mlp.down",))
+    path = tmp_path / "out/certificate.json"
+    check_certificate(path, vouched_for("pangu", config, loaded, 4, 64, 1, run.about_task(lora)))
+    other = SFTConfig(data=tmp_path, from_checkpoint=None).about_task(lora)
+    with pytest.raises(ConfigError, match=r"task.name was \"dpo\", is \"sft\""):
+        check_certificate(path, vouched_for("pangu", config, loaded, 4, 64, 1, other))
+    with pytest.raises(ConfigError, match=r"task was .*, is null"):
+        check_certificate(path, vouched_for("pangu", config, loaded, 4, 64, 1))
 
 
 OWN = """

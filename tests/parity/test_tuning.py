@@ -9,6 +9,12 @@ import pytest
 from conftest import CONFIGS, call, fewer_microbatches, tool
 from safetensors.numpy import load_file
 
+from mindloom.checkpoint.io import load_config
+from mindloom.planner.closed_forms import job_of
+from mindloom.planner.dimensions import of_decoder
+from mindloom.planner.task import TrainedTask, models_beside
+from mindloom.strategy.loader import load_strategy
+
 MESHES = {
     "pangu_tiny_dp2_tp2": ("reward",),
     "pangu_tiny_tp2_pp2": ("reward_lora", "dpo", "grpo"),
@@ -112,6 +118,19 @@ def test_a_mesh_is_one_device(out, mesh, task):
     assert one.keys() == other.keys()
     for name, value in one.items():
         np.testing.assert_allclose(other[name], value, rtol=0, atol=1e-4 * np.abs(value).max() + 1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(("mesh", "task"), [("pangu_tiny_dp4_zero", "ppo"), ("pangu_tiny_tp2_pp2", "grpo")])
+def test_models_and_caches_beside_take_what_dry_runs_say(out, mesh, task):
+    strategy, model = load_strategy(out / f"{mesh}.yaml"), load_config(out / "base/checkpoint")[1]
+    reward_model = model.with_value_head() if task == "ppo" else None
+    asked = TrainedTask(task, None, model, True, reward_model)
+    dims = of_decoder(model, COMMON["seq_len"])
+    *_, last = models_beside(dims, job_of(strategy, model, COMMON["batch_size"]), asked)
+    held = json.loads((out / mesh / task / "held.json").read_text())  # the last stage's: its first rank tells
+    assert held.keys() == last.keys()
+    for what, size in last.items():
+        assert held[what] == pytest.approx(size, rel=0.01), what
 
 
 def test_the_reference_is_known_from_the_first_step_on(out):

@@ -2,8 +2,9 @@
 import numpy as np
 import pytest
 
-from mindloom.inference.cache import CacheFullError, SlotTable, cache_bytes, num_slots_for
+from mindloom.inference.cache import CacheFullError, SlotTable, cache_bytes
 from mindloom.models.config import ModelConfig
+from mindloom.models.slots import num_slots_for
 from mindloom.strategy.mesh import Mesh
 
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks hold and send while they learn from examples, preferences and rewards is what the closed forms say."""
+
+import json
+
+import pytest
+from conftest import CONFIGS, call, tool
+
+from mindloom.certification.full_size import differences, implied
+from mindloom.cli import parse_args
+from mindloom.dry_run.config import DryRunConfig, check
+
+RULES = f"rules: {CONFIGS / 'rules/decoder.yaml'}\n"
+STRATEGIES = {
+    "dp2_tp2_sp": "mesh: {dp: 2, tp: 2}\nsequence_parallel: true\n",
+    "pp2_dp2_tp2_zero": (
+        "mesh: {pp: 2, dp: 2, tp: 2}\npipeline: {num_microbatches: 2}\noptimizer_parallel: {axis: dp}\n"
+        "recompute: {layers: all}\n"
+    ),
+    "dp4_zero": "mesh: {dp: 4}\noptimizer_parallel: {axis: dp}\n",
+}
+MODEL = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "vocab_size": 512, "seq_len": 64}
+EVERY_MATRIX = ("--lora-r", 4, "--lora-targets", "attention.*", "mlp.up", "mlp.down")
+COPY, CACHES = "reference", "keys and values"
+ASKED = [  # strategy, flags, what there is beside the model
+    ("dp2_tp2_sp", ("--task", "dpo", *EVERY_MATRIX), ()),
+    (
+        "dp2_tp2_sp",
+        ("--task", "ppo", "--reward-size", "350m", "--compute-dtype", "bfloat16"),
+        (COPY, "reward model", CACHES),
+    ),
+    ("pp2_dp2_tp2_zero", ("--task", "reward"), ()),
+    ("pp2_dp2_tp2_zero", ("--task", "reward", "--lora-r", 4), ()),
+    ("pp2_dp2_tp2_zero", ("--task", "ppo", *EVERY_MATRIX), (CACHES,)),
+    ("dp4_zero", ("--task", "sft", *EVERY_MATRIX), ()),
+    ("dp4_zero", ("--task", "grpo", "--reference"), (COPY, CACHES)),
+]
+
+pytestmark = pytest.mark.slow
+
+
+def flags(write, name, more):
+    strategy, model = write(f"{name}.yaml", RULES + STRATEGIES[name]), write("model.json", json.dumps(MODEL))
+    return [str(word) for word in ("--strategy", strategy, "--config", model, *more)]
+
+
+@pytest.mark.parametrize(("name", "more", "beside"), ASKED)
+def test_tasks_hold_and_send_what_is_implied(write, name, more, beside):
+    asked = flags(write, name, ("--ranks", "0,last", *more))
+    values, run = (
+        call("tests/configs/graph_worker.py", "dry_run_values", asked),
+        check(parse_args(DryRunConfig, "", asked)),
+    )
+    assert not list(differences(values, implied(run)))
+    assert len(run.distinct_ranks) == run.strategy.mesh.pp
+    for rank in values["ranks"]:
+        stage = values["job"]["stages"][rank["stage"]]
+        # Of adapters stages count whole matrices.
+        assert 0.99 < stage["total_bytes"] / rank["total_bytes"] < (1.06 if run.task.lora else 1.01)
+        assert rank["total_bytes"] - rank["beside_bytes"] > rank["parameter_bytes"]
+        assert tuple(rank["beside"]) == beside
+
+
+def test_a_fault_in_what_is_sent_is_found(write):
+    asked = flags(write, "dp2_tp2_sp", ("--ranks", "0", "--task", "dpo", *EVERY_MATRIX))
+    values, run = (
+        call("tests/configs/graph_worker.py", "dry_run_values", asked),
+        check(parse_args(DryRunConfig, "", asked)),
+    )
+    expected, (rank,) = implied(run), values["ranks"]
+    for kind in ("AllGather forward", "ReduceScatter backward", "AllReduce optimizer"):
+        sent = rank["bytes_per_step"][kind]
+        rank["bytes_per_step"][kind] = 3 * sent + 2**20
+        assert [line for line in differences(values, expected) if kind in line], kind
+        rank["bytes_per_step"][kind] = sent
+    rank["parameter_bytes"] *= 2
+    assert "of parameters; the strategy implies" in next(differences(values, expected))
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--reference",), "--reference is of --task grpo, not of pretraining"),
+        (("--task", "dpo", "--reward-size", "tiny"), "--reward-size is of --task grpo and ppo, not of dpo"),
+        (("--task", "ppo", "--reward-size", "huge"), "--reward-size huge is unknown"),
+        (("--task", "dpo", "--batch-size", "3"), "--batch-size 3: dpo learns from pairs, two sequences each"),
+        (("--task", "sft", "--inference"), "--task sft is for training: leave out --inference"),
+        (("--task", "sft", "--lora-r", "4", "--lora-targets", "mlp.side"), "mlp.side matches no matrix"),
+    ],
+)
+def test_what_does_not_fit_together_is_told(write, more, told):
+    outcome = tool("tools/dry_run.py", *flags(write, "dp2_tp2_sp", more))
+    assert outcome.code == 2
+    assert told in outcome.output

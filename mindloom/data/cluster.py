@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import shutil
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from mindloom.data.stores import stamp
 from mindloom.data.workers import WorkersLostError, ordered_map
 from mindloom.errors import ConfigError
 from mindloom.files import write_atomically
-from mindloom.log import milestone
+from mindloom.log import counted, milestone
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -110,6 +111,7 @@ def _over_shards(
     folder.mkdir(parents=True, exist_ok=True)
     if finished := sum(1 for _ in folder.glob("*.results")):
         milestone(f"{folder}: {finished} of {len(shards)} shards are done already")
+    begun = time.monotonic()
     tasks = (
         (key, make_work, source, number, files, all_fields, folder / f"{number:08}.results")
         for number, files in enumerate(shards)
@@ -117,6 +119,8 @@ def _over_shards(
     try:
         for path in _ordered(cluster, _one_shard, tasks):
             yield from read_frames(path, kind)
+        seconds, before = time.monotonic() - begun, f", {finished} of them before" if finished else ""
+        milestone(f"{kind.__name__.lower()}: {counted(len(shards), 'shard', 'shards')}{before}, in {seconds:.0f} s")
     except WorkersLostError:
         raise  # what was done is kept
     except ConfigError:

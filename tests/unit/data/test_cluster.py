@@ -95,7 +95,7 @@ def cut(source, out, workers):
 
 
 @pytest.mark.parametrize("job", [filtered, decontaminated, deduplicated, cut])
-def test_a_cluster_makes_the_same_bytes_as_one_process(ray, source, tmp_path, job):
+def test_a_cluster_makes_the_same_bytes_as_one_process(ray, source, tmp_path, job, capsys):
     reports, contents = [], []
     assert len(source.shards()) > 2
     for name in ("alone", "cluster"):
@@ -107,6 +107,9 @@ def test_a_cluster_makes_the_same_bytes_as_one_process(ray, source, tmp_path, jo
     assert reports[0] == reports[1]
     assert contents[0] == contents[1]
     assert any(len(content) > 1000 for content in contents[0].values())
+    stage = "signed" if job in (deduplicated, cut) else "rewritten"
+    told = [line for line in capsys.readouterr().err.splitlines() if " shards" in line]
+    assert f"[mindloom] {stage}: {len(source.shards())} shards, in " in told[0]
 
 
 def test_tokens_are_the_same_and_middles_too(ray, source, tokenizer, tmp_path):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lm-evaluation-harness on our models: its numbers are those of our own scorer, on any mesh, from local files."""
 
+import importlib.util
 import json
 
 import numpy as np
 import pytest
-from conftest import call, in_process, tool
+from conftest import ROOT, call, in_process, tool
 
 pytestmark = pytest.mark.slow
 WORKER = "tests/cli/lm_eval_worker.py"
@@ -95,27 +96,81 @@ def test_what_is_wrong_is_told_in_a_line(checkpoint, tmp_path):
     assert "--tasks helaswag_of_mine: the harness has no such task" in told.output
 
 
+IDIOMS = [
+    "一心一意",
+    "三心二意",
+    "四面八方",
+    "五光十色",
+    "六神无主",
+    "七上八下",
+    "九牛一毛",
+    "十全十美",
+    "百发百中",
+    "千军万马",
+]
+PUBLISHED = {  # as CLUE publishes them
+    "clue/tnews/dev.json": [
+        {"label": "102", "label_desc": "news_entertainment", "sentence": "歌手自拍", "keywords": ""}
+    ],
+    "clue/wsc/dev.json": [
+        {
+            "target": {"span1_text": noun, "span1_index": 0, "span2_text": "他", "span2_index": 3},
+            "label": label,
+            "text": text,
+        }
+        for noun, label, text in (("小明", "true", "小明说他饿了。"), ("小红", "false", "小明对小红说他饿了。"))
+    ],
+    "clue/c3/m-dev.json": [
+        [
+            ["河上有桥。", "桥边有树。"],
+            [{"question": "哪里有桥？", "choice": ["山上", "河上", "树上"], "answer": "河上"}],
+            "m1",
+        ]
+    ],
+    "clue/c3/d-dev.json": [
+        [["女：去哪儿？", "男：学校。"], [{"question": "去哪儿？", "choice": ["学校", "家"], "answer": "学校"}], "d1"]
+    ],
+    "clue/chid/dev.json": [{"content": ["他做事#idiom000001#，从不#idiom000002#。"], "candidates": IDIOMS}],
+    "clue/chid/dev_answer.json": {"#idiom000001#": 0, "#idiom000002#": 1},
+    "clue/cmrc2018/dev.json": {
+        "data": [
+            {
+                "paragraphs": [
+                    {
+                        "context": "桥在河上，建于1998年。",
+                        "qas": [{"question": "桥建于哪年？", "answers": [{"text": "1998年", "answer_start": 7}]}],
+                    }
+                ]
+            }
+        ]
+    },
+    "perplexity.jsonl": [{"text": "河上有桥。"}],
+}
+ONE_DOCUMENT = ("clue/c3/m-dev.json", "clue/c3/d-dev.json", "clue/chid/dev_answer.json", "clue/cmrc2018/dev.json")
+OF_PUBLISHED = [  # task, target, choices, one of what is asked
+    ("clue_wsc", 1, 2, "小明说他饿了。其中“他”指的是“小明”。"),
+    ("clue_c3", 1, 3, "河上有桥。\n桥边有树。\n问：哪里有桥？\n答：河上"),
+    ("clue_chid", 0, 10, "他做事四面八方，从不三心二意。"),
+    ("clue_cmrc2018", "1998年", 1, "阅读文章：桥在河上，建于1998年。\n问：桥建于哪年？\n答："),
+    ("perplexity", "河上有桥。", 1, "河上有桥。"),
+]
+
+
 def test_tasks_of_our_own_read_published_files(checkpoint, tmp_path):
     pairs = [
         {"sentence1": "河上有桥", "sentence2": "桥在河上", "label": "entailment", "gold_label": "entailment"},
         {"sentence1": "河上有桥", "sentence2": "没有河", "label": "contradiction", "gold_label": "non-entailment"},
         {"sentence1": "春天", "sentence2": "燕子", "label": "-", "gold_label": "entailment"},
     ]
-    for path in ("data/hans/heuristics_evaluation_set.jsonl", "data/clue/ocnli/dev.json"):
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs))
+    files = {"hans/heuristics_evaluation_set.jsonl": pairs, "clue/ocnli/dev.json": pairs, **PUBLISHED}
+    for name, rows in files.items():
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = name in ONE_DOCUMENT
+        path.write_text(json.dumps(rows) if whole else "".join(json.dumps(row) + "\n" for row in rows))
+    names = ("hans", "clue_ocnli", "clue_tnews", "clue_wsc", "clue_c3", "clue_chid", "clue_cmrc2018", "perplexity")
     done = tool(
-        *(
-            "tools/evaluate.py",
-            "lm-eval",
-            "--checkpoint",
-            checkpoint,
-            "--tasks",
-            "hans",
-            "clue_ocnli",
-            "--output",
-            "found.json",
-        ),
+        *("tools/evaluate.py", "lm-eval", "--checkpoint", checkpoint, "--tasks", *names, "--output", "found.json"),
         cwd=tmp_path,
     )
     assert done.code == 0, done.output
@@ -124,3 +179,30 @@ def test_tasks_of_our_own_read_published_files(checkpoint, tmp_path):
     assert [sample["target"] for sample in found["clue_ocnli"]] == [0, 2]  # without the pair nobody agreed on
     choices = [continuation for _, continuation in found["clue_ocnli"][0]["arguments"]]
     assert choices == ["河上有桥？对，桥在河上", "河上有桥？也许，桥在河上", "河上有桥？错，桥在河上"]
+    for name, target, count, asked in OF_PUBLISHED:
+        sample = found[name][0]
+        assert (sample["target"], len(sample["arguments"])) == (target, count), name
+        assert any(asked in "".join(map(str, argument)) for argument in sample["arguments"]), name
+    labels = {choice.split("的")[0] for _, choice in found["clue_tnews"][0]["arguments"]}
+    assert len(labels) == 4
+    assert [sample["target"] for sample in found["clue_wsc"]] == [1, 0]
+    assert [sample["target"] for sample in found["clue_c3"]] == [1, 0]
+    assert [sample["target"] for sample in found["clue_chid"]] == [0, 1]
+    (tmp_path / "data/clue/c3/d-dev.json").unlink()
+    told = tool("tools/evaluate.py", "lm-eval", "--checkpoint", checkpoint, "--tasks", "clue_c3", cwd=tmp_path)
+    assert told.code == 2
+    assert "--tasks clue_c3" in told.output and "data/clue/c3/d-dev.json" in told.output
+
+
+def test_answers_in_words_are_scored_as_cmrc_scores_them():
+    spec = importlib.util.spec_from_file_location("documents", ROOT / "mindloom/evaluation/tasks/documents.py")
+    documents = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(documents)
+
+    def score(said, *answers):
+        return documents.score_answer({"answers": answers}, [said])
+
+    assert score("1998年。", "1998年", "1998") == {"em": 1.0, "f1": 1.0}
+    assert score("建于1998年", "1998年") == {"em": 0.0, "f1": 2 * 2 / (4 + 2)}  # 1998 is one word
+    assert score("New York", "new york city") == {"em": 0.0, "f1": 2 * 2 / (2 + 3)}
+    assert score("", "桥") == {"em": 0.0, "f1": 0.0}

@@ -43,7 +43,6 @@ class CertifyConfig(TaskFlags):
         "sequences of one step, over all devices, two for each pair of reward and dpo; one a microbatch and replica "
         "without this",
     )
-    seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
     accumulate: Count = option(1, "parts a step's batch is cut into without a pipeline, as tools/train.py's")
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
     attention: AttentionKernel | None = option(
@@ -84,7 +83,6 @@ def check(config: CertifyConfig) -> Certification:
         strategy=config.strategy,
         ranks="all",
         batch_size=config.batch_size,
-        seq_len=config.seq_len,
         accumulate=config.accumulate,
         compute_dtype=config.compute_dtype,
         attention=config.attention,

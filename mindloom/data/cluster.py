@@ -33,6 +33,8 @@ from mindloom.log import counted, milestone
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 CONNECT_S = 10.0
+END_S = 30.0
+"""In which tasks end that are told to."""
 TRIES = 4
 """Of a shard whose worker is lost each time."""
 
@@ -209,6 +211,9 @@ def _ordered(cluster: Cluster, function: Callable[..., Any], tasks: Iterable[tup
     finally:
         for reference in pending:
             ray.cancel(reference)
+        if pending:  # what still runs writes files, which the caller may remove
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.wait([*pending], num_returns=len(pending), timeout=END_S)
 
 
 def _connected(cluster: Cluster) -> Any:

@@ -37,7 +37,6 @@ class DryRunConfig(TaskFlags):
     attention: AttentionKernel | None = option(
         None, "plain or flash; the size's own without it, which is flash where Ascend has it for the model"
     )
-    seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
     inference: bool = option(False, "the graph that reads a prompt instead of a training step")
     fast: bool = option(
         False,

@@ -41,6 +41,7 @@ class TaskFlags:
     lora_targets: tuple[str, ...] = option(("attention.query", "attention.value"), "matrices with an adapter")
     reference: bool = option(False, "of grpo: with --beta, so a reference beside the model; ppo has one in any case")
     reward_size: str | None = option(None, "of grpo and ppo: size of a reward model of the family beside the model")
+    seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,10 @@ def task_of(flags: TaskFlags, family: str, model: ModelConfig) -> TrainedTask:
         problems.of(lora.targets, model)
     if flags.reward_size and (found := problems.of(_reward_size, family, flags.reward_size)):
         reward_model = dataclasses.replace(found.with_value_head(), compute_dtype=model.compute_dtype)
-        if reward_model.seq_len < model.seq_len:
+        if reward_model.seq_len < (longest := flags.seq_len or model.seq_len):
             problems.append(
-                f"--reward-size {flags.reward_size}: its context of {reward_model.seq_len} tokens is shorter than the "
-                f"model's {model.seq_len}"
+                f"--reward-size {flags.reward_size}: its context of {reward_model.seq_len} tokens is shorter than "
+                f"{longest}, of the texts it rewards (--seq-len)"
             )
     problems.tell()
     return TrainedTask(flags.task, lora, model, flags.reference or flags.task == "ppo", reward_model)

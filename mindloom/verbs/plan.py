@@ -46,7 +46,6 @@ class PlanConfig(TaskFlags):
     global_batch_size: Count = option(
         ..., "sequences of one step, over all devices, two for each pair of reward and dpo"
     )
-    seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
     compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of matrix products")
     interleave: bool = option(False, "also consider virtual stages, which tools/train.py cannot run")
     top: Count = option(10, "options to show")

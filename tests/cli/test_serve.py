@@ -171,13 +171,16 @@ def test_a_client_that_goes_away_frees_its_row(server):
 
 def test_more_than_may_wait_are_told_to_come_again(server):
     body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "n": 128, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
-        next(answer.iter_lines())
-        # 208 alone may wait or run: refused however many of the first 128 are done, as long as one still waits.
-        refused = server.client.post(
-            "/v1/completions", json={**body, "prompt": [PROMPT] * 2, "n": 104, "stream": False}
-        )
-    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+    for _ in range(10):  # on a busy machine the first 128 may be done before the second request is sent
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+            # 208 alone may wait or run: refused however many of the first 128 are done, as long as one still waits.
+            more = {**body, "prompt": [PROMPT] * 2, "n": 104, "stream": False}
+            refused = server.client.post("/v1/completions", json=more)
+        if refused.status_code == 429:
+            break
+        assert refused.status_code == 200
+    assert (refused.status_code, refused.headers.get("Retry-After")) == (429, "1")
 
 
 def test_no_request_breaks_the_server(server):

@@ -8,7 +8,7 @@ import contextlib
 import hmac
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Send
 
 from mindloom.data.tokenizer import chat_prompt, infill_prompt
 from mindloom.errors import ConfigError
@@ -298,7 +299,7 @@ class Server:
             raise RequestError(429, "too many requests wait; come again later", headers={"Retry-After": "1"})
         texts = Texts(self.service, self.metrics, form.model, asked, choices, rooms)
         if asked.stream:
-            return StreamingResponse(_stream(texts, form, prompts), media_type="text/event-stream", headers=_NO_BUFFER)
+            return _Events(_stream(texts, form, prompts), media_type="text/event-stream", headers=_NO_BUFFER)
         made = asyncio.ensure_future(_all(texts))
         gone = asyncio.ensure_future(_until_gone(request))
         try:
@@ -357,11 +358,13 @@ class Texts:
         Raises:
             RequestError: there is no answer, or none in time.
         """
-        came: asyncio.Queue[tuple[Choice, Event | Failed]] = asyncio.Queue()
-        notify = partial(_notify, asyncio.get_running_loop(), came)
+        came: asyncio.Queue[tuple[Choice, Event | Failed] | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        notify = partial(_notify, loop, came)
         tickets: dict[int, int] = {}
         timings = {choice.index: Timing() for choice in self.choices}
-        give_up_at = time.monotonic() + self.timeout_s
+        # Not asyncio.wait_for: before Python 3.12 it may lose that its caller was cancelled.
+        too_late = loop.call_later(self.timeout_s, came.put_nowait, None)
         try:
             for choice, room in zip(self.choices, self.rooms, strict=True):
                 self.metrics.asked(len(choice.prompt), self.asked.num_choices, room)
@@ -373,14 +376,15 @@ class Texts:
                     choice.finish_reason = "length"
                     yield choice, ""
             while tickets:
-                choice, event = await asyncio.wait_for(came.get(), max(0.0, give_up_at - time.monotonic()))
+                if (news := await came.get()) is None:
+                    raise RequestError(504, f"not done within {self.timeout_s:g} s")
+                choice, event = news
                 yield choice, self._take(choice, event, timings[choice.index])
                 if choice.finish_reason:
                     self.metrics.end(timings[choice.index], choice.finish_reason)
                     del tickets[choice.index]
-        except asyncio.TimeoutError:
-            raise RequestError(504, f"not done within {self.timeout_s:g} s") from None
         finally:
+            too_late.cancel()
             for index, ticket in tickets.items():
                 self.service.cancel(ticket)
                 self.metrics.end(timings[index], "abort")
@@ -427,9 +431,19 @@ async def _all(texts: Texts) -> None:
             pass
 
 
+class _Events(StreamingResponse):
+    """A stream that ends what makes it when its client goes away, also between two events."""
+
+    body_iterator: AsyncGenerator[str, None]
+
+    async def stream_response(self, send: Send) -> None:
+        async with contextlib.aclosing(self.body_iterator):
+            await super().stream_response(send)
+
+
 async def _stream(
     texts: Texts, form: CompletionAnswer | ChatAnswer, prompts: list[tuple[int, ...]]
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str, None]:
     """Server-sent events, one a token."""
     try:
         for first in form.opening(texts.choices):

@@ -14,6 +14,7 @@ SUPPORTED_VERSIONS = ("2.9", "2.10")
 
 try:
     from mindspore._c_expression import MSContext
+    from mindspore._c_expression.typing import type_to_type_id
     from mindspore.communication import _comm_helper as comm_helper
     from mindspore.communication import management as comm_management
     from mindspore.graph._parse import compile_config
@@ -47,6 +48,7 @@ __all__ = [
     "nn_func",
     "own_parameters",
     "own_primitives",
+    "type_to_type_id",
 ]
 
 REGISTER_INIT = "_ZN9mindspore9MsContext16RegisterInitFuncERKSsPFvPS0_E"  # MsContext::RegisterInitFunc

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files tensor by tensor: the library's own writer wants all of them in memory, and its NumPy has no bfloat16.
+"""Safetensors files tensor by tensor: the library's own writer wants all of them in memory.
 
 Source: the format, https://github.com/huggingface/safetensors: the header's length, the header as JSON, the bytes.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +23,6 @@ from mindloom.reader import Document, parse_json, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BFLOAT16 = "bfloat16"
-"""NumPy has no such type; its bits are uint16 there."""
 DTYPES = {
     **{"float64": "F64", "float32": "F32", "float16": "F16", BFLOAT16: "BF16"},
     **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"},
@@ -35,6 +35,11 @@ CHUNK_NUMBERS = 1 << 23
 """Of a tensor that is read at once."""
 
 
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's type of a name; MindSpore has another one of the name of ml_dtypes' bfloat16."""
+    return np.dtype(ml_dtypes.bfloat16 if name == BFLOAT16 else name)
+
+
 class Described(NamedTuple):
     """A tensor that is still to come."""
 
@@ -43,7 +48,7 @@ class Described(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(stored(self.dtype)).itemsize
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
 class Stored(NamedTuple):
@@ -53,11 +58,6 @@ class Stored(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     offset: int
-
-
-def stored(dtype: str) -> str:
-    """NumPy's type that holds the bits."""
-    return "uint16" if dtype == BFLOAT16 else dtype
 
 
 Arrays = Iterable[NDArray[Any] | Iterator[NDArray[Any]]]
@@ -83,8 +83,8 @@ def write_tensor_by_tensor(
         for (name, tensor), array in zip(described.items(), arrays, strict=True):
             written = 0
             for part in array if isinstance(array, Iterator) else [np.asarray(array)]:
-                assert (part.dtype.name, part.shape[1:]) == (stored(tensor.dtype), tuple(tensor.shape[1:])), name
-                written += file.write(np.ascontiguousarray(part).data)
+                assert (part.dtype.name, part.shape[1:]) == (tensor.dtype, tuple(tensor.shape[1:])), name
+                written += file.write(np.ascontiguousarray(part).view(np.uint8).data)
             assert written == tensor.num_bytes, name
         file.flush()
         os.fsync(file.fileno())
@@ -202,32 +202,15 @@ def read_rows(tensor: Stored, start: int, stop: int, dtype: str) -> Iterator[NDA
 
 
 def _read(tensor: Stored, start: int, count: int, dtype: str) -> NDArray[Any]:
-    """Numbers of a tensor, of bfloat16 their bits."""
+    """Numbers of a tensor."""
     if tensor.dtype not in ("float64", "float32", "float16", BFLOAT16):
         raise ConfigError(f"{tensor.path}: {tensor.dtype} numbers are no weights")
-    kind = np.dtype(stored(tensor.dtype))
+    kind = numpy_dtype(tensor.dtype)
     try:
         raw = np.fromfile(tensor.path, kind, count, offset=tensor.offset + start * kind.itemsize)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{tensor.path}: cannot be read: {error}") from None
-    if dtype == tensor.dtype:
-        return raw
-    wide = from_bfloat16(raw) if tensor.dtype == BFLOAT16 else raw.astype(np.float32, copy=False)
-    return to_bfloat16(wide) if dtype == BFLOAT16 else wide.astype(dtype, copy=False)
-
-
-def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The numbers that the bits of bfloat16 stand for."""
-    wide = bits.astype(np.uint32)
-    wide <<= 16
-    return wide.view(np.float32)
-
-
-def to_bfloat16(array: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The bits of the nearest bfloat16, of two equally near ones the even."""
-    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-    rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    return np.where(np.isnan(array), np.uint16(0x7FC0), rounded)
+    return raw.astype(numpy_dtype(dtype), copy=False)
 
 
 def _shards(described: Mapping[str, Described], max_bytes: int) -> list[list[str]]:

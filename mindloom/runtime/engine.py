@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,10 @@ class Engine:
         self.groups: dict[str, list[int]] = {}
         self.nan_finder: NanFinder | None = None
         """What looks at every node of the graphs compiled from now on."""
+        self.rounded: Counter[str] = Counter()
+        """Kinds of operators of the largest graph that are computed in float32 and give bfloat16, and how many of each."""
         self._programs: dict[Any, Program] = {}
+        self._in_bfloat16: dict[int, bool] = {}
         ms.set_context(mode=ms.GRAPH_MODE)
         if strategy.mesh.size == 1:
             if self.target == "CPU":
@@ -92,7 +96,9 @@ class Engine:
                 f"keeps that number; run what needs {self.strategy.mesh.size} in new processes"
             )
         # A process that starts a second engine does so on every rank.
-        self.transport = Transport(self.rank, self.strategy.mesh.size, f"{job_name()}-{next(_engine_count)}")
+        size = self.strategy.mesh.size
+        job = job_name() if size > 1 else f"alone-{os.getpid()}"
+        self.transport = Transport(self.rank, size, f"{job}-{next(_engine_count)}")
         atexit.register(self.transport.close)
 
     @property
@@ -108,7 +114,7 @@ class Engine:
     @property
     def partitions_itself(self) -> bool:
         """Whether graphs are partitioned here and executed by CPU processes."""
-        return self.transport is not None
+        return self.target == "CPU" and self.strategy.mesh.size > 1
 
     def all_reduce(self) -> ops.AllReduce | None:
         """The operator that adds a number up over all ranks, for use in a graph; None on one device."""
@@ -121,7 +127,7 @@ class Engine:
 
     def prepare(self, cell: nn.Cell, *inputs: Tensor) -> None:
         """Compile `cell` for inputs like these; `run` would do so on its first call."""
-        if self.transport is not None:
+        if self.partitions(cell):
             self.program(cell, inputs).compile(inputs)
         else:
             # Devices keep MindSpore's own way: the faster one was never tried on them.
@@ -140,12 +146,24 @@ class Engine:
 
     def run(self, cell: nn.Cell, *inputs: Tensor) -> Any:
         """Call `cell`, a Cell around a parallelized network, with the whole batch."""
-        if self.transport is None:
-            return cell(*inputs)
-        return self.program(cell, inputs).run(inputs)
+        if self.partitions(cell):
+            return self.program(cell, inputs).run(inputs)
+        return cell(*inputs)
+
+    def partitions(self, cell: nn.Cell) -> bool:
+        """Whether a Program executes `cell`: on several CPU processes always, on one CPU device if it computes in bfloat16,
+        which MindSpore's own kernels for CPUs do not."""
+        if self.partitions_itself:
+            return True
+        if id(cell) not in self._in_bfloat16:
+            is_narrow = any(getattr(each, "dtype", None) == ms.bfloat16 for _, each in cell.cells_and_names())
+            self._in_bfloat16[id(cell)] = is_narrow and self.target == "CPU"
+        return self._in_bfloat16[id(cell)]
 
     def program(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Program:
         """The compiled part of this rank, compiled on first use for each set of input shapes."""
+        if self.transport is None:
+            self._start_on_cpu()
         assert self.transport is not None
         described = describe_inputs(inputs)
         key = (id(cell), cell.training, str(described))
@@ -159,7 +177,8 @@ class Engine:
             self.layouts |= graph.layouts
             self.groups |= graph.groups
             name = f"program {len(self._programs)}"
-            self._programs[key] = Program(graph, cell, self.transport, name, self.nan_finder)
+            self._programs[key] = program = Program(graph, cell, self.transport, name, self.nan_finder)
+            self.rounded = max(self.rounded, program.widened.rounded, key=Counter.total)
         return self._programs[key]
 
     def _graph(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> PartitionedGraph:

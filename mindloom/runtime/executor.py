@@ -28,7 +28,7 @@ class Program:
         nan_finder: NanFinder | None = None,
     ):
         self.graph = graph
-        messages = lower(graph.model, transport, graph.groups, name)
+        messages, self.widened = lower(graph.model, transport, graph.groups, name)
         if nan_finder:
             nan_finder.watch(graph.model, messages)
         with scratch_folder() as folder:
@@ -37,6 +37,8 @@ class Program:
             self.cell = nn.GraphCell(ms.load(str(path)))
         owners = {parameter.name: parameter for parameter in cell.get_parameters()}
         materialize(owners.values(), graph)
+        for name in self.widened.parameters:
+            owners[name] = _in_float32(owners[name])
         # One storage from now on: a write by either is seen by both.
         self._pairs = [(parameter, owners[parameter.name]) for parameter in self.cell.get_parameters()]
         for parameter, owner in self._pairs:
@@ -53,6 +55,13 @@ class Program:
             if parameter.data_ptr() != owner.data_ptr():  # the owner was given new data, as a learning rate is
                 parameter.set_data(owner)
         return self.cell(*inputs)
+
+
+def _in_float32(parameter: Parameter) -> Parameter:
+    """What holds the values of a parameter in bfloat16, a cache say, for all programs that use it."""
+    if not hasattr(parameter, "in_float32"):
+        parameter.in_float32 = Parameter(parameter.astype(ms.float32), requires_grad=False)
+    return parameter.in_float32
 
 
 def materialize(parameters: Any, graph: PartitionedGraph) -> None:

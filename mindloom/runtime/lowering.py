@@ -14,6 +14,7 @@ import numpy as np
 
 from mindloom.errors import ConfigError
 from mindloom.private_names import mind_ir
+from mindloom.runtime.bfloat16 import Widened, in_bfloat16, widen_bfloat16
 from mindloom.runtime.compile import DECIDES_BY_DATA
 from mindloom.runtime.flash import exchange_flash_attention
 from mindloom.runtime.ordering import Message, order_messages
@@ -54,9 +55,11 @@ def attributes(primitive: mind_ir.PrimitiveProto) -> dict[str, Any]:
     return values
 
 
-def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, list[int]], program: str) -> set[str]:
+def lower(
+    model: mind_ir.ModelProto, transport: Transport, groups: dict[str, list[int]], program: str
+) -> tuple[set[str], Widened]:
     """Replace every collective of `model`, in place, and put them in an order that cannot deadlock. Returns the names of what
-    they give.
+    they give, and what was bfloat16.
 
     `program` keeps the messages of several graphs apart.
 
@@ -68,6 +71,7 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
     if any(primitive.op_type == "Switch" for primitive in model.primitives):
         raise ConfigError(f"the network {DECIDES_BY_DATA}")
     exchange_flash_attention(model)
+    widened = widen_bfloat16(model)
     counts: dict[str, int] = {}
     messages: dict[str, Message] = {}
     _take_broadcasts_apart(model)
@@ -76,10 +80,6 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
     for node, primitive in nodes:
         values = attributes(primitive)
         ranks, kind = groups[values["group"]], primitive.op_type
-        if output_of(node).data_type == mind_ir.TensorProto.BFLOAT16:
-            raise LoweringError(
-                "CPU processes exchange no bfloat16, which NumPy does not know; use compute_dtype float32"
-            )
         if node.name not in outside:
             raise LoweringError(f"{kind} on ranks {ranks} lies in a control-flow branch, where no order can be kept")
         if kind in ("Send", "Receive"):
@@ -94,10 +94,11 @@ def lower(model: mind_ir.ModelProto, transport: Transport, groups: dict[str, lis
             message = Message("collective", tuple(ranks), f"{what}, number {counts[group]} of {group}")
             run = _collective(kind, values, Collectives(transport, ranks, (program, message.tag)))
         messages[node.output[0]] = message
+        run = in_bfloat16(run) if node.output[0] in widened.values else run
         run = transport.watched(f"{kind} of {place_of(node.domain)}, ranks {', '.join(map(str, message.ranks))}", run)
         node.op_type = add_pyfunc_primitive(model, run, is_scalar=not output_of(node).dims)
     order_messages(model, messages, transport, program)
-    return set(messages)
+    return set(messages), widened
 
 
 def _places_of_tags(

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import zmq
 from numpy.typing import NDArray
@@ -28,7 +29,8 @@ from mindloom.runtime.meeting_place import MeetingPlace
 RECEIVE_TIMEOUT_S = 600.0
 GOODBYE_S = 0.3
 SMALL_BYTES = 1 << 16  # up to here one exchange of whole arrays beats two exchanges of parts
-NUMBERS = "biufc"  # kinds of NumPy dtypes that a message may hold
+NUMBERS = "biufc"  # kinds of NumPy dtypes that a message may hold, besides bfloat16
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # not by its name, under which MindSpore has a type of its own
 
 Array = NDArray[Any]
 _IN = "in "
@@ -73,6 +75,8 @@ class Transport:
         self._peers: dict[int, zmq.Socket[bytes]] = {}
         for peer in sorted(self._absent):
             self._connect(peer)
+        if not self._absent:
+            self._place.leave()  # nobody will look for it
         threading.Thread(target=self._receive_loop, daemon=True).start()
 
     def _connect(self, peer: int) -> None:
@@ -148,7 +152,7 @@ class Transport:
             return self._inbox.setdefault((source, tag), queue.Queue())
 
     def _post(self, peer: int, kind: str, tag: str = "", body: Any = b"", array: Array | None = None) -> None:
-        described = ("", ()) if array is None else (array.dtype.str, array.shape)
+        described = ("", ()) if array is None else (_named(array.dtype), array.shape)
         header = json.dumps((kind, self.rank, tag, *described)).encode()
         with self._lock:
             self._peers[peer].send_multipart([header, body], copy=False)
@@ -249,9 +253,13 @@ def _text(tag: Hashable) -> str:
     return json.dumps(tag)
 
 
+def _named(dtype: np.dtype[Any]) -> str:
+    return dtype.name if dtype == BFLOAT16 else dtype.str  # whose str is that of two bytes of anything
+
+
 def _to_array(body: zmq.Frame, dtype: str, shape: Sequence[int]) -> Array:
-    kind = np.dtype(dtype)
-    if kind.kind not in NUMBERS or math.prod(shape) * kind.itemsize != len(body):
+    kind = BFLOAT16 if dtype == BFLOAT16.name else np.dtype(dtype)
+    if (kind.kind not in NUMBERS and kind != BFLOAT16) or math.prod(shape) * kind.itemsize != len(body):
         raise ValueError(f"{len(body)} bytes for {shape} of {dtype}")
     return np.frombuffer(body.buffer, kind).reshape(shape)
 

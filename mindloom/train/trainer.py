@@ -99,7 +99,7 @@ def start(run: Run) -> Training:
         what += f", frozen but for {trained:,} of adapters" + (" and head" if run.model.value_head else "")
     training.say(f"{what} on {run.strategy.mesh}")
     if has_flash(net):
-        training.say(f"attention: {_told_of_attention(engine)}")
+        training.say(f"attention: {_told_of_attention(engine, net)}")
     for line in task.describe().splitlines():
         training.say(line)
     training.say(f"metrics, configuration and checkpoints go to {config.output_dir}")
@@ -112,8 +112,6 @@ def _check_target(run: Run, engine: Engine) -> None:
     Raises:
         ConfigError: it does not go together.
     """
-    if engine.target == "CPU" and run.model.compute_dtype == "bfloat16":
-        raise ConfigError("compute_dtype bfloat16: MindSpore has no such kernels for CPUs; use float16 or float32 here")
     if engine.target == "Ascend" and run.model.attention == "flash" and run.model.compute_dtype == "float32":
         raise ConfigError("attention flash: Ascend has it for float16 and bfloat16; give --compute-dtype")
     if engine.target == "GPU" and run.model.attention == "flash":
@@ -122,9 +120,9 @@ def _check_target(run: Run, engine: Engine) -> None:
         raise ConfigError("--find-nan: only graphs that CPU processes execute can be looked into")
 
 
-def _told_of_attention(engine: Engine) -> str:
+def _told_of_attention(engine: Engine, net: nn.Cell) -> str:
     """How attention is computed in a network that has FlashAttention."""
-    if engine.partitions_itself:
+    if engine.partitions(net):
         return "FlashAttentionScore, by NumPy here, which is slow"
     return "FlashAttentionScore" if engine.target == "Ascend" else "plain; one CPU device has no FlashAttentionScore"
 
@@ -317,6 +315,11 @@ def _compile(training: Training, step: int) -> None:
     for_what = f" for {shape[0]} sequences of {shape[1]}" if len(training.run.sizes.shapes()) > 1 else ""
     seen = f"; {shape[2]} tokens of each in the layers that drop some" if shape[2:] else ""
     training.say(f"compiled{for_what} in {time.perf_counter() - begin:.1f} s{seen}")
+    if (rounded := training.engine.rounded) and len(training.compiled) == 1:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in rounded.most_common())
+        training.say(
+            f"bfloat16: CPUs have no kernels; computed in float32, rounded after {rounded.total()} operators: {kinds}"
+        )
 
 
 def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Report) -> Training:

@@ -13,6 +13,7 @@ RUNS = {
     "scaled": (65536.0, "float32", 3),
     "overflow": (1e38, "float32", 3),
     "half": (65536.0, "float16", 3),
+    "bfloat16": (None, "bfloat16", 3),
 }
 CASES = {"one_device": 1, "pangu_tiny_dp2_tp2_zero": 2, "pangu_tiny_tp2_pp2": 1}
 """Strategies, and parts the batch is accumulated of."""
@@ -64,13 +65,14 @@ def test_an_overflow_changes_nothing_on_any_rank_halves_the_scale_and_goes_on(re
     np.testing.assert_allclose(norms[1:], results("one_device")[0]["overflow"][1][1:], rtol=1e-5)
 
 
+@pytest.mark.parametrize(("run", "bits"), [("half", 11), ("bfloat16", 8)])
 @pytest.mark.parametrize("name", CASES)
-def test_float16_on_a_mesh_is_float16_on_one_device(results, name):
-    """A sum of float16 products is rounded to 2^-11 of itself; over meshes its parts are rounded apart. A loss is a mean of
-    hundreds of tokens and its error smaller by the root of that; a norm likewise."""
-    told, alone = results(name)[0]["half"], results("one_device")[0]["half"]
-    np.testing.assert_allclose(told[0], alone[0], rtol=2**-11 / 16)
-    np.testing.assert_allclose(told[1], alone[1], rtol=2**-11)
+def test_a_half_type_on_a_mesh_is_that_type_on_one_device(results, name, run, bits):
+    """A sum of products is rounded to 2^-11 of itself in float16, 2^-8 in bfloat16; over meshes its parts are rounded apart.
+    A loss is a mean of hundreds of tokens and its error smaller by the root of that; a norm likewise."""
+    told, alone = results(name)[0][run], results("one_device")[0][run]
+    np.testing.assert_allclose(told[0], alone[0], rtol=2**-bits / 16)
+    np.testing.assert_allclose(told[1], alone[1], rtol=2**-bits)
     single = results("one_device")[0]["plain"]
-    np.testing.assert_allclose(told[0], single[0], rtol=2**-11)
+    np.testing.assert_allclose(told[0], single[0], rtol=2**-bits)
     assert told[0] != single[0]

@@ -189,10 +189,10 @@ class Service:
                     self._cancel(value)
                 else:
                     return
-            if not self.scheduler.is_idle:
-                for event in self.scheduler.step():
-                    self._deliver(event)
-            self._measure()
+            events = [] if self.scheduler.is_idle else self.scheduler.step()
+            self._measure()  # before anybody is told: who has a token sees its row counted
+            for event in events:
+                self._deliver(event)
 
     def _collect(self) -> tuple[list[Any], deque[_Open]]:
         """What was asked for since the last step, as all ranks are told it; and the new texts among it."""

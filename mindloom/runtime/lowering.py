@@ -17,6 +17,7 @@ from mindloom.private_names import mind_ir
 from mindloom.runtime.bfloat16 import Widened, in_bfloat16, widen_bfloat16
 from mindloom.runtime.compile import DECIDES_BY_DATA
 from mindloom.runtime.flash import exchange_flash_attention
+from mindloom.runtime.inlining import inline_functions
 from mindloom.runtime.ordering import Message, order_messages
 from mindloom.runtime.places import place_of
 from mindloom.runtime.pyfunc import add_pyfunc_primitive
@@ -70,6 +71,7 @@ def lower(
     """
     if any(primitive.op_type == "Switch" for primitive in model.primitives):
         raise ConfigError(f"the network {DECIDES_BY_DATA}")
+    inline_functions(model)
     exchange_flash_attention(model)
     widened = widen_bfloat16(model)
     counts: dict[str, int] = {}

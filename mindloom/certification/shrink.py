@@ -16,9 +16,10 @@ from mindloom.models.config import ExpertConfig, ModelConfig
 from mindloom.planner.task import TrainedTask
 from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.mesh import Mesh
-from mindloom.strategy.stages import layers_per_stage, recomputed_layers
+from mindloom.strategy.stages import layers_per_part, recomputed_layers
 
 BATCH, SEQ_LEN, HEAD_DIM, VOCAB = 16, 32, 16, 128
+MOST_VIRTUAL_STAGES = 2
 POSSIBLE_PROCESSES = (2, 4, 8, 16)
 IN_PROOF = "MINDLOOM_IN_PROOF"
 """Environment: set in the processes of a proof."""
@@ -64,7 +65,12 @@ def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
         more = strategy.pipeline.num_microbatches > strategy.mesh.pp
         counts = [1] if num_layers is None else _layers_of_small_stages(strategy, num_layers, mesh.pp)
         uneven = None if len(set(counts)) == 1 else Stages(num_layers=counts)
-        pipeline = Pipeline(num_microbatches=mesh.pp * (2 if more else 1), stages=uneven or "uniform")
+        pipeline = Pipeline(
+            num_microbatches=mesh.pp * (2 if more else 1),
+            stages=uneven or "uniform",
+            virtual_stages=min(strategy.pipeline.virtual_stages, MOST_VIRTUAL_STAGES),
+            schedule=strategy.pipeline.schedule,
+        )
     if recompute:
         some = num_layers is not None and _recomputes_some(strategy, num_layers)
         recompute = Recompute(kind=recompute.kind, layers=[0] if some else "all")
@@ -96,14 +102,15 @@ def _recomputes_some(strategy: Strategy, num_layers: int) -> bool:
 
 
 def _layers_of_small_stages(strategy: Strategy, num_layers: int, num_stages: int) -> list[int]:
-    """Stages that are unequal stay so: the larger half of them keeps the larger part."""
-    counts = layers_per_stage(num_layers, strategy)
+    """Stages, or virtual ones, that are unequal stay so: the larger half of them keeps the larger part."""
+    counts = layers_per_part(num_layers, strategy)
+    num_parts = num_stages * min(strategy.pipeline.virtual_stages, MOST_VIRTUAL_STAGES)
     if len(set(counts)) == 1:
         more = 2 if _recomputes_some(strategy, num_layers) else 1
-        return [more] * num_stages
+        return [more] * num_parts
     half = len(counts) // 2
     first = sum(counts[:half]) >= sum(counts[half:])
-    return [2, *[1] * (num_stages - 1)] if first else [*[1] * (num_stages - 1), 2]
+    return [2, *[1] * (num_parts - 1)] if first else [*[1] * (num_parts - 1), 2]
 
 
 def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> ModelConfig:

@@ -39,8 +39,8 @@ class StageLayers:
 
 def small_depths(model: ModelConfig, strategy: Strategy, rank: int) -> list[tuple[ModelConfig, Strategy]]:
     """The models and strategies to compile `rank` of: with one layer of each kind, then with one more of each. A model with
-    experts, whose layers need not be alike, is compiled whole."""
-    if model.experts:
+    experts, whose layers need not be alike, is compiled whole, and one whose stages hold several parts of it."""
+    if _is_compiled_whole(model, strategy):
         return [(model, strategy)]
     layers = _layers_of(model, strategy, strategy.mesh.coordinate(rank, "pp"))
     few, many = _few_and_many(layers)
@@ -50,12 +50,16 @@ def small_depths(model: ModelConfig, strategy: Strategy, rank: int) -> list[tupl
 
 def full_depth(model: ModelConfig, strategy: Strategy, rank: int, compiled: Sequence[RankReport]) -> RankReport:
     """What compiling `rank` whole would report, from the reports of its `small_depths`."""
-    if model.experts:
+    if _is_compiled_whole(model, strategy):
         return compiled[0]
     layers = _layers_of(model, strategy, strategy.mesh.coordinate(rank, "pp"))
     many = _few_and_many(layers)[1]
     more = dict(zip(many, compiled[1:], strict=True))
     return _extended(compiled[0], more, {kind: layers.count(kind) - 1 for kind in many}, layers, model)
+
+
+def _is_compiled_whole(model: ModelConfig, strategy: Strategy) -> bool:
+    return model.experts is not None or strategy.pipeline.virtual_stages > 1
 
 
 def _few_and_many(layers: StageLayers) -> tuple[dict[bool, int], list[bool]]:

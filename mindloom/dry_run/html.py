@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from mindloom.dry_run.schedule import LASTS, times
 from mindloom.dry_run.summary import GB, describe_layout
 
 PARTS = (
@@ -18,6 +19,11 @@ PARTS = (
     ("beside_bytes", "models and caches beside", "#78a0a8"),
 )
 SHOWN_MICROBATCHES = 12
+COLORS = {
+    "forward": ("#78a8d0", "#a8c8e4", "#5888b8", "#c8dcf0"),
+    "backward": ("#90c070", "#b4d89c", "#70a050", "#d0e8c0"),
+}
+"""Of the parts that a stage holds, in turn."""
 STYLE = """body{font:14px system-ui,sans-serif;margin:2em;max-width:75em}table{border-collapse:collapse;width:100%}
 td,th{text-align:left;padding:.2em .6em;border-bottom:1px solid #ddd}td.n{text-align:right}input{width:30em;padding:.4em}
 h2{margin-top:2em}.key{display:inline-block;width:1em;height:1em;margin:0 .3em 0 1em;vertical-align:middle}"""
@@ -68,49 +74,21 @@ def memory_bars(ranks: Sequence[dict[str, Any]], limit: float = 0.0) -> str:
     return f"<p>{keys}</p><svg width='840' height='{12 + 26 * len(ranks)}'>{''.join(bars)}</svg>"
 
 
-def schedule(num_stages: int, num_microbatches: int) -> list[list[tuple[str, int, int]]]:
-    """1F1B: for each stage its (pass, microbatch, start), a forward taking 1 and a backward 2."""
-    done: dict[tuple[str, int, int], int] = {}
-    todo = []
-    for stage in range(num_stages):
-        ahead = min(num_microbatches, num_stages - stage)
-        order = [("forward", i) for i in range(ahead)]
-        for i in range(num_microbatches):
-            order.append(("backward", i))
-            if i + ahead < num_microbatches:
-                order.append(("forward", i + ahead))
-        todo.append(order)
-    clock, result = [0] * num_stages, [[] for _ in range(num_stages)]  # type: ignore[var-annotated]
-    while any(todo):
-        for stage, order in enumerate(todo):
-            while order:
-                kind, i = order[0]
-                before = ("forward", i, stage - 1) if kind == "forward" else ("backward", i, stage + 1)
-                if not 0 <= before[2] < num_stages:
-                    before = ("forward", i, stage)
-                if before not in done and not (kind == "forward" and stage == 0):
-                    break
-                start = max(clock[stage], done.get(before, 0))
-                clock[stage] = done[kind, i, stage] = start + (1 if kind == "forward" else 2)
-                result[stage].append((kind, i, start))
-                order.pop(0)
-    return result
-
-
 def _pipeline(job: dict[str, Any]) -> str:
-    num_stages = len(job["stages"])
+    num_stages, virtual, schedule = len(job["stages"]), job["virtual_stages"], job["schedule"]
     shown = min(job["num_microbatches"], max(SHOWN_MICROBATCHES, num_stages))
-    stages, unit, cells = schedule(num_stages, shown), 16, []
-    for stage, passes in enumerate(stages):
+    stages, unit, cells = times(num_stages, shown, virtual, schedule), 16, []
+    for stage, drawn in enumerate(stages):
         y = 4 + 22 * stage
         cells.append(f"<text x='0' y='{y + 14}'>stage {stage}</text>")
-        for kind, i, start in passes:
-            width, color = (unit, "#78a8d0") if kind == "forward" else (2 * unit, "#90c070")
+        for (kind, part, i), start in drawn:
+            width, color = unit * LASTS[kind], COLORS[kind][part % len(COLORS[kind])]
             x = 70 + unit * start
             cells.append(f"<rect x='{x}' y='{y}' width='{width - 1}' height='18' fill='{color}'/>")
             cells.append(f"<text x='{x + 2}' y='{y + 13}' font-size='10'>{i}</text>")
-    end = max(start for passes in stages for _, _, start in passes) + 2
-    note = f"1F1B, forward blue, backward green, {shown} of {job['num_microbatches']} microbatches"
+    end = max(start + LASTS[one.kind] for drawn in stages for one, start in drawn)
+    note = f"{schedule}, forward blue, backward green, {shown} of {job['num_microbatches']} microbatches"
+    note += f"; the {virtual} parts of a stage in shades" if virtual > 1 else ""
     size = f"width='{80 + unit * end}' height='{8 + 22 * num_stages}'"
     rows = [(s["stage"], s["layers"], f"{s['total_bytes'] / GB:.2f} GB", f"{s['flops']:.3e}") for s in job["stages"]]
     stages_table = table(("stage", "layers", "memory of a device", "FLOPs of a device"), rows)

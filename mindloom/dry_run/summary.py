@@ -135,6 +135,8 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
         "batch_size": run.batch_size,
         "seq_len": run.seq_len,
         "num_microbatches": run.num_microbatches,
+        "virtual_stages": strategy.pipeline.virtual_stages,
+        "schedule": strategy.pipeline.schedule,
         "copies": 1 if run.config.inference else strategy.micro_batch_interleave,
         "stages": stages,
         "imbalance": max(flops) / (sum(flops) / len(flops)) - 1,

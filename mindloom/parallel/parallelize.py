@@ -27,7 +27,7 @@ from mindloom.parallel.sharding import (
 from mindloom.strategy.config import Rule, Strategy
 from mindloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
 from mindloom.strategy.mesh import Mesh, part_of_axis
-from mindloom.strategy.stages import recomputed_layers, stage_of_layers
+from mindloom.strategy.stages import layers_of_stages, part_of_layers, recomputed_layers
 
 
 def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
@@ -109,6 +109,8 @@ def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
             for cut in net.interleave_inputs:
                 cut.strided_slice.del_prim_attr("interleave_num")
     if strategy.mesh.pp > 1:
+        if strategy.pipeline.virtual_stages > 1:  # MindSpore's schedules move whole functions
+            net.cell_init_args = f"lazy_inline_{type(net).__name__}"
         return nn.PipelineCell(net, strategy.pipeline.num_microbatches)
     return GradAccumulation(net, accumulate) if accumulate > 1 and strategy.mesh.size > 1 else net
 
@@ -165,8 +167,10 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
         problems.append(
             f"{strategy.at('rules')}: no cell matches `layers`, so there is nothing to deal out to {mesh.pp} stages"
         )
-    elif mesh.pp > len(layers) > 0:
-        problems.append(f"{strategy.at('mesh.pp')} = {mesh.pp} stages are more than the {len(layers)} layers")
+    elif strategy.num_virtual_stages > len(layers) > 0:
+        virtual = strategy.pipeline.virtual_stages
+        parts = f"{mesh.pp} stages{f' x {virtual} virtual ones' if virtual > 1 else ''}"
+        problems.append(f"{strategy.at('mesh.pp')} = {parts} are more than the {len(layers)} layers")
     if strategy.recompute and not layers:
         problems.append(f"{strategy.at('recompute')}: no cell matches `layers` of the rules")
     if problems:
@@ -193,23 +197,25 @@ def _lookup_problems(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mes
 
 
 def _assign_stages(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> dict[str, int]:
-    """Set the pipeline stage of each named cell. Returns cell path -> stage."""
-    if strategy.mesh.pp == 1:
+    """Set the pipeline stage, and virtual stage, of each named cell. Returns cell path -> stage."""
+    num_stages = strategy.mesh.pp
+    if num_stages == 1:
         return {}
-    stages = dict(zip(layers, stage_of_layers(len(layers), strategy), strict=True))
-    stages |= dict.fromkeys(_matching(net, strategy.rules.first_stage), 0)
-    stages |= dict.fromkeys(_matching(net, strategy.rules.last_stage), strategy.mesh.pp - 1)
+    parts = dict(zip(layers, part_of_layers(len(layers), strategy), strict=True))
+    parts |= dict.fromkeys(_matching(net, strategy.rules.first_stage), 0)
+    parts |= dict.fromkeys(_matching(net, strategy.rules.last_stage), strategy.num_virtual_stages - 1)
     for path, cell in net.cells_and_names():
-        if path in stages:
-            cell.pipeline_stage = stages[path]
-    return stages
+        if path in parts:
+            cell.pipeline_stage = parts[path] % num_stages
+            if strategy.pipeline.virtual_stages > 1:
+                cell.pipeline_segment = parts[path] // num_stages
+    return {path: part % num_stages for path, part in parts.items()}
 
 
 def _layers_of_stages(layers: Sequence[str], strategy: Strategy) -> list[list[str]]:
     if not layers:
         return []
-    stages = stage_of_layers(len(layers), strategy)
-    return [[p for p, s in zip(layers, stages, strict=True) if s == stage] for stage in range(strategy.mesh.pp)]
+    return [[layers[number] for number in stage] for stage in layers_of_stages(len(layers), strategy)]
 
 
 def _parameter_reports(

@@ -51,6 +51,8 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         ep=mesh.ep,
         microbatch=max(1, batch_size // mesh.dp // microbatches),
         num_microbatches=microbatches,
+        virtual_stages=strategy.pipeline.virtual_stages,
+        schedule=strategy.pipeline.schedule,
         flash_attention=flash,
         mask_bytes=1 if flash else 4,
         recompute="none" if flash and kind == "selective" else kind,  # of what is never made
@@ -144,12 +146,11 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     if job.pp > 1:
         sent, tied = m * x // (job.tp if job.sequence_parallel else 1), 4 * tied_words(dims, job, stage)
         sent += 4 * m * bool(dims.num_experts)  # what the routers up to there add to the loss
-        if not last_stage:
-            found["Send forward"] += sent + tied * first_stage
-            found["Receive backward"] += sent + tied * first_stage
-        if not first_stage:
-            found["Receive forward"] += sent + tied * last_stage
-            found["Send backward"] += sent + tied * last_stage
+        forth, back = job.virtual_stages - last_stage, job.virtual_stages - first_stage  # parts with one behind, before
+        found["Send forward"] += forth * sent + tied * first_stage
+        found["Receive backward"] += forth * sent + tied * first_stage
+        found["Receive forward"] += back * sent + tied * last_stage
+        found["Send backward"] += back * sent + tied * last_stage
     found.update(_parameter_traffic(dims, job, stage))
     found["AllReduce optimizer"] += 4 if job.devices > 1 else 0  # the square sum of all gradients
     return {name: size for name, size in found.items() if size}

@@ -14,6 +14,7 @@ from mindloom.errors import ConfigError
 from mindloom.models.config import ExpertConfig, ModelConfig, Widths
 from mindloom.numbers import Count, Natural, Positive, number_problems
 from mindloom.reader import fields_from, read_yaml
+from mindloom.strategy.config import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +279,7 @@ class Parallelism:
     our own engine does."""
     virtual_stages: int = 1
     """Parts of the layers each pipeline rank holds (interleaving)."""
+    schedule: Schedule = "1f1b"
     microbatch: int = 1
     """Sequences of one microbatch, on one replica."""
     num_microbatches: int = 1

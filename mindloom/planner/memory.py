@@ -143,10 +143,13 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
 
 
 def microbatches_in_flight(job: Parallelism, stage: int) -> float:
-    """Whole microbatches' worth of activations a stage holds under 1F1B; with interleaving (p-1)/v more.
+    """Whole microbatches' worth of activations a stage holds: all under gpipe; else as few as 1F1B has, with interleaving
+    (p-1)/v more.
 
     Source: arXiv:2205.05198 section 4.3, L (1 + (p-1)/(p v)) layers on the first stage.
     """
+    if job.schedule == "gpipe":
+        return job.num_microbatches
     more = (job.pp - 1) / job.virtual_stages if job.virtual_stages > 1 else 0
     return min(job.num_microbatches, job.pp - stage + more)
 

@@ -99,7 +99,9 @@ def strategy_file(request: PlanRequest, option: Option, rules: str) -> str:
         recompute = Recompute(kind=kind, per_stage=layers)
     strategy = Strategy(
         mesh=Mesh(pp=job.pp, dp=job.dp, tp=job.tp, ep=job.ep),
-        pipeline=Pipeline(num_microbatches=job.num_microbatches) if job.pp > 1 else Pipeline(),
+        pipeline=Pipeline(num_microbatches=job.num_microbatches, virtual_stages=job.virtual_stages)
+        if job.pp > 1
+        else Pipeline(),
         recompute=recompute,
         optimizer_parallel=OptimizerParallel(shard_size=job.shards if job.shards < job.dp else None)
         if job.zero

@@ -83,7 +83,7 @@ class PlanRequest:
     devices: Devices
     global_batch_size: Count
     interleave: bool = False
-    """Also pipelines with virtual stages, which the engine cannot run yet."""
+    """Also pipelines with virtual stages."""
     flash_attention: bool = False
     recomputations: tuple[Recomputation, ...] = ("selective", "full")
     """Kinds worth trying where memory is short."""

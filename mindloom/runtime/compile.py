@@ -89,6 +89,8 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
         settings = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
     if mesh.ep > 1 or mesh.cp > 1:
         settings["enable_alltoall"] = True  # else a change of the cut dim is made of all-gathers
+    if strategy.pipeline.virtual_stages > 1:
+        settings["pipeline_config"] = {"pipeline_interleave": True, "pipeline_scheduler": strategy.pipeline.schedule}
     if layouts_file:
         settings["strategy_ckpt_config"] = {"save_file": str(layouts_file)}
     forget_search()

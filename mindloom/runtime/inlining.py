@@ -58,7 +58,10 @@ class _Inliner:
 
     def run(self) -> int:
         main = self.model.graph
-        for graph in (main, *self.model.functions):  # constants stand where they are first used, and are used everywhere
+        for graph in (
+            main,
+            *self.model.functions,
+        ):  # constants stand where they are first used, and are used everywhere
             for node in graph.node:
                 if node.op_type == "Constant":
                     self.made[node.output[0]] = _copy(node)
@@ -167,7 +170,10 @@ def _number(node: mind_ir.NodeProto) -> int:
 
 
 def _leaves(value: Value) -> list[str]:
+    """What is there once a value is; of a call its results, and what its backward function keeps only if there are none."""
     if isinstance(value, str):
         return [value]
-    items = value.items if isinstance(value, Items) else value.captured
-    return [leaf for item in items for leaf in _leaves(item)]
+    if isinstance(value, Closure):
+        return [leaf for each in value.captured for leaf in _leaves(each)]
+    results = [item for item in value.items if not isinstance(item, Closure)] or value.items
+    return [leaf for item in results for leaf in _leaves(item)]

@@ -51,10 +51,9 @@ def strategy_problems(strategy: Strategy) -> list[str]:
         if len(given) != 1:
             problems.append(f"{strategy.at('pipeline.stages')} takes either weights or num_layers")
         for name, values in given:
-            if len(values or ()) != mesh.pp:
-                problems.append(
-                    f"{strategy.at('pipeline.stages.' + name)} has {len(values or ())} entries for {mesh.pp} stages"
-                )
+            if len(values or ()) != strategy.num_virtual_stages:
+                parts = f"{mesh.pp} stages" + (f" x {pipeline.virtual_stages}" if pipeline.virtual_stages > 1 else "")
+                problems.append(f"{strategy.at('pipeline.stages.' + name)} has {len(values or ())} entries for {parts}")
             if problem := number_problem(values, list[Positive]):
                 problems.append(f"{strategy.at('pipeline.stages.' + name)} {problem}, got {values}")
     return problems + _option_problems(strategy)
@@ -62,6 +61,16 @@ def strategy_problems(strategy: Strategy) -> list[str]:
 
 def _option_problems(strategy: Strategy) -> list[str]:
     mesh, recompute, zero, problems = strategy.mesh, strategy.recompute, strategy.optimizer_parallel, []
+    pipeline = strategy.pipeline
+    if pipeline.schedule != "1f1b" and pipeline.virtual_stages == 1:
+        problems.append(
+            f"{strategy.at('pipeline.schedule')}: {pipeline.schedule} is for pipelines with virtual_stages; without them "
+            "MindSpore has 1f1b alone"
+        )
+    if pipeline.virtual_stages > 1 and strategy.micro_batch_interleave > 1:
+        problems.append(
+            f"{strategy.at('micro_batch_interleave')}: copies and pipeline.virtual_stages do not go together; leave out one"
+        )
     if recompute and recompute.per_stage is not None:
         if len(recompute.per_stage) != mesh.pp:
             problems.append(
@@ -128,10 +137,11 @@ def model_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
         problems.append(
             f"{strategy.at('mesh.ep')} = {mesh.ep} does not divide experts.num_experts = {count}; {_nearest(count, mesh.ep)}"
         )
-    if mesh.pp > config.num_layers:
+    if strategy.num_virtual_stages > config.num_layers:
+        virtual = strategy.pipeline.virtual_stages
         problems.append(
-            f"{strategy.at('mesh.pp')} = {mesh.pp} stages are more than the {config.num_layers} layers; "
-            f"use at most {config.num_layers}"
+            f"{strategy.at('mesh.pp')} = {mesh.pp} stages{f' x {virtual} virtual ones' if virtual > 1 else ''} are more than "
+            f"the {config.num_layers} layers; use at most {config.num_layers}"
         )
     stages = strategy.pipeline.stages
     if isinstance(stages, Stages) and stages.num_layers and sum(stages.num_layers) != config.num_layers:

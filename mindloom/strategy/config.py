@@ -11,6 +11,7 @@ from mindloom.strategy.layout import Layout
 from mindloom.strategy.mesh import Mesh
 
 ContextMethod = Literal["gather", "ulysses"]
+Schedule = Literal["1f1b", "gpipe", "seqpipe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +19,10 @@ class Stages:
     """How the layers are dealt out to the pipeline stages; without a setting, evenly."""
 
     weights: list[Positive] | None = None
-    """Relative load of each stage: the layers are dealt out in this proportion, at least one each."""
+    """Relative load of each stage, or virtual stage in the order of the layers: they are dealt out in this proportion, at
+    least one each."""
     num_layers: list[Count] | None = None
-    """Layers of each stage, spelled out."""
+    """Layers of each stage, or virtual stage in their order, spelled out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,12 @@ class Pipeline:
     """Microbatches of one step; at least as many as stages. More of them make the idle part (bubble) smaller."""
     stages: Literal["uniform"] | Stages = "uniform"
     """`uniform`, `{weights: [...]}` or `{num_layers: [...]}`."""
+    virtual_stages: Count = 1
+    """Parts of the model that each stage holds, dealt out in turn (interleaving): with v of them filling and draining the
+    pipeline takes a v-th of the time, and v times as much is sent between stages."""
+    schedule: Schedule = "1f1b"
+    """Order in which virtual stages work on microbatches, one of MindSpore's: `1f1b`, a forward and a backward in turn;
+    `gpipe`, all forward first; `seqpipe`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +132,11 @@ class Strategy:
     """Name of the file, for messages."""
     lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})
     """Line of each key, for messages."""
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Parts into which the pipeline cuts the layers."""
+        return self.mesh.pp * self.pipeline.virtual_stages
 
     def num_microbatches(self, accumulate: int = 1) -> int:
         """Parts of a step's batch that follow each other: a pipeline's, or those `accumulate` asks for without one."""

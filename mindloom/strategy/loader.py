@@ -12,7 +12,7 @@ from mindloom.errors import ConfigError
 from mindloom.reader import Document, Keys, Reader, read_yaml, show_key
 from mindloom.shipped import RULES, shipped_names, shipped_or_file
 from mindloom.strategy.checks import strategy_problems
-from mindloom.strategy.config import ContextMethod, Rule, Rules, Strategy
+from mindloom.strategy.config import ContextMethod, Pipeline, Rule, Rules, Strategy
 from mindloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout
 from mindloom.strategy.mesh import AXES
 
@@ -32,7 +32,7 @@ def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
 
     `for_inference` leaves out what only training needs, sequence and context parallel, recompute and optimizer parallel: one
     token a step leaves no sequence to cut, and weights cut over the replicas would be gathered for every token. The ranks of
-    cp are further replicas then.
+    cp are further replicas then. Virtual stages are left out, too: a token would go around once for each.
 
     Raises:
         ConfigError: all problems of the file and of its rules file.
@@ -74,9 +74,14 @@ def _strategy(document: Document, for_inference: bool = False) -> Strategy:
     if problems := strategy_problems(strategy):
         raise ConfigError(problems)
     if for_inference:
-        mesh = strategy.mesh.with_cp_as_replicas()
+        mesh, pipeline = strategy.mesh.with_cp_as_replicas(), strategy.pipeline
         return dataclasses.replace(
-            strategy, mesh=mesh, sequence_parallel=False, recompute=None, optimizer_parallel=None
+            strategy,
+            mesh=mesh,
+            pipeline=Pipeline(num_microbatches=pipeline.num_microbatches) if pipeline.virtual_stages > 1 else pipeline,
+            sequence_parallel=False,
+            recompute=None,
+            optimizer_parallel=None,
         )
     return strategy
 

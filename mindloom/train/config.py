@@ -354,6 +354,11 @@ def _strategy_problems(
     yield from model_problems(strategy, model) if model else []
     if config.samples_texts and strategy.mesh.cp > 1:
         yield f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out"
+    if strategy.pipeline.virtual_stages > 1 and config.task in ("dpo", "grpo", "ppo"):
+        yield (
+            f"{strategy.at('pipeline.virtual_stages')}: {config.task} also runs the model by itself, a stage after "
+            "the other; leave virtual stages out"
+        )
     for batch_size, length in sizes.shapes() if sizes else []:
         yield from batch_problems(strategy, batch_size // config.rows_per_unit, length, config.accumulate)
         yield from group_problems(strategy, model, batch_size, length, config.accumulate) if model else []

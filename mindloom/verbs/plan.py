@@ -47,7 +47,7 @@ class PlanConfig(TaskFlags):
         ..., "sequences of one step, over all devices, two for each pair of reward and dpo"
     )
     compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of matrix products")
-    interleave: bool = option(False, "also consider virtual stages, which tools/train.py cannot run")
+    interleave: bool = option(False, "also consider virtual stages")
     top: Count = option(10, "options to show")
     out: Path | None = option(None, "write the best one as a strategy file for tools/train.py")
     json: bool = option(False, "JSON on stdout instead of the table")
@@ -71,10 +71,6 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--out {config.out}: is there already; remove it or give another name")
     if config.out and not config.model:
         raise ConfigError("--out needs --model and --size: a strategy file names rules, which fit our own models")
-    if config.out and config.interleave:
-        raise ConfigError(
-            "--out writes what tools/train.py runs, which knows no virtual stages; leave out --interleave"
-        )
     if config.out and not is_possible_size(config.devices):
         raise ConfigError(
             f"--out writes what tools/train.py runs, on {POSSIBLE_SIZES} devices, as MindSpore takes no others; got "

@@ -2,7 +2,7 @@
 """Compiles strategy files for the virtual Ascend target, a rank of the first, middle and last stage, at reduced depth.
 
 CodeGeeX 13B keeps its width; the others have the smallest that every parameter can be cut at. Long pipelines get as many
-microbatches as stages.
+microbatches as stages, and two virtual stages at the most.
 """
 
 import dataclasses
@@ -27,8 +27,9 @@ from mindloom.train.optim import AdamW
 SEQ_LEN = 16
 
 
-def reduced(family, size, mesh):
+def reduced(family, size, strategy):
     """Small, yet every parameter can be cut over all replicas, as at full size."""
+    mesh = strategy.mesh
     if (family, size) == ("codegeex", "13b"):
         return dataclasses.replace(size_config(family, size), num_layers=2, dropout_rate=0.0)
     heads = mesh.tp * mesh.cp
@@ -51,7 +52,7 @@ def reduced(family, size, mesh):
         head_dim=max(16, mesh.dp) if grouped else None,
         ffn_hidden_size=4 * width,
         rope_dim=None,
-        num_layers=max(2, mesh.pp),
+        num_layers=max(2, strategy.num_virtual_stages),
         seq_len=max(SEQ_LEN, replicas),
         dropout_rate=0.0,
         attention="flash" if mesh.cp > 1 else "auto",  # plain attention of grouped heads sends more
@@ -69,14 +70,14 @@ def compile_rank(path, rank, rules=None):
         strategy = dataclasses.replace(strategy, rules=load_rules(Path(rules), strategy))
     mesh = strategy.mesh
     if mesh.pp > 4:
-        strategy = dataclasses.replace(
-            strategy, pipeline=dataclasses.replace(strategy.pipeline, num_microbatches=mesh.pp)
-        )
+        virtual = min(2, strategy.pipeline.virtual_stages)
+        pipeline = dataclasses.replace(strategy.pipeline, num_microbatches=mesh.pp, virtual_stages=virtual)
+        strategy = dataclasses.replace(strategy, pipeline=pipeline)
     family, size = family_and_size(Path(path).stem)
     with virtual_ascend(rank, mesh.size):
         all_reduce = ms.ops.AllReduce(group=WORLD)
     with no_init_parameters():
-        config = reduced(family, size, mesh)
+        config = reduced(family, size, strategy)
         net = family_module(family, "model").ModelWithLoss(config)
         if mesh.pp > 1:  # kept as a function: microbatches cost no time to compile
             net.cell_init_args = f"lazy_inline_{type(net).__name__}"
@@ -101,6 +102,7 @@ def compile_rank(path, rank, rules=None):
         "strategy": Path(path).name,
         "rank": rank,
         "microbatches": parts,
+        "virtual_stages": strategy.pipeline.virtual_stages,
         "layers": sum(len(layers) for layers in report.layers_of_stages[stage : stage + 1]) or config.num_layers,
         "counts": counts,
         "block": config.block,

@@ -120,3 +120,38 @@ def dry_run_values(arguments):
     options = (run.config.inference, run.config.accumulate, run.task)
     ranks = run.distinct_ranks
     return summarize(run, [compile_rank(family, run.model, run.strategy, rank, batch, *options) for rank in ranks])
+
+
+def order_of_passes(path):
+    """[kind, part, microbatch] of every stage, in the order that a training graph chains them, of a layer a part."""
+    strategy, found = load_strategy(path), []
+    config = dataclasses.replace(size_config("pangu", "tiny"), num_layers=strategy.num_virtual_stages)
+    for stage in range(strategy.mesh.pp):
+        rank = strategy.mesh.ranks_of_stage(stage)[0]
+        net = PanGuWithLoss(config)
+        net.cell_init_args = "lazy_inline_PanGuWithLoss"
+        report = parallelize(net, strategy)
+        step = TrainStep(wrap(net, strategy), SGD(net.trainable_params()), report, rank).set_train()
+        shape = (strategy.pipeline.num_microbatches, 16)
+        graph = partition(step, strategy, rank, [(shape, np.int32)] * 3 + [(shape, np.float32)])
+        found.append(_chained_calls(graph.model))
+    return found
+
+
+def _chained_calls(model):
+    forward, parts = {function.name for function in model.functions if "▸" in function.name}, {}
+    nodes, calls, seen = {node.output[0]: node for node in model.graph.node}, {}, Counter()
+    for name, node in nodes.items():
+        target = node.op_type.removeprefix("REF::")
+        if target in forward:
+            calls[name] = ["forward", parts.setdefault(target, len(parts)), seen[target]]
+            seen[target] += 1
+        elif target in nodes:  # the backward function that a forward call gave
+            calls[name] = ["backward", *calls[nodes[target].input[0]][1:]]
+    before = {}
+    for name, node in nodes.items():  # in topological order
+        needed = [*node.input, node.op_type.removeprefix("REF::")]
+        before[name] = set().union(*(before.get(i, set()) | ({i} & calls.keys()) for i in needed))
+    chained = sorted(calls, key=lambda name: len(before[name]))
+    assert [len(before[name]) for name in chained] == list(range(len(chained)))  # one order is possible
+    return [calls[name] for name in chained]

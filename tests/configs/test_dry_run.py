@@ -10,6 +10,7 @@ import pytest
 from conftest import CONFIGS, call, run, tool
 
 from mindloom.dry_run.config import parse_ranks
+from mindloom.dry_run.schedule import passes
 from mindloom.errors import ConfigError
 from mindloom.models.family import size_config
 from mindloom.planner.closed_forms import collective_bytes, job_of, parameter_bytes
@@ -35,6 +36,8 @@ STRATEGIES = {
     "dp2_cp2_tp2": "mesh: {dp: 2, cp: 2, tp: 2}\nrecompute: {layers: all}\n",
     "dp2_tp2_copies": "mesh: {dp: 2, tp: 2}\nmicro_batch_interleave: 2\n",
     "pp2_tp2_copies": "mesh: {pp: 2, tp: 2}\npipeline: {num_microbatches: 2}\nmicro_batch_interleave: 2\n",
+    "pp2_tp2_interleaved": "mesh: {pp: 2, tp: 2}\nsequence_parallel: true\nrecompute: {layers: [0, 3]}\n"
+    "pipeline: {num_microbatches: 3, virtual_stages: 2}\n",
     "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
 }
 IN_BFLOAT16 = ("dp2_cp2_tp2", "dp4_zero2_accumulate", "pp2_dp4_tp8_zero", "pp4_tp2_sp")
@@ -68,7 +71,7 @@ OTHER_MODELS = {  # parts that PanGu-alpha has not, each on a mesh where it show
     ],
 )
 def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(family, size, name, write):
-    layers = 4 if "pp4" in name or "dp4_tp8" in name or "_ep2" in name else 2
+    layers = 4 if "pp4" in name or "interleaved" in name or "dp4_tp8" in name or "_ep2" in name else 2
     given = {
         **MODEL,
         "num_layers": layers,
@@ -288,3 +291,20 @@ def test_rules_that_leave_layouts_to_mindspore_are_refused_where_it_derives_none
     assert outcome.code == 2
     assert "on stages of 2^n ranks only, and no rule is for" in outcome.output
     assert "take rules/decoder_spelled_out.yaml" in outcome.output
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        "pp: 2}\npipeline: {num_microbatches: 3}",
+        "pp: 2}\npipeline: {num_microbatches: 5, virtual_stages: 2}",
+        "pp: 4}\npipeline: {num_microbatches: 4, virtual_stages: 2, schedule: gpipe}",
+    ],
+)
+def test_stages_work_in_the_order_that_is_drawn(write, pipeline):
+    path = write("s.yaml", f"{RULES}mesh: {{{pipeline}\n")
+    settings = load_strategy(path).pipeline
+    stages = call("tests/configs/graph_worker.py", "order_of_passes", path)
+    for stage, found in enumerate(stages):
+        drawn = passes(stage, len(stages), settings.num_microbatches, settings.virtual_stages, settings.schedule)
+        assert [tuple(one) for one in found] == drawn

@@ -53,8 +53,8 @@ def train(path: str, options: list[str], out: str) -> None:
     """Five steps of each optimizer. Writes OUT.OPTIMIZER.json (losses, norms) and .npz (gradients or weights).
 
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
-    and shallow (2 layers, which compile in half the time). A pipeline has as many microbatches as stages, for the same
-    reason.
+    gpipe and seqpipe (with virtual stages), and shallow (2 layers, which compile in half the time). A pipeline has as many
+    microbatches as stages, for the same reason.
     """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
     family, size, changes = MODELS[next((option for option in options if option in MODELS), "pangu")]
@@ -67,7 +67,12 @@ def train(path: str, options: list[str], out: str) -> None:
     if "shallow" in options:
         config = dataclasses.replace(config, num_layers=2)
     if strategy.mesh.pp > 1:
-        strategy = dataclasses.replace(strategy, pipeline=Pipeline(num_microbatches=strategy.mesh.pp))
+        pipeline = dataclasses.replace(strategy.pipeline, num_microbatches=strategy.mesh.pp)
+        strategy = dataclasses.replace(strategy, pipeline=pipeline)
+    schedule = next((option for option in options if option in ("gpipe", "seqpipe")), None)
+    if schedule and strategy.mesh.size > 1:
+        pipeline = dataclasses.replace(strategy.pipeline, virtual_stages=2, schedule=schedule)
+        strategy = dataclasses.replace(strategy, pipeline=pipeline)
     if "copies" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, micro_batch_interleave=2)
     accumulate, clip = 2 if "accumulate" in options else 1, 0.5 if "clip" in options else None

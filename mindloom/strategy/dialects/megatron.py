@@ -15,7 +15,8 @@ from typing import Any
 from mindloom.errors import ConfigError
 from mindloom.strategy.config import ContextMethod, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.dialects.context import context_method, written_context
-from mindloom.strategy.dialects.settings import Book, Fate, Given, Lost, Note, Settings, stage_layers
+from mindloom.strategy.dialects.settings import Book, Fate, Given, Lost, Note, Settings
+from mindloom.strategy.dialects.stages import stage_layers
 from mindloom.strategy.mesh import Mesh
 
 TRAIN = {
@@ -64,8 +65,6 @@ WITHOUT_EFFECT = {
     "--node_rank": "msrun's",
 }
 NOT_EXPRESSIBLE = {
-    "--num-layers-per-virtual-pipeline-stage": "the engine runs no virtual stages",
-    "--num-virtual-stages-per-pipeline-rank": "the engine runs no virtual stages",
     "--data-path": "make token files with tools/preprocess.py (--data)",
     "--load": "read a checkpoint of ours with --resume",
     "--save": "checkpoints go to --output-dir",
@@ -74,6 +73,7 @@ NOT_EXPRESSIBLE = {
     "--lr-warmup-samples": "warm-up is counted in steps",
     "--lr-decay-samples": "the decay is counted in steps",
 }
+VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
 MANY_VALUES = ("--rampup-batch-size", "--data-path")
 
 
@@ -206,20 +206,46 @@ def _pipeline(book: Book, mesh: Mesh, train: dict[str, Any], num_layers: int | N
         book.note("--micro-batch-size", "renamed", f"--accumulate {microbatches}")
         return Pipeline()
     book.note("--micro-batch-size", "renamed", f"pipeline.num_microbatches {microbatches}")
+    virtual = _virtual_stages(book, mesh, num_layers, path)
     ends = {0: "--decoder-first-pipeline-num-layers", mesh.pp - 1: "--decoder-last-pipeline-num-layers"}
     given = {stage: _number(book, flag, None) for stage, flag in ends.items() if flag in book}
     if not given:
-        return Pipeline(num_microbatches=microbatches)
+        _note_virtual_stages(book, virtual)
+        return Pipeline(num_microbatches=microbatches, virtual_stages=virtual)
     middle = mesh.pp - len(given)
     rest = (num_layers or 0) - sum(given.values())
     if num_layers is None or rest < 0 or (rest % middle if middle else rest):
         raise ConfigError(f"{path}: {num_layers} layers cannot be dealt out to {mesh.pp} stages as these flags say")
     for flag in ends.values():
         book.note(flag, "renamed", "pipeline.stages.num_layers")
-    return Pipeline(
-        num_microbatches=microbatches,
-        stages=Stages(num_layers=[given.get(stage, rest // max(1, middle)) for stage in range(mesh.pp)]),
-    )
+    counts = [given.get(stage, rest // max(1, middle)) for stage in range(mesh.pp)]
+    virtual = virtual if all(count % virtual == 0 for count in counts) else 0
+    _note_virtual_stages(book, virtual)
+    virtual = max(1, virtual)
+    parts = Stages(num_layers=[count // virtual for count in counts] * virtual)
+    return Pipeline(num_microbatches=microbatches, stages=parts, virtual_stages=virtual)
+
+
+def _note_virtual_stages(book: Book, virtual: int) -> None:
+    """`virtual`: 0 where the stages' layers cannot be cut evenly."""
+    for flag in VIRTUAL:
+        if virtual:
+            book.note(flag, "renamed", f"pipeline.virtual_stages {virtual}")
+        else:
+            book.note(flag, "not expressible", "the layers of a stage are no multiple of it")
+
+
+def _virtual_stages(book: Book, mesh: Mesh, num_layers: int | None, path: Path) -> int:
+    """Parts of the model that each stage holds."""
+    of_stage, of_part = VIRTUAL
+    count, layers = _number(book, of_stage, 1), _number(book, of_part, None)
+    if layers is not None:
+        if not num_layers or layers < 1 or num_layers % (mesh.pp * layers):
+            raise ConfigError(
+                f"{path}: {of_part} {layers} does not cut {num_layers} layers over {mesh.pp} stages evenly"
+            )
+        count = num_layers // (mesh.pp * layers)
+    return int(count)
 
 
 def _recompute(book: Book, mesh: Mesh) -> Recompute | None:
@@ -261,6 +287,10 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
         flags.append(("--micro-batch-size", settings.micro_batch_size))
     elif mesh.pp > 1:
         lost("pipeline.num_microbatches", "Megatron counts the sequences of a microbatch: give --batch-size")
+    if (virtual := strategy.pipeline.virtual_stages) > 1:
+        flags.append(("--num-virtual-stages-per-pipeline-rank", virtual))
+    if strategy.pipeline.schedule != "1f1b":
+        lost("pipeline.schedule", f"{strategy.pipeline.schedule}: Megatron has 1f1b alone")
     if strategy.micro_batch_interleave > 1:
         lost("micro_batch_interleave", "Megatron has no copies of microbatches")
     train.pop("accumulate", None)
@@ -295,6 +325,9 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
 def _stage_flags(settings: Settings, lost: Lost) -> list[tuple[str, Any]]:
     counts = stage_layers(settings, lost)
     if not counts:
+        return []
+    if settings.strategy.pipeline.virtual_stages > 1:
+        lost("pipeline.stages", f"{counts}: virtual stages are even")
         return []
     if len(set(counts[1:-1])) > 1:
         lost("pipeline.stages", f"{counts}: only the first and the last stage can differ")

@@ -6,16 +6,18 @@ Names and defaults: mindformers 1.9.0 tools/register/template.py; what it forces
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from mindloom.errors import ConfigError
 from mindloom.strategy.config import ContextMethod, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.dialects.context import context_method, written_context
-from mindloom.strategy.dialects.settings import Book, Given, Lost, Note, Settings, betas, stage_layers
+from mindloom.strategy.dialects.settings import Book, Given, Lost, Note, Settings, betas
+from mindloom.strategy.dialects.stages import rows_of_parts, stage_layers, virtual_stages
 from mindloom.strategy.dialects.yaml_file import read_flat
 from mindloom.strategy.mesh import Mesh
-from mindloom.strategy.stages import layers_per_stage
+from mindloom.strategy.stages import layers_of_stages, layers_per_part
 
 MODEL = "model.model_config."
 CHECKPOINTS = "callbacks[CheckpointMonitor]."
@@ -45,14 +47,13 @@ STRICT = {
     ),
 }
 """Sections in which MindFormers itself refuses any other key."""
+INTERLEAVE, SCHEDULER = "parallel.pipeline_config.pipeline_interleave", "parallel.pipeline_config.pipeline_scheduler"
 METHODS: dict[str, ContextMethod] = {"colossalai_cp": "gather", "ulysses_cp": "ulysses"}
 ONLY = (
     ("parallel_config.seq_split_num", 1, "sequence pipelines are not built"),
     ("parallel.parallel_mode", 1, "ours is semi-automatic: every operator's layout comes from the rules"),
     ("parallel.gradients_mean", False, "gradients are added up; the loss has the denominator of the whole batch"),
     ("parallel.full_batch", True, "every rank is given the shape of the whole batch, and reads its own rows"),
-    ("parallel.pipeline_config.pipeline_interleave", False, "the engine runs no virtual stages"),
-    (MODEL + "pp_interleave_num", 1, "the engine runs no virtual stages"),
     ("swap_config.swap", False, "activations are not moved to the host"),
     ("context.mode", 0, "training compiles graphs"),
 )
@@ -229,18 +230,23 @@ def _pipeline(book: Book, mesh: Mesh, num_layers: int | None) -> Pipeline:
         microbatches = 1
     else:
         book.take("parallel_config.micro_batch_num", "pipeline.num_microbatches")
+    pipeline = virtual_stages(
+        *(book, Pipeline(num_microbatches=microbatches), mesh, MODEL + "pp_interleave_num"),
+        INTERLEAVE if book.peek(INTERLEAVE) is not None else None,
+        SCHEDULER,
+    )
     offset = book.peek(MODEL + "offset")
     if offset is None or offset == 0 or mesh.pp == 1:
         book.note(MODEL + "offset", "same", "stages of equal size")
-        return Pipeline(num_microbatches=microbatches)
+        return pipeline
     rows = offset if isinstance(offset[0], list) else [offset]
-    if len(rows) > 1 or num_layers is None or len(rows[0]) != mesh.pp:
-        why = "virtual stages are not built" if len(rows) > 1 else "it needs num_layers and an entry for each stage"
-        book.note(MODEL + "offset", "not expressible", why)
-        return Pipeline(num_microbatches=microbatches)
-    layers = [num_layers // mesh.pp + extra for extra in rows[0]]
+    parts = mesh.pp * pipeline.virtual_stages
+    if num_layers is None or [len(row) for row in rows] != [mesh.pp] * pipeline.virtual_stages:
+        book.note(MODEL + "offset", "not expressible", "it needs num_layers and an entry for each stage")
+        return pipeline
+    layers = [num_layers // parts + extra for row in rows for extra in row]
     book.note(MODEL + "offset", "renamed", f"pipeline.stages.num_layers {layers}")
-    return Pipeline(num_microbatches=microbatches, stages=Stages(num_layers=layers))
+    return dataclasses.replace(pipeline, stages=Stages(num_layers=layers))
 
 
 def _recompute(book: Book) -> Recompute | None:
@@ -378,6 +384,9 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
             f"    parallel_optimizer_threshold: {zero.threshold_kb}",
             f"    optimizer_weight_shard_size: {zero.shard_size or -1}",
         ]
+    if strategy.pipeline.virtual_stages > 1:
+        lines += ["  pipeline_config:", "    pipeline_interleave: True"]
+        lines.append(f"    pipeline_scheduler: {strategy.pipeline.schedule}")
     lines += ["recompute_config:", *_written_recompute(settings, lost)]
     model = _written_model(settings, lost)
     return "\n".join([*lines, *(["model:", "  model_config:", *model] if model else [])]) + "\n", lost.notes
@@ -452,27 +461,29 @@ def _as_first_layers(settings: Settings, layers: list[int]) -> list[int] | None:
     """How many layers of each stage, if they are each stage's first ones."""
     if settings.num_layers is None:
         return None
-    counts, first = [], 0
-    for size in layers_per_stage(settings.num_layers, settings.strategy):
-        mine = sorted(layer - first for layer in layers if first <= layer < first + size)
-        if mine != list(range(len(mine))):
+    counts = []
+    for stage in layers_of_stages(settings.num_layers, settings.strategy):
+        mine = [layer for layer in stage if layer in layers]
+        if mine != stage[: len(mine)]:
             return None
         counts.append(len(mine))
-        first += size
     return counts if sum(counts) == len(layers) else None
 
 
 def _written_model(settings: Settings, lost: Lost) -> list[str]:
     """The lines of model.model_config that parallelism needs."""
-    lines, counts = list[str](), stage_layers(settings, lost)
+    lines, counts, parts = list[str](), stage_layers(settings, lost), settings.strategy.num_virtual_stages
     total = settings.num_layers or (sum(counts) if counts else None)
     if total is not None:
         lines.append(f"    num_layers: {total}")
-    if counts is None and total and total % settings.strategy.mesh.pp:
-        counts = layers_per_stage(total, settings.strategy)
+    if settings.strategy.pipeline.virtual_stages > 1:
+        lines.append(f"    pp_interleave_num: {settings.strategy.pipeline.virtual_stages}")
+    if counts is None and total and total % parts:
+        counts = layers_per_part(total, settings.strategy)
         lost("pipeline.stages", f"written as offset: {counts} layers", "renamed")
     if counts and total:
-        lines.append(f"    offset: {[count - total // settings.strategy.mesh.pp for count in counts]}")
+        rows = rows_of_parts([count - total // parts for count in counts], settings.strategy)
+        lines.append(f"    offset: {rows if len(rows) > 1 else rows[0]}")
     for key, theirs in (("seq_len", "seq_length"), ("compute_dtype", "compute_dtype")):
         lines += [f"    {theirs}: {settings.train[key]}"] if settings.train.get(key) is not None else []
     if settings.train.get("attention") in ("flash", "plain"):

@@ -7,13 +7,15 @@ Names: mindformers 1.9.0 pynative/config/config.py, which is what 2.x starts fro
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from mindloom.errors import ConfigError
 from mindloom.strategy.config import ContextMethod, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.dialects.context import context_method, written_context
-from mindloom.strategy.dialects.settings import Book, Lost, Note, Settings, betas, stage_layers
+from mindloom.strategy.dialects.settings import Book, Lost, Note, Settings, betas
+from mindloom.strategy.dialects.stages import rows_of_parts, stage_layers, virtual_stages
 from mindloom.strategy.dialects.yaml_file import read_flat
 from mindloom.strategy.mesh import Mesh
 
@@ -28,15 +30,7 @@ STRICT = {
     "training": ("steps", "local_batch_size", "global_batch_size", "max_norm", "seed", "deterministic"),
 }
 METHODS: dict[str, ContextMethod] = {"colossalai": "gather", "ulysses": "ulysses"}
-ONLY = (
-    ("parallelism.pipeline_parallel_interleave_num", 1, "the engine runs no virtual stages"),
-    (
-        "parallelism.pipeline_parallel_schedule",
-        "1f1b",
-        "MindSpore's compiler orders a pipeline one forward, one backward",
-    ),
-    ("optimizer.type", "AdamW", "AdamW as the original models were trained, or SGD"),
-)
+ONLY = (("optimizer.type", "AdamW", "AdamW as the original models were trained, or SGD"),)
 WITHOUT_EFFECT = {
     "parallelism.hsdp_optimizer_level": "weights, gradients and moments are all cut where optimizer parallel is on",
     "training.deterministic": "a run on one mesh repeats itself",
@@ -139,18 +133,20 @@ def _pipeline(book: Book, mesh: Mesh, train: dict[str, Any]) -> Pipeline:
         )
     microbatches = batch // (size * mesh.dp)
     book.note(key, "renamed", f"pipeline.num_microbatches {microbatches}")
+    pipeline = virtual_stages(
+        *(book, Pipeline(num_microbatches=microbatches), mesh, "parallelism.pipeline_parallel_interleave_num"),
+        *(None, "parallelism.pipeline_parallel_schedule"),
+    )
     layers = book.peek("parallelism.pipeline_parallel_layers_per_stage")
-    counts = None
-    if layers:
-        rows = layers if isinstance(layers[0], list) else [layers]
-        if len(rows) == 1:
-            counts = rows[0]
-            book.note("parallelism.pipeline_parallel_layers_per_stage", "renamed", "pipeline.stages.num_layers")
-        else:
-            book.note(
-                "parallelism.pipeline_parallel_layers_per_stage", "not expressible", "virtual stages are not built"
-            )
-    return Pipeline(num_microbatches=microbatches, stages=Stages(num_layers=counts) if counts else "uniform")
+    if not layers:
+        return pipeline
+    rows = layers if isinstance(layers[0], list) else [layers]
+    if [len(row) for row in rows] != [mesh.pp] * pipeline.virtual_stages:
+        why = "it needs a row for each virtual stage and an entry for each stage"
+        book.note("parallelism.pipeline_parallel_layers_per_stage", "not expressible", why)
+        return pipeline
+    book.note("parallelism.pipeline_parallel_layers_per_stage", "renamed", "pipeline.stages.num_layers")
+    return dataclasses.replace(pipeline, stages=Stages(num_layers=[count for row in rows for count in row]))
 
 
 def _recompute(book: Book) -> Recompute | None:
@@ -203,8 +199,11 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
         if size is None:
             lost("pipeline.num_microbatches", "2.x counts the sequences of a microbatch: give --batch-size")
         lines.append(f"  pipeline_parallel_microbatch_size: {size or 1}")
+        if strategy.pipeline.virtual_stages > 1:
+            lines.append(f"  pipeline_parallel_interleave_num: {strategy.pipeline.virtual_stages}")
+            lines.append(f"  pipeline_parallel_schedule: {strategy.pipeline.schedule}")
         if counts := stage_layers(settings, lost):
-            lines.append(f"  pipeline_parallel_layers_per_stage: [{counts}]")
+            lines.append(f"  pipeline_parallel_layers_per_stage: {rows_of_parts(counts, strategy)}")
     recompute = strategy.recompute
     if recompute and (recompute.per_stage is not None or recompute.layers != "all"):
         lost("recompute", "2.x recomputes all layers or none", "approximated")

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from mindloom.shipped import DECODER, EXPERTS
-from mindloom.strategy.config import OptimizerParallel, Recompute, Stages, Strategy
+from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.dialects.settings import Note, Settings
 from mindloom.strategy.loader import load_strategy
 from mindloom.strategy.mesh import Mesh
@@ -45,12 +46,10 @@ def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> s
         "mesh: {" + ", ".join(f"{axis}: {degree}" for axis, degree in strategy.mesh.degrees.items()) + "}",
         f"rules: {rules}",
     ]
-    if strategy.pipeline.num_microbatches > 1 or strategy.pipeline.stages != "uniform":
-        stages = strategy.pipeline.stages
-        dealt = ""
-        if isinstance(stages, Stages):
-            dealt = f", stages: {{{_fields(stages, Stages())}}}"
-        lines.append(f"pipeline: {{num_microbatches: {strategy.pipeline.num_microbatches}{dealt}}}")
+    if strategy.pipeline != Pipeline():
+        stages, others = strategy.pipeline.stages, dataclasses.replace(strategy.pipeline, stages="uniform")
+        dealt = [f"stages: {{{_fields(stages, Stages())}}}"] if isinstance(stages, Stages) else []
+        lines.append(f"pipeline: {{{', '.join([*filter(None, [_fields(others, Pipeline())]), *dealt])}}}")
     if strategy.recompute:
         lines.append(f"recompute: {{{_fields(strategy.recompute, Recompute()) or 'layers: all'}}}")
     if strategy.optimizer_parallel:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mindloom.errors import did_you_mean
-from mindloom.strategy.config import Stages, Strategy
-from mindloom.strategy.stages import layers_per_stage
+from mindloom.strategy.config import Strategy
 
 Fate = Literal["same", "renamed", "approximated", "no effect", "not expressible", "unknown"]
 LOSSES: tuple[Fate, ...] = ("approximated", "not expressible", "unknown")
@@ -68,21 +67,6 @@ class Lost:
         for name, value in train.items():
             if value not in (None, False, (), []):
                 self(name, f"{value}: no key for it")
-
-
-def stage_layers(settings: Settings, lost: Lost) -> list[int] | None:
-    """Layers of each stage, where a strategy says it."""
-    stages = settings.strategy.pipeline.stages
-    if not isinstance(stages, Stages):
-        return None
-    if stages.num_layers is not None:
-        return list(stages.num_layers)
-    if settings.num_layers is None:
-        lost("pipeline.stages", "weights need the number of layers; give --num-layers")
-        return None
-    counts = layers_per_stage(settings.num_layers, settings.strategy)
-    lost("pipeline.stages.weights", f"written as the layers they give, {counts}", "approximated")
-    return counts
 
 
 def betas(train: dict[str, Any]) -> list[float] | None:

@@ -72,11 +72,17 @@ def random_strategy(random):
     cp = random.choice([1, 1, 2, 4])
     stages, pipeline, recompute, zero = "uniform", Pipeline(), None, None
     if pp > 1:
+        virtual = random.choice([1, 1, 1, 2, 3])
         if random.random() < 0.4:
-            weights = [random.choice([1.0, 1.5, 2.0]) for _ in range(pp)]
-            layers = [random.randrange(1, 9) for _ in range(pp)]
+            weights = [random.choice([1.0, 1.5, 2.0]) for _ in range(pp * virtual)]
+            layers = [random.randrange(1, 9) for _ in range(pp * virtual)]
             stages = random.choice([Stages(weights=weights), Stages(num_layers=layers)])
-        pipeline = Pipeline(num_microbatches=pp * random.randrange(1, 5), stages=stages)
+        pipeline = Pipeline(
+            num_microbatches=pp * random.randrange(1, 5),
+            stages=stages,
+            virtual_stages=virtual,
+            schedule=random.choice(["1f1b", "1f1b", "gpipe", "seqpipe"]) if virtual > 1 else "1f1b",
+        )
     if random.random() < 0.7:
         kind = random.choice(["full", "selective"])
         recompute = random.choice(
@@ -134,7 +140,7 @@ def test_random_strategies_come_back_or_the_difference_is_named(dialect, tmp_pat
             raise AssertionError((strategy, error)) from None
         assert named(plain(original), plain(back), there), (strategy, plain(back), there.notes)
         same += plain(original) == plain(back)
-    assert same > tried * 0.2
+    assert same > tried * 0.1  # Megatron has no order of virtual stages, nor uneven ones
 
 
 MINE = """\

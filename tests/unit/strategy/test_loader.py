@@ -66,6 +66,18 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
             "s.yaml:2: pipeline.num_microbatches = 2 is fewer than the 4 stages",
         ),
         ("mesh: {dp: 4}\npipeline: {num_microbatches: 2}", "s.yaml:2: pipeline has no effect at mesh.pp = 1"),
+        (
+            "mesh: {pp: 2}\npipeline: {num_microbatches: 4, schedule: gpipe}",
+            "s.yaml:2: pipeline.schedule: gpipe is for pipelines with virtual_stages",
+        ),
+        (
+            "mesh: {pp: 2}\npipeline: {num_microbatches: 4, virtual_stages: 2}\nmicro_batch_interleave: 2",
+            "s.yaml:3: micro_batch_interleave: copies and pipeline.virtual_stages do not go together",
+        ),
+        (
+            "mesh: {pp: 2}\npipeline: {num_microbatches: 4, virtual_stages: 2, stages: {num_layers: [1, 1]}}",
+            "s.yaml:2: pipeline.stages.num_layers has 2 entries for 2 stages x 2",
+        ),
         ("mesh: {tp: 4}\noptimizer_parallel: {axis: dp}", "s.yaml:2: optimizer_parallel has no effect at mesh.dp = 1"),
         ("mesh: {dp: 4}\nsequence_parallel: true", "s.yaml:2: sequence_parallel has no effect at mesh.tp = 1"),
         ("mesh: {dp: 6}\noptimizer_parallel: {shard_size: 4}", "possible: 2, 3, 6"),

@@ -7,7 +7,13 @@ from mindloom.strategy.checks import strategy_problems
 from mindloom.strategy.config import Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.layout import LayoutError, degrees, local_shape, show
 from mindloom.strategy.mesh import Mesh
-from mindloom.strategy.stages import layers_per_stage, recomputed_layers, stage_of_layers
+from mindloom.strategy.stages import (
+    layers_of_stages,
+    layers_per_part,
+    layers_per_stage,
+    recomputed_layers,
+    stage_of_layers,
+)
 
 MESH = Mesh(pp=2, dp=3, tp=4)
 
@@ -92,3 +98,13 @@ def test_layers_are_dealt_out_as_the_strategy_says(num_layers, stages, counts):
 )
 def test_recompute_names_layers(recompute, layers):
     assert recomputed_layers(6, pipeline(Stages(num_layers=[3, 1, 1, 1]), recompute=recompute)) == layers
+
+
+def test_virtual_stages_are_dealt_out_in_turn():
+    strategy = Strategy(mesh=Mesh(pp=2), pipeline=Pipeline(num_microbatches=2, virtual_stages=2))
+    assert layers_of_stages(9, strategy) == [[0, 1, 2, 5, 6], [3, 4, 7, 8]]
+    assert layers_per_part(9, strategy) == [3, 2, 2, 2] and layers_per_stage(9, strategy) == [5, 4]
+    again = dataclasses.replace(strategy, recompute=Recompute(per_stage=[4, 1]))
+    assert recomputed_layers(9, again) == [0, 1, 2, 3, 5]
+    uneven = Pipeline(num_microbatches=2, virtual_stages=2, stages=Stages(num_layers=[1, 2, 3, 1]))
+    assert stage_of_layers(7, dataclasses.replace(strategy, pipeline=uneven)) == [0, 1, 1, 0, 0, 0, 1]

@@ -98,12 +98,12 @@ def strategy_file(request: PlanRequest, option: Option, rules: str) -> str:
         layers = None if job.recomputed_layers is None else list(job.recomputed_layers)
         recompute = Recompute(kind=kind, per_stage=layers)
     strategy = Strategy(
-        mesh=Mesh(pp=job.pp, dp=job.dp, tp=job.tp, ep=job.ep),
+        mesh=Mesh(pp=job.pp, dp=job.dp, cp=job.cp, tp=job.tp, ep=job.ep),
         pipeline=Pipeline(num_microbatches=job.num_microbatches, virtual_stages=job.virtual_stages)
         if job.pp > 1
         else Pipeline(),
         recompute=recompute,
-        optimizer_parallel=OptimizerParallel(shard_size=job.shards if job.shards < job.dp else None)
+        optimizer_parallel=OptimizerParallel(shard_size=job.shards if job.shards < job.replicas else None)
         if job.zero
         else None,
         sequence_parallel=job.sequence_parallel,

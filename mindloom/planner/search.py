@@ -23,6 +23,8 @@ from mindloom.strategy.checks import MOST_DEVICES, divisors
 Devices = Annotated[int, Bounds(1, MOST_DEVICES)]
 MICROBATCHES = (1, 2, 4, 8, 16)
 MOST_VIRTUAL_STAGES = 4
+FEWEST_TOKENS = 1024
+"""Of a sequence on a rank of cp: shorter parts save no memory worth gathering keys and values for."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,9 @@ def _jobs(request: PlanRequest) -> Iterator[Parallelism]:
             continue
         if dims.kv_heads % tp and tp % dims.kv_heads:
             continue
-        for pp in divisors(devices // tp):
-            dp = devices // tp // pp
-            if pp > dims.num_layers or batch % dp:
+        for pp, cp in itertools.product(divisors(devices // tp), _context_degrees(request)):
+            dp, left = divmod(devices // tp, pp * cp)
+            if left or pp > dims.num_layers or batch % dp:
                 continue
             for microbatch in MICROBATCHES:
                 if batch // dp % microbatch or (pp > 1 and batch // dp // microbatch < pp):
@@ -130,12 +132,22 @@ def _jobs(request: PlanRequest) -> Iterator[Parallelism]:
                         dp=dp,
                         tp=tp,
                         pp=pp,
+                        cp=cp,
                         ep=ep,
                         microbatch=microbatch,
                         num_microbatches=batch // dp // microbatch,
                         precision=request.precision,
                     )
                     yield from _variants(request, base)
+
+
+def _context_degrees(request: PlanRequest) -> list[int]:
+    """Numbers of ranks that can share out a sequence, keys and values gathered: none for experts, which count their tokens in
+    whole sequences, nor where texts are sampled a token at a time."""
+    if request.dims.num_experts or request.task.samples:
+        return [1]
+    length = request.dims.seq_len
+    return [cp for cp in divisors(length) if cp == 1 or (cp & (cp - 1) == 0 and length // cp >= FEWEST_TOKENS)]
 
 
 def _widths(dims: Dimensions) -> list[int]:
@@ -153,14 +165,14 @@ def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
     """Optimizer parallel, sequence parallel, virtual stages and recomputation of one mesh."""
     dims = request.dims
     cuts = [0]  # over how many replicas the optimizer is cut
-    if base.dp > 1:
-        cuts += sorted({base.dp, *(size for size in (8, 16, 32, 64) if size < base.dp and base.dp % size == 0)})
+    if (most := base.replicas) > 1:
+        cuts += sorted({most, *(size for size in (8, 16, 32, 64) if size < most and most % size == 0)})
     most = dims.num_layers // base.pp
     virtual = [1]
     if request.interleave and base.pp > 1 and dims.num_layers % base.pp == 0 and base.num_microbatches % base.pp == 0:
         virtual += [parts for parts in range(2, MOST_VIRTUAL_STAGES + 1) if most % parts == 0]
     parallels = [False]
-    if base.tp > 1 and base.microbatch * dims.seq_len % base.tp == 0:
+    if base.tp > 1 and base.microbatch * dims.seq_len // base.cp % base.tp == 0:
         parallels.append(True)
     for shards in cuts:
         for sequence_parallel in parallels:
@@ -202,10 +214,12 @@ def describe(job: Parallelism) -> str:
     parts = [f"tp {job.tp}", f"pp {job.pp}", f"dp {job.dp}", f"microbatch {job.microbatch} x {job.num_microbatches}"]
     if job.ep > 1:
         parts[2] += f" (ep {job.ep})"
+    if job.cp > 1:
+        parts.insert(3, f"cp {job.cp}")
     if job.virtual_stages > 1:
         parts.append(f"{job.virtual_stages} virtual stages")
     if job.zero:
-        parts.append("optimizer parallel" + (f" over {job.shards}" if job.shards < job.dp else ""))
+        parts.append("optimizer parallel" + (f" over {job.shards}" if job.shards < job.replicas else ""))
     if job.sequence_parallel:
         parts.append("sequence parallel")
     if job.recompute != "none":
@@ -227,7 +241,7 @@ def distinct(options: Sequence[Option]) -> list[Option]:
     found: dict[tuple[int, ...], Option] = {}
     for option in options:
         job = option.job
-        found.setdefault((job.tp, job.pp, job.ep, job.microbatch, job.virtual_stages), option)
+        found.setdefault((job.tp, job.pp, job.cp, job.ep, job.microbatch, job.virtual_stages), option)
     return list(found.values())
 
 

@@ -8,7 +8,8 @@ from mindloom.models.family import size_config
 from mindloom.planner.cluster import Cluster, read_cluster
 from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
 from mindloom.planner.report import strategy_file
-from mindloom.planner.search import PlanRequest, distinct, evaluate, search, smallest_changes, why_slower
+from mindloom.planner.search import FEWEST_TOKENS, PlanRequest, distinct, evaluate, search, smallest_changes, why_slower
+from mindloom.planner.task import TrainedTask
 from mindloom.strategy.checks import batch_problems, model_problems
 from mindloom.strategy.loader import load_strategy
 
@@ -84,6 +85,30 @@ def test_a_planned_strategy_file_is_one_that_can_be_trained(request_13b, place, 
     assert strategy.sequence_parallel == job.sequence_parallel
     assert bool(strategy.optimizer_parallel) == bool(job.zero)
     assert (strategy.recompute.kind if strategy.recompute else "none") == job.recompute
+
+
+def test_long_sequences_are_shared_out_and_so_is_the_file_that_is_written(tmp_path):
+    model = dataclasses.replace(size_config("pangu", "embedded_7b"), seq_len=131072, compute_dtype="bfloat16")
+    request = PlanRequest(
+        dims=of_decoder(model),
+        cluster=Cluster.of_chip("ascend910b"),
+        devices=64,
+        global_batch_size=8,
+        flash_attention=True,
+    )
+    options = [option for option in search(request) if option.fits]
+    best, whole = options[0], next(option for option in options if option.job.cp == 1)
+    assert best.job.cp > 1 and best.job.devices == 64 and best.seconds < whole.seconds
+    assert max(option.job.cp for option in options) <= 131072 // FEWEST_TOKENS
+    (tmp_path / "rules.yaml").write_text("layers: [layers.*]\n")
+    path = tmp_path / "plan.yaml"
+    path.write_text(strategy_file(request, best, "rules.yaml"))
+    strategy = load_strategy(path)
+    assert (strategy.mesh.cp, strategy.mesh.size) == (best.job.cp, 64)
+    assert model_problems(strategy, model) == []
+    assert batch_problems(strategy, 8, 131072, 1 if best.job.pp > 1 else best.job.num_microbatches) == []
+    sampling = dataclasses.replace(request, task=TrainedTask("grpo"))
+    assert {option.job.cp for option in search(sampling)} == {1}
 
 
 def test_recomputation_is_as_much_as_memory_asks_for(request_13b):

@@ -39,7 +39,8 @@ class StageLayers:
 
 def small_depths(model: ModelConfig, strategy: Strategy, rank: int) -> list[tuple[ModelConfig, Strategy]]:
     """The models and strategies to compile `rank` of: with one layer of each kind, then with one more of each. A model with
-    experts, whose layers need not be alike, is compiled whole, and one whose stages hold several parts of it."""
+    experts, whose layers need not be alike, is compiled whole, and one whose stages hold several parts of it or move layers
+    to the host."""
     if _is_compiled_whole(model, strategy):
         return [(model, strategy)]
     layers = _layers_of(model, strategy, strategy.mesh.coordinate(rank, "pp"))
@@ -59,7 +60,8 @@ def full_depth(model: ModelConfig, strategy: Strategy, rank: int, compiled: Sequ
 
 
 def _is_compiled_whole(model: ModelConfig, strategy: Strategy) -> bool:
-    return model.experts is not None or strategy.pipeline.virtual_stages > 1
+    moves = strategy.offload is not None and bool(strategy.offload.layers)
+    return model.experts is not None or strategy.pipeline.virtual_stages > 1 or moves
 
 
 def _few_and_many(layers: StageLayers) -> tuple[dict[bool, int], list[bool]]:
@@ -110,7 +112,9 @@ def _extended(
                 total[key] += times[kind] * (found.get(key, 0) - start.get(key, 0))
         return {key: value for key, value in total.items() if value}
 
-    sizes = count_on(lambda r: {"optimizer": r.optimizer_bytes, "gradient": r.gradient_bytes})
+    sizes = count_on(
+        lambda r: {"optimizer": r.optimizer_bytes, "gradient": r.gradient_bytes, "host": r.host_optimizer_bytes}
+    )
     collectives = count_on(_collectives)
     last = model.layers[-1]
     names = _names(base, layers, last)
@@ -125,6 +129,7 @@ def _extended(
         parameter_bytes=sum(p.num_bytes for p in parameters),
         optimizer_bytes=sizes.get("optimizer", 0),
         gradient_bytes=sizes.get("gradient", 0),
+        host_optimizer_bytes=sizes.get("host", 0),
         collectives=[Collective(k, p, g, times, size) for (k, p, g, size), times in sorted(collectives.items())],
         flops=count_on(lambda r: r.flops),
         groups={name: ranks for report in (base, *more.values()) for name, ranks in report.groups.items()},

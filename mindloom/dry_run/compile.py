@@ -66,6 +66,7 @@ def compile_rank(
 
     layers = report.layers_of_stages[stage] if report.layers_of_stages else []
     accumulated = bytes_of("accu_grads.")
+    on_host = bool(strategy.offload and strategy.offload.optimizer)
     return RankReport(
         rank=rank,
         stage=stage,
@@ -73,12 +74,14 @@ def compile_rank(
         recomputed=[layer for layer in report.recomputed if layer in layers],
         parameters=parameters,
         parameter_bytes=sum(p.num_bytes for p in parameters),
-        optimizer_bytes=bytes_of("adam_m.", "adam_v."),
+        optimizer_bytes=0 if on_host else bytes_of("adam_m.", "adam_v."),
         gradient_bytes=0 if inference else accumulated or sum(p.num_bytes for p in parameters if p.name in trained),
         groups={name: ranks for name, ranks in graph.groups.items() if len(ranks) > 1},
         collectives=work.collectives,
         flops=work.flops,
         compile_s=graph.compile_s,
+        moved_bytes=work.moved_bytes,
+        host_optimizer_bytes=bytes_of("adam_m.", "adam_v.") if on_host else 0,
     )
 
 
@@ -105,7 +108,7 @@ def _cell(
             return net.set_train(False), report, inputs, set()
         inputs = [*inputs, (batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]
         inputs += [(batch, np.int32)] if model.dropout_rate else []
-        optimizer = AdamW(net.trainable_params())
+        optimizer = AdamW(net.trainable_params(), on_host=bool(strategy.offload and strategy.offload.optimizer))
         wrapped, options = wrap(net, strategy, accumulate), {"max_grad_norm": 1.0, "accumulate": accumulate}
         options["loss_scale"] = model.compute_dtype == "float16"
         step = TrainStep(wrapped, optimizer, report, rank, all_reduce, **options).set_train()

@@ -25,6 +25,8 @@ class Work:
     collectives: list[Collective]
     flops: dict[str, int]
     """Of matrix products, by phase."""
+    moved_bytes: int
+    """To the host, and as many back."""
 
 
 def read_work(graph: PartitionedGraph, num_microbatches: int, copies: int = 1) -> Work:
@@ -32,6 +34,7 @@ def read_work(graph: PartitionedGraph, num_microbatches: int, copies: int = 1) -
     gradients of copies are added up before ranks exchange them."""
     collectives: Counter[tuple[str, str, str, int]] = Counter()
     flops: dict[str, int] = defaultdict(int)
+    moved = 0
     primitives = {p.name: p for p in graph.model.primitives}
     for body, calls, backward in _bodies(graph.model, num_microbatches):
         shapes = _shapes(body, graph.model)
@@ -48,6 +51,8 @@ def read_work(graph: PartitionedGraph, num_microbatches: int, copies: int = 1) -
                 if kind == "ReduceScatter":
                     size *= len(graph.groups[group])
                 collectives[kind, phase, group, size] += times
+            elif primitive.op_type == "MoveTo" and _target(body, node) == "CPU":
+                moved += times * _bytes(node)
             elif primitive.op_type in ("MatMul", "BatchMatMul"):
                 out = tuple(output_of(node).dims)
                 depth = math.prod(shapes[node.input[0]]) // math.prod(out[:-1])
@@ -56,7 +61,7 @@ def read_work(graph: PartitionedGraph, num_microbatches: int, copies: int = 1) -
                 query, keys = shapes[node.input[0]], shapes[node.input[1]]  # (B, H, T, D/H), (B, KV, keys, D/H)
                 flops[phase] += times * FLASH_PRODUCTS[primitive.op_type] * 2 * math.prod(query) * keys[2]
     found = [Collective(k, p, g, count, size) for (k, p, g, size), count in sorted(collectives.items())]
-    return Work(found, dict(flops))
+    return Work(found, dict(flops), moved)
 
 
 def _bodies(model: mind_ir.ModelProto, num_calls: int) -> Iterator[tuple[mind_ir.GraphProto, int, bool]]:
@@ -91,6 +96,12 @@ def _phase(node: mind_ir.NodeProto, primitive: mind_ir.PrimitiveProto, backward:
 
 def _group(primitive: mind_ir.PrimitiveProto) -> str | None:
     return attributes(primitive)["group"] if any(names_group(a) for a in primitive.attribute) else None
+
+
+def _target(body: mind_ir.GraphProto, move: mind_ir.NodeProto) -> str:
+    """Where a tensor is moved to."""
+    constant = next(node for node in body.node if node.output[0] == move.input[1])
+    return next(a for a in constant.attribute if a.name == "value").s.decode()
 
 
 def _bytes(node: mind_ir.NodeProto) -> int:

@@ -54,5 +54,9 @@ class RankReport:
     collectives: list[Collective]
     flops: dict[str, int]
     compile_s: float
+    moved_bytes: int = 0
+    """Activations to the host in a step, and as many back."""
+    host_optimizer_bytes: int = 0
+    """Moments that lie on the host, not on the device."""
     compiled_layers: list[int] = field(default_factory=list)
     """Layers of the stage in each graph that was compiled, where the full depth was derived from smaller ones."""

@@ -65,6 +65,7 @@ def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
         "groups": groups,
         "activation_bytes": activations,
         "computing_copy_bytes": copies,
+        "host_activation_bytes": 0.0 if run.config.inference else memory.host_activations,
         "beside": beside,
         "beside_bytes": sum(beside.values()),
         "total_bytes": held + activations + copies + sum(beside.values()),
@@ -101,7 +102,7 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
     for stage, (memory, layers) in enumerate(zip(memories, job.stages(dims.num_layers), strict=True)):
         gradients = 4 * wholes[stage] if job.zero < 2 else sizes[stage]
         copies = job.weight_bytes * wholes[stage]  # cast, or gathered from the optimizer's parts
-        trained = 2 * sizes[stage] + gradients
+        trained = (0 if job.optimizer_on_host else 2 * sizes[stage]) + gradients
         if run.task.lora:  # whole on every rank at worst
             trained = 16 * adapter_parameters(run.task, dims, job)[stage]
         training = trained + memory.activations + memory.working + memory.beside
@@ -219,6 +220,11 @@ def _rank_lines(rank: dict[str, Any]) -> list[str]:
     lines.append(
         f"  memory, GB: {sizes}" + ("" if "fits" not in rank else "  fits" if rank["fits"] else "  DOES NOT FIT")
     )
+    if rank["host_optimizer_bytes"] or rank["moved_bytes"]:
+        lines.append(
+            f"  on the host, GB: optimizer {rank['host_optimizer_bytes'] / GB:.3f}  activation "
+            f"{rank['host_activation_bytes'] / GB:.3f}; moved in a step {rank['moved_bytes'] / GB:.3f} there and as much back"
+        )
     lines.append("  FLOPs a step: " + ", ".join(f"{phase} {flops:.3e}" for phase, flops in rank["flops"].items()))
     lines.append(f"  {'collective':28} {'ranks':>6} {'times':>7} {'bytes each':>14} {'bytes a step':>16}")
     for c in rank["collectives"]:

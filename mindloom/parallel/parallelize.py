@@ -27,7 +27,7 @@ from mindloom.parallel.sharding import (
 from mindloom.strategy.config import Rule, Strategy
 from mindloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
 from mindloom.strategy.mesh import Mesh, part_of_axis
-from mindloom.strategy.stages import layers_of_stages, part_of_layers, recomputed_layers
+from mindloom.strategy.stages import layers_of_stages, offloaded_layers, part_of_layers, recomputed_layers
 
 
 def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
@@ -57,6 +57,8 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
     else:
         for path in recomputed:
             cells[path].recompute()
+    for number in offloaded_layers(len(layers), strategy):
+        cells[layers[number]].offload()
     stages = _assign_stages(net, strategy, layers)
     ties, tied = all(getattr(cell, "tied_embedding", True) for _, cell in net.cells_and_names()), []
     for parameter in net.get_parameters():
@@ -108,9 +110,11 @@ def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
         if strategy.mesh.pp > 1:  # MindSpore 2.9 would order their collectives in a circle
             for cut in net.interleave_inputs:
                 cut.strided_slice.del_prim_attr("interleave_num")
+    if strategy.pipeline.virtual_stages > 1 or (strategy.offload and strategy.offload.layers):
+        net.cell_init_args = (
+            f"lazy_inline_{type(net).__name__}"  # MindSpore's passes want forward and backward as functions
+        )
     if strategy.mesh.pp > 1:
-        if strategy.pipeline.virtual_stages > 1:  # MindSpore's schedules move whole functions
-            net.cell_init_args = f"lazy_inline_{type(net).__name__}"
         return nn.PipelineCell(net, strategy.pipeline.num_microbatches)
     return GradAccumulation(net, accumulate) if accumulate > 1 and strategy.mesh.size > 1 else net
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from mindloom.models.config import ModelConfig
@@ -17,7 +18,7 @@ from mindloom.planner.memory import (
     stage_parameters,
 )
 from mindloom.strategy.config import Strategy
-from mindloom.strategy.stages import layers_per_stage, recomputed_layers, stage_of_layers
+from mindloom.strategy.stages import layers_per_stage, offloaded_layers, recomputed_layers, stage_of_layers
 
 Precision = Literal["fp16", "bf16", "fp32"]
 PRECISIONS: dict[str, Precision] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -41,7 +42,6 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
     microbatches, precision = strategy.num_microbatches(accumulate), PRECISIONS[config.compute_dtype]
     stages = stage_of_layers(config.num_layers, strategy)
     flash, kind = config.attention_on_ascend == "flash", strategy.recompute.kind if strategy.recompute else "none"
-    again = Counter(stages[layer] for layer in recomputed_layers(config.num_layers, strategy))
     return Parallelism(
         dp=mesh.dp,
         tp=mesh.tp,
@@ -56,7 +56,11 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         flash_attention=flash,
         mask_bytes=1 if flash else 4,
         recompute="none" if flash and kind == "selective" else kind,  # of what is never made
-        recomputed_layers=tuple(again[stage] for stage in range(mesh.pp)) if strategy.recompute else None,
+        recomputed_layers=_of_stages(recomputed_layers(config.num_layers, strategy), stages, mesh.pp)
+        if strategy.recompute
+        else None,
+        offloaded_layers=_of_stages(offloaded_layers(config.num_layers, strategy), stages, mesh.pp),
+        optimizer_on_host=bool(strategy.offload and strategy.offload.optimizer),
         layers_of_stages=tuple(layers_per_stage(config.num_layers, strategy)),
         expert_layers_of_stages=tuple(
             sum(config.has_experts(layer) for layer, of_stage in enumerate(stages) if of_stage == stage)
@@ -67,6 +71,12 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         precision=precision,
         **optimizer_cut(bool(zero), microbatches > 1 and not (zero and zero.shard_accumulated_gradients), precision),
     )
+
+
+def _of_stages(layers: Sequence[int], stages: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """How many of some layers each stage has."""
+    counts = Counter(stages[layer] for layer in layers)
+    return tuple(counts[stage] for stage in range(num_stages))
 
 
 def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:

@@ -291,6 +291,9 @@ class Parallelism:
     """None: as even as can be, leftovers to the first stages."""
     expert_layers_of_stages: tuple[int, ...] | None = None
     """Of them those that have experts; None: everywhere the same share."""
+    offloaded_layers: tuple[int, ...] = ()
+    """Of each stage, how many layers' activations wait in the host's memory; empty: none."""
+    optimizer_on_host: bool = False
     zero: int = 0
     """1: optimizer state cut over the replicas; 2: and gradients; 3: and weights."""
     zero_shards: int = 0

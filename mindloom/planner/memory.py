@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from mindloom.planner.dimensions import Dimensions, Parallelism
 
+MOMENTS = 8
+"""Bytes of AdamW's two for each parameter."""
+
 
 @dataclass(frozen=True)
 class StageMemory:
@@ -24,6 +27,8 @@ class StageMemory:
     working: float
     """What one layer, the head or a gathered weight needs while it is at work."""
     fragmentation: float = 1.0
+    host_activations: float = 0.0
+    """Of offloaded layers, which `total` leaves out."""
     beside: float = 0.0
     """Of models and caches beside the one that is trained, see `mindloom.planner.task`."""
 
@@ -165,9 +170,10 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
         experts = of_experts[stage]
         flying = microbatches_in_flight(job, stage)
         again = layers[stage] if job.recomputed_layers is None else min(job.recomputed_layers[stage], layers[stage])
-        activations = flying * (again * kept + (layers[stage] - again) * full)
+        away = job.offloaded_layers[stage] if job.offloaded_layers else 0
+        activations = flying * (again * kept + (layers[stage] - again - away) * full)
         activations += flying * job.mask_bytes * tokens * dims.seq_len
-        working = full - kept if again else 0.0
+        working = max(full - kept if again else 0.0, full if away else 0.0)
         if stage == 0 and dims.dropout:
             mask = width if dims.float32_softmax else 1
             activations += (
@@ -178,14 +184,17 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
             working = max(working, tokens * head_columns(dims, job) * 8)
         if job.zero == 3:  # two layers' whole weights, and one's gradient
             working += 3 * layer_parameters(dims, job.tp) * 2
+        moments = job.optimizer_bytes * _cut(count, experts, job.shards, shards, True)
+        on_host = MOMENTS * _cut(count, experts, job.shards, shards, True) if job.optimizer_on_host else 0.0
         result.append(
             StageMemory(
                 parameters=count + experts,
                 weights=job.weight_bytes * _cut(count, experts, job.shards, shards, job.zero >= 3),
                 gradients=job.gradient_bytes * _cut(count, experts, job.shards, shards, job.zero >= 2),
-                optimizer=job.optimizer_bytes * _cut(count, experts, job.shards, shards, True),
+                optimizer=moments - on_host,
                 activations=activations,
                 working=working,
+                host_activations=flying * away * full,
                 fragmentation=job.fragmentation,
             )
         )

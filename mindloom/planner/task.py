@@ -24,12 +24,10 @@ from mindloom.models.slots import num_slots_for
 from mindloom.numbers import Count
 from mindloom.planner.closed_forms import parameter_bytes
 from mindloom.planner.dimensions import Dimensions, Parallelism, of_decoder
-from mindloom.planner.memory import StageMemory, head_columns, layer_activations, stage_memory
+from mindloom.planner.memory import MOMENTS, StageMemory, head_columns, layer_activations, stage_memory
 
 TaskName = Literal["pretraining", "sft", "reward", "dpo", "grpo", "ppo"]
 SAMPLING = ("grpo", "ppo")
-MOMENTS = 8
-"""Bytes of AdamW's two for each parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +180,7 @@ def task_memory(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[S
             dataclasses.replace(
                 stage,
                 gradients=job.gradient_bytes * count,
-                # Master weights of all, moments of adapters.
-                optimizer=stage.optimizer * (job.optimizer_bytes - MOMENTS) / job.optimizer_bytes
-                + job.optimizer_bytes * count,
+                optimizer=_of_adapters(job, stage.optimizer, count),
             )
             for stage, count in zip(stages, adapter_parameters(task, dims, job), strict=True)
         ]
@@ -195,6 +191,13 @@ def task_memory(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[S
         )
         for stage, evaluation, beside in zip(stages, evaluated, models_beside(dims, job, task), strict=True)
     ]
+
+
+def _of_adapters(job: Parallelism, of_all: float, count: int) -> float:
+    """Master weights of all, and what the optimizer keeps of `count` adapters."""
+    if job.optimizer_on_host:  # where all moments are already
+        return of_all + (job.optimizer_bytes - MOMENTS) * count
+    return of_all * (job.optimizer_bytes - MOMENTS) / job.optimizer_bytes + job.optimizer_bytes * count
 
 
 def models_beside(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[dict[str, float]]:

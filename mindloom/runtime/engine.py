@@ -84,6 +84,8 @@ class Engine:
                 raise ConfigError(launch_problems(strategy, get_group_size()))
             self.rank = get_rank()
             set_auto_parallel_context(strategy, self.rank)
+            if strategy.offload:
+                ms.set_context(memory_optimize_level="O0")  # which moving to the host and back wants
 
     def _start_on_cpu(self) -> None:
         if os.environ.get("MS_ROLE") == "MS_SCHED":

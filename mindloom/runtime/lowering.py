@@ -72,6 +72,7 @@ def lower(
     if any(primitive.op_type == "Switch" for primitive in model.primitives):
         raise ConfigError(f"the network {DECIDES_BY_DATA}")
     inline_functions(model)
+    _keep_where_it_is(model)
     exchange_flash_attention(model)
     widened = widen_bfloat16(model)
     counts: dict[str, int] = {}
@@ -101,6 +102,21 @@ def lower(
         node.op_type = add_pyfunc_primitive(model, run, is_scalar=not output_of(node).dims)
     order_messages(model, messages, transport, program)
     return set(messages), widened
+
+
+def _keep_where_it_is(model: mind_ir.ModelProto) -> None:
+    """Pass over moves to the host and back: a CPU process has one memory."""
+    moves = {f"REF::{p.name}" for p in model.primitives if p.op_type == "MoveTo"}
+    moved = {node.output[0]: node.input[0] for node in model.graph.node if moves and node.op_type in moves}
+    for node in model.graph.node if moved else ():
+        for place, name in enumerate(node.input):
+            while name in moved:
+                name = moved[name]
+            node.input[place] = name
+    kept = [mind_ir.NodeProto.FromString(n.SerializeToString()) for n in model.graph.node if n.op_type not in moves]
+    if moved:
+        del model.graph.node[:]
+        model.graph.node.extend(kept)
 
 
 def _places_of_tags(

@@ -11,6 +11,7 @@ from mindloom.models.config import ModelConfig
 from mindloom.numbers import Count, Positive, number_problem
 from mindloom.strategy.config import Stages, Strategy
 from mindloom.strategy.mesh import AXES
+from mindloom.strategy.stages import offloaded_layers, recomputed_layers
 
 MOST_DEVICES = 1 << 24
 POSSIBLE_SIZES = "1, 2, 4 or a multiple of 8"
@@ -62,6 +63,8 @@ def strategy_problems(strategy: Strategy) -> list[str]:
 def _option_problems(strategy: Strategy) -> list[str]:
     mesh, recompute, zero, problems = strategy.mesh, strategy.recompute, strategy.optimizer_parallel, []
     pipeline = strategy.pipeline
+    if strategy.offload and not (strategy.offload.optimizer or strategy.offload.layers):
+        problems.append(f"{strategy.at('offload')} moves nothing; give optimizer: true, or layers")
     if pipeline.schedule != "1f1b" and pipeline.virtual_stages == 1:
         problems.append(
             f"{strategy.at('pipeline.schedule')}: {pipeline.schedule} is for pipelines with virtual_stages; without them "
@@ -149,12 +152,18 @@ def model_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
             f"{strategy.at('pipeline.stages.num_layers')} adds up to {sum(stages.num_layers)}, "
             f"but the model has {config.num_layers} layers"
         )
-    if strategy.recompute and isinstance(strategy.recompute.layers, list):
-        for layer in strategy.recompute.layers:
+    for key, part in (("recompute", strategy.recompute), ("offload", strategy.offload)):
+        for layer in part.layers if part and isinstance(part.layers, list) else []:
             if layer >= config.num_layers:
                 problems.append(
-                    f"{strategy.at('recompute.layers')}: layer {layer} does not exist; the last is {config.num_layers - 1}"
+                    f"{strategy.at(f'{key}.layers')}: layer {layer} does not exist; the last is {config.num_layers - 1}"
                 )
+    both = {*offloaded_layers(config.num_layers, strategy)} & {*recomputed_layers(config.num_layers, strategy)}
+    if not problems and both and strategy.recompute and strategy.recompute.kind == "full":
+        problems.append(
+            f"{strategy.at('offload.layers')}: layer {min(both)} is computed again, so nothing of it is kept to be moved; "
+            "leave it out of offload or of recompute"
+        )
     return problems
 
 

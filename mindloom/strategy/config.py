@@ -55,6 +55,17 @@ class Recompute:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What lies in the host's memory and is moved to the device when it is needed. CPU processes have one memory: they
+    compute the same without moving anything."""
+
+    optimizer: bool = False
+    """AdamW's moments; the host's processors update the parameters."""
+    layers: Literal["all"] | list[Natural] = field(default_factory=list)
+    """`all`, or layer numbers from 0: those whose activations wait for the backward pass there."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerParallel:
     """Each parameter, its gradient and optimizer state are cut over the replicas too (ZeRO)."""
 
@@ -118,6 +129,8 @@ class Strategy:
     """Microbatches and stages, when mesh.pp > 1."""
     recompute: Recompute | None = None
     """Which layers to compute twice; none without this key."""
+    offload: Offload | None = None
+    """What lies in the host's memory; nothing without this key."""
     optimizer_parallel: OptimizerParallel | None = None
     """Cut parameters and optimizer state over the replicas; off without this key."""
     sequence_parallel: bool = False

@@ -81,6 +81,7 @@ def _strategy(document: Document, for_inference: bool = False) -> Strategy:
             pipeline=Pipeline(num_microbatches=pipeline.num_microbatches) if pipeline.virtual_stages > 1 else pipeline,
             sequence_parallel=False,
             recompute=None,
+            offload=None,
             optimizer_parallel=None,
         )
     return strategy

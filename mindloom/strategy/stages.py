@@ -41,6 +41,12 @@ def layers_per_stage(num_layers: int, strategy: Strategy) -> list[int]:
     return [len(layers) for layers in layers_of_stages(num_layers, strategy)]
 
 
+def offloaded_layers(num_layers: int, strategy: Strategy) -> list[int]:
+    """Layers whose activations wait in the host's memory."""
+    layers = strategy.offload.layers if strategy.offload else []
+    return list(range(num_layers)) if layers == "all" else sorted(layers)
+
+
 def recomputed_layers(num_layers: int, strategy: Strategy) -> list[int]:
     """Layers whose activations are computed again."""
     recompute: Recompute | None = strategy.recompute

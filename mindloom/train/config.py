@@ -354,6 +354,8 @@ def _strategy_problems(
     yield from model_problems(strategy, model) if model else []
     if config.samples_texts and strategy.mesh.cp > 1:
         yield f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out"
+    if strategy.offload and strategy.offload.optimizer and not config.optimizer.startswith("adamw"):
+        yield f"{strategy.at('offload.optimizer')}: AdamW's moments can be moved, not those of --optimizer {config.optimizer}"
     if strategy.pipeline.virtual_stages > 1 and config.task in ("dpo", "grpo", "ppo"):
         yield (
             f"{strategy.at('pipeline.virtual_stages')}: {config.task} also runs the model by itself, a stage after "

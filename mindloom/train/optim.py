@@ -11,21 +11,27 @@ import math
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-_adam = ops.MultitypeFuncGraph("adam")
 _sgd = ops.MultitypeFuncGraph("sgd")
-_adam_op = ops.AdamWeightDecay()
 
 
-@_adam.register("Tensor", "Tensor", "Tensor", "Float", "Float", "Bool", "Tensor", "Tensor", "Tensor", "Tensor")
-def _adam_update(rate, epsilon, decay, beta1, beta2, decayed, weight, moment1, moment2, gradient):
-    weight_decay = decay if decayed else ops.zeros_like(decay)
-    return _adam_op(weight, moment1, moment2, rate, beta1, beta2, epsilon, weight_decay, gradient)
+def _updates(adam):
+    """What updates one parameter by the operator `adam`."""
+    update = ops.MultitypeFuncGraph("adam")
+
+    @update.register("Tensor", "Tensor", "Tensor", "Float", "Float", "Bool", "Tensor", "Tensor", "Tensor", "Tensor")
+    def _update(rate, epsilon, decay, beta1, beta2, decayed, weight, moment1, moment2, gradient):
+        weight_decay = decay if decayed else ops.zeros_like(decay)
+        return adam(weight, moment1, moment2, rate, beta1, beta2, epsilon, weight_decay, gradient)
+
+    @update.register("Tensor", "Tensor", "Tensor", "Tensor", "Tensor", "Bool", "Tensor", "Tensor", "Tensor", "Tensor")
+    def _update_or_not(rate, epsilon, decay, beta1, beta2, decayed, weight, moment1, moment2, gradient):
+        weight_decay = decay if decayed else ops.zeros_like(decay)
+        return adam(weight, moment1, moment2, rate, beta1, beta2, epsilon, weight_decay, gradient)
+
+    return update
 
 
-@_adam.register("Tensor", "Tensor", "Tensor", "Tensor", "Tensor", "Bool", "Tensor", "Tensor", "Tensor", "Tensor")
-def _adam_update_or_not(rate, epsilon, decay, beta1, beta2, decayed, weight, moment1, moment2, gradient):
-    weight_decay = decay if decayed else ops.zeros_like(decay)
-    return _adam_op(weight, moment1, moment2, rate, beta1, beta2, epsilon, weight_decay, gradient)
+_adam, _adam_on_host = _updates(ops.AdamWeightDecay()), _updates(ops.AdamWeightDecay().set_device("CPU"))
 
 
 @_sgd.register("Tensor", "Tensor", "Tensor")
@@ -51,13 +57,21 @@ class AdamW(nn.Cell):
 
     `bias_correction=False` is the originals' (MindSpore AdamWeightDecay): p -= lr (m / (sqrt(v) + eps) + wd p).
     With it, the standard one: m and v are divided by 1 - beta^t first. Both are the same fused operator, given other
-    numbers by `prepare`.
+    numbers by `prepare`. `on_host`: the moments lie in the host's memory, whose processors update the parameters.
     """
 
     def __init__(
-        self, parameters: list[Parameter], beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, bias_correction=False
+        self,
+        parameters: list[Parameter],
+        beta1=0.9,
+        beta2=0.95,
+        epsilon=1e-8,
+        weight_decay=0.1,
+        bias_correction=False,
+        on_host=False,
     ):
         super().__init__(auto_prefix=False)
+        self.update = _adam_on_host if on_host else _adam
         self.parameters = ParameterTuple(parameters)
         self.moments1 = self.parameters.clone(prefix="adam_m", init="zeros")
         self.moments2 = self.parameters.clone(prefix="adam_v", init="zeros")
@@ -87,7 +101,7 @@ class AdamW(nn.Cell):
             rate = ops.masked_fill(rate, overflow, 0.0)
             beta1 = ops.masked_fill(Tensor(beta1, mstype.float32), overflow, 1.0)
             beta2 = ops.masked_fill(Tensor(beta2, mstype.float32), overflow, 1.0)
-        update = ops.partial(_adam, rate, self.adapted_epsilon, self.decay, beta1, beta2)
+        update = ops.partial(self.update, rate, self.adapted_epsilon, self.decay, beta1, beta2)
         return self.map(update, self.decayed, self.parameters, self.moments1, self.moments2, gradients)
 
 
@@ -112,9 +126,9 @@ class SGD(nn.Cell):
 class BothOptimizers(nn.Cell):
     """AdamW and SGD in one graph, to compile a comparison once; the one with rate 0 changes nothing."""
 
-    def __init__(self, parameters):
+    def __init__(self, parameters, on_host=False):
         super().__init__(auto_prefix=False)
-        self.adam, self.sgd = AdamW(parameters), SGD(parameters)
+        self.adam, self.sgd = AdamW(parameters, on_host=on_host), SGD(parameters)
         self.sgd.rate.name = "sgd_rate"
         self.parameters = self.adam.parameters
 

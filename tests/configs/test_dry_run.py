@@ -308,3 +308,20 @@ def test_stages_work_in_the_order_that_is_drawn(write, pipeline):
     for stage, found in enumerate(stages):
         drawn = passes(stage, len(stages), settings.num_microbatches, settings.virtual_stages, settings.schedule)
         assert [tuple(one) for one in found] == drawn
+
+
+def test_what_lies_on_the_host_is_counted_there(write):
+    text = f"{RULES}mesh: {{dp: 2, tp: 2}}\n"
+    plain, moved = write("p.yaml", text), write("m.yaml", text + "offload: {optimizer: true, layers: [1, 2]}\n")
+    given = ["--model", "pangu", "--size", "tiny", "--ranks", "0", "--strategy"]
+    without, with_host = (
+        call("tests/configs/graph_worker.py", "dry_run_values", [*given, str(path)])["ranks"][0]
+        for path in (plain, moved)
+    )
+    assert with_host["host_optimizer_bytes"] == without["optimizer_bytes"] > 0 == with_host["optimizer_bytes"]
+    kept = without["activation_bytes"] - with_host["activation_bytes"]
+    # One layer is at work on the device. What the compiler moves is what the model of memory says of a layer, roughly.
+    assert with_host["host_activation_bytes"] / 2 <= kept <= with_host["host_activation_bytes"]
+    assert with_host["moved_bytes"] == pytest.approx(with_host["host_activation_bytes"], rel=0.35)
+    assert with_host["total_bytes"] < without["total_bytes"] and without["moved_bytes"] == 0
+    assert with_host["bytes_per_step"] == without["bytes_per_step"]

@@ -16,7 +16,7 @@ from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.gather import gather_whole
-from mindloom.strategy.config import SINGLE_DEVICE, Pipeline
+from mindloom.strategy.config import SINGLE_DEVICE, Offload, Pipeline
 from mindloom.strategy.loader import load_strategy
 from mindloom.train.adafactor import Adafactor
 
@@ -53,8 +53,8 @@ def train(path: str, options: list[str], out: str) -> None:
     """Five steps of each optimizer. Writes OUT.OPTIMIZER.json (losses, norms) and .npz (gradients or weights).
 
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
-    gpipe and seqpipe (with virtual stages), and shallow (2 layers, which compile in half the time). A pipeline has as many
-    microbatches as stages, for the same reason.
+    gpipe and seqpipe (with virtual stages), offload, and shallow (2 layers, which compile in half the time). A pipeline has
+    as many microbatches as stages, for the same reason.
     """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
     family, size, changes = MODELS[next((option for option in options if option in MODELS), "pangu")]
@@ -73,6 +73,8 @@ def train(path: str, options: list[str], out: str) -> None:
     if schedule and strategy.mesh.size > 1:
         pipeline = dataclasses.replace(strategy.pipeline, virtual_stages=2, schedule=schedule)
         strategy = dataclasses.replace(strategy, pipeline=pipeline)
+    if "offload" in options and strategy.mesh.size > 1:
+        strategy = dataclasses.replace(strategy, offload=Offload(optimizer=True, layers="all"))
     if "copies" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, micro_batch_interleave=2)
     accumulate, clip = 2 if "accumulate" in options else 1, 0.5 if "clip" in options else None
@@ -81,6 +83,9 @@ def train(path: str, options: list[str], out: str) -> None:
     else:
         engine, report = train_decoder(family, config, strategy, Path(out), BATCH, accumulate, clip)
     check_report(report, engine)
+    if "offload" in options and strategy.mesh.size > 1:
+        kinds = {p.op_type for program in engine._programs.values() for p in program.graph.model.primitives}
+        assert "MoveTo" in kinds
     if config.attention == "flash":  # which one device computes plainly
         for program in engine._programs.values():
             assert "FlashAttentionScoreGrad" in {p.op_type for p in program.graph.model.primitives}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindloom.errors import ConfigError
-from mindloom.strategy.config import ContextMethod, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.config import ContextMethod, Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.dialects.context import context_method, written_context
 from mindloom.strategy.dialects.settings import Book, Fate, Given, Lost, Note, Settings
 from mindloom.strategy.dialects.stages import stage_layers
@@ -104,6 +104,7 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
         pipeline=_pipeline(book, mesh, train, num_layers, path),
         recompute=_recompute(book, mesh),
         optimizer_parallel=OptimizerParallel() if "--use-distributed-optimizer" in book else None,
+        offload=Offload(optimizer=True) if "--optimizer-cpu-offload" in book else None,
         sequence_parallel="--sequence-parallel" in book,
         context_parallel=context_method(book, "--cp-comm-type", mesh, METHODS),
         source=str(path),
@@ -112,6 +113,7 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
         "--use-distributed-optimizer", "approximated", "optimizer_parallel cuts the weights as well as the moments"
     )
     book.note("--sequence-parallel", "same", "sequence_parallel")
+    book.note("--optimizer-cpu-offload", "renamed", "offload.optimizer")
     book.only(ONLY)
     book.without_effect(WITHOUT_EFFECT)
     for flag, why in NOT_EXPRESSIBLE.items():
@@ -289,6 +291,8 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
         lost("pipeline.num_microbatches", "Megatron counts the sequences of a microbatch: give --batch-size")
     if (virtual := strategy.pipeline.virtual_stages) > 1:
         flags.append(("--num-virtual-stages-per-pipeline-rank", virtual))
+    if strategy.offload and strategy.offload.layers:
+        lost("offload.layers", "Megatron moves activations by other rules")
     if strategy.pipeline.schedule != "1f1b":
         lost("pipeline.schedule", f"{strategy.pipeline.schedule}: Megatron has 1f1b alone")
     if strategy.micro_batch_interleave > 1:
@@ -300,6 +304,7 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     switches = ["--sequence-parallel"] * strategy.sequence_parallel + ["--use-distributed-optimizer"] * (
         zero is not None
     )
+    switches += ["--optimizer-cpu-offload"] * bool(strategy.offload and strategy.offload.optimizer)
     if switch := {"bfloat16": "--bf16", "float16": "--fp16"}.get(str(train.get("compute_dtype"))):
         switches.append(switch)
         train.pop("compute_dtype")

@@ -15,6 +15,7 @@ from mindloom.strategy.config import ContextMethod, OptimizerParallel, Pipeline,
 from mindloom.strategy.dialects.context import context_method, written_context
 from mindloom.strategy.dialects.settings import Book, Given, Lost, Note, Settings, betas
 from mindloom.strategy.dialects.stages import rows_of_parts, stage_layers, virtual_stages
+from mindloom.strategy.dialects.swap import read_swap, written_swap
 from mindloom.strategy.dialects.yaml_file import read_flat
 from mindloom.strategy.mesh import Mesh
 from mindloom.strategy.stages import layers_of_stages, layers_per_part
@@ -54,7 +55,6 @@ ONLY = (
     ("parallel.parallel_mode", 1, "ours is semi-automatic: every operator's layout comes from the rules"),
     ("parallel.gradients_mean", False, "gradients are added up; the loss has the denominator of the whole batch"),
     ("parallel.full_batch", True, "every rank is given the shape of the whole batch, and reads its own rows"),
-    ("swap_config.swap", False, "activations are not moved to the host"),
     ("context.mode", 0, "training compiles graphs"),
 )
 WITHOUT_EFFECT = {
@@ -74,7 +74,6 @@ WITHOUT_EFFECT = {
     "recompute_config.select_comm_recompute": "whether communication is repeated, no result depends on it",
     "recompute_config.select_recompute_exclude": "nothing is chosen by it here",
     "recompute_config.select_comm_recompute_exclude": "nothing is chosen by it here",
-    "swap_config.*": "activations are not moved to the host",
     "moe_config.*": "the model's own configuration says it (--size, --config)",
     "use_parallel": "the mesh says it",
     "context.*": "device and memory are the environment's",
@@ -202,6 +201,7 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
         pipeline=_pipeline(book, mesh, num_layers),
         recompute=_recompute(book),
         optimizer_parallel=_optimizer_parallel(book),
+        offload=read_swap(book),
         sequence_parallel=bool(book.take("parallel_config.use_seq_parallel", "sequence_parallel", False)),
         context_parallel=context_method(book, "parallel_config.context_parallel_algo", mesh, METHODS),
         micro_batch_interleave=book.take("micro_batch_interleave_num", "micro_batch_interleave", 1),
@@ -388,6 +388,7 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
         lines += ["  pipeline_config:", "    pipeline_interleave: True"]
         lines.append(f"    pipeline_scheduler: {strategy.pipeline.schedule}")
     lines += ["recompute_config:", *_written_recompute(settings, lost)]
+    lines += written_swap(strategy, lost)
     model = _written_model(settings, lost)
     return "\n".join([*lines, *(["model:", "  model_config:", *model] if model else [])]) + "\n", lost.notes
 

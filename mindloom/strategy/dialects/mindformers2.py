@@ -191,6 +191,8 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
         lines.append(f"  hsdp_threshold: {zero.threshold_kb}")
         if zero.shard_accumulated_gradients:
             lost("optimizer_parallel.shard_accumulated_gradients", "hsdp_optimizer_level decides by other rules")
+    if strategy.offload:
+        lost("offload", "MindFormers has swap_config in its 1.x files only")
     if strategy.micro_batch_interleave > 1:
         lost("micro_batch_interleave", "MindFormers has copies of microbatches in its 1.x files only")
     lines.append(f"  sequence_parallel: {strategy.sequence_parallel}")

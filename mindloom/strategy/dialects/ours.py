@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindloom.shipped import DECODER, EXPERTS
-from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.dialects.settings import Note, Settings
 from mindloom.strategy.loader import load_strategy
 from mindloom.strategy.mesh import Mesh
@@ -52,6 +52,8 @@ def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> s
         lines.append(f"pipeline: {{{', '.join([*filter(None, [_fields(others, Pipeline())]), *dealt])}}}")
     if strategy.recompute:
         lines.append(f"recompute: {{{_fields(strategy.recompute, Recompute()) or 'layers: all'}}}")
+    if strategy.offload:
+        lines.append(f"offload: {{{_fields(strategy.offload, Offload())}}}")
     if strategy.optimizer_parallel:
         fields = _fields(strategy.optimizer_parallel, OptimizerParallel())
         lines.append(f"optimizer_parallel: {{axis: dp{', ' * bool(fields)}{fields}}}")

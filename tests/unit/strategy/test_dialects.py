@@ -13,7 +13,16 @@ from conftest import CONFIGS, ROOT, run
 
 from mindloom.errors import ConfigError
 from mindloom.strategy.checks import strategy_problems
-from mindloom.strategy.config import SINGLE_DEVICE, OptimizerParallel, Pipeline, Recompute, Rules, Stages, Strategy
+from mindloom.strategy.config import (
+    SINGLE_DEVICE,
+    Offload,
+    OptimizerParallel,
+    Pipeline,
+    Recompute,
+    Rules,
+    Stages,
+    Strategy,
+)
 from mindloom.strategy.dialects import Settings, recognize, translate
 from mindloom.strategy.dialects.ours import strategy_text
 from mindloom.strategy.loader import load_strategy
@@ -390,3 +399,26 @@ def test_the_tool_prints_the_report_and_writes_the_file(tmp_path):
     assert json.loads(outcome.output)["losses"] == 1
     outcome = run("tools/translate.py", ROOT / "none.yaml", "--to", "ours")
     assert (outcome.code, "cannot be read" in outcome.output) == (2, True)
+
+
+def test_what_is_moved_to_the_host_is_translated(write, tmp_path):
+    swap = (
+        "swap_config:\n  swap: True\n  layer_swap:\n    - {layers: [0, 2], backward_prefetch: 1}\n    - {layers: [5]}\n"
+    )
+    text = f"parallel_config:\n  data_parallel: 4\n{swap}  op_swap: [{{op_name: matmul}}]\n"
+    done = translate(write("mf.yaml", text), "ours", RULES, tmp_path / "out.yaml", NOTHING)
+    assert done.settings.strategy.offload == Offload(layers=[0, 2, 5])
+    found = fates(done)
+    assert (found["swap_config.layer_swap"], found["swap_config.op_swap"]) == ("renamed", "not expressible")
+    assert load_strategy(write("out.yaml", done.text)).offload == Offload(layers=[0, 2, 5])
+    flags = "torchrun --nproc_per_node 4 x.py --optimizer-cpu-offload\n"
+    done = translate(write("m.sh", flags), "ours", RULES, tmp_path / "m.yaml", NOTHING)
+    assert done.settings.strategy.offload == Offload(optimizer=True)
+    ours = write("ours.yaml", f"mesh: {{dp: 4}}\nrules: {RULES}\noffload: {{optimizer: true, layers: all}}\n")
+    for dialect, lost, said in (
+        ("mindformers1", "offload.optimizer", "layer_swap: [{layers: True"),
+        ("mindformers2", "offload", "parallelism:"),
+        ("megatron", "offload.layers", "--optimizer-cpu-offload"),
+    ):
+        done = translate(ours, dialect, RULES, tmp_path / dialect, NOTHING)
+        assert fates(done)[lost] == "not expressible" and said in done.text

@@ -66,6 +66,8 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
             "s.yaml:2: pipeline.num_microbatches = 2 is fewer than the 4 stages",
         ),
         ("mesh: {dp: 4}\npipeline: {num_microbatches: 2}", "s.yaml:2: pipeline has no effect at mesh.pp = 1"),
+        ("mesh: {dp: 4}\noffload: {}", "s.yaml:2: offload moves nothing; give optimizer: true, or layers"),
+        ("mesh: {dp: 4}\noffload: {layers: some}", "s.yaml:2: offload.layers"),
         (
             "mesh: {pp: 2}\npipeline: {num_microbatches: 4, schedule: gpipe}",
             "s.yaml:2: pipeline.schedule: gpipe is for pipelines with virtual_stages",

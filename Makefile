@@ -1,9 +1,9 @@
-# make demo | test | check | bench | toolchains. All but the last set up .venv first, once.
+# make demo | test | check | lint | bench | toolchains. All but the last set up .venv first, once.
 VENV := .venv
 BIN := $(VENV)/bin
 export GLOG_v ?= 3
 
-.PHONY: demo test check format bench toolchains setup clean
+.PHONY: demo test check lint format bench toolchains setup clean
 
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
@@ -11,10 +11,12 @@ demo: $(VENV)/.core
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-check: $(VENV)/.dev
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint
 	$(BIN)/python -m pytest tests/test_architecture.py tests/unit -m "not slow"
 
 format: $(VENV)/.dev

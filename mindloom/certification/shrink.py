@@ -16,7 +16,7 @@ from mindloom.models.config import ExpertConfig, ModelConfig
 from mindloom.planner.task import TrainedTask
 from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.mesh import Mesh
-from mindloom.strategy.stages import layers_per_part, recomputed_layers
+from mindloom.strategy.stages import layers_per_part, offloaded_layers, recomputed_layers
 
 BATCH, SEQ_LEN, HEAD_DIM, VOCAB = 16, 32, 16, 128
 MOST_VIRTUAL_STAGES = 2
@@ -74,6 +74,10 @@ def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
     if recompute:
         some = num_layers is not None and _recomputes_some(strategy, num_layers)
         recompute = Recompute(kind=recompute.kind, layers=[0] if some else "all")
+    offload = strategy.offload
+    if offload and num_layers is not None:
+        moved = offloaded_layers(num_layers, strategy)
+        offload = dataclasses.replace(offload, layers="all" if len(moved) == num_layers else [1] if moved else [])
     zero = strategy.optimizer_parallel if mesh.dp * mesh.cp > 1 else None
     if zero:
         whole = strategy.mesh.dp * strategy.mesh.cp
@@ -91,6 +95,7 @@ def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
         pipeline=pipeline,
         optimizer_parallel=zero,
         recompute=recompute,
+        offload=offload,
         micro_batch_interleave=min(strategy.micro_batch_interleave, 2),  # of a batch of 16
         sequence_parallel=strategy.sequence_parallel and mesh.tp > 1,
         lines={},

@@ -9,7 +9,7 @@ from conftest import CONFIGS
 from mindloom.certification.shrink import BATCH, SEQ_LEN, small_meshes, small_model, small_strategies
 from mindloom.models.family import family_and_size, size_config
 from mindloom.strategy.checks import batch_problems, model_problems, strategy_problems
-from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.loader import load_strategy
 from mindloom.strategy.mesh import Mesh
 
@@ -72,3 +72,13 @@ def test_groups_of_replicas_get_a_mesh_of_their_own():
     assert all(one.optimizer_parallel.threshold_kb == 1 for one in small)
     whole = dataclasses.replace(strategy, optimizer_parallel=dataclasses.replace(zero, shard_size=None))
     assert [one.mesh for one in small_strategies(whole, 32, 4)] == [Mesh(dp=2, tp=2)]
+
+
+def test_virtual_stages_and_what_is_moved_to_the_host_stay():
+    pipeline = Pipeline(num_microbatches=32, virtual_stages=5, schedule="gpipe")
+    large = Strategy(mesh=Mesh(pp=8, tp=8), pipeline=pipeline, offload=Offload(optimizer=True, layers=[7, 9]))
+    (small,) = small_strategies(large, num_layers=80, processes=4)
+    assert (small.pipeline.virtual_stages, small.pipeline.schedule) == (2, "gpipe")
+    assert small.offload == Offload(optimizer=True, layers=[1])
+    model = small_model(size_config("pangu", "13b"), large, 4)
+    assert model.num_layers == 4 and model_problems(small, model) == []

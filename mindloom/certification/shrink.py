@@ -66,7 +66,7 @@ def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
         counts = [1] if num_layers is None else _layers_of_small_stages(strategy, num_layers, mesh.pp)
         uneven = None if len(set(counts)) == 1 else Stages(num_layers=counts)
         pipeline = Pipeline(
-            num_microbatches=mesh.pp * (2 if more else 1),
+            num_microbatches=mesh.pp * (2 if more or strategy.pipeline.schedule == "zero_bubble_v" else 1),
             stages=uneven or "uniform",
             virtual_stages=min(strategy.pipeline.virtual_stages, MOST_VIRTUAL_STAGES),
             schedule=strategy.pipeline.schedule,

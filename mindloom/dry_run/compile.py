@@ -52,8 +52,7 @@ def compile_rank(
     graph = kept_graph(key, lambda: partition(cell, strategy, rank, inputs))
     learn_layouts(report, graph.held_layouts, graph.groups, rank, strategy.source)
     stage = strategy.mesh.coordinate(rank, "pp")
-    microbatches, copies = strategy.num_microbatches(accumulate), strategy.micro_batch_interleave
-    work = read_work(graph, *((1, 1) if inference else (microbatches, copies)))
+    work = read_work(graph, 1 if inference else strategy.micro_batch_interleave)
     parameters = _parameters(report, graph.parameters)
     held = {p.name for p in parameters}
 

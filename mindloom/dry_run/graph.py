@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mindloom.dry_run.rank_report import Collective
 from mindloom.private_names import mind_ir
 from mindloom.runtime.compile import PartitionedGraph
+from mindloom.runtime.inlining import calls_of_functions
 from mindloom.runtime.lowering import attributes, names_group, output_of
 
 _SIZES = {"FLOAT": 4, "FLOAT16": 2, "BFLOAT16": 2, "INT32": 4, "INT64": 8, "BOOL": 1, "DOUBLE": 8, "INT8": 1}
@@ -29,14 +30,14 @@ class Work:
     """To the host, and as many back."""
 
 
-def read_work(graph: PartitionedGraph, num_microbatches: int, copies: int = 1) -> Work:
-    """What `graph` does in a step, whose network was kept as a function that is called for each copy of each microbatch. The
+def read_work(graph: PartitionedGraph, copies: int = 1) -> Work:
+    """What `graph` does in a step, whose network was kept as functions that are called for each copy of each microbatch. The
     gradients of copies are added up before ranks exchange them."""
     collectives: Counter[tuple[str, str, str, int]] = Counter()
     flops: dict[str, int] = defaultdict(int)
     moved = 0
     primitives = {p.name: p for p in graph.model.primitives}
-    for body, calls, backward in _bodies(graph.model, num_microbatches):
+    for body, calls, backward in _bodies(graph.model):
         shapes = _shapes(body, graph.model)
         for node in body.node:
             primitive = primitives.get(node.op_type.removeprefix("REF::"))
@@ -45,7 +46,7 @@ def read_work(graph: PartitionedGraph, num_microbatches: int, copies: int = 1) -
             group = _group(primitive)
             in_network = body is not graph.model.graph
             phase = _phase(node, primitive, backward, in_network)
-            times = calls * (copies if in_network and phase != "optimizer" else 1)
+            times = calls // copies if in_network and phase == "optimizer" else calls
             if group is not None and len(graph.groups[group]) > 1:
                 kind, size = primitive.op_type, _bytes(node)
                 if kind == "ReduceScatter":
@@ -64,11 +65,12 @@ def read_work(graph: PartitionedGraph, num_microbatches: int, copies: int = 1) -
     return Work(found, dict(flops), moved)
 
 
-def _bodies(model: mind_ir.ModelProto, num_calls: int) -> Iterator[tuple[mind_ir.GraphProto, int, bool]]:
+def _bodies(model: mind_ir.ModelProto) -> Iterator[tuple[mind_ir.GraphProto, int, bool]]:
     """Each graph, how often it is called, and whether it is a backward pass, which MindSpore names with ◂."""
     yield model.graph, 1, False
+    calls = calls_of_functions(model)
     for function in model.functions:
-        yield function, num_calls, "◂" in function.name
+        yield function, calls[function.name], "◂" in function.name
 
 
 def _shapes(body: mind_ir.GraphProto, model: mind_ir.ModelProto) -> dict[str, tuple[int, ...]]:

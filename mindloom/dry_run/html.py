@@ -77,6 +77,10 @@ def memory_bars(ranks: Sequence[dict[str, Any]], limit: float = 0.0) -> str:
 def _pipeline(job: dict[str, Any]) -> str:
     num_stages, virtual, schedule = len(job["stages"]), job["virtual_stages"], job["schedule"]
     shown = min(job["num_microbatches"], max(SHOWN_MICROBATCHES, num_stages))
+    rows = [(s["stage"], s["layers"], f"{s['total_bytes'] / GB:.2f} GB", f"{s['flops']:.3e}") for s in job["stages"]]
+    stages_table = table(("stage", "layers", "memory of a device", "FLOPs of a device"), rows)
+    if schedule == "zero_bubble_v":
+        return f"{stages_table}<p>zero_bubble_v, whose backward passes MindSpore takes apart: not drawn</p>"
     stages, unit, cells = times(num_stages, shown, virtual, schedule), 16, []
     for stage, drawn in enumerate(stages):
         y = 4 + 22 * stage
@@ -90,8 +94,6 @@ def _pipeline(job: dict[str, Any]) -> str:
     note = f"{schedule}, forward blue, backward green, {shown} of {job['num_microbatches']} microbatches"
     note += f"; the {virtual} parts of a stage in shades" if virtual > 1 else ""
     size = f"width='{80 + unit * end}' height='{8 + 22 * num_stages}'"
-    rows = [(s["stage"], s["layers"], f"{s['total_bytes'] / GB:.2f} GB", f"{s['flops']:.3e}") for s in job["stages"]]
-    stages_table = table(("stage", "layers", "memory of a device", "FLOPs of a device"), rows)
     return f"{stages_table}<p>{note}</p><div style='overflow-x:auto'><svg {size}>{''.join(cells)}</svg></div>"
 
 

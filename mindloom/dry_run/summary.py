@@ -108,7 +108,7 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
         training = trained + memory.activations + memory.working + memory.beside
         attention, few = layers * 4 * dims.seq_len * dims.hidden_size, job.expert_layers(dims)[stage]
         matrices = (layers - few) * dense.layer_matrices + few * (sparse.layer_matrices + rows)
-        head = 2 * dims.num_outputs * dims.hidden_size if stage == job.pp - 1 else 0
+        head = 2 * dims.num_outputs * dims.hidden_size if stage == job.last_stage else 0
         stages.append(
             {
                 "stage": stage,

@@ -63,8 +63,9 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
     ties, tied = all(getattr(cell, "tied_embedding", True) for _, cell in net.cells_and_names()), []
     for parameter in net.get_parameters():
         is_tied = ties and any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied)
-        tied += [parameter.name] if strategy.mesh.pp > 1 and is_tied else []
-        if (strategy.mesh.pp > 1 and is_tied) or not parameter.shape:  # MindSpore dies of cutting a number
+        is_sent = is_tied and strategy.stage_of_loss > 0
+        tied += [parameter.name] if is_sent else []
+        if is_sent or not parameter.shape:  # MindSpore dies of cutting a number
             parameter.parallel_optimizer = False
     net.parallel_report = Report(  # the engine holds it against the compiler
         mesh=strategy.mesh,
@@ -76,6 +77,7 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         ],
         optimizer_parallel=strategy.optimizer_parallel is not None,
         layers_of_stages=_layers_of_stages(layers, strategy),
+        stage_of_loss=strategy.stage_of_loss,
         recomputed=recomputed,
         tied=tied,
     )
@@ -210,10 +212,10 @@ def _assign_stages(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> d
     parts |= dict.fromkeys(_matching(net, strategy.rules.last_stage), strategy.num_virtual_stages - 1)
     for path, cell in net.cells_and_names():
         if path in parts:
-            cell.pipeline_stage = parts[path] % num_stages
+            cell.pipeline_stage = strategy.stage_of_part(parts[path])
             if strategy.pipeline.virtual_stages > 1:
                 cell.pipeline_segment = parts[path] // num_stages
-    return {path: part % num_stages for path, part in parts.items()}
+    return {path: strategy.stage_of_part(part) for path, part in parts.items()}
 
 
 def _layers_of_stages(layers: Sequence[str], strategy: Strategy) -> list[list[str]]:

@@ -49,6 +49,8 @@ class Report:
     """Optional rules that matched nothing, with file:line."""
     optimizer_parallel: bool
     layers_of_stages: list[list[str]] = field(default_factory=list)
+    stage_of_loss: int = 0
+    """Pipeline stage that computes it."""
     recomputed: list[str] = field(default_factory=list)
     tied: list[str] = field(default_factory=list)
     """Parameters that several stages of a pipeline hold. Training updates them where they belong, and sends them with each

@@ -103,6 +103,8 @@ class TrainStep(nn.Cell):
         self.sqrt, self.add_n, self.maximum = ops.Sqrt(), ops.AddN(), ops.Maximum()
         on_one_device = report.mesh.size == 1
         self.num_parts = accumulate if on_one_device else 1
+        # The last stage is asked for the loss; where another has it all are told.
+        self.tells_loss, self.of_stage = report.stage_of_loss != report.mesh.pp - 1, 1.0 / report.mesh.stage_size
         self.buffered = report.mesh.pp > 1 or (accumulate > 1 and not on_one_device)
         self.optimizer_parallel = report.optimizer_parallel
         if self.buffered:  # MindSpore's parallel passes add microbatches up in these, found by their name
@@ -121,7 +123,7 @@ class TrainStep(nn.Cell):
         mesh = self.report.mesh
         layers = [layer for stage in self.report.layers_of_stages for layer in stage]
         mine = self.report.layers_of_stages[mesh.coordinate(rank, "pp")] if mesh.pp > 1 else []
-        is_last = mesh.coordinate(rank, "pp") == mesh.pp - 1
+        is_last = mesh.coordinate(rank, "pp") == self.report.stage_of_loss
         held = [
             any(f"{layer}." in path for layer in mine) if any(f"{layer}." in path for layer in layers) else is_last
             for path, _ in counting
@@ -141,6 +143,8 @@ class TrainStep(nn.Cell):
 
     def construct(self, *batch):
         loss, gradients = self.in_parts(*batch) if self.num_parts > 1 else self.at_once(*batch)
+        if self.tells_loss:
+            loss = self.all_reduce(loss) * self.of_stage
         accumulated = gradients
         if self.buffered:
             accumulated = ops.depend(self.accumulated, gradients)

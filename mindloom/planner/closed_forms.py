@@ -87,7 +87,7 @@ def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
     sizes = []
     for stage, counts in enumerate(stage_copies(dims, job)):
         words = _whole_words(dims, job, stage)
-        head = dims.hidden_size if dims.value_head and stage == job.pp - 1 else 0  # one row, which nothing cuts
+        head = dims.hidden_size if dims.value_head and stage == job.last_stage else 0  # one row, which nothing cuts
         counts[1] -= words
         counts[job.tp] -= head
         # What several tensor parallel ranks hold has more replicas to be cut over.
@@ -100,7 +100,7 @@ def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
 
 def tied_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
     """Entries of the word table on a stage that shares it with another."""
-    shared = job.pp > 1 and stage in (0, job.pp - 1) and dims.tied_embedding
+    shared = job.last_stage > 0 and stage in (0, job.last_stage) and dims.tied_embedding
     return dims.vocab_size * dims.hidden_size // job.tp if shared else 0
 
 
@@ -109,7 +109,7 @@ def _whole_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
     cannot cut, and rows that the shards do not divide."""
     if not dims.vocab_size // job.tp % job.shards:
         return tied_words(dims, job, stage)
-    has_own_head = stage == job.pp - 1 and not dims.value_head and (job.pp > 1 or not dims.tied_embedding)
+    has_own_head = stage == job.last_stage and not dims.value_head and (job.last_stage > 0 or not dims.tied_embedding)
     tables = (stage == 0) + has_own_head
     return tables * dims.vocab_size * dims.hidden_size // job.tp
 
@@ -124,7 +124,7 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     """
     inputs = 1 if dims.block == "parallel" else 2  # of products that are cut by columns
     results = {"sequential": 1, "parallel": 0, "sandwich": 2}[dims.block]  # that computing again needs
-    width, m, last = job.activation_bytes, job.num_microbatches, job.pp - 1
+    width, m, last = job.activation_bytes, job.num_microbatches, job.last_stage
     tokens = job.microbatch * dims.seq_len // job.cp
     x, layers = tokens * dims.hidden_size * width, job.stages(dims.num_layers)[stage]
     unshared = 0 if dims.shared_ffn_size else job.expert_layers(dims)[stage]  # layers without an MLP for every token
@@ -156,13 +156,15 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
     if job.pp > 1:
         sent, tied = m * x // (job.tp if job.sequence_parallel else 1), 4 * tied_words(dims, job, stage)
         sent += 4 * m * bool(dims.num_experts)  # what the routers up to there add to the loss
-        forth, back = job.virtual_stages - last_stage, job.virtual_stages - first_stage  # parts with one behind, before
+        forth = job.neighbours(stage)
+        back = forth + last_stage - first_stage  # what comes from parts before
         found["Send forward"] += forth * sent + tied * first_stage
         found["Receive backward"] += forth * sent + tied * first_stage
         found["Receive forward"] += back * sent + tied * last_stage
         found["Send backward"] += back * sent + tied * last_stage
     found.update(_parameter_traffic(dims, job, stage))
     found["AllReduce optimizer"] += 4 if job.devices > 1 else 0  # the square sum of all gradients
+    found["AllReduce optimizer"] += 4 if job.last_stage < job.pp - 1 else 0  # the loss, for the last stage to know
     return {name: size for name, size in found.items() if size}
 
 
@@ -245,7 +247,7 @@ def _float32_parameters(dims: Dimensions, job: Parallelism, stage: int) -> int:
     layers = job.stages(dims.num_layers)[stage]
     table = dims.vocab_size * dims.hidden_size // job.tp
     words = table if stage == 0 and not _whole_words(dims, job, stage) else 0
-    norms = layers * dims.num_norms * dims.norm + (dims.norm if stage == job.pp - 1 else 0)
+    norms = layers * dims.num_norms * dims.norm + (dims.norm if stage == job.last_stage else 0)
     tables = dims.position_table * ((stage == 0) * min(dims.position_tables, 1))
-    tables += dims.position_table * ((stage == job.pp - 1) * max(dims.position_tables - 1, 0))
+    tables += dims.position_table * ((stage == job.last_stage) * max(dims.position_tables - 1, 0))
     return norms + tables + words

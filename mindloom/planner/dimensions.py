@@ -14,7 +14,7 @@ from mindloom.errors import ConfigError
 from mindloom.models.config import ExpertConfig, ModelConfig, Widths
 from mindloom.numbers import Count, Natural, Positive, number_problems
 from mindloom.reader import fields_from, read_yaml
-from mindloom.strategy.config import Schedule
+from mindloom.strategy.config import Schedule, stage_of_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +323,16 @@ class Parallelism:
     def parts_of_expert(self) -> int:
         """Into which tp cuts each expert."""
         return self.expert_tp or self.tp
+
+    @property
+    def last_stage(self) -> int:
+        """The one with the last layer and the head."""
+        return stage_of_part(self.pp * self.virtual_stages - 1, self.pp, self.schedule)
+
+    def neighbours(self, stage: int) -> int:
+        """To how many other stages' parts a stage passes each microbatch on."""
+        holders = [stage_of_part(part, self.pp, self.schedule) for part in range(self.pp * self.virtual_stages)]
+        return sum(this == stage != following for this, following in itertools.pairwise(holders))
 
     @property
     def replicas(self) -> int:

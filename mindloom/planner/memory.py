@@ -67,13 +67,13 @@ def stage_copies(dims: Dimensions, job: Parallelism) -> list[Counter[int]]:
         Counter({copies: (layers - few) * dense[copies] + few * sparse[copies] for copies in {*dense, *sparse}})
         for layers, few in zip(job.stages(dims.num_layers), job.expert_layers(dims), strict=True)
     ]
-    first, last = counts[0], counts[-1]
+    first, last = counts[0], counts[job.last_stage]
     first[1] += words
     first[job.tp] += min(dims.position_tables, 1) * table
     last[job.tp] += dims.norm + max(dims.position_tables - 1, 0) * table
     if dims.value_head:
         last[job.tp] += dims.hidden_size
-    elif not dims.tied_embedding or job.pp > 1:
+    elif not dims.tied_embedding or job.last_stage > 0:
         last[1] += words
     return counts
 
@@ -155,6 +155,8 @@ def microbatches_in_flight(job: Parallelism, stage: int) -> float:
     """
     if job.schedule == "gpipe":
         return job.num_microbatches
+    if job.schedule == "zero_bubble_v":
+        return min(job.num_microbatches, job.pp)
     more = (job.pp - 1) / job.virtual_stages if job.virtual_stages > 1 else 0
     return min(job.num_microbatches, job.pp - stage + more)
 
@@ -179,7 +181,7 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
             activations += (
                 flying * tokens * mask * dims.hidden_size / job.tp
             )  # of the embedding's dropout, as published
-        if stage == job.pp - 1:  # input of the last norm and the head; logits in float32, and their gradient
+        if stage == job.last_stage:  # input of the last norm and the head; logits in float32, and their gradient
             activations += tokens * 2 * width * dims.hidden_size / spread
             working = max(working, tokens * head_columns(dims, job) * 8)
         if job.zero == 3:  # two layers' whole weights, and one's gradient

@@ -222,11 +222,11 @@ def step_time(
     counts = stages if job.recomputed_layers is None else tuple(map(min, job.recomputed_layers, stages))
     head_total = products * head.matmul + (1 + BACKWARD_PASSES) * head.memory + 3 * head.overhead
     times = [
-        layers * forward_backward.total + (counts[i] * again) + (head_total if i == job.pp - 1 else 0.0)
+        layers * forward_backward.total + (counts[i] * again) + (head_total if i == job.last_stage else 0.0)
         for i, layers in enumerate(stages)
     ]
     slowest = max(range(job.pp), key=times.__getitem__)
-    layers, has_head = stages[slowest], slowest == job.pp - 1
+    layers, has_head = stages[slowest], slowest == job.last_stage
     compute = m * times[slowest]
     gradients, weights = _data_parallel(dims, job, cluster, compute, overlap, adapters)
     return StepTime(

@@ -164,7 +164,7 @@ def adapter_parameters(task: TrainedTask, dims: Dimensions, job: Parallelism) ->
         per_layer[layer] += math.prod(shape)
     ends = list(itertools.accumulate(layers_of))
     counts = [sum(per_layer[end - count : end]) for end, count in zip(ends, layers_of, strict=True)]
-    counts[-1] += head
+    counts[job.last_stage] += head
     return counts
 
 
@@ -228,4 +228,4 @@ def _evaluation(dims: Dimensions, job: Parallelism) -> list[float]:
     at_once = dataclasses.replace(job, microbatch=_rows(job), num_microbatches=1)
     layer = layer_activations(dims, at_once, "none")
     head = _rows(job) * dims.seq_len / job.cp * head_columns(dims, job) * 8
-    return [layer] * (job.pp - 1) + [max(layer, head)]
+    return [max(layer, head) if stage == job.last_stage else layer for stage in range(job.pp)]

@@ -29,7 +29,7 @@ def task_traffic(
     """
     whole = collective_bytes(dims, job, stage)
     tokens = job.num_microbatches * job.microbatch * dims.seq_len // job.cp
-    if task.name == "ppo" and job.tp > 1 and job.sequence_parallel and stage == job.pp - 1:
+    if task.name == "ppo" and job.tp > 1 and job.sequence_parallel and stage == job.last_stage:
         for kind in ("AllGather forward", "ReduceScatter backward"):  # the critic's head gathers, too, in float32
             whole[kind] += 4 * tokens * dims.hidden_size
     if task.lora is None or task.model is None:

@@ -70,6 +70,16 @@ def _option_problems(strategy: Strategy) -> list[str]:
             f"{strategy.at('pipeline.schedule')}: {pipeline.schedule} is for pipelines with virtual_stages; without them "
             "MindSpore has 1f1b alone"
         )
+    if pipeline.schedule == "zero_bubble_v" and pipeline.virtual_stages > 1:
+        if pipeline.virtual_stages != 2:
+            problems.append(
+                f"{strategy.at('pipeline.virtual_stages')}: zero_bubble_v has 2, got {pipeline.virtual_stages}"
+            )
+        if pipeline.num_microbatches < 2 * mesh.pp:
+            problems.append(
+                f"{strategy.at('pipeline.num_microbatches')} = {pipeline.num_microbatches}: zero_bubble_v wants at least "
+                f"twice as many as the {mesh.pp} stages"
+            )
     if pipeline.virtual_stages > 1 and strategy.micro_batch_interleave > 1:
         problems.append(
             f"{strategy.at('micro_batch_interleave')}: copies and pipeline.virtual_stages do not go together; leave out one"
@@ -208,6 +218,11 @@ def check_own_network(strategy: Strategy) -> None:
     Raises:
         ConfigError: the strategy has it.
     """
+    if strategy.stage_of_loss < strategy.mesh.pp - 1:
+        raise ConfigError(
+            f"{strategy.at('pipeline.schedule')}: {strategy.pipeline.schedule} leaves the loss with the first stage, where a "
+            "script of your own does not look for it; take 1f1b, gpipe or seqpipe"
+        )
     if strategy.micro_batch_interleave > 1:
         raise ConfigError(
             f"{strategy.at('micro_batch_interleave')}: copies of a batch are for tools/train.py, whose losses add up; remove "

@@ -11,7 +11,13 @@ from mindloom.strategy.layout import Layout
 from mindloom.strategy.mesh import Mesh
 
 ContextMethod = Literal["gather", "ulysses"]
-Schedule = Literal["1f1b", "gpipe", "seqpipe"]
+Schedule = Literal["1f1b", "gpipe", "seqpipe", "zero_bubble_v"]
+
+
+def stage_of_part(part: int, num_stages: int, schedule: Schedule) -> int:
+    """The stage that holds a virtual stage: they are dealt out in turn, or down and up again."""
+    stage = part % num_stages
+    return num_stages - 1 - stage if schedule == "zero_bubble_v" and part >= num_stages else stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +44,8 @@ class Pipeline:
     pipeline takes a v-th of the time, and v times as much is sent between stages."""
     schedule: Schedule = "1f1b"
     """Order in which virtual stages work on microbatches, one of MindSpore's: `1f1b`, a forward and a backward in turn;
-    `gpipe`, all forward first; `seqpipe`."""
+    `gpipe`, all forward first; `seqpipe`; `zero_bubble_v`, whose 2 virtual stages go down the stages and up again and whose
+    backward passes are taken apart to fill the idle time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +157,15 @@ class Strategy:
     def num_virtual_stages(self) -> int:
         """Parts into which the pipeline cuts the layers."""
         return self.mesh.pp * self.pipeline.virtual_stages
+
+    def stage_of_part(self, part: int) -> int:
+        """The stage that holds a part of the layers."""
+        return stage_of_part(part, self.mesh.pp, self.pipeline.schedule)
+
+    @property
+    def stage_of_loss(self) -> int:
+        """The stage that holds the last part of the model."""
+        return self.stage_of_part(self.num_virtual_stages - 1)
 
     def num_microbatches(self, accumulate: int = 1) -> int:
         """Parts of a step's batch that follow each other: a pipeline's, or those `accumulate` asks for without one."""

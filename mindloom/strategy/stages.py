@@ -26,8 +26,8 @@ def part_of_layers(num_layers: int, strategy: Strategy) -> list[int]:
 
 
 def stage_of_layers(num_layers: int, strategy: Strategy) -> list[int]:
-    """Stage of each layer: virtual stages are dealt out in turn."""
-    return [part % strategy.mesh.pp for part in part_of_layers(num_layers, strategy)]
+    """Stage of each layer."""
+    return [strategy.stage_of_part(part) for part in part_of_layers(num_layers, strategy)]
 
 
 def layers_of_stages(num_layers: int, strategy: Strategy) -> list[list[int]]:

@@ -38,6 +38,8 @@ STRATEGIES = {
     "pp2_tp2_copies": "mesh: {pp: 2, tp: 2}\npipeline: {num_microbatches: 2}\nmicro_batch_interleave: 2\n",
     "pp2_tp2_interleaved": "mesh: {pp: 2, tp: 2}\nsequence_parallel: true\nrecompute: {layers: [0, 3]}\n"
     "pipeline: {num_microbatches: 3, virtual_stages: 2}\n",
+    "pp2_dp2_tp2_zero_bubble": "mesh: {pp: 2, dp: 2, tp: 2}\nsequence_parallel: true\noptimizer_parallel: {axis: dp}\n"
+    "pipeline: {num_microbatches: 4, virtual_stages: 2, schedule: zero_bubble_v}\n",
     "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
 }
 IN_BFLOAT16 = ("dp2_cp2_tp2", "dp4_zero2_accumulate", "pp2_dp4_tp8_zero", "pp4_tp2_sp")
@@ -71,7 +73,9 @@ OTHER_MODELS = {  # parts that PanGu-alpha has not, each on a mesh where it show
     ],
 )
 def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(family, size, name, write):
-    layers = 4 if "pp4" in name or "interleaved" in name or "dp4_tp8" in name or "_ep2" in name else 2
+    layers = (
+        4 if "pp4" in name or "interleaved" in name or "bubble" in name or "dp4_tp8" in name or "_ep2" in name else 2
+    )
     given = {
         **MODEL,
         "num_layers": layers,

@@ -34,6 +34,7 @@ CASES = [
     "pangu_tiny_pp4+codegeex4",
     "pangu_tiny_tp2_pp2_interleaved+dropout",
     "pangu_tiny_dp2_pp2_zero+gpipe+codegeex4",  # virtual stages, too
+    "pangu_tiny_tp2_pp2_recompute+zero_bubble_v",
     "pangu_tiny_dp2_pp2+after_query+shallow",
     "pangu_tiny_dp2_pp2_zero+clip+shallow",
     "pangu_tiny_dp2_tp2_sp+flash+codegeex4+shallow",
@@ -47,7 +48,7 @@ CASES = [
     "pangu_pro_moe_tiny_ep2_pp2+moe+shallow",  # the last stage has no experts
     "pangu_switch_tiny_dp4_ep2_zero+moe+shallow",
 ]
-LIKE_WITHOUT = ("accumulate", "gpipe", "seqpipe", "offload")
+LIKE_WITHOUT = ("accumulate", "gpipe", "seqpipe", "zero_bubble_v", "offload")
 """Options of a mesh: one device is compared without them."""
 ACCUMULATED = "one_device+accumulate+shallow"
 

@@ -53,8 +53,8 @@ def train(path: str, options: list[str], out: str) -> None:
     """Five steps of each optimizer. Writes OUT.OPTIMIZER.json (losses, norms) and .npz (gradients or weights).
 
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
-    gpipe and seqpipe (with virtual stages), offload, and shallow (2 layers, which compile in half the time). A pipeline has
-    as many microbatches as stages, for the same reason.
+    gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, and shallow (2 layers, which compile in half the time).
+    A pipeline has as many microbatches as stages, for the same reason.
     """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
     family, size, changes = MODELS[next((option for option in options if option in MODELS), "pangu")]
@@ -69,9 +69,10 @@ def train(path: str, options: list[str], out: str) -> None:
     if strategy.mesh.pp > 1:
         pipeline = dataclasses.replace(strategy.pipeline, num_microbatches=strategy.mesh.pp)
         strategy = dataclasses.replace(strategy, pipeline=pipeline)
-    schedule = next((option for option in options if option in ("gpipe", "seqpipe")), None)
+    schedule = next((option for option in options if option in ("gpipe", "seqpipe", "zero_bubble_v")), None)
     if schedule and strategy.mesh.size > 1:
-        pipeline = dataclasses.replace(strategy.pipeline, virtual_stages=2, schedule=schedule)
+        microbatches = strategy.mesh.pp * (2 if schedule == "zero_bubble_v" else 1)
+        pipeline = Pipeline(num_microbatches=microbatches, virtual_stages=2, schedule=schedule)
         strategy = dataclasses.replace(strategy, pipeline=pipeline)
     if "offload" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, offload=Offload(optimizer=True, layers="all"))

@@ -4,7 +4,7 @@
 import pytest
 
 from mindloom.private_names import mind_ir
-from mindloom.runtime.inlining import InliningError, inline_functions
+from mindloom.runtime.inlining import InliningError, calls_of_functions, inline_functions
 
 KINDS = ("Mul", "Depend", "MakeTuple", "TupleGetItem", "Partial", "AddN", "AssignAdd")
 
@@ -51,6 +51,7 @@ MAIN = (
 
 def test_calls_become_nodes_and_what_is_waited_for_stays_in_sight():
     model = model_of(MAIN, forward=FORWARD, backward=BACKWARD)
+    assert calls_of_functions(model) == {"forward": 2, "backward": 2}
     assert inline_functions(model) == 4
     nodes = written_out(model)
     assert not model.functions and not {"Partial", "TupleGetItem"} & {kind for kind, *_ in nodes.values()}

@@ -69,6 +69,14 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
         ("mesh: {dp: 4}\noffload: {}", "s.yaml:2: offload moves nothing; give optimizer: true, or layers"),
         ("mesh: {dp: 4}\noffload: {layers: some}", "s.yaml:2: offload.layers"),
         (
+            "mesh: {pp: 4}\npipeline: {num_microbatches: 4, virtual_stages: 3, schedule: zero_bubble_v}",
+            "s.yaml:2: pipeline.virtual_stages: zero_bubble_v has 2, got 3",
+        ),
+        (
+            "mesh: {pp: 4}\npipeline: {num_microbatches: 4, virtual_stages: 2, schedule: zero_bubble_v}",
+            "s.yaml:2: pipeline.num_microbatches = 4: zero_bubble_v wants at least twice as many as the 4 stages",
+        ),
+        (
             "mesh: {pp: 2}\npipeline: {num_microbatches: 4, schedule: gpipe}",
             "s.yaml:2: pipeline.schedule: gpipe is for pipelines with virtual_stages",
         ),

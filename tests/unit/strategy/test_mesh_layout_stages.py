@@ -106,5 +106,7 @@ def test_virtual_stages_are_dealt_out_in_turn():
     assert layers_per_part(9, strategy) == [3, 2, 2, 2] and layers_per_stage(9, strategy) == [5, 4]
     again = dataclasses.replace(strategy, recompute=Recompute(per_stage=[4, 1]))
     assert recomputed_layers(9, again) == [0, 1, 2, 3, 5]
+    down_and_up = Pipeline(num_microbatches=4, virtual_stages=2, schedule="zero_bubble_v")
+    assert stage_of_layers(5, dataclasses.replace(strategy, pipeline=down_and_up)) == [0, 0, 1, 1, 0]
     uneven = Pipeline(num_microbatches=2, virtual_stages=2, stages=Stages(num_layers=[1, 2, 3, 1]))
     assert stage_of_layers(7, dataclasses.replace(strategy, pipeline=uneven)) == [0, 1, 1, 0, 0, 0, 1]

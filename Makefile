@@ -36,6 +36,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/cluster.py
 	$(BIN)/python benchmarks/random_ltd.py
+	$(BIN)/python benchmarks/half_types.py
 
 toolchains:
 	tools/install_toolchains.sh

@@ -28,7 +28,7 @@ def main():
     folder = Path(tempfile.mkdtemp(prefix="half-types-"))
     reference = losses(folder, "float32", ())
     lines = [
-        f"PanGu tiny, {STEPS} steps of 8 sequences of 64 tokens from examples/tang_poems.txt, one device (a CPU); the loss goes",
+        f"PanGu tiny, {STEPS} steps of 8 sequences of 64 tokens from examples/tang_poems.txt, one CPU device; the loss goes",
         f"from {reference[0]:.3f} to {reference[-1]:.3f} in float32. Differences from float32, relative.",
         "",
         f"| type | last step | means of {WINDOW} steps, worst | single steps, worst | steps beyond 1 % |",

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mindloom.certification.verdict import certify
-    from mindloom.runtime.auto_parallel import auto_parallel, is_log_rank
+    from mindloom.runtime.auto_parallel import auto_parallel, is_log_rank, own_rows
 
-__all__ = ["__version__", "auto_parallel", "certify", "is_log_rank"]
+__all__ = ["__version__", "auto_parallel", "certify", "is_log_rank", "own_rows"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("auto_parallel", "is_log_rank"):  # loads MindSpore, which strategies and plans do without
+    if name in ("auto_parallel", "is_log_rank", "own_rows"):  # loads MindSpore, which strategies and plans do without
         return getattr(import_module("mindloom.runtime.auto_parallel"), name)
     if name == "certify":
         return getattr(import_module("mindloom.certification.verdict"), name)

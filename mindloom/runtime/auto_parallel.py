@@ -134,6 +134,23 @@ def is_log_rank() -> bool:
     return not _engines or list(_engines.values())[-1].is_log_rank
 
 
+def own_rows(network: nn.Cell, output: Tensor) -> Tensor:
+    """Of an output that a network from `auto_parallel` gave, dim 0 the batch: the rows of this process, for each to go on
+    with its own part. Ranks that differ in tp or cp alone have the same ones; without dp they are all.
+
+    Raises:
+        ConfigError: `auto_parallel` did not return the network, or dp does not divide the rows.
+    """
+    if id(network) not in _networks:
+        raise ConfigError(f"own_rows: {type(network).__name__} is no network that auto_parallel returned")
+    engine = _networks[id(network)].engine
+    mesh, rows = engine.strategy.mesh, output.shape[0] if output.ndim else 0
+    if rows % mesh.dp:
+        raise ConfigError(f"own_rows: {rows} rows are not divisible by dp {mesh.dp}")
+    first = mesh.coordinate(engine.rank, "dp") * (rows // mesh.dp)
+    return output if mesh.dp == 1 else output[first : first + rows // mesh.dp]
+
+
 def report_of(network: nn.Cell) -> Report:
     """What `auto_parallel` did to the network it returned."""
     return _networks[id(network)].report

@@ -8,10 +8,11 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.train import Model
 
-from mindloom import auto_parallel
+from mindloom import auto_parallel, own_rows
 from mindloom.errors import ConfigError
 from mindloom.parallel import cells
 from mindloom.runtime import auto_parallel as module
+from mindloom.runtime.environment import launched_processes, launched_rank
 from mindloom.runtime.layouts import Slices
 
 STEPS = 4
@@ -216,6 +217,10 @@ def by_model(net, batch):
     model.train(STEPS, dataset, callbacks=[recorded], dataset_sink_mode=False)
     found = model.eval(dataset, dataset_sink_mode=False)
     predicted = model.predict(Tensor(batch[0])).asnumpy()
+    if launched_processes() > 1:
+        mesh = module.report_of(net).mesh
+        parts, place = predicted.reshape(mesh.dp, -1, *predicted.shape[1:]), mesh.coordinate(launched_rank(), "dp")
+        np.testing.assert_array_equal(own_rows(net, Tensor(predicted)).asnumpy(), parts[place])
     return [*recorded.losses, found["loss"], found["accuracy"], *predicted[:, 0].tolist()]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import mindspore as ms
@@ -11,6 +12,7 @@ import numpy as np
 from mindspore import nn
 from mindspore.nn.utils import no_init_parameters
 
+from mindloom.dry_run.copies import order_of_copies
 from mindloom.dry_run.graph import read_work
 from mindloom.dry_run.rank_report import RankParameter, RankReport
 from mindloom.models.config import ModelConfig
@@ -79,9 +81,34 @@ def compile_rank(
         collectives=work.collectives,
         flops=work.flops,
         compile_s=graph.compile_s,
+        order_of_copies=[] if inference else _order_of_copies(family, model, strategy, rank, batch, accumulate, task),
         moved_bytes=work.moved_bytes,
         host_optimizer_bytes=bytes_of("adam_m.", "adam_v.") if on_host else 0,
     )
+
+
+def _order_of_copies(
+    family: str,
+    model: ModelConfig,
+    strategy: Strategy,
+    rank: int,
+    batch: tuple[int, int],
+    accumulate: int,
+    task: TrainedTask,
+) -> list[tuple[int, str]]:
+    """Of two layers, whose order all others repeat. MindSpore orders copies where there is no pipeline."""
+    if strategy.micro_batch_interleave == 1 or strategy.mesh.pp > 1:
+        return []
+    model, strategy = replace(model, num_layers=2), replace(strategy, recompute=None, offload=None)
+    cell, _, inputs, _ = _cell(family, model, strategy, rank, batch, False, accumulate, task)
+    cell.network.apply(_write_out)
+    graph = partition(cell, strategy, rank, inputs)
+    return order_of_copies(graph.model, graph.groups)
+
+
+def _write_out(cell: nn.Cell) -> None:
+    if hasattr(cell, "cell_init_args"):
+        cell.cell_init_args = ""
 
 
 def _cell(

@@ -54,6 +54,8 @@ class RankReport:
     collectives: list[Collective]
     flops: dict[str, int]
     compile_s: float
+    order_of_copies: list[tuple[int, str]] = field(default_factory=list)
+    """Copy and place of each collective of a forward pass, of a model with two layers; where a microbatch has copies."""
     moved_bytes: int = 0
     """Activations to the host in a step, and as many back."""
     host_optimizer_bytes: int = 0

@@ -226,6 +226,9 @@ def _rank_lines(rank: dict[str, Any]) -> list[str]:
             f"{rank['host_activation_bytes'] / GB:.3f}; moved in a step {rank['moved_bytes'] / GB:.3f} there and as much back"
         )
     lines.append("  FLOPs a step: " + ", ".join(f"{phase} {flops:.3e}" for phase, flops in rank["flops"].items()))
+    if rank["order_of_copies"]:
+        order = " ".join(f"{copy}:{place.removeprefix('model.')}" for copy, place in rank["order_of_copies"])
+        lines.append(f"  copies take turns, of two layers forward: {order}")
     lines.append(f"  {'collective':28} {'ranks':>6} {'times':>7} {'bytes each':>14} {'bytes a step':>16}")
     for c in rank["collectives"]:
         size = len(rank["groups"][c["group"]])

@@ -43,6 +43,7 @@ STRATEGIES = {
     "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
 }
 IN_BFLOAT16 = ("dp2_cp2_tp2", "dp4_zero2_accumulate", "pp2_dp4_tp8_zero", "pp4_tp2_sp")
+PARTS = ("attention.output", "mlp.down")
 WHOLE_WORDS = ("dp2_cp2_ulysses",)  # whose tables the shards do not divide
 MODEL = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
 
@@ -329,3 +330,15 @@ def test_what_lies_on_the_host_is_counted_there(write):
     assert with_host["moved_bytes"] == pytest.approx(with_host["host_activation_bytes"], rel=0.35)
     assert with_host["total_bytes"] < without["total_bytes"] and without["moved_bytes"] == 0
     assert with_host["bytes_per_step"] == without["bytes_per_step"]
+
+
+def test_copies_take_turns(write):
+    path = write("s.yaml", f"{RULES}{STRATEGIES['dp2_tp2_copies']}")
+    outcome = dry_run("--model", "pangu", "--size", "tiny", "--ranks", "0", "--strategy", path)
+    (line,) = [line for line in outcome.splitlines() if "copies take turns" in line]
+    turns = [tuple(word.split(":")) for word in line.partition("forward: ")[2].split()]
+    places = ["embedding.word", *(f"{layer}.{part}" for layer in ("layers.0", "query_layer") for part in PARTS)]
+    for copy in "01":
+        assert [place for mine, place in turns if mine == copy][:5] == places
+    # The second copy is a collective behind: each is computed while the other's are under way.
+    assert [copy for copy, place in turns if place != "loss"] == list("0010101011")

@@ -59,8 +59,9 @@ def attributes(primitive: mind_ir.PrimitiveProto) -> dict[str, Any]:
 def lower(
     model: mind_ir.ModelProto, transport: Transport, groups: dict[str, list[int]], program: str
 ) -> tuple[set[str], Widened]:
-    """Replace every collective of `model`, in place, and put them in an order that cannot deadlock. Returns the names of what
-    they give, and what was bfloat16.
+    """Replace every collective of `model`, in place, and put them in an order that cannot deadlock; first what CPUs do not
+    know: functions, moves to a host, FlashAttention, bfloat16. Returns the names of what the collectives give, and what was
+    bfloat16.
 
     `program` keeps the messages of several graphs apart.
 
@@ -107,16 +108,17 @@ def lower(
 def _keep_where_it_is(model: mind_ir.ModelProto) -> None:
     """Pass over moves to the host and back: a CPU process has one memory."""
     moves = {f"REF::{p.name}" for p in model.primitives if p.op_type == "MoveTo"}
-    moved = {node.output[0]: node.input[0] for node in model.graph.node if moves and node.op_type in moves}
-    for node in model.graph.node if moved else ():
+    moved = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type in moves}
+    if not moved:
+        return
+    for node in model.graph.node:
         for place, name in enumerate(node.input):
             while name in moved:
                 name = moved[name]
             node.input[place] = name
     kept = [mind_ir.NodeProto.FromString(n.SerializeToString()) for n in model.graph.node if n.op_type not in moves]
-    if moved:
-        del model.graph.node[:]
-        model.graph.node.extend(kept)
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
 
 
 def _places_of_tags(

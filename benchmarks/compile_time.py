@@ -19,7 +19,15 @@ from pathlib import Path
 from report import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
-STRATEGIES = ["dp2_tp2_zero", "dp2_tp2_sp", "tp2_pp2", "tp2_pp2_recompute", "dp2_pp2_zero", "pp4"]
+STRATEGIES = [
+    "dp2_tp2_zero",
+    "dp2_tp2_sp",
+    "tp2_pp2",
+    "tp2_pp2_recompute",
+    "tp2_pp2_interleaved",
+    "dp2_pp2_zero",
+    "pp4",
+]
 TRAIN = ["tools/train.py", "--data", "examples/tang_poems.txt", "--launch"]
 
 

@@ -176,7 +176,7 @@ def _groups_in(model: mind_ir.ModelProto) -> set[str]:
 
 @contextlib.contextmanager
 def faster_compilation() -> Iterator[None]:
-    """The same graph in half the time (benchmarks/results/compile_time.md): MindSpore's own switch that resolves attributes
+    """The same graph in half the time (benchmarks/results/compile_passes.md): MindSpore's own switch that resolves attributes
     while it parses, gradients without dead branches, and no garbage collection: many small objects are made, none of them
     in cycles.
     """

@@ -4,7 +4,7 @@
 MindSpore parses the Python function that gives the gradient anew for every operator, one for each parameter, and infers
 types in all its branches: dumps of norms, means, sparse gradients. Most conditions are numbers that are known when the
 function is made. Deciding them first takes two fifths off the time to compile and changes nothing in the graph
-(benchmarks/results/compile_time.md).
+(benchmarks/results/compile_passes.md).
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def train_steps(
     net = build()
     report = parallelize(net, strategy)
     own = {parameter.name for parameter in net.get_parameters()}
-    optimizer = BothOptimizers(net.trainable_params(), bool(strategy.offload and strategy.offload.optimizer))
+    optimizer = BothOptimizers(net.trainable_params(), strategy.optimizer_on_host)
     step = TrainStep(
         wrap(around(net), strategy, accumulate),
         optimizer,

@@ -67,7 +67,6 @@ def compile_rank(
 
     layers = report.layers_of_stages[stage] if report.layers_of_stages else []
     accumulated = bytes_of("accu_grads.")
-    on_host = bool(strategy.offload and strategy.offload.optimizer)
     return RankReport(
         rank=rank,
         stage=stage,
@@ -75,7 +74,7 @@ def compile_rank(
         recomputed=[layer for layer in report.recomputed if layer in layers],
         parameters=parameters,
         parameter_bytes=sum(p.num_bytes for p in parameters),
-        optimizer_bytes=0 if on_host else bytes_of("adam_m.", "adam_v."),
+        optimizer_bytes=0 if strategy.optimizer_on_host else bytes_of("adam_m.", "adam_v."),
         gradient_bytes=0 if inference else accumulated or sum(p.num_bytes for p in parameters if p.name in trained),
         groups={name: ranks for name, ranks in graph.groups.items() if len(ranks) > 1},
         collectives=work.collectives,
@@ -83,7 +82,7 @@ def compile_rank(
         compile_s=graph.compile_s,
         order_of_copies=[] if inference else _order_of_copies(family, model, strategy, rank, batch, accumulate, task),
         moved_bytes=work.moved_bytes,
-        host_optimizer_bytes=bytes_of("adam_m.", "adam_v.") if on_host else 0,
+        host_optimizer_bytes=bytes_of("adam_m.", "adam_v.") if strategy.optimizer_on_host else 0,
     )
 
 
@@ -102,7 +101,9 @@ def _order_of_copies(
     model, strategy = replace(model, num_layers=2), replace(strategy, recompute=None, offload=None)
     cell, _, inputs, _ = _cell(family, model, strategy, rank, batch, False, accumulate, task)
     cell.network.apply(_write_out)
-    graph = partition(cell, strategy, rank, inputs)
+    key = {"order_of_copies": family, "model": model.to_dict(), "strategy": strategy_key(strategy), "rank": rank}
+    key |= {"batch": batch, "accumulate": accumulate, "task": task.about()}
+    graph = kept_graph(key, lambda: partition(cell, strategy, rank, inputs))
     return order_of_copies(graph.model, graph.groups)
 
 
@@ -134,7 +135,7 @@ def _cell(
             return net.set_train(False), report, inputs, set()
         inputs = [*inputs, (batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]
         inputs += [(batch, np.int32)] if model.dropout_rate else []
-        optimizer = AdamW(net.trainable_params(), on_host=bool(strategy.offload and strategy.offload.optimizer))
+        optimizer = AdamW(net.trainable_params(), on_host=strategy.optimizer_on_host)
         wrapped, options = wrap(net, strategy, accumulate), {"max_grad_norm": 1.0, "accumulate": accumulate}
         options["loss_scale"] = model.compute_dtype == "float16"
         step = TrainStep(wrapped, optimizer, report, rank, all_reduce, **options).set_train()

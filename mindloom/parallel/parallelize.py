@@ -113,9 +113,8 @@ def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
             for cut in net.interleave_inputs:
                 cut.strided_slice.del_prim_attr("interleave_num")
     if strategy.pipeline.virtual_stages > 1 or (strategy.offload and strategy.offload.layers):
-        net.cell_init_args = (
-            f"lazy_inline_{type(net).__name__}"  # MindSpore's passes want forward and backward as functions
-        )
+        # MindSpore's passes want forward and backward as functions.
+        net.cell_init_args = f"lazy_inline_{type(net).__name__}"
     if strategy.mesh.pp > 1:
         return nn.PipelineCell(net, strategy.pipeline.num_microbatches)
     return GradAccumulation(net, accumulate) if accumulate > 1 and strategy.mesh.size > 1 else net

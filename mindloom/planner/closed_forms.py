@@ -60,7 +60,7 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         if strategy.recompute
         else None,
         offloaded_layers=_of_stages(offloaded_layers(config.num_layers, strategy), stages, mesh.pp),
-        optimizer_on_host=bool(strategy.offload and strategy.offload.optimizer),
+        optimizer_on_host=strategy.optimizer_on_host,
         layers_of_stages=tuple(layers_per_stage(config.num_layers, strategy)),
         expert_layers_of_stages=tuple(
             sum(config.has_experts(layer) for layer, of_stage in enumerate(stages) if of_stage == stage)

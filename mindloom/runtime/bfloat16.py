@@ -14,6 +14,7 @@ import numpy as np
 from mindspore import dtype as mstype
 from numpy.typing import NDArray
 
+from mindloom.errors import ConfigError
 from mindloom.private_names import mind_ir, type_to_type_id
 
 Array = NDArray[Any]
@@ -82,7 +83,7 @@ def widen_bfloat16(model: mind_ir.ModelProto) -> Widened:
     """Let float32 hold all bfloat16 of `model`, in place, and round what operators give.
 
     Raises:
-        ValueError: an operator that is told to give bfloat16 in a way that is not known here.
+        ConfigError: an operator that is told to give bfloat16 in a way that is not known here.
     """
     done, graph = Widened(), model.graph
     kinds = {f"REF::{p.name}": p.op_type for p in model.primitives}
@@ -156,7 +157,10 @@ def _tell_float32(model: mind_ir.ModelProto, kinds: dict[str, str], narrow: set[
             if name not in told:
                 continue
             if TYPE_INPUTS.get(kind) != place:
-                raise ValueError(f"{kind} gives bfloat16 as its input {place} says, which CPU processes are not taught")
+                raise ConfigError(
+                    f"compute_dtype bfloat16: {kind} gives it as its input {place} says, which CPU processes are not taught; "
+                    "use float32 or float16 here"
+                )
             node.input[place] = wide
 
 

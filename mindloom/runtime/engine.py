@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -67,10 +68,12 @@ class Engine:
         self.rounded: Counter[str] = Counter()
         """Kinds of operators of the largest graph that are computed in float32 and give bfloat16, and how many of each."""
         self._programs: dict[Any, Program] = {}
-        self._in_bfloat16: dict[int, bool] = {}
+        self._in_bfloat16: weakref.WeakKeyDictionary[nn.Cell, bool] = weakref.WeakKeyDictionary()
         ms.set_context(mode=ms.GRAPH_MODE)
         if strategy.mesh.size == 1:
             if self.target == "CPU":
+                if strategy.offload:
+                    raise ConfigError(f"{strategy.at('offload')}: one CPU device has one memory; leave it out")
                 with contextlib.suppress(TargetError):  # only a later virtual target needs it, and says so
                     pin_cpu()
             return
@@ -157,10 +160,10 @@ class Engine:
         which MindSpore's own kernels for CPUs do not."""
         if self.partitions_itself:
             return True
-        if id(cell) not in self._in_bfloat16:
+        if cell not in self._in_bfloat16:
             is_narrow = any(getattr(each, "dtype", None) == ms.bfloat16 for _, each in cell.cells_and_names())
-            self._in_bfloat16[id(cell)] = is_narrow and self.target == "CPU"
-        return self._in_bfloat16[id(cell)]
+            self._in_bfloat16[cell] = is_narrow and self.target == "CPU"
+        return self._in_bfloat16[cell]
 
     def program(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Program:
         """The compiled part of this rank, compiled on first use for each set of input shapes."""

@@ -86,7 +86,6 @@ class _Inliner:
         self.model = model
         self.functions = {function.name: function for function in model.functions}
         self.kinds = {p.name: p.op_type for p in model.primitives}
-        self.depend = next(f"REF::{p.name}" for p in model.primitives if p.op_type == "Depend")
         self.made: dict[str, mind_ir.NodeProto] = {}
         """Nodes of the new graph, by what they give, in order."""
         self.tuples: dict[str, Sequence[str]] = {}
@@ -95,10 +94,8 @@ class _Inliner:
 
     def run(self) -> int:
         main = self.model.graph
-        for graph in (
-            main,
-            *self.model.functions,
-        ):  # constants stand where they are first used, and are used everywhere
+        # Constants stand where they are first used, and are used everywhere.
+        for graph in (main, *self.model.functions):
             for node in graph.node:
                 if node.op_type == "Constant":
                     self.made[node.output[0]] = _copy(node)
@@ -172,7 +169,7 @@ class _Inliner:
         if isinstance(value, Closure):
             return value
         for i, name in enumerate(needed):
-            after = mind_ir.NodeProto(input=[value, name], op_type=self.depend, domain=node.domain)
+            after = mind_ir.NodeProto(input=[value, name], op_type=node.op_type, domain=node.domain)
             after.attribute.extend(self._shape(value))
             value = f"{node.output[0]}{suffix}~{i}"
             after.output.append(value)

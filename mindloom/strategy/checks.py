@@ -223,6 +223,11 @@ def check_own_network(strategy: Strategy) -> None:
             f"{strategy.at('pipeline.schedule')}: {strategy.pipeline.schedule} leaves the loss with the first stage, where a "
             "script of your own does not look for it; take 1f1b, gpipe or seqpipe"
         )
+    if strategy.optimizer_on_host:
+        raise ConfigError(
+            f"{strategy.at('offload.optimizer')}: the optimizer of a script of your own is not ours to move; leave it out, "
+            'and see its own `target = "CPU"` in MindSpore'
+        )
     if strategy.micro_batch_interleave > 1:
         raise ConfigError(
             f"{strategy.at('micro_batch_interleave')}: copies of a batch are for tools/train.py, whose losses add up; remove "

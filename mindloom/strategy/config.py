@@ -154,6 +154,11 @@ class Strategy:
     """Line of each key, for messages."""
 
     @property
+    def optimizer_on_host(self) -> bool:
+        """Whether AdamW's moments lie in the host's memory."""
+        return self.offload is not None and self.offload.optimizer
+
+    @property
     def num_virtual_stages(self) -> int:
         """Parts into which the pipeline cuts the layers."""
         return self.mesh.pp * self.pipeline.virtual_stages

@@ -116,8 +116,6 @@ def _check_target(run: Run, engine: Engine) -> None:
         raise ConfigError("attention flash: Ascend has it for float16 and bfloat16; give --compute-dtype")
     if engine.target == "GPU" and run.model.attention == "flash":
         raise ConfigError("attention flash: MindSpore has it for Ascend alone; write plain")
-    if run.strategy.offload and engine.target == "CPU" and not engine.partitions_itself:
-        raise ConfigError(f"{run.strategy.at('offload')}: one CPU device has one memory; leave it out")
     if run.config.find_nan and not engine.partitions_itself:
         raise ConfigError("--find-nan: only graphs that CPU processes execute can be looked into")
 
@@ -374,7 +372,7 @@ def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW 
         epsilon=run.config.adam_epsilon,
         weight_decay=run.config.weight_decay,
         bias_correction=run.config.optimizer == "adamw",
-        on_host=bool(run.strategy.offload and run.strategy.offload.optimizer),
+        on_host=run.strategy.optimizer_on_host,
     )
 
 

@@ -304,7 +304,7 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     switches = ["--sequence-parallel"] * strategy.sequence_parallel + ["--use-distributed-optimizer"] * (
         zero is not None
     )
-    switches += ["--optimizer-cpu-offload"] * bool(strategy.offload and strategy.offload.optimizer)
+    switches += ["--optimizer-cpu-offload"] * strategy.optimizer_on_host
     if switch := {"bfloat16": "--bf16", "float16": "--fp16"}.get(str(train.get("compute_dtype"))):
         switches.append(switch)
         train.pop("compute_dtype")

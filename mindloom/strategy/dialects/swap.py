@@ -33,7 +33,7 @@ def read_swap(book: Book) -> Offload | None:
 
 def written_swap(strategy: Strategy, lost: Lost) -> list[str]:
     """Its lines; none where nothing is moved."""
-    if strategy.offload and strategy.offload.optimizer:
+    if strategy.optimizer_on_host:
         lost("offload.optimizer", "MindFormers moves activations alone")
     if not (strategy.offload and (layers := strategy.offload.layers)):
         return []

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
+from mindloom.errors import ConfigError
 from mindloom.private_names import mind_ir
 from mindloom.runtime.bfloat16 import NARROW_ID, in_bfloat16, widen_bfloat16
 from mindloom.runtime.engine import Engine
@@ -70,5 +71,5 @@ def test_an_operator_that_is_told_its_type_in_an_unknown_way_is_refused():
     node = model.graph.node.add(op_type="REF::Fill", input=["type"], output=["y"])
     shape = node.attribute.add(name="shape", type=mind_ir.AttributeProto.TENSORS)
     shape.tensors.add(dims=[2], data_type=mind_ir.TensorProto.BFLOAT16)
-    with pytest.raises(ValueError, match="FillV9 gives bfloat16 as its input 0 says"):
+    with pytest.raises(ConfigError, match="FillV9 gives it as its input 0 says"):
         widen_bfloat16(model)

@@ -37,6 +37,12 @@ def test_a_network_of_ones_own_keeps_its_loss_in_the_last_stage(write):
         auto_parallel(nn.Dense(2, 2), write("s.yaml", text))
 
 
+def test_the_optimizer_of_a_script_of_ones_own_is_not_moved(write):
+    text = "mesh: {dp: 2}\nrules: {}\noffload: {optimizer: true}\n"
+    with pytest.raises(ConfigError, match=r"s.yaml:3: offload.optimizer: .* not ours to move"):
+        auto_parallel(nn.Dense(2, 2), write("s.yaml", text))
+
+
 def test_a_likeness_of_many_copies_has_two(write):
     many = load_strategy(write("s.yaml", TEXT.replace("interleave: 2", "interleave: 8")))
     for small in small_strategies(many, num_layers=4, processes=4):

@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import Tensor, set_device
 from report import ROOT, metrics, mindloom, write_report
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.data.examples import Reading, example_batch, read_lines
 from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
 from mindloom.inference.model import load_model
@@ -90,7 +90,7 @@ def log_probs(engine, checkpoint, pairs_file):
 
 def main():
     set_device("CPU")
-    engine = Engine(SINGLE_DEVICE)
+    engine = Engine.start(SINGLE_DEVICE)
     folder = Path(tempfile.mkdtemp(prefix="align-"))
     subprocess.run([sys.executable, HERE / "make_data.py", folder], check=True)
     base = folder / "base" / "checkpoint"

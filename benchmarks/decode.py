@@ -48,7 +48,7 @@ class Ours:
 
         ms.set_device("CPU")
         self.version = f"MindSpore {ms.__version__}"
-        self.engine, self.config = Engine(SINGLE_DEVICE), ModelConfig(**DIMS, dropout_rate=0.0)
+        self.engine, self.config = Engine.start(SINGLE_DEVICE), ModelConfig(**DIMS, dropout_rate=0.0)
         self.sampler, self.history = Sampler(SamplingConfig()), History([], [])
         self.weights, self.steps = {}, {}
 

@@ -60,7 +60,7 @@ class Ours:
 
         ms.set_device("CPU")
         ms.set_context(mode=ms.GRAPH_MODE)
-        self.version, self.engine = f"MindSpore {ms.__version__}", Engine(SINGLE_DEVICE)
+        self.version, self.engine = f"MindSpore {ms.__version__}", Engine.start(SINGLE_DEVICE)
 
     def train(self, shape, _):
         from mindspore import Tensor  # noqa: PLC0415

@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Tensor, set_device
 from report import ROOT, metrics, mindloom, write_report
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.data.batch import make_batch
 from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
 from mindloom.inference.model import load_model
@@ -71,7 +71,7 @@ def held_out_loss(engine, checkpoint, texts):
 
 def main():
     set_device("CPU")
-    engine, folder = Engine(SINGLE_DEVICE), Path(tempfile.mkdtemp(prefix="random-ltd-"))
+    engine, folder = Engine.start(SINGLE_DEVICE), Path(tempfile.mkdtemp(prefix="random-ltd-"))
     lines = TEXT.read_text().splitlines()
     cut = len(lines) * 9 // 10
     text, held_out = folder / "train.jsonl", [json.loads(line)["text"] for line in lines[cut:]]

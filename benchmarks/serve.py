@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 from report import write_report
 
-from mindloom.checkpoint.io import save_checkpoint
+from mindloom.checkpoint.model_folder import save_checkpoint
 from mindloom.data.tokenizer import load_tokenizer
 from mindloom.models.family import family_module, size_config
 from mindloom.models.parameters import parameter_shapes

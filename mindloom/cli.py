@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -94,6 +95,9 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    if own := vars(kind).get("heading"):  # what is special about a verb comes first
+        groups[own] = parser.add_argument_group(own)
     hints, given = get_type_hints(kind), _from_run_file(kind, sys.argv[1:] if argv is None else argv)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         value = given.get(field.name, field.default)
@@ -104,6 +108,10 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
         many = get_origin(hint) is tuple
         hint = get_args(hint)[0] if many else hint
         choices = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else None
+        heading = _heading(kind, field.name)
+        if heading and heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        group = groups.get(heading, parser)
         common: dict[str, Any] = {"default": value, "required": required, "dest": field.name, "help": text}
         if "positional" in field.metadata:
             metavar = choices or field.name.rstrip("s" if many else "").upper()
@@ -111,11 +119,11 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
             parser.add_argument(field.name, type=reads, nargs="+" if many else None, metavar=metavar, help=text)
         elif hint is bool:
             switch: Any = argparse.BooleanOptionalAction if value else "store_true"  # --no-FLAG where a run file has it
-            parser.add_argument(flag, action=switch, default=value, dest=field.name, help=text)
+            group.add_argument(flag, action=switch, default=value, dest=field.name, help=text)
         else:
             metavar = choices or hint.__name__.upper()
             reads = parser.reads(flag, hint)
-            parser.add_argument(flag, type=reads, nargs="+" if many else None, metavar=metavar, **common)
+            group.add_argument(flag, type=reads, nargs="+" if many else None, metavar=metavar, **common)
     places = [action.metavar or "" for action in parser._actions if not action.option_strings]
     parser.usage = " ".join(["%(prog)s", *map(str, places), "[FLAGS]"])  # argparse would list all flags, unreadably
     parser.flags = [action.option_strings[-1] for action in parser._actions if action.option_strings]
@@ -123,6 +131,12 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
     if parser.problems:
         raise ConfigError(f"{problem} (see --help)" for problem in parser.problems)
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _heading(kind: Any, name: str) -> str:
+    """What flags stand under in `-h` that are fields of the class that first has this one, `heading`; none without it."""
+    classes = (each for each in reversed(kind.__mro__) if name in inspect.get_annotations(each))
+    return str(vars(next(classes)).get("heading", ""))
 
 
 def _from_run_file(kind: Any, argv: Sequence[str]) -> dict[str, Any]:

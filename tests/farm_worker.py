@@ -22,8 +22,8 @@ from pathlib import Path
 
 from mindloom.errors import run_tool
 from mindloom.processes import end_with_parent
+from mindloom.runtime.cpu.transport import Transport
 from mindloom.runtime.environment import prepare_environment
-from mindloom.runtime.transport import Transport
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -52,7 +52,7 @@ def as_a_process_of_its_own(task):
     environment, handlers = dict(os.environ), [signal.getsignal(number) for number in SIGNALS]
     saved, stdin = [os.dup(1), os.dup(2)], sys.stdin
     # The ranks of a job name their connections by the engines they made before; some sat out earlier tasks.
-    sys.modules["mindloom.runtime.engine"]._engine_count = itertools.count()
+    sys.modules["mindloom.runtime.cpu.processes"]._jobs = itertools.count()
     if scripts := sys.modules.get("mindloom.runtime.auto_parallel"):
         for known in (scripts._engines, scripts._networks, scripts._contents, scripts._steps):
             known.clear()

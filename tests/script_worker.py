@@ -8,8 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
+from mindloom.runtime.cpu.kept_graphs import SWITCH
 from mindloom.runtime.environment import launched_rank
-from mindloom.runtime.kept_graphs import SWITCH
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -20,7 +20,7 @@ import sentencepiece
 from conftest import ROOT, TWO_LAYERS, tool
 
 from mindloom.checkpoint.adapters import Adapter, write_adapter
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.models.adapters import LoRAConfig
 
 TEXT = (ROOT / "examples/small_town.txt").read_text(encoding="utf-8")

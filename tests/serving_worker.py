@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
 from mindloom.inference.score import Scorer, negative_log_likelihood
 from mindloom.runtime.engine import Engine
@@ -17,7 +17,7 @@ def likelihoods(checkpoint, pairs):
     folder = Path(checkpoint)
     family, config = load_config(folder)
     tokenizer = load_tokenizer(family, find_tokenizer(family, folder), config)
-    scorer, found = Scorer(Engine(SINGLE_DEVICE), folder, family, config), []
+    scorer, found = Scorer(Engine.start(SINGLE_DEVICE), folder, family, config), []
     for before, after in pairs:
         whole, length = tokenizer.encode(before + after), len(tokenizer.encode(before))
         logits = scorer.logits(np.asarray([whole]), None)

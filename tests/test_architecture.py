@@ -86,6 +86,15 @@ def test_a_package_imports_only_what_lies_below_it(package):
             assert parts[0] not in FAMILIES, f"{path.name} imports the family {name}"
 
 
+def test_devices_and_cpu_processes_are_two_backends_that_only_the_engine_chooses_between():
+    for path in modules("mindloom/runtime"):
+        used = {name for name in imports(path) if name.startswith("mindloom.runtime.")}
+        if path.parent.name == "cpu":
+            assert not used & {"mindloom.runtime.engine", "mindloom.runtime.native"}, path
+        elif path.name not in ("engine.py", "auto_parallel.py"):
+            assert not {name for name in used if name.startswith("mindloom.runtime.cpu")}, path
+
+
 def test_private_names_of_mindspore_stand_in_one_module():
     private = re.compile(
         r"mindspore[\w.]*\._|from mindspore[\w.]* import .*\b_|mind_ir_pb2|mindspore\.nn\.layer|nn_func"

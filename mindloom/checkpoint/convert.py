@@ -13,7 +13,7 @@ import mindspore as ms
 import numpy as np
 from numpy.typing import NDArray
 
-from mindloom.checkpoint.io import load_weights
+from mindloom.checkpoint.model_folder import load_weights
 from mindloom.errors import ConfigError
 from mindloom.files import write_atomically
 from mindloom.models.weight_names import Name

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mindloom.checkpoint.io import CONFIG, check_shapes, load_config, write_config
 from mindloom.checkpoint.manifest import MANIFEST
+from mindloom.checkpoint.model_folder import CONFIG, check_shapes, load_config, write_config
 from mindloom.checkpoint.reshard import new_folder, publish_new
 from mindloom.checkpoint.tensor_files import (
     Described,
@@ -25,6 +25,7 @@ from mindloom.checkpoint.tensor_files import (
     stored_tensors,
     write_model_files,
 )
+from mindloom.data.chat_template import TEMPLATE
 from mindloom.errors import ConfigError
 from mindloom.log import milestone
 from mindloom.models.config import ModelConfig
@@ -41,8 +42,9 @@ BESIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "generation_config.json",
+    TEMPLATE,
 )
-"""Files that go along as they are."""
+"""Files that go along as they are; published folders hold much else."""
 
 
 Rows = tuple[Stored, int, int]

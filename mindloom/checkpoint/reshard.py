@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from mindloom.checkpoint.content_hash import MASK, content_hash
 from mindloom.checkpoint.contents import MOMENTS, model_of
-from mindloom.checkpoint.io import load_config, load_weights, write_config
 from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, checkpoints, read_manifest
+from mindloom.checkpoint.model_folder import copy_beside, load_config, load_weights, write_config
 from mindloom.checkpoint.sharded import CheckpointReader, publish
 from mindloom.checkpoint.tensor_files import Described, write_model_files, write_tensor_by_tensor
-from mindloom.data.tokenizer import find_tokenizer
 from mindloom.errors import ConfigError
 
 Cut = tuple[str, tuple[slice, ...]]
@@ -56,9 +55,7 @@ def reshard(source: Path, target: Path, cuts: Mapping[str, Sequence[Cut]], strat
         for file, wanted in sorted(by_file.items()):
             arrays = _read_and_hash(reader, file, wanted, parts)
             _write(partial / file, {name: _described(manifest, name, slices) for name, slices in wanted}, arrays)
-        for path in source.iterdir():
-            if path.is_file() and path.name not in (*manifest.files, MANIFEST):
-                shutil.copy(path, partial)
+        copy_beside(source, partial, but=())
         tensors = {name: _with_parts(source, name, entry, parts[name]) for name, entry in manifest.tensors.items()}
         files = {file: (partial / file).stat().st_size for file in sorted(by_file)}
         new = replace(manifest, tensors=tensors, files=files, strategy=dict(strategy))
@@ -87,9 +84,7 @@ def export(source: Path, target: Path, max_shard_bytes: int) -> int:
     try:
         num_bytes = write_model_files(partial, described, lambda names: _read_and_check(reader, names), max_shard_bytes)
         write_config(partial, *model_of(manifest, source))
-        for path in source.iterdir():
-            if path.is_file() and path.name not in (*manifest.files, MANIFEST):
-                shutil.copy(path, partial)
+        copy_beside(source, partial)
         publish_new(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -103,15 +98,14 @@ def export_merged(source: Path, target: Path, max_shard_bytes: int) -> int:
         ConfigError: adapters or model are damaged or do not fit, the target exists or cannot be written.
     """
     weights, (family, model) = load_weights(source), load_config(source)
-    tokenizer, partial = find_tokenizer(family, source), new_folder(target)
+    partial = new_folder(target)
     described = {name: Described("float32", tuple(value.shape)) for name, value in weights.items()}
     try:
         num_bytes = write_model_files(
             partial, described, lambda names: [weights[name] for name in names], max_shard_bytes
         )
         write_config(partial, family, model)
-        if tokenizer.is_file():
-            shutil.copy(tokenizer, partial)
+        copy_beside(source, partial)
         publish_new(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

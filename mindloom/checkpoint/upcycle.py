@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from mindloom.checkpoint.content_hash import MASK, content_hash
 from mindloom.checkpoint.contents import MOMENTS, check_contents, is_trained, model_of
-from mindloom.checkpoint.io import CONFIG, check_shapes, load_config, write_config
 from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, read_manifest
+from mindloom.checkpoint.model_folder import CONFIG, check_shapes, copy_beside, load_config, write_config
 from mindloom.checkpoint.reshard import find_checkpoint, new_folder, publish_new
 from mindloom.checkpoint.sharded import CheckpointReader, damage, file_name
 from mindloom.checkpoint.tensor_files import (
@@ -220,9 +220,6 @@ def _add(hashes: dict[str, int], name: str, more: int) -> None:
 
 def _finish(job: Upcycling, partial_folder: Path, target: Path) -> None:
     """What else belongs to the folder, and its name."""
-    written: Sequence[str] = [*(job.dense.manifest.files if job.dense.manifest else ()), MANIFEST, CONFIG]
-    for path in job.dense.folder.iterdir():
-        if path.is_file() and path.name not in written and not path.name.endswith((".safetensors", ".index.json")):
-            shutil.copy(path, partial_folder)
+    copy_beside(job.dense.folder, partial_folder)
     write_config(partial_folder, job.dense.family, job.model)
     publish_new(partial_folder, target)

@@ -27,9 +27,8 @@ from mindloom.data.token_file import (
     token_dtype,
     write_info,
 )
-from mindloom.data.tokenizer import Tokenizer, content_hash
+from mindloom.data.tokenizer import Tokenizer, content_hash, open_tokenizer
 from mindloom.errors import ConfigError
-from mindloom.models.family import family_module
 
 COLUMN = "input_ids"
 BATCH = 1000
@@ -78,7 +77,7 @@ def read_mindrecord(files: tuple[Path, ...], out: Path, family: str, tokenizer_p
     problems += [f"{path}: is there already; remove it or give another name" for path in [out] if path.exists()]
     if problems:
         raise ConfigError(problems)
-    tokenizer: Tokenizer = family_module(family, "tokenizer").open_tokenizer(tokenizer_path)
+    tokenizer: Tokenizer = open_tokenizer(family, tokenizer_path)
     folder = partial_folder(out)
     try:
         count = _fill(folder, files, family, tokenizer, tokenizer_path, column)

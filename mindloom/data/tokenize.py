@@ -33,13 +33,12 @@ from mindloom.data.token_file import (
     token_dtype,
     write_info,
 )
-from mindloom.data.tokenizer import Tokenizer, content_hash
+from mindloom.data.tokenizer import Tokenizer, content_hash, open_tokenizer
 from mindloom.data.workers import WorkersLostError
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.locks import one_writer
 from mindloom.log import milestone
-from mindloom.models.family import family_module
 from mindloom.numbers import Amount
 from mindloom.reader import fields_from, read_json
 
@@ -121,7 +120,7 @@ def tokenize(job: TokenizeJob, out: Path, workers: Workers, show_progress: bool 
 def _tokenize(
     job: TokenizeJob, out: Path, folder: Path, files: list[Path], workers: Workers, show_progress: bool
 ) -> dict[str, Any]:
-    tokenizer = _load(job)
+    tokenizer = open_tokenizer(job.family, job.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
     try:
         progress = _started_before(folder, _fingerprint(job, files))
@@ -150,13 +149,6 @@ def _tokenize(
     return report
 
 
-def _load(job: TokenizeJob) -> Tokenizer:
-    if not job.tokenizer.exists():
-        raise ConfigError(f"{job.tokenizer}: there is no such tokenizer")
-    tokenizer: Tokenizer = family_module(job.family, "tokenizer").open_tokenizer(job.tokenizer)
-    return tokenizer
-
-
 def _fingerprint(job: TokenizeJob, files: list[Path]) -> str:
     """What the bytes of the result depend on."""
     settings = (repr(job.source), job.family, content_hash(job.tokenizer), repr(job.fim))
@@ -178,7 +170,7 @@ def _started_before(folder: Path, fingerprint: str) -> Progress:
 
 
 def _make_encoder(job: TokenizeJob, dtype: str) -> Callable[[Batch], Encoded]:
-    tokenizer = _load(job)
+    tokenizer = open_tokenizer(job.family, job.tokenizer)
 
     def encode(batch: Batch) -> Encoded:
         tokens, lengths = array("I"), array("q")

@@ -51,15 +51,34 @@ class Tokenizer(Protocol):
         """Write `file_name` into a folder, from which such a tokenizer is loaded, and what else readers expect beside it."""
 
 
-def load_tokenizer(family: str, path: Path, model: ModelConfig) -> Tokenizer:
-    """The tokenizer of a family at `path`.
+def open_tokenizer(family: str, path: Path) -> Tokenizer:
+    """The tokenizer of a family at `path`, by itself.
 
     Raises:
-        ConfigError: there is none, it is another kind, or it has more pieces than the model has rows.
+        ConfigError: there is none, or it is another kind.
     """
     if not path.exists():
         raise ConfigError(f"{path}: there is no such tokenizer; name one with --tokenizer")
     tokenizer: Tokenizer = family_module(family, "tokenizer").open_tokenizer(path)
+    return tokenizer
+
+
+def folder_tokenizer(family: str, folder: Path, model: ModelConfig, named: Path | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint folder, or of one with token files; or the one that was `named` instead.
+
+    Raises:
+        ConfigError: as `load_tokenizer`.
+    """
+    return load_tokenizer(family, named or find_tokenizer(family, folder), model)
+
+
+def load_tokenizer(family: str, path: Path, model: ModelConfig) -> Tokenizer:
+    """The tokenizer of a family at `path`, with the chat template beside it.
+
+    Raises:
+        ConfigError: there is none, it is another kind, or it has more pieces than the model has rows.
+    """
+    tokenizer = open_tokenizer(family, path)
     template = (path if path.is_dir() else path.parent) / TEMPLATE
     if template.is_file():
         tokenizer = TemplatedTokenizer(tokenizer, ChatTemplate(template))
@@ -121,9 +140,7 @@ def special_token(family: str, path: Path, name: str) -> int:
     Raises:
         ConfigError: there is no such tokenizer or token.
     """
-    if not path.exists():
-        raise ConfigError(f"{path}: there is no such tokenizer")
-    tokenizer: Tokenizer = family_module(family, "tokenizer").open_tokenizer(path)
+    tokenizer = open_tokenizer(family, path)
     found = [int(name)] if name.isdigit() else tokenizer.encode(name)
     if len(found) != 1 or found[0] >= tokenizer.vocab_size or found[0] == tokenizer.eod_id:
         raise ConfigError(

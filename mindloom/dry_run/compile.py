@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +18,19 @@ from mindloom.dry_run.graph import read_work
 from mindloom.dry_run.rank_report import RankParameter, RankReport
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
+from mindloom.parallel.cells import CutBatch, average_over_all_rows, prepare_to_cut
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
 from mindloom.planner.task import PLAIN_TEXT, TrainedTask
-from mindloom.runtime.compile import partition
+from mindloom.runtime.cpu.kept_graphs import kept_graph, strategy_key
+from mindloom.runtime.cpu.partition import PartitionedGraph, partition
+from mindloom.runtime.cpu.reduced import check_reduced
+from mindloom.runtime.cpu.target import WORLD, virtual_ascend
 from mindloom.runtime.environment import prepare_environment
-from mindloom.runtime.kept_graphs import kept_graph, strategy_key
 from mindloom.runtime.layouts import learn_layouts
-from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.strategy.config import Strategy
+from mindloom.strategy.layout import Shape
 from mindloom.tasks.example import task_network
 from mindloom.train.optim import AdamW
 
@@ -52,9 +56,45 @@ def compile_rank(
     key |= {"batch": batch, "inference": inference, "accumulate": accumulate}
     key |= {"task": task.about()}
     graph = kept_graph(key, lambda: partition(cell, strategy, rank, inputs))
-    learn_layouts(report, graph.held_layouts, graph.groups, rank, strategy.source)
-    stage = strategy.mesh.coordinate(rank, "pp")
-    work = read_work(graph, 1 if inference else strategy.micro_batch_interleave)
+    order = [] if inference else _order_of_copies(family, model, strategy, rank, batch, accumulate, task)
+    return replace(_report(graph, report, strategy, trained), order_of_copies=order)
+
+
+def compile_own_rank(
+    make: Callable[[], nn.Cell], strategy: Strategy, rank: int, inputs: Sequence[tuple[Shape, Any]]
+) -> RankReport:
+    """As `compile_rank`, a step of AdamW of a user's network, which returns its loss. Needs a process of its own.
+
+    Args:
+        make: makes the network.
+        inputs: global shape and NumPy dtype of each.
+
+    Raises:
+        ConfigError: MindSpore cannot partition it, lays a parameter out otherwise than its rule says, or leaves a gradient
+            that several ranks have a part of.
+    """
+    with virtual_ascend(rank, strategy.mesh.size):
+        all_reduce = ms.ops.AllReduce(group=WORLD)
+    with no_init_parameters():
+        net = make()
+        prepare_to_cut(net)
+        for _, cell in net.cells_and_names():
+            average_over_all_rows(cell)
+        report = parallelize(net, strategy)
+        optimizer, around = AdamW(net.trainable_params()), wrap(CutBatch(net, strategy.mesh), strategy)
+        scale = 1 / strategy.num_parts()
+        step = TrainStep(around, optimizer, report, rank, all_reduce, max_grad_norm=1.0, scale=scale).set_train()
+    graph = partition(step, strategy, rank, inputs)
+    trained = {parameter.name for parameter in optimizer.parameters}
+    check_reduced(graph, strategy, trained)
+    return _report(graph, report, strategy, trained)
+
+
+def _report(graph: PartitionedGraph, report: Report, strategy: Strategy, trained: Collection[str]) -> RankReport:
+    """`trained`: names of parameters; none of a network that is not trained."""
+    learn_layouts(report, graph.held_layouts, graph.groups, graph.rank, strategy.source)
+    stage = strategy.mesh.coordinate(graph.rank, "pp")
+    work = read_work(graph, strategy.micro_batch_interleave if trained else 1)
     parameters = _parameters(report, graph.parameters)
     held = {p.name for p in parameters}
 
@@ -68,19 +108,18 @@ def compile_rank(
     layers = report.layers_of_stages[stage] if report.layers_of_stages else []
     accumulated = bytes_of("accu_grads.")
     return RankReport(
-        rank=rank,
+        rank=graph.rank,
         stage=stage,
         layers=layers,
         recomputed=[layer for layer in report.recomputed if layer in layers],
         parameters=parameters,
         parameter_bytes=sum(p.num_bytes for p in parameters),
         optimizer_bytes=0 if strategy.optimizer_on_host else bytes_of("adam_m.", "adam_v."),
-        gradient_bytes=0 if inference else accumulated or sum(p.num_bytes for p in parameters if p.name in trained),
+        gradient_bytes=accumulated or sum(p.num_bytes for p in parameters if p.name in trained),
         groups={name: ranks for name, ranks in graph.groups.items() if len(ranks) > 1},
         collectives=work.collectives,
         flops=work.flops,
         compile_s=graph.compile_s,
-        order_of_copies=[] if inference else _order_of_copies(family, model, strategy, rank, batch, accumulate, task),
         moved_bytes=work.moved_bytes,
         host_optimizer_bytes=bytes_of("adam_m.", "adam_v.") if strategy.optimizer_on_host else 0,
     )

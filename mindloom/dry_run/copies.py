@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from mindloom.private_names import mind_ir
-from mindloom.runtime.lowering import attributes, collective_nodes
+from mindloom.runtime.cpu.lowering import attributes, collective_nodes
 from mindloom.runtime.places import place_of
 
 _COPY = re.compile(r"interleave_inputs-CellList/(\d+)-_MicroBatch")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from mindloom.dry_run.rank_report import Collective
 from mindloom.private_names import mind_ir
-from mindloom.runtime.compile import PartitionedGraph
-from mindloom.runtime.inlining import calls_of_functions
-from mindloom.runtime.lowering import attributes, names_group, output_of
+from mindloom.runtime.cpu.inlining import calls_of_functions
+from mindloom.runtime.cpu.lowering import attributes, names_group, output_of
+from mindloom.runtime.cpu.partition import PartitionedGraph
 
 _SIZES = {"FLOAT": 4, "FLOAT16": 2, "BFLOAT16": 2, "INT32": 4, "INT64": 8, "BOOL": 1, "DOUBLE": 8, "INT8": 1}
 FLASH_PRODUCTS = {"FlashAttentionScore": 2, "FlashAttentionScoreGrad": 5}

@@ -7,7 +7,7 @@ import gzip
 import json
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from mindloom.cli import option
 from mindloom.errors import ConfigError, did_you_mean
@@ -15,7 +15,7 @@ from mindloom.evaluation.programs import NAMES, Problem, generation_prompt, tran
 from mindloom.evaluation.sandbox import check_isolation
 from mindloom.files import unwritable
 from mindloom.inference import config as inference
-from mindloom.inference.config import GenerateConfig, GenerateJob
+from mindloom.inference.config import ComputeFlags, GenerateConfig, GenerateJob
 from mindloom.inference.sampling import SamplingConfig
 from mindloom.inference.stopping import StopCondition
 from mindloom.numbers import Bounds, Count, Positive, number_problems
@@ -38,8 +38,10 @@ PROBLEM_FIELDS = ("task_id", "prompt", "declaration", "canonical_solution", "tes
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(SamplingConfig):
+class EvaluateConfig(ComputeFlags, SamplingConfig):
     """One call of tools/evaluate.py."""
+
+    heading: ClassVar[str] = "benchmark"
 
     benchmark: Literal["humaneval-x", "lm-eval"] = field(metadata={"positional": True, "help": "the benchmark"})
     data: Path = option(..., "folder of the benchmark: humaneval_LANGUAGE.jsonl.gz, at its top or in LANGUAGE/data/")
@@ -52,11 +54,7 @@ class EvaluateConfig(SamplingConfig):
     k: tuple[Count, ...] = option((1, 10, 100), "report pass@k for these, where there are as many samples")
     max_problems: Count | None = option(None, "only so many problems of each language")
     max_new_tokens: Count = option(1024, "tokens of a sample at most; fewer where the context ends")
-    tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
-    strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
-    launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
     batch_size: Count | None = option(None, "prompts worked on at once")
-    weights: Literal["float32", "int8"] = option("float32", "as for tools/generate.py")
     allow_execution: bool = option(False, "run the programs, isolated; without it samples are only written")
     workers: Count | None = option(None, "programs run at once; one a core without it")
     time_limit: Positive = option(10.0, "seconds a program may run")

@@ -34,7 +34,7 @@ def make_samples(evaluation: Evaluation) -> Engine:
     """Make the samples that are not there yet. All ranks take part, one writes."""
     job = evaluation.job
     assert job is not None
-    engine = Engine(job.strategy)
+    engine = Engine.start(job.strategy)
     path = evaluation.folder / SAMPLES_FILE
     if engine.is_log_rank:
         _repair(path)

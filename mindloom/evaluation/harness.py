@@ -133,7 +133,7 @@ def evaluate(harness: Harness) -> dict[str, Any] | None:
         ConfigError: tasks there are none of, or that cannot be read.
     """
     config = harness.config
-    engine = Engine(harness.job.strategy)
+    engine = Engine.start(harness.job.strategy)
     model = HarnessModel(engine, harness.job)
     further = [str(folder) for folder in (OWN_TASKS, config.include_path) if folder]
     manager = TaskManager(include_path=further)

@@ -6,21 +6,23 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mindloom.cli import option
 from mindloom.errors import ConfigError, Problems
 from mindloom.files import unwritable
 from mindloom.inference import config as inference
-from mindloom.inference.config import GenerateConfig, GenerateJob
+from mindloom.inference.config import ComputeFlags, GenerateConfig, GenerateJob
 from mindloom.numbers import Count, Natural, number_problems
 from mindloom.reader import read_json
 from mindloom.runtime.environment import is_first_process
 
 
 @dataclass(frozen=True, kw_only=True)
-class HarnessConfig:
+class HarnessConfig(ComputeFlags):
     """One call of the harness."""
+
+    heading: ClassVar[str] = "benchmark"
 
     benchmark: Literal["lm-eval"] = field(metadata={"positional": True, "help": "the benchmark"})
     checkpoint: Path = option(..., "checkpoint folder, or a folder of adapters")
@@ -30,11 +32,7 @@ class HarnessConfig:
     limit: Count | None = option(None, "only so many questions of each task")
     apply_chat_template: bool = option(False, "questions as a user's messages, as the model was taught to talk")
     max_new_tokens: Count = option(256, "tokens of a generated answer at most, where a task does not say")
-    tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
-    strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
-    launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
     batch_size: Count = option(8, "texts worked on at once")
-    weights: Literal["float32", "int8"] = option("float32", "as for mindloom generate")
     output: Path | None = option(None, "JSON file for the results, with what was asked and answered")
     compare: Path | None = option(None, "--output of an earlier call: tell the differences, too")
 

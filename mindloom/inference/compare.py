@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.inference.score import Scorer
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import prepare_environment
@@ -19,7 +19,7 @@ SHAPE = (2, 64)
 def largest_difference(*folders: Path) -> float:
     """Largest difference of any logit, on the same random tokens. Models of one vocabulary, each in turn in memory."""
     prepare_environment()
-    engine, logits = Engine(SINGLE_DEVICE), []
+    engine, logits = Engine.start(SINGLE_DEVICE), []
     for folder in folders:
         family, config = load_config(folder)
         shape = SHAPE[0], min(SHAPE[1], config.seq_len)

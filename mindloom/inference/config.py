@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from mindloom.checkpoint.io import load_text_config
+from mindloom.checkpoint.model_folder import load_text_config
 from mindloom.cli import option
 from mindloom.data.documents import decode_text, json_lines
-from mindloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt, find_tokenizer, infill_prompt, load_tokenizer
+from mindloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt, folder_tokenizer, infill_prompt
 from mindloom.errors import ConfigError, Problems, did_you_mean
 from mindloom.inference.sampling import SamplingConfig
 from mindloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
@@ -22,14 +22,29 @@ from mindloom.models.slots import num_slots_for
 from mindloom.numbers import Count, Natural
 from mindloom.strategy.checks import launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
+from mindloom.strategy.flags import StrategyFlags
 from mindloom.strategy.loader import load_strategy
 
 MAX_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(SamplingConfig):
+class ComputeFlags(StrategyFlags):
+    """How a checkpoint is computed with, and over what."""
+
+    heading: ClassVar[str] = "model"
+
+    tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
+    weights: Literal["float32", "int8"] = option(
+        "float32", "int8: matrices take a quarter of the bytes, with one scale for each output channel"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(ComputeFlags, SamplingConfig):
     """One call of tools/generate.py."""
+
+    heading: ClassVar[str] = "text"
 
     checkpoint: Path = option(..., "checkpoint folder")
     prompt: str | None = option(None, "text to continue")
@@ -46,13 +61,7 @@ class GenerateConfig(SamplingConfig):
     chat: bool = option(False, "each prompt is what a user says; put it as the model was taught to talk")
     suffix: str | None = option(None, "text behind the gap that is to be filled, for models that were taught that")
     stop_ids: tuple[Natural, ...] = option((), "tokens that end the output, besides end-of-document")
-    tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
-    strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
-    launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
     batch_size: Count | None = option(None, f"prompts worked on at once; all, at most {MAX_ROWS}, without it")
-    weights: Literal["float32", "int8"] = option(
-        "float32", "int8: matrices take a quarter of the bytes, with one scale for each output channel"
-    )
     no_cache: bool = option(False, "compute all tokens anew for each one, for comparison")
     json: bool = option(False, "print a JSON object for each prompt instead of its text")
     logprobs: bool = option(False, "with --json: the log-probability of each token")
@@ -131,7 +140,7 @@ def check(
 
 
 def _tokenizer(config: GenerateConfig, family: str, model: ModelConfig) -> Tokenizer:
-    return load_tokenizer(family, config.tokenizer or find_tokenizer(family, config.checkpoint), model)
+    return folder_tokenizer(family, config.checkpoint, model, config.tokenizer)
 
 
 def in_form(config: GenerateConfig, tokenizer: Tokenizer, text: str) -> str:

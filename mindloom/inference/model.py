@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 from mindspore.nn.utils import no_init_parameters
 
 from mindloom.checkpoint.adapters import Adapter, put_side_by_side, ranks_of_several
-from mindloom.checkpoint.io import check_weights, load_weights
+from mindloom.checkpoint.model_folder import check_weights, load_weights
 from mindloom.checkpoint.tensor_files import WEIGHTS
 from mindloom.inference.kernels import kernel_library, use_kernels
 from mindloom.inference.quantize import quantize, quantize_weights

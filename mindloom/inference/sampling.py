@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ Processor = Callable[[Logits, History], Logits]
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How tokens are chosen: flags of tools/generate.py. The defaults choose the likeliest."""
+
+    heading: ClassVar[str] = "sampling"
 
     temperature: NotNegative = option(0.0, "divides the logits; 0 takes the likeliest token (greedy)")
     top_k: Natural = option(0, "choose among the k likeliest tokens only; 0: all")

@@ -18,7 +18,7 @@ def run(job: GenerateJob) -> None:
     if job.strategy.mesh.size == 1:
         # Inside a graph MindSpore turns Ctrl-C into SIGTERM; several processes may well end by that, msrun sends it too.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    engine = Engine(job.strategy)
+    engine = Engine.start(job.strategy)
     session = open_session(job, engine)
     if job.config.interactive:
         _converse(session, job)

@@ -27,7 +27,7 @@ import numpy as np
 from mindspore import Tensor
 from numpy.typing import NDArray
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from mindloom.errors import ConfigError, did_you_mean
 from mindloom.inference.decoding import Cached
@@ -139,7 +139,7 @@ class _Model(_mindformers.PreTrainedModel):
             )
         self._folder = Path(folder)
         self._plan = load_strategy(strategy, for_inference=True) if strategy else SINGLE_DEVICE
-        self._engine = Engine(self._plan)
+        self._engine = Engine.start(self._plan)
         self._whole: Any = None
         self._cached: dict[int, Cached] = {}
 

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.data.blend import BlendEntry, read_blend, short_datasets
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
@@ -97,7 +97,7 @@ class Trainer:
             raise ConfigError(f"{self.eval_dataset}: one folder of token files is expected, not a blend")
         samples = _samples(part, self.options.get("seq_len") or model.seq_len, model.vocab_size)
         prepare_environment()
-        engine = import_module("mindloom.runtime.engine").Engine(SINGLE_DEVICE)
+        engine = import_module("mindloom.runtime.engine").Engine.start(SINGLE_DEVICE)
         scorer = import_module("mindloom.inference.score").Scorer(engine, folder, family, model)
         loss, num_tokens = scorer.mean_loss(samples)
         return {"loss": loss, "num_tokens": num_tokens}
@@ -116,7 +116,7 @@ class Trainer:
         )
         prepare_environment()
         open_session = import_module("mindloom.inference.terminal").open_session
-        engine = import_module("mindloom.runtime.engine").Engine(job.strategy)
+        engine = import_module("mindloom.runtime.engine").Engine.start(job.strategy)
         completions = open_session(job, engine).complete(job.prompts, job.config, job.config.max_new_tokens)
         return [completion.text for completion in completions]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in one kernel that keeps no scores: MindSpore's FlashAttentionScore, which Ascend has.
 
-CPU processes partition the same graph and exchange its nodes for NumPy's arithmetic (`mindloom.runtime.flash`).
+CPU processes partition the same graph and exchange its nodes for NumPy's arithmetic (`mindloom.runtime.cpu.flash`).
 """
 
 import math

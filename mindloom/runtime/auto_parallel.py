@@ -21,10 +21,10 @@ from mindloom.parallel.choose import choose
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
-from mindloom.runtime.compile import set_auto_parallel_context
+from mindloom.runtime.compiler import set_auto_parallel_context
+from mindloom.runtime.cpu.kept_graphs import strategy_key
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import is_first_process, launched_processes
-from mindloom.runtime.kept_graphs import strategy_key
 from mindloom.strategy.checks import check_own_network
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy, strategy_of
@@ -95,7 +95,7 @@ def auto_parallel(
             f"auto_parallel: {', '.join(settings)} belong into {strategy}, or give mesh=... instead of it"
         )
     key = strategy_key(loaded)
-    engine = _engines.pop(key) if key in _engines else Engine(loaded)
+    engine = _engines.pop(key) if key in _engines else Engine.start(loaded)
     _engines[key] = engine
     if loaded.mesh.size > 1:
         prepare_to_cut(net)
@@ -198,7 +198,7 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _run(cell: nn.Cell, inputs: tuple[Tensor, ...], engine: Engine) -> Any:
     if engine.partitions_itself:
-        return engine.program(cell, inputs).run(inputs)
+        return engine.run(cell, *inputs)
     if _context_of != [engine]:  # MindSpore has one for the process, read when it compiles
         set_auto_parallel_context(engine.strategy, engine.rank)
         _context_of[:] = [engine]

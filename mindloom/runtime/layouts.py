@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from mindspore import nn
 
 from mindloom.errors import ConfigError
 from mindloom.parallel.parts import held_part
-from mindloom.parallel.report import Report
+from mindloom.parallel.report import DERIVED, Report
 from mindloom.strategy.layout import Dim, Layout, Shape, show
 from mindloom.strategy.mesh import Mesh
 
@@ -110,6 +111,25 @@ def learn_layouts(
     if problems:
         raise ConfigError(problems[:8])
     return changed
+
+
+def learn_from(
+    cell: nn.Cell, layouts: Mapping[str, ParameterLayout], groups: Mapping[str, Sequence[int]], rank: int, source: str
+) -> bool:
+    """`learn_layouts` for every parallelized network in `cell`. Returns whether a report has changed."""
+    changed = [learn_layouts(report, layouts, groups, rank, source) for report in _reports(cell)]
+    return any(changed)
+
+
+def derived_in(cell: nn.Cell) -> list[str]:
+    """Names of the parameters in `cell` whose layout no rule gave."""
+    return [parameter.name for report in _reports(cell) for parameter in report.parameters if parameter.rule == DERIVED]
+
+
+def _reports(cell: nn.Cell) -> list[Report]:
+    """Of the parallelized networks in `cell`, each once."""
+    said = (getattr(each, "parallel_report", None) for _, each in cell.cells_and_names())
+    return list({id(report): report for report in said if isinstance(report, Report)}.values())
 
 
 def _products(mesh: Mesh, cut: int) -> list[Dim]:

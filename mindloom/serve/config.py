@@ -7,15 +7,16 @@ import socket
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar
 
 import numpy as np
 
 from mindloom.checkpoint.adapters import Adapter, read_adapter
-from mindloom.checkpoint.io import load_text_config
+from mindloom.checkpoint.model_folder import load_text_config
 from mindloom.cli import argument, option
-from mindloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from mindloom.data.tokenizer import Tokenizer, folder_tokenizer
 from mindloom.errors import ConfigError, Problems
+from mindloom.inference.config import ComputeFlags
 from mindloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
@@ -28,8 +29,10 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(ComputeFlags):
     """One call of `mindloom serve`."""
+
+    heading: ClassVar[str] = "server"
 
     checkpoint: Path = argument("checkpoint folder")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's, better with --api-key")
@@ -45,13 +48,9 @@ class ServeConfig:
     request_timeout: Positive = option(600.0, "seconds after which a request is given up")
     max_body_kb: Count = option(1024, "largest request, in KB")
     drain_timeout: Positive = option(30.0, "seconds that open requests get to end when the server is told to stop")
-    tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
     lora_modules: tuple[str, ...] = option(
         (), "NAME=FOLDER: adapters that clients choose by this name as their model; requests of all share the rows"
     )
-    weights: Literal["float32", "int8"] = option("float32", "int8: matrices take a quarter of the bytes")
-    strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
-    launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,7 @@ def check(config: ServeConfig, num_processes: int | None) -> ServeJob:
     models: list[ServedModel] = []
     adapters: list[Adapter] = []
     if family and model:
-        path = config.tokenizer or find_tokenizer(family, config.checkpoint)
-        if tokenizer := problems.of(load_tokenizer, family, path, model):
+        if tokenizer := problems.of(folder_tokenizer, family, config.checkpoint, model, config.tokenizer):
             models.append(ServedModel(_name(config), tokenizer))
         for word in config.lora_modules:
             if found := problems.of(_read_module, word, config, family, model):
@@ -171,8 +169,8 @@ def _read_module(word: str, config: ServeConfig, family: str, model: ModelConfig
             f"--lora-modules {word}: {bad[0]} holds NaN or infinity, which would spoil other answers, too"
         )
     own = any((folder / file).is_file() for file in family_module(family, "tokenizer").FILE_NAMES)
-    path = find_tokenizer(family, folder if own else config.checkpoint)
-    return name, load_tokenizer(family, path if own or not config.tokenizer else config.tokenizer, model), adapter
+    where = (folder, model) if own else (config.checkpoint, model, config.tokenizer)
+    return name, folder_tokenizer(family, *where), adapter
 
 
 def _base(folder: Path) -> Path | None:

@@ -146,8 +146,8 @@ class Service:
     def open(self) -> None:
         """Load and compile. Every rank does."""
         job, config = self.job, self.job.config
-        self.engine = Engine(job.strategy)
-        self.engine.on_lost_rank(self._lost)
+        self.engine = Engine.start(job.strategy)
+        self.engine.backend.on_lost_rank(self._lost)
         shape = (job.num_rows, num_slots_for(job.max_model_len))
         self._say("loading the weights")
         is_int8 = config.weights == "int8"

@@ -13,7 +13,7 @@ from mindspore import Tensor, nn
 from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.data.examples import Example, ended_batch
 from mindloom.inference.model import load_model
 from mindloom.models.adapters import is_adapter

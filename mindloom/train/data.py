@@ -16,7 +16,7 @@ from mindloom.data.packing import Arrangement, BestFit, Shuffled, Stream, save_p
 from mindloom.data.sources import Source
 from mindloom.data.token_file import TokenFile
 from mindloom.data.tokenize import TokenizeJob, tokenize
-from mindloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, load_tokenizer
+from mindloom.data.tokenizer import Tokenizer, content_hash, folder_tokenizer, load_tokenizer
 from mindloom.errors import ConfigError
 from mindloom.files import made_once, write_atomically
 from mindloom.models.family import family_module
@@ -36,8 +36,7 @@ def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
             raise ConfigError([*problems, "give more text, or a smaller --seq-len"])
     else:
         parts = run.data.parts
-        path = run.config.tokenizer or find_tokenizer(run.family, parts[0].tokens.folder)
-        tokenizer = load_tokenizer(run.family, path, run.model)
+        tokenizer = folder_tokenizer(run.family, parts[0].tokens.folder, run.model, run.config.tokenizer)
     datasets = [
         Dataset(part.name, part.tokens, part.weight, _ignored(run, rank, part.tokens), _arrangement(run, rank, part))
         for part in parts

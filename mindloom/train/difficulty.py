@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.data.batch import document_positions
 from mindloom.data.curriculum import AT_ONCE, DifficultyIndex, Metric, loss_by, sample_lengths, vocabulary_rarity
 from mindloom.data.packing import Arrangement, BestFit, Stream, save_packing
@@ -81,7 +81,8 @@ def _losses(tokens: TokenFile, arrangement: Arrangement, seq_len: int, checkpoin
         raise ConfigError(problems)
     prepare_environment()
     ms, score = import_module("mindspore"), import_module("mindloom.inference.score")
-    engine = import_module("mindloom.runtime.engine").Engine(import_module("mindloom.strategy.config").SINGLE_DEVICE)
+    alone = import_module("mindloom.strategy.config").SINGLE_DEVICE
+    engine = import_module("mindloom.runtime.engine").Engine.start(alone)
     net = import_module("mindloom.inference.model").load_model(checkpoint, family, config, engine.strategy)
 
     def losses(ids: NDArray[Any]) -> NDArray[Any]:

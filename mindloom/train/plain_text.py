@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.cli import option
 from mindloom.data.blend import BLENDS, BlendEntry, read_blend, short_datasets
 from mindloom.data.curriculum import read_curriculum
@@ -35,33 +35,22 @@ class PlainText(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(TrainingConfig):
-    """The flags of `mindloom train`: a model of plain text."""
+class SizeFlags:
+    """Which network."""
 
-    task: ClassVar[str] = "pretraining"
+    heading: ClassVar[str] = "model"
 
     model: str = option("pangu", "model family")
     size: str = option("tiny", "one of the family's published sizes")
     config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
-    data: Path = option(
-        ...,
-        "what to train on: a folder of token files, a .yaml file that blends several, or text as it is (.jsonl with a `text` "
-        "field, .txt with blank lines between documents, ...)",
-    )
-    batch_size_ramp: tuple[Amount, ...] = option(
-        (), "START INCREMENT COUNT: grow from START to --batch-size by INCREMENT, evenly over the first COUNT sequences"
-    )
-    ramp_unit: Literal["sequences", "tokens"] = option("sequences", "what COUNT of --batch-size-ramp counts")
-    data_budget: bool = option(False, "print what the run would see of each dataset, and train nothing")
-    packing: Packing = option(
-        "stream",
-        "how documents become sequences: windows of all tokens, of documents shuffled anew in each epoch, or best-fit: no "
-        "document is cut that fits into a sequence, and what stays free is padding",
-    )
-    curriculum: Path | None = option(
-        None, "YAML file: which samples a step may draw, by an index of mindloom preprocess difficulty"
-    )
-    seq_len_growth: tuple[str, ...] = option((), "LENGTH:STEPS ...: shorter sequences for the first steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomLTDFlags:
+    """Layers that see fewer tokens. Names and schedule are DeepSpeed's."""
+
+    heading: ClassVar[str] = "random layerwise token dropping"
+
     random_ltd_min_value: Natural = option(
         0,
         "random-LTD: of each sequence the middle layers see so many tokens at first, drawn anew in every step; 0: all",
@@ -73,6 +62,34 @@ class TrainConfig(TrainingConfig):
     random_ltd_layers: tuple[str, ...] = option(
         (), "those layers, as 1-22 or 3, counted from 0; all between the first and the last without it"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RandomLTDFlags, SizeFlags, TrainingConfig):
+    """The flags of `mindloom train`: a model of plain text."""
+
+    task: ClassVar[str] = "pretraining"
+    heading: ClassVar[str] = "data"
+
+    data: Path = option(
+        ...,
+        "what to train on: a folder of token files, a .yaml file that blends several, or text as it is (.jsonl with a `text` "
+        "field, .txt with blank lines between documents, ...)",
+    )
+    packing: Packing = option(
+        "stream",
+        "how documents become sequences: windows of all tokens, of documents shuffled anew in each epoch, or best-fit: no "
+        "document is cut that fits into a sequence, and what stays free is padding",
+    )
+    curriculum: Path | None = option(
+        None, "YAML file: which samples a step may draw, by an index of mindloom preprocess difficulty"
+    )
+    batch_size_ramp: tuple[Amount, ...] = option(
+        (), "START INCREMENT COUNT: grow from START to --batch-size by INCREMENT, evenly over the first COUNT sequences"
+    )
+    ramp_unit: Literal["sequences", "tokens"] = option("sequences", "what COUNT of --batch-size-ramp counts")
+    seq_len_growth: tuple[str, ...] = option((), "LENGTH:STEPS ...: shorter sequences for the first steps")
+    data_budget: bool = option(False, "print what the run would see of each dataset, and train nothing")
 
     def base_model(self) -> tuple[str, ModelConfig]:
         model = size_config(self.model, self.size)

@@ -19,7 +19,7 @@ from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
 from mindloom.parallel.parallelize import parallelize, wrap
-from mindloom.runtime.compile import partition
+from mindloom.runtime.cpu.partition import partition
 from mindloom.strategy.config import Strategy
 from mindloom.train.saving import logical_name
 

@@ -19,8 +19,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindloom.checkpoint.contents import check_contents
-from mindloom.checkpoint.io import check_weights, load_weights
 from mindloom.checkpoint.manifest import LATEST, MANIFEST, Manifest, checkpoints, read_manifest
+from mindloom.checkpoint.model_folder import check_weights, load_weights
 from mindloom.checkpoint.sharded import (
     CheckpointReader,
     Slice,

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from mindloom.checkpoint.adapters import Adapter, write_adapter
 from mindloom.checkpoint.contents import model_of
-from mindloom.checkpoint.io import load_config, save_checkpoint, write_config
 from mindloom.checkpoint.manifest import Manifest
+from mindloom.checkpoint.model_folder import load_config, save_checkpoint, write_config
 from mindloom.data.loader import Prefetched
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
@@ -33,7 +33,6 @@ from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.environment import is_first_process
-from mindloom.runtime.find_nan import NanFinder
 from mindloom.runtime.gather import gather_whole
 from mindloom.train.adafactor import Adafactor
 from mindloom.train.config import Run, TrainingConfig
@@ -84,14 +83,15 @@ class Training:
 def start(run: Run) -> Training:
     """Everything up to the first step: network, data, graph."""
     config = run.config
-    engine = Engine(run.strategy)
+    engine = Engine.start(run.strategy)
     _check_target(run, engine)
-    engine.watch_for(config.watchdog_s)
+    engine.backend.watch_for(config.watchdog_s)
     task: Task = import_module(f"mindloom.tasks.{config.task}").TASK(run, engine)
     net = task.network()
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     task.open_data()
-    engine.nan_finder = NanFinder() if config.find_nan else None
+    if config.find_nan:
+        engine.backend.look_for_nan()
     training = _build_step(run, engine, task, net, report)
     what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"
     if run.lora:
@@ -122,7 +122,7 @@ def _check_target(run: Run, engine: Engine) -> None:
 
 def _told_of_attention(engine: Engine, net: nn.Cell) -> str:
     """How attention is computed in a network that has FlashAttention."""
-    if engine.partitions(net):
+    if engine.backend_of(net).partitions:
         return "FlashAttentionScore, by NumPy here, which is slow"
     return "FlashAttentionScore" if engine.target == "Ascend" else "plain; one CPU device has no FlashAttentionScore"
 
@@ -393,7 +393,7 @@ def run_steps(
             with saver.saving_after_an_error(step):
                 if writer and np.isfinite(metrics.loss):
                     writer.write(metrics)
-                training.engine.announce_step(step)
+                training.engine.backend.announce_step(step)
             if guard and is_spike:
                 _rewind(training, guard, saver, step)
                 continue
@@ -419,8 +419,6 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     if scale:
         set_number(training.step.loss_scale, scale.value)
     used_scale = scale.value if scale else None
-    if engine.nan_finder:
-        engine.nan_finder.first = None  # of an overflow that the loss scale has dealt with
     inputs = training.batch(step - 1)
     if run.config.rerun_every and step % run.config.rerun_every == 0:
         loss, norm, *counts = run_twice(engine, training.step, training.report, inputs, step)
@@ -443,10 +441,11 @@ def _one_step(training: Training, step: int) -> StepMetrics:
 
 def _not_finite(engine: Engine, step: int, loss: float, norm: float) -> str:
     told = f"step {step}: loss {loss}, gradient norm {norm}"
-    if engine.nan_finder is None:
+    found = engine.backend.first_not_finite()
+    if found is None:
         more = ", or find the operator: --find-nan" if engine.partitions_itself else ""
         return f"{told}; lower --learning-rate{more}"
-    return f"{told}; first not finite: {' and '.join(engine.first_not_finite()) or 'no operator, so a weight was'}"
+    return f"{told}; first not finite: {' and '.join(found) or 'no operator, so a weight was'}"
 
 
 def _save(training: Training, token: int) -> None:

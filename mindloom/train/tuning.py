@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Literal
 
 from mindloom.align.advantages import KL, LossType, Scale
 from mindloom.certificate import about_task
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.cli import option
 from mindloom.data.chat_template import ChatTemplate, TemplatedTokenizer
 from mindloom.data.examples import Line, read_lines
-from mindloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, load_tokenizer
+from mindloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, folder_tokenizer
 from mindloom.errors import ConfigError
 from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ModelConfig
@@ -24,8 +24,25 @@ from mindloom.train.config import Run, TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningConfig(TrainingConfig):
+class AdapterFlags:
+    """Adapters that are trained in place of the model."""
+
+    heading: ClassVar[str] = "adapters (LoRA)"
+
+    lora_r: Count | None = option(None, "train adapters of this rank, and leave the model as it is")
+    lora_alpha: Positive = option(16.0, "adapters are multiplied by this / --lora-r")
+    lora_dropout: Rate = option(0.0, "on what adapters are given")
+    lora_targets: tuple[str, ...] = option(
+        ("attention.query", "attention.value"), "matrices with an adapter: ends of their paths, * for one component"
+    )
+    lora_rslora: bool = option(False, "multiply by --lora-alpha / sqrt(--lora-r)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningConfig(AdapterFlags, TrainingConfig):
     """What all of them have."""
+
+    heading: ClassVar[str] = "data"
 
     wanted: ClassVar[Sequence[Sequence[str]]] = ()
     """Keys of which each line has one set whole."""
@@ -44,13 +61,6 @@ class TuningConfig(TrainingConfig):
     weight_decay: NotNegative = option(0.0, "on matrices and embeddings")
     dropout: Rate | None = option(0.0, "dropout rate")
     inspect: Natural = option(0, "show so many examples, what is learned in colour, and stop")
-    lora_r: Count | None = option(None, "train adapters of this rank, and leave the model as it is")
-    lora_alpha: Positive = option(16.0, "adapters are multiplied by this / --lora-r")
-    lora_dropout: Rate = option(0.0, "on what adapters are given")
-    lora_targets: tuple[str, ...] = option(
-        ("attention.query", "attention.value"), "matrices with an adapter: ends of their paths, * for one component"
-    )
-    lora_rslora: bool = option(False, "multiply by --lora-alpha / sqrt(--lora-r)")
 
     def base_model(self) -> tuple[str, ModelConfig]:
         assert self.from_checkpoint
@@ -87,8 +97,7 @@ def open_tokenizer(run: Run) -> Tokenizer:
         ConfigError: there is none, or it does not fit the model.
     """
     config: Any = run.config
-    path = config.tokenizer or find_tokenizer(run.family, config.from_checkpoint)
-    tokenizer = load_tokenizer(run.family, path, run.model)
+    tokenizer = folder_tokenizer(run.family, config.from_checkpoint, run.model, config.tokenizer)
     return TemplatedTokenizer(tokenizer, ChatTemplate(config.chat_template)) if config.chat_template else tokenizer
 
 
@@ -96,6 +105,7 @@ def open_tokenizer(run: Run) -> Tokenizer:
 class SFTConfig(TuningConfig):
     """Supervised fine-tuning: `mindloom sft`."""
 
+    heading: ClassVar[str] = "what is learned"
     task: ClassVar[str] = "sft"
     wanted: ClassVar[Sequence[Sequence[str]]] = (("messages",), ("prompt", "completion"))
 
@@ -119,6 +129,7 @@ class PairConfig(TuningConfig):
 class RewardConfig(PairConfig):
     """A reward model: `mindloom reward`."""
 
+    heading: ClassVar[str] = "reward model"
     task: ClassVar[str] = "reward"
     trains_values: ClassVar[bool] = True
 
@@ -134,6 +145,7 @@ class RewardConfig(PairConfig):
 class DPOConfig(PairConfig):
     """Direct preference optimization: `mindloom dpo`."""
 
+    heading: ClassVar[str] = "preferences"
     task: ClassVar[str] = "dpo"
     rate: ClassVar[float] = 1e-6
 
@@ -155,6 +167,7 @@ class DPOConfig(PairConfig):
 class PolicyConfig(TuningConfig):
     """What samples texts, has them rewarded, and learns from that."""
 
+    heading: ClassVar[str] = "texts and rewards"
     samples_texts: ClassVar[bool] = True
     wanted: ClassVar[Sequence[Sequence[str]]] = (("prompt",),)
     rate: ClassVar[float] = 1e-6
@@ -223,6 +236,7 @@ class PolicyConfig(TuningConfig):
 class GRPOConfig(PolicyConfig):
     """Group relative policy optimization: `mindloom grpo`."""
 
+    heading: ClassVar[str] = "policy"
     task: ClassVar[str] = "grpo"
 
     num_generations: Count = option(8, "texts sampled for each prompt: a group; of --batch-size")
@@ -261,6 +275,7 @@ class GRPOConfig(PolicyConfig):
 class PPOConfig(PolicyConfig):
     """Proximal policy optimization: `mindloom ppo`."""
 
+    heading: ClassVar[str] = "policy"
     task: ClassVar[str] = "ppo"
 
     num_ppo_epochs: Count = option(4, "updates from the same texts")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mindloom.checkpoint.huggingface import Dtype, export_published, import_published, open_published, read_published
-from mindloom.checkpoint.io import check_weights, load_config, save_checkpoint
+from mindloom.checkpoint.model_folder import check_weights, load_config, save_checkpoint
 from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig

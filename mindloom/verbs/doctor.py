@@ -108,9 +108,9 @@ def mindspore() -> str:
 def partitioner() -> str:
     """The private symbols are there, and a virtual device can be made of them."""
     try:
-        target = import_module("mindloom.runtime.target")
+        target = import_module("mindloom.runtime.cpu.target")
         with target.virtual_ascend(1, 2):
-            target.forget_search()
+            import_module("mindloom.runtime.compiler").forget_search()
     except Exception as error:
         raise MissingError(f"{error}; pip install 'mindspore>=2.9,<2.11'") from None
     return "partitions for any rank of any cluster"
@@ -119,7 +119,7 @@ def partitioner() -> str:
 def device() -> str:
     """The device MindSpore would run on, and those that are there but that it does not find."""
     try:
-        found = str(import_module("mindloom.runtime.engine").device_target())
+        found = str(import_module("mindspore").get_context("device_target"))
     except ImportError as error:
         raise MissingError(f"not known, as MindSpore cannot be imported: {error}") from None
     for file, (name, library, way) in DEVICES.items():
@@ -165,7 +165,7 @@ def folders() -> str:
     """Where processes meet, where compiled graphs are kept, and where output goes can be written."""
     with scratch_folder() as meeting:
         scratch = meeting.parent
-    kept = import_module("mindloom.runtime.kept_graphs").folder()
+    kept = import_module("mindloom.runtime.cpu.kept_graphs").folder()
     try:
         kept.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=kept):

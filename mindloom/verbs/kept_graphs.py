@@ -26,7 +26,7 @@ class KeptGraphsConfig:
 def main(argv: Sequence[str]) -> int:
     config = parse_args(KeptGraphsConfig, __doc__, argv)
     prepare_environment()
-    kept_graphs = import_module("mindloom.runtime.kept_graphs")  # loads MindSpore
+    kept_graphs = import_module("mindloom.runtime.cpu.kept_graphs")  # loads MindSpore
     if config.what == "clear":
         count, size = kept_graphs.clear()
         print(f"removed {counted(count, 'graph', 'graphs')}, {size / 1e6:.1f} MB, from {kept_graphs.folder()}")

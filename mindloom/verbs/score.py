@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mindloom.checkpoint.io import load_text_config
+from mindloom.checkpoint.model_folder import load_text_config
 from mindloom.cli import check_numbers, option, parse_args
 from mindloom.errors import ConfigError
 from mindloom.files import write_atomically
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     if problems := problems + batch_problems(strategy, len(ids), min(ids.shape[1], model.seq_len), training=False):
         raise ConfigError(problems)
     prepare_environment()
-    engine = import_module("mindloom.runtime.engine").Engine(strategy)  # loads MindSpore
+    engine = import_module("mindloom.runtime.engine").Engine.start(strategy)  # loads MindSpore
     scorer = import_module("mindloom.inference.score").Scorer(engine, config.checkpoint, family, model)
     result = scorer.score(ids, config.eod_id)
     if result is not None:

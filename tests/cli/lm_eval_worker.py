@@ -6,7 +6,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
 from mindloom.inference.score import Scorer
 from mindloom.runtime.engine import Engine
@@ -18,7 +18,7 @@ def score(folder, lines):
     ms.set_device("CPU")
     family, config = load_config(Path(folder))
     tokenizer = load_tokenizer(family, find_tokenizer(family, Path(folder)), config)
-    scorer = Scorer(Engine(SINGLE_DEVICE), Path(folder), family, config)
+    scorer = Scorer(Engine.start(SINGLE_DEVICE), Path(folder), family, config)
 
     def of(context, continuation):
         tokens = [*context, *continuation]

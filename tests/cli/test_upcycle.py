@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from conftest import ROOT, in_process, tool
 
-from mindloom.checkpoint.io import load_config, load_weights
 from mindloom.checkpoint.manifest import checkpoints, read_manifest
+from mindloom.checkpoint.model_folder import load_config, load_weights
 from mindloom.checkpoint.sharded import damage
 
 CORPUS = ROOT / "examples" / "small_town.txt"

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 from conftest import CONFIGS, ROOT, TWO_LAYERS, run, tool
@@ -22,6 +23,25 @@ from mindloom.verbs import VERBS, doctor
 
 def mindloom(*words):
     return run("-m", "mindloom", *words)
+
+
+@pytest.mark.parametrize(
+    ("verb", "flags"),
+    [
+        ("train", {"data": "--packing", "optimizer": "--adam-beta2", "checkpoints": "--keep-last", "model": "--size"}),
+        ("ppo", {"policy": "--kl-coef", "optimizer": "--adam-beta2", "adapters (LoRA)": "--lora-r"}),
+        ("generate", {"text": "--prompt", "sampling": "--top-p", "parallelism": "--launch", "model": "--weights"}),
+    ],
+)
+def test_help_has_the_flags_in_groups_what_is_special_first(verb, flags, capsys):
+    with pytest.raises(SystemExit):
+        import_module(f"mindloom.verbs.{verb}").main(["--help"])
+    parts = re.split(r"(?m)^(\w.*):$", capsys.readouterr().out)
+    groups = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert list(groups)[:2] == ["options", next(iter(flags))]
+    assert "--" not in groups["options"].replace("--help", "")  # every flag stands in one
+    for group, flag in flags.items():
+        assert f"  {flag} " in groups[group]
 
 
 def test_help_lists_every_verb_and_loads_little():

@@ -16,10 +16,10 @@ from mindspore.nn.utils import no_init_parameters
 from mindloom.models.family import family_and_size, family_module, size_config
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
-from mindloom.runtime.compile import partition
+from mindloom.runtime.cpu.lowering import attributes, collective_nodes
+from mindloom.runtime.cpu.partition import partition
+from mindloom.runtime.cpu.target import WORLD, virtual_ascend
 from mindloom.runtime.environment import launched_processes, launched_rank
-from mindloom.runtime.lowering import attributes, collective_nodes
-from mindloom.runtime.target import WORLD, virtual_ascend
 from mindloom.strategy.loader import load_rules, load_strategy
 from mindloom.strategy.stages import stage_of_layers
 from mindloom.train.optim import AdamW

@@ -19,9 +19,9 @@ from mindloom.inference.model import build_model
 from mindloom.models.family import family_module, size_config
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
-from mindloom.runtime import compile as compilation
-from mindloom.runtime.compile import partition
-from mindloom.runtime.lowering import attributes, collective_nodes
+from mindloom.runtime.cpu import partition as compilation
+from mindloom.runtime.cpu.lowering import attributes, collective_nodes
+from mindloom.runtime.cpu.partition import partition
 from mindloom.strategy.loader import load_strategy
 from mindloom.train.optim import SGD
 from pangu.model import PanGuWithLoss

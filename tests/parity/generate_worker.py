@@ -27,7 +27,7 @@ def generate(checkpoint, prompts, strategy):
         }
         job = check(GenerateConfig(**common), launched_processes())
         if weights == "float32":
-            engine, found = Engine(job.strategy), {}
+            engine, found = Engine.start(job.strategy), {}
         session = open_session(job, engine)
         for name, values in SAMPLINGS.items():
             if weights == "int8" and name != "greedy":

@@ -27,7 +27,7 @@ def train(path, out, accumulate, runs):
     `runs`: run -> (first scale or None, dtype, steps). Writes what each run ends with to OUT/RUN.npz.
     """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
-    engine, told = Engine(strategy), {}
+    engine, told = Engine.start(strategy), {}
     for run, (scale, dtype, steps) in runs.items():
         told[run] = _train(engine, strategy, Path(out) / run, accumulate, scale, dtype, steps)
     return told if engine.is_log_rank else None

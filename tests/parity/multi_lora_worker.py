@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from mindloom.checkpoint.adapters import read_adapter
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.inference.decoding import Cached
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
@@ -39,7 +39,7 @@ def texts(scheduler, requests):
 
 def together(checkpoint, modules, requests, strategy=None, int8=False):
     """Requests that share the rows; and each again, alone."""
-    engine = Engine(load_strategy(Path(strategy)) if strategy else SINGLE_DEVICE)
+    engine = Engine.start(load_strategy(Path(strategy)) if strategy else SINGLE_DEVICE)
     scheduler = open_scheduler(engine, Path(checkpoint), modules, int8)
     found = {"together": texts(scheduler, requests)}
     if not strategy:
@@ -49,7 +49,7 @@ def together(checkpoint, modules, requests, strategy=None, int8=False):
 
 def merged(folders, prompts, int8=False):
     """Of each checkpoint folder, adapters' among them, the texts of all prompts."""
-    engine = Engine(SINGLE_DEVICE)
+    engine = Engine.start(SINGLE_DEVICE)
     return [
         texts(open_scheduler(engine, Path(folder), (), int8), [(each, 0) for each in prompts]) for folder in folders
     ]

@@ -245,10 +245,10 @@ def train(name, way, mesh, settings=None):
     for parameter in inner.get_parameters():
         whole: Slices = tuple(slice(0, n) for n in parameter.shape)
         engine = next(iter(module._engines.values()), None) if mesh else None
-        layout = engine.layouts.get(parameter.name) if engine else None
+        layout = engine.backend.layouts.get(parameter.name) if engine else None
         if layout is not None:
             report = inner.parallel_report.of(parameter.name)
-            whole = layout.slices(report.global_shape, engine.rank, engine.groups)
+            whole = layout.slices(report.global_shape, engine.rank, engine.backend.groups)
         parts[parameter.name] = ([[s.start, s.stop] for s in whole], parameter.asnumpy().tolist())
     for engine in module._engines.values():
         engine.close()

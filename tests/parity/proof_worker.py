@@ -8,7 +8,7 @@ from pathlib import Path
 from mindloom.certification.subject import train as train_subject
 from mindloom.parallel.report import Report
 from mindloom.reader import read_json
-from mindloom.runtime.transport import Collectives
+from mindloom.runtime.cpu.transport import Collectives
 
 UP_WEIGHT = (256, 64)
 """Of the small model."""

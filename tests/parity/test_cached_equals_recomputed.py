@@ -10,7 +10,7 @@ import pytest
 from conftest import shared, tool
 from mindspore.graph.api import _cell_graph_executor
 
-from mindloom.checkpoint.io import load_config, save_checkpoint
+from mindloom.checkpoint.model_folder import load_config, save_checkpoint
 from mindloom.inference.decoding import Cached, Uncached
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
@@ -28,7 +28,7 @@ GOLDEN_ACTIVATIONS = {"gelu": "", "gelu_tanh": "_act_tanh", "fast_gelu": "_act_f
 @pytest.fixture(scope="module")
 def engine():
     ms.set_device("CPU")
-    return Engine(SINGLE_DEVICE)
+    return Engine.start(SINGLE_DEVICE)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from mindloom.checkpoint.adapters import Adapter, merge, read_adapter, write_adapter
 from mindloom.checkpoint.huggingface import import_published, open_published
-from mindloom.checkpoint.io import load_config, load_weights
+from mindloom.checkpoint.model_folder import load_config, load_weights
 from mindloom.data.batch import Batch
 from mindloom.errors import ConfigError
 from mindloom.models.family import family_module
@@ -134,6 +134,7 @@ def test_a_folder_of_adapters_is_a_checkpoint(opened, base, tmp_path):
     family, config = load_config(base)
     adapter = opened["attn_only"][2]
     write_adapter(tmp_path / "adapter", adapter, family, config, base)
+    (tmp_path / "adapter/chat_template.jinja").write_text("{{ messages }}")
     assert load_config(tmp_path / "adapter") == (family, config)
     merged = merge(load_weights(base), adapter)
     done = tool("tools/export_checkpoint.py", tmp_path / "adapter", tmp_path / "merged")
@@ -143,6 +144,8 @@ def test_a_folder_of_adapters_is_a_checkpoint(opened, base, tmp_path):
         assert weights.keys() == merged.keys()
         for name, value in merged.items():
             np.testing.assert_array_equal(weights[name], value)
+    beside = {path.name for path in (tmp_path / "merged").iterdir()} - {"model.safetensors", "config.json"}
+    assert beside == {"chat_template.jinja"}  # what the adapters were taught to answer
 
 
 def test_what_matches_nothing_is_an_error(base, tmp_path):

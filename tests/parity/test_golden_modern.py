@@ -12,7 +12,7 @@ from mindspore import Tensor, ops
 from safetensors.numpy import load_file
 
 from mindloom.checkpoint.huggingface import export_published, import_published, open_published
-from mindloom.checkpoint.io import load_config, load_weights
+from mindloom.checkpoint.model_folder import load_config, load_weights
 from mindloom.data.batch import document_positions
 from mindloom.inference.decoding import Cached, Uncached
 from mindloom.inference.model import load_model
@@ -49,7 +49,7 @@ GRADIENTS = {"palm": "total_scaled.", "pro_moe": "total."}
 @pytest.fixture(scope="module")
 def engine():
     ms.set_device("CPU")
-    return Engine(SINGLE_DEVICE)
+    return Engine.start(SINGLE_DEVICE)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import tokenizers
 from conftest import ROOT, shared, tool
 
 from mindloom.checkpoint.huggingface import export_published, import_published, open_published
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
 
 torch = pytest.importorskip("torch")

@@ -9,7 +9,7 @@ import pytest
 from conftest import CONFIGS, call, fewer_microbatches, tool
 from safetensors.numpy import load_file
 
-from mindloom.checkpoint.io import load_config
+from mindloom.checkpoint.model_folder import load_config
 from mindloom.planner.closed_forms import job_of
 from mindloom.planner.dimensions import of_decoder
 from mindloom.planner.task import TrainedTask, models_beside

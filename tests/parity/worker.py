@@ -85,10 +85,10 @@ def train(path: str, options: list[str], out: str) -> None:
         engine, report = train_decoder(family, config, strategy, Path(out), BATCH, accumulate, clip)
     check_report(report, engine)
     if "offload" in options and strategy.mesh.size > 1:
-        kinds = {p.op_type for program in engine._programs.values() for p in program.graph.model.primitives}
+        kinds = {p.op_type for program in engine.backend.programs.values() for p in program.graph.model.primitives}
         assert "MoveTo" in kinds
     if config.attention == "flash":  # which one device computes plainly
-        for program in engine._programs.values():
+        for program in engine.backend.programs.values():
             assert "FlashAttentionScoreGrad" in {p.op_type for p in program.graph.model.primitives}
     engine.close()
 
@@ -117,7 +117,7 @@ def train_adafactor(path: str, options: list[str], out: str) -> None:
     config = dataclasses.replace(size_config(family, size), num_layers=2, **SMALL, **changes)
     if strategy.mesh.pp > 1:
         strategy = dataclasses.replace(strategy, pipeline=Pipeline(num_microbatches=2))
-    engine = Engine(strategy)
+    engine = Engine.start(strategy)
     ms.set_seed(3)
     net = family_module(family, "model").ModelWithLoss(config)
     report = parallelize(net, strategy)
@@ -142,7 +142,7 @@ def train_adafactor(path: str, options: list[str], out: str) -> None:
 
 def check_report(report, engine):
     """What `parallelize` foresaw is what the compiler did."""
-    for program in engine._programs.values():
+    for program in engine.backend.programs.values():
         for parameter in report.parameters:
             found = program.graph.parameters.get(parameter.name)
             if found is not None and parameter.stage == engine.strategy.mesh.coordinate(engine.rank, "pp"):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mindloom.checkpoint.contents import check_contents
-from mindloom.checkpoint.io import load_config, load_weights, write_config
 from mindloom.checkpoint.manifest import checkpoints, read_manifest
+from mindloom.checkpoint.model_folder import load_config, load_weights, write_config
 from mindloom.checkpoint.reshard import export, find_checkpoint, reshard
 from mindloom.checkpoint.sharded import Slice, damage, file_name, finish, write_parts
 from mindloom.errors import ConfigError

@@ -18,7 +18,7 @@ from conftest import ROOT
 
 from mindloom import scratch
 from mindloom.errors import ConfigError
-from mindloom.runtime.transport import Transport
+from mindloom.runtime.cpu.transport import Transport
 
 PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 
@@ -105,7 +105,7 @@ def test_two_jobs_of_one_name_that_start_at_once_are_told_apart(place):
 
 
 def test_what_a_killed_job_left_is_removed_by_the_next(place, monkeypatch):
-    code = "import os; from mindloom.runtime.transport import *; Transport(0, 2, 'dead'); os.kill(os.getpid(), 9)"
+    code = "import os; from mindloom.runtime.cpu.transport import *; Transport(0, 2, 'dead'); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(place.parent)}, timeout=60)
     assert sorted(p.name for p in (place / "dead").iterdir()) == ["0", "0.lock"]
     monkeypatch.setattr(scratch, "STALE_S", -1.0)

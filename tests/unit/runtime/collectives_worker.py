@@ -9,11 +9,11 @@ from mindspore import Tensor, nn, ops
 from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import mind_ir_pb2 as mind_ir
 
-from mindloom.runtime.compile import PartitionedGraph
+from mindloom.runtime.cpu.executor import Program
+from mindloom.runtime.cpu.partition import PartitionedGraph
+from mindloom.runtime.cpu.target import WORLD, virtual_ascend
+from mindloom.runtime.cpu.transport import Transport
 from mindloom.runtime.environment import job_name
-from mindloom.runtime.executor import Program
-from mindloom.runtime.target import WORLD, virtual_ascend
-from mindloom.runtime.transport import Transport
 
 SIZE, RANK = 4, int(os.environ["RANK_ID"])
 PAIR = [RANK % 2, RANK % 2 + 2]  # (0 2) and (1 3)

@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from mindloom.errors import ConfigError
 from mindloom.private_names import mind_ir
-from mindloom.runtime.bfloat16 import NARROW_ID, in_bfloat16, widen_bfloat16
+from mindloom.runtime.cpu.bfloat16 import NARROW_ID, in_bfloat16, widen_bfloat16
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE
 
@@ -42,7 +42,7 @@ def rounded(x):
 
 
 def test_each_result_is_rounded_and_what_is_kept_goes_on():
-    engine, net = Engine(SINGLE_DEVICE), Narrow().set_train(False)
+    engine, net = Engine.start(SINGLE_DEVICE), Narrow().set_train(False)
     kept = np.full((4, 6), 0.25, np.float32)
     y = rounded(rounded(rounded(X) @ rounded(W).T) + rounded(B))
     for _ in range(2):

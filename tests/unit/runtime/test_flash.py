@@ -6,7 +6,7 @@ import pytest
 
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
-from mindloom.runtime.flash import attention, attention_gradient
+from mindloom.runtime.cpu.flash import attention, attention_gradient
 
 SCALE = 0.3
 

@@ -4,7 +4,7 @@
 import pytest
 
 from mindloom.private_names import mind_ir
-from mindloom.runtime.inlining import InliningError, calls_of_functions, inline_functions
+from mindloom.runtime.cpu.inlining import InliningError, calls_of_functions, inline_functions
 
 KINDS = ("Mul", "Depend", "MakeTuple", "TupleGetItem", "Partial", "AddN", "AssignAdd")
 

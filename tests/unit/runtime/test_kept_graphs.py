@@ -5,9 +5,9 @@ import os
 import pytest
 from mindspore.train import mind_ir_pb2 as mind_ir
 
-from mindloom.runtime import kept_graphs
-from mindloom.runtime.compile import PartitionedGraph
-from mindloom.runtime.kept_graphs import SUFFIX, SWITCH, kept_graph
+from mindloom.runtime.cpu import kept_graphs
+from mindloom.runtime.cpu.kept_graphs import SUFFIX, SWITCH, kept_graph
+from mindloom.runtime.cpu.partition import PartitionedGraph
 from mindloom.runtime.layouts import ParameterLayout
 
 KEY = {"network": {"family": "pangu"}, "rank": 1, "inputs": [[[2, 3], "<f4"]]}

@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindloom.errors import ConfigError
 from mindloom.parallel.parallelize import parallelize
 from mindloom.parallel.report import DERIVED
-from mindloom.runtime.compile import partition
+from mindloom.runtime.cpu.partition import partition
 from mindloom.runtime.layouts import ParameterLayout, learn_layouts
 from mindloom.strategy.loader import load_strategy
 from mindloom.strategy.mesh import Mesh

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from mindloom.runtime.ordering import Message, common_order
-from mindloom.runtime.transport import TransportError
+from mindloom.runtime.cpu.ordering import Message, common_order
+from mindloom.runtime.cpu.transport import TransportError
 
 
 def collective(tag, *ranks):

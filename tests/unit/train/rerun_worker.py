@@ -25,7 +25,7 @@ def train_with_a_fault(*arguments):
         result = plain(engine, cell, *inputs)
         steps.append(cell)
         if engine.rank == 3 and isinstance(cell, TrainStep) and len(steps) == 3:
-            name = next(name for name in engine.layouts if name.startswith("model.") and ".weight" in name)
+            name = next(name for name in engine.backend.layouts if name.startswith("model.") and ".weight" in name)
             weight = next(p for p in cell.get_parameters() if p.name == name)
             value = weight.asnumpy().copy()
             value.reshape(-1).view("uint32")[0] ^= 1

@@ -36,7 +36,7 @@ class State(nn.Cell):
 @pytest.fixture
 def make_saver(tmp_path, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    engine = Engine(SINGLE_DEVICE)
+    engine = Engine.start(SINGLE_DEVICE)
     parameter = ParameterReport("model.a", (2, 3), (2, 3), ((), ()), 1, 0, "")
     report = Report(Mesh(), [parameter], [], [], False)
 

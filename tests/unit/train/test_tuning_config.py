@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mindloom.checkpoint.io import load_config, load_text_config, write_config
+from mindloom.checkpoint.model_folder import load_config, load_text_config, write_config
 from mindloom.errors import ConfigError
 from mindloom.models.family import size_config
 from mindloom.train.config import check

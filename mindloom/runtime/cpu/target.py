@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -21,30 +20,17 @@ from mindloom.private_names import (
     LOG_LEVELS,
     REGISTER_COMMUNICATOR,
     REGISTER_INIT,
-    RELEASE_OWNER,
-    SEARCH_COSTS,
     SUPPORTED_VERSIONS,
     MSContext,
     comm_helper,
     comm_management,
     is_supported_version,
 )
+from mindloom.runtime.symbols import TargetError, lacks, library
 
 WORLD = "hccl_world_group"
 
 _PARALLEL_SUBMODULE, _CRITICAL = 14, 4
-
-
-class TargetError(RuntimeError):
-    """This MindSpore cannot be given a virtual target."""
-
-
-def _library(name: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(Path(ms.__file__).parent / "lib" / f"libmindspore_{name}.so"))
-
-
-def _lacks(error: Exception) -> TargetError:
-    return TargetError(f"MindSpore {ms.__version__} lacks what partitioning leans on: {error}")
 
 
 class _Communicator:
@@ -63,12 +49,12 @@ class _Communicator:
 
     def register(self) -> None:
         try:
-            core, common = _library("core"), _library("common")
+            core, common = library("core"), library("common")
             register_init, harmless = getattr(core, REGISTER_INIT), getattr(core, HARMLESS)
             register_comm = getattr(common, REGISTER_COMMUNICATOR)
             self._log_levels = (ctypes.c_int * (_PARALLEL_SUBMODULE + 1)).in_dll(core, LOG_LEVELS)
         except (OSError, AttributeError, ValueError) as error:
-            raise _lacks(error) from None
+            raise lacks(error) from None
         # The Ascend environment checks print alarming lines about missing packages; nothing here needs those packages.
         MSContext.get_instance().register_check_env_callback(lambda *_: None)
         MSContext.get_instance().register_set_env_callback(lambda *_: None)
@@ -179,27 +165,6 @@ def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
         comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = saved
         for module, name, original in helpers:
             setattr(module, name, original)
-
-
-def forget_search() -> None:
-    """Let the next compile derive its layouts from its own graph alone.
-
-    MindSpore keeps the costs of moving tensors from one compile to the next, without their sizes: layouts would depend on
-    what this process compiled before, and so differ between ranks that came another way (tests/cli/test_train.py).
-
-    Raises:
-        TargetError: this MindSpore lacks the symbols this leans on.
-    """
-    try:
-        frontend = _library("frontend")
-        kept = (ctypes.c_void_p * 2).in_dll(frontend, SEARCH_COSTS)
-        release = frontend[RELEASE_OWNER]
-    except (OSError, AttributeError, ValueError) as error:
-        raise _lacks(error) from None
-    owners, kept[0], kept[1] = kept[1], None, None
-    if owners:
-        release.restype, release.argtypes = None, [ctypes.c_void_p]
-        release(owners)
 
 
 def compiled_size() -> int | None:

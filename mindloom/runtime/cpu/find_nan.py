@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.private_names import mind_ir
+from mindloom.runtime.cpu.pyfunc import add_pyfunc_primitive
 from mindloom.runtime.places import place_of
-from mindloom.runtime.pyfunc import add_pyfunc_primitive
 
 FLOATS = (mind_ir.TensorProto.FLOAT, mind_ir.TensorProto.FLOAT16, mind_ir.TensorProto.DOUBLE)
 NO_VALUES = ("Load", "Depend", "UpdateState", "MakeTuple", "Assign", "AssignAdd", "AssignSub")

@@ -7,9 +7,9 @@ import math
 from collections.abc import Collection
 
 from mindloom.errors import ConfigError
-from mindloom.runtime.compile import PartitionedGraph
+from mindloom.runtime.cpu.lowering import attributes
+from mindloom.runtime.cpu.partition import PartitionedGraph
 from mindloom.runtime.layouts import ParameterLayout
-from mindloom.runtime.lowering import attributes
 from mindloom.strategy.config import Strategy
 
 ACCUMULATED = "accu_grads."

@@ -23,7 +23,7 @@ from mindloom.files import cache_folder, write_atomically
 from mindloom.log import milestone
 from mindloom.models.family import sources_hash
 from mindloom.private_names import mind_ir
-from mindloom.runtime.compile import PartitionedGraph
+from mindloom.runtime.cpu.partition import PartitionedGraph
 from mindloom.runtime.layouts import ParameterLayout
 from mindloom.strategy.config import Strategy
 

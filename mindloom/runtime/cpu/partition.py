@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import linecache
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from mindloom.errors import ConfigError
-from mindloom.private_names import auto_parallel_context as mindspores_context
-from mindloom.private_names import cell_graph_executor, compile_config, mind_ir
-from mindloom.runtime.gradients import decided_branches
+from mindloom.private_names import cell_graph_executor, mind_ir
+from mindloom.runtime.compiler import auto_parallel_context, faster_compilation
+from mindloom.runtime.cpu.target import virtual_ascend
 from mindloom.runtime.layouts import ParameterLayout, read_layouts
-from mindloom.runtime.target import forget_search, virtual_ascend
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.layout import Shape
 
@@ -38,7 +36,7 @@ DECIDES_BY_DATA = (
 _FRAME = re.compile(r"In file (\S+?):(\d+)")
 _OUR_PLUMBING = (
     str(Path(ms.__file__).parent),
-    *(str(Path(__file__).parents[1] / part) for part in ("runtime", "parallel")),
+    *(str(Path(__file__).parents[2] / part) for part in ("runtime", "parallel")),
 )
 
 
@@ -63,47 +61,6 @@ class PartitionedGraph:
     def parameters(self) -> dict[str, Shape]:
         """Local shape of each parameter in this rank's graph."""
         return {p.name.rpartition(":")[2]: tuple(p.dims) for p in self.model.graph.parameter}
-
-
-@contextlib.contextmanager
-def auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path | None = None) -> Iterator[None]:
-    """MindSpore's own settings for `strategy`, and none again afterwards."""
-    set_auto_parallel_context(strategy, rank, layouts_file)
-    try:
-        yield
-    finally:
-        ms.reset_auto_parallel_context()
-
-
-def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path | None = None) -> None:
-    """MindSpore's settings for `strategy`. `layouts_file`: where it writes the layouts in its own format."""
-    mesh, zero = strategy.mesh, strategy.optimizer_parallel
-    settings: dict[str, Any] = {}
-    if zero:
-        config = {
-            "parallel_optimizer_threshold": zero.threshold_kb,
-            "gradient_accumulation_shard": zero.shard_accumulated_gradients,
-        }
-        if zero.shard_size:
-            config["optimizer_weight_shard_size"] = zero.shard_size
-        settings = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
-    if mesh.ep > 1 or mesh.cp > 1:
-        settings["enable_alltoall"] = True  # else a change of the cut dim is made of all-gathers
-    if strategy.pipeline.virtual_stages > 1:
-        settings["pipeline_config"] = {"pipeline_interleave": True, "pipeline_scheduler": strategy.pipeline.schedule}
-    if layouts_file:
-        settings["strategy_ckpt_config"] = {"save_file": str(layouts_file)}
-    forget_search()
-    ms.set_auto_parallel_context(
-        # By propagation an operator without a rule takes its layout from those that have one.
-        parallel_mode="auto_parallel" if mesh.derives_layouts else "semi_auto_parallel",
-        search_mode="sharding_propagation",
-        full_batch=True,  # every rank is given the whole batch; the graph takes its part
-        device_num=mesh.size,
-        pipeline_stages=mesh.pp,
-        **settings,
-    )
-    mindspores_context()._context_handle.set_global_rank(rank)  # MindSpore's Python refuses ranks from 4096 on
 
 
 def partition(
@@ -172,29 +129,6 @@ def _remove_dump(rank: int) -> None:
 def _groups_in(model: mind_ir.ModelProto) -> set[str]:
     """Names of the groups that a graph communicates over; a process that compiled other graphs knows theirs, too."""
     return {a.s.decode() for p in model.primitives for a in p.attribute if a.name.startswith("group") and a.s}
-
-
-@contextlib.contextmanager
-def faster_compilation() -> Iterator[None]:
-    """The same graph in half the time (benchmarks/results/compile_passes.md): MindSpore's own switch that resolves attributes
-    while it parses, gradients without dead branches, and no garbage collection: many small objects are made, none of them
-    in cycles.
-    """
-    before, collects = compile_config.GREED_PARSE, gc.isenabled()
-    compile_config.GREED_PARSE = before or "1"  # a user's own setting stays
-    gc.disable()
-    try:
-        with decided_branches():
-            yield
-    finally:
-        compile_config.GREED_PARSE = before
-        if collects:
-            gc.enable()
-
-
-def global_shapes(cell: nn.Cell) -> dict[str, Shape]:
-    """Whole shape of every parameter of a Cell that has not run yet."""
-    return {parameter.name: tuple(parameter.shape) for parameter in cell.get_parameters()}
 
 
 def describe_inputs(arrays: Sequence[NDArray[Any] | Tensor]) -> list[tuple[Shape, Any]]:

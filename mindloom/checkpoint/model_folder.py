@@ -6,7 +6,8 @@ its weights are those of the model they are for, with them merged in."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from mindloom.checkpoint.sharded import CheckpointReader, damage
 from mindloom.checkpoint.tensor_files import WEIGHTS, model_files, read_float32, stored_tensors
 from mindloom.errors import ConfigError
 from mindloom.files import replaced_folder
-from mindloom.models.adapters import base_folder, is_adapter_folder, is_reward_adapter
+from mindloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import FAMILIES
 from mindloom.models.parameters import EXPERTS
 from mindloom.reader import fields_from, read_json
 
 CONFIG = "config.json"
+TENSOR_FILES = (".safetensors", ".safetensors.index.json")
 
 
 def save_checkpoint(
@@ -81,6 +83,19 @@ def load_text_config(folder: Path) -> tuple[str, ModelConfig]:
     if model.value_head:
         raise ConfigError(f"{folder}: a reward model, which gives a number and no text; it is for --reward-model")
     return family, model
+
+
+def copy_beside(source: Path, target: Path, but: Collection[str] = (CONFIG,)) -> None:
+    """Copy what lies in a model folder beside its weights and configuration: tokenizer, chat template, what others read.
+
+    `but`: names that stay; weights and manifests always do.
+    """
+    if is_adapter_folder(source):  # its own tokenizer and template win over those of its model
+        copy_beside(base_folder(source), target, but)
+        but = (*but, ADAPTER_CONFIG)
+    for path in source.iterdir():
+        if path.is_file() and path.name not in (*but, MANIFEST) and not path.name.endswith(TENSOR_FILES):
+            shutil.copy(path, target)
 
 
 def load_weights(folder: Path) -> dict[str, NDArray[Any]]:

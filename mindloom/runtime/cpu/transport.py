@@ -24,7 +24,7 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
-from mindloom.runtime.meeting_place import MeetingPlace
+from mindloom.runtime.cpu.meeting_place import MeetingPlace
 
 RECEIVE_TIMEOUT_S = 600.0
 GOODBYE_S = 0.3

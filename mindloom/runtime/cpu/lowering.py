@@ -14,14 +14,14 @@ import numpy as np
 
 from mindloom.errors import ConfigError
 from mindloom.private_names import mind_ir
-from mindloom.runtime.bfloat16 import Widened, in_bfloat16, widen_bfloat16
-from mindloom.runtime.compile import DECIDES_BY_DATA
-from mindloom.runtime.flash import exchange_flash_attention
-from mindloom.runtime.inlining import inline_functions
-from mindloom.runtime.ordering import Message, order_messages
+from mindloom.runtime.cpu.bfloat16 import Widened, in_bfloat16, widen_bfloat16
+from mindloom.runtime.cpu.flash import exchange_flash_attention
+from mindloom.runtime.cpu.inlining import inline_functions
+from mindloom.runtime.cpu.ordering import Message, order_messages
+from mindloom.runtime.cpu.partition import DECIDES_BY_DATA
+from mindloom.runtime.cpu.pyfunc import add_pyfunc_primitive
+from mindloom.runtime.cpu.transport import Array, Collectives, Transport
 from mindloom.runtime.places import place_of
-from mindloom.runtime.pyfunc import add_pyfunc_primitive
-from mindloom.runtime.transport import Array, Collectives, Transport
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 

@@ -9,10 +9,10 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
-from mindloom.runtime.compile import PartitionedGraph
-from mindloom.runtime.find_nan import NanFinder
-from mindloom.runtime.lowering import lower
-from mindloom.runtime.transport import Transport
+from mindloom.runtime.cpu.find_nan import NanFinder
+from mindloom.runtime.cpu.lowering import lower
+from mindloom.runtime.cpu.partition import PartitionedGraph
+from mindloom.runtime.cpu.transport import Transport
 from mindloom.scratch import scratch_folder
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.private_names import mind_ir
-from mindloom.runtime.pyfunc import add_pyfunc_primitive
+from mindloom.runtime.cpu.pyfunc import add_pyfunc_primitive
 
 Array = NDArray[Any]
 FORWARD, BACKWARD = "FlashAttentionScore", "FlashAttentionScoreGrad"

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mindloom.private_names import mind_ir
-from mindloom.runtime.transport import Transport, TransportError
+from mindloom.runtime.cpu.transport import Transport, TransportError
 
 
 class Message(NamedTuple):

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mindloom.certification.verdict import certify
+    from mindloom.certification.own import certify
     from mindloom.runtime.auto_parallel import auto_parallel, is_log_rank, own_rows
 
 __all__ = ["__version__", "auto_parallel", "certify", "is_log_rank", "own_rows"]
@@ -18,5 +18,5 @@ def __getattr__(name: str) -> Any:
     if name in ("auto_parallel", "is_log_rank", "own_rows"):  # loads MindSpore, which strategies and plans do without
         return getattr(import_module("mindloom.runtime.auto_parallel"), name)
     if name == "certify":
-        return getattr(import_module("mindloom.certification.verdict"), name)
+        return getattr(import_module("mindloom.certification.own"), name)
     raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mindloom.certification.config import Certification
@@ -57,9 +57,26 @@ def differences(values: dict[str, Any], expected: dict[str, Any]) -> Iterator[st
             least, most, found = lowest.get(kind, 0), highest.get(kind, 0), sent.get(kind, 0)
             if not _is_within(found, least - few, most + few):
                 yield f"{where}: {kind}, {found:,.0f} bytes a step; the strategy implies {_bounds(least, most)}"
+    yield from strangers(values["ranks"])
+
+
+def strangers(ranks: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Ranks that communicate over a group they are not in."""
+    for rank in ranks:
         for name, members in rank["groups"].items():
             if rank["rank"] not in members:
-                yield f"{where} is not in group {name}, over which it communicates"
+                yield f"rank {rank['rank']} is not in group {name}, over which it communicates"
+
+
+def held_problems(ranks: Sequence[dict[str, Any]], memory_gb: float) -> Iterator[str]:
+    """Ranks whose weights, gradients and moments alone are more than a device has."""
+    for rank in ranks:
+        held = sum(rank[f"{part}_bytes"] for part in ("parameter", "gradient", "optimizer"))
+        if held > memory_gb * GB:
+            yield (
+                f"rank {rank['rank']} needs {held / GB:.2f} GB for weights, gradients and moments alone, on a device of "
+                f"{memory_gb:g} GB"
+            )
 
 
 def _is_within(found: float, least: float, most: float) -> bool:

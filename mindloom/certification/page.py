@@ -25,6 +25,7 @@ QUESTIONS = {
     "strategy": "Do mesh, rules and model fit each other?",
     "proof": "Is a small likeness of it equal to one device?",
     "collectives": "Do the graphs of the full size hold and send what the strategy implies?",
+    "ranks": "Do ranks of the whole mesh compile, and hold what the rules say?",
     "memory": "Does every stage fit the chip?",
 }
 
@@ -46,6 +47,8 @@ def page(values: dict[str, Any]) -> str:
             "<h2>Memory of a device, GB</h2>" + _memory(values),
             "<h2>Collectives of a step</h2>" + _bytes(values),
         ]
+    if values.get("ranks"):
+        sections.append("<h2>Ranks of the whole mesh</h2>" + _ranks(values["ranks"]))
     if "estimate" in values:
         sections.append("<h2>Time of a step</h2>" + _time(values))
     sections.append("<h2>What it vouches for</h2>" + _vouched(values))
@@ -141,6 +144,28 @@ def _bytes(values: dict[str, Any]) -> str:
             sent = rank["bytes_per_step"].get(kind, 0)
             rows.append((f"rank {rank['rank']}", kind, int(sent), int(implied.get(kind, 0))))
     return table(("", "kind and phase", "bytes a step, compiled", "implied by the strategy"), rows)
+
+
+def _ranks(ranks: Sequence[dict[str, Any]]) -> str:
+    """What ranks of a user's network hold and send."""
+    parts = ("parameter", "gradient", "optimizer")
+    held = [
+        (f"rank {rank['rank']}", rank["stage"], *(f"{rank[f'{part}_bytes'] / 2**20:.2f}" for part in parts))
+        for rank in ranks
+    ]
+    sent = [
+        (
+            f"rank {rank['rank']}",
+            f"{c['kind']} {c['phase']}",
+            len(rank["groups"][c["group"]]),
+            c["count"],
+            c["bytes_each"],
+        )
+        for rank in ranks
+        for c in rank["collectives"]
+    ]
+    text = table(("", "stage", "weights, MB", "gradients, MB", "AdamW's moments, MB"), held)
+    return text + table(("", "kind and phase", "ranks", "times a step", "bytes each"), sent)
 
 
 def _time(values: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mindloom.certification.shrink import FULL_SIZE
 from mindloom.processes import end_with_parent
 from mindloom.runtime.launch import failure_report, launch
 from mindloom.strategy.config import Strategy
@@ -58,9 +59,8 @@ class Proof:
 def prove(folder: Path, small: Sequence[Strategy], logs: Path) -> tuple[list[float], list[Proof]]:
     """Train the subject in `folder` (subject.json and what belongs to it) under every small strategy. Returns one device's
     losses and the proofs; after one that ended by itself there may be fewer."""
-    expected_failure = _one_device(folder, logs)
-    if expected_failure:
-        return [], [Proof(ONE_DEVICE, failure=expected_failure)]
+    if failure := _alone(folder, [ONE_DEVICE], "one device", logs / "one_device.log"):
+        return [], [Proof(ONE_DEVICE, failure=failure)]
     expected, proofs = load(folder, ONE_DEVICE), []
     for size in sorted({strategy.mesh.size for strategy in small}):
         numbers = [n for n, strategy in enumerate(small) if strategy.mesh.size == size]
@@ -74,13 +74,26 @@ def prove(folder: Path, small: Sequence[Strategy], logs: Path) -> tuple[list[flo
     return _losses(expected), proofs
 
 
-def _one_device(folder: Path, logs: Path) -> str:
-    logs.mkdir(parents=True, exist_ok=True)
-    log = logs / "one_device.log"
+def compile_ranks(folder: Path, ranks: Sequence[int], logs: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Compile ranks of the user's network in `folder` under the whole strategy, up to the first that cannot be. Returns what
+    they are, and why one is missing."""
+    reports: list[dict[str, Any]] = []
+    for rank in ranks:
+        if failure := _alone(
+            folder, [FULL_SIZE, str(rank)], f"rank {rank} of the whole mesh", logs / f"rank_{rank}.log"
+        ):
+            return reports, [failure]
+        reports.append(json.loads((folder / f"{rank}.json").read_text()))
+    return reports, []
+
+
+def _alone(folder: Path, words: Sequence[str], what: str, log: Path) -> str:
+    """Have one process do what `words` say. Returns why it did not, or ''."""
+    log.parent.mkdir(parents=True, exist_ok=True)
     parent = os.getpid()
     with log.open("w") as output, contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(
-            [sys.executable, str(WORKER), str(folder / "subject.json"), ONE_DEVICE],
+            [sys.executable, str(WORKER), str(folder / "subject.json"), *words],
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,
@@ -90,8 +103,8 @@ def _one_device(folder: Path, logs: Path) -> str:
         )
         if done.returncode == 0:
             return ""
-        return f"one device failed ({log}): {_last_line(log.read_text(errors='replace'))}"
-    return f"one device was not done after {TIMEOUT_S} s ({log})"
+        return f"{what} failed ({log}): {_last_line(log.read_text(errors='replace'))}"
+    return f"{what} was not done after {TIMEOUT_S} s ({log})"
 
 
 def _job(folder: Path, numbers: Sequence[int], size: int, small: Sequence[Strategy], logs: Path) -> str:

@@ -21,6 +21,8 @@ from mindloom.strategy.stages import layers_per_part, offloaded_layers, recomput
 BATCH, SEQ_LEN, HEAD_DIM, VOCAB = 16, 32, 16, 128
 MOST_VIRTUAL_STAGES = 2
 POSSIBLE_PROCESSES = (2, 4, 8, 16)
+FULL_SIZE = "rank"
+"""What a process of a proof is told that compiles one rank of the whole mesh."""
 IN_PROOF = "MINDLOOM_IN_PROOF"
 """Environment: set in the processes of a proof."""
 

@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mindspore import Tensor, nn
+from numpy.typing import NDArray
 
 from mindloom.certification.shrink import BATCH, small_strategies
 from mindloom.certification.training import STEPS, train_decoder, train_steps
+from mindloom.dry_run.compile import compile_own_rank
 from mindloom.errors import ConfigError
+from mindloom.files import write_text_atomically
 from mindloom.models.config import ModelConfig
 from mindloom.parallel.cells import CutBatch, average_over_all_rows, prepare_to_cut
 from mindloom.planner.task import task_from
@@ -32,13 +37,31 @@ def train(subject: dict[str, Any], which: str, folder: Path) -> None:
     """Train a subject on one device, or under its small strategies of the given numbers, into files in `folder`."""
     chosen = {ONE_DEVICE: SINGLE_DEVICE}
     if which != ONE_DEVICE:
-        given = subject.get("strategy")
-        large = load_strategy(given) if given else strategy_of(subject["settings"])
-        small = small_strategies(large, subject.get("num_layers"), subject["processes"])
+        small = small_strategies(_large(subject), subject.get("num_layers"), subject["processes"])
         chosen = {number: small[int(number)] for number in which.split(",")}
     for name, strategy in chosen.items():
         engine = (_own if "file" in subject else _decoder)(subject, strategy, folder / name)
         engine.close()
+
+
+def compile_full_size(subject: dict[str, Any], rank: int, folder: Path) -> None:
+    """Compile one rank of a user's network under the whole strategy, and write what it is to RANK.json in `folder`."""
+    strategy, make = _large(subject), own_network(Path(subject["file"]), subject["name"])
+    parts, inputs = strategy.mesh.dp * strategy.num_parts(), _inputs(folder)
+    rows = -(-len(inputs[0]) // parts) * parts
+    shapes = [((rows, *a.shape[1:]) if a.ndim and len(a) == len(inputs[0]) else a.shape, a.dtype) for a in inputs]
+    report = compile_own_rank(make, strategy, rank, shapes)
+    write_text_atomically(folder / f"{rank}.json", json.dumps(asdict(report)))
+
+
+def _large(subject: dict[str, Any]) -> Strategy:
+    given = subject.get("strategy")
+    return load_strategy(given) if given else strategy_of(subject["settings"])
+
+
+def _inputs(folder: Path) -> list[NDArray[Any]]:
+    with np.load(folder / "inputs.npz") as archive:
+        return [archive[name] for name in archive.files]
 
 
 def _decoder(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
@@ -51,8 +74,7 @@ def _decoder(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
 
 def _own(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
     make, is_parallel = own_network(Path(subject["file"]), subject["name"]), strategy.mesh.size > 1
-    with np.load(out.parent / "inputs.npz") as archive:
-        inputs = [archive[name] for name in archive.files]
+    inputs = _inputs(out.parent)
 
     def build() -> nn.Cell:
         net = make()

@@ -98,7 +98,7 @@ def train_steps(
 
     Returns the engine, still open, and the report.
     """
-    engine, parts = Engine(strategy), out.with_name(f"{out.name}.parts")
+    engine, parts = Engine.start(strategy), out.with_name(f"{out.name}.parts")
     ms.set_seed(3)
     net = build()
     report = parallelize(net, strategy)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a proof. worker.py SUBJECT.json one_device | worker.py SUBJECT.json 0,1,2 under msrun"""
+"""One process of a proof. worker.py SUBJECT.json one_device | worker.py SUBJECT.json 0,1,2 under msrun | worker.py
+SUBJECT.json rank 37, which compiles that rank of the whole mesh."""
 
 import os
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 sys.path[0] = ""  # not this folder: its modules have common names
 
-from mindloom.certification.shrink import IN_PROOF  # noqa: E402
+from mindloom.certification.shrink import FULL_SIZE, IN_PROOF  # noqa: E402
 from mindloom.errors import run_tool  # noqa: E402
 from mindloom.reader import read_json  # noqa: E402
 from mindloom.runtime.environment import prepare_environment  # noqa: E402
@@ -19,7 +20,11 @@ def main(argv: Sequence[str]) -> int:
     prepare_environment()
     os.environ[IN_PROOF] = "1"
     subject = Path(argv[0])
-    import_module("mindloom.certification.subject").train(read_json(subject).mapping, argv[1], subject.parent)
+    does, values = import_module("mindloom.certification.subject"), read_json(subject).mapping
+    if argv[1] == FULL_SIZE:
+        does.compile_full_size(values, int(argv[2]), subject.parent)
+    else:
+        does.train(values, argv[1], subject.parent)
     return 0
 
 

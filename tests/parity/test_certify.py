@@ -158,5 +158,10 @@ def test_a_network_of_ones_own_is_certified_from_python(tmp_path):
     assert outcome.code == 0, outcome.output
     assert "certified []" in outcome.output
     assert "refused ['pp 1 x dp 1 x tp 2 = 2: loss of step 1, AdamW: " in outcome.output
-    found = json.loads((tmp_path / "right/certificate.json").read_text())["proof"]["meshes"][0]["differences"]
-    assert max(found.values()) < 1e-5
+    found = json.loads((tmp_path / "right/certificate.json").read_text())
+    assert max(found["proof"]["meshes"][0]["differences"].values()) < 1e-5
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 16, 31]
+    up = next(p for p in found["ranks"][2]["parameters"] if p["name"].endswith("up.weight"))
+    assert up["global_shape"][0] == 4 * up["local_shape"][0]
+    assert {len(rank["groups"][c["group"]]) for rank in found["ranks"] for c in rank["collectives"]} >= {4, 8}
+    assert "Ranks of the whole mesh" in (tmp_path / "right/certificate.html").read_text()

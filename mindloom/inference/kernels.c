@@ -1,22 +1,112 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What decoding spends its time on, for one CPU: products of a few rows with large matrices, and attention of single queries
- * over a cache. MindSpore calls these through its Custom operator; outputs follow the inputs in `p`.
+ * What decoding spends its time on, for one CPU: whole layers for a few tokens; and their parts, for layers that are not made
+ * of those known here. MindSpore calls these through its Custom operator; outputs follow the inputs in `p`.
  *
  * A row's numbers do not depend on the other rows: each entry is summed in one order, in LANES parts.
  */
+#define _GNU_SOURCE
+#include <linux/futex.h>
 #include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #ifdef __x86_64__
 #include <immintrin.h> /* compilers do not find the widening of bytes by themselves */
 #endif
 
 #define LANES 16
-#define WORTH_THREADS (1 << 19) /* products of two numbers; less is done before a second thread has begun */
-#define AHEAD 4096 /* bytes */
+#define WORTH_THREADS (1 << 17) /* products of two numbers; less is done before a second thread has begun */
+#define SPINS 4000 /* some 100 microseconds that a thread looks for more to do before it sleeps */
+#define MOST_THREADS 64
+#define LINE 64 /* bytes of the cache */
 #define ROWS 4 /* of x, and columns of y, worked on together: 16 sums stay in registers */
+
+/* Threads of our own. Those of OpenMP sleep after each product when MindSpore has threads, too, and a layer has many: to wake
+ * them took longer than the products of int8. */
+typedef void (*Work)(const void *with, int64_t from, int64_t to);
+static struct {
+  pthread_mutex_t one_at_a_time;
+  int threads; /* with the caller; 0: not started yet */
+  atomic_uint turn;
+  atomic_int sleeping, left;
+  Work work;
+  const void *with;
+  int64_t count;
+} pool = {.one_at_a_time = PTHREAD_MUTEX_INITIALIZER};
+
+static inline void pause_briefly(void) {
+#ifdef __x86_64__
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+static void do_share(int me) {
+  const int64_t share = (pool.count + pool.threads - 1) / pool.threads, from = me * share;
+  const int64_t to = from + share < pool.count ? from + share : pool.count;
+  if (from < to) pool.work(pool.with, from, to);
+}
+
+static void *serve(void *number) {
+  unsigned seen = 0, turn;
+  for (;; seen = turn) {
+    for (int spins = 0; (turn = atomic_load(&pool.turn)) == seen; ++spins) {
+      if (spins < SPINS) {
+        pause_briefly();
+        continue;
+      }
+      atomic_fetch_add(&pool.sleeping, 1);
+      syscall(SYS_futex, &pool.turn, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+      atomic_fetch_sub(&pool.sleeping, 1);
+    }
+    do_share((int)(intptr_t)number);
+    atomic_fetch_sub(&pool.left, 1);
+  }
+  return NULL;
+}
+
+static void forget_threads(void) { /* a forked child has none */
+  pthread_mutex_init(&pool.one_at_a_time, NULL);
+  pool.threads = 0;
+  pool.turn = 0;
+}
+
+static int wanted_threads = 1;
+/* How many to compute with; to be said before the first product. */
+void use_threads(int count) { wanted_threads = count < 1 ? 1 : count > MOST_THREADS ? MOST_THREADS : count; }
+
+static void start_threads(void) {
+  static int forks_are_known;
+  if (!forks_are_known) forks_are_known = !pthread_atfork(NULL, NULL, forget_threads);
+  pool.threads = 1;
+  for (pthread_t thread; pool.threads < wanted_threads; ++pool.threads) {
+    if (pthread_create(&thread, NULL, serve, (void *)(intptr_t)pool.threads)) break;
+    pthread_detach(thread);
+  }
+}
+
+/* Do `count` pieces of work, shared out in equal parts; `cost`: products of two numbers in all of it. */
+static void in_parallel(Work work, const void *with, int64_t count, int64_t cost) {
+  if (cost < WORTH_THREADS || pthread_mutex_trylock(&pool.one_at_a_time)) {
+    work(with, 0, count);
+    return;
+  }
+  if (!pool.threads) start_threads();
+  pool.work = work, pool.with = with, pool.count = count;
+  atomic_store(&pool.left, pool.threads - 1);
+  atomic_fetch_add(&pool.turn, 1);
+  if (atomic_load(&pool.sleeping)) syscall(SYS_futex, &pool.turn, FUTEX_WAKE_PRIVATE, MOST_THREADS, NULL, NULL, 0);
+  do_share(0);
+  for (int spins = 0; atomic_load(&pool.left); ++spins) spins < SPINS ? pause_briefly() : (void)sched_yield();
+  pthread_mutex_unlock(&pool.one_at_a_time);
+}
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -49,59 +139,96 @@ static inline float sum(vec v) {
   return total;
 }
 
-/* y[i, j] = sum over c of x[i, c] * w[j, c] (* scale[j]) (+ bias[j]), for M rows of x and R of w. K: a multiple of LANES. */
+/* y[i, j] = sum over c of x[i, c] * w[j, c] (* scale[j]) (+ bias[j]), for M rows of x, side by side in LANES columns each, and R
+ * of w. K: a multiple of LANES. The rows of w that come next are fetched in the meantime, a line of the cache at a time. */
+#define STEP(LOAD, M, R, C)                                                                                            \
+  {                                                                                                                    \
+    vec in[R];                                                                                                         \
+    for (int r = 0; r < R; ++r) in[r] = LOAD(w + r * k + (C));                                                         \
+    for (int i = 0; i < M; ++i) {                                                                                      \
+      vec xi = load(x + (C) * M + i * LANES);                                                                          \
+      for (int r = 0; r < R; ++r) acc[i][r] += xi * in[r];                                                             \
+    }                                                                                                                  \
+  }
 #define BLOCK(NAME, TYPE, LOAD, M, R)                                                                                  \
   static void NAME##_##M(const float *x, const TYPE *w, const float *scale, const float *bias, float *y, int64_t k,    \
                          int64_t n) {                                                                                  \
     vec acc[M][R] = {{{0}}};                                                                                           \
-    for (int64_t c = 0; c < k; c += LANES) {                                                                           \
-      vec in[R];                                                                                                       \
-      for (int r = 0; r < R; ++r) {                                                                                    \
-        __builtin_prefetch((const char *)(w + r * k + c) + AHEAD);                                                     \
-        in[r] = LOAD(w + r * k + c);                                                                                   \
-      }                                                                                                                \
-      for (int i = 0; i < M; ++i) {                                                                                    \
-        vec xi = load(x + i * k + c);                                                                                  \
-        for (int r = 0; r < R; ++r) acc[i][r] += xi * in[r];                                                           \
-      }                                                                                                                \
+    const int64_t in_line = LINE / sizeof(TYPE), whole = k / in_line * in_line;                                        \
+    for (int64_t c = 0; c < whole; c += in_line) {                                                                     \
+      for (int r = 0; r < R; ++r) __builtin_prefetch(w + (R + r) * k + c);                                             \
+      _Pragma("GCC unroll 4") for (int part = 0; part < LINE / (int)sizeof(TYPE); part += LANES)                       \
+        STEP(LOAD, M, R, c + part)                                                                                     \
     }                                                                                                                  \
+    for (int64_t c = whole; c < k; c += LANES) STEP(LOAD, M, R, c)                                                     \
     for (int i = 0; i < M; ++i)                                                                                        \
       for (int r = 0; r < R; ++r) y[i * n + r] = sum(acc[i][r]) * (scale ? scale[r] : 1.0f) + (bias ? bias[r] : 0.0f); \
   }
+typedef struct {
+  const float *x;
+  const void *w;
+  const float *scale, *bias;
+  float *y;
+  int64_t m, k, n;
+} Product;
 #define PRODUCT(NAME, TYPE, LOAD)                                                                                      \
   BLOCK(NAME, TYPE, LOAD, 1, ROWS)                                                                                     \
   BLOCK(NAME, TYPE, LOAD, 2, ROWS)                                                                                     \
   BLOCK(NAME, TYPE, LOAD, 3, ROWS)                                                                                     \
   BLOCK(NAME, TYPE, LOAD, 4, ROWS)                                                                                     \
-  static void NAME(const float *x, const TYPE *w, const float *scale, const float *bias, float *y, int64_t m,          \
-                   int64_t k, int64_t n) {                                                                             \
-    _Pragma("omp parallel for schedule(static) if (m * n * k > WORTH_THREADS)") for (int64_t j = 0; j < n; j += ROWS) {\
-      const float *s = scale ? scale + j : NULL, *b = bias ? bias + j : NULL;                                          \
-      for (int64_t i = 0; i < m; i += ROWS) {                                                                          \
-        const float *xi = x + i * k;                                                                                   \
-        float *yi = y + i * n + j;                                                                                     \
-        switch (m - i) {                                                                                               \
-          case 1: NAME##_1(xi, w + j * k, s, b, yi, k, n); break;                                                      \
-          case 2: NAME##_2(xi, w + j * k, s, b, yi, k, n); break;                                                      \
-          case 3: NAME##_3(xi, w + j * k, s, b, yi, k, n); break;                                                      \
-          default: NAME##_4(xi, w + j * k, s, b, yi, k, n);                                                            \
+  /* columns ROWS * from to ROWS * to of y */                                                                          \
+  static void NAME##_columns(const void *with, int64_t from, int64_t to) {                                             \
+    const Product p = *(const Product *)with;                                                                          \
+    const int64_t k = p.k, n = p.n;                                                                                    \
+    for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {                                                          \
+      const float *s = p.scale ? p.scale + j : NULL, *b = p.bias ? p.bias + j : NULL;                                  \
+      const TYPE *w = (const TYPE *)p.w + j * k;                                                                       \
+      for (int64_t i = 0; i < p.m; i += ROWS) {                                                                        \
+        const float *x = p.x + i * k;                                                                                  \
+        float *y = p.y + i * n + j;                                                                                    \
+        switch (p.m - i) {                                                                                             \
+          case 1: NAME##_1(x, w, s, b, y, k, n); break;                                                                \
+          case 2: NAME##_2(x, w, s, b, y, k, n); break;                                                                \
+          case 3: NAME##_3(x, w, s, b, y, k, n); break;                                                                \
+          default: NAME##_4(x, w, s, b, y, k, n);                                                                      \
         }                                                                                                              \
       }                                                                                                                \
     }                                                                                                                  \
+  }                                                                                                                    \
+  /* Not 0: there is no memory. */                                                                                     \
+  static int NAME(const float *x, const TYPE *w, const float *scale, const float *bias, float *y, int64_t m,           \
+                  int64_t k, int64_t n) {                                                                              \
+    float *packed = m > 1 ? side_by_side(x, m, k) : NULL;                                                              \
+    if (m > 1 && !packed) return 1;                                                                                    \
+    const Product with = {packed ? packed : x, w, scale, bias, y, m, k, n};                                            \
+    in_parallel(NAME##_columns, &with, n / ROWS, m *n *k);                                                             \
+    free(packed);                                                                                                      \
+    return 0;                                                                                                          \
   }
+
+/* Rows of x (M, K) in groups of ROWS, of which LANES columns each lie together: rows at a distance of a power of 2 would push
+ * each other out of the cache. */
+static float *side_by_side(const float *x, int64_t m, int64_t k) {
+  float *packed = malloc(m * k * sizeof(float)), *to = packed;
+  for (int64_t i = 0; packed && i < m; i += ROWS) {
+    const int64_t rows = m - i < ROWS ? m - i : ROWS;
+    for (int64_t c = 0; c < k; c += LANES)
+      for (int64_t r = 0; r < rows; ++r, to += LANES) memcpy(to, x + (i + r) * k + c, LANES * sizeof(float));
+  }
+  return packed;
+}
+
 PRODUCT(product, float, load)
 PRODUCT(product8, int8_t, load8)
 
 /* x (M, K), w (N, K), bias (N,) or none, float32 -> (M, N); K a multiple of LANES, N of ROWS */
 int linear(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
-  product(p[0], p[1], NULL, count > 3 ? p[2] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0]);
-  return 0;
+  return product(p[0], p[1], NULL, count > 3 ? p[2] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0]);
 }
 
 /* the same with w int8 and its scale, (N,), (N, 1) or (1, N), before the bias */
 int linear_int8(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
-  product8(p[0], p[1], p[2], count > 4 ? p[3] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0]);
-  return 0;
+  return product8(p[0], p[1], p[2], count > 4 ? p[3] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0]);
 }
 
 /* e^v for v <= 0; 0 below -87. Source: Cephes' expf. */
@@ -124,39 +251,40 @@ static inline vec exp_of(vec v) {
 
 #define HIDDEN -5000.0f /* bias is 0 or -10000 */
 
-/* q (B, H, 1, D), k, v (B, KV, 1, D), the caches keys and values (R, KV, S, D), slots (B, KV, 1, 3) int32: row, head and
- * slot of each new key, bias (B, 1, 1, S) -> (B, H, 1, D); D a multiple of LANES. Writes k and v into the caches, in place:
- * MindSpore's ScatterNdUpdate copies a cache with every token. What lies behind the last key that counts is not read. */
-int attend(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
-  const float *q = p[0], *new_keys = p[1], *new_values = p[2], *bias = p[6];
-  float *keys = p[3], *values = p[4], *y = p[7];
-  const int32_t *slots = p[5];
-  const int64_t batch = shapes[0][0], heads = shapes[0][1], d = shapes[0][3], kv = shapes[3][1], length = shapes[3][2];
-  const int64_t work = batch * heads * length * d * 2, group = heads / kv;
+/* The tokens of a call, and heads and slots of a cache, (rows, kv, length, d). */
+typedef struct {
+  int64_t batch, tokens, heads, kv, length, d;
+} Sizes;
+
+typedef struct {
+  Sizes of;
+  const float *q, *keys, *values, *bias;
+  const int32_t *slots;
+  float *y;
+  atomic_int *failed;
+} Attention;
+
+/* Heads of queries from .. to of all B*T*H */
+static void attend_heads(const void *with, int64_t from, int64_t to) {
+  const Attention p = *(const Attention *)with;
+  const int64_t d = p.of.d, kv = p.of.kv, heads = p.of.heads, length = p.of.length, tokens = p.of.tokens;
   const float scale = 1.0f / sqrtf((float)d);
-  int failed = 0;
-  for (int64_t i = 0; i < batch * kv; ++i) {
-    const int32_t *to = slots + 3 * i;
-    const int64_t place = ((to[0] * kv + to[1]) * length + to[2]) * d;
-    memcpy(keys + place, new_keys + i * d, d * sizeof(float));
-    memcpy(values + place, new_values + i * d, d * sizeof(float));
+  float *probs = malloc((length + LANES) * sizeof(float));
+  if (!probs) {
+    atomic_store(p.failed, 1);
+    return;
   }
-#pragma omp parallel for schedule(static) reduction(| : failed) if (work > WORTH_THREADS)
-  for (int64_t bh = 0; bh < batch * heads; ++bh) {
-    const int64_t b = bh / heads, row = slots[3 * b * kv], of = row * kv + bh % heads / group;
-    const float *qi = q + bh * d, *k = keys + of * length * d, *v = values + of * length * d, *hidden = bias + b * length;
-    float *out = y + bh * d, top = -INFINITY, total;
+  for (int64_t i = from; i < to; ++i) {
+    const int64_t token = i / heads, row = p.slots[3 * (token / tokens) * kv * tokens];
+    const int64_t at = (row * kv + i % heads / (heads / kv)) * length * d;
+    const float *q = p.q + i * d, *k = p.keys + at, *v = p.values + at, *hidden = p.bias + token * length;
+    float *out = p.y + i * d, top = -INFINITY, total;
     int64_t last = length;
     while (last > 1 && hidden[last - 1] < HIDDEN) --last;
     const int64_t padded = (last + LANES - 1) / LANES * LANES;
-    float *probs = malloc(padded * sizeof(float));
-    if (!probs) {
-      failed = 1;
-      continue;
-    }
     for (int64_t s = 0; s < last; ++s) {
       vec acc = {0};
-      for (int64_t c = 0; c < d; c += LANES) acc += load(qi + c) * load(k + s * d + c);
+      for (int64_t c = 0; c < d; c += LANES) acc += load(q + c) * load(k + s * d + c);
       probs[s] = sum(acc) * scale + hidden[s];
       top = probs[s] > top ? probs[s] : top;
     }
@@ -173,7 +301,178 @@ int attend(int count, void **p, int *dims, int64_t **shapes, const char **types,
       for (int64_t s = 0; s < last; ++s) acc += probs[s] * load(v + s * d + c);
       *(vec *)(out + c) = acc * total;
     }
-    free(probs);
   }
+  free(probs);
+}
+
+/* q (B, T, H, D), new keys and values (B, T, KV, D), slots (B, KV, T, 3): row, head and slot of each new key, bias (B, T, S)
+ * -> y (B, T, H, D); D a multiple of LANES. Writes the new keys and values into the caches, in place: MindSpore's
+ * ScatterNdUpdate copies a cache with every token. What lies behind the last key that counts is not read. Not 0: there is no
+ * memory. */
+static int attention(Sizes of, const float *q, const float *new_keys, const float *new_values, float *keys, float *values,
+                     const int32_t *slots, const float *bias, float *y) {
+  const int64_t d = of.d, kv = of.kv, tokens = of.tokens, heads = of.batch * tokens * of.heads;
+  for (int64_t i = 0; i < of.batch * kv * tokens; ++i) {
+    const int32_t *to = slots + 3 * i;
+    const int64_t b = i / (kv * tokens), head = i / tokens % kv, from = ((b * tokens + i % tokens) * kv + head) * d;
+    const int64_t place = ((to[0] * kv + to[1]) * of.length + to[2]) * d;
+    memcpy(keys + place, new_keys + from, d * sizeof(float));
+    memcpy(values + place, new_values + from, d * sizeof(float));
+  }
+  atomic_int failed = 0;
+  const Attention with = {of, q, keys, values, bias, slots, y, &failed};
+  in_parallel(attend_heads, &with, heads, heads * of.length * d * 2);
   return failed;
+}
+
+/* q (B, H, 1, D), k, v (B, KV, 1, D), the caches keys and values (R, KV, S, D), slots (B, KV, 1, 3) int32, bias (B, 1, 1, S)
+ * -> (B, H, 1, D) */
+int attend(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
+  const Sizes of = {shapes[0][0], 1, shapes[0][1], shapes[3][1], shapes[3][2], shapes[0][3]};
+  return attention(of, p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]);
+}
+
+/* What a layer is made of, as mindloom/inference/kernels.py writes it; each an int32. */
+enum { NORM_RMS, NORM_BIAS, BLOCK, ACTIVATION, GATED, INT8, QKV_BIAS, OUTPUT_BIAS, MLP_BIAS, ROTATED, ADJACENT, HEADS, EPSILON };
+enum { SEQUENTIAL, PARALLEL, SANDWICH };
+enum { GELU, GELU_TANH, FAST_GELU, SILU };
+
+/* The next inputs of a layer. */
+typedef struct {
+  void **p;
+  int64_t **shapes;
+  const int32_t *plan;
+  int at, failed;
+} Inputs;
+
+/* x (M, K) times the next matrix -> y (M, N) */
+static void next_product(Inputs *in, const float *x, float *y, int64_t m, int has_bias) {
+  const int64_t n = in->shapes[in->at][0], k = in->shapes[in->at][1];
+  const void *w = in->p[in->at++];
+  const float *scale = in->plan[INT8] ? in->p[in->at++] : NULL, *bias = has_bias ? in->p[in->at++] : NULL;
+  in->failed |= in->plan[INT8] ? product8(x, w, scale, bias, y, m, k, n) : product(x, w, scale, bias, y, m, k, n);
+}
+
+/* The next norm of each row of x (M, D) -> y */
+static void next_norm(Inputs *in, const float *x, float *y, int64_t m, int64_t d) {
+  const float *weight = in->p[in->at++], *bias = in->plan[NORM_BIAS] ? in->p[in->at++] : NULL;
+  float epsilon;
+  memcpy(&epsilon, in->plan + EPSILON, sizeof epsilon);
+  for (int64_t i = 0; i < m; ++i, x += d, y += d) {
+    float mean = 0.0f;
+    if (!in->plan[NORM_RMS]) {
+      vec all = {0};
+      for (int64_t c = 0; c < d; c += LANES) all += load(x + c);
+      mean = sum(all) / d;
+    }
+    vec squares = {0};
+    for (int64_t c = 0; c < d; c += LANES) squares += (load(x + c) - mean) * (load(x + c) - mean);
+    const float factor = 1.0f / sqrtf(sum(squares) / d + epsilon);
+    for (int64_t c = 0; c < d; c += LANES) {
+      vec v = (load(x + c) - mean) * factor * load(weight + c);
+      *(vec *)(y + c) = bias ? v + load(bias + c) : v;
+    }
+  }
+}
+
+/* 1 / (1 + e^-v) */
+static inline vec sigmoid(vec v) {
+  ivec negative = v < 0.0f;
+  vec e = exp_of((vec)(((ivec)v & negative) | ((ivec)-v & ~negative))); /* of -|v| */
+  vec far = e / (1.0f + e), near = 1.0f / (1.0f + e);
+  return (vec)(((ivec)far & negative) | ((ivec)near & ~negative));
+}
+
+static inline vec activated(vec v, int kind) {
+  if (kind == SILU) return v * sigmoid(v);
+  if (kind == FAST_GELU) return v * sigmoid(v * 1.702f);
+  if (kind == GELU_TANH) /* 0.5 (1 + tanh(u)) = sigmoid(2 u) */
+    return v * sigmoid(1.5957691216057308f * (v + 0.044715f * v * v * v));
+  vec y;
+  for (int i = 0; i < LANES; ++i) y[i] = 0.5f * v[i] * (1.0f + erff(v[i] * 0.70710678118654752f));
+  return y;
+}
+
+typedef struct {
+  float *up, *gate;
+  int kind;
+} Features;
+
+static void activate(const void *with, int64_t from, int64_t to) {
+  const Features p = *(const Features *)with;
+  for (int64_t c = LANES * from; c < LANES * to; c += LANES) {
+    vec v = load(p.up + c);
+    *(vec *)(p.up + c) = p.gate ? v * activated(load(p.gate + c), p.kind) : activated(v, p.kind);
+  }
+}
+
+/* The next MLP of x (M, D) -> y (M, D); wide: room for 2 (M, F) */
+static void next_mlp(Inputs *in, const float *x, float *y, float *wide, int64_t m, int64_t f) {
+  const Features with = {wide, in->plan[GATED] ? wide + m * f : NULL, in->plan[ACTIVATION]};
+  next_product(in, x, wide, m, in->plan[MLP_BIAS]);
+  if (with.gate) next_product(in, x, with.gate, m, in->plan[MLP_BIAS]);
+  in_parallel(activate, &with, m * f / LANES, m * f * 16);
+  next_product(in, wide, y, m, in->plan[MLP_BIAS]);
+}
+
+/* Turn the heads of x (M, H, D) by cos and sin (M, D), in place; as mindloom/nn/rotary.py. */
+static void rotate(float *x, const float *cos, const float *sin, int64_t m, int64_t heads, int64_t d, const int32_t *plan) {
+  const int64_t half = plan[ROTATED] / 2;
+  float pairs[1024]; /* the longest head there may be */
+  for (int64_t i = 0; i < m * heads; ++i, x += d) {
+    const float *c = cos + i / heads * d, *s = sin + i / heads * d;
+    memcpy(pairs, x, d * sizeof(float));
+    for (int64_t j = 0; plan[ADJACENT] && j < half; ++j) {
+      pairs[j] = x[2 * j];
+      pairs[half + j] = x[2 * j + 1];
+    }
+    for (int64_t j = 0; j < half; ++j) {
+      x[j] = pairs[j] * c[j] + pairs[half + j] * s[j];
+      x[half + j] = pairs[half + j] * c[half + j] + pairs[j] * s[half + j];
+    }
+    for (int64_t j = 2 * half; j < d; ++j) x[j] = pairs[j] * c[j];
+  }
+}
+
+static void add(float *x, const float *y, int64_t n) {
+  for (int64_t c = 0; c < n; c += LANES) *(vec *)(x + c) = load(x + c) + load(y + c);
+}
+
+/* A whole layer for T tokens of each row: x (B*T, D), bias (B, 1, T, S), slots (B, KV, T, 3), cos and sin (B, T, 1, D/H) or
+ * anything, the caches (R, KV, S, D/H), then parameters in the order of use, and the plan -> (B*T, D). */
+int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
+  const int32_t *plan = p[count - 2];
+  const int64_t m = shapes[0][0], d = shapes[0][1], kv = shapes[5][1], head = shapes[5][3];
+  const Sizes of = {shapes[1][0], shapes[1][2], plan[HEADS], kv, shapes[5][2], head};
+  const int has_two = plan[BLOCK] == SANDWICH, matrix = plan[INT8] ? 2 : 1;
+  const int64_t wide = plan[HEADS] * head, narrow = kv * head;
+  Inputs in = {p, shapes, plan, 7, 0};
+  float *x = p[count - 1];
+  /* The MLP's first matrix says how wide it is. */
+  int up = in.at + 1 + plan[NORM_BIAS] + 4 * matrix + 3 * plan[QKV_BIAS] + plan[OUTPUT_BIAS];
+  if (plan[BLOCK] != PARALLEL) up += (1 + has_two) * (1 + plan[NORM_BIAS]);
+  const int64_t f = shapes[up][0];
+  float *a = malloc(m * (2 * d + 2 * wide + 2 * narrow + 2 * f) * sizeof(float));
+  if (!a) return 1;
+  float *y = a + m * d, *q = y + m * d, *context = q + m * wide, *k = context + m * wide, *v = k + m * narrow;
+  float *features = v + m * narrow;
+  memcpy(x, p[0], m * d * sizeof(float));
+  next_norm(&in, x, a, m, d);
+  next_product(&in, a, q, m, plan[QKV_BIAS]);
+  next_product(&in, a, k, m, plan[QKV_BIAS]);
+  next_product(&in, a, v, m, plan[QKV_BIAS]);
+  if (plan[ROTATED]) {
+    rotate(q, p[3], p[4], m, plan[HEADS], head, plan);
+    rotate(k, p[3], p[4], m, kv, head, plan);
+  }
+  in.failed |= attention(of, q, k, v, p[5], p[6], p[2], p[1], context);
+  next_product(&in, context, y, m, plan[OUTPUT_BIAS]);
+  if (has_two) next_norm(&in, y, y, m, d);
+  add(x, y, m * d);
+  if (plan[BLOCK] != PARALLEL) next_norm(&in, x, a, m, d);
+  next_mlp(&in, a, y, features, m, f);
+  if (has_two) next_norm(&in, y, y, m, d);
+  add(x, y, m * d);
+  free(a);
+  return in.failed;
 }

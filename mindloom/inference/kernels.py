@@ -12,20 +12,29 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from mindspore import nn, ops
+import numpy as np
+from mindspore import Tensor, nn, ops
+from numpy.typing import NDArray
 
 from mindloom.files import cache_folder, write_atomically
 from mindloom.log import milestone
 from mindloom.nn.attention import Attention
+from mindloom.nn.blocks import Block, DecoderLayer, OneNormLayer, SandwichLayer
 from mindloom.nn.head import TiedHead
 from mindloom.nn.int8 import Int8Head, Int8Linear, Int8TiedHead
 from mindloom.nn.linear import Linear
+from mindloom.nn.mlp import ErfGelu, FastGelu, GatedMLP, SiLU, TanhGelu
+from mindloom.nn.norm import RMSNorm
 
 SWITCH = "MINDLOOM_KERNELS"
 """Environment: 0 computes with MindSpore's operators alone."""
 SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-shared", "-fPIC")
 BUILD_S = 120.0
+BLOCK_KINDS = (DecoderLayer, OneNormLayer, SandwichLayer)
+ACTIVATION_KINDS = (ErfGelu, TanhGelu, FastGelu, SiLU)
+"""In the order of kernels.c."""
+MOST_HEAD = 1024
 LANES, COLUMNS = 16, 4
 """What the length of rows and the number of columns must be multiples of."""
 
@@ -43,12 +52,19 @@ def kernel_library() -> Path | None:
     try:
         if not path.is_file():
             write_atomically(path, lambda partial: _build(compiler, partial))
-        ctypes.CDLL(str(path))  # what it needs is there: MindSpore would end in a traceback of C++
+        # What it needs is there: MindSpore would end in a traceback of C++.
+        ctypes.CDLL(str(path)).use_threads(num_threads())
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         milestone(f"kernels.c cannot be used, decoding is slower: {str(said).strip().splitlines()[0]}")
         return None
     return path
+
+
+def num_threads() -> int:
+    """What the user says, or one for each core this process may use. MindSpore sets OMP_NUM_THREADS to 1, for C alone."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0))
 
 
 def _build(compiler: str, path: Path) -> None:
@@ -82,6 +98,12 @@ def use_kernels(net: nn.Cell, library: Path) -> int:
 
 def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
     """Name of a part's kernel, and the shape of what it gives."""
+    if isinstance(cell, Block):
+        plan = _plan(cell)
+        if plan is None:
+            return None
+        cell.plan = Tensor(plan)
+        return "layer", lambda x, *_: x
     if str(getattr(cell, "dtype", "")) != "Float32":
         return None
     if isinstance(cell, Attention):
@@ -95,3 +117,35 @@ def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
     if columns % LANES or rows % COLUMNS:
         return None
     return "linear_int8" if is_int8 else "linear", lambda x, w, *_: [x[0], w[0]]
+
+
+def _plan(layer: Block) -> NDArray[np.int32] | None:
+    """What kernels.c is to know of a layer; None: it cannot compute such a one."""
+    if type(layer) not in BLOCK_KINDS or layer.has_experts:
+        return None
+    attention, mlp, norm = layer.attention, layer.mlp, layer.attention_norm
+    matrices = [attention.query, attention.key, attention.value, attention.output, mlp.up, mlp.down]
+    is_plain = all(type(matrix) in (Linear, Int8Linear) and not matrix.has_adapters for matrix in matrices)
+    widths = [length for matrix in matrices for length in matrix.weight.shape]
+    head = attention.head_dim
+    if not is_plain or str(attention.dtype) != "Float32" or head > MOST_HEAD or any(n % LANES for n in (head, *widths)):
+        return None
+    rotary = attention.query_rotary if attention.has_rotary else None
+    is_rms = isinstance(norm, RMSNorm)
+    epsilon = norm.epsilon if is_rms else norm.layer_norm.epsilon
+    plan = [
+        int(is_rms),
+        int(not is_rms and norm.has_bias),
+        BLOCK_KINDS.index(type(layer)),
+        ACTIVATION_KINDS.index(type(mlp.activation)),
+        int(isinstance(mlp, GatedMLP)),
+        int(isinstance(mlp.up, Int8Linear)),
+        int(attention.query.has_bias),
+        int(attention.output.has_bias),
+        int(mlp.up.has_bias),
+        rotary.rotated if rotary else 0,
+        int(bool(rotary and rotary.adjacent)),
+        attention.num_heads,
+        int(np.float32(epsilon).view(np.int32)),
+    ]
+    return np.asarray(plan, np.int32)

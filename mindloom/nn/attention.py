@@ -146,6 +146,9 @@ class Attention(nn.Cell):
         y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.query_size))  # (B, H, T, D/H) -> (B*T, D)
         return self.dropout(self.output(y, dropout_keys), dropout_keys)
 
+    def operands(self):
+        return self.query.operands() + self.key.operands() + self.value.operands() + self.output.operands()
+
     def attend(self, q, k, v, bias, dropout_keys):
         """q (B, H, T, D/H), and k, v (B, KV, keys, D/H) -> (B, H, T, D/H)."""
         batch, _, length, num_keys = bias.shape

@@ -14,10 +14,15 @@ from mindloom.nn.mlp import MLP, GatedMLP
 from mindloom.nn.moe import MoE
 from mindloom.nn.norm import build_norm
 
+MOST_TOKENS = 64
+"""That a compiled kernel of a whole layer is taken for."""
+
 
 class Block(nn.Cell):
     """What every layer has. Subclasses say in `whole` what it does with all the tokens it is given."""
 
+    has_kernel = False
+    """Whether few tokens, with a cache, go through a compiled kernel of the whole layer (`mindloom.inference.kernels`)."""
     drops_tokens = False
     """Whether it sees the tokens only that are drawn for it (`mindloom.nn.token_drop`)."""
 
@@ -36,6 +41,10 @@ class Block(nn.Cell):
     def construct(
         self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, kept=None
     ):
+        if self.has_kernel and x.shape[0] <= MOST_TOKENS:
+            cos, sin = (bias, bias) if angles is None else angles
+            keys, values = self.attention.cache.keys, self.attention.cache.values
+            return self.kernel(x, bias, slots, cos, sin, keys, values, *self.operands(), self.plan)
         if kept is None or not self.drops_tokens:
             return self.whole(x, bias, angles, slots, dropout_keys, tokens, shares, losses)
         part, bias, angles, dropout_keys = self.token_drop(x, kept, dropout_keys)
@@ -65,6 +74,11 @@ class DecoderLayer(Block):
         x = self.mlp_add(x, y)
         return x if tokens is None else (x, losses)
 
+    def operands(self):
+        """Parameters in the order of use, for a kernel."""
+        attention = self.attention_norm.operands() + self.attention.operands()
+        return attention + self.mlp_norm.operands() + self.mlp.operands()
+
 
 class OneNormLayer(Block):
     """x + attention(norm(x)) + mlp(norm(x)), on one norm. Source: arXiv:2204.02311 section 2."""
@@ -74,6 +88,9 @@ class OneNormLayer(Block):
         y, losses = self.feed_forward(a, dropout_keys, tokens, shares, losses)
         x = self.attention_add(x, self.mlp_add(self.attention(a, a, bias, angles, slots, dropout_keys), y))
         return x if tokens is None else (x, losses)
+
+    def operands(self):
+        return self.attention_norm.operands() + self.attention.operands() + self.mlp.operands()
 
 
 class SandwichLayer(Block):
@@ -93,6 +110,10 @@ class SandwichLayer(Block):
         y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses)
         x = self.mlp_add(x, self.mlp_output_norm(y))
         return x if tokens is None else (x, losses)
+
+    def operands(self):
+        attention = self.attention_norm.operands() + self.attention.operands() + self.attention_output_norm.operands()
+        return attention + self.mlp_norm.operands() + self.mlp.operands() + self.mlp_output_norm.operands()
 
 
 BLOCKS = {"sequential": DecoderLayer, "parallel": OneNormLayer, "sandwich": SandwichLayer}

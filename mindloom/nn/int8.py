@@ -34,15 +34,15 @@ class Int8Linear(AdaptedProduct):
 
     def construct(self, x, adapter_ids=None):  # (N, in) -> (N, out)
         if self.has_kernel and x.shape[0] <= MOST_ROWS:
-            if self.has_bias:
-                y = self.kernel(x, self.weight, self.scale, self.bias)
-            else:
-                y = self.kernel(x, self.weight, self.scale)
+            y = self.kernel(x, *self.operands())
         else:
             y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
             if self.has_bias:
                 y = self.bias_add(y, self.cast(self.bias, self.dtype))
         return self.with_adapters(y, x, adapter_ids) if self.has_adapters else y
+
+    def operands(self):
+        return (self.weight, self.scale, self.bias) if self.has_bias else (self.weight, self.scale)
 
 
 class Int8Embedding(nn.Cell):

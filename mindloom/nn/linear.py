@@ -34,9 +34,13 @@ class Linear(AdaptedProduct):
 
     def construct(self, x, adapter_ids=None):  # (N, in) -> (N, out)
         if self.has_kernel and x.shape[0] <= MOST_ROWS:
-            y = self.kernel(x, self.weight, self.bias) if self.has_bias else self.kernel(x, self.weight)
+            y = self.kernel(x, *self.operands())
         else:
             y = self.matmul(x, self.cast(self.weight, self.dtype))
             if self.has_bias:
                 y = self.bias_add(y, self.cast(self.bias, self.dtype))
         return self.with_adapters(y, x, adapter_ids) if self.has_adapters else y
+
+    def operands(self):
+        """What a kernel is given of it."""
+        return (self.weight, self.bias) if self.has_bias else (self.weight,)

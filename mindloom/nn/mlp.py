@@ -73,6 +73,9 @@ class MLP(nn.Cell):
     def construct(self, x, dropout_keys=None):  # (N, D) -> (N, D)
         return self.dropout(self.down(self.activation(self.up(x, dropout_keys)), dropout_keys), dropout_keys)
 
+    def operands(self):
+        return self.up.operands() + self.down.operands()
+
 
 class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x)). Source: arXiv:2002.05202."""
@@ -85,3 +88,6 @@ class GatedMLP(MLP):
     def construct(self, x, dropout_keys=None):  # (N, D) -> (N, D)
         y = self.gate_mul(self.activation(self.gate(x, dropout_keys)), self.up(x, dropout_keys))
         return self.dropout(self.down(y, dropout_keys), dropout_keys)
+
+    def operands(self):
+        return self.up.operands() + self.gate.operands() + self.down.operands()

@@ -23,13 +23,16 @@ class LayerNorm(nn.Cell):
         self.weight = Parameter(initializer(gain, (hidden_size,), mstype.float32))
         zeros = initializer("zeros", (hidden_size,), mstype.float32)
         self.bias = Parameter(zeros) if bias else Tensor(zeros.init_data())
-        self.dtype = dtype
+        self.dtype, self.has_bias = dtype, bias
         self.layer_norm = ops.LayerNorm(begin_norm_axis=-1, begin_params_axis=-1, epsilon=epsilon)
         self.cast = ops.Cast()
 
     def construct(self, x):  # (N, D) -> (N, D)
         y, _, _ = self.layer_norm(self.cast(x, mstype.float32), self.weight, self.bias)
         return self.cast(y, self.dtype)
+
+    def operands(self):
+        return (self.weight, self.bias) if self.has_bias else (self.weight,)
 
 
 class RMSNorm(nn.Cell):
@@ -46,6 +49,9 @@ class RMSNorm(nn.Cell):
         x = self.cast(x, mstype.float32)
         scale = self.rms_rsqrt(self.rms_shift(self.rms_mean(self.rms_square(x), -1), self.epsilon))  # (N, 1)
         return self.cast(self.rms_weigh(self.rms_normalize(x, scale), self.weight), self.dtype)
+
+    def operands(self):
+        return (self.weight,)
 
 
 def build_norm(config: ModelConfig, dtype: mstype.Type, gain: float = 1.0) -> nn.Cell:

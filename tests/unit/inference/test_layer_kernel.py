@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled kernel of a whole layer gives what MindSpore's operators give, for every kind of layer."""
+
+import dataclasses
+import shutil
+
+import mindspore as ms
+import numpy as np
+import pytest
+
+from mindloom.inference.model import build_model
+from mindloom.inference.quantize import quantize_weights
+from mindloom.models.family import size_config
+from mindloom.nn.blocks import Block
+from mindloom.runtime.engine import Engine
+from mindloom.strategy.config import SINGLE_DEVICE
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
+
+SMALL = {
+    "num_layers": 2,
+    "vocab_size": 64,
+    "dropout_rate": 0.0,
+    "seq_len": 48,
+    "eod_id": 0,
+    "loss_ignore_id": 0,
+    "stop_ids": (),
+}
+MODELS = {
+    "pangu": ("pangu", "tiny", {"num_layers": 3}),
+    "pangu, erf": ("pangu", "tiny", {"activation": "gelu", "query_layer": False, "qkv_bias": False}),
+    "codegeex": ("codegeex", "tiny", {"num_layers": 3}),
+    "embedded": ("pangu", "embedded_tiny", {}),
+    "sandwich": ("pangu", "embedded_tiny", {"block": "sandwich", "sandwich_gains": (0.5, 0.7)}),
+    "sandwich, layer": ("pangu", "embedded_tiny", {"block": "sandwich", "norm": "layer", "norm_bias": False}),
+    "codegeex4": ("codegeex", "4_tiny", {}),
+    "palm": ("palm", "tiny", {}),
+}
+ROWS, SLOTS = 3, 32
+
+
+@pytest.fixture(scope="module")
+def engine():
+    ms.set_device("CPU")
+    return Engine.start(SINGLE_DEVICE)
+
+
+def logits_of(engine, family, config, int8, monkeypatch, switch):
+    """Of five tokens of three rows, one after the other, that begin at different places of their caches; then of four tokens
+    of one row at once."""
+    monkeypatch.setenv("MINDLOOM_KERNELS", switch)
+    net = build_model(family, config, SINGLE_DEVICE, (ROWS, SLOTS), int8)
+    draw = np.random.default_rng(5)
+    plain = build_model(family, config, SINGLE_DEVICE)
+    weights = {p.name: draw.normal(0, 0.3, p.shape).astype(np.float32) for p in plain.get_parameters()}
+    weights = quantize_weights(net, weights) if int8 else weights
+    for parameter in net.get_parameters():
+        if parameter.name in weights:
+            parameter.set_data(ms.Tensor(weights[parameter.name]))
+        else:
+            cache = np.random.default_rng(6).normal(0, 1, parameter.shape)
+            parameter.set_data(ms.Tensor(cache.astype(np.float32)))
+    assert any(cell.has_kernel for _, cell in net.cells_and_names() if isinstance(cell, Block)) == (switch == "1")
+    found = []
+    for step in range(5):
+        tokens = np.asarray([[7 + step], [3], [11]], np.int32)
+        positions = np.asarray([[step], [9 + step], [20 + step]], np.int32)
+        slots = np.zeros((ROWS, config.kv_heads, 1, 3), np.int32)
+        slots[..., 0], slots[..., 2] = np.arange(ROWS)[:, None, None], positions[:, :, None]
+        slots[..., 1] = np.arange(config.kv_heads)[:, None]
+        inputs = (tokens, positions, np.arange(ROWS, dtype=np.int32), slots)
+        found.append(engine.run(net, *map(ms.Tensor, inputs)).asnumpy())
+    tokens, positions = (
+        np.asarray([[5, 9, 2, 8]], np.int32),
+        np.asarray([[25, 26, 27, 28]], np.int32),
+    )  # of the last row
+    slots = np.zeros((1, config.kv_heads, 4, 3), np.int32)
+    slots[..., 0], slots[..., 2] = 2, positions
+    slots[..., 1] = np.arange(config.kv_heads)[:, None]
+    found.append(engine.run(net, *map(ms.Tensor, (tokens, positions, np.arange(4, dtype=np.int32), slots))).asnumpy())
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_gives_what_its_operators_give(engine, monkeypatch, name, int8):
+    family, size, changes = MODELS[name]
+    config = dataclasses.replace(size_config(family, size), **{**SMALL, **changes})
+    got = logits_of(engine, family, config, int8, monkeypatch, "1")
+    wanted = logits_of(engine, family, config, int8, monkeypatch, "0")
+    assert np.abs(wanted).max() > 0.1
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())

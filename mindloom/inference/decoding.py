@@ -6,6 +6,7 @@ Shapes are padded to a few lengths (buckets), each compiled once, so that a new 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from mindloom.inference.cache import CacheFullError, SlotTable, cache_bytes
 from mindloom.models.config import ModelConfig
+from mindloom.nn.linear import MOST_ROWS
 from mindloom.runtime.engine import Engine
 
 MIN_BUCKET = 16
@@ -118,6 +120,8 @@ class Cached(_Rows):
     Args:
         net: the model with caches attached for `num_rows` rows of `num_slots`.
         chunk: tokens of a prompt that are worked through at once.
+        few: a decode computes as few rows as it can, where what a row gets does not depend on that; it compiles for 1, 2, 4,
+            ... rows. Without it, always all rows.
     """
 
     def __init__(
@@ -128,12 +132,17 @@ class Cached(_Rows):
         num_rows: int,
         num_slots: int,
         chunk: int = PREFILL_CHUNK,
+        few: bool = False,
     ):
         super().__init__(engine, net, config, num_rows)
         self.slot_table = SlotTable(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
         self.cache_bytes = cache_bytes(config, num_rows, num_slots)
         self.chunk = self.reusable = min(chunk, config.seq_len)
         self.in_replica = num_rows // self.num_replicas
+        few = few and net.rows_are_alone and num_rows <= MOST_ROWS
+        counts = [1 << n for n in range((num_rows - 1).bit_length())] if few else []
+        self.decoded = [*counts, num_rows]
+        """Numbers of rows that a decode may compute."""
         self.adapters: NDArray[np.int64] | None = None
         if net.has_several_adapters:
             self.adapters = np.zeros(num_rows, np.int64)
@@ -141,7 +150,8 @@ class Cached(_Rows):
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
         ends = {min(self.chunk, length - start) for length in prompt_lengths for start in range(0, length, self.chunk)}
         self.prepare_prefills({bucket(length, self.chunk) for length in ends})
-        self._compile(range(self.num_rows), 1)
+        for count in self.decoded:
+            self._compile(range(count), 1)
 
     def prepare_prefills(self, lengths: Iterable[int], every: bool = False) -> None:
         """Compile prefills of these lengths. `every`: for logits of each token, too."""
@@ -170,7 +180,10 @@ class Cached(_Rows):
         return self._step(rows, chunks, max(map(self._bucket, chunks.values())), every)
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Logits] | None:
-        return self._step(range(self.num_rows), {row: [token] for row, token in tokens.items()}, 1)
+        count = next(count for count in self.decoded if count >= len(tokens))
+        idle = (row for row in range(self.num_rows) if row not in tokens)
+        rows = sorted([*tokens, *itertools.islice(idle, count - len(tokens))])
+        return self._step(rows, {row: [token] for row, token in tokens.items()}, 1)
 
     def _step(
         self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], length: int, every: bool = False

@@ -96,6 +96,13 @@ def use_kernels(net: nn.Cell, library: Path) -> int:
     return count
 
 
+def rows_are_alone(net: nn.Cell) -> bool:
+    """Whether what a row gets is the same to the bit however many rows there are: its products are all by the library, which
+    sums each entry in one order. MindSpore's own choose theirs by the number of rows."""
+    products = [c for _, c in net.cells_and_names() if isinstance(c, Attention | Linear | Int8Linear | TiedHead)]
+    return not net.has_several_adapters and all(cell.has_kernel for cell in products)
+
+
 def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
     """Name of a part's kernel, and the shape of what it gives."""
     if isinstance(cell, Block):

@@ -14,7 +14,7 @@ from mindspore.nn.utils import no_init_parameters
 from mindloom.checkpoint.adapters import Adapter, put_side_by_side, ranks_of_several
 from mindloom.checkpoint.model_folder import check_weights, load_weights
 from mindloom.checkpoint.tensor_files import WEIGHTS
-from mindloom.inference.kernels import kernel_library, use_kernels
+from mindloom.inference.kernels import kernel_library, rows_are_alone, use_kernels
 from mindloom.inference.quantize import quantize, quantize_weights
 from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ModelConfig
@@ -55,7 +55,7 @@ def build_model(
         if caches:
             net.attach_caches(*caches)
     parallelize(net, strategy, whole=False)
-    net.num_kernels, net.has_several_adapters = 0, bool(ranks)
+    net.num_kernels, net.has_several_adapters, net.rows_are_alone = 0, bool(ranks), False
     if (
         caches
         and strategy.mesh.size == 1
@@ -63,6 +63,7 @@ def build_model(
         and (library := kernel_library())
     ):
         net.num_kernels = use_kernels(net, library)
+        net.rows_are_alone = config.experts is None and rows_are_alone(net)
     net.graph_key = {"family": family, "model": config.to_dict(), "caches": caches, "int8": int8, "ranks": ranks or {}}
     if weights_of:  # whose names are in the graph
         first = next(iter(weights_of.get_parameters())).name

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import mindspore as ms
 import numpy as np
@@ -189,3 +190,26 @@ def test_int8_takes_a_quarter_and_points_the_same_way(engine, tmp_path, golden, 
             coarse.trim(0, 0)
     sizes = [sum(p.asnumpy().nbytes for p in d.net.get_parameters()) for d in (exact, coarse)]
     assert sizes[1] / sizes[0] < 0.3
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
+@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+def test_a_row_gets_the_same_to_the_bit_however_few_are_computed(engine, tiny, int8):
+    family, config = load_config(tiny)
+    found = []
+    for few in (True, False):
+        net = load_model(tiny, family, config, SINGLE_DEVICE, (5, 64), int8)
+        decoding = Cached(engine, net, config, 5, 64, 4, few)
+        assert decoding.decoded == ([1, 2, 4, 5] if few else [5])
+        logits = []
+        for row, ids in {0: [3, 1, 4, 1, 5], 3: [9, 2, 6], 4: [5, 3]}.items():
+            while ids:
+                chunk = decoding.next_chunks({row: ids})[row]
+                logits.append(decoding.prefill({row: chunk})[row])
+                ids = ids[len(chunk) :]
+        for tokens in ({3: 7}, {0: 2, 4: 8}, {0: 1, 3: 1, 4: 1}, {3: 5, 0: 6}, {4: 9}):
+            step = decoding.decode(tokens)
+            assert step.keys() == tokens.keys()
+            logits += [step[row] for row in sorted(step)]
+        found.append(np.asarray(logits))
+    np.testing.assert_array_equal(*found)

@@ -13,13 +13,23 @@ from mindloom.models.family import FAMILIES
 from mindloom.models.parameters import parameter_shapes
 from mindloom.reader import Document, fields_from
 
-MOMENTS = ("adam_m.", "adam_v.")
+FACTORED = ("adafactor_rows.", "adafactor_columns.")
+"""Means of a second moment that is kept as their product, in place of adam_v."""
+MOMENTS = ("adam_m.", "adam_v.", *FACTORED)
 SHOWN = 8
 
 
 def is_trained(name: str) -> bool:
     """Whether an optimizer updates a parameter; a router's bias is moved by what its layer counts."""
     return not name.endswith(".balance_bias")
+
+
+def state_shape(prefix: str, shape: tuple[int, ...], factored: bool) -> tuple[int, ...] | None:
+    """Of the state that one of MOMENTS names, of a parameter of this shape; None: the optimizer has no such state of it."""
+    is_split = factored and len(shape) > 1
+    if prefix in FACTORED:
+        return (shape[:1] if prefix == FACTORED[0] else shape[1:]) if is_split else None
+    return None if is_split and prefix == "adam_v." else shape
 
 
 def model_of(manifest: Manifest, folder: Path) -> tuple[str, ModelConfig]:
@@ -50,16 +60,17 @@ def check_contents(manifest: Manifest, folder: Path) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-    moments = () if state["optimizer"].get("name") == "sgd" else MOMENTS
+    optimizer = state["optimizer"].get("name")
+    moments, factored = () if optimizer == "sgd" else MOMENTS, optimizer == "adafactor-factored"
     lora = state.get("lora")
     shapes = LoRAConfig(**lora).shapes(config) if lora else parameter_shapes(config)
     shapes |= {name: tuple(shape) for name, shape in (state.get("beside") or {}).items()}
-    wanted = {
-        prefix + name: shape
-        for prefix in ("", *moments)
-        for name, shape in shapes.items()
-        if not prefix or is_trained(name)
-    }
+    wanted = dict(shapes)
+    for prefix in moments:
+        states = {
+            prefix + name: state_shape(prefix, shape, factored) for name, shape in shapes.items() if is_trained(name)
+        }
+        wanted |= {name: shape for name, shape in states.items() if shape is not None}
     for name, shape in wanted.items():
         entry = manifest.tensors.get(name)
         if entry is None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindloom.checkpoint.content_hash import MASK, content_hash
-from mindloom.checkpoint.contents import MOMENTS, check_contents, is_trained, model_of
+from mindloom.checkpoint.contents import FACTORED, MOMENTS, check_contents, is_trained, model_of
 from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, read_manifest
 from mindloom.checkpoint.model_folder import CONFIG, check_shapes, copy_beside, load_config, write_config
 from mindloom.checkpoint.reshard import find_checkpoint, new_folder, publish_new
@@ -174,6 +174,8 @@ def write_checkpoint(job: Upcycling, target: Path) -> int:
     if old is None:
         raise ConfigError(f"{job.dense.folder}: a model folder has no optimizer state to carry")
     moments = [moment for moment in MOMENTS if any(name.startswith(moment) for name in old.tensors)]
+    if set(moments) & set(FACTORED):
+        raise ConfigError(f"{job.dense.folder}: the state of adafactor-factored is of whole matrices; drop it")
     shapes = {
         prefix + name: shape
         for prefix in ("", *moments)

@@ -247,8 +247,6 @@ def _optimizer_problems(config: TrainingConfig, strategy: Strategy) -> Iterator[
             f"--optimizer adafactor-factored needs whole matrices on every rank: dp alone, without optimizer_parallel, not "
             f"{strategy.mesh}; use adafactor"
         )
-    if config.save_every or config.save_minutes or config.resume:
-        yield "--optimizer adafactor-factored: its state is not saved; use adafactor, or leave out --save-every and --resume"
 
 
 def _place_problems(config: TrainingConfig) -> Iterator[str]:

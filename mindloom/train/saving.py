@@ -18,7 +18,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from mindloom.checkpoint.contents import check_contents
+from mindloom.checkpoint.contents import FACTORED, MOMENTS, check_contents, state_shape
 from mindloom.checkpoint.manifest import LATEST, MANIFEST, Manifest, checkpoints, read_manifest
 from mindloom.checkpoint.model_folder import check_weights, load_weights
 from mindloom.checkpoint.sharded import (
@@ -37,7 +37,7 @@ from mindloom.models.adapters import is_adapter
 from mindloom.parallel.report import Report
 from mindloom.runtime.engine import Engine
 
-STATES = ("model.", "value_head.", "adam_m.", "adam_v.")
+STATES = ("model.", "value_head.", *MOMENTS)
 """How the names of parameters begin that make up the training state."""
 TEXT_BYTES = 1024
 
@@ -50,11 +50,35 @@ def logical_name(name: str) -> str:
 def state_parameters(cell: nn.Cell) -> dict[str, Parameter]:
     """What a run changes of a training step, by name: weights and moments; with adapters not the frozen weights."""
     found = {p.name: p for p in cell.get_parameters() if p.name.startswith(STATES)}
+    if any(name.startswith(FACTORED) for name in found):  # there are places for what an optimizer has no state of
+        shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
+        found = {name: found[name] for name in found if _state_shape(name, shapes) is not None}
     if not any(map(is_adapter, found)):
         return found
     return {
         name: parameter for name, parameter in found.items() if parameter.requires_grad or not name.startswith("model.")
     }
+
+
+def _state_shape(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Of a parameter, or of its state for an optimizer that factors its second moments; by the shapes of parameters."""
+    prefix = next((moment for moment in MOMENTS if name.startswith(moment)), "")
+    shape = shapes[name.removeprefix(prefix)]
+    return state_shape(prefix, shape, True) if prefix else shape
+
+
+def _whole_on_every_rank(parameters: Mapping[str, Parameter]) -> set[str]:
+    """Names of optimizer state that is no parameter's likeness, so that the compiler has no layout of it: second moments that
+    are factored, which only runs with whole matrices on every rank have."""
+    factored = any(name.startswith(FACTORED) for name in parameters)
+    return {name for name in parameters if factored and name.startswith(MOMENTS[1:])}
+
+
+def _whole_shape(name: str, report: Report) -> tuple[int, ...]:
+    """Of a parameter or its state, over all ranks."""
+    shape = tuple(report.of(name).global_shape)
+    prefix = next((factor for factor in FACTORED if name.startswith(factor)), "")
+    return (state_shape(prefix, shape, True) or shape) if prefix else shape
 
 
 class Saver:
@@ -148,13 +172,18 @@ class Saver:
     def _snapshot(self) -> dict[str, Slice]:
         """This rank's share of the state: what no other rank writes."""
         result = {}
-        for name, parameter in state_parameters(self.cell).items():
-            report = self.report.of(name)
-            slices = self.engine.slices_to_write(name, report)
+        parameters = state_parameters(self.cell)
+        whole = _whole_on_every_rank(parameters)
+        for name, parameter in parameters.items():
+            shape = _whole_shape(name, self.report)
+            if name in whole:
+                slices = tuple(slice(0, length) for length in shape) if self.engine.rank == 0 else None
+            else:
+                slices = self.engine.slices_to_write(name, self.report.of(name))
             if slices is not None:
                 start = tuple(s.start for s in slices)
                 array = parameter.asnumpy().copy()  # the graph writes on into its own
-                result[logical_name(name)] = Slice(array, start, tuple(report.global_shape))
+                result[logical_name(name)] = Slice(array, start, shape)
         return result
 
     def _write_and_remember(self, step: int, slices: Mapping[str, Slice], about: Mapping[str, Any]) -> None:
@@ -240,14 +269,16 @@ def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, mani
     """
     reader, problems = CheckpointReader(folder, manifest), []
     parameters = state_parameters(cell)
+    on_every_rank = _whole_on_every_rank(parameters)
     for name, parameter in parameters.items():
-        logical, whole = logical_name(name), tuple(report.of(name).global_shape)
+        logical, whole = logical_name(name), _whole_shape(name, report)
         entry = manifest.tensors.get(logical)
         if entry is None or entry.shape != whole:
             found = "is missing" if entry is None else f"is {entry.shape}"
             problems.append(f"{folder / MANIFEST}: {logical} {found}; the run's is {whole}")
             continue
-        slices = engine.held_slices(name, whole)
+        is_whole = name in on_every_rank
+        slices = tuple(slice(0, length) for length in whole) if is_whole else engine.held_slices(name, whole)
         _hold(parameter, slices, partial(reader.read, logical))
     known = {logical_name(name) for name in parameters}
     problems += [f"{folder / MANIFEST}: {name} is no part of the run" for name in manifest.tensors if name not in known]

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mindloom.checkpoint.contents import check_contents, model_of
+from mindloom.checkpoint.contents import FACTORED, MOMENTS, check_contents, model_of
 from mindloom.checkpoint.manifest import read_manifest
 from mindloom.checkpoint.reshard import Cut, find_checkpoint, reshard
 from mindloom.checkpoint.sharded import damage, file_name
@@ -53,8 +53,14 @@ def cuts_for(strategy: Strategy, source: Path) -> dict[str, list[Cut]]:
     # MindSpore takes 400 MB: a process of its own gives them back.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent, (os.getpid(),)) as pool:
         parts = pool.submit(_predicted_parts, family, model, strategy).result()
-    weights = {name: name.removeprefix("adam_m.").removeprefix("adam_v.") for name in manifest.tensors}
-    return {name: [(file_name(rank), slices) for rank, slices in parts[weights[name]]] for name in manifest.tensors}
+    found = {}
+    for name, entry in manifest.tensors.items():
+        prefix = next((moment for moment in MOMENTS if name.startswith(moment)), "")
+        if prefix in FACTORED:  # whole on every rank
+            found[name] = [(file_name(0), tuple(slice(0, length) for length in entry.shape))]
+        else:
+            found[name] = [(file_name(rank), slices) for rank, slices in parts[name.removeprefix(prefix)]]
+    return found
 
 
 def _predicted_parts(family: str, model: ModelConfig, strategy: Strategy) -> Any:

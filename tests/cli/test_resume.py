@@ -273,3 +273,21 @@ def test_no_checkpoint_holds_what_a_lost_step_left(tmp_path):
     for path in shards:
         for name, value in load_file(path).items():
             assert np.isfinite(value).all(), (path, name)
+
+
+def test_factored_moments_are_saved_and_go_on_alone_and_on_two(tmp_path):
+    factored = ("--optimizer", "adafactor-factored", "--learning-rate", 0.02, "--save-every", 2)
+    outcome = train(tmp_path / "out", "--steps", 4, *factored)
+    assert outcome.code == 0, outcome.output
+    wanted = losses(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/checkpoints/step-00000004")
+    shutil.copytree(tmp_path / "out", tmp_path / "two")
+    assert train(tmp_path / "out", "--steps", 4, *factored, "--resume").code == 0
+    assert losses(tmp_path / "out") == wanted
+    words = (*ARGUMENTS, "--output-dir", tmp_path / "two", "--steps", 4, *factored, "--resume")
+    two = tool("tools/train.py", *words, "--strategy", CONFIGS / "pangu_tiny_dp2.yaml", processes=2)
+    assert two.code == 0, two.output
+    np.testing.assert_allclose(losses(tmp_path / "two"), wanted, rtol=1e-5)
+    dp2 = ("--strategy", CONFIGS / "pangu_tiny_dp2.yaml", "--verify")
+    done = tool("tools/reshard_checkpoint.py", tmp_path / "two/checkpoints", tmp_path / "resharded", *dp2)
+    assert done.code == 0, done.output

@@ -18,7 +18,7 @@ need cargo cargo
 need /usr/share/cargo/registry/rand-0.8.5 librust-rand-dev
 need /usr/share/cargo/registry/regex-1.7.1 librust-regex+default-dev
 need /usr/share/cargo/registry/md5-0.7.0 librust-md5-dev
-ldconfig -p | grep -q libjemalloc || missing+=(libjemalloc2)
+[[ "$(ldconfig -p)" == *libjemalloc* ]] || missing+=(libjemalloc2)
 [ ${#missing[@]} -eq 0 ] && exit 0
 echo "installing ${missing[*]}"
 apt-get update -qq

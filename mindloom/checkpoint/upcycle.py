@@ -175,7 +175,9 @@ def write_checkpoint(job: Upcycling, target: Path) -> int:
         raise ConfigError(f"{job.dense.folder}: a model folder has no optimizer state to carry")
     moments = [moment for moment in MOMENTS if any(name.startswith(moment) for name in old.tensors)]
     if set(moments) & set(FACTORED):
-        raise ConfigError(f"{job.dense.folder}: the state of adafactor-factored is of whole matrices; drop it")
+        raise ConfigError(
+            f"{job.dense.folder}: the state of adafactor-factored is of whole matrices; leave out --carry-optimizer"
+        )
     shapes = {
         prefix + name: shape
         for prefix in ("", *moments)

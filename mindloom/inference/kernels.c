@@ -76,6 +76,7 @@ static void forget_threads(void) { /* a forked child has none */
   pthread_mutex_init(&pool.one_at_a_time, NULL);
   pool.threads = 0;
   pool.turn = 0;
+  pool.sleeping = 0;
 }
 
 static int wanted_threads = 1;
@@ -333,7 +334,9 @@ int attend(int count, void **p, int *dims, int64_t **shapes, const char **types,
 }
 
 /* What a layer is made of, as mindloom/inference/kernels.py writes it; each an int32. */
-enum { NORM_RMS, NORM_BIAS, BLOCK, ACTIVATION, GATED, INT8, QKV_BIAS, OUTPUT_BIAS, MLP_BIAS, ROTATED, ADJACENT, HEADS, EPSILON };
+enum {
+  NORM_RMS, NORM_BIAS, KIND, ACTIVATION, GATED, INT8, QKV_BIAS, OUTPUT_BIAS, MLP_BIAS, ROTATED, ADJACENT, HEADS, FEATURES, EPSILON
+};
 enum { SEQUENTIAL, PARALLEL, SANDWICH };
 enum { GELU, GELU_TANH, FAST_GELU, SILU };
 
@@ -444,14 +447,10 @@ int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, 
   const int32_t *plan = p[count - 2];
   const int64_t m = shapes[0][0], d = shapes[0][1], kv = shapes[5][1], head = shapes[5][3];
   const Sizes of = {shapes[1][0], shapes[1][2], plan[HEADS], kv, shapes[5][2], head};
-  const int has_two = plan[BLOCK] == SANDWICH, matrix = plan[INT8] ? 2 : 1;
-  const int64_t wide = plan[HEADS] * head, narrow = kv * head;
+  const int has_two = plan[KIND] == SANDWICH;
+  const int64_t wide = plan[HEADS] * head, narrow = kv * head, f = plan[FEATURES];
   Inputs in = {p, shapes, plan, 7, 0};
   float *x = p[count - 1];
-  /* The MLP's first matrix says how wide it is. */
-  int up = in.at + 1 + plan[NORM_BIAS] + 4 * matrix + 3 * plan[QKV_BIAS] + plan[OUTPUT_BIAS];
-  if (plan[BLOCK] != PARALLEL) up += (1 + has_two) * (1 + plan[NORM_BIAS]);
-  const int64_t f = shapes[up][0];
   float *a = malloc(m * (2 * d + 2 * wide + 2 * narrow + 2 * f) * sizeof(float));
   if (!a) return 1;
   float *y = a + m * d, *q = y + m * d, *context = q + m * wide, *k = context + m * wide, *v = k + m * narrow;
@@ -469,7 +468,7 @@ int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, 
   next_product(&in, context, y, m, plan[OUTPUT_BIAS]);
   if (has_two) next_norm(&in, y, y, m, d);
   add(x, y, m * d);
-  if (plan[BLOCK] != PARALLEL) next_norm(&in, x, a, m, d);
+  if (plan[KIND] != PARALLEL) next_norm(&in, x, a, m, d);
   next_mlp(&in, a, y, features, m, f);
   if (has_two) next_norm(&in, y, y, m, d);
   add(x, y, m * d);

@@ -23,7 +23,9 @@ from mindloom.nn.blocks import Block, DecoderLayer, OneNormLayer, SandwichLayer
 from mindloom.nn.head import TiedHead
 from mindloom.nn.int8 import Int8Head, Int8Linear, Int8TiedHead
 from mindloom.nn.linear import Linear
+from mindloom.nn.lora import LoRALinear
 from mindloom.nn.mlp import ErfGelu, FastGelu, GatedMLP, SiLU, TanhGelu
+from mindloom.nn.multi_lora import AdaptedProduct
 from mindloom.nn.norm import RMSNorm
 
 SWITCH = "MINDLOOM_KERNELS"
@@ -63,7 +65,7 @@ def kernel_library() -> Path | None:
 
 def num_threads() -> int:
     """What the user says, or one for each core this process may use. MindSpore sets OMP_NUM_THREADS to 1, for C alone."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # of nested regions the outermost
     return int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0))
 
 
@@ -83,8 +85,8 @@ def _fingerprint(compiler: str) -> str:
 
 
 def use_kernels(net: nn.Cell, library: Path) -> int:
-    """Let the parts of an inference network compute few rows, and single queries over a cache, by the library. Returns how
-    many parts do; those whose type or sizes it has no kernel for stay as they are."""
+    """Let the layers of an inference network, and the parts that layers it does not know are made of, compute few tokens by
+    the library. Returns how many do; those whose type or sizes it has no kernel for stay as they are."""
     count = 0
     for _, cell in net.cells_and_names():
         kernel = _kernel_for(cell)
@@ -99,8 +101,10 @@ def use_kernels(net: nn.Cell, library: Path) -> int:
 def rows_are_alone(net: nn.Cell) -> bool:
     """Whether what a row gets is the same to the bit however many rows there are: its products are all by the library, which
     sums each entry in one order. MindSpore's own choose theirs by the number of rows."""
-    products = [c for _, c in net.cells_and_names() if isinstance(c, Attention | Linear | Int8Linear | TiedHead)]
-    return not net.has_several_adapters and all(cell.has_kernel for cell in products)
+    products = [
+        c for _, c in net.cells_and_names() if isinstance(c, Attention | AdaptedProduct | LoRALinear | TiedHead)
+    ]
+    return not net.has_several_adapters and all(getattr(cell, "has_kernel", False) for cell in products)
 
 
 def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
@@ -132,6 +136,7 @@ def _plan(layer: Block) -> NDArray[np.int32] | None:
         return None
     attention, mlp, norm = layer.attention, layer.mlp, layer.attention_norm
     matrices = [attention.query, attention.key, attention.value, attention.output, mlp.up, mlp.down]
+    matrices += [mlp.gate] if isinstance(mlp, GatedMLP) else []
     is_plain = all(type(matrix) in (Linear, Int8Linear) and not matrix.has_adapters for matrix in matrices)
     widths = [length for matrix in matrices for length in matrix.weight.shape]
     head = attention.head_dim
@@ -153,6 +158,7 @@ def _plan(layer: Block) -> NDArray[np.int32] | None:
         rotary.rotated if rotary else 0,
         int(bool(rotary and rotary.adjacent)),
         attention.num_heads,
+        mlp.up.weight.shape[0],
         int(np.float32(epsilon).view(np.int32)),
     ]
     return np.asarray(plan, np.int32)

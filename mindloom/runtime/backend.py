@@ -15,6 +15,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
+from mindloom.errors import ConfigError
 from mindloom.runtime.compiler import faster_compilation
 from mindloom.runtime.layouts import ParameterLayout
 from mindloom.strategy.config import Strategy
@@ -63,8 +64,12 @@ class Backend:
         return value
 
     def look_for_nan(self) -> None:
-        """Look at every node of the graphs compiled from now on. Only where graphs are partitioned."""
-        raise NotImplementedError
+        """Look at every node of the graphs compiled from now on.
+
+        Raises:
+            ConfigError: they are not partitioned here.
+        """
+        raise ConfigError("--find-nan: only graphs that CPU processes execute can be looked into")
 
     def first_not_finite(self) -> list[str] | None:
         """Operators that made numbers that are not finite out of finite ones in the last run, with their ranks, on all ranks;

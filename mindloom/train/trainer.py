@@ -86,12 +86,12 @@ def start(run: Run) -> Training:
     engine = Engine.start(run.strategy)
     _check_target(run, engine)
     engine.backend.watch_for(config.watchdog_s)
+    if config.find_nan:
+        engine.backend.look_for_nan()
     task: Task = import_module(f"mindloom.tasks.{config.task}").TASK(run, engine)
     net = task.network()
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     task.open_data()
-    if config.find_nan:
-        engine.backend.look_for_nan()
     training = _build_step(run, engine, task, net, report)
     what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"
     if run.lora:
@@ -116,8 +116,6 @@ def _check_target(run: Run, engine: Engine) -> None:
         raise ConfigError("attention flash: Ascend has it for float16 and bfloat16; give --compute-dtype")
     if engine.target == "GPU" and run.model.attention == "flash":
         raise ConfigError("attention flash: MindSpore has it for Ascend alone; write plain")
-    if run.config.find_nan and not engine.partitions_itself:
-        raise ConfigError("--find-nan: only graphs that CPU processes execute can be looked into")
 
 
 def _told_of_attention(engine: Engine, net: nn.Cell) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from mindloom.inference.model import build_model
 from mindloom.inference.quantize import quantize_weights
+from mindloom.models.adapters import LoRAConfig
 from mindloom.models.family import size_config
 from mindloom.nn.blocks import Block
 from mindloom.runtime.engine import Engine
@@ -79,6 +80,18 @@ def logits_of(engine, family, config, int8, monkeypatch, switch):
     slots[..., 1] = np.arange(config.kv_heads)[:, None]
     found.append(engine.run(net, *map(ms.Tensor, (tokens, positions, np.arange(4, dtype=np.int32), slots))).asnumpy())
     return np.concatenate(found)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["LoRA", "several adapters"])
+def test_a_layer_with_adapters_anywhere_is_left_to_its_operators(monkeypatch, several):
+    monkeypatch.setenv("MINDLOOM_KERNELS", "1")
+    config = dataclasses.replace(size_config("pangu", "embedded_tiny"), **SMALL)
+    lora = LoRAConfig(r=2, lora_alpha=2.0, lora_dropout=0.0, target_modules=("layers.0.mlp.gate",), use_rslora=False)
+    adapters = {"ranks": {"layers.0.mlp.gate": (2,)}} if several else {"lora": lora}
+    net = build_model("pangu", config, SINGLE_DEVICE, (ROWS, SLOTS), **adapters)
+    assert [layer.has_kernel for layer in net.layers] == [False, True]
+    assert not net.rows_are_alone
+    assert build_model("pangu", config, SINGLE_DEVICE, (ROWS, SLOTS)).rows_are_alone
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])

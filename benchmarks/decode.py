@@ -76,15 +76,15 @@ class Ours:
         return [self.sampler.choose(row, self.history) for row in logits.values()]
 
     def cached(self, batch, context, int8):
-        from mindloom.inference.decoding import Cached  # noqa: PLC0415
+        from mindloom.inference.mixed import cached  # noqa: PLC0415
         from mindloom.models.slots import num_slots_for  # noqa: PLC0415
 
         slots = num_slots_for(context + STEPS_A_TURN)
-        decoding = Cached(self.engine, self.network((batch, slots), int8), self.config, batch, slots)
+        decoding = cached(self.engine, self.network((batch, slots), int8), self.config, batch, slots)
         decoding.slot_table.lengths[:] = context
 
         def step():
-            self.choose(decoding.decode(dict.fromkeys(range(batch), 11)))
+            self.choose(decoding.step({}, dict.fromkeys(range(batch), 11)))
             if decoding.slot_table.lengths[0] == context + STEPS_A_TURN:
                 decoding.slot_table.lengths[:] = context
 
@@ -98,7 +98,7 @@ class Ours:
         def step():
             for row in range(batch):
                 decoding.tokens[row] = [11] * (context - 1)
-            self.choose(decoding.decode(dict.fromkeys(range(batch), 11)))
+            self.choose(decoding.step({}, dict.fromkeys(range(batch), 11)))
 
         return step
 

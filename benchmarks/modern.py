@@ -87,7 +87,7 @@ class Ours:
     def decode(self, shape, batch):
         from mindspore import Tensor  # noqa: PLC0415
 
-        from mindloom.inference.decoding import Cached  # noqa: PLC0415
+        from mindloom.inference.mixed import cached  # noqa: PLC0415
         from mindloom.inference.model import build_model  # noqa: PLC0415
         from mindloom.inference.sampling import History, Sampler, SamplingConfig  # noqa: PLC0415
         from mindloom.models.slots import num_slots_for  # noqa: PLC0415
@@ -101,12 +101,12 @@ class Ours:
                 parameter.init_data()
             else:
                 parameter.set_data(Tensor(draw.standard_normal(parameter.shape, np.float32) * 0.02))
-        decoding = Cached(self.engine, net, config, batch, slots)
+        decoding = cached(self.engine, net, config, batch, slots)
         decoding.slot_table.lengths[:] = CONTEXT
         sampler, history = Sampler(SamplingConfig()), History([], [])
 
         def run():
-            logits = decoding.decode(dict.fromkeys(range(batch), 11))
+            logits = decoding.step({}, dict.fromkeys(range(batch), 11))
             [sampler.choose(row, history) for row in logits.values()]
             if decoding.slot_table.lengths[0] == CONTEXT + TOKENS:
                 decoding.slot_table.lengths[:] = CONTEXT

@@ -6,8 +6,8 @@ Shapes are padded to a few lengths (buckets), each compiled once, so that a new 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from mindloom.inference.cache import CacheFullError, SlotTable, cache_bytes
 from mindloom.models.config import ModelConfig
-from mindloom.nn.linear import MOST_ROWS
 from mindloom.runtime.engine import Engine
 
 MIN_BUCKET = 16
@@ -34,22 +33,23 @@ class Decoding(Protocol):
     has_kernels: bool
     """Whether compiled kernels do the work of a decode, not MindSpore's operators (`mindloom.inference.kernels`)."""
     reusable: int
-    """Tokens of a prompt, from its start and a multiple of this, that another prompt may begin with; 0: none."""
+    """Another prompt may begin with what a row holds of one, from its start and a multiple of so many tokens. 0: nothing; 1:
+    all that the row holds, also what was generated."""
 
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
         """Compile what prompts of these lengths need, where no one did before."""
 
     def next_chunks(self, waiting: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-        """Of rows and what is left of their prompts, the oldest first: what one `prefill` takes, the oldest's for certain.
+        """Of rows and what is left of their prompts, the oldest first: what one `step` takes, the oldest's for certain.
 
-        How a prompt is cut depends on the prompt alone."""
+        What a prompt gets does not depend on who else waits."""
 
-    def prefill(self, chunks: Mapping[int, Sequence[int]], every: bool = False) -> dict[int, Logits] | None:
-        """Add parts of prompts to rows. Returns logits (V,) after the last token of each, with `every` (T, V) after each
-        token; None on the ranks of a pipeline that do not hold them."""
-
-    def decode(self, tokens: Mapping[int, int]) -> dict[int, Logits] | None:
-        """As `prefill`, a token for each of some rows."""
+    def step(
+        self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
+    ) -> dict[int, Logits] | None:
+        """Add parts of prompts to some rows, and to others the token that was chosen for each. Returns logits (V,) after the
+        last token of each row, with `every` (T, V) after each token of the prompts; None on the ranks of a pipeline that do
+        not hold them."""
 
     def trim(self, row: int, length: int) -> None:
         """Forget what a row holds beyond `length` tokens."""
@@ -63,8 +63,8 @@ def bucket(length: int, largest: int) -> int:
     return min(largest, max(MIN_BUCKET, 1 << (length - 1).bit_length()))
 
 
-class _Rows:
-    """What both ways share: the network, and which row's logits this process holds."""
+class Rows:
+    """What all ways share: the network, and which row's logits this process holds."""
 
     def __init__(self, engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int):
         assert num_rows % engine.strategy.mesh.dp == 0, (num_rows, engine.strategy.mesh)
@@ -97,7 +97,7 @@ class _Rows:
         self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], inputs: Sequence[NDArray[Any]]
     ) -> dict[int, Logits] | None:
         """Logits of the rows of `feed` among those the inputs are of."""
-        output = self.engine.run(self.net, *_tensors(inputs))
+        output = self.engine.run(self.net, *as_tensors(inputs))
         if not self.engine.in_last_stage:
             return None
         logits = output.asnumpy()
@@ -107,21 +107,19 @@ class _Rows:
         return {row: logits[place, : len(feed[row])] for place, row in enumerate(rows) if row in feed}
 
 
-def _tensors(arrays: Iterable[NDArray[Any]]) -> list[Tensor]:
+def as_tensors(arrays: Iterable[NDArray[Any]]) -> list[Tensor]:
     return [Tensor(array.astype(np.int32)) for array in arrays]
 
 
-class Cached(_Rows):
+class Cached(Rows):
     """With a KV cache: each token is worked through once.
 
-    A prefill works on one row of each replica, so its shape, as that of a decode, is the same whatever else is going on: what
-    a prompt gets depends on no other, to the bit.
+    Prompts and chosen tokens are computed apart: a part of a prompt of one row of each replica, and a token of all rows. So
+    the shapes are the same whatever else is going on: what a prompt gets depends on no other, to the bit.
 
     Args:
         net: the model with caches attached for `num_rows` rows of `num_slots`.
         chunk: tokens of a prompt that are worked through at once.
-        few: a decode computes as few rows as it can, where what a row gets does not depend on that; it compiles for 1, 2, 4,
-            ... rows. Without it, always all rows.
     """
 
     def __init__(
@@ -132,34 +130,40 @@ class Cached(_Rows):
         num_rows: int,
         num_slots: int,
         chunk: int = PREFILL_CHUNK,
-        few: bool = False,
     ):
         super().__init__(engine, net, config, num_rows)
         self.slot_table = SlotTable(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
         self.cache_bytes = cache_bytes(config, num_rows, num_slots)
         self.chunk = self.reusable = min(chunk, config.seq_len)
         self.in_replica = num_rows // self.num_replicas
-        few = few and net.rows_are_alone and num_rows <= MOST_ROWS
-        counts = [1 << n for n in range((num_rows - 1).bit_length())] if few else []
-        self.decoded = [*counts, num_rows]
-        """Numbers of rows that a decode may compute."""
         self.adapters: NDArray[np.int64] | None = None
         if net.has_several_adapters:
             self.adapters = np.zeros(num_rows, np.int64)
 
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
         ends = {min(self.chunk, length - start) for length in prompt_lengths for start in range(0, length, self.chunk)}
-        self.prepare_prefills({bucket(length, self.chunk) for length in ends})
-        for count in self.decoded:
-            self._compile(range(count), 1)
+        for length in sorted({bucket(length, self.chunk) for length in ends}):
+            self._compile_prefill(length)
+        self._compile_decode()
 
-    def prepare_prefills(self, lengths: Iterable[int], every: bool = False) -> None:
-        """Compile prefills of these lengths. `every`: for logits of each token, too."""
-        for length in sorted(lengths):
-            self._compile(range(0, self.num_rows, self.in_replica), length, every)
+    def shapes(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """All that may be needed: what it is for, and what compiles it."""
+        yield "a token of each row", self._compile_decode
+        length = min(MIN_BUCKET, self.chunk)
+        lengths = [length]
+        while lengths[-1] < self.chunk:
+            lengths.append(min(2 * lengths[-1], self.chunk))
+        for every in (False, True):
+            for length in lengths:
+                what = f"{length} tokens of a prompt{', scored' if every else ''}"
+                yield what, partial(self._compile_prefill, length, every)
 
-    def _compile(self, rows: Sequence[int], length: int, every: bool = False) -> None:
-        self.compile(_tensors(self._inputs(rows, {}, length, every)))
+    def _compile_prefill(self, length: int, every: bool = False) -> None:
+        rows = range(0, self.num_rows, self.in_replica)
+        self.compile(as_tensors(self._inputs(rows, {}, length, every)))
+
+    def _compile_decode(self) -> None:
+        self.compile(as_tensors(self._inputs(range(self.num_rows), {}, 1, False)))
 
     def next_chunks(self, waiting: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
         chunks: dict[int, Sequence[int]] = {}
@@ -173,25 +177,22 @@ class Cached(_Rows):
     def _bucket(self, ids: Sequence[int]) -> int:
         return bucket(len(ids), self.chunk)
 
-    def prefill(self, chunks: Mapping[int, Sequence[int]], every: bool = False) -> dict[int, Logits] | None:
-        mine = {row // self.in_replica: row for row in chunks}
-        assert len(mine) == len(chunks), (list(chunks), self.in_replica)
-        rows = [mine.get(replica, replica * self.in_replica) for replica in range(self.num_replicas)]
-        return self._step(rows, chunks, max(map(self._bucket, chunks.values())), every)
+    def step(
+        self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
+    ) -> dict[int, Logits] | None:
+        logits: dict[int, Logits] = {}
+        if chunks:
+            mine = {row // self.in_replica: row for row in chunks}
+            assert len(mine) == len(chunks), (list(chunks), self.in_replica)
+            rows = [mine.get(replica, replica * self.in_replica) for replica in range(self.num_replicas)]
+            logits |= self._run(rows, chunks, max(map(self._bucket, chunks.values())), every) or {}
+        if tokens:
+            logits |= self._run(range(self.num_rows), {row: [token] for row, token in tokens.items()}, 1) or {}
+        return logits if self.engine.in_last_stage else None
 
-    def decode(self, tokens: Mapping[int, int]) -> dict[int, Logits] | None:
-        count = next(count for count in self.decoded if count >= len(tokens))
-        idle = (row for row in range(self.num_rows) if row not in tokens)
-        rows = sorted([*tokens, *itertools.islice(idle, count - len(tokens))])
-        return self._step(rows, {row: [token] for row, token in tokens.items()}, 1)
-
-    def _step(
+    def _run(
         self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], length: int, every: bool = False
     ) -> dict[int, Logits] | None:
-        for row, ids in feed.items():
-            held = self.slot_table.lengths[row]
-            if held + len(ids) > self.slot_table.capacity:
-                raise CacheFullError(f"row {row} holds {held} tokens, no room for {len(ids)} more")
         inputs = self._inputs(rows, feed, length, every)
         for row, ids in feed.items():
             self.slot_table.append(row, len(ids))
@@ -222,7 +223,7 @@ class Cached(_Rows):
             assert adapter == 0, adapter
 
 
-class Uncached(_Rows):
+class Uncached(Rows):
     """Without a cache: every step works through all tokens again. For comparison, and for texts of one step."""
 
     cache_bytes = 0
@@ -235,26 +236,26 @@ class Uncached(_Rows):
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
         grown = {length + more for length in prompt_lengths for more in range(max_new_tokens)}
         for length in sorted({bucket(n, self.config.seq_len) for n in grown}):
-            self.compile(_tensors(self.inputs(self.tokens, [0] * self.num_rows, length, False)))
+            self.compile(as_tensors(self.inputs(self.tokens, [0] * self.num_rows, length, False)))
 
     def next_chunks(self, waiting: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
         return dict(waiting)
 
-    def prefill(self, chunks: Mapping[int, Sequence[int]], every: bool = False) -> dict[int, Logits] | None:
-        for row, ids in chunks.items():
+    def step(
+        self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
+    ) -> dict[int, Logits] | None:
+        added = {**chunks, **{row: [token] for row, token in tokens.items()}}
+        for row, ids in added.items():
             if len(self.tokens[row]) + len(ids) > self.config.seq_len:
                 raise CacheFullError(f"row {row} holds {len(self.tokens[row])} tokens, no room for {len(ids)} more")
             self.tokens[row] += ids
-        length = bucket(max(len(self.tokens[row]) for row in chunks), self.config.seq_len)
-        given = [self.tokens[row] if row in chunks else [] for row in range(self.num_rows)]
-        feed = {row: self.tokens[row] for row in chunks}
+        length = bucket(max(len(self.tokens[row]) for row in added), self.config.seq_len)
+        feed = {row: self.tokens[row] for row in added}
+        given = [feed.get(row, []) for row in range(self.num_rows)]
         logits = self.run(range(self.num_rows), feed, self.inputs(given, [0] * self.num_rows, length, every))
         if logits is None or not every:
             return logits
-        return {row: logits[row][-len(ids) :] for row, ids in chunks.items()}
-
-    def decode(self, tokens: Mapping[int, int]) -> dict[int, Logits] | None:
-        return self.prefill({row: [token] for row, token in tokens.items()})
+        return {row: logits[row][-len(chunks[row]) :] if row in chunks else logits[row][-1] for row in logits}
 
     def trim(self, row: int, length: int) -> None:
         del self.tokens[row][length:]

@@ -26,6 +26,8 @@
 #define MOST_THREADS 64
 #define LINE 64 /* bytes of the cache */
 #define ROWS 4 /* of x, and columns of y, worked on together: 16 sums stay in registers */
+#define SLICE 512 /* columns of x worked on at once */
+#define PANEL 64 /* rows of x worked on at once */
 
 /* Threads of our own. Those of OpenMP sleep after each product when MindSpore has threads, too, and a layer has many: to wake
  * them took longer than the products of int8. */
@@ -134,36 +136,55 @@ static inline vec load8(const int8_t *from) {
 }
 #endif
 
-static inline float sum(vec v) {
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += v[i];
-  return total;
+/* GCC would load it again for each use. */
+#if defined(__AVX512F__)
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+#else
+#define IN_REGISTER(v)
+#endif
+
+typedef float half __attribute__((vector_size(2 * LANES)));
+typedef float quarter __attribute__((vector_size(LANES)));
+
+static inline float sum(vec v) { /* in halves: one entry after the other takes as long as a product of 128 columns */
+  half a, b;
+  memcpy(&a, &v, sizeof a);
+  memcpy(&b, (const char *)&v + sizeof a, sizeof b);
+  a += b;
+  quarter c, d;
+  memcpy(&c, &a, sizeof c);
+  memcpy(&d, (const char *)&a + sizeof c, sizeof d);
+  c += d;
+  return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
-/* y[i, j] = sum over c of x[i, c] * w[j, c] (* scale[j]) (+ bias[j]), for M rows of x, side by side in LANES columns each, and R
- * of w. K: a multiple of LANES. The rows of w that come next are fetched in the meantime, a line of the cache at a time. */
-#define STEP(LOAD, M, R, C)                                                                                            \
+/* sums[i][r] += x[i, c] * w[r, c] for `slice` columns of M rows of x, side by side in LANES columns each, and ROWS of w.
+ * fetch: ask for the rows of w that come next, a line of the cache at a time. */
+#define STEP(LOAD, M, C)                                                                                               \
   {                                                                                                                    \
-    vec in[R];                                                                                                         \
-    for (int r = 0; r < R; ++r) in[r] = LOAD(w + r * k + (C));                                                         \
+    vec in[ROWS];                                                                                                      \
+    for (int r = 0; r < ROWS; ++r) {                                                                                   \
+      in[r] = LOAD(w + r * k + (C));                                                                                   \
+      IN_REGISTER(in[r]);                                                                                              \
+    }                                                                                                                  \
     for (int i = 0; i < M; ++i) {                                                                                      \
       vec xi = load(x + (C) * M + i * LANES);                                                                          \
-      for (int r = 0; r < R; ++r) acc[i][r] += xi * in[r];                                                             \
+      IN_REGISTER(xi);                                                                                                 \
+      for (int r = 0; r < ROWS; ++r) acc[i][r] += xi * in[r];                                                          \
     }                                                                                                                  \
   }
-#define BLOCK(NAME, TYPE, LOAD, M, R)                                                                                  \
-  static void NAME##_##M(const float *x, const TYPE *w, const float *scale, const float *bias, float *y, int64_t k,    \
-                         int64_t n) {                                                                                  \
-    vec acc[M][R] = {{{0}}};                                                                                           \
-    const int64_t in_line = LINE / sizeof(TYPE), whole = k / in_line * in_line;                                        \
+#define BLOCK(NAME, TYPE, LOAD, M)                                                                                     \
+  static void NAME##_##M(const float *x, const TYPE *w, vec (*sums)[ROWS], int64_t k, int64_t slice, int fetch) {      \
+    vec acc[M][ROWS];                                                                                                  \
+    memcpy(acc, sums, sizeof acc);                                                                                     \
+    const int64_t in_line = LINE / sizeof(TYPE), whole = slice / in_line * in_line;                                    \
     for (int64_t c = 0; c < whole; c += in_line) {                                                                     \
-      for (int r = 0; r < R; ++r) __builtin_prefetch(w + (R + r) * k + c);                                             \
+      for (int r = 0; fetch && r < ROWS; ++r) __builtin_prefetch(w + (ROWS + r) * k + c);                              \
       _Pragma("GCC unroll 4") for (int part = 0; part < LINE / (int)sizeof(TYPE); part += LANES)                       \
-        STEP(LOAD, M, R, c + part)                                                                                     \
+        STEP(LOAD, M, c + part)                                                                                        \
     }                                                                                                                  \
-    for (int64_t c = whole; c < k; c += LANES) STEP(LOAD, M, R, c)                                                     \
-    for (int i = 0; i < M; ++i)                                                                                        \
-      for (int r = 0; r < R; ++r) y[i * n + r] = sum(acc[i][r]) * (scale ? scale[r] : 1.0f) + (bias ? bias[r] : 0.0f); \
+    for (int64_t c = whole; c < slice; c += LANES) STEP(LOAD, M, c)                                                    \
+    memcpy(sums, acc, sizeof acc);                                                                                     \
   }
 typedef struct {
   const float *x;
@@ -172,51 +193,65 @@ typedef struct {
   float *y;
   int64_t m, k, n;
 } Product;
+/* y[i, j] = sum over c of x[i, c] * w[j, c] (* scale[j]) (+ bias[j]). K: a multiple of LANES, N of ROWS. Columns are worked
+ * through in slices, so that those of x stay in the fastest cache from one row of w to the next. */
 #define PRODUCT(NAME, TYPE, LOAD)                                                                                      \
-  BLOCK(NAME, TYPE, LOAD, 1, ROWS)                                                                                     \
-  BLOCK(NAME, TYPE, LOAD, 2, ROWS)                                                                                     \
-  BLOCK(NAME, TYPE, LOAD, 3, ROWS)                                                                                     \
-  BLOCK(NAME, TYPE, LOAD, 4, ROWS)                                                                                     \
+  BLOCK(NAME, TYPE, LOAD, 1)                                                                                           \
+  BLOCK(NAME, TYPE, LOAD, 2)                                                                                           \
+  BLOCK(NAME, TYPE, LOAD, 3)                                                                                           \
+  BLOCK(NAME, TYPE, LOAD, 4)                                                                                           \
   /* columns ROWS * from to ROWS * to of y */                                                                          \
   static void NAME##_columns(const void *with, int64_t from, int64_t to) {                                             \
     const Product p = *(const Product *)with;                                                                          \
-    const int64_t k = p.k, n = p.n;                                                                                    \
+    const int64_t k = p.k, n = p.n, most = p.m > ROWS ? SLICE : k;                                                     \
+    vec sums[PANEL][ROWS];                                                                                             \
     for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {                                                          \
-      const float *s = p.scale ? p.scale + j : NULL, *b = p.bias ? p.bias + j : NULL;                                  \
-      const TYPE *w = (const TYPE *)p.w + j * k;                                                                       \
-      for (int64_t i = 0; i < p.m; i += ROWS) {                                                                        \
-        const float *x = p.x + i * k;                                                                                  \
-        float *y = p.y + i * n + j;                                                                                    \
-        switch (p.m - i) {                                                                                             \
-          case 1: NAME##_1(x, w, s, b, y, k, n); break;                                                                \
-          case 2: NAME##_2(x, w, s, b, y, k, n); break;                                                                \
-          case 3: NAME##_3(x, w, s, b, y, k, n); break;                                                                \
-          default: NAME##_4(x, w, s, b, y, k, n);                                                                      \
+      memset(sums, 0, p.m * sizeof *sums);                                                                             \
+      for (int64_t c = 0; c < k; c += most) {                                                                          \
+        const TYPE *w = (const TYPE *)p.w + j * k + c;                                                                 \
+        const int64_t slice = k - c < most ? k - c : most;                                                             \
+        const float *x = p.x + c * p.m;                                                                                \
+        for (int64_t i = 0; i < p.m; i += ROWS, x += ROWS * slice) {                                                   \
+          const int fetch = i + ROWS >= p.m; /* at last, so that what is fetched is not pushed out again */            \
+          switch (p.m - i) {                                                                                           \
+            case 1: NAME##_1(x, w, sums + i, k, slice, fetch); break;                                                    \
+            case 2: NAME##_2(x, w, sums + i, k, slice, fetch); break;                                                    \
+            case 3: NAME##_3(x, w, sums + i, k, slice, fetch); break;                                                    \
+            default: NAME##_4(x, w, sums + i, k, slice, fetch);                                                          \
+          }                                                                                                            \
         }                                                                                                              \
       }                                                                                                                \
+      for (int64_t i = 0; i < p.m; ++i)                                                                                \
+        for (int r = 0; r < ROWS; ++r)                                                                                 \
+          p.y[i * n + j + r] = sum(sums[i][r]) * (p.scale ? p.scale[j + r] : 1.0f) + (p.bias ? p.bias[j + r] : 0.0f);  \
     }                                                                                                                  \
   }                                                                                                                    \
   /* Not 0: there is no memory. */                                                                                     \
   static int NAME(const float *x, const TYPE *w, const float *scale, const float *bias, float *y, int64_t m,           \
                   int64_t k, int64_t n) {                                                                              \
-    float *packed = m > 1 ? side_by_side(x, m, k) : NULL;                                                              \
+    float *packed = m > 1 ? malloc((m < PANEL ? m : PANEL) * k * sizeof(float)) : NULL;                                \
     if (m > 1 && !packed) return 1;                                                                                    \
-    const Product with = {packed ? packed : x, w, scale, bias, y, m, k, n};                                            \
-    in_parallel(NAME##_columns, &with, n / ROWS, m *n *k);                                                             \
+    for (int64_t i = 0, rows; i < m; i += rows) {                                                                      \
+      rows = m - i < PANEL ? m - i : PANEL;                                                                            \
+      if (packed) side_by_side(packed, x + i * k, rows, k);                                                            \
+      const Product with = {packed ? packed : x, w, scale, bias, y + i * n, rows, k, n};                               \
+      in_parallel(NAME##_columns, &with, n / ROWS, rows *n *k);                                                        \
+    }                                                                                                                  \
     free(packed);                                                                                                      \
     return 0;                                                                                                          \
   }
 
-/* Rows of x (M, K) in groups of ROWS, of which LANES columns each lie together: rows at a distance of a power of 2 would push
- * each other out of the cache. */
-static float *side_by_side(const float *x, int64_t m, int64_t k) {
-  float *packed = malloc(m * k * sizeof(float)), *to = packed;
-  for (int64_t i = 0; packed && i < m; i += ROWS) {
-    const int64_t rows = m - i < ROWS ? m - i : ROWS;
-    for (int64_t c = 0; c < k; c += LANES)
-      for (int64_t r = 0; r < rows; ++r, to += LANES) memcpy(to, x + (i + r) * k + c, LANES * sizeof(float));
+/* Rows of x (M, K) in slices of columns, a slice in groups of ROWS, of which LANES columns each lie together: rows at a
+ * distance of a power of 2 would push each other out of the cache. */
+static void side_by_side(float *packed, const float *x, int64_t m, int64_t k) {
+  const int64_t most = m > ROWS ? SLICE : k;
+  for (int64_t from = 0; from < k; from += most) {
+    const int64_t to = k - from < most ? k : from + most;
+    for (int64_t i = 0; i < m; i += ROWS)
+      for (int64_t c = from; c < to; c += LANES)
+        for (int64_t r = i; r < m && r < i + ROWS; ++r, packed += LANES)
+          memcpy(packed, x + r * k + c, LANES * sizeof(float));
   }
-  return packed;
 }
 
 PRODUCT(product, float, load)
@@ -252,9 +287,10 @@ static inline vec exp_of(vec v) {
 
 #define HIDDEN -5000.0f /* bias is 0 or -10000 */
 
-/* The tokens of a call, and heads and slots of a cache, (rows, kv, length, d). */
+/* Tokens of a call: `all`, `tokens` of each row, the last only filling up the shape where `all` is less; heads of queries;
+ * heads and slots of a cache, (rows, kv, length, d). */
 typedef struct {
-  int64_t batch, tokens, heads, kv, length, d;
+  int64_t all, tokens, heads, kv, length, d;
 } Sizes;
 
 typedef struct {
@@ -265,7 +301,15 @@ typedef struct {
   atomic_int *failed;
 } Attention;
 
-/* Heads of queries from .. to of all B*T*H */
+/* parts * LANES columns of values (S, D), weighted, times `factor` -> y. Several at once: each sum waits for its last addition. */
+static inline void mix(const float *weights, const float *values, int64_t s, int64_t d, float factor, float *y, int parts) {
+  vec acc[ROWS] = {{0}};
+  for (int64_t i = 0; i < s; ++i, values += d)
+    for (int r = 0; r < parts; ++r) acc[r] += weights[i] * load(values + r * LANES);
+  for (int r = 0; r < parts; ++r) *(vec *)(y + r * LANES) = acc[r] * factor;
+}
+
+/* Heads of queries from .. to of all: those of one head together, whose keys and values may be the same. */
 static void attend_heads(const void *with, int64_t from, int64_t to) {
   const Attention p = *(const Attention *)with;
   const int64_t d = p.of.d, kv = p.of.kv, heads = p.of.heads, length = p.of.length, tokens = p.of.tokens;
@@ -276,10 +320,10 @@ static void attend_heads(const void *with, int64_t from, int64_t to) {
     return;
   }
   for (int64_t i = from; i < to; ++i) {
-    const int64_t token = i / heads, row = p.slots[3 * (token / tokens) * kv * tokens];
-    const int64_t at = (row * kv + i % heads / (heads / kv)) * length * d;
-    const float *q = p.q + i * d, *k = p.keys + at, *v = p.values + at, *hidden = p.bias + token * length;
-    float *out = p.y + i * d, top = -INFINITY, total;
+    const int64_t token = i % p.of.all, head = i / p.of.all, row = p.slots[3 * (token / tokens) * kv * tokens];
+    const int64_t at = (row * kv + head / (heads / kv)) * length * d, place = (token * heads + head) * d;
+    const float *q = p.q + place, *k = p.keys + at, *v = p.values + at, *hidden = p.bias + token * length;
+    float *out = p.y + place, top = -INFINITY, total;
     int64_t last = length;
     while (last > 1 && hidden[last - 1] < HIDDEN) --last;
     const int64_t padded = (last + LANES - 1) / LANES * LANES;
@@ -297,10 +341,11 @@ static void attend_heads(const void *with, int64_t from, int64_t to) {
       all += e;
     }
     total = 1.0f / sum(all);
-    for (int64_t c = 0; c < d; c += LANES) {
-      vec acc = {0};
-      for (int64_t s = 0; s < last; ++s) acc += probs[s] * load(v + s * d + c);
-      *(vec *)(out + c) = acc * total;
+    for (int64_t c = 0; c < d; c += ROWS * LANES) {
+      if (d - c < ROWS * LANES)
+        for (; c < d; c += LANES) mix(probs, v + c, last, d, total, out + c, 1);
+      else
+        mix(probs, v + c, last, d, total, out + c, ROWS);
     }
   }
   free(probs);
@@ -312,10 +357,10 @@ static void attend_heads(const void *with, int64_t from, int64_t to) {
  * memory. */
 static int attention(Sizes of, const float *q, const float *new_keys, const float *new_values, float *keys, float *values,
                      const int32_t *slots, const float *bias, float *y) {
-  const int64_t d = of.d, kv = of.kv, tokens = of.tokens, heads = of.batch * tokens * of.heads;
-  for (int64_t i = 0; i < of.batch * kv * tokens; ++i) {
-    const int32_t *to = slots + 3 * i;
-    const int64_t b = i / (kv * tokens), head = i / tokens % kv, from = ((b * tokens + i % tokens) * kv + head) * d;
+  const int64_t d = of.d, kv = of.kv, tokens = of.tokens, heads = of.all * of.heads;
+  for (int64_t i = 0; i < of.all * kv; ++i) {
+    const int64_t token = i / kv, head = i % kv, from = i * d;
+    const int32_t *to = slots + 3 * ((token / tokens * kv + head) * tokens + token % tokens);
     const int64_t place = ((to[0] * kv + to[1]) * of.length + to[2]) * d;
     memcpy(keys + place, new_keys + from, d * sizeof(float));
     memcpy(values + place, new_values + from, d * sizeof(float));
@@ -441,12 +486,19 @@ static void add(float *x, const float *y, int64_t n) {
   for (int64_t c = 0; c < n; c += LANES) *(vec *)(x + c) = load(x + c) + load(y + c);
 }
 
+/* Tokens of m but the last ones whose keys go to the spare slot, the last of a row's: they only fill up a shape. */
+static int64_t that_count(const int32_t *slots, int64_t m, int64_t tokens, int64_t kv, int64_t length) {
+  while (m > 1 && slots[3 * ((m - 1) / tokens * kv * tokens + (m - 1) % tokens) + 2] == length - 1) --m;
+  return m;
+}
+
 /* A whole layer for T tokens of each row: x (B*T, D), bias (B, 1, T, S), slots (B, KV, T, 3), cos and sin (B, T, 1, D/H) or
  * anything, the caches (R, KV, S, D/H), then parameters in the order of use, and the plan -> (B*T, D). */
 int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
   const int32_t *plan = p[count - 2];
-  const int64_t m = shapes[0][0], d = shapes[0][1], kv = shapes[5][1], head = shapes[5][3];
-  const Sizes of = {shapes[1][0], shapes[1][2], plan[HEADS], kv, shapes[5][2], head};
+  const int64_t d = shapes[0][1], tokens = shapes[1][2], kv = shapes[5][1], length = shapes[5][2], head = shapes[5][3];
+  const int64_t m = that_count(p[2], shapes[0][0], tokens, kv, length);
+  const Sizes of = {m, tokens, plan[HEADS], kv, length, head};
   const int has_two = plan[KIND] == SANDWICH;
   const int64_t wide = plan[HEADS] * head, narrow = kv * head, f = plan[FEATURES];
   Inputs in = {p, shapes, plan, 7, 0};
@@ -455,7 +507,7 @@ int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, 
   if (!a) return 1;
   float *y = a + m * d, *q = y + m * d, *context = q + m * wide, *k = context + m * wide, *v = k + m * narrow;
   float *features = v + m * narrow;
-  memcpy(x, p[0], m * d * sizeof(float));
+  memcpy(x, p[0], shapes[0][0] * d * sizeof(float));
   next_norm(&in, x, a, m, d);
   next_product(&in, a, q, m, plan[QKV_BIAS]);
   next_product(&in, a, k, m, plan[QKV_BIAS]);

@@ -146,15 +146,13 @@ class Scheduler:
     def step(self) -> list[Event]:
         """What a chunk of a prompt and a further token of each row have brought."""
         self._admit()
-        events: list[Event] = []
         decoded = {row: state.generated[-1] for row, state in self._rows.items() if state.generated}
-        logits = self._prefill(events)
-        ended = [row for row, state in self._rows.items() if not state.to_read and not state.generated]
-        if decoded:
-            more = self.decoding.decode(decoded)
-            logits = logits if more is None else {**(logits or {}), **more}
-        events += self._choose([*ended, *decoded], logits)
-        return events
+        chunks, every = self._next_chunks()
+        if not chunks and not decoded:
+            return []
+        logits = self.decoding.step(chunks, decoded, every)
+        events, ended = self._book(chunks, every, logits)
+        return [*events, *self._choose([*ended, *decoded], logits)]
 
     def _admit(self) -> None:
         for number, request in list(self._waiting.items()):
@@ -182,34 +180,48 @@ class Scheduler:
     def _release(self, row: int) -> None:
         state, unit = self._rows.pop(row), self.decoding.reusable
         done = len(state.request.prompt) - len(state.left)
-        held = state.request.prompt[: done // unit * unit] if unit else ()
+        held: Sequence[int] = ()
+        if unit == 1:  # the last token that was chosen has not been given to the model
+            held = [*state.request.prompt[:done], *state.generated[:-1]]
+        elif unit:
+            held = state.request.prompt[: done // unit * unit]
         self._held[row] = state.request.adapter, held
         self.decoding.trim(row, len(held))
         self._free.append(row)
 
-    def _prefill(self, events: list[Event]) -> Mapping[int, Logits] | None:
-        """Take the next chunks. Returns logits after the last token of the prompts that ended."""
+    def _next_chunks(self) -> tuple[Mapping[int, Sequence[int]], bool]:
+        """Parts of prompts for a step, and whether their tokens are to be scored: all or none."""
         waiting = {row: state for row, state in self._rows.items() if state.to_read}
         if not waiting:
-            return {} if self.engine.in_last_stage else None
+            return {}, False
         every = next(iter(waiting.values())).request.score_prompt
         alike = {row: state.to_read for row, state in waiting.items() if state.request.score_prompt == every}
-        chunks = self.decoding.next_chunks(alike)
-        logits = self.decoding.prefill(chunks, every)
-        last: dict[int, Logits] = {}
+        return self.decoding.next_chunks(alike), every
+
+    def _book(
+        self, chunks: Mapping[int, Sequence[int]], every: bool, logits: dict[int, Logits] | None
+    ) -> tuple[list[Event], list[int]]:
+        """Book parts of prompts. Returns the scores of prompts that ended, and the rows of those that a token is wanted for;
+        of these only the logits of the last token are left."""
+        events: list[Event] = []
+        ended = []
         for row, chunk in chunks.items():
             state = self._rows[row]
             if every:
                 self._score(state, chunk, None if logits is None else logits[row])
+                if logits is not None:
+                    logits[row] = logits[row][-1]
             state.left = state.left[len(chunk) :]
-            if logits is not None and not state.to_read:
-                last[row] = logits[row][-1] if every else logits[row]
-            if every and not state.to_read:
-                reason: FinishReason | None = None if state.request.max_new_tokens else "length"
-                events.append(PromptScores(state.id, state.scores, reason))
-                if reason:
-                    self._release(row)
-        return None if logits is None else last
+            if state.to_read:
+                continue
+            is_over = every and not state.request.max_new_tokens
+            if every:
+                events.append(PromptScores(state.id, state.scores, "length" if is_over else None))
+            if is_over:
+                self._release(row)
+            else:
+                ended.append(row)
+        return events, ended
 
     def _score(self, state: _Row, chunk: Sequence[int], logits: Logits | None) -> None:
         """Book how likely the tokens after those of a chunk are."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from mindloom.data.tokenizer import Tokenizer
 from mindloom.inference.config import GenerateJob
-from mindloom.inference.decoding import Cached, Decoding, Uncached
+from mindloom.inference.decoding import Decoding, Uncached
+from mindloom.inference.mixed import cached
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
 from mindloom.inference.scheduler import FinishReason, NewToken, Request, generate
@@ -147,5 +148,5 @@ def open_session(job: GenerateJob, engine: Engine) -> Session:
     else:
         shape = (job.num_rows, job.num_slots)
         net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8)
-        decoding = Cached(engine, net, job.model, *shape)
+        decoding = cached(engine, net, job.model, *shape)
     return Session(engine, decoding, Ending(job.tokenizer, job.stop_ids, config.stop, job.ending))

@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from mindloom.checkpoint.model_folder import load_config
 from mindloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from mindloom.errors import ConfigError, did_you_mean
-from mindloom.inference.decoding import Cached
+from mindloom.inference.decoding import Decoding
+from mindloom.inference.mixed import cached
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
 from mindloom.inference.scheduler import Request, generate
@@ -141,7 +142,7 @@ class _Model(_mindformers.PreTrainedModel):
         self._plan = load_strategy(strategy, for_inference=True) if strategy else SINGLE_DEVICE
         self._engine = Engine.start(self._plan)
         self._whole: Any = None
-        self._cached: dict[int, Cached] = {}
+        self._cached: dict[int, Decoding] = {}
 
     @classmethod
     def from_pretrained(
@@ -220,12 +221,12 @@ class _Model(_mindformers.PreTrainedModel):
             raise ConfigError(problems)
         return requests
 
-    def _decoding(self, rows: int, config: ModelConfig) -> Cached:
+    def _decoding(self, rows: int, config: ModelConfig) -> Decoding:
         rows = -(-rows // self._plan.mesh.dp) * self._plan.mesh.dp
         if rows not in self._cached:
             shape = (rows, num_slots_for(config.seq_len))
             net = load_model(self._folder, self.config.family, config, self._plan, shape)
-            self._cached[rows] = Cached(self._engine, net, config, *shape)
+            self._cached[rows] = cached(self._engine, net, config, *shape)
         return self._cached[rows]
 
 

@@ -10,12 +10,10 @@ from mindspore import nn, ops
 
 from mindloom.models.config import ModelConfig
 from mindloom.nn.attention import Attention
+from mindloom.nn.linear import MOST_ROWS
 from mindloom.nn.mlp import MLP, GatedMLP
 from mindloom.nn.moe import MoE
 from mindloom.nn.norm import build_norm
-
-MOST_TOKENS = 64
-"""That a compiled kernel of a whole layer is taken for."""
 
 
 class Block(nn.Cell):
@@ -41,7 +39,7 @@ class Block(nn.Cell):
     def construct(
         self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, kept=None
     ):
-        if self.has_kernel and x.shape[0] <= MOST_TOKENS:
+        if self.has_kernel and x.shape[0] <= MOST_ROWS:
             cos, sin = (bias, bias) if angles is None else angles
             keys, values = self.attention.cache.keys, self.attention.cache.values
             return self.kernel(x, bias, slots, cos, sin, keys, values, *self.operands(), self.plan)

@@ -7,7 +7,7 @@ from mindspore.common.initializer import Normal, initializer
 
 from mindloom.nn.multi_lora import AdaptedProduct
 
-MOST_ROWS = 16
+MOST_ROWS = 256
 """Up to so many rows a compiled kernel is taken where there is one (`mindloom.inference.kernels`)."""
 
 

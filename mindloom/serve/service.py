@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mindloom.inference.decoding import MIN_BUCKET, Cached
+from mindloom.inference.mixed import cached
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig, add_bias
 from mindloom.inference.scheduler import Event, Request, Scheduler
@@ -152,17 +152,8 @@ class Service:
         self._say("loading the weights")
         is_int8 = config.weights == "int8"
         net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, is_int8, job.adapters)
-        # MindSpore's own products are hardly faster for fewer tokens; the kernels are.
-        chunk = config.prefill_chunk if net.rows_are_alone else max(MIN_BUCKET, config.prefill_chunk)
-        decoding = Cached(self.engine, net, job.model, *shape, chunk=chunk, few=True)
-        lengths = [min(MIN_BUCKET, decoding.chunk)]
-        while lengths[-1] < decoding.chunk:
-            lengths.append(min(2 * lengths[-1], decoding.chunk))
-        steps: list[tuple[str, Callable[[], None]]] = [("a token of each row", lambda: decoding.prepare((), 1))]
-        for every in (False, True):
-            for length in lengths:
-                what = f"{length} tokens of a prompt{', scored' if every else ''}"
-                steps.append((what, lambda n=length, e=every: decoding.prepare_prefills([n], e)))  # type: ignore[misc]
+        decoding = cached(self.engine, net, job.model, *shape, config.prefill_chunk)
+        steps = list(decoding.shapes())
         for done, (what, compile_step) in enumerate(steps, 1):
             self._say(f"compiling {done} of {len(steps)}: {what}")
             compile_step()

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import nn
 
 from mindloom.data.examples import Example, Prompt
-from mindloom.inference.decoding import Cached
+from mindloom.inference.mixed import cached
 from mindloom.inference.model import build_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
 from mindloom.inference.scheduler import Request, generate
@@ -54,7 +54,7 @@ class Rollouts:
         for parameter in net.get_parameters():
             if ".cache." in parameter.name:
                 parameter.init_data()
-        self.decoding = Cached(engine, net, run.model, *shape)
+        self.decoding = cached(engine, net, run.model, *shape)
         self.stop_ids = (run.model.eod_id, *run.model.stop_ids)
         sampling: Any = config
         settings = SamplingConfig(temperature=sampling.temperature, seed=config.seed)

@@ -13,13 +13,13 @@ from mindspore.graph.api import _cell_graph_executor
 
 from mindloom.checkpoint.model_folder import load_config, save_checkpoint
 from mindloom.inference.decoding import Cached, Uncached
+from mindloom.inference.mixed import Mixed
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
 from mindloom.inference.scheduler import Request, generate
-from mindloom.models.family import size_config
+from mindloom.models.family import family_module, size_config
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE
-from pangu.model import Model
 
 pytestmark = pytest.mark.slow
 
@@ -38,17 +38,20 @@ def golden():
     return {name.removeprefix("golden."): archive[name] for name in archive.files}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A tiny model whose next tokens are far from each other."""
-    config = dataclasses.replace(size_config("pangu", "tiny"), seq_len=96, dropout_rate=0.0)
+def saved(folder, family, config):
+    """A model whose next tokens are far from each other."""
     ms.set_seed(3)
-    net = Model(config)
+    net = family_module(family, "model").Model(config)
     noise = np.random.RandomState(3)
     weights = {p.name: p.asnumpy() + noise.normal(0, 0.1, p.shape).astype(np.float32) for p in net.get_parameters()}
-    folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    save_checkpoint(folder, weights, "pangu", config)
+    save_checkpoint(folder, weights, family, config)
     return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    config = dataclasses.replace(size_config("pangu", "tiny"), seq_len=96, dropout_rate=0.0)
+    return saved(tmp_path_factory.mktemp("tiny") / "checkpoint", "pangu", config)
 
 
 def converted(folder, activation, family="pangu"):
@@ -78,7 +81,7 @@ def extend(decoding, ids):
     """Logits after the last of some further tokens of row 0."""
     while ids:
         chunk = decoding.next_chunks({0: ids})[0]
-        logits, ids = decoding.prefill({0: chunk})[0], ids[len(chunk) :]
+        logits, ids = decoding.step({0: chunk}, {})[0], ids[len(chunk) :]
     return logits
 
 
@@ -193,23 +196,37 @@ def test_int8_takes_a_quarter_and_points_the_same_way(engine, tmp_path, golden, 
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
-@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
-def test_a_row_gets_the_same_to_the_bit_however_few_are_computed(engine, tiny, int8):
-    family, config = load_config(tiny)
-    found = []
-    for few in (True, False):
-        net = load_model(tiny, family, config, SINGLE_DEVICE, (5, 64), int8)
-        decoding = Cached(engine, net, config, 5, 64, 4, few)
-        assert decoding.decoded == ([1, 2, 4, 5] if few else [5])
-        logits = []
-        for row, ids in {0: [3, 1, 4, 1, 5], 3: [9, 2, 6], 4: [5, 3]}.items():
-            while ids:
-                chunk = decoding.next_chunks({row: ids})[row]
-                logits.append(decoding.prefill({row: chunk})[row])
-                ids = ids[len(chunk) :]
-        for tokens in ({3: 7}, {0: 2, 4: 8}, {0: 1, 3: 1, 4: 1}, {3: 5, 0: 6}, {4: 9}):
-            step = decoding.decode(tokens)
-            assert step.keys() == tokens.keys()
-            logits += [step[row] for row in sorted(step)]
-        found.append(np.asarray(logits))
-    np.testing.assert_array_equal(*found)
+@pytest.mark.parametrize("size", ["tiny", "codegeex4", "int8"])
+def test_in_mixed_batches_a_row_gets_the_same_to_the_bit_whoever_is_beside_it(engine, tmp_path, tiny, size):
+    """In one batch with others, or alone; its prompt at once, or token by token."""
+    folder = (
+        saved(tmp_path / "codegeex4", "codegeex", size_config("codegeex", "4_tiny")) if size == "codegeex4" else tiny
+    )
+    family, config = load_config(folder)
+    shape = (5, 64)
+    decoding = Mixed(
+        engine, load_model(folder, family, config, SINGLE_DEVICE, shape, size == "int8"), config, *shape, 6
+    )
+    assert decoding.sizes == [1, 4, 5, 10]
+    texts = {0: [3, 1, 4, 1, 5, 9, 2, 6], 3: [9, 2, 6], 4: [5, 3]}
+    beside = {row: [] for row in texts}
+
+    def note(step):
+        for row, logits in step.items():
+            beside[row] += list(logits) if logits.ndim == 2 else [logits]
+
+    note(decoding.step({3: [9, 2, 6], 4: [5], 0: [3, 1]}, {}, every=True))
+    note(decoding.step({0: [4, 1, 5, 9, 2, 6]}, {3: 7, 4: 3}, every=True))
+    note(decoding.step({}, {0: 8, 3: 1, 4: 1}))
+    texts = {0: [*texts[0], 8], 3: [*texts[3], 7, 1], 4: [*texts[4], 1]}
+    for row, ids in texts.items():
+        for other in (row, (row + 1) % 5):  # its own row of the caches, and another
+            decoding.trim(other, 0)
+            alone = [decoding.step({}, {other: token})[other] for token in ids]
+            np.testing.assert_array_equal(alone, beside[row])
+            decoding.trim(other, 0)
+            np.testing.assert_array_equal(decoding.step({other: ids[:6]}, {}, every=True)[other], beside[row][:6])
+    plain = Cached(engine, decoding.net, config, *shape)
+    for row in range(5):
+        plain.trim(row, 0)
+    np.testing.assert_allclose(plain.step({2: texts[0]}, {}, every=True)[2], beside[0], rtol=0, atol=1e-5)

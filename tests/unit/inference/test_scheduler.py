@@ -36,20 +36,18 @@ class Chunked:
         row = next(iter(waiting))
         return {row: waiting[row][:4]}
 
-    def prefill(self, chunks, every=False):
-        ((row, ids),) = chunks.items()
-        self.calls.append(("prefill", row, len(ids)))
-        logits = []
-        for token in ids:
-            self.rows[row].append(token)
-            logits.append(logits_after(self.rows[row]))
-        return {row: np.stack(logits) if every else logits[-1]}
-
-    def decode(self, tokens):
-        self.calls.append(("decode", *tokens))
-        for row, token in tokens.items():
-            self.rows[row].append(token)
-        return {row: logits_after(self.rows[row]) for row in tokens}
+    def step(self, chunks, tokens, every=False):
+        assert len(chunks) <= 1
+        self.calls += [("chunk", row, len(ids)) for row, ids in chunks.items()]
+        self.calls += [("tokens", *tokens)] if tokens else []
+        found = {}
+        for row, ids in {**chunks, **{row: [token] for row, token in tokens.items()}}.items():
+            logits = []
+            for token in ids:
+                self.rows[row].append(token)
+                logits.append(logits_after(self.rows[row]))
+            found[row] = np.stack(logits) if every and row in chunks else logits[-1]
+        return found
 
     def trim(self, row, length):
         del self.rows[row][length:]
@@ -110,7 +108,7 @@ def test_a_long_prompt_lets_the_others_go_on_between_its_chunks():
     scheduler.submit(request(list(range(16)), 1))
     for _ in range(4):
         scheduler.step()
-    assert decoding.calls[1:] == [("prefill", 1, 4), ("decode", 0)] * 4
+    assert decoding.calls[1:] == [("chunk", 1, 4), ("tokens", 0)] * 4
 
 
 def test_a_cancelled_request_frees_its_row_at_once():
@@ -135,11 +133,23 @@ def test_an_equal_beginning_is_not_worked_through_again():
     scheduler.submit(request([*prompt[:9], 30], 3))
     scheduler.submit(request(prompt[:8], 3))  # equal to the last token, which is worked through for its logits
     found = finished(scheduler)
-    assert decoding.calls[0] == ("prefill", 0, 2)
+    assert decoding.calls[0] == ("chunk", 0, 2)
     assert scheduler.reused_tokens == 8  # the other row held nothing
     assert found[1] == alone(request([*prompt[:9], 30], 3)) and found[2] == alone(request(prompt[:8], 3))
     scheduler.submit(request(prompt, 3))
     assert finished(scheduler)[3] == before
+
+
+def test_where_any_beginning_may_be_reused_so_is_what_was_generated():
+    decoding = Chunked(1)
+    decoding.reusable = 1
+    scheduler = Scheduler(decoding, ENGINE)
+    scheduler.submit(request([5, 6, 7], 4))
+    said = finished(scheduler)[0]
+    scheduler.submit(request([5, 6, 7, *said, 8], 2))  # the next turn of a chat
+    found = finished(scheduler)
+    assert scheduler.reused_tokens == 6  # the last token that was chosen has not been given to the model
+    assert found[1] == alone(request([5, 6, 7, *said, 8], 2))
 
 
 def test_what_one_adapter_worked_through_is_nothing_for_another():

@@ -43,19 +43,17 @@ class Script:
     def next_chunks(self, waiting):
         return dict(waiting)
 
-    def prefill(self, chunks, every=False):
-        self.calls.append({row: list(ids) for row, ids in chunks.items()})
+    def step(self, chunks, tokens, every=False):
         logits = {}
-        for row, ids in chunks.items():
+        fed = {**chunks, **{row: [token] for row, token in tokens.items()}}
+        self.calls.append({row: list(ids) for row, ids in fed.items()})
+        for row, ids in fed.items():
             self.rows.setdefault(row, []).extend(ids)
             first = Letters().decode(self.rows[row][:1])
             said = len(self.rows[row]) - self.lengths[first]
-            logits[row] = np.zeros((len(ids), 27) if every else 27, np.float32)
+            logits[row] = np.zeros((len(ids), 27) if every and row in chunks else 27, np.float32)
             logits[row][..., self.texts[first][said]] = 9.0
         return logits
-
-    def decode(self, tokens):
-        return self.prefill({row: [token] for row, token in tokens.items()})
 
     def trim(self, row, length):
         self.rows[row] = self.rows.get(row, [])[:length]
@@ -87,7 +85,7 @@ def test_rows_are_given_to_waiting_prompts_as_they_become_free():
     assert [c.finish_reason for c in done] == ["stop"] * 3
     assert script.prepared == ([2, 1, 3], 20)
     assert script.calls[0] == {0: [24, 24], 1: [25]}
-    assert {1: [26, 26, 26]} in script.calls  # the third prompt took the second one's row, alone
+    assert {0: [2], 1: [26, 26, 26]} in script.calls  # the third prompt took the second one's row
 
 
 def test_a_finished_row_is_fed_no_more():

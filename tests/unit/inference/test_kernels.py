@@ -31,16 +31,21 @@ def call():
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 13, 16])
-def test_products(call, rows):
+@pytest.mark.parametrize(
+    ("rows", "columns"), [*((n, 96) for n in (1, 2, 3, 4, 5, 8, 13, 16)), (3, 1104), (21, 1104), (70, 528)]
+)
+def test_products(call, rows, columns):
+    """More than 512 columns are worked on in slices, more than 64 rows in panels. Tolerances grow with what is added up."""
     random = np.random.default_rng(rows)
-    x, w = random.standard_normal((rows, 96), np.float32), random.standard_normal((20, 96), np.float32)
-    w8, scale = random.integers(-127, 128, (20, 96)).astype(np.int8), random.random(20, np.float32)
+    x, w = (random.standard_normal((n, columns), np.float32) for n in (rows, 20))
+    w8, scale = random.integers(-127, 128, (20, columns)).astype(np.int8), random.random(20, np.float32)
     y, y8, alone = (np.full((rows, 20), np.nan, np.float32) for _ in range(3))
     call("linear", x, w, y)
-    np.testing.assert_allclose(y, x.astype(np.float64) @ w.T, rtol=1e-5, atol=1e-5)
+    exact, added = x.astype(np.float64) @ w.T, np.abs(x) @ np.abs(w.T)
+    assert (np.abs(y - exact) <= 1e-5 * np.abs(exact) + 6e-8 * added).all()
     call("linear_int8", x, w8, scale, y8)
-    np.testing.assert_allclose(y8, (x.astype(np.float64) @ w8.T) * scale, rtol=1e-5, atol=1e-4)
+    exact8, added = (x.astype(np.float64) @ w8.T) * scale, np.abs(x) @ np.abs(w8.T.astype(np.float32)) * scale
+    assert (np.abs(y8 - exact8) <= 1e-5 * np.abs(exact8) + 6e-8 * added).all()
     bias, with_bias = random.standard_normal(20, np.float32), np.full_like(y, np.nan)
     call("linear", x, w, bias, with_bias)
     np.testing.assert_array_equal(with_bias, y + bias)

@@ -111,11 +111,8 @@ def as_tensors(arrays: Iterable[NDArray[Any]]) -> list[Tensor]:
     return [Tensor(array.astype(np.int32)) for array in arrays]
 
 
-class Cached(Rows):
-    """With a KV cache: each token is worked through once.
-
-    Prompts and chosen tokens are computed apart: a part of a prompt of one row of each replica, and a token of all rows. So
-    the shapes are the same whatever else is going on: what a prompt gets depends on no other, to the bit.
+class WithCache(Rows):
+    """Rows of a KV cache.
 
     Args:
         net: the model with caches attached for `num_rows` rows of `num_slots`.
@@ -134,11 +131,26 @@ class Cached(Rows):
         super().__init__(engine, net, config, num_rows)
         self.slot_table = SlotTable(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
         self.cache_bytes = cache_bytes(config, num_rows, num_slots)
-        self.chunk = self.reusable = min(chunk, config.seq_len)
-        self.in_replica = num_rows // self.num_replicas
+        self.chunk = min(chunk, config.seq_len)
+
+    def trim(self, row: int, length: int) -> None:
+        self.slot_table.trim(row, length)
+
+
+class Cached(WithCache):
+    """With a KV cache: each token is worked through once.
+
+    Prompts and chosen tokens are computed apart: a part of a prompt of one row of each replica, and a token of all rows. So
+    the shapes are the same whatever else is going on: what a prompt gets depends on no other, to the bit.
+    """
+
+    def __init__(self, *of: Any, **more: Any):
+        super().__init__(*of, **more)
+        self.reusable = self.chunk
+        self.in_replica = self.num_rows // self.num_replicas
         self.adapters: NDArray[np.int64] | None = None
-        if net.has_several_adapters:
-            self.adapters = np.zeros(num_rows, np.int64)
+        if self.net.has_several_adapters:
+            self.adapters = np.zeros(self.num_rows, np.int64)
 
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
         ends = {min(self.chunk, length - start) for length in prompt_lengths for start in range(0, length, self.chunk)}
@@ -212,9 +224,6 @@ class Cached(Rows):
         if self.adapters is None:
             return inputs
         return *inputs, np.repeat(self.adapters[np.asarray(rows)][:, None], length, axis=1)
-
-    def trim(self, row: int, length: int) -> None:
-        self.slot_table.trim(row, length)
 
     def use_adapter(self, row: int, adapter: int) -> None:
         if self.adapters is not None:

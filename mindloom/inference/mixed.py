@@ -14,40 +14,26 @@ import numpy as np
 from mindspore import nn
 from numpy.typing import NDArray
 
-from mindloom.inference.cache import SlotTable, cache_bytes
-from mindloom.inference.decoding import PREFILL_CHUNK, Cached, Logits, Rows, as_tensors
+from mindloom.inference.decoding import PREFILL_CHUNK, Cached, Logits, WithCache, as_tensors
 from mindloom.models.config import ModelConfig
 from mindloom.nn.linear import MOST_ROWS
 from mindloom.runtime.engine import Engine
 
 
-class Mixed(Rows):
+class Mixed(WithCache):
     """With a KV cache, each token of a step a row of the network's batch of its own.
 
     Only for networks whose products are all by the compiled kernels (`rows_are_alone`): what a prompt gets then depends on no
     other, to the bit, nor on how it is cut. Tokens that only fill a shape are not computed by them.
-
-    Args:
-        net: the model with caches attached for `num_rows` rows of `num_slots`.
-        chunk: tokens of prompts that are worked through at once.
     """
 
     reusable = 1
 
-    def __init__(
-        self,
-        engine: Engine,
-        net: nn.Cell,
-        config: ModelConfig,
-        num_rows: int,
-        num_slots: int,
-        chunk: int = PREFILL_CHUNK,
-    ):
-        assert takes(net, num_rows), (num_rows, net)
-        super().__init__(engine, net, config, num_rows)
-        self.slot_table = SlotTable(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
-        self.cache_bytes = cache_bytes(config, num_rows, num_slots)
-        self.chunk = min(chunk, config.seq_len, MOST_ROWS + 1 - num_rows)
+    def __init__(self, *of: Any, **more: Any):
+        super().__init__(*of, **more)
+        num_rows = self.num_rows
+        assert takes(self.net, num_rows), (num_rows, self.net)
+        self.chunk = min(self.chunk, MOST_ROWS + 1 - num_rows)
         self.sizes = [size for size in (1, 4, 16) if size < num_rows]
         self.sizes += sorted({num_rows, num_rows - 1 + self.chunk})
         """Numbers of tokens that a step is compiled for; with the last one a part of a prompt fits in, too."""
@@ -104,9 +90,6 @@ class Mixed(Rows):
             picked = np.zeros(min(size, self.num_rows), np.int64)
             picked[: len(feed)] = np.cumsum([len(ids) for ids in feed.values()]) - 1
         return tokens[:, None], positions[:, None], picked, self.slot_table.indices(rows, slots[:, None])
-
-    def trim(self, row: int, length: int) -> None:
-        self.slot_table.trim(row, length)
 
     def use_adapter(self, row: int, adapter: int) -> None:
         assert adapter == 0, adapter

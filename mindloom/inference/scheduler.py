@@ -160,7 +160,8 @@ class Scheduler:
                 return
             del self._waiting[number]
             shared = {row: self._shared(row, request) for row in self._free}
-            row = max(self._free, key=lambda free: shared[free])  # of equals the first
+            # What is reused counts, and what is forgotten for it: a greeting in common is not worth a conversation.
+            row = max(self._free, key=lambda free: 2 * shared[free] - len(self._held[free][1]))  # of equals the first
             self._free.remove(row)
             self.decoding.trim(row, shared[row])
             self.decoding.use_adapter(row, request.adapter)
@@ -172,10 +173,11 @@ class Scheduler:
         unit, prompt, (adapter, held) = self.decoding.reusable, request.prompt, self._held[row]
         if request.score_prompt or request.adapter != adapter:
             return 0
-        same = 0
-        while unit and same + unit < len(prompt) and list(held[same : same + unit]) == list(prompt[same : same + unit]):
-            same += unit
-        return same
+        if not unit:
+            return 0
+        pairs = zip(held, prompt[:-1], strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return same // unit * unit
 
     def _release(self, row: int) -> None:
         state, unit = self._rows.pop(row), self.decoding.reusable

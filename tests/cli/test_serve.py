@@ -155,8 +155,8 @@ def test_the_evaluation_harness_scores_as_our_scorer_does(server, checkpoint, tm
     np.testing.assert_allclose(np.ravel(theirs), ours, rtol=0, atol=1e-5)
 
 
-def test_a_client_that_goes_away_frees_its_row(server):
-    body = {"prompt": PROMPT, "max_tokens": 110, "ignore_eos": True}
+def test_a_client_that_goes_away_frees_its_rows(server):
+    body = {"prompt": PROMPT, "max_tokens": 110, "ignore_eos": True, "n": 64}  # one is done within the time-out
     before = server.metric("generation_tokens_total")
     with pytest.raises(httpx.TimeoutException):
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.1)
@@ -167,7 +167,7 @@ def test_a_client_that_goes_away_frees_its_row(server):
         time.sleep(0.05)
         running = server.metric("num_requests_running")
     assert running == 0
-    assert server.metric("generation_tokens_total") - before < 2 * 110
+    assert server.metric("generation_tokens_total") - before < 2 * 64 * 110
 
 
 def test_more_than_may_wait_are_told_to_come_again(server):

@@ -152,6 +152,19 @@ def test_where_any_beginning_may_be_reused_so_is_what_was_generated():
     assert found[1] == alone(request([5, 6, 7, *said, 8], 2))
 
 
+def test_a_conversation_is_not_forgotten_for_a_greeting_in_common():
+    decoding = Chunked(2)
+    decoding.reusable = 1
+    scheduler = Scheduler(decoding, ENGINE)
+    for prompt in ([5, *range(20)], [5, 30]):
+        scheduler.submit(request(prompt, 2))
+        finished(scheduler)
+    assert scheduler.reused_tokens == 0  # the second took the row that held nothing
+    scheduler.submit(request([5, *range(20), 40], 2))
+    finished(scheduler)
+    assert scheduler.reused_tokens == 21
+
+
 def test_what_one_adapter_worked_through_is_nothing_for_another():
     decoding = Chunked(1)
     scheduler = Scheduler(decoding, ENGINE)

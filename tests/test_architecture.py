@@ -32,6 +32,7 @@ PACKAGES = {
     "models": set(),
     "nn": set(),
     "strategy": set(),
+    "dialects": {"strategy"},
     "planner": {"strategy"},
     "align": set(),
     "data": set(),
@@ -57,7 +58,7 @@ PACKAGES = {
     "serve": {"checkpoint", "data", "inference", "runtime", "strategy"},
     "dry_run": {"nn", "parallel", "planner", "runtime", "strategy", "tasks", "train"},
     "certification": {"data", "dry_run", "parallel", "planner", "runtime", "strategy", "tasks", "train"},
-    "integrations": {"checkpoint", "data", "inference", "runtime", "strategy", "train"},
+    "integrations": {"checkpoint", "data", "dialects", "inference", "runtime", "strategy", "train"},
 }
 PACKAGES["verbs"] = set(PACKAGES)
 FAMILIES = ("pangu", "codegeex", "palm")

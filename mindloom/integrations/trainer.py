@@ -16,6 +16,9 @@ import numpy as np
 
 from mindloom.checkpoint.model_folder import load_config
 from mindloom.data.blend import BlendEntry, read_blend, short_datasets
+from mindloom.dialects import Settings
+from mindloom.dialects.settings import LOSSES
+from mindloom.dialects.translate import read, recognize
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.inference.config import GenerateConfig
@@ -24,10 +27,7 @@ from mindloom.log import milestone
 from mindloom.runtime.environment import is_first_process, launched_processes, prepare_environment
 from mindloom.shipped import DECODER
 from mindloom.strategy.config import SINGLE_DEVICE
-from mindloom.strategy.dialects import Settings
-from mindloom.strategy.dialects.ours import strategy_text
-from mindloom.strategy.dialects.settings import LOSSES
-from mindloom.strategy.dialects.translate import read, recognize
+from mindloom.strategy.text import strategy_text
 from mindloom.train.config import check as check_training
 from mindloom.train.plain_text import TrainConfig
 

@@ -127,7 +127,19 @@ def _matching(net: nn.Cell, patterns: Sequence[str]) -> list[str]:
 
 
 def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: Sequence[str], whole: bool) -> None:
-    rules, mesh = strategy.rules, strategy.mesh
+    problems = [
+        *_rule_problems(net, strategy, found, whole),
+        *_operator_problems(strategy, found),
+        *_lookup_problems(found, strategy.rules.operators, strategy.mesh),
+        *_mesh_problems(strategy, layers),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _rule_problems(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], whole: bool) -> list[str]:
+    """Rules against the network: those that match nothing, or cut a parameter that cannot be cut so."""
+    rules = strategy.rules
     problems = [
         f"{rule.source}: {rule.pattern} matches no operator of {type(net).__name__}; correct the path, "
         "or write it with a trailing ? if it is for other models"
@@ -140,9 +152,15 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
             if layout is None or not path_matches(rule.pattern, use.operator.path):
                 continue
             try:
-                local_shape(layout, tuple(use.parameter.shape), mesh)
+                local_shape(layout, tuple(use.parameter.shape), strategy.mesh)
             except LayoutError as error:
                 problems.append(f"{rule.source}: {use.parameter.name}: {error}")
+    return problems
+
+
+def _operator_problems(strategy: Strategy, found: Sequence[Operator]) -> list[str]:
+    """Operators that MindSpore can do nothing with unless a rule says how."""
+    rules, mesh, problems = strategy.rules, strategy.mesh, list[str]()
     if not mesh.derives_layouts:
         problems += [
             f"{strategy.at('mesh')}: {mesh}: MindSpore derives layouts on stages of 2^n ranks only, and no rule is for "
@@ -158,11 +176,14 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
         and o.primitive.name in UNKNOWN_OPERATORS
         and not any(r.local and path_matches(r.pattern, o.path) for r in rules.operators)
     ][:1]
-    problems += _lookup_problems(found, rules.operators, mesh)
-    cut = {
-        part_of_axis(axis)[0] for rule in rules.operators for layout in rule.inputs for dim in layout for axis in dim
-    }
-    problems += [
+    return problems
+
+
+def _mesh_problems(strategy: Strategy, layers: Sequence[str]) -> list[str]:
+    """Axes that no rule uses, and stages against layers."""
+    rules, mesh = strategy.rules.operators, strategy.mesh
+    cut = {part_of_axis(axis)[0] for rule in rules for layout in rule.inputs for dim in layout for axis in dim}
+    problems = [
         f"{strategy.at('mesh.' + axis)} = {mesh.degree(axis)}, but no rule cuts anything over {axis}: all its ranks would do "
         "the same; write a rule for it, or leave it out"
         for axis in mesh.cutting_axes
@@ -178,8 +199,7 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
         problems.append(f"{strategy.at('mesh.pp')} = {parts} are more than the {len(layers)} layers")
     if strategy.recompute and not layers:
         problems.append(f"{strategy.at('recompute')}: no cell matches `layers` of the rules")
-    if problems:
-        raise ConfigError(problems)
+    return problems
 
 
 def _lookup_problems(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) -> Iterator[str]:

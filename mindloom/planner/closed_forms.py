@@ -115,57 +115,85 @@ def _whole_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
 
 
 def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
-    """Bytes a device of a stage works on in collectives of one step, by kind and phase.
-
-    Of a tensor parallel layer: two reductions forward, each mirrored backward, once where attention and MLP are parallel;
-    when it is computed again in full one more, in a sandwich block, whose norms need both results, two, in a parallel one
-    none. The embedding adds one, of the float32 rows it looked up. With sequence parallel each of a layer's is a
-    reduce-scatter and an all-gather instead, and the head gathers, too.
-    """
-    inputs = 1 if dims.block == "parallel" else 2  # of products that are cut by columns
-    results = {"sequential": 1, "parallel": 0, "sandwich": 2}[dims.block]  # that computing again needs
-    width, m, last = job.activation_bytes, job.num_microbatches, job.last_stage
-    tokens = job.microbatch * dims.seq_len // job.cp
-    x, layers = tokens * dims.hidden_size * width, job.stages(dims.num_layers)[stage]
-    unshared = 0 if dims.shared_ffn_size else job.expert_layers(dims)[stage]  # layers without an MLP for every token
-    looked_up = tokens * dims.hidden_size * 4
+    """Bytes a device of a stage works on in collectives of one step, by kind and phase."""
+    layers = job.stages(dims.num_layers)[stage]
     again = 0 if job.recompute != "full" else layers if job.recomputed_layers is None else job.recomputed_layers[stage]
-    first_stage, last_stage = int(stage == 0), int(stage == last)
     found: Counter[str] = Counter()
-    if job.tp > 1 and not job.sequence_parallel:
-        found["AllReduce forward"] += m * ((2 * layers - unshared) * x + first_stage * looked_up)
-        found["AllReduce recompute"] += m * x * results * again
-        found["AllReduce backward"] += m * ((inputs * layers - unshared) * x + first_stage * looked_up)
-    elif job.tp > 1:
-        found["AllReduce forward"] += m * first_stage * looked_up
-        found["AllReduce backward"] += m * first_stage * looked_up
-        found["ReduceScatter forward"] += m * x * (2 * layers - unshared)
-        found["AllGather forward"] += m * x * (inputs * layers + last_stage)
-        found["ReduceScatter recompute"] += m * x * results * again
-        found["AllGather recompute"] += m * x * inputs * again
-        found["AllGather backward"] += m * x * inputs * layers
-        found["ReduceScatter backward"] += m * x * (inputs * layers + last_stage)
+    found.update(_layer_traffic(dims, job, stage, again))
     found.update(_expert_traffic(dims, job, stage, again))
     found.update(_context_traffic(dims, job, layers, again))
-    if job.tp > 1 and last_stage:  # the loss: maximum, sum and label's entry of each token
-        found["AllReduce forward"] += 3 * m * tokens * 4
-        found["AllReduce backward"] += 2 * m * tokens * 4
-    if job.replicas > 1 and last_stage:  # the loss itself
-        found["AllReduce forward"] += 4 * m
-        found["AllReduce backward"] += 4 * m if m > 1 else 0
-    if job.pp > 1:
-        sent, tied = m * x // (job.tp if job.sequence_parallel else 1), 4 * tied_words(dims, job, stage)
-        sent += 4 * m * bool(dims.num_experts)  # what the routers up to there add to the loss
-        forth = job.neighbours(stage)
-        back = forth + last_stage - first_stage  # what comes from parts before
-        found["Send forward"] += forth * sent + tied * first_stage
-        found["Receive backward"] += forth * sent + tied * first_stage
-        found["Receive forward"] += back * sent + tied * last_stage
-        found["Send backward"] += back * sent + tied * last_stage
+    found.update(_loss_traffic(dims, job, stage))
+    found.update(_stage_traffic(dims, job, stage))
     found.update(_parameter_traffic(dims, job, stage))
     found["AllReduce optimizer"] += 4 if job.devices > 1 else 0  # the square sum of all gradients
     found["AllReduce optimizer"] += 4 if job.last_stage < job.pp - 1 else 0  # the loss, for the last stage to know
     return {name: size for name, size in found.items() if size}
+
+
+def _layer_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) -> dict[str, float]:
+    """Of tensor parallelism. A layer has two reductions forward, each mirrored backward, once where attention and MLP are
+    parallel; when it is computed again in full one more, in a sandwich block, whose norms need both results, two, in a
+    parallel one none. The embedding adds one, of the float32 rows it looked up. With sequence parallel each of a layer's is
+    a reduce-scatter and an all-gather instead, and the head gathers, too.
+    """
+    if job.tp == 1:
+        return {}
+    inputs = 1 if dims.block == "parallel" else 2  # of products that are cut by columns
+    results = {"sequential": 1, "parallel": 0, "sandwich": 2}[dims.block]  # that computing again needs
+    tokens, m = job.microbatch * dims.seq_len // job.cp, job.num_microbatches
+    x, layers = tokens * dims.hidden_size * job.activation_bytes, job.stages(dims.num_layers)[stage]
+    unshared = 0 if dims.shared_ffn_size else job.expert_layers(dims)[stage]  # layers without an MLP for every token
+    looked_up = m * int(stage == 0) * tokens * dims.hidden_size * 4
+    if not job.sequence_parallel:
+        return {
+            "AllReduce forward": m * (2 * layers - unshared) * x + looked_up,
+            "AllReduce recompute": m * x * results * again,
+            "AllReduce backward": m * (inputs * layers - unshared) * x + looked_up,
+        }
+    last_stage = int(stage == job.last_stage)
+    return {
+        "AllReduce forward": looked_up,
+        "AllReduce backward": looked_up,
+        "ReduceScatter forward": m * x * (2 * layers - unshared),
+        "AllGather forward": m * x * (inputs * layers + last_stage),
+        "ReduceScatter recompute": m * x * results * again,
+        "AllGather recompute": m * x * inputs * again,
+        "AllGather backward": m * x * inputs * layers,
+        "ReduceScatter backward": m * x * (inputs * layers + last_stage),
+    }
+
+
+def _loss_traffic(dims: Dimensions, job: Parallelism, stage: int) -> Counter[str]:
+    """Of the last stage: over tp the maximum, sum and label's entry of each token, over replicas the loss itself."""
+    found, m = Counter[str](), job.num_microbatches
+    tokens = job.microbatch * dims.seq_len // job.cp
+    if stage != job.last_stage:
+        return found
+    if job.tp > 1:
+        found["AllReduce forward"] += 3 * m * tokens * 4
+        found["AllReduce backward"] += 2 * m * tokens * 4
+    if job.replicas > 1:
+        found["AllReduce forward"] += 4 * m
+        found["AllReduce backward"] += 4 * m if m > 1 else 0
+    return found
+
+
+def _stage_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
+    """Activations and their gradients between stages, and the embedding where the head is tied to it."""
+    if job.pp == 1:
+        return {}
+    m, first_stage, last_stage = job.num_microbatches, int(stage == 0), int(stage == job.last_stage)
+    x = job.microbatch * dims.seq_len // job.cp * dims.hidden_size * job.activation_bytes
+    sent, tied = m * x // (job.tp if job.sequence_parallel else 1), 4 * tied_words(dims, job, stage)
+    sent += 4 * m * bool(dims.num_experts)  # what the routers up to there add to the loss
+    forth = job.neighbours(stage)
+    back = forth + last_stage - first_stage  # what comes from parts before
+    return {
+        "Send forward": forth * sent + tied * first_stage,
+        "Receive backward": forth * sent + tied * first_stage,
+        "Receive forward": back * sent + tied * last_stage,
+        "Send backward": back * sent + tied * last_stage,
+    }
 
 
 def _context_traffic(dims: Dimensions, job: Parallelism, layers: int, again: int) -> dict[str, float]:

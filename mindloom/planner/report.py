@@ -10,8 +10,8 @@ from mindloom.planner.closed_forms import PRECISIONS
 from mindloom.planner.search import Option, PlanRequest, describe, why_slower
 from mindloom.planner.task import models_beside
 from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Strategy
-from mindloom.strategy.dialects.ours import strategy_text
 from mindloom.strategy.mesh import Mesh
+from mindloom.strategy.text import strategy_text
 
 GB = 2**30
 TOO_MANY_ROWS = 2.0

@@ -6,10 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +15,18 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Send
 
 from mindloom.data.tokenizer import chat_prompt, infill_prompt
 from mindloom.errors import ConfigError
 from mindloom.inference.config import language_tags
-from mindloom.inference.scheduler import Event, NewToken, PromptScores
 from mindloom.inference.session import Completion, Ending
 from mindloom.log import milestone
 from mindloom.serve import answers
 from mindloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
 from mindloom.serve.config import ServedModel, ServeJob
-from mindloom.serve.metrics import Metrics, Timing
+from mindloom.serve.metrics import Metrics
 from mindloom.serve.requests import (
     Asked,
     Fields,
@@ -41,7 +37,8 @@ from mindloom.serve.requests import (
     read_json,
     token_ids,
 )
-from mindloom.serve.service import Failed, Service, Wanted
+from mindloom.serve.service import Service
+from mindloom.serve.texts import Events, Texts, stream, whole
 
 BODY_TIMEOUT_S = 30.0
 OPEN_PATHS = ("/", "/health")
@@ -299,8 +296,8 @@ class Server:
             raise RequestError(429, "too many requests wait; come again later", headers={"Retry-After": "1"})
         texts = Texts(self.service, self.metrics, form.model, asked, choices, rooms)
         if asked.stream:
-            return _Events(_stream(texts, form, prompts), media_type="text/event-stream", headers=_NO_BUFFER)
-        made = asyncio.ensure_future(_all(texts))
+            return Events(stream(texts, form, prompts), media_type="text/event-stream", headers=_NO_BUFFER)
+        made = asyncio.ensure_future(whole(texts))
         gone = asyncio.ensure_future(_until_gone(request))
         try:
             await asyncio.wait((made, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -335,128 +332,3 @@ _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-class Texts:
-    """The texts of one request, submitted when they are asked for and cancelled when nobody asks any longer."""
-
-    def __init__(
-        self,
-        service: Service,
-        metrics: Metrics,
-        model: ServedModel,
-        asked: Asked,
-        choices: list[Choice],
-        rooms: list[int],
-    ):
-        self.service, self.metrics, self.model, self.asked = service, metrics, model, asked
-        self.choices, self.rooms, self.timeout_s = choices, rooms, service.job.config.request_timeout
-
-    async def events(self) -> AsyncGenerator[tuple[Choice, str], None]:
-        """A choice that has news, and its new text, until all have ended.
-
-        Raises:
-            RequestError: there is no answer, or none in time.
-        """
-        came: asyncio.Queue[tuple[Choice, Event | Failed] | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        notify = partial(_notify, loop, came)
-        tickets: dict[int, int] = {}
-        timings = {choice.index: Timing() for choice in self.choices}
-        # Not asyncio.wait_for: before Python 3.12 it may lose that its caller was cancelled.
-        too_late = loop.call_later(self.timeout_s, came.put_nowait, None)
-        try:
-            for choice, room in zip(self.choices, self.rooms, strict=True):
-                self.metrics.asked(len(choice.prompt), self.asked.num_choices, room)
-                if choice.echo is not None:
-                    yield choice, choice.echo
-                if wanted := self._wanted(choice, room):
-                    tickets[choice.index] = self.service.submit(wanted, partial(notify, choice))
-                else:
-                    choice.finish_reason = "length"
-                    yield choice, ""
-            while tickets:
-                if (news := await came.get()) is None:
-                    raise RequestError(504, f"not done within {self.timeout_s:g} s")
-                choice, event = news
-                yield choice, self._take(choice, event, timings[choice.index])
-                if choice.finish_reason:
-                    self.metrics.end(timings[choice.index], choice.finish_reason)
-                    del tickets[choice.index]
-        finally:
-            too_late.cancel()
-            for index, ticket in tickets.items():
-                self.service.cancel(ticket)
-                self.metrics.end(timings[index], "abort")
-
-    def _wanted(self, choice: Choice, room: int) -> Wanted | None:
-        score_prompt = choice.echo is not None and self.asked.num_top is not None
-        if score_prompt:
-            choice.scores.append(None)  # of the first token
-        if not room and not (score_prompt and len(choice.prompt) > 1):
-            return None
-        return Wanted(
-            prompt=tuple(choice.prompt),
-            adapter=self.model.adapter,
-            max_new_tokens=room,
-            sampling=self.asked.sampling,
-            stream=choice.index % self.asked.num_choices,
-            stop_ids=tuple(choice.ending.stop_ids),
-            logit_bias=self.asked.logit_bias,
-            num_top=self.asked.num_top or 0,
-            score_prompt=score_prompt,
-            is_finished=choice.ending.is_reached,
-        )
-
-    def _take(self, choice: Choice, event: Event | Failed, timing: Timing) -> str:
-        """Book what came. Returns the new text."""
-        if isinstance(event, NewToken):
-            self.metrics.token(timing, event)
-            return choice.add(event)
-        if isinstance(event, PromptScores):
-            choice.scores += event.scores
-            choice.finish_reason = event.finish_reason
-            return ""
-        raise RequestError(503, event.reason)
-
-
-def _notify(loop: asyncio.AbstractEventLoop, came: asyncio.Queue[Any], choice: Choice, event: Event | Failed) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
-        loop.call_soon_threadsafe(came.put_nowait, (choice, event))
-
-
-async def _all(texts: Texts) -> None:
-    async with contextlib.aclosing(texts.events()) as events:
-        async for _ in events:
-            pass
-
-
-class _Events(StreamingResponse):
-    """A stream that ends what makes it when its client goes away, also between two events."""
-
-    body_iterator: AsyncGenerator[str, None]
-
-    async def stream_response(self, send: Send) -> None:
-        async with contextlib.aclosing(self.body_iterator):
-            await super().stream_response(send)
-
-
-async def _stream(
-    texts: Texts, form: CompletionAnswer | ChatAnswer, prompts: list[tuple[int, ...]]
-) -> AsyncGenerator[str, None]:
-    """Server-sent events, one a token."""
-    try:
-        for first in form.opening(texts.choices):
-            yield _event(first)
-        async with contextlib.aclosing(texts.events()) as events:
-            async for choice, text in events:
-                yield _event(form.part(choice, text))
-        if texts.asked.with_usage:
-            yield _event({**form.head, "choices": [], "usage": answers.usage(prompts, texts.choices)})
-    except RequestError as error:
-        yield _event(error.body)
-    yield "data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

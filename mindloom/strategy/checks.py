@@ -120,6 +120,12 @@ def launch_problems(strategy: Strategy, num_processes: int) -> list[str]:
 
 def model_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
     """The mesh against the dimensions of a decoder."""
+    problems = _size_problems(strategy, config)
+    return problems + _layer_problems(strategy, config, bool(problems))
+
+
+def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
+    """Heads, widths, vocabulary and experts against the axes that cut them."""
     mesh, problems = strategy.mesh, []
     sizes = {"num_heads": config.num_heads, "ffn_hidden_size": config.ffn_size, "vocab_size": config.vocab_size}
     if config.experts:
@@ -150,6 +156,12 @@ def model_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
         problems.append(
             f"{strategy.at('mesh.ep')} = {mesh.ep} does not divide experts.num_experts = {count}; {_nearest(count, mesh.ep)}"
         )
+    return problems
+
+
+def _layer_problems(strategy: Strategy, config: ModelConfig, has_others: bool) -> list[str]:
+    """Layers against stages, recomputation and offloading. `has_others`: problems to be solved first."""
+    mesh, problems = strategy.mesh, list[str]()
     if strategy.num_virtual_stages > config.num_layers:
         virtual = strategy.pipeline.virtual_stages
         problems.append(
@@ -169,7 +181,7 @@ def model_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
                     f"{strategy.at(f'{key}.layers')}: layer {layer} does not exist; the last is {config.num_layers - 1}"
                 )
     both = {*offloaded_layers(config.num_layers, strategy)} & {*recomputed_layers(config.num_layers, strategy)}
-    if not problems and both and strategy.recompute and strategy.recompute.kind == "full":
+    if not (has_others or problems) and both and strategy.recompute and strategy.recompute.kind == "full":
         problems.append(
             f"{strategy.at('offload.layers')}: layer {min(both)} is computed again, so nothing of it is kept to be moved; "
             "leave it out of offload or of recompute"

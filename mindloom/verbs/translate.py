@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mindloom.cli import argument, check_numbers, option, parse_args
+from mindloom.dialects import Settings, Translation, translate
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.models.family import size_config
@@ -27,7 +28,6 @@ from mindloom.numbers import Count
 from mindloom.planner.search import Devices
 from mindloom.shipped import DECODER
 from mindloom.strategy.config import SINGLE_DEVICE
-from mindloom.strategy.dialects import Settings, Translation, translate
 
 
 @dataclass(frozen=True, kw_only=True)

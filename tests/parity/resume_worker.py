@@ -12,6 +12,7 @@ from mindloom.train.config import check
 from mindloom.train.plain_text import TrainConfig
 
 STEPS, MIDDLE = 4, 2
+MODULES = ("mindloom.train.start", "mindloom.train.trainer", "mindloom.train.state")
 DATA = Path(__file__).resolve().parents[2] / "examples" / "small_town.txt"
 
 
@@ -30,7 +31,7 @@ class Mesh:
 
     def __init__(self, out, strategy, resume):
         self.out, self.name = out, Path(strategy).stem
-        self.trainer = import_module("mindloom.train.trainer")  # loads MindSpore
+        self.start, self.trainer, self.state = map(import_module, MODULES)  # which load MindSpore
         self.config = TrainConfig(
             data=DATA,
             strategy=None if strategy == "one_device" else Path(strategy),
@@ -46,11 +47,11 @@ class Mesh:
             save_every=MIDDLE,
             resume=resume,
         )
-        self.training = self.trainer.start(check(self.config, launched_processes()))
+        self.training = self.start.start(check(self.config, launched_processes()))
         self.engine = self.training.engine
 
     def run(self, steps_done, kind):
-        saver, losses = self.trainer.make_saver(self.training), Losses()
+        saver, losses = self.state.make_saver(self.training), Losses()
         self.trainer.run_steps(self.training, losses, saver, steps_done)
         if self.engine.is_log_rank:
             (self.out / f"{self.name}.from_{kind}.json").write_text(json.dumps(losses.values))
@@ -68,7 +69,7 @@ class Mesh:
                 shutil.rmtree(self.config.states_dir)
                 shutil.copytree(source, self.config.states_dir / FOLDER.format(MIDDLE))
             self.engine.largest(0)  # all wait for the copy
-            self.run(self.trainer.resume(self.training), source.name)
+            self.run(self.state.resume(self.training), source.name)
 
 
 def run(out, phases, strategies):

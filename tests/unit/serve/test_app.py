@@ -10,9 +10,9 @@ from mindloom.inference.sampling import SamplingConfig
 from mindloom.inference.scheduler import NewToken
 from mindloom.inference.session import Completion, Ending
 from mindloom.serve.answers import Choice, CompletionAnswer
-from mindloom.serve.app import Texts, _all, _Events, _stream
 from mindloom.serve.metrics import Metrics
 from mindloom.serve.requests import CompletionAsked, RequestError
+from mindloom.serve.texts import Events, Texts, stream, whole
 
 TOKENIZER = SimpleNamespace(vocab_size=4, eod_id=0, encode=lambda text: [1], decode=lambda ids: "a" * len(ids))
 MODEL = SimpleNamespace(name="town", tokenizer=TOKENIZER, adapter=0)
@@ -57,7 +57,7 @@ async def turns(count):
 def test_a_text_given_up_is_cancelled_also_just_after_a_token_came(between):
     async def scenario():
         service = Service()
-        task = asyncio.ensure_future(_all(texts_of(service)))
+        task = asyncio.ensure_future(whole(texts_of(service)))
         await turns(3)
         service.tell()
         await turns(between)
@@ -73,7 +73,7 @@ def test_a_client_lost_between_two_events_ends_what_makes_them():
     async def scenario():
         service = Service()
         texts = texts_of(service)
-        response = _Events(_stream(texts, CompletionAnswer(MODEL, texts.asked), [(1,)]))
+        response = Events(stream(texts, CompletionAnswer(MODEL, texts.asked), [(1,)]))
         stuck = asyncio.Event()
 
         async def send(message):
@@ -96,7 +96,7 @@ def test_an_answer_that_takes_too_long_is_given_up():
     async def scenario():
         service = Service(timeout_s=0.05)
         with pytest.raises(RequestError, match=r"not done within 0.05 s"):
-            await _all(texts_of(service))
+            await whole(texts_of(service))
         assert service.cancelled == [7]
 
     asyncio.run(scenario())

@@ -69,13 +69,6 @@ class Lost:
                 self(name, f"{value}: no key for it")
 
 
-def betas(train: dict[str, Any]) -> list[float] | None:
-    """AdamW's, taken out of `train`, if both are there."""
-    if "adam_beta1" in train and "adam_beta2" in train:
-        return [train.pop("adam_beta1"), train.pop("adam_beta2")]
-    return None
-
-
 @dataclass(frozen=True)
 class Given:
     """A value somebody wrote."""

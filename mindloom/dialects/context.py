@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mindloom.dialects.settings import Book
 from mindloom.strategy.config import ContextMethod, Strategy
-from mindloom.strategy.dialects.settings import Book
 from mindloom.strategy.mesh import Mesh
 
 

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 from conftest import CONFIGS, ROOT, run
 
+from mindloom.dialects import Settings, recognize, translate
 from mindloom.errors import ConfigError
 from mindloom.strategy.checks import strategy_problems
 from mindloom.strategy.config import (
@@ -23,10 +24,9 @@ from mindloom.strategy.config import (
     Stages,
     Strategy,
 )
-from mindloom.strategy.dialects import Settings, recognize, translate
-from mindloom.strategy.dialects.ours import strategy_text
 from mindloom.strategy.loader import load_strategy
 from mindloom.strategy.mesh import Mesh
+from mindloom.strategy.text import strategy_text
 
 RULES = CONFIGS / "rules" / "decoder.yaml"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
@@ -416,7 +416,7 @@ def test_what_is_moved_to_the_host_is_translated(write, tmp_path):
     assert done.settings.strategy.offload == Offload(optimizer=True)
     ours = write("ours.yaml", f"mesh: {{dp: 4}}\nrules: {RULES}\noffload: {{optimizer: true, layers: all}}\n")
     for dialect, lost, said in (
-        ("mindformers1", "offload.optimizer", "layer_swap: [{layers: True"),
+        ("mindformers1", "offload.optimizer", "layer_swap: [{layers: true"),
         ("mindformers2", "offload", "parallelism:"),
         ("megatron", "offload.layers", "--optimizer-cpu-offload"),
     ):

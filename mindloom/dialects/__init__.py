@@ -5,7 +5,7 @@ configurations one way, every key reported.
 Each dialect is a module that reads a file into `Settings` and writes one, both with notes of what became of each key.
 """
 
-from mindloom.strategy.dialects.settings import Note, Settings
-from mindloom.strategy.dialects.translate import DIALECTS, Translation, recognize, translate
+from mindloom.dialects.settings import Note, Settings
+from mindloom.dialects.translate import DIALECTS, Translation, recognize, translate
 
 __all__ = ["DIALECTS", "Note", "Settings", "Translation", "recognize", "translate"]

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from mindloom.dialects.settings import Book, Lost
 from mindloom.strategy.config import Offload, Strategy
-from mindloom.strategy.dialects.settings import Book, Lost
 
 
 def read_swap(book: Book) -> Offload | None:
@@ -31,11 +33,11 @@ def read_swap(book: Book) -> Offload | None:
     return Offload(layers=sorted(found)) if found else None
 
 
-def written_swap(strategy: Strategy, lost: Lost) -> list[str]:
-    """Its lines; none where nothing is moved."""
+def written_swap(strategy: Strategy, lost: Lost) -> dict[str, Any]:
+    """Its keys; none where nothing is moved."""
     if strategy.optimizer_on_host:
         lost("offload.optimizer", "MindFormers moves activations alone")
     if not (strategy.offload and (layers := strategy.offload.layers)):
-        return []
-    shown = True if layers == "all" else layers
-    return ["swap_config:", "  swap: True", f"  layer_swap: [{{layers: {shown}, backward_prefetch: 1}}]"]
+        return {}
+    moved = {"layers": True if layers == "all" else layers, "backward_prefetch": 1}
+    return {"swap_config.swap": True, "swap_config.layer_swap": [moved]}

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML as flat keys, each with its line: `section.key`; lists of `{type: NAME, ...}` as `section[NAME].key`."""
+"""YAML as flat keys, both ways: `section.key`; lists of `{type: NAME, ...}` as `section[NAME].key`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from mindloom.dialects.settings import Given
 from mindloom.errors import ConfigError
 from mindloom.reader import Document, Keys, read_yaml
-from mindloom.strategy.dialects.settings import Given
 
 VALUES = (
     "offset",
@@ -53,3 +56,42 @@ def _flatten(document: Document, values: dict[str, Any], keys: Keys, prefix: str
                 _flatten(document, rest, (*here, number), entry + ".", given)
         else:
             given[key] = Given(value, document.at(here))
+
+
+def flat_text(values: Mapping[str, Any]) -> str:
+    """The YAML that `read_flat` reads as these keys; sections in the order in which they first come."""
+    return "\n".join(_lines(_nested(values), "")) + "\n"
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, field = key.split(".")
+        here = nested
+        for section in sections:
+            name, _, entry = section.rstrip("]").partition("[")
+            if not entry:
+                here = here.setdefault(name, {})
+                continue
+            entries = here.setdefault(name, [])
+            if entry not in [item["type"] for item in entries]:
+                entries.append({"type": entry})
+            here = next(item for item in entries if item["type"] == entry)
+        here[field] = value
+    return nested
+
+
+def _lines(values: Mapping[str, Any], indent: str) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield f"{indent}{key}:"
+            yield from _lines(value, indent + "  ")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) and "type" in item for item in value):
+            yield f"{indent}{key}:"
+            for item in value:
+                first, *rest = _lines(item, indent + "    ")
+                yield f"{indent}  - {first.lstrip()}"
+                yield from rest
+        else:
+            shown = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"))
+            yield f"{indent}{key}: {shown.splitlines()[0]}"

@@ -7,14 +7,15 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindloom.dialects import deepspeed, megatron, mindformers1, mindformers2, ours
+from mindloom.dialects.settings import LOSSES, Note, Settings
+from mindloom.dialects.yaml_file import read_flat
 from mindloom.errors import ConfigError
 from mindloom.shipped import RULES, name_of, shipped_or_file
 from mindloom.strategy.checks import strategy_problems
 from mindloom.strategy.config import Strategy
-from mindloom.strategy.dialects import deepspeed, megatron, mindformers, mindformers2, ours
-from mindloom.strategy.dialects.settings import LOSSES, Note, Settings
-from mindloom.strategy.dialects.yaml_file import read_flat
 from mindloom.strategy.loader import load_rules
+from mindloom.strategy.text import fitting_rules
 
 DIALECTS = ("ours", "mindformers1", "mindformers2", "megatron")
 """That are written; DeepSpeed's configurations are read only."""
@@ -59,7 +60,7 @@ def read(path: Path, dialect: str, known: Settings, devices: int | None = None) 
     if dialect == "ours":
         return ours.read(path, known)
     if dialect == "mindformers1":
-        settings, notes = mindformers.read(path, known)
+        settings, notes = mindformers1.read(path, known)
     else:
         reader = {"mindformers2": mindformers2, "megatron": megatron, "deepspeed": deepspeed}[dialect]
         settings, notes = reader.read(path, known, devices)
@@ -91,10 +92,10 @@ def translate(
     if to == "ours":
         text, more = ours.write(settings, name_of(rules, RULES) or _relative(rules, out.parent))
     else:
-        writer = {"mindformers1": mindformers, "mindformers2": mindformers2, "megatron": megatron}[to]
+        writer = {"mindformers1": mindformers1, "mindformers2": mindformers2, "megatron": megatron}[to]
         text, more = writer.write(settings)
     own = settings.strategy
-    fitting = shipped_or_file(ours.fitting_rules(name_of(rules, RULES) or str(rules), own.mesh), RULES)
+    fitting = shipped_or_file(fitting_rules(name_of(rules, RULES) or str(rules), own.mesh), RULES)
     if own.rules.operators and not _are_shipped(own, fitting):
         more = [*more, Note("rules", to, "not expressible", f"other rules than {rules}, which alone can be named")]
     return Translation(settings, text, notes + more)

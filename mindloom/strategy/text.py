@@ -1,33 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own strategy file, with the flags of tools/train.py in a comment."""
+"""A strategy as the text of its file, with flags of tools/train.py in a comment."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from mindloom.shipped import DECODER, EXPERTS
 from mindloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
-from mindloom.strategy.dialects.settings import Note, Settings
-from mindloom.strategy.loader import load_strategy
 from mindloom.strategy.mesh import Mesh
 
 FLAGS = "# tools/train.py "
-
-
-def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
-    """A strategy file; `known` has what it does not say."""
-    strategy = load_strategy(path)
-    notes = [Note(key, f"{path}:{line}", "same") for key, line in strategy.lines.items() if "." not in key]
-    return Settings(strategy, known.train, known.num_layers), notes
-
-
-def write(settings: Settings, rules: str) -> tuple[str, list[Note]]:
-    """A strategy file that names the rules file `rules`."""
-    return strategy_text(settings.strategy, rules, [flags_comment(settings.train)] if settings.train else []), []
 
 
 def fitting_rules(rules: str, mesh: Mesh) -> str:

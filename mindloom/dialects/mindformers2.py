@@ -11,14 +11,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from mindloom.dialects.context import context_method, written_context
+from mindloom.dialects.rows import Row, betas, read_rows, written_rows
+from mindloom.dialects.settings import Book, Lost, Note, Settings
+from mindloom.dialects.stages import rows_of_parts, stage_layers, virtual_stages
+from mindloom.dialects.yaml_file import flat_text, read_flat
 from mindloom.errors import ConfigError
 from mindloom.strategy.config import ContextMethod, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
-from mindloom.strategy.dialects.context import context_method, written_context
-from mindloom.strategy.dialects.settings import Book, Lost, Note, Settings, betas
-from mindloom.strategy.dialects.stages import rows_of_parts, stage_layers, virtual_stages
-from mindloom.strategy.dialects.yaml_file import read_flat
 from mindloom.strategy.mesh import Mesh
 
+PARALLELISM = "parallelism."
 STRICT = {
     "parallelism": (
         *("tensor_parallel", "context_parallel", "context_parallel_method", "pipeline_parallel", "expert_parallel"),
@@ -49,20 +51,21 @@ WITHOUT_EFFECT = {
     "train_dataset.*": "the loader is our own (--data)",
     "model.*": "the model's own configuration says it (--size, --config)",
 }
-TRAIN = {
-    "training.steps": "steps",
-    "training.global_batch_size": "batch_size",
-    "training.max_norm": "max_grad_norm",
-    "training.seed": "seed",
-    "optimizer.eps": "adam_epsilon",
-    "optimizer.weight_decay": "weight_decay",
-    "lr_scheduler.learning_rate": "learning_rate",
-    "lr_scheduler.lr_end": "min_learning_rate",
-    "lr_scheduler.warmup_steps": "warmup_steps",
-    "checkpoint.save_interleaved_steps": "save_every",
-    "checkpoint.save_max": "keep_last",
-    "checkpoint.async_save": "async_save",
-}
+TRAIN = (
+    Row("training.steps", "steps"),
+    Row("training.global_batch_size", "batch_size"),
+    Row("training.max_norm", "max_grad_norm"),
+    Row("training.seed", "seed"),
+    betas("optimizer.betas"),
+    Row("optimizer.eps", "adam_epsilon"),
+    Row("optimizer.weight_decay", "weight_decay"),
+    Row("lr_scheduler.learning_rate", "learning_rate"),
+    Row("lr_scheduler.lr_end", "min_learning_rate"),
+    Row("lr_scheduler.warmup_steps", "warmup_steps"),
+    Row("checkpoint.save_interleaved_steps", "save_every"),
+    Row("checkpoint.save_max", "keep_last"),
+    Row("checkpoint.async_save", "async_save"),
+)
 
 
 def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, list[Note]]:
@@ -92,11 +95,7 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     else:
         dp = devices // (tp * pp * cp)
     train = dict(known.train)
-    for key, name in TRAIN.items():
-        if key in book:
-            train[name] = book.take(key, name)
-    if "optimizer.betas" in book:
-        train["adam_beta1"], train["adam_beta2"] = book.take("optimizer.betas", "adam_beta1 and adam_beta2")
+    read_rows(book, TRAIN, train)
     if book.peek("training.local_batch_size") and "training.global_batch_size" in book:
         parts = train["batch_size"] // (book.peek("training.local_batch_size") * dp)
         if pp == 1 and parts > 1:
@@ -115,9 +114,8 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     book.note("checkpoint.load_path", "not expressible", "read a checkpoint of ours with --resume")
     book.only(ONLY)
     book.without_effect(WITHOUT_EFFECT)
-    return Settings(strategy, train, known.num_layers), book.finish(
-        [*TRAIN, *WITHOUT_EFFECT, *(key for key, *_ in ONLY)]
-    )
+    known_keys = [*(row.key for row in TRAIN), *WITHOUT_EFFECT, *(key for key, *_ in ONLY)]
+    return Settings(strategy, train, known.num_layers), book.finish(known_keys)
 
 
 def _pipeline(book: Book, mesh: Mesh, train: dict[str, Any]) -> Pipeline:
@@ -179,50 +177,68 @@ def _optimizer_parallel(book: Book, dp: int) -> OptimizerParallel | None:
 
 def write(settings: Settings) -> tuple[str, list[Note]]:
     """A MindFormers 2.x file: parallelism and recompute, and what of the rest is known."""
-    strategy, train, lost = settings.strategy, dict(settings.train), Lost("mindformers2")
-    mesh, zero = strategy.mesh, strategy.optimizer_parallel
-    lines = [f"# {mesh.size} devices: its data parallel degree, {mesh.dp}, is what the others leave", "parallelism:"]
-    lines += [f"  tensor_parallel: {mesh.tp}", f"  pipeline_parallel: {mesh.pp}"]
-    context = written_context(strategy, METHODS, "context_parallel", "context_parallel_method")
-    lines += [f"  {key}: {value}" for key, value in (context or {"context_parallel": 1}).items()]
-    lines += [f"  expert_parallel: {mesh.ep}"] if mesh.ep > 1 else []
-    lines.append(f"  hsdp_shard_size: {(zero.shard_size or mesh.dp) if zero else 1}")
-    if zero:
-        lines.append(f"  hsdp_threshold: {zero.threshold_kb}")
-        if zero.shard_accumulated_gradients:
-            lost("optimizer_parallel.shard_accumulated_gradients", "hsdp_optimizer_level decides by other rules")
+    strategy, lost = settings.strategy, Lost("mindformers2")
+    mesh = strategy.mesh
     if strategy.offload:
         lost("offload", "MindFormers has swap_config in its 1.x files only")
     if strategy.micro_batch_interleave > 1:
         lost("micro_batch_interleave", "MindFormers has copies of microbatches in its 1.x files only")
-    lines.append(f"  sequence_parallel: {strategy.sequence_parallel}")
-    if mesh.pp > 1:
-        size = settings.micro_batch_size
-        if size is None:
-            lost("pipeline.num_microbatches", "2.x counts the sequences of a microbatch: give --batch-size")
-        lines.append(f"  pipeline_parallel_microbatch_size: {size or 1}")
-        if strategy.pipeline.virtual_stages > 1:
-            lines.append(f"  pipeline_parallel_interleave_num: {strategy.pipeline.virtual_stages}")
-            lines.append(f"  pipeline_parallel_schedule: {strategy.pipeline.schedule}")
-        if counts := stage_layers(settings, lost):
-            lines.append(f"  pipeline_parallel_layers_per_stage: {rows_of_parts(counts, strategy)}")
-    recompute = strategy.recompute
+    written = {
+        PARALLELISM + "tensor_parallel": mesh.tp,
+        PARALLELISM + "pipeline_parallel": mesh.pp,
+        PARALLELISM + "context_parallel": mesh.cp,
+        **written_context(strategy, METHODS, PARALLELISM + "context_parallel", PARALLELISM + "context_parallel_method"),
+        **({PARALLELISM + "expert_parallel": mesh.ep} if mesh.ep > 1 else {}),
+        **_written_optimizer_parallel(strategy, lost),
+        PARALLELISM + "sequence_parallel": strategy.sequence_parallel,
+        **_written_pipeline(settings, lost),
+        **_written_recompute(strategy.recompute, lost),
+        **_written_train(settings, lost),
+    }
+    head = f"# {mesh.size} devices: its data parallel degree, {mesh.dp}, is what the others leave\n"
+    return head + flat_text(written), lost.notes
+
+
+def _written_optimizer_parallel(strategy: Strategy, lost: Lost) -> dict[str, Any]:
+    zero = strategy.optimizer_parallel
+    if zero is None:
+        return {PARALLELISM + "hsdp_shard_size": 1}
+    if zero.shard_accumulated_gradients:
+        lost("optimizer_parallel.shard_accumulated_gradients", "hsdp_optimizer_level decides by other rules")
+    return {
+        PARALLELISM + "hsdp_shard_size": zero.shard_size or strategy.mesh.dp,
+        PARALLELISM + "hsdp_threshold": zero.threshold_kb,
+    }
+
+
+def _written_pipeline(settings: Settings, lost: Lost) -> dict[str, Any]:
+    strategy = settings.strategy
+    if strategy.mesh.pp == 1:
+        return {}
+    if settings.micro_batch_size is None:
+        lost("pipeline.num_microbatches", "2.x counts the sequences of a microbatch: give --batch-size")
+    written: dict[str, Any] = {PARALLELISM + "pipeline_parallel_microbatch_size": settings.micro_batch_size or 1}
+    if strategy.pipeline.virtual_stages > 1:
+        written[PARALLELISM + "pipeline_parallel_interleave_num"] = strategy.pipeline.virtual_stages
+        written[PARALLELISM + "pipeline_parallel_schedule"] = strategy.pipeline.schedule
+    if counts := stage_layers(settings, lost):
+        written[PARALLELISM + "pipeline_parallel_layers_per_stage"] = rows_of_parts(counts, strategy)
+    return written
+
+
+def _written_recompute(recompute: Recompute | None, lost: Lost) -> dict[str, Any]:
     if recompute and (recompute.per_stage is not None or recompute.layers != "all"):
         lost("recompute", "2.x recomputes all layers or none", "approximated")
     if recompute and recompute.kind == "selective":
         lost("recompute.kind", "MindFormers chooses the operators by itself", "approximated")
     full = recompute is not None and recompute.kind == "full"
-    lines += ["recompute:", f"  full_recompute: {full}", f"  select_recompute: {recompute is not None and not full}"]
-    sections: dict[str, dict[str, Any]] = {}
+    return {"recompute.full_recompute": full, "recompute.select_recompute": recompute is not None and not full}
+
+
+def _written_train(settings: Settings, lost: Lost) -> dict[str, Any]:
+    train, written = dict(settings.train), dict[str, Any]()
     if settings.micro_batch_size:
-        sections["training"] = {"local_batch_size": settings.micro_batch_size}
-    if both := betas(train):
-        sections["optimizer"] = {"betas": both}
-    for key, name in TRAIN.items():
-        if train.get(name) is not None:
-            section, _, field = key.partition(".")
-            sections.setdefault(section, {})[field] = train.pop(name)
-    for section, fields in sections.items():
-        lines += [f"{section}:", *(f"  {field}: {value}" for field, value in fields.items())]
+        written["training.local_batch_size"] = settings.micro_batch_size
+    written |= written_rows(TRAIN, train)
     lost.rest({name: value for name, value in train.items() if name != "accumulate"})
-    return "\n".join(lines) + "\n", lost.notes
+    return written

@@ -10,34 +10,38 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mindloom.dialects.rows import Row, betas, number, read_rows
+from mindloom.dialects.settings import Book, Note, Settings
+from mindloom.dialects.yaml_file import read_flat
 from mindloom.errors import ConfigError
-from mindloom.strategy.config import OptimizerParallel, Strategy
-from mindloom.strategy.dialects.settings import Book, Note, Settings
-from mindloom.strategy.dialects.yaml_file import read_flat
+from mindloom.strategy.config import Offload, OptimizerParallel, Strategy
 from mindloom.strategy.mesh import Mesh
 
 LTD = "data_efficiency.data_routing.random_ltd."
+SCHEDULE = f"{LTD}random_ltd_schedule."
+MOMENTS = "zero_optimization.offload_optimizer."
 CURRICULUM = "data_efficiency.data_sampling.curriculum_learning."
-TRAIN = {
-    "train_batch_size": "batch_size",
-    "gradient_accumulation_steps": "accumulate",
-    "gradient_clipping": "max_grad_norm",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "decay_steps",
-    "data_efficiency.seed": "seed",
-}
-RANDOM_LTD = {
-    "random_ltd_schedule.min_value": "random_ltd_min_value",
-    "random_ltd_schedule.schedule_config.require_steps": "random_ltd_require_steps",
-    "random_ltd_schedule.schedule_config.seq_per_step": "random_ltd_seq_per_step",
-}
+TRAIN = (
+    Row("train_batch_size", "batch_size", number),
+    Row("gradient_accumulation_steps", "accumulate", number),
+    Row("gradient_clipping", "max_grad_norm", number),
+    Row("optimizer.params.lr", "learning_rate", number),
+    betas("optimizer.params.betas"),
+    Row("optimizer.params.eps", "adam_epsilon", number),
+    Row("optimizer.params.weight_decay", "weight_decay", number),
+    Row("scheduler.params.warmup_num_steps", "warmup_steps", number),
+    Row("scheduler.params.total_num_steps", "decay_steps", number),
+    Row("data_efficiency.seed", "seed", number),
+)
+RANDOM_LTD = (
+    Row(f"{SCHEDULE}min_value", "random_ltd_min_value", number),
+    Row(f"{SCHEDULE}schedule_config.require_steps", "random_ltd_require_steps", number),
+    Row(f"{SCHEDULE}schedule_config.seq_per_step", "random_ltd_seq_per_step", number),
+)
 ONLY = (
     ("optimizer.type", "AdamW", "--optimizer says which"),
     ("scheduler.type", "WarmupDecayLR", "--schedule cosine or inverse-sqrt"),
-    (f"{LTD}random_ltd_schedule.schedule_type", "fixed_linear", "the number of tokens grows evenly"),
+    (f"{SCHEDULE}schedule_type", "fixed_linear", "the number of tokens grows evenly"),
 )
 WITHOUT_EFFECT = {
     "train_micro_batch_size_per_gpu": "what is left of train_batch_size",
@@ -65,8 +69,7 @@ WITHOUT_EFFECT = {
     "flops_profiler.*": "plans and dry runs count them",
 }
 NOT_EXPRESSIBLE = {
-    "zero_optimization.offload_optimizer.*": "nothing is offloaded",
-    "zero_optimization.offload_param.*": "nothing is offloaded",
+    "zero_optimization.offload_param.*": "weights stay on the device; write `offload` for activations",
     "activation_checkpointing.*": "write `recompute` in the strategy",
     f"{LTD}layer_token_lr_schedule.*": "the rate follows steps",
     f"{CURRICULUM}*": "write a file for --curriculum, with these words, for one metric",
@@ -87,29 +90,22 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     if not devices:
         raise ConfigError(f"{path}: a DeepSpeed configuration does not say how many devices there are: give --devices")
     train, num_layers = dict(known.train), known.num_layers
-    for key, name in TRAIN.items():
-        if key in book:
-            train[name] = _number(book, key, name)
+    read_rows(book, TRAIN, train, flags=True)
     if "train_batch_size" not in book and "train_micro_batch_size_per_gpu" in book:
         micro = _number(book, "train_micro_batch_size_per_gpu", "batch_size")
         train["batch_size"] = micro * train.get("accumulate", 1) * devices
-    if "optimizer.params.betas" in book:
-        betas = book.take("optimizer.params.betas", "--adam-beta1 --adam-beta2")
-        if not isinstance(betas, list) or len(betas) != 2:
-            raise ConfigError(f"{book.given['optimizer.params.betas'].place}: betas must be two numbers, got {betas!r}")
-        train["adam_beta1"], train["adam_beta2"] = betas
     _precision(book, train)
     if book.peek(f"{LTD}enabled", False):
         num_layers = _random_ltd(book, train, num_layers)
     for key in (f"{LTD}enabled", f"{LTD}total_layer_num"):
         book.note(key, "no effect", "random-LTD is off" if not book.peek(f"{LTD}enabled") else "said by the others")
-    strategy = Strategy(mesh=Mesh(dp=devices), optimizer_parallel=_zero(book), source=str(path))
+    strategy = Strategy(mesh=Mesh(dp=devices), optimizer_parallel=_zero(book), offload=_offload(book), source=str(path))
     book.only(ONLY)
     for pattern, why in NOT_EXPRESSIBLE.items():
         for key in [k for k in book.given if k.startswith(pattern.removesuffix("*")) and book.is_open(k)]:
             book.note(key, "not expressible", why)
     book.without_effect({**WITHOUT_EFFECT, f"{LTD}*": "random-LTD is off", "zero_optimization.*": "the engine's own"})
-    return Settings(strategy, train, num_layers), book.finish([*TRAIN, *WITHOUT_EFFECT])
+    return Settings(strategy, train, num_layers), book.finish([*(row.key for row in TRAIN), *WITHOUT_EFFECT])
 
 
 def _number(book: Book, key: str, name: str) -> Any:
@@ -139,16 +135,14 @@ def _precision(book: Book, train: dict[str, Any]) -> None:
 
 def _random_ltd(book: Book, train: dict[str, Any], num_layers: int | None) -> int | None:
     """Number of layers, where it is said."""
-    for key, name in RANDOM_LTD.items():
-        if LTD + key in book:
-            train[name] = _number(book, LTD + key, name)
+    read_rows(book, RANDOM_LTD, train, flags=True)
     layers = book.peek(f"{LTD}random_ltd_layer_id")
     if isinstance(layers, list):
         train["random_ltd_layers"] = tuple(as_ranges(layers))
         book.note(f"{LTD}random_ltd_layer_id", "renamed", "--random-ltd-layers")
-    highest, length = book.peek(f"{LTD}random_ltd_schedule.max_value"), train.get("seq_len")
+    highest, length = book.peek(f"{SCHEDULE}max_value"), train.get("seq_len")
     why = "in the end the layers see the whole sequence: --seq-len"
-    book.note(f"{LTD}random_ltd_schedule.max_value", "same" if highest == length else "approximated", why)
+    book.note(f"{SCHEDULE}max_value", "same" if highest == length else "approximated", why)
     if f"{LTD}total_layer_num" in book:
         return int(_number(book, f"{LTD}total_layer_num", "num_layers"))
     return num_layers
@@ -157,12 +151,25 @@ def _random_ltd(book: Book, train: dict[str, Any], num_layers: int | None) -> in
 def as_ranges(numbers: Sequence[int]) -> list[str]:
     """[1, 2, 3, 7] as 1-3 and 7."""
     runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+    for layer in sorted(numbers):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
         else:
-            runs.append([number])
+            runs.append([layer])
     return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+
+
+def _offload(book: Book) -> Offload | None:
+    device = book.peek(f"{MOMENTS}device", "none")
+    to_host = device == "cpu"
+    if to_host:
+        book.note(f"{MOMENTS}device", "renamed", "offload.optimizer")
+    elif device == "none":
+        book.note(f"{MOMENTS}device", "same", "nothing is moved")
+    else:
+        book.note(f"{MOMENTS}device", "not expressible", f"{device}: the optimizer can wait on the host (cpu)")
+    book.without_effect({f"{MOMENTS}*": "how it is moved is the engine's own"})
+    return Offload(optimizer=True) if to_host else None
 
 
 def _zero(book: Book) -> OptimizerParallel | None:

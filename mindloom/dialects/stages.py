@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import get_args
 
+from mindloom.dialects.settings import Book, Lost, Settings
 from mindloom.strategy.config import Pipeline, Schedule, Stages, Strategy
-from mindloom.strategy.dialects.settings import Book, Lost, Settings
 from mindloom.strategy.mesh import Mesh
 from mindloom.strategy.stages import layers_per_part
 

@@ -6,10 +6,10 @@ import json
 import pytest
 from conftest import CONFIGS
 
+from mindloom.dialects import Settings, recognize, translate
+from mindloom.dialects.deepspeed import as_ranges
 from mindloom.errors import ConfigError
-from mindloom.strategy.config import SINGLE_DEVICE, OptimizerParallel
-from mindloom.strategy.dialects import Settings, recognize, translate
-from mindloom.strategy.dialects.deepspeed import as_ranges
+from mindloom.strategy.config import SINGLE_DEVICE, Offload, OptimizerParallel
 from mindloom.strategy.mesh import Mesh
 
 RULES = CONFIGS / "rules" / "decoder.yaml"
@@ -81,11 +81,22 @@ def test_a_published_configuration_is_read_and_nothing_is_unknown(write):
     assert given == {note.key for note in done.notes}
 
 
+def test_an_optimizer_that_waits_on_the_host_is_offloaded_here_too(write):
+    done = read(write, {"train_batch_size": 64, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+    assert done.settings.strategy.offload == Offload(optimizer=True)
+    assert "offload: {optimizer: true}" in done.text
+    assert not [note for note in done.losses if "offload" in note.key]
+
+
 def test_what_cannot_be_said_is_named(write):
     values = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "pin_memory": True},
+            "offload_param": {"device": "cpu"},
+        },
         "bf16": {"enabled": True},
         "scheduler": {"type": "OneCycle"},
         "data_efficiency": {
@@ -100,6 +111,8 @@ def test_what_cannot_be_said_is_named(write):
     assert done.settings.train == {"accumulate": 4, "batch_size": 2 * 4 * 64, "compute_dtype": "bfloat16"}
     fates = {note.key: note.fate for note in done.notes}
     assert fates["zero_optimization.offload_optimizer.device"] == "not expressible"
+    assert fates["zero_optimization.offload_optimizer.pin_memory"] == "no effect"
+    assert fates["zero_optimization.offload_param.device"] == "not expressible"
     assert fates["scheduler.type"] == "not expressible"
     assert fates["data_efficiency.data_routing.random_ltd.random_ltd_layer_num"] == "no effect"
     assert fates["train_batchsize"] == "unknown"

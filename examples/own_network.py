@@ -53,5 +53,5 @@ rng = np.random.RandomState(0)
 x = rng.randn(16, 32).astype(np.float32)
 for i in range(6):
     loss = step(Tensor(x), Tensor(np.sin(x)))
-    if is_log_rank():  # of several processes the one that knows the loss
+    if is_log_rank():  # of several processes one
         print(f"step {i + 1} loss {float(loss.asnumpy()):.6f}", flush=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import yaml
 from mindspore import Parameter, Tensor, nn
 from mindspore.graph import api
@@ -38,6 +39,8 @@ class _Parallel:
     """A network that `auto_parallel` returned."""
 
     network: nn.Cell
+    whole: nn.Cell
+    """The same without microbatches, which evaluate and predict."""
     report: Report
     engine: Engine
 
@@ -74,7 +77,7 @@ def auto_parallel(
     follows from that and from the other rules. Train with `nn.TrainOneStepCell`, `ms.train.Model`, `ms.value_and_grad` or
     a function under `ms.jit`, evaluate and predict, in graph mode, as on one device. Every process of the job runs the
     same script with the same, whole batches; the parameters of each hold its part. In a pipeline, for which there is
-    `nn.TrainOneStepCell`, the loss is the mean over the microbatches, known to the last stage; the others return 0.
+    `nn.TrainOneStepCell`, the loss is the mean over the microbatches.
 
     Raises:
         ConfigError: the strategy, the launched processes or the network do not fit each other.
@@ -100,8 +103,9 @@ def auto_parallel(
     if loaded.mesh.size > 1:
         prepare_to_cut(net)
     report = parallelize(net, loaded)
-    network = wrap(CutBatch(net, loaded.mesh) if loaded.mesh.size > 1 else net, loaded)
-    _networks[id(network)] = _Parallel(network, report, engine)
+    whole = CutBatch(net, loaded.mesh) if loaded.mesh.size > 1 else net
+    network = wrap(whole, loaded)
+    _networks[id(network)] = _Parallel(network, whole, report, engine)
     _contents.clear()
     # An outer Cell or a compiled function that calls the network does not tell it so: calls of both are looked at, and
     # those that hold no parallel network go on as before.
@@ -130,7 +134,7 @@ def _chosen(
 
 
 def is_log_rank() -> bool:
-    """Whether this is the one process of the job that knows the loss and tells it; always, on one device."""
+    """Whether this is the one process of the job that tells what all know; always, on one device."""
     return not _engines or list(_engines.values())[-1].is_log_rank
 
 
@@ -161,10 +165,30 @@ def _run_cell(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
     parallel = _parallel_in(cell, cell.cells_and_names)
     if parallel is None or parallel.engine.strategy.mesh.size == 1:
         return _compile_and_run(cell, *args, **kwargs)
-    inputs = _inputs(cell.construct, args, kwargs, parallel.engine)
-    if parallel.engine.strategy.mesh.pp > 1 and type(cell) is nn.TrainOneStepCell:
-        return _run(_pipeline_step(cell, parallel), inputs, parallel.engine)[0]
-    return _run(cell, inputs, parallel.engine)
+    if parallel.engine.strategy.mesh.pp > 1:
+        return _run_in_pipeline(cell, _inputs(cell.construct, args, kwargs, parallel.engine), parallel)
+    return _run(cell, _inputs(cell.construct, args, kwargs, parallel.engine), parallel.engine)
+
+
+def _run_in_pipeline(cell: nn.Cell, inputs: tuple[Tensor, ...], parallel: _Parallel) -> Any:
+    """A step, or a call of the network by itself.
+
+    Raises:
+        ConfigError: anything else, whose microbatches MindSpore would add up.
+    """
+    engine = parallel.engine
+    if type(cell) is nn.TrainOneStepCell and cell.network is parallel.network:
+        return _known_to_all(_run(_pipeline_step(cell, parallel), inputs, engine)[0], engine)
+    if cell is not parallel.network:
+        raise ConfigError(
+            f"{engine.strategy.at('mesh.pp')}: a pipeline trains with nn.TrainOneStepCell(net, optimizer), the loss inside "
+            f"net, and is evaluated by calling net; not inside {type(cell).__name__}"
+        )
+    engine.refresh(parallel.whole, parallel.report)
+    told = _run(parallel.whole, inputs, engine)
+    return (
+        tuple(_known_to_all(each, engine) for each in told) if isinstance(told, tuple) else _known_to_all(told, engine)
+    )
 
 
 def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,6 +227,14 @@ def _run(cell: nn.Cell, inputs: tuple[Tensor, ...], engine: Engine) -> Any:
         set_auto_parallel_context(engine.strategy, engine.rank)
         _context_of[:] = [engine]
     return _compile_and_run(cell, *inputs)
+
+
+def _known_to_all(output: Tensor, engine: Engine) -> Tensor:
+    """What the last stage of a pipeline alone knows, on every rank."""
+    source, array = engine.strategy.mesh.first_rank_of_last_stage, output.asnumpy()
+    shape, dtype = engine.share([array.shape, array.dtype.str], source)
+    mine = array if engine.rank == source else np.zeros(shape, dtype)
+    return Tensor(engine.broadcast(mine, source))
 
 
 def _inputs(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], engine: Engine) -> tuple[Tensor, ...]:

@@ -201,6 +201,12 @@ def by_step_then_judged(net, batch):
     return [*losses, float(judge(*batch).asnumpy())]
 
 
+def by_step_then_called(net, batch):
+    """The last is the loss of the network that no longer trains."""
+    losses = by_step(net, batch)
+    return [*losses, float(net.set_train(False)(*batch).asnumpy())]
+
+
 def by_model(net, batch):
     class Recorded(ms.train.Callback):
         def __init__(self):
@@ -224,7 +230,13 @@ def by_model(net, batch):
     return [*recorded.losses, found["loss"], found["accuracy"], *predicted[:, 0].tolist()]
 
 
-WAYS = {"step": by_step, "step, judged": by_step_then_judged, "gradients": by_gradients, "model": by_model}
+WAYS = {
+    "step": by_step,
+    "step, judged": by_step_then_judged,
+    "step, called": by_step_then_called,
+    "gradients": by_gradients,
+    "model": by_model,
+}
 
 
 def train(name, way, mesh, settings=None):
@@ -246,6 +258,8 @@ def train(name, way, mesh, settings=None):
         whole: Slices = tuple(slice(0, n) for n in parameter.shape)
         engine = next(iter(module._engines.values()), None) if mesh else None
         layout = engine.backend.layouts.get(parameter.name) if engine else None
+        if layout is None and engine and engine.strategy.mesh.pp > 1:
+            continue  # of another stage
         if layout is not None:
             report = inner.parallel_report.of(parameter.name)
             whole = layout.slices(report.global_shape, engine.rank, engine.backend.groups)
@@ -274,6 +288,10 @@ def refused(what):
             with unittest.mock.patch.object(cells, "_linear", linear_of_mindspore):
                 net = auto_parallel(Encoder(), mesh={"dp": 2})
             by_step(net, tuple(map(Tensor, data("encoder"))))
+        elif what == "evaluated in a pipeline":
+            settings = {"pipeline": {"num_microbatches": 2}, "rules": {"layers": ["blocks.*"], "last_stage": ["head"]}}
+            net = auto_parallel(Gated(), mesh={"pp": 2}, **settings)
+            nn.WithEvalCell(net, nn.CrossEntropyLoss())(*map(Tensor, batch))
         elif what == "uneven":
             net(Tensor(batch[0][:3]), Tensor(batch[1][:3]))
         elif what == "no tensor":

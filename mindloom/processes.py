@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 
 PR_SET_PDEATHSIG = 1
 LAUNCHER = "MINDLOOM_LAUNCHER"
@@ -25,6 +26,24 @@ def end_with_parent(parent: int | None = None) -> None:
     launcher = os.environ.get(LAUNCHER, "")
     if (parent is not None and os.getppid() != parent) or (launcher.isdecimal() and not is_alive(int(launcher))):
         os._exit(1)
+
+
+def end_later(seconds: float) -> None:
+    """Go on in a child of this process, which ends as the child does, but `seconds` later where that failed or was killed.
+
+    msrun looks every second and kills all others when one has ended badly: until then they can tell who is waiting. Before
+    threads are started.
+    """
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        end_with_parent(parent)
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(child, number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the child as well
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        time.sleep(seconds)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def is_alive(pid: int) -> bool:

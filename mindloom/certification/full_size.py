@@ -11,12 +11,14 @@ from mindloom.dry_run.config import DryRun
 from mindloom.dry_run.pool import compile_ranks
 from mindloom.dry_run.summary import GB, summarize
 from mindloom.planner.closed_forms import job_of, parameter_bytes
-from mindloom.planner.cluster import published_error
+from mindloom.planner.cluster import Cluster, published_error
 from mindloom.planner.dimensions import of_decoder
+from mindloom.planner.graph_time import graph_time
 from mindloom.planner.report import as_dict
 from mindloom.planner.search import evaluate
 from mindloom.planner.task import adapter_parameters
 from mindloom.planner.task_traffic import objective_bytes, task_traffic
+from mindloom.strategy.config import Strategy
 
 LIMIT = 0.01
 """Of bytes: tables of the closed forms leave out what is a few bytes a step."""
@@ -85,6 +87,27 @@ def _is_within(found: float, least: float, most: float) -> bool:
 
 def _bounds(least: float, most: float) -> str:
     return f"{most:,.0f}" if least == most else f"{least:,.0f} to {most:,.0f}"
+
+
+def own_estimate(ranks: Sequence[dict[str, Any]], strategy: Strategy, rows: int, cluster: Cluster) -> dict[str, Any]:
+    """Time of a step of `rows` of a user's network, of the slowest of its compiled ranks."""
+    parts = strategy.mesh.dp * strategy.num_parts()
+    rows = -(-rows // parts) * parts  # as they were compiled for
+    times = [
+        graph_time(
+            sum(rank["flops"].values()),
+            rank["passed_bytes"],
+            [(c["kind"], c["count"] * c["bytes_each"], rank["groups"][c["group"]]) for c in rank["collectives"]],
+            cluster,
+            in_float32=rank["in_float32"],
+            pp=strategy.mesh.pp,
+            microbatches=strategy.num_parts(),
+        )
+        for rank in ranks
+    ]
+    slowest = max(times, key=lambda time: time.total)
+    seconds = dict(vars(slowest))
+    return {"step_time_s": slowest.total, "rows_per_s": rows / slowest.total, "chip": cluster.chip, "seconds": seconds}
 
 
 def memory_problems(values: dict[str, Any], usable_bytes: float) -> Iterator[str]:

@@ -16,9 +16,11 @@ from mindloom.certification import full_size
 from mindloom.certification.proof import compile_ranks, prove, timed
 from mindloom.certification.shrink import IN_PROOF, POSSIBLE_PROCESSES, small_strategies
 from mindloom.certification.verdict import Checks, certificate_values, failures_of, subject_folder, told_of, write
+from mindloom.dry_run.summary import GB
 from mindloom.errors import ConfigError
 from mindloom.files import unwritable
 from mindloom.log import milestone
+from mindloom.planner.cluster import read_cluster
 from mindloom.shipped import shipped_or_file
 from mindloom.strategy.checks import check_own_network
 from mindloom.strategy.config import Strategy
@@ -33,6 +35,7 @@ def certify(
     out: str | Path,
     processes: int = 4,
     memory_gb: float | None = None,
+    cluster: str | Path | None = None,
     mesh: Mapping[str, int] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -46,6 +49,8 @@ def certify(
         out: folder for certificate.json, certificate.html and logs.
         processes: the proof may use on this machine.
         memory_gb: of one device; refuse what needs more for weights, gradients and AdamW's moments alone.
+        cluster: a file or shipped one by name: its memory is `memory_gb` where that is not given, and the time of a step is
+            estimated from what is counted in the graphs.
 
     Call it under `if __name__ == "__main__":`, in a process of its own. Returns what is in the certificate; `verdict` is
     `certified` or `refused`, `reasons` says why.
@@ -56,6 +61,9 @@ def certify(
     folder, given = Path(out), {"mesh": dict(mesh), **settings} if mesh is not None else None
     large = _checked(strategy, given, folder, processes)
     file, name = _place_of(network)
+    chips = read_cluster(Path(cluster)) if cluster is not None else None
+    if chips and memory_gb is None:
+        memory_gb = chips.usable_bytes / GB
     small = small_strategies(large, None, processes)
     _check_rows(len(inputs[0]), small)
     subject = {
@@ -82,6 +90,9 @@ def certify(
         "versions": about_versions(),
     }
     values = certificate_values(vouched, checks, proofs, one_device, small, seconds) | {"ranks": ranks}
+    if chips and ranks and not checks["ranks"]:
+        values["estimate"] = full_size.own_estimate(ranks, large, len(inputs[0]), chips)
+        milestone(f"estimated: a step of at most {values['estimate']['step_time_s']:.3g} s on {chips.chip}")
     values |= {"subject": f"{name} of {file.name}", "strategy_file": str(strategy or "given in Python")}
     return write(folder, values)
 

@@ -121,6 +121,8 @@ def _report(graph: PartitionedGraph, report: Report, strategy: Strategy, trained
         flops=work.flops,
         compile_s=graph.compile_s,
         moved_bytes=work.moved_bytes,
+        passed_bytes=work.passed_bytes,
+        in_float32=work.in_float32,
         host_optimizer_bytes=bytes_of("adam_m.", "adam_v.") if strategy.optimizer_on_host else 0,
     )
 

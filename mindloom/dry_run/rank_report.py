@@ -60,5 +60,9 @@ class RankReport:
     """Activations to the host in a step, and as many back."""
     host_optimizer_bytes: int = 0
     """Moments that lie on the host, not on the device."""
+    passed_bytes: int = 0
+    """Of the results of all operators but matrix products, in a step."""
+    in_float32: bool = False
+    """Whether a matrix product is."""
     compiled_layers: list[int] = field(default_factory=list)
     """Layers of the stage in each graph that was compiled, where the full depth was derived from smaller ones."""

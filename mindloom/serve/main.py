@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+import time
 from typing import Any
 
 import uvicorn
@@ -16,7 +17,8 @@ from mindloom.serve.app import build_app
 from mindloom.serve.config import ServeJob, listen
 from mindloom.serve.service import Service
 
-STOPPED = 128 + signal.SIGTERM
+SAME_SIGNAL_S = 0.3
+"""What comes so soon after the first is the same, sent to a whole group of processes and passed on by one of them."""
 
 
 def run(job: ServeJob) -> int:
@@ -24,14 +26,15 @@ def run(job: ServeJob) -> int:
     service = Service(job)
     is_server = launched_rank() == job.strategy.mesh.first_rank_of_last_stage
     http = _Http(service, listen(job.config)) if is_server else None
+    handler = _on_signal(service) if is_server else signal.SIG_IGN
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _on_signal(service) if is_server else signal.SIG_IGN)
+        signal.signal(number, handler)
     try:
         if http:
             http.start()
         service.open()
         for number in (signal.SIGINT, signal.SIGTERM):  # MindSpore has set its own while compiling
-            signal.signal(number, _on_signal(service) if is_server else signal.SIG_IGN)
+            signal.signal(number, handler)
         if http:
             milestone(f"{job.name} is served at {http.address}")
         service.run()
@@ -47,7 +50,14 @@ def run(job: ServeJob) -> int:
 
 
 def _on_signal(service: Service) -> Any:
+    first: float | None = None
+
     def stop(number: int, frame: Any) -> None:
+        nonlocal first
+        now = time.monotonic()
+        if first is not None and now - first < SAME_SIGNAL_S:
+            return
+        first = first or now
         if service.state in ("draining", "failed"):
             raise KeyboardInterrupt  # asked a second time
         if service.state == "loading":

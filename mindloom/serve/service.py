@@ -168,7 +168,7 @@ class Service:
 
     def _lost(self, line: str) -> None:
         self.fail(line)
-        time.sleep(0.5 if self._open else 0.0)  # the server's thread tells its clients meanwhile
+        time.sleep(1.0 if self._open else 0.0)  # the server's thread tells its clients meanwhile
 
     def run(self) -> None:
         """Make texts until it is stopped."""

@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mindloom.cli import parse_args
+from mindloom.processes import end_later
 from mindloom.runtime.environment import launched_processes, prepare_environment
 from mindloom.runtime.launch import launch_verb
 from mindloom.scratch import scratch_folder
 from mindloom.serve.config import ServeConfig, check
+
+TELLING_S = 2.0
+"""For ranks that go on after one was lost, to tell the clients."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,4 +27,6 @@ def main(argv: Sequence[str]) -> int:
     if config.launch:
         with scratch_folder() as folder:
             return launch_verb("serve", argv, job.strategy.mesh, folder)
+    if launched_processes() > 1:
+        end_later(TELLING_S)
     return int(import_module("mindloom.serve.main").run(job))  # loads MindSpore, which the checks above do without

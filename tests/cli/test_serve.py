@@ -82,7 +82,8 @@ def test_a_mesh_answers_as_one_device_does(checkpoint, requests, alone, tmp_path
 
 
 def rank_process(rank, launcher):
-    """The process of a rank that `launcher` has started, or a child of it."""
+    """The process of a rank that `launcher` has started, in which it serves: a child of the one that msrun started."""
+    found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             environment = (folder / "environ").read_bytes().split(b"\0")
@@ -91,8 +92,11 @@ def rank_process(rank, launcher):
             continue
         ours = f"RANK_ID={rank}".encode() in environment and f"MINDLOOM_LAUNCHER={launcher}".encode() in environment
         if ours and b"serve" in words:
-            return int(folder.name)
-    raise AssertionError("there is no such process")
+            found.add(int(folder.name))
+    (child,) = [
+        pid for pid in found if int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1]) in found
+    ]
+    return child
 
 
 def test_the_openai_client_is_served(server):

@@ -9,11 +9,13 @@ from mindspore import Tensor, nn, ops
 from mindspore.train import Model
 
 from mindloom import auto_parallel, own_rows
+from mindloom.dry_run.compile import compile_own_rank
 from mindloom.errors import ConfigError
 from mindloom.parallel import cells
 from mindloom.runtime import auto_parallel as module
 from mindloom.runtime.environment import launched_processes, launched_rank
 from mindloom.runtime.layouts import Slices
+from mindloom.strategy.loader import strategy_of
 
 STEPS = 4
 
@@ -311,6 +313,12 @@ def refused(what):
         for engine in module._engines.values():
             engine.close()
     return "nothing"
+
+
+def flops_of_cnn():
+    """Of a rank of two."""
+    shapes = [((16, 3, 6, 6), np.float32), ((16,), np.int32)]
+    return sum(compile_own_rank(Cnn, strategy_of({"mesh": {"dp": 2}}), 0, shapes).flops.values())
 
 
 def two():

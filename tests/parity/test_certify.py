@@ -147,7 +147,7 @@ if __name__ == "__main__":
     wrong = {"in": right, "out": [["dp", None]], "local": True}
     for name, mesh, rule in (("right", {"dp": 8, "tp": 4}, right), ("wrong", {"tp": 2}, wrong)):
         rules = {"up.matmul": [["dp", None], ["tp", None]], "down.matmul": rule}
-        values = certify(Mlp, inputs, mesh=mesh, rules=rules, out=name)
+        values = certify(Mlp, inputs, mesh=mesh, rules=rules, out=name, cluster="ascend910b")
         print(values["verdict"], values["reasons"])
 """
 
@@ -164,4 +164,18 @@ def test_a_network_of_ones_own_is_certified_from_python(tmp_path):
     up = next(p for p in found["ranks"][2]["parameters"] if p["name"].endswith("up.weight"))
     assert up["global_shape"][0] == 4 * up["local_shape"][0]
     assert {len(rank["groups"][c["group"]]) for rank in found["ranks"] for c in rank["collectives"]} >= {4, 8}
-    assert "Ranks of the whole mesh" in (tmp_path / "right/certificate.html").read_text()
+    page = (tmp_path / "right/certificate.html").read_text()
+    assert "Ranks of the whole mesh" in page
+    assert "Not held against measured runs" in page
+    # 2 rows of this rank: 12 -> 8 forward and its weight's gradient; 8 -> 5 forward and both gradients.
+    assert {sum(rank["flops"].values()) for rank in found["ranks"]} == {2 * (2 * 2 * 12 * 8) + 3 * (2 * 2 * 8 * 5)}
+    assert all(rank["in_float32"] and rank["passed_bytes"] > 0 for rank in found["ranks"])
+    seconds = found["estimate"]["seconds"]
+    assert found["estimate"]["step_time_s"] == pytest.approx(sum(seconds.values()))
+    assert found["checks"]["memory"] == []
+
+
+def test_products_of_convolutions_are_counted():
+    # 8 of 16 rows: filters of 3 x 3 x 3 at 6 x 6 places for 8 channels, twice; 288 -> 5, three times.
+    convolution, head = 2 * 8 * (8 * 6 * 6) * (3 * 3 * 3), 2 * 8 * 288 * 5
+    assert call("tests/parity/own_networks.py", "flops_of_cnn", fresh=True) == 2 * convolution + 3 * head

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of a graph by its counts, against the formulas written out."""
+
+import pytest
+
+from mindloom.planner.cluster import Cluster, Efficiency
+from mindloom.planner.graph_time import graph_time
+
+SHARES = {"matmul": 0.5, "attention": 0.5, "memory": 0.5, "intra_node": 0.5, "inter_node": 0.25}
+CLUSTER = Cluster(
+    chip="h100",
+    peak_tflops=100,
+    memory_gb=80,
+    memory_gb_per_s=1000,
+    devices_per_node=4,
+    intra_node_gb_per_s=200,
+    inter_node_gb_per_s=40,
+    efficiency=Efficiency(**SHARES, layer_overhead_us=0),
+)
+
+
+def time(collectives=(), **changes):
+    return graph_time(1e12, 1e9, collectives, CLUSTER, **{"in_float32": False, **changes})
+
+
+def test_products_and_passes_take_what_the_chip_reaches():
+    assert time().matmul == pytest.approx(1e12 / 50e12)
+    assert time(in_float32=True).matmul == pytest.approx(2e12 / 50e12)
+    assert time().memory == pytest.approx(2e9 / 500e9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "seconds"),
+    [
+        ("AllReduce", [0, 1, 2, 3], 2 * 3 / 4 * 1e9 / 100e9),
+        ("AllGather", [0, 1, 2, 3], 3 / 4 * 1e9 / 100e9),
+        ("AlltoAll", [0, 1], 1 / 2 * 1e9 / 100e9),
+        ("Send", [0, 1], 1e9 / 100e9),
+        ("AllReduce", [0, 4], 2 * 1 / 2 * 1e9 / 10e9),  # one a node: its own link
+        ("AllReduce", list(range(8)), 2 * 7 / 8 * 1e9 / 40e9),  # four a node bring four links
+    ],
+)
+def test_collectives_go_round_a_ring_or_once_over(kind, ranks, seconds):
+    assert time([(kind, 1e9, ranks)]).communication == pytest.approx(seconds)
+
+
+def test_a_pipeline_waits_for_its_stages():
+    whole = time(pp=4, microbatches=8)
+    assert whole.bubble == pytest.approx(3 / 8 * (whole.matmul + whole.memory))
+    assert whole.total == pytest.approx(sum(vars(whole).values()))

@@ -3,17 +3,20 @@
 
     python benchmarks/serve.py [--size 350m]
 
-Random weights: what is generated does not matter. One process, float32.
+Random weights: what is generated does not matter. One process, float32. Where torch, transformers and fastapi are installed
+(`pip install -e '.[benchmark]' fastapi`) the same is asked of `transformers serve` with a GPT-2 of the same dimensions.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -24,11 +27,13 @@ from mindloom.checkpoint.model_folder import save_checkpoint
 from mindloom.data.tokenizer import load_tokenizer
 from mindloom.models.family import family_module, size_config
 from mindloom.models.parameters import parameter_shapes
+from mindloom.runtime.launch import free_port
 from mindloom.serve.bench import BenchServeConfig, bench
 
 RESULTS = Path(__file__).parent / "results" / "serve.md"
 TEXT = Path(__file__).parents[1] / "examples" / "small_town.txt"
 INPUT, OUTPUT, LONG = 32, 32, 512
+PEERS = ("torch", "transformers", "fastapi")
 
 
 def random_checkpoint(folder, size):
@@ -65,39 +70,88 @@ async def gaps_of_a_stream(url, others):
         return np.diff(came), np.asarray(came[1:]), await later if later else None
 
 
-def measure(url):
-    def throughput(concurrency):
-        config = BenchServeConfig(
-            base_url=url, input_len=INPUT, output_len=OUTPUT, num_prompts=2 * concurrency, max_concurrency=concurrency,
-            ignore_eos=True, num_warmups=1,
-        )  # fmt: skip
-        return asyncio.run(bench(config))
+def throughput(url, concurrency, ignore_eos=True, **more):
+    config = BenchServeConfig(
+        base_url=url, input_len=INPUT, output_len=OUTPUT, num_prompts=2 * concurrency, max_concurrency=concurrency,
+        ignore_eos=ignore_eos, num_warmups=1, **more,
+    )  # fmt: skip
+    return asyncio.run(bench(config))
 
-    one, eight = throughput(1), throughput(8)
+
+def measure(url):
+    one, eight = throughput(url, 1), throughput(url, 8)
     calm, _, _ = asyncio.run(gaps_of_a_stream(url, []))
     long_prompt = {"prompt": list(range(20, 20 + LONG)), "max_tokens": 1}
     busy, came, (start, end) = asyncio.run(gaps_of_a_stream(url, [long_prompt]))
     beside = busy[(came > start) & (came < end)]
-    return one, eight, calm, beside, end - start
+    alone = time.perf_counter()
+    httpx.post(f"{url}/v1/completions", json={**long_prompt, "prompt": long_prompt["prompt"][::-1]}, timeout=600)
+    return one, eight, calm, beside, end - start, time.perf_counter() - alone
+
+
+@contextlib.contextmanager
+def running(words, says):
+    """Where a server that was started so answers, once it says so."""
+    with tempfile.NamedTemporaryFile("w+") as log:
+        server = subprocess.Popen(words, stdout=log, stderr=log)
+        try:
+            while not (found := re.search(says, Path(log.name).read_text())):
+                assert server.poll() is None, Path(log.name).read_text()
+                time.sleep(0.2)
+            yield found[1]
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def theirs(folder, size):
+    """The same of `transformers serve`: a GPT-2 of the same dims, a token a character, texts of as many characters."""
+    import torch  # noqa: PLC0415 (optional)
+    import transformers  # noqa: PLC0415
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+
+    dims = size_config("pangu", size)
+    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab |= {f"\u0120w{i}": i for i in range(len(vocab), dims.vocab_size - 1)}
+    vocab["<|end|>"] = dims.vocab_size - 1
+    tokens = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|end|>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    config = transformers.GPT2Config(
+        vocab_size=dims.vocab_size, n_positions=1024, n_embd=dims.hidden_size, n_layer=dims.num_layers, n_head=dims.num_heads,
+        eos_token_id=dims.vocab_size - 1,
+    )  # fmt: skip
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    prompts = folder / "prompts.jsonl"
+    draw = np.random.default_rng(0)
+    texts = ["".join(map(chr, draw.integers(97, 123, INPUT))) for _ in range(16)]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    words = [str(Path(sys.executable).with_name("transformers")), "serve", "--force-model", str(folder)]
+    more = {"endpoint": "/v1/chat/completions", "dataset_name": "custom", "dataset_path": prompts, "model": str(folder)}
+    more["ignore_eos"] = False
+    with running(
+        [*words, "--device", "cpu", "--dtype", "float32", "--port", str(free_port())], r"running on (\S+)"
+    ) as url:
+        found = [throughput(url, n, **more) for n in (1, 8)]
+    for told in found:  # it counts no tokens, and ends with a piece of text that holds none
+        assert not told["failed"] and told["total_output_tokens"] >= told["completed"] * OUTPUT, told
+        told["output_throughput"] = told["completed"] * OUTPUT / told["duration_s"]
+    return f"transformers {transformers.__version__} on PyTorch {torch.__version__}", found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="350m")
-    parser.add_argument("--prefill-chunk", default="16")
+    parser.add_argument("--prefill-chunk", default="12")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, tempfile.NamedTemporaryFile("w+") as log:
+    with tempfile.TemporaryDirectory() as name:
         checkpoint = random_checkpoint(Path(name), arguments.size)
         words = [sys.executable, "-m", "mindloom", "serve", str(checkpoint), "--port", "0", "--max-model-len", "640"]
-        server = subprocess.Popen([*words, "--prefill-chunk", arguments.prefill_chunk], stdout=log, stderr=log)
-        try:
-            while not (found := re.search(r"is served at (\S+)", Path(log.name).read_text())):
-                assert server.poll() is None, Path(log.name).read_text()
-                time.sleep(0.2)
-            one, eight, calm, beside, seconds = measure(found[1])
-        finally:
-            server.terminate()
-            server.wait(60)
+        with running([*words, "--prefill-chunk", arguments.prefill_chunk], r"is served at (\S+)") as url:
+            one, eight, calm, beside, seconds, alone = measure(url)
+        peer, peers = theirs(Path(name), arguments.size) if all(map(find_spec, PEERS)) else ("", [])
     ratio = eight["output_throughput"] / one["output_throughput"]
     lines = [
         f"PanGu {arguments.size}, {INPUT} tokens in, {OUTPUT} out, --prefill-chunk {arguments.prefill_chunk}.",
@@ -105,8 +159,8 @@ def main():
         "| requests at once | tokens/s | TTFT, mean | TPOT, mean |",
         "|---|---|---|---|",
         *(
-            f"| {n} | {told['output_throughput']:.1f} | {told['mean_ttft_ms']:.0f} ms | {told['mean_tpot_ms']:.0f} ms |"
-            for n, told in ((1, one), (8, eight))
+            f"| {n}{of} | {told['output_throughput']:.1f} | {told['mean_ttft_ms']:.0f} ms | {told['mean_tpot_ms']:.0f} ms |"
+            for n, told, of in ((1, one, ""), (8, eight, ""), *zip((1, 8), peers, [f", {peer}"] * 2, strict=False))
         ),
         "",
         f"8 at once give {ratio:.1f} times the tokens/s of one at a time (target: 5).",
@@ -114,6 +168,8 @@ def main():
         f"Between two tokens of a stream: {np.median(calm) * 1e3:.0f} ms alone; {np.median(beside) * 1e3:.0f} ms, at most "
         f"{beside.max() * 1e3:.0f} ms, while a prompt of {LONG} tokens is worked through, which takes {seconds:.1f} s: "
         f"{np.median(beside) / np.median(calm):.1f} times (target: at most 2).",
+        "",
+        f"A prompt of {LONG} tokens alone: {alone:.1f} s to its first token.",
     ]
     print("\n".join(lines), json.dumps({"one": one, "eight": eight}))
     write_report(RESULTS, "A server of 350M dimensions", "serve.py", lines)

@@ -39,10 +39,11 @@ class Decoding(Protocol):
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
         """Compile what prompts of these lengths need, where no one did before."""
 
-    def next_chunks(self, waiting: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
         """Of rows and what is left of their prompts, the oldest first: what one `step` takes, the oldest's for certain.
+        `is_alone`: no row gets a token in it, so that nobody is held up.
 
-        What a prompt gets does not depend on who else waits."""
+        What a prompt gets does not depend on who else is there."""
 
     def step(
         self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
@@ -116,7 +117,7 @@ class WithCache(Rows):
 
     Args:
         net: the model with caches attached for `num_rows` rows of `num_slots`.
-        chunk: tokens of a prompt that are worked through at once.
+        chunk: tokens of a prompt that are worked through at once, between two tokens of the others.
     """
 
     def __init__(
@@ -177,7 +178,8 @@ class Cached(WithCache):
     def _compile_decode(self) -> None:
         self.compile(as_tensors(self._inputs(range(self.num_rows), {}, 1, False)))
 
-    def next_chunks(self, waiting: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
+        del is_alone  # what a prompt gets would depend on it
         chunks: dict[int, Sequence[int]] = {}
         for row, ids in waiting.items():
             part = ids[: self.chunk]
@@ -247,7 +249,8 @@ class Uncached(Rows):
         for length in sorted({bucket(n, self.config.seq_len) for n in grown}):
             self.compile(as_tensors(self.inputs(self.tokens, [0] * self.num_rows, length, False)))
 
-    def next_chunks(self, waiting: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
+        del is_alone
         return dict(waiting)
 
     def step(

@@ -24,6 +24,7 @@
 #define WORTH_THREADS (1 << 17) /* products of two numbers; less is done before a second thread has begun */
 #define SPINS 4000 /* some 100 microseconds that a thread looks for more to do before it sleeps */
 #define MOST_THREADS 64
+#define LEAST_PIECES 4 /* of work that a thread takes at once */
 #define LINE 64 /* bytes of the cache */
 #define ROWS 4 /* of x, and columns of y, worked on together: 16 sums stay in registers */
 #define SLICE 512 /* columns of x worked on at once */
@@ -37,6 +38,7 @@ static struct {
   int threads; /* with the caller; 0: not started yet */
   atomic_uint turn;
   atomic_int sleeping, left;
+  atomic_llong next;
   Work work;
   const void *with;
   int64_t count;
@@ -50,13 +52,17 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-static void do_share(int me) {
-  const int64_t share = (pool.count + pool.threads - 1) / pool.threads, from = me * share;
-  const int64_t to = from + share < pool.count ? from + share : pool.count;
-  if (from < to) pool.work(pool.with, from, to);
+/* Smaller and smaller parts of what is left: memory is not as fast for one thread as for another. */
+static void do_share(void) {
+  for (long long from = atomic_load(&pool.next), to; from < pool.count; from = atomic_load(&pool.next)) {
+    const long long part = (pool.count - from) / (2 * pool.threads);
+    to = from + (part > LEAST_PIECES ? part : LEAST_PIECES);
+    if (to > pool.count) to = pool.count;
+    if (atomic_compare_exchange_strong(&pool.next, &from, to)) pool.work(pool.with, from, to);
+  }
 }
 
-static void *serve(void *number) {
+static void *serve(void *nothing) {
   unsigned seen = 0, turn;
   for (;; seen = turn) {
     for (int spins = 0; (turn = atomic_load(&pool.turn)) == seen; ++spins) {
@@ -68,7 +74,7 @@ static void *serve(void *number) {
       syscall(SYS_futex, &pool.turn, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
       atomic_fetch_sub(&pool.sleeping, 1);
     }
-    do_share((int)(intptr_t)number);
+    do_share();
     atomic_fetch_sub(&pool.left, 1);
   }
   return NULL;
@@ -90,12 +96,12 @@ static void start_threads(void) {
   if (!forks_are_known) forks_are_known = !pthread_atfork(NULL, NULL, forget_threads);
   pool.threads = 1;
   for (pthread_t thread; pool.threads < wanted_threads; ++pool.threads) {
-    if (pthread_create(&thread, NULL, serve, (void *)(intptr_t)pool.threads)) break;
+    if (pthread_create(&thread, NULL, serve, NULL)) break;
     pthread_detach(thread);
   }
 }
 
-/* Do `count` pieces of work, shared out in equal parts; `cost`: products of two numbers in all of it. */
+/* Do `count` pieces of work; `cost`: products of two numbers in all of it. */
 static void in_parallel(Work work, const void *with, int64_t count, int64_t cost) {
   if (cost < WORTH_THREADS || pthread_mutex_trylock(&pool.one_at_a_time)) {
     work(with, 0, count);
@@ -103,10 +109,11 @@ static void in_parallel(Work work, const void *with, int64_t count, int64_t cost
   }
   if (!pool.threads) start_threads();
   pool.work = work, pool.with = with, pool.count = count;
+  atomic_store(&pool.next, 0);
   atomic_store(&pool.left, pool.threads - 1);
   atomic_fetch_add(&pool.turn, 1);
   if (atomic_load(&pool.sleeping)) syscall(SYS_futex, &pool.turn, FUTEX_WAKE_PRIVATE, MOST_THREADS, NULL, NULL, 0);
-  do_share(0);
+  do_share();
   for (int spins = 0; atomic_load(&pool.left); ++spins) spins < SPINS ? pause_briefly() : (void)sched_yield();
   pthread_mutex_unlock(&pool.one_at_a_time);
 }
@@ -159,7 +166,8 @@ static inline float sum(vec v) { /* in halves: one entry after the other takes a
 }
 
 /* sums[i][r] += x[i, c] * w[r, c] for `slice` columns of M rows of x, side by side in LANES columns each, and ROWS of w.
- * fetch: ask for the rows of w that come next, a line of the cache at a time. */
+ * fetch: what of w to ask for, a line of the cache at a time. */
+enum { NOTHING, NEXT, AFTER_NEXT }; /* rows: the next ones into the fastest cache, those behind them into the second */
 #define STEP(LOAD, M, C)                                                                                               \
   {                                                                                                                    \
     vec in[ROWS];                                                                                                      \
@@ -179,7 +187,8 @@ static inline float sum(vec v) { /* in halves: one entry after the other takes a
     memcpy(acc, sums, sizeof acc);                                                                                     \
     const int64_t in_line = LINE / sizeof(TYPE), whole = slice / in_line * in_line;                                    \
     for (int64_t c = 0; c < whole; c += in_line) {                                                                     \
-      for (int r = 0; fetch && r < ROWS; ++r) __builtin_prefetch(w + (ROWS + r) * k + c);                              \
+      for (int r = 0; fetch == NEXT && r < ROWS; ++r) __builtin_prefetch(w + (ROWS + r) * k + c);                      \
+      for (int r = 0; fetch == AFTER_NEXT && r < ROWS; ++r) __builtin_prefetch(w + (2 * ROWS + r) * k + c, 0, 2);      \
       _Pragma("GCC unroll 4") for (int part = 0; part < LINE / (int)sizeof(TYPE); part += LANES)                       \
         STEP(LOAD, M, c + part)                                                                                        \
     }                                                                                                                  \
@@ -193,6 +202,13 @@ typedef struct {
   float *y;
   int64_t m, k, n;
 } Product;
+/* What of w to ask for with rows i .. of m. The next ones with the last of x, so that they are not pushed out again; a single
+ * row reads floats as the processor foresees. Measured. */
+static inline int to_fetch(int64_t i, int64_t m, int is_float) {
+  if (i + ROWS >= m) return m > 1 || !is_float ? NEXT : NOTHING;
+  if (!is_float || m <= 2 * ROWS) return NOTHING;
+  return m <= 4 * ROWS || (i == 0 && m <= 8 * ROWS) ? AFTER_NEXT : NOTHING;
+}
 /* y[i, j] = sum over c of x[i, c] * w[j, c] (* scale[j]) (+ bias[j]). K: a multiple of LANES, N of ROWS. Columns are worked
  * through in slices, so that those of x stay in the fastest cache from one row of w to the next. */
 #define PRODUCT(NAME, TYPE, LOAD)                                                                                      \
@@ -212,7 +228,7 @@ typedef struct {
         const int64_t slice = k - c < most ? k - c : most;                                                             \
         const float *x = p.x + c * p.m;                                                                                \
         for (int64_t i = 0; i < p.m; i += ROWS, x += ROWS * slice) {                                                   \
-          const int fetch = i + ROWS >= p.m; /* at last, so that what is fetched is not pushed out again */            \
+          const int fetch = to_fetch(i, p.m, sizeof(TYPE) == sizeof(float));                                           \
           switch (p.m - i) {                                                                                           \
             case 1: NAME##_1(x, w, sums + i, k, slice, fetch); break;                                                    \
             case 2: NAME##_2(x, w, sums + i, k, slice, fetch); break;                                                    \

@@ -35,13 +35,15 @@ class Mixed(WithCache):
         assert takes(self.net, num_rows), (num_rows, self.net)
         self.chunk = min(self.chunk, MOST_ROWS + 1 - num_rows)
         self.sizes = [size for size in (1, 4, 16) if size < num_rows]
-        self.sizes += sorted({num_rows, num_rows - 1 + self.chunk})
-        """Numbers of tokens that a step is compiled for; with the last one a part of a prompt fits in, too."""
+        self.sizes += sorted({num_rows, num_rows - 1 + self.chunk, MOST_ROWS})
+        """Numbers of tokens that a step is compiled for: of the rows, with a part of a prompt, of prompts alone."""
 
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
-        del prompt_lengths, max_new_tokens  # any needs the same
+        most = max(self.num_rows, min(sum(prompt_lengths), MOST_ROWS))
         for size in self.sizes:
             self._compile(size)
+            if size >= most:
+                return
 
     def shapes(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """All that may be needed: what it is for, and what compiles it."""
@@ -53,9 +55,9 @@ class Mixed(WithCache):
     def _compile(self, size: int, every: bool = False) -> None:
         self.compile(as_tensors(self._inputs({}, size, every)))
 
-    def next_chunks(self, waiting: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
         chunks: dict[int, Sequence[int]] = {}
-        room = self.chunk
+        room = MOST_ROWS if is_alone else self.chunk
         for row, ids in waiting.items():
             if room:
                 chunks[row] = ids[:room]

@@ -147,7 +147,7 @@ class Scheduler:
         """What a chunk of a prompt and a further token of each row have brought."""
         self._admit()
         decoded = {row: state.generated[-1] for row, state in self._rows.items() if state.generated}
-        chunks, every = self._next_chunks()
+        chunks, every = self._next_chunks(is_alone=not decoded)
         if not chunks and not decoded:
             return []
         logits = self.decoding.step(chunks, decoded, every)
@@ -191,14 +191,14 @@ class Scheduler:
         self.decoding.trim(row, len(held))
         self._free.append(row)
 
-    def _next_chunks(self) -> tuple[Mapping[int, Sequence[int]], bool]:
+    def _next_chunks(self, is_alone: bool) -> tuple[Mapping[int, Sequence[int]], bool]:
         """Parts of prompts for a step, and whether their tokens are to be scored: all or none."""
         waiting = {row: state for row, state in self._rows.items() if state.to_read}
         if not waiting:
             return {}, False
         every = next(iter(waiting.values())).request.score_prompt
         alike = {row: state.to_read for row, state in waiting.items() if state.request.score_prompt == every}
-        return self.decoding.next_chunks(alike), every
+        return self.decoding.next_chunks(alike, is_alone), every
 
     def _book(
         self, chunks: Mapping[int, Sequence[int]], every: bool, logits: dict[int, Logits] | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a server answers: vLLM's flags and words, against any server with OpenAI's /v1/completions."""
+"""How fast a server answers: vLLM's flags and words, against any server with OpenAI's completions, plain or chat."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BenchServeConfig:
     """One call of `mindloom bench-serve`."""
 
     base_url: str = option("http://127.0.0.1:8000", "the server")
-    endpoint: str = option("/v1/completions", "what is asked")
+    endpoint: str = option("/v1/completions", "what is asked; /v1/chat/completions takes prompts of a file")
     model: str | None = option(None, "the model's name; the first of /v1/models without it")
     api_key: str | None = option(None, "sent as `Authorization: Bearer KEY`")
     dataset_name: Literal["random", "custom"] = option("random", "random: token ids; custom: prompts of --dataset-path")
@@ -89,12 +89,18 @@ def limits_of(config: BenchServeConfig) -> dict[str, float]:
     return limits
 
 
+def is_chat(config: BenchServeConfig) -> bool:
+    return config.endpoint.rstrip("/").endswith("/chat/completions")
+
+
 def prompts_of(config: BenchServeConfig) -> list[Any]:
     """What is asked: texts or lists of token ids.
 
     Raises:
         ConfigError: no such file, or nothing in it.
     """
+    if config.dataset_name == "random" and is_chat(config):
+        raise ConfigError(f"{config.endpoint} takes texts: give --dataset-name custom --dataset-path FILE")
     if config.dataset_name == "custom":
         if config.dataset_path is None:
             raise ConfigError("--dataset-name custom needs --dataset-path")
@@ -156,8 +162,10 @@ async def _arrivals(config: BenchServeConfig, prompts: Sequence[Any]) -> AsyncIt
 
 async def _ask(client: httpx.AsyncClient, config: BenchServeConfig, model: str, prompt: Any) -> Timed:
     timed, start = Timed(len(prompt)), time.perf_counter()
-    body = {"model": model, "prompt": prompt, "max_tokens": config.output_len, "temperature": config.temperature}
-    body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": config.ignore_eos}
+    asked = {"messages": [{"role": "user", "content": prompt}]} if is_chat(config) else {"prompt": prompt}
+    body = {"model": model, **asked, "max_tokens": config.output_len, "temperature": config.temperature}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    body |= {"ignore_eos": True} if config.ignore_eos else {}  # OpenAI's own fields do not have it
     try:
         async with client.stream("POST", config.endpoint, json=body) as answer:
             if answer.status_code != 200:
@@ -169,13 +177,14 @@ async def _ask(client: httpx.AsyncClient, config: BenchServeConfig, model: str, 
                 event = json.loads(line[6:])
                 if "error" in event:
                     timed.error = str(event["error"])
-                elif event["choices"]:
+                elif event["choices"] and event["choices"][0].get("delta", {"content": True}).get("content"):
                     timed.chunks.append(time.perf_counter() - start)
                 if usage := event.get("usage"):
                     timed.tokens, timed.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
     except (httpx.HTTPError, ValueError) as error:
         timed.error = f"{type(error).__name__}: {error}"
     timed.latency = timed.chunks[-1] if timed.chunks else time.perf_counter() - start
+    timed.tokens = timed.tokens or len(timed.chunks)  # of a server that does not count them
     timed.error = timed.error or ("" if timed.chunks else "no token came")
     return timed
 

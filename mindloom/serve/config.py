@@ -44,7 +44,10 @@ class ServeConfig(ComputeFlags):
     max_num_seqs: Count = option(8, "requests worked on at once; the others wait")
     max_queue: Count = option(256, "requests that may wait; more are told to come again later (429)")
     max_model_len: Count | None = option(None, "tokens of prompt and answer; the model's context without it")
-    prefill_chunk: Count = option(64, "tokens of a prompt that are worked through between two tokens of the others")
+    prefill_chunk: Count | None = option(
+        None,
+        "tokens of a prompt that are worked through between two tokens of the others; 12 with compiled kernels, else 64",
+    )
     request_timeout: Positive = option(600.0, "seconds after which a request is given up")
     max_body_kb: Count = option(1024, "largest request, in KB")
     drain_timeout: Positive = option(30.0, "seconds that open requests get to end when the server is told to stop")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mindloom.inference.mixed import cached
+from mindloom.inference.mixed import cached, takes
 from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig, add_bias
 from mindloom.inference.scheduler import Event, Request, Scheduler
@@ -27,6 +27,9 @@ from mindloom.models.slots import num_slots_for
 from mindloom.runtime.engine import Engine
 from mindloom.serve.config import ServeJob
 
+CHUNK, MIXED_CHUNK = 64, 12
+"""Tokens of a prompt between two tokens of the others; in mixed batches as many as let these take at most twice as long, at
+350M on two cores (benchmarks/serve.py)."""
 HEARTBEAT_S = 60.0
 """How long ranks wait for each other at most while nothing is asked for."""
 
@@ -152,7 +155,8 @@ class Service:
         self._say("loading the weights")
         is_int8 = config.weights == "int8"
         net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, is_int8, job.adapters)
-        decoding = cached(self.engine, net, job.model, *shape, config.prefill_chunk)
+        chunk = config.prefill_chunk or (MIXED_CHUNK if takes(net, job.num_rows) else CHUNK)
+        decoding = cached(self.engine, net, job.model, *shape, chunk)
         steps = list(decoding.shapes())
         for done, (what, compile_step) in enumerate(steps, 1):
             self._say(f"compiling {done} of {len(steps)}: {what}")

@@ -18,6 +18,7 @@ from mindloom.inference.model import load_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
 from mindloom.inference.scheduler import Request, generate
 from mindloom.models.family import family_module, size_config
+from mindloom.nn.linear import MOST_ROWS
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE
 
@@ -80,7 +81,7 @@ def recomputed(engine, folder, num_rows=1, int8=False):
 def extend(decoding, ids):
     """Logits after the last of some further tokens of row 0."""
     while ids:
-        chunk = decoding.next_chunks({0: ids})[0]
+        chunk = decoding.next_chunks({0: ids}, True)[0]
         logits, ids = decoding.step({0: chunk}, {})[0], ids[len(chunk) :]
     return logits
 
@@ -207,7 +208,10 @@ def test_in_mixed_batches_a_row_gets_the_same_to_the_bit_whoever_is_beside_it(en
     decoding = Mixed(
         engine, load_model(folder, family, config, SINGLE_DEVICE, shape, size == "int8"), config, *shape, 6
     )
-    assert decoding.sizes == [1, 4, 5, 10]
+    assert decoding.sizes == [1, 4, 5, 10, MOST_ROWS]
+    waiting = {0: [1] * 4, 3: [2] * MOST_ROWS}
+    assert decoding.next_chunks(waiting, False) == {0: [1] * 4, 3: [2] * 2}  # beside tokens of others
+    assert decoding.next_chunks(waiting, True) == {0: [1] * 4, 3: [2] * (MOST_ROWS - 4)}
     texts = {0: [3, 1, 4, 1, 5, 9, 2, 6], 3: [9, 2, 6], 4: [5, 3]}
     beside = {row: [] for row in texts}
 

@@ -32,7 +32,7 @@ class Chunked:
         self.adapters = dict.fromkeys(range(num_rows), 0)
         self.calls = []
 
-    def next_chunks(self, waiting):
+    def next_chunks(self, waiting, is_alone):
         row = next(iter(waiting))
         return {row: waiting[row][:4]}
 

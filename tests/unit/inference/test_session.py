@@ -40,7 +40,7 @@ class Script:
     def prepare(self, prompt_lengths, max_new_tokens):
         self.prepared = (list(prompt_lengths), max_new_tokens)
 
-    def next_chunks(self, waiting):
+    def next_chunks(self, waiting, is_alone):
         return dict(waiting)
 
     def step(self, chunks, tokens, every=False):

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of a server, and counted, against one that answers as told."""
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from mindloom.errors import ConfigError
+from mindloom.serve.bench import BenchServeConfig, bench
+
+
+@pytest.fixture
+def server():
+    """(address, bodies it was sent); it answers chats with two pieces of text and counts no tokens."""
+    bodies = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+            for delta in ({"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}, {}):
+                event = {"choices": [{"index": 0, "delta": delta}]}
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *words):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}", bodies
+        http.shutdown()
+        thread.join(10)
+
+
+def chat(url, **more):
+    config = {"endpoint": "/v1/chat/completions", "model": "m", "num_prompts": 3, "num_warmups": 0, **more}
+    return asyncio.run(bench(BenchServeConfig(base_url=url, **config)))
+
+
+def test_chats_are_asked_in_messages_and_their_pieces_counted(server, tmp_path):
+    url, bodies = server
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "hello"}\n')
+    told = chat(url, dataset_name="custom", dataset_path=path)
+    assert (told["completed"], told["failed"], told["total_output_tokens"]) == (3, 0, 6)
+    assert bodies[0]["messages"] == [{"role": "user", "content": "hello"}]
+    assert "prompt" not in bodies[0] and "ignore_eos" not in bodies[0]
+
+
+def test_token_ids_are_no_chat(server):
+    with pytest.raises(ConfigError, match="takes texts: give --dataset-name custom"):
+        chat(server[0])

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mindloom.data.frames import read_frames, write_frames
-from mindloom.data.sources import Batch, Source
+from mindloom.data.sources import Batch, Piece, Source
 from mindloom.data.stores import stamp
 from mindloom.data.workers import WorkersLostError, ordered_map
 from mindloom.errors import ConfigError
@@ -107,7 +107,7 @@ def _over_shards(
     all_fields: bool,
 ) -> Iterator[Result]:
     shards = source.shards()
-    stamps = [stamp(path) for files in shards for path in files]
+    stamps = [(stamp(piece.path), piece.start, piece.end) for files in shards for piece in files]
     key = _identity(make_work)
     folder = cluster.scratch / hashlib.sha256(repr((key, source, stamps, all_fields)).encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def _one_shard(
     make_work: Callable[[], Callable[[Any], Any]],
     source: Source,
     number: int,
-    files: list[Path],
+    files: list[Piece],
     all_fields: bool,
     path: Path,
 ) -> Path:

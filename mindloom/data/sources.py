@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
+import itertools
 import json
 import zlib
 from collections import Counter
@@ -23,7 +24,9 @@ from mindloom.data.web import WEB, extract_text, read_records
 from mindloom.errors import ConfigError, Problems
 from mindloom.reader import parse_json
 
-LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+CUT = ".jsonl"
+"""Of files that can be read from any line on."""
+LINES = (CUT, ".jsonl.gz", ".jsonl.zst")
 TABLES = (".parquet",)
 NOT_TEXT = (".json", ".csv", ".zip", ".tar", ".tgz", ".bin", ".npy", ".mindrecord", ".gz", ".zst", ".7z", ".pdf")
 BATCH_BYTES = 1 << 20
@@ -46,6 +49,19 @@ class Raw(NamedTuple):
     """Why there is no content."""
     about: Mapping[str, str] = {}
     """What its file says of it besides."""
+
+
+class Piece(NamedTuple):
+    """A file, or of a large one the lines that begin from byte `start` up to byte `end`."""
+
+    path: Path
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages, before `:line`: lines are counted from the piece's first on."""
+        return f"{self.path}@{self.start}" if self.start else str(self.path)
 
 
 Batch = tuple[int, list[Raw]]
@@ -97,15 +113,20 @@ class Source:
     def files(self) -> list[Path]:
         return source_files(self.inputs, self.suffixes)
 
-    def shards(self) -> list[list[Path]]:
-        """The files in groups of at least `shard_mb`, each of which can be worked on alone."""
-        shards, size = list[list[Path]](), 0
+    def shards(self) -> list[list[Piece]]:
+        """The files in groups of at least `shard_mb`, each of which can be worked on alone. Files of JSON lines that are much
+        larger are cut between lines; compressed ones and others cannot be."""
+        shards, size, wanted = list[list[Piece]](), 0, self.shard_mb * 1e6
         for path in self.files():
-            if not shards or size >= self.shard_mb * 1e6:
-                shards.append([])
-                size = 0
-            shards[-1].append(path)
-            size += path.stat().st_size
+            length = path.stat().st_size
+            parts = max(1, int(length // wanted)) if path.name.endswith(CUT) else 1
+            bounds = [length * part // parts for part in range(parts)] + [None]
+            for start, end in itertools.pairwise(bounds):
+                if not shards or size >= wanted or start:
+                    shards.append([])
+                    size = 0
+                shards[-1].append(Piece(path, start or 0, end))
+                size += length // parts
         return shards
 
     def batches(self, all_fields: bool = False) -> Iterator[Batch]:
@@ -113,7 +134,7 @@ class Source:
         for number, files in enumerate(self.shards()):
             yield from self.batches_of(number, files, all_fields)
 
-    def batches_of(self, shard: int, files: Sequence[Path], all_fields: bool = False) -> Iterator[Batch]:
+    def batches_of(self, shard: int, files: Sequence[Piece], all_fields: bool = False) -> Iterator[Batch]:
         """Those of a shard: none has documents of two. Numbers of documents begin anew with each, far apart."""
         max_bytes = int(self.max_document_mb * 1e6)
         return batches(read_raw(files, self.inputs, self.key, max_bytes, all_fields), shard * SHARD_NUMBERS)
@@ -182,7 +203,7 @@ def _files_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def read_raw(
-    files: Iterable[Path], inputs: Iterable[Path], key: str, max_bytes: int, all_columns: bool = False
+    files: Iterable[Piece], inputs: Iterable[Path], key: str, max_bytes: int, all_columns: bool = False
 ) -> Iterator[Raw]:
     """Every document of `files`: a line of a .jsonl file, a row of a .parquet file, a page or text of a web archive, a part
     between blank lines of a .txt file that was named itself, and each other file as a whole.
@@ -190,7 +211,8 @@ def read_raw(
     What cannot be read comes as a `Raw` with a `problem`. `all_columns`: rows of tables with all their fields.
     """
     named = set(inputs)
-    for path in files:
+    for piece in files:
+        path = piece.path
         try:
             if not path.stat().st_size and path.name.endswith((*LINES, *TABLES, *WEB)):
                 yield Raw(f"{path}:1", b"", "text", "an empty file")
@@ -198,7 +220,7 @@ def read_raw(
             if path.name.endswith(TABLES):
                 yield from _rows(path, key, all_columns)
             elif path.name.endswith(LINES):
-                yield from _lines(path, max_bytes)
+                yield from _lines(piece, max_bytes)
             elif path.name.endswith(WEB):
                 for number, (content, form, about, problem) in enumerate(read_records(path, max_bytes), 1):
                     yield Raw(f"{path}:{number}", content, form, problem, about)
@@ -264,24 +286,28 @@ def _too_long(size: int, max_bytes: int) -> str:
     return f"a document of {size / 1e6:.1f} MB is longer than --max-document-mb {max_bytes / 1e6:g}"
 
 
-def _lines(path: Path, max_bytes: int) -> Iterator[Raw]:
-    number = 0
+def _lines(piece: Piece, max_bytes: int) -> Iterator[Raw]:
+    number, path, name = 0, piece.path, piece.name
     with open_document(path) as raw_file:
         file = _decompressed(raw_file, path)
         try:
-            while line := file.readline(max_bytes + 1):
+            if piece.start:  # a line belongs to the piece that it begins in
+                file.seek(piece.start - 1)
+                while (line := file.readline(max_bytes)) and not line.endswith(b"\n"):
+                    pass
+            while (piece.end is None or file.tell() < piece.end) and (line := file.readline(max_bytes + 1)):
                 number += 1
                 size = len(line)
                 while size > max_bytes and not line.endswith(b"\n") and (line := file.readline(max_bytes + 1)):
                     size += len(line)
                 if size > max_bytes:
-                    yield Raw(f"{path}:{number}", b"", "json", _too_long(size, max_bytes))
+                    yield Raw(f"{name}:{number}", b"", "json", _too_long(size, max_bytes))
                     continue
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 and not piece.start else line
                 if line.strip():
-                    yield Raw(f"{path}:{number}", line, "json")
+                    yield Raw(f"{name}:{number}", line, "json")
         except (EOFError, OSError, zlib.error, _zstd_error(path)) as error:
-            yield Raw(f"{path}:{number + 1}", b"", "json", f"damaged from here on: {error}")
+            yield Raw(f"{name}:{number + 1}", b"", "json", f"damaged from here on: {error}")
 
 
 def _decompressed(file: IO[bytes], path: Path) -> IO[bytes]:

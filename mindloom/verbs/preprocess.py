@@ -63,7 +63,8 @@ class Common:
         "local", "where they run; ray: on a Ray cluster, a task for each shard of files"
     )
     shard_mb: Positive = option(
-        SHARD_MB, "files are grouped to so much; such a group is worked on, and done again, alone"
+        SHARD_MB,
+        "files are grouped, large .jsonl files cut to so much; such a group is worked on, and done again, alone",
     )
     address: str | None = option(None, "of the Ray cluster, auto or HOST:PORT; one is started here without it")
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mindloom.data.sources import Source
+from mindloom.data.sources import Piece, Source
 from mindloom.errors import ConfigError
 
 LINES = [json.dumps({"text": f"line {number} " + "x" * (number % 97)}) + "\n" for number in range(400)]
@@ -55,3 +55,36 @@ def test_a_key_given_twice_is_told(write):
     texts, problems = read(path)
     assert texts == ["kept"]
     assert problems == [f"{path}:2: text is given twice"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_large_file_of_lines_is_cut_into_shards_that_hold_each_line_once(write, seed):
+    draw = random.Random(seed)
+    texts = [f"{number}:" + "x" * draw.choice((0, 3, 40, 400, 9000)) for number in range(300)]
+    lines = [json.dumps({"text": text}) + draw.choice(("\n", "\r\n", "\n\n")) for text in texts]
+    path = write("a.jsonl", "\ufeff" + "".join(lines).rstrip("\r\n") + draw.choice(("", "\n")))
+    source = Source((path,), shard_mb=draw.choice((0.0005, 0.003, 0.05)))
+    shards = source.shards()
+    assert len(shards) > 3
+    found = []
+    for number, pieces in enumerate(shards):
+        for batch in source.batches_of(number, pieces):
+            found += [document.text for _, document in source.parse(batch).documents]
+    assert found == texts
+    assert [piece for (piece,) in shards] == [
+        Piece(path, start, end)
+        for start, end in zip([p.start for (p,) in shards], [*[p.start for (p,) in shards[1:]], None], strict=True)
+    ]
+
+
+def test_a_mistake_in_a_piece_is_told_with_its_place(write):
+    good = json.dumps({"text": "x" * 200}) + "\n"
+    path = write("a.jsonl", good * 50 + "no json\n" + good * 5)
+    source = Source((path,), on_error="skip", shard_mb=0.002)
+    problems = [problem for batch in source.batches() for problem in source.parse(batch).problems]
+    (place,) = [problem.partition(": ")[0] for problem in problems]
+    name, _, line = place.rpartition(":")
+    start = int(name.rpartition("@")[2])
+    begun = path.read_bytes()[start:]
+    begun = begun if path.read_bytes()[start - 1 : start] == b"\n" else begun.partition(b"\n")[2]
+    assert begun.splitlines()[int(line) - 1] == b"no json"

@@ -47,7 +47,7 @@ SIZES = {
         loss_ignore_id=0,
         embedding_init_std=0.01,
     ),
-    # 12,873,943,040 parameters. The word table has (51200 // 1024 + 1) * 1024 rows for the tokenizer's 50400 ids.
+    # 12,873,943,040 parameters. The embedding has (51200 // 1024 + 1) * 1024 rows for the tokenizer's 50400 ids.
     "13b": ModelConfig(
         vocab_size=52224,
         hidden_size=5120,

@@ -30,7 +30,7 @@ class Tagger(nn.Cell):
 ms.set_context(mode=ms.GRAPH_MODE)
 ms.set_seed(1)
 net = Tagger()
-if len(sys.argv) > 1:  # the one line; with rules, columns and rows of two products are cut over tp
+if len(sys.argv) > 1:  # the one line; with rules, columns and rows of two products are sharded over tp
     rules = {"up.matmul": [["dp", None], ["tp", None]], "down.matmul": [["dp", "tp"], [None, "tp"]]}
     net = auto_parallel(net, mesh={"dp": 2, "tp": 2}, rules=rules)
 

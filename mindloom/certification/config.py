@@ -43,7 +43,7 @@ class CertifyConfig(TaskFlags):
         "sequences of one step, over all devices, two for each pair of reward and dpo; one a microbatch and replica "
         "without this",
     )
-    accumulate: Count = option(1, "parts a step's batch is cut into without a pipeline, as tools/train.py's")
+    accumulate: Count = option(1, "parts a step's batch is split into without a pipeline, as tools/train.py's")
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
     attention: AttentionKernel | None = option(
         None, "plain or flash; the size's own without it, which is flash where Ascend has it for the model"

@@ -47,7 +47,7 @@ def _filled(mesh: Mesh, axes: list[str], processes: int) -> Mesh:
 
 
 def small_strategies(strategy: Strategy, num_layers: int | None, processes: int) -> list[Strategy]:
-    """What is proved in place of `strategy`. One more mesh where optimizer parallel cuts over groups of replicas, and where
+    """What is proved in place of `strategy`. One more mesh where optimizer parallel shards over groups of replicas, and where
     several replicas hold the same experts.
 
     `num_layers`: of the large model; None for a network that keeps its layers.
@@ -129,7 +129,7 @@ def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> Model
     num_stages = max(mesh.pp for mesh in meshes)
     heads = max(4, *(mesh.tp * mesh.cp for mesh in meshes))
     if strategy.mesh.cp > 1 and strategy.context_parallel == "ulysses" and model.kv_heads < model.num_heads:
-        heads *= 2  # of keys and values there is half as many, which cp cuts, too
+        heads *= 2  # of keys and values there is half as many, which cp shards, too
     return dataclasses.replace(
         model,
         num_layers=max(2, sum(_layers_of_small_stages(strategy, model.num_layers, num_stages))),

@@ -21,7 +21,7 @@ from mindloom.dry_run.compile import compile_own_rank
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
 from mindloom.models.config import ModelConfig
-from mindloom.parallel.cells import CutBatch, average_over_all_rows, prepare_to_cut
+from mindloom.parallel.cells import ShardBatch, average_over_all_rows, prepare_to_shard
 from mindloom.planner.task import task_from
 from mindloom.reader import fields_from, read_json
 from mindloom.runtime.engine import Engine
@@ -79,7 +79,7 @@ def _own(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
     def build() -> nn.Cell:
         net = make()
         if is_parallel:  # as auto_parallel does
-            prepare_to_cut(net)
+            prepare_to_shard(net)
             for _, cell in net.cells_and_names():
                 average_over_all_rows(cell)
         return net
@@ -89,7 +89,7 @@ def _own(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
         lambda: ([Tensor(array) for array in inputs] for _ in range(STEPS)),
         strategy,
         out,
-        around=lambda net: CutBatch(net, strategy.mesh) if is_parallel else net,
+        around=lambda net: ShardBatch(net, strategy.mesh) if is_parallel else net,
         scale=1 / strategy.num_parts(),
     )[0]
 

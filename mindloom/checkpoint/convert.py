@@ -21,7 +21,7 @@ from mindloom.scratch import scratch_folder
 
 Tensors = dict[str, NDArray[Any]]
 
-# Not weights: optimizer state, counters and caches that training and inference leave in the originals' files.
+# Not weights: optimizer state, counters and caches that training and inference leave in the reference implementation's files.
 _STATE = re.compile(
     r"^(adam_[mv]\.|moments\.|accu_grads\.|golden\.)|(^|\.)(key_past|value_past|is_first_iteration)$"
     r"|^(global_step|learning_rate|beta[12]_power|step_num|epoch_num|loss_scale|scale_sense|current_iterator_step"

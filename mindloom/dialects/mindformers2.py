@@ -34,7 +34,7 @@ STRICT = {
 METHODS: dict[str, ContextMethod] = {"colossalai": "gather", "ulysses": "ulysses"}
 ONLY = (("optimizer.type", "AdamW", "AdamW as the original models were trained, or SGD"),)
 WITHOUT_EFFECT = {
-    "parallelism.hsdp_optimizer_level": "weights, gradients and moments are all cut where optimizer parallel is on",
+    "parallelism.hsdp_optimizer_level": "weights, gradients and moments are all sharded where optimizer parallel is on",
     "training.deterministic": "a run on one mesh repeats itself",
     "checkpoint.save_path": "checkpoints go to --output-dir",
     "checkpoint.prefix": "folders are named by their step",
@@ -171,7 +171,7 @@ def _optimizer_parallel(book: Book, dp: int) -> OptimizerParallel | None:
         if size == 1:
             return None
         return OptimizerParallel(threshold_kb=threshold, shard_size=None if size in (-1, dp) else size)
-    book.note("parallelism.hsdp_threshold", "no effect", "nothing is cut over the replicas")
+    book.note("parallelism.hsdp_threshold", "no effect", "nothing is sharded over the replicas")
     return None
 
 

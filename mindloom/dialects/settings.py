@@ -41,13 +41,13 @@ class Settings:
 
     @property
     def microbatches(self) -> int:
-        """Parts a data-parallel rank's sequences of one step are cut into, by a pipeline or by accumulation."""
+        """Parts a data-parallel rank's sequences of one step are split into, by a pipeline or by accumulation."""
         pipeline = self.strategy.mesh.pp > 1
         return self.strategy.pipeline.num_microbatches if pipeline else int(self.train.get("accumulate", 1))
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Sequences of one microbatch on one rank; None without a batch size that can be cut so."""
+        """Sequences of one microbatch on one rank; None without a batch size that can be split so."""
         parts = self.microbatches * self.strategy.mesh.dp
         batch_size = self.train.get("batch_size")
         return batch_size // parts if batch_size and batch_size % parts == 0 else None

@@ -113,7 +113,7 @@ def _extended(
         return {key: value for key, value in total.items() if value}
 
     sizes = count_on(
-        lambda r: {"optimizer": r.optimizer_bytes, "gradient": r.gradient_bytes, "host": r.host_optimizer_bytes}
+        lambda r: {"optimizer": r.optimizer_bytes, "gradient": r.gradient_bytes, "host": r.host_optimizer_bytes, "passed": r.passed_bytes}
     )
     collectives = count_on(_collectives)
     last = model.layers[-1]
@@ -130,6 +130,7 @@ def _extended(
         optimizer_bytes=sizes.get("optimizer", 0),
         gradient_bytes=sizes.get("gradient", 0),
         host_optimizer_bytes=sizes.get("host", 0),
+        passed_bytes=sizes.get("passed", 0),
         collectives=[Collective(k, p, g, times, size) for (k, p, g, size), times in sorted(collectives.items())],
         flops=count_on(lambda r: r.flops),
         groups={name: ranks for report in (base, *more.values()) for name, ranks in report.groups.items()},

@@ -18,7 +18,7 @@ from mindloom.dry_run.graph import read_work
 from mindloom.dry_run.rank_report import RankParameter, RankReport
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
-from mindloom.parallel.cells import CutBatch, average_over_all_rows, prepare_to_cut
+from mindloom.parallel.cells import ShardBatch, average_over_all_rows, prepare_to_shard
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
@@ -47,7 +47,7 @@ def compile_rank(
 ) -> RankReport:
     """Everything about `rank`. Needs a process of its own.
 
-    `batch`: sequences of a step over all ranks and their tokens. `accumulate`: parts it is cut into without a pipeline.
+    `batch`: sequences of a step over all ranks and their tokens. `accumulate`: parts it is split into without a pipeline.
     """
     prepare_environment()
     gc.disable()  # millions of small objects, none in cycles, before and after the compilation, too
@@ -77,11 +77,11 @@ def compile_own_rank(
         all_reduce = ms.ops.AllReduce(group=WORLD)
     with no_init_parameters():
         net = make()
-        prepare_to_cut(net)
+        prepare_to_shard(net)
         for _, cell in net.cells_and_names():
             average_over_all_rows(cell)
         report = parallelize(net, strategy)
-        optimizer, around = AdamW(net.trainable_params()), wrap(CutBatch(net, strategy.mesh), strategy)
+        optimizer, around = AdamW(net.trainable_params()), wrap(ShardBatch(net, strategy.mesh), strategy)
         scale = 1 / strategy.num_parts()
         step = TrainStep(around, optimizer, report, rank, all_reduce, max_grad_norm=1.0, scale=scale).set_train()
     graph = partition(step, strategy, rank, inputs)

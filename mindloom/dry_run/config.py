@@ -32,7 +32,7 @@ class DryRunConfig(TaskFlags):
         "sequences of one step, over all devices, two for each pair of reward and dpo; one a microbatch and replica "
         "without this",
     )
-    accumulate: Count = option(1, "parts a step's batch is cut into without a pipeline, as tools/train.py's")
+    accumulate: Count = option(1, "parts a step's batch is split into without a pipeline, as tools/train.py's")
     compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
     attention: AttentionKernel | None = option(
         None, "plain or flash; the size's own without it, which is flash where Ascend has it for the model"
@@ -118,7 +118,7 @@ def check(config: DryRunConfig) -> DryRun:
         problems.append(f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out")
     if mesh.pp > 1 and mesh.cp > 1 and mesh.dp == 1 and not config.inference:
         problems.append(
-            f"{strategy.at('mesh')}: dry runs keep microbatches as a function, whose inputs MindSpore does not cut over "
+            f"{strategy.at('mesh')}: dry runs keep microbatches as a function, whose inputs MindSpore does not shard over "
             "cp in a pipeline of one replica; count it with dp 2 (training itself runs)"
         )
     problems.tell()

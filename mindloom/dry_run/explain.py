@@ -105,11 +105,11 @@ def _parameter(p: ParameterReport) -> list[str]:
         f"{p.num_parts} different parts"
     ]
     if not p.rule:
-        lines.append("  no rule is for it, and MindSpore cuts it nowhere: whole on every rank")
+        lines.append("  no rule is for it, and MindSpore shards it nowhere: whole on every rank")
     elif p.rule == DERIVED:
         lines.append(f"  no rule is for it: MindSpore derived {show(p.layout)}")
     elif p.optimizer_shards > 1:
-        lines.append(f"  layout {show(p.layout)}, then optimizer parallel cuts dim 0 over {p.optimizer_shards} ranks")
+        lines.append(f"  layout {show(p.layout)}, then optimizer parallel shards dim 0 over {p.optimizer_shards} ranks")
     else:
         lines.append(f"  layout {show(p.layout)}")
     return lines

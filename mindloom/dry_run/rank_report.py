@@ -31,7 +31,7 @@ class RankParameter:
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     layout: list[list[str]]
-    """Mesh axes that cut each dim."""
+    """Mesh axes that shard each dim."""
     optimizer_shards: int
     num_bytes: int
     rule: str

@@ -122,7 +122,7 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
 
 
 def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
-    """What concerns all ranks: balance of the stages, parameters that every rank holds though they could be cut."""
+    """What concerns all ranks: balance of the stages, parameters that every rank holds though they could be sharded."""
     mesh, strategy, stages = run.strategy.mesh, run.strategy, _stages(run)
     flops = [stage["flops"] for stage in stages]
     values: dict[str, Any] = {
@@ -149,7 +149,7 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
     if mesh.dp > 1 and not strategy.optimizer_parallel and not run.config.inference and not run.task.lora:
         saved = max(3 * r.parameter_bytes * (mesh.dp - 1) // mesh.dp for r in by_stage.values())
         values["advice"].append(
-            f"optimizer_parallel would cut weights and moments over dp {mesh.dp}: {saved / GB:.2f} GB a device less"
+            f"optimizer_parallel would shard weights and moments over dp {mesh.dp}: {saved / GB:.2f} GB a device less"
         )
     return values
 
@@ -161,13 +161,13 @@ def _replicated(run: DryRun, by_stage: dict[int, RankReport]) -> list[dict[str, 
         for p in report.parameters:
             if p.local_shape != p.global_shape or p.num_bytes < 2**20 or mesh.stage_size == 1:
                 continue
-            if any(size % parts == 0 for size in p.global_shape for parts in mesh.cutting_axes.values()):
+            if any(size % parts == 0 for size in p.global_shape for parts in mesh.sharding_axes.values()):
                 found.append({"name": p.name, "bytes": p.num_bytes, "ranks": mesh.stage_size, "rule": p.rule})
     return found
 
 
 def describe_layout(layout: list[list[str]], shards: int) -> str:
-    """One word a dim: `dp`, `dp,tp` or `~`; and the optimizer's cut."""
+    """One word a dim: `dp`, `dp,tp` or `~`; and the optimizer's sharding."""
     text = "[" + ", ".join(",".join(dim) or "~" for dim in layout) + "]"
     return text + (f" /{shards}" if shards > 1 else "")
 
@@ -197,7 +197,7 @@ def text_report(values: dict[str, Any]) -> str:
     )
     total = sum(p["bytes"] for p in job["replicated"])
     if job["replicated"]:
-        lines.append(f"whole on every rank of a stage though they could be cut: {total / 2**20:.1f} MB in")
+        lines.append(f"whole on every rank of a stage though they could be sharded: {total / 2**20:.1f} MB in")
         lines += [f"  {p['name']} {p['bytes'] / 2**20:.1f} MB  {p['rule'] or 'no rule'}" for p in job["replicated"][:8]]
     lines += job["advice"]
     return "\n".join(lines)

@@ -53,7 +53,7 @@ def make_samples(evaluation: Evaluation) -> Engine:
         if not fitting:
             continue
         session = session or open_session(job, engine)
-        session.ending = dataclasses.replace(session.ending, rule=evaluation.endings[language])
+        session.stop = dataclasses.replace(session.stop, rule=evaluation.endings[language])
         limits = [min(job.config.max_new_tokens, job.model.seq_len - lengths[wanted.prompt]) for wanted in fitting]
         pieces = session.stream([w.prompt for w in fitting], job.config, limits, [w.stream for w in fitting])
         with tqdm(total=len(fitting), unit="sample", desc=language, disable=not engine.is_log_rank) as bar:

@@ -35,7 +35,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.engine, self.job = engine, job
         self.session: Session = open_session(job, engine)
-        self.ending = self.session.ending
+        self.stop = self.session.stop
 
     @property
     def eot_token_id(self) -> int:
@@ -102,11 +102,11 @@ class HarnessModel(TemplateLM):
             most = int(settings.get("max_gen_toks", self.job.config.max_new_tokens))
             temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
             sampling = SamplingConfig(temperature=temperature, top_p=float(settings.get("top_p", 1.0)))
-            self.session.ending = dataclasses.replace(self.ending, stop_texts=tuple(stop))
+            self.session.stop = dataclasses.replace(self.stop, stop_texts=tuple(stop))
             prompts = [self._fitting(requests[place].args[0], most) for place in places]
             for place, completion in zip(places, self.session.complete(prompts, sampling, most), strict=True):
                 answers[place] = completion.text
-        self.session.ending = self.ending
+        self.session.stop = self.stop
         return answers
 
     def _fitting(self, text: str, most: int) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of a KV cache: which slots each row has filled. The keys and values are the model's own (nn/cache.py)."""
+"""The slot table of a KV cache: which slots each row has filled. The keys and values are the model's own (nn/cache.py)."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ typedef struct {
   int64_t m, k, n;
 } Product;
 /* What of w to ask for with rows i .. of m. The next ones with the last of x, so that they are not pushed out again; a single
- * row reads floats as the processor foresees. Measured. */
+ * row reads floats as the processor predicts. Measured. */
 static inline int to_fetch(int64_t i, int64_t m, int is_float) {
   if (i + ROWS >= m) return m > 1 || !is_float ? NEXT : NOTHING;
   if (!is_float || m <= 2 * ROWS) return NOTHING;

@@ -40,7 +40,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Ending:
+class StopConditions:
     """Where a text ends.
 
     Args:
@@ -99,10 +99,10 @@ class Piece:
 
 
 class Session:
-    """A model, ready for prompts, its graphs compiled once for all of them. `ending` may be set anew between calls."""
+    """A model, ready for prompts, its graphs compiled once for all of them. `stop` may be set anew between calls."""
 
-    def __init__(self, engine: Engine, decoding: Decoding, ending: Ending):
-        self.engine, self.decoding, self.ending = engine, decoding, ending
+    def __init__(self, engine: Engine, decoding: Decoding, stop: StopConditions):
+        self.engine, self.decoding, self.stop = engine, decoding, stop
 
     def complete(self, prompts: Sequence[str], sampling: SamplingConfig, max_new_tokens: int) -> list[Completion]:
         """All prompts to their end, in the order given."""
@@ -124,19 +124,19 @@ class Session:
             max_new_tokens: of every prompt, or of each.
             streams: what sets the random numbers of each prompt apart; without it, its place.
         """
-        ending = self.ending
-        sampler = Sampler(sampling, ending.stop_ids, ending.tokenizer.vocab_size)
-        ids = [ending.tokenizer.encode(prompt) for prompt in prompts]
+        stop = self.stop
+        sampler = Sampler(sampling, stop.stop_ids, stop.tokenizer.vocab_size)
+        ids = [stop.tokenizer.encode(prompt) for prompt in prompts]
         most = [max_new_tokens] * len(ids) if isinstance(max_new_tokens, int) else max_new_tokens
         self.decoding.prepare([len(prompt) for prompt in ids], max(most, default=0))
         requests = [
-            Request(tokens, limit, sampler, ending.is_reached, stream)
+            Request(tokens, limit, sampler, stop.is_reached, stream)
             for tokens, limit, stream in zip(ids, most, streams or range(len(ids)), strict=True)
         ]
         completions = [Completion(prompt) for prompt in prompts]
         for new in generate(self.decoding, self.engine, requests):
             completion = completions[new.request]
-            yield Piece(new.request, ending.add(completion, new), completion)
+            yield Piece(new.request, stop.add(completion, new), completion)
 
 
 def open_session(job: GenerateJob, engine: Engine) -> Session:
@@ -149,4 +149,4 @@ def open_session(job: GenerateJob, engine: Engine) -> Session:
         shape = (job.num_rows, job.num_slots)
         net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8)
         decoding = cached(engine, net, job.model, *shape)
-    return Session(engine, decoding, Ending(job.tokenizer, job.stop_ids, config.stop, job.ending))
+    return Session(engine, decoding, StopConditions(job.tokenizer, job.stop_ids, config.stop, job.ending))

@@ -189,7 +189,8 @@ class ModelConfig(Widths):
     query_layer: bool = True
     """The last layer is PanGu-alpha's top query layer, whose queries are learned for each position."""
     final_norm: Literal["before_query", "after_query"] = "before_query"
-    """Where the last norm sits beside a top query layer. `after_query` is what the originals built in pipeline mode."""
+    """Where the last norm sits beside a top query layer. `after_query` is what the reference implementation built in pipeline
+    mode."""
     z_loss: NotNegative = 0.0
     """Added to the loss: this much of the mean of log(sum(exp(logits)))^2."""
     dropout_rate: Rate = 0.1
@@ -199,7 +200,7 @@ class ModelConfig(Widths):
     eod_id: Natural = 9
     """End-of-document token: attention and positions start anew after it."""
     loss_ignore_id: int = 6
-    """Input token whose position is not trained on (the originals' pad or end-of-text token)."""
+    """Input token whose position is not trained on (the reference implementation's pad or end-of-text token)."""
     stop_ids: tuple[Natural, ...] = ()
     """Tokens that end a generated text besides eod_id."""
     compute_dtype: ComputeDtype = "float32"
@@ -209,7 +210,7 @@ class ModelConfig(Widths):
     on Ascend where head size, type and dropout allow it, plain elsewhere. The same numbers but for rounding."""
     embedding_init_std: NotNegative = 0.02
     qkv_init_std: NotNegative = 0.01
-    """MindSpore's 'normal' initializer, which the originals used for query, key and value."""
+    """MindSpore's 'normal' initializer, which the reference implementation used for query, key and value."""
     init_std: NotNegative = 0.02
     """Of the other matrices."""
     output_init_std: NotNegative | None = None

@@ -14,7 +14,7 @@ from mindloom.nn.flash import FlashAttention, chooses_flash, on_ascend
 from mindloom.nn.linear import Linear
 from mindloom.nn.rotary import Rotary
 
-MASKED_SCORE = -10000.0  # the originals' finite value: a row that may attend to nothing stays finite
+MASKED_SCORE = -10000.0  # the reference implementation's finite value: a row that may attend to nothing stays finite
 
 
 @ops.constexpr

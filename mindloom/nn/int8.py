@@ -61,7 +61,7 @@ class Int8Embedding(nn.Cell):
 
 
 class Int8TiedHead(TiedHead):
-    """Logits with an int8 word table and its scales."""
+    """Logits with an int8 embedding and its scales."""
 
     def __init__(self, head: TiedHead, word: Int8Embedding):
         super().__init__(head.config, head.dtype)

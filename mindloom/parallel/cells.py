@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells around a user's network, its batch cut over dp; a function as a Cell; what MindSpore's own Cells need to be cut."""
+"""Cells around a user's network, its batch sharded over dp; a function as a Cell; what MindSpore's own need to be sharded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mindloom.parallel.sharding import shard
 from mindloom.private_names import FusedLSTM, StepwiseRNN, nn_func
 
 
-class CutBatch(nn.Cell):
-    """`network` with its inputs cut over dp. An input has the batch in dim 0 if that is as long as the first input's.
+class ShardBatch(nn.Cell):
+    """`network` with its inputs sharded over dp. An input has the batch in dim 0 if that is as long as the first input's.
 
     Nothing moves: an identity with a layout tells MindSpore's propagation where to begin. Parameters keep their names.
 
@@ -77,28 +77,28 @@ class FunctionCell(nn.Cell):
 def average_over_all_rows(cell: nn.Cell) -> None:
     """Let `cell`, if it is a loss whose operator averages the rows it is given, average those of all ranks.
 
-    `SparseSoftmaxCrossEntropyWithLogits` takes the mean inside: cut over dp each rank would tell, and follow, the mean of
-    its own rows. The cell has another way to the same value, whose mean MindSpore cuts right.
+    `SparseSoftmaxCrossEntropyWithLogits` takes the mean inside: sharded over dp each rank would tell, and follow, the mean of
+    its own rows. The cell has another way to the same value, whose mean MindSpore shards right.
     """
     if isinstance(cell, nn.SoftmaxCrossEntropyWithLogits) and cell.sparse and cell.reduction == "mean":
         cell.reduction = "mean over all ranks"  # compared with "mean" only; its ReduceMean stays
 
 
-def prepare_to_cut(net: nn.Cell) -> None:
-    """Give those of MindSpore's own Cells in `net` that cannot be cut right another way to the same values."""
+def prepare_to_shard(net: nn.Cell) -> None:
+    """Give those of MindSpore's own Cells in `net` that cannot be sharded right another way to the same values."""
     for _, part in net.cells_and_names():
         if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d):
             _take_statistics_of_all_rows(part)
         elif isinstance(part, nn.MultiheadAttention):
             nn_func.linear = _linear
         elif hasattr(part, "rnn") and isinstance(part.rnn, FusedLSTM):
-            part.rnn = StepwiseRNN("LSTM")  # step by step; the one operator for all of them cannot be cut
+            part.rnn = StepwiseRNN("LSTM")  # step by step; the one operator for all of them cannot be sharded
 
 
 def _take_statistics_of_all_rows(norm: nn.Cell) -> None:
     """Mean and variance over the rows of all ranks, as one device takes them.
 
-    Cut over dp, its operator would take those of its own rows. It is given the whole batch instead: an all-gather, and
+    Sharded over dp, its operator would take those of its own rows. It is given the whole batch instead: an all-gather, and
     every rank does the same. A rule for `bn_train` replaces this.
     """
     dims = 2 if isinstance(norm, nn.BatchNorm1d) else 4

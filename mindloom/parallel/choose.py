@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy for a network never seen before: pairs of products cut by columns and rows over tp, the batch over dp."""
+"""A strategy for a network never seen before: pairs of products sharded by columns and rows over tp, the batch over dp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindloom.parallel.sharding import operators, parameter_uses
 from mindloom.strategy.layout import Layout, show
 
 LEAST_SHARE = 0.5
-"""Of all parameters that the pairs must hold to be worth cutting: each pair costs two all-reduces a step."""
+"""Of all parameters that the pairs must hold to be worth sharding: each pair costs two all-reduces a step."""
 MOST_TP = 8
 """As many devices as a server has."""
 BYTES_A_PARAMETER = 16
@@ -101,7 +101,7 @@ def choose(net: nn.Cell, devices: int, memory_gb: float) -> str:
     tp = enough[0] if enough else possible[-1]
     share = f"{len(paired)} pairs of products hold {held / max(1, total):.0%} of {total:,} parameters"
     lines = [
-        f"{HEAD}, devices={devices}: {share}; {f'cut over tp {tp}' if tp > 1 else 'the batch alone is cut'}.",
+        f"{HEAD}, devices={devices}: {share}; {f'sharded over tp {tp}' if tp > 1 else 'the batch alone is sharded'}.",
         "# Read it, change it, and load it by its name.",
         f"mesh: {{dp: {devices // tp}, tp: {tp}}}" if tp > 1 else f"mesh: {{dp: {devices}}}",
     ]

@@ -38,7 +38,7 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
     Optimizer parallel and the number of stages are MindSpore settings of the whole process: `runtime` makes them.
 
     Raises:
-        ConfigError: a rule that matches nothing, a parameter that cannot be cut, stages for which there are no layers.
+        ConfigError: a rule that matches nothing, a parameter that cannot be sharded, stages for which there are no layers.
     """
     found = operators(net)
     kv_parts, group_parts = parts_of_heads(net, strategy.mesh)
@@ -105,7 +105,7 @@ def _recompute_operators(strategy: Strategy, found: Sequence[Operator], layers: 
 
 
 def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
-    """What a training step is built around: the batch is cut into microbatches first, in a pipeline or to save memory, and
+    """What a training step is built around: the batch is split into microbatches first, in a pipeline or to save memory, and
     these into copies that devices work on in turn."""
     if strategy.micro_batch_interleave > 1:
         net = MicroBatchInterleaved(net, strategy.micro_batch_interleave)
@@ -138,7 +138,7 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
 
 
 def _rule_problems(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], whole: bool) -> list[str]:
-    """Rules against the network: those that match nothing, or cut a parameter that cannot be cut so."""
+    """Rules against the network: those that match nothing, or shard a parameter that cannot be sharded so."""
     rules = strategy.rules
     problems = [
         f"{rule.source}: {rule.pattern} matches no operator of {type(net).__name__}; correct the path, "
@@ -184,9 +184,9 @@ def _mesh_problems(strategy: Strategy, layers: Sequence[str]) -> list[str]:
     rules, mesh = strategy.rules.operators, strategy.mesh
     cut = {part_of_axis(axis)[0] for rule in rules for layout in rule.inputs for dim in layout for axis in dim}
     problems = [
-        f"{strategy.at('mesh.' + axis)} = {mesh.degree(axis)}, but no rule cuts anything over {axis}: all its ranks would do "
-        "the same; write a rule for it, or leave it out"
-        for axis in mesh.cutting_axes
+        f"{strategy.at('mesh.' + axis)} = {mesh.degree(axis)}, but no rule shards anything over {axis}: all its ranks would "
+        "do the same; write a rule for it, or leave it out"
+        for axis in mesh.sharding_axes
         if axis != "dp" and axis not in cut
     ]
     if mesh.pp > 1 and not layers:
@@ -203,7 +203,7 @@ def _mesh_problems(strategy: Strategy, layers: Sequence[str]) -> list[str]:
 
 
 def _lookup_problems(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) -> Iterator[str]:
-    """Where the rows of a table are cut, and its indices as well, MindSpore wants both together to use the whole mesh."""
+    """Where the rows of a table are sharded, and its indices as well, MindSpore wants both together to use the whole mesh."""
     for use in parameter_uses(found):
         matching = [rule for rule in rules if path_matches(rule.pattern, use.operator.path)]
         if use.operator.primitive.name != "Gather" or use.position != 0 or not matching or matching[-1].local:
@@ -211,13 +211,13 @@ def _lookup_problems(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mes
         rule = matching[-1]
         rows = rule.inputs[0][0] if rule.inputs and rule.inputs[0] else ()
         of_indices = {axis for layout in rule.inputs[1:] for dim in layout for axis in dim if mesh.degree(axis) > 1}
-        missing = [axis for axis in mesh.cutting_axes if axis not in {*rows, *of_indices}]
+        missing = [axis for axis in mesh.sharding_axes if axis not in {*rows, *of_indices}]
         if missing and of_indices and any(mesh.degree(axis) > 1 for axis in rows):
             cut, together = ", ".join(rows), f"dp, {missing[0]}"
             indices = f"[{together}]" if len(rule.inputs[1]) > 1 else f"[[{together}]]"
             yield (
-                f"{rule.source}: {rule.pattern}: the rows of {use.parameter.name} are cut over {cut}, so the indices must be "
-                f"cut over {', '.join(missing)}, too: [[{cut}, ~], {indices}], or not at all"
+                f"{rule.source}: {rule.pattern}: the rows of {use.parameter.name} are sharded over {cut}, so the indices "
+                f"must be sharded over {', '.join(missing)}, too: [[{cut}, ~], {indices}], or not at all"
             )
 
 
@@ -267,7 +267,7 @@ def _parameter_reports(
 
 
 def _optimizer_shards(parameter: ms.Parameter, layout: Layout, part: Shape, strategy: Strategy) -> int:
-    """Over how many ranks MindSpore's optimizer parallel cuts dim 0 further: all that hold the same part of it."""
+    """Over how many ranks MindSpore's optimizer parallel shards dim 0 further: all that hold the same part of it."""
     zero, mesh = strategy.optimizer_parallel, strategy.mesh
     if zero is None or not part or not parameter.parallel_optimizer:
         return 1

@@ -25,13 +25,13 @@ class ParameterReport:
     local_shape: Shape
     """Of each rank that holds it, optimizer parallel included."""
     layout: Layout
-    """By its operator's rule; optimizer parallel cuts dim 0 further."""
+    """By its operator's rule; optimizer parallel shards dim 0 further."""
     optimizer_shards: int
-    """Ranks over which optimizer parallel cuts dim 0 further; 1: not at all."""
+    """Ranks over which optimizer parallel shards dim 0 further; 1: not at all."""
     stage: int
     rule: str
-    """file:line of the rule that owns it; `derived`: no rule does, MindSpore's propagation cut it; empty: every rank holds
-    it whole."""
+    """file:line of the rule that owns it; `derived`: no rule does, MindSpore's propagation sharded it; empty: every rank
+    holds it whole."""
 
     @property
     def num_parts(self) -> int:
@@ -66,7 +66,7 @@ class Report:
         return tuple(p.num_parts / self.mesh.stage_size if p.stage == stage else 0.0 for p in reports)
 
     def derive(self, name: str, layout: Layout, optimizer_shards: int) -> None:
-        """Learn how MindSpore cut a parameter that no rule is for."""
+        """Learn how MindSpore sharded a parameter that no rule is for."""
         whole = self.by_name[name]
         part = list(local_shape(layout, whole.global_shape, self.mesh))
         part[0] //= optimizer_shards

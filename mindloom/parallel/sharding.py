@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the operators of a Cell the layouts a strategy's rules say, and find out which parameters that cuts."""
+"""Give the operators of a Cell the layouts a strategy's rules say, and find out which parameters that shards."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def apply_rules(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) ->
 
 
 def parts_of_heads(net: nn.Cell, mesh: Mesh) -> tuple[Dim, Dim]:
-    """What of tp cuts the heads of keys and values, and the rest of it. A Cell says how many there are as its
+    """What of tp shards the heads of keys and values, and the rest of it. A Cell says how many there are as its
     `num_kv_heads`."""
     heads = [cell.num_kv_heads for _, cell in net.cells_and_names() if hasattr(cell, "num_kv_heads")]
     return mesh.parted("tp", math.gcd(*heads) if heads else mesh.tp)
@@ -140,8 +140,8 @@ def shard(
     """
     used = {axis for layout in (*inputs, *(outputs or ())) for dim in layout for axis in dim}
     experts_apart = any(axis != "dp" and part_of_axis(axis)[0] == "dp" for axis in used)
-    with_cp = mesh.cp > 1 and len(mesh.cutting_axes) > 1
-    numbers_do = mesh.order == AXES and len(mesh.cutting_axes) <= 2 and not experts_apart and not with_cp
+    with_cp = mesh.cp > 1 and len(mesh.sharding_axes) > 1
+    numbers_do = mesh.order == AXES and len(mesh.sharding_axes) <= 2 and not experts_apart and not with_cp
     if by_name or (not numbers_do and primitive.name in TAKE_NAMES):
         axes = _names_of_axes(mesh, used)
         matrix = [name for names in axes.values() for name in names]

@@ -24,11 +24,12 @@ Precision = Literal["fp16", "bf16", "fp32"]
 PRECISIONS: dict[str, Precision] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
-def optimizer_cut(cut: bool, gradients_add_up: bool, precision: Precision) -> dict[str, Any]:
+def optimizer_sharding(cut: bool, gradients_add_up: bool, precision: Precision) -> dict[str, Any]:
     """What optimizer parallel means in the cost model's terms.
 
-    Master weights and moments lie cut. The weights are gathered for the whole step in the type that is computed in; in
-    float32 without a cut there is no such copy. Gradients of several microbatches add up whole, else they are cut at once.
+    Master weights and moments are sharded. The weights are gathered for the whole step in the type that is computed in; in
+    float32 without sharding there is no such copy. Gradients of several microbatches add up whole, else they are
+    sharded at once.
     """
     return {
         "zero": 0 if not cut else 1 if gradients_add_up else 2,
@@ -69,7 +70,9 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         zero_shards=(zero.shard_size or 0) if zero else 0,
         sequence_parallel=strategy.sequence_parallel,
         precision=precision,
-        **optimizer_cut(bool(zero), microbatches > 1 and not (zero and zero.shard_accumulated_gradients), precision),
+        **optimizer_sharding(
+            bool(zero), microbatches > 1 and not (zero and zero.shard_accumulated_gradients), precision
+        ),
     )
 
 
@@ -87,10 +90,10 @@ def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
     sizes = []
     for stage, counts in enumerate(stage_copies(dims, job)):
         words = _whole_words(dims, job, stage)
-        head = dims.hidden_size if dims.value_head and stage == job.last_stage else 0  # one row, which nothing cuts
+        head = dims.hidden_size if dims.value_head and stage == job.last_stage else 0  # one row, which nothing shards
         counts[1] -= words
         counts[job.tp] -= head
-        # What several tensor parallel ranks hold has more replicas to be cut over.
+        # What several tensor parallel ranks hold has more replicas to be sharded over.
         more = not job.zero_shards and bool(job.zero)
         cut = sum(size // (job.shards * (copies if more else 1)) for copies, size in counts.items())
         cut += expert_parameters(dims, job)[stage] // expert_shards(job)
@@ -99,14 +102,14 @@ def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
 
 
 def tied_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
-    """Entries of the word table on a stage that shares it with another."""
+    """Entries of the embedding on a stage that shares it with another."""
     shared = job.last_stage > 0 and stage in (0, job.last_stage) and dims.tied_embedding
     return dims.vocab_size * dims.hidden_size // job.tp if shared else 0
 
 
 def _whole_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
-    """Entries of the word tables on a stage that optimizer parallel leaves whole: what a pipeline sends, which MindSpore
-    cannot cut, and rows that the shards do not divide."""
+    """Entries of the embeddings on a stage that optimizer parallel leaves whole: what a pipeline sends, which MindSpore
+    cannot shard, and rows that the shards do not divide."""
     if not dims.vocab_size // job.tp % job.shards:
         return tied_words(dims, job, stage)
     has_own_head = stage == job.last_stage and not dims.value_head and (job.last_stage > 0 or not dims.tied_embedding)
@@ -138,7 +141,7 @@ def _layer_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) -
     """
     if job.tp == 1:
         return {}
-    inputs = 1 if dims.block == "parallel" else 2  # of products that are cut by columns
+    inputs = 1 if dims.block == "parallel" else 2  # of products that are sharded by columns
     results = {"sequential": 1, "parallel": 0, "sandwich": 2}[dims.block]  # that computing again needs
     tokens, m = job.microbatch * dims.seq_len // job.cp, job.num_microbatches
     x, layers = tokens * dims.hidden_size * job.activation_bytes, job.stages(dims.num_layers)[stage]
@@ -243,10 +246,10 @@ def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) 
 
 
 def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
-    """Gradients reduced and cut weights gathered, once a step.
+    """Gradients reduced and sharded weights gathered, once a step.
 
     Of a batch taken at once MindSpore reduces the tied table's gradient once for each of its two uses, and with optimizer
-    parallel over groups the whole gradients before they are cut; of microbatches they add up and are cut first.
+    parallel over groups the whole gradients before they are sharded; of microbatches they add up and are sharded first.
     """
     whole, tied = 4 * stage_parameters(dims, job)[stage], 4 * tied_words(dims, job, stage)
     uncut = 4 * _whole_words(dims, job, stage)
@@ -271,7 +274,7 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
 
 
 def _float32_parameters(dims: Dimensions, job: Parallelism, stage: int) -> int:
-    """Of the parameters that optimizer parallel cuts on a stage those that are used in float32: norms and tables."""
+    """Of the parameters that optimizer parallel shards on a stage those that are used in float32: norms and tables."""
     layers = job.stages(dims.num_layers)[stage]
     table = dims.vocab_size * dims.hidden_size // job.tp
     words = table if stage == 0 and not _whole_words(dims, job, stage) else 0

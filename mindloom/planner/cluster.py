@@ -123,7 +123,7 @@ class Overlap:
     gradients: float
     """Of the last microbatch's backward pass, behind which gradients are reduced."""
     weights: float
-    """Of the passes for which cut weights are gathered."""
+    """Of the passes for which sharded weights are gathered."""
 
     @classmethod
     @functools.cache

@@ -139,7 +139,7 @@ class Dimensions(Widths):
 
     @property
     def layer_biases_cut(self) -> int:
-        """Entries of one layer's biases that tensor parallel cuts, those of keys and values among them."""
+        """Entries of one layer's biases that tensor parallel shards, those of keys and values among them."""
         qkv = self.qkv_bias * (self.query_size + 2 * self.kv_size)
         return qkv + self.mlp_bias * (self.mlp_matrices - 1) * self.always_used_ffn
 
@@ -272,7 +272,7 @@ class Parallelism:
     ep: int = 1
     """Ranks along dp (and cp) that share out the experts."""
     expert_tp: int = 0
-    """Parts into which tp cuts each expert; 0: as many as tp."""
+    """Parts into which tp shards each expert; 0: as many as tp."""
     sends_once: bool = False
     """A token goes to each node once, however many of its experts are there, from one tensor parallel rank, and what these
     ranks compute is added up once a token, as libraries for experts do; else once for each expert, from all these ranks, as
@@ -295,11 +295,11 @@ class Parallelism:
     """Of each stage, how many layers' activations wait in the host's memory; empty: none."""
     optimizer_on_host: bool = False
     zero: int = 0
-    """1: optimizer state cut over the replicas; 2: and gradients; 3: and weights."""
+    """1: optimizer state sharded over the replicas; 2: and gradients; 3: and weights."""
     zero_shards: int = 0
     """Over how many replicas; 0: all."""
     gathers: Literal["microbatch", "step"] = "microbatch"
-    """How often cut weights are gathered, with zero 3."""
+    """How often sharded weights are gathered, with zero 3."""
     sequence_parallel: bool = False
     scatter_gather: bool = False
     """Tensor parallel ranks send a part each between stages and gather it there; implied by sequence parallel."""
@@ -321,7 +321,7 @@ class Parallelism:
 
     @property
     def parts_of_expert(self) -> int:
-        """Into which tp cuts each expert."""
+        """Into which tp shards each expert."""
         return self.expert_tp or self.tp
 
     @property

@@ -18,7 +18,7 @@ class StageMemory:
     """Bytes on one device of a stage, at its peak."""
 
     parameters: int
-    """How many parameters the device computes with, before the optimizer's cut."""
+    """How many parameters the device computes with, before the optimizer's sharding."""
     weights: float
     gradients: float
     optimizer: float
@@ -79,7 +79,7 @@ def stage_copies(dims: Dimensions, job: Parallelism) -> list[Counter[int]]:
 
 
 def stage_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
-    """Parameters of each stage on one of its devices, before the optimizer's cut."""
+    """Parameters of each stage on one of its devices, before the optimizer's sharding."""
     return [counts.total() for counts in stage_copies(dims, job)]
 
 
@@ -89,14 +89,14 @@ def head_columns(dims: Dimensions, job: Parallelism) -> float:
 
 
 def expert_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
-    """Parameters of each stage's experts on one of its devices, before the optimizer's cut: no part of the others here."""
+    """Parameters of each stage's experts on one of its devices, before the optimizer's sharding: no part of the others."""
     whole = dims.mlp_bias * dims.hidden_size  # the bias of what is added up over the parts
     part = (dims.expert_parameters - whole) // job.parts_of_expert + whole
     return [layers * dims.num_experts * part // job.ep for layers in job.expert_layers(dims)]
 
 
 def expert_shards(job: Parallelism) -> int:
-    """Ranks over which the optimizer cuts what it keeps of experts: those that hold the same ones."""
+    """Ranks over which the optimizer shards what it keeps of experts: those that hold the same ones."""
     same = job.replicas * job.tp // (job.ep * job.parts_of_expert)
     return max(1, min(job.shards, same)) if job.zero else 1
 

@@ -236,7 +236,7 @@ def _state_bytes(zero: str, precision: str) -> dict[str, Any]:
 
 
 def _virtual_stages(row: dict[str, str], num_layers: int, pp: int) -> int:
-    """Where only the word interleaved is printed: as many parts, up to 4, as the layers of a stage can be cut into."""
+    """Where only the word interleaved is printed: as many parts, up to 4, as the layers of a stage can be split into."""
     if pp == 1 or "schedule=interleaved" not in row["note"] or num_layers % pp:
         return 1
     return max(parts for parts in (1, 2, 3, 4) if num_layers // pp % parts == 0)

@@ -126,7 +126,7 @@ def _parallelism(row: dict[str, str]) -> Parallelism:
     if dp * tp * pp * cp != devices:
         raise UnpredictableError(f"dp {dp} x tp {tp} x pp {pp} x cp {cp} is not {devices} devices")
     if batch % dp:
-        raise UnpredictableError(f"a batch of {batch} cannot be dealt out to dp {dp}")
+        raise UnpredictableError(f"a batch of {batch} cannot be distributed to dp {dp}")
     microbatch = int(row["microbatch"] or 1)
     text = row["precision"].lower()
     is_ascend, is_fsdp = ASCEND in row["source"], "FSDP" in row["note"]

@@ -12,7 +12,7 @@ from typing import Annotated
 from mindloom.cli import check_numbers
 from mindloom.errors import ConfigError
 from mindloom.numbers import Bounds, Count
-from mindloom.planner.closed_forms import Precision, optimizer_cut
+from mindloom.planner.closed_forms import Precision, optimizer_sharding
 from mindloom.planner.cluster import Cluster
 from mindloom.planner.dimensions import Dimensions, Parallelism, Recomputation
 from mindloom.planner.memory import StageMemory
@@ -151,7 +151,7 @@ def _context_degrees(request: PlanRequest) -> list[int]:
 
 
 def _widths(dims: Dimensions) -> list[int]:
-    """Of MLPs and experts, which tp cuts."""
+    """Of MLPs and experts, which tp shards."""
     dense = [] if dims.expert_layers == dims.num_layers else [dims.ffn_size]
     return dense + ([dims.expert_ffn_size, dims.shared_ffn_size] if dims.num_experts else [])
 
@@ -164,7 +164,7 @@ def _expert_degrees(dims: Dimensions, dp: int) -> list[int]:
 def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
     """Optimizer parallel, sequence parallel, virtual stages and recomputation of one mesh."""
     dims = request.dims
-    cuts = [0]  # over how many replicas the optimizer is cut
+    cuts = [0]  # over how many replicas the optimizer is sharded
     if (most := base.replicas) > 1:
         cuts += sorted({most, *(size for size in (8, 16, 32, 64) if size < most and most % size == 0)})
     most = dims.num_layers // base.pp
@@ -183,7 +183,7 @@ def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
                     sequence_parallel=sequence_parallel,
                     virtual_stages=virtual_stages,
                     flash_attention=request.flash_attention,
-                    **optimizer_cut(shards > 0, base.num_microbatches > 1, request.precision),
+                    **optimizer_sharding(shards > 0, base.num_microbatches > 1, request.precision),
                 )
                 yield from _recomputations(request, job)
 

@@ -54,7 +54,7 @@ class StepTime:
     gradients: float
     """Collectives of gradients, what is not hidden."""
     weights: float
-    """Gathering cut weights, what is not hidden."""
+    """Gathering sharded weights, what is not hidden."""
     optimizer: float
 
     @property
@@ -259,7 +259,7 @@ def _sends(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
 def _data_parallel(
     dims: Dimensions, job: Parallelism, cluster: Cluster, compute: float, overlap: Overlap, adapters: int
 ) -> tuple[float, float]:
-    """Exposed seconds of the gradients' collectives and of gathering cut weights."""
+    """Exposed seconds of the gradients' collectives and of gathering sharded weights."""
     if job.replicas == 1:
         return 0.0, 0.0
     parameters: float = max(stage_parameters(dims, job))
@@ -279,9 +279,9 @@ def _data_parallel(
         return max(moved - share * backward, 0.0), max(gathered - share * compute * (1 + gathers) / 3, 0.0)
     moved, gathered = ring * trained * GRADIENT_BYTES, ring * parameters * job.weight_bytes
     last = backward / job.num_microbatches  # gradients are complete in the last microbatch
-    if job.zero == 2:  # implementations that cut gradients move each virtual stage's while the next is at work
+    if job.zero == 2:  # implementations that shard gradients move each virtual stage's while the next is at work
         moved, gathered = moved / job.virtual_stages, gathered / job.virtual_stages
-    if job.zero == 0:  # an all-reduce; with cut optimizer state a reduce-scatter, and the new weights are gathered
+    if job.zero == 0:  # an all-reduce; with sharded optimizer state a reduce-scatter, and the new weights are gathered
         return max(2 * moved - overlap.gradients * last, 0.0), 0.0
     return max(moved - overlap.gradients * last, 0.0), gathered
 

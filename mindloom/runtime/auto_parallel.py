@@ -17,7 +17,7 @@ from mindspore.graph import api
 
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
-from mindloom.parallel.cells import CutBatch, FunctionCell, average_over_all_rows, prepare_to_cut
+from mindloom.parallel.cells import FunctionCell, ShardBatch, average_over_all_rows, prepare_to_shard
 from mindloom.parallel.choose import choose
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
@@ -73,7 +73,7 @@ def auto_parallel(
         settings: what else a strategy file may say: `rules`, `pipeline`, `recompute`, `optimizer_parallel`, ...
             `rules` may be just the operators: `{"up.matmul": [["dp", None], ["tp", None]]}`.
 
-    Without a rule on it the batch, dim 0 of every input as long as the first one's, is cut over dp; what no rule is for
+    Without a rule on it the batch, dim 0 of every input as long as the first one's, is sharded over dp; what no rule is for
     follows from that and from the other rules. Train with `nn.TrainOneStepCell`, `ms.train.Model`, `ms.value_and_grad` or
     a function under `ms.jit`, evaluate and predict, in graph mode, as on one device. Every process of the job runs the
     same script with the same, whole batches; the parameters of each hold its part. In a pipeline, for which there is
@@ -101,9 +101,9 @@ def auto_parallel(
     engine = _engines.pop(key) if key in _engines else Engine.start(loaded)
     _engines[key] = engine
     if loaded.mesh.size > 1:
-        prepare_to_cut(net)
+        prepare_to_shard(net)
     report = parallelize(net, loaded)
-    whole = CutBatch(net, loaded.mesh) if loaded.mesh.size > 1 else net
+    whole = ShardBatch(net, loaded.mesh) if loaded.mesh.size > 1 else net
     network = wrap(whole, loaded)
     _networks[id(network)] = _Parallel(network, whole, report, engine)
     _contents.clear()
@@ -241,7 +241,7 @@ def _inputs(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], eng
     """The arguments in the order of the parameters of `function`.
 
     Raises:
-        ConfigError: one is no Tensor, or the batch cannot be cut.
+        ConfigError: one is no Tensor, or the batch cannot be sharded.
     """
     if kwargs:
         bound = inspect.signature(function).bind(*args, **kwargs)

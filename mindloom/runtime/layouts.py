@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the compiler cut parameters, held against what `parallelize` foresaw; and learned where no rule had a word."""
+"""How the compiler sharded parameters, held against what `parallelize` predicted; and learned where no rule had a word."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How the compiler cut one parameter."""
+    """How the compiler sharded one parameter."""
 
     device_matrix: Shape
     tensor_map: Shape
     """For each dim the position in `device_matrix`, counted from its end; -1: whole."""
     local_shape: Shape
     optimizer_group: str
-    """Group over which dim 0 is cut further by optimizer parallel, or empty."""
+    """Group over which dim 0 is sharded further by optimizer parallel, or empty."""
 
     @property
-    def cuts(self) -> Shape:
-        """Into how many parts the operator's layout cuts each dim."""
+    def shards(self) -> Shape:
+        """Into how many parts the operator's layout shards each dim."""
         return tuple(1 if axis < 0 else self.device_matrix[-1 - axis] for axis in self.tensor_map)
 
     def operator_slices(self, global_shape: Shape, rank: int) -> Slices:
         """The part that the operators of `rank` use."""
         place = np.unravel_index(rank % int(np.prod(self.device_matrix)), self.device_matrix)
         result = []
-        for size, cut, axis in zip(global_shape, self.cuts, self.tensor_map, strict=True):
+        for size, cut, axis in zip(global_shape, self.shards, self.tensor_map, strict=True):
             start = 0 if axis < 0 else int(place[-1 - axis]) * (size // cut)
             result.append(slice(start, start + size // cut))
         return tuple(result)
@@ -57,9 +57,9 @@ class ParameterLayout:
         return tuple(result)
 
     def by_name(self, mesh: Mesh) -> Layout | None:
-        """Mesh axes that cut each dim; None if they are no product of the mesh's axes."""
+        """Mesh axes that shard each dim; None if they are no product of the mesh's axes."""
         named: list[Dim] = []
-        for cut, axis in zip(self.cuts, self.tensor_map, strict=True):
+        for cut, axis in zip(self.shards, self.tensor_map, strict=True):
             if cut == 1:
                 named.append(())
                 continue
@@ -134,7 +134,7 @@ def _reports(cell: nn.Cell) -> list[Report]:
 
 def _products(mesh: Mesh, cut: int) -> list[Dim]:
     """Sequences of mesh axes whose degrees multiply to `cut`, the shortest first."""
-    axes = mesh.cutting_axes
+    axes = mesh.sharding_axes
     found = (chosen for n in range(len(axes) + 1) for chosen in itertools.permutations(axes, n))
     return [chosen for chosen in found if math.prod(axes[axis] for axis in chosen) == cut]
 

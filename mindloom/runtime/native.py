@@ -53,7 +53,7 @@ class Devices(Backend):
         source = self.strategy.source
         if learn_from(cell, self.layouts, self.groups, self.rank, source) and isinstance(cell, TrainStep):
             raise ConfigError(
-                f"{source}: MindSpore cut parameters that no rule is for, so the norm of the gradients would be wrong; "
+                f"{source}: MindSpore sharded parameters that no rule is for, so the norm of the gradients would be wrong; "
                 f"write rules for {', '.join(derived_in(cell))}"
             )
 

@@ -12,7 +12,7 @@ from typing import Any
 from mindloom.data.tokenizer import Tokenizer
 from mindloom.inference.sampling import TokenScore
 from mindloom.inference.scheduler import NewToken
-from mindloom.inference.session import Completion, Ending
+from mindloom.inference.session import Completion, StopConditions
 from mindloom.serve.config import ServedModel
 from mindloom.serve.requests import ChatAsked, CompletionAsked
 
@@ -23,7 +23,7 @@ class Choice:
 
     index: int
     prompt: Sequence[int]
-    ending: Ending
+    stop: StopConditions
     completion: Completion
     echo: str | None = None
     """The prompt's text, where it is part of the answer."""
@@ -36,7 +36,7 @@ class Choice:
     def add(self, new: NewToken) -> str:
         """Book a token. Returns the text that is certain now."""
         self.scores.append(TokenScore(new.token, new.log_probability, new.top))
-        text = self.ending.add(self.completion, new)
+        text = self.stop.add(self.completion, new)
         self.finish_reason = new.finish_reason
         return text
 

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from mindloom.data.tokenizer import chat_prompt, infill_prompt
 from mindloom.errors import ConfigError
 from mindloom.inference.config import language_tags
-from mindloom.inference.session import Completion, Ending
+from mindloom.inference.session import Completion, StopConditions
 from mindloom.log import milestone
 from mindloom.serve import answers
 from mindloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
@@ -192,7 +192,7 @@ class Server:
             Choice(
                 index=number * asked.num_choices + choice,
                 prompt=prompt,
-                ending=self._ending(model, asked),
+                stop=self._stop(model, asked),
                 completion=Completion(""),
                 echo=_text(model, asked.prompts[number]) if asked.echo else None,
             )
@@ -213,7 +213,7 @@ class Server:
         text = chat_prompt(model.tokenizer, asked.messages)
         prompt = tuple(await run_in_threadpool(model.tokenizer.encode, text))
         choices = [
-            Choice(index, prompt, self._ending(model, asked), Completion("")) for index in range(asked.num_choices)
+            Choice(index, prompt, self._stop(model, asked), Completion("")) for index in range(asked.num_choices)
         ]
         return await self._answer(request, asked, [prompt], choices, ChatAnswer(model, asked))
 
@@ -261,9 +261,9 @@ class Server:
             said = self.service.failure or self.service.progress or "the server is stopping"
             raise RequestError(503, said, headers={"Retry-After": "1"})
 
-    def _ending(self, model: ServedModel, asked: Asked) -> Ending:
+    def _stop(self, model: ServedModel, asked: Asked) -> StopConditions:
         stop_ids = (() if asked.ignore_eos else self.job.stop_ids) + asked.stop_ids
-        return Ending(model.tokenizer, stop_ids, asked.stop)
+        return StopConditions(model.tokenizer, stop_ids, asked.stop)
 
     def _room(self, prompt: tuple[int, ...], asked: Asked) -> int:
         """Tokens that may be made.

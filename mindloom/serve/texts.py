@@ -86,11 +86,11 @@ class Texts:
             max_new_tokens=room,
             sampling=self.asked.sampling,
             stream=choice.index % self.asked.num_choices,
-            stop_ids=tuple(choice.ending.stop_ids),
+            stop_ids=tuple(choice.stop.stop_ids),
             logit_bias=self.asked.logit_bias,
             num_top=self.asked.num_top or 0,
             score_prompt=score_prompt,
-            is_finished=choice.ending.is_reached,
+            is_finished=choice.stop.is_reached,
         )
 
     def _take(self, choice: Choice, event: Event | Failed, timing: Timing) -> str:

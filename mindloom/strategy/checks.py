@@ -144,7 +144,7 @@ def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
     heads = mesh.tp * mesh.cp
     if mesh.cp > 1 and strategy.context_parallel == "ulysses" and config.kv_heads % heads:
         problems.append(
-            f"{strategy.at('context_parallel')}: ulysses cuts heads of keys and values over tp x cp = {heads}, which does "
+            f"{strategy.at('context_parallel')}: ulysses shards heads of keys and values over tp x cp = {heads}, which does "
             f"not divide num_kv_heads = {config.kv_heads}; use gather"
         )
     if mesh.cp > 1 and config.experts:

@@ -15,17 +15,17 @@ Schedule = Literal["1f1b", "gpipe", "seqpipe", "zero_bubble_v"]
 
 
 def stage_of_part(part: int, num_stages: int, schedule: Schedule) -> int:
-    """The stage that holds a virtual stage: they are dealt out in turn, or down and up again."""
+    """The stage that holds a virtual stage: they are assigned in turn, or down and up again."""
     stage = part % num_stages
     return num_stages - 1 - stage if schedule == "zero_bubble_v" and part >= num_stages else stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """How the layers are dealt out to the pipeline stages; without a setting, evenly."""
+    """How the layers are distributed to the pipeline stages; without a setting, evenly."""
 
     weights: list[Positive] | None = None
-    """Relative load of each stage, or virtual stage in the order of the layers: they are dealt out in this proportion, at
+    """Relative load of each stage, or virtual stage in the order of the layers: they are distributed in this proportion, at
     least one each."""
     num_layers: list[Count] | None = None
     """Layers of each stage, or virtual stage in their order, spelled out."""
@@ -33,14 +33,14 @@ class Stages:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Pipeline parallelism: the batch is cut into microbatches that follow each other through the stages."""
+    """Pipeline parallelism: the batch is split into microbatches that follow each other through the stages."""
 
     num_microbatches: Count = 1
     """Microbatches of one step; at least as many as stages. More of them make the idle part (bubble) smaller."""
     stages: Literal["uniform"] | Stages = "uniform"
     """`uniform`, `{weights: [...]}` or `{num_layers: [...]}`."""
     virtual_stages: Count = 1
-    """Parts of the model that each stage holds, dealt out in turn (interleaving): with v of them filling and draining the
+    """Parts of the model that each stage holds, assigned in turn (interleaving): with v of them filling and draining the
     pipeline takes a v-th of the time, and v times as much is sent between stages."""
     schedule: Schedule = "1f1b"
     """Order in which virtual stages work on microbatches, one of MindSpore's: `1f1b`, a forward and a backward in turn;
@@ -74,16 +74,16 @@ class Offload:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerParallel:
-    """Each parameter, its gradient and optimizer state are cut over the replicas too (ZeRO)."""
+    """Each parameter, its gradient and optimizer state are sharded over the replicas too (ZeRO)."""
 
     axis: Literal["dp"] = "dp"
     """Mesh axis of the replicas."""
     threshold_kb: Natural = 0
     """Parameters smaller than this, in KB of this rank's part, stay whole."""
     shard_size: Natural | None = None
-    """Cut over groups of this many replicas instead of all of them."""
+    """Sharded over groups of this many replicas instead of all of them."""
     shard_accumulated_gradients: bool = False
-    """In a pipeline: cut the gradients while microbatches add up, too. Less memory, a reduce-scatter per microbatch."""
+    """In a pipeline: shard the gradients while microbatches add up, too. Less memory, a reduce-scatter per microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class Rules:
     """Patterns of the operators that selective recomputation computes again."""
     tied: tuple[str, ...] = ()
     """Patterns of the parameters the first and the last stage both use. In a pipeline they are sent every step, and
-    MindSpore cannot cut what it sends: optimizer parallel leaves them whole. A network one of whose Cells says
+    MindSpore cannot shard what it sends: optimizer parallel leaves them whole. A network one of whose Cells says
     `tied_embedding = False` has none."""
     operators: tuple[Rule, ...] = ()
     """Later rules win."""
@@ -139,14 +139,14 @@ class Strategy:
     offload: Offload | None = None
     """What lies in the host's memory; nothing without this key."""
     optimizer_parallel: OptimizerParallel | None = None
-    """Cut parameters and optimizer state over the replicas; off without this key."""
+    """Shard parameters and optimizer state over the replicas; off without this key."""
     sequence_parallel: bool = False
-    """Cut the tokens over tp where a layer works on each token alone (the axis `sp` of the rules)."""
+    """Shard the tokens over tp where a layer works on each token alone (the axis `sp` of the rules)."""
     context_parallel: Literal["gather", "ulysses"] = "gather"
     """How attention sees whole sequences, when mesh.cp > 1: `gather`, each rank has its part of the queries and gathers all
     keys and values; `ulysses`, all-to-alls give each rank whole sequences of a part of the heads, and take them back."""
     micro_batch_interleave: Count = 1
-    """Copies that each microbatch (without a pipeline: the batch) is cut into, so that devices can compute one while
+    """Copies that each microbatch (without a pipeline: the batch) is split into, so that devices can compute one while
     another communicates; the same arithmetic. MindSpore orders their collectives where `mesh.pp` is 1."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
@@ -160,7 +160,7 @@ class Strategy:
 
     @property
     def num_virtual_stages(self) -> int:
-        """Parts into which the pipeline cuts the layers."""
+        """Parts into which the pipeline splits the layers."""
         return self.mesh.pp * self.pipeline.virtual_stages
 
     def stage_of_part(self, part: int) -> int:

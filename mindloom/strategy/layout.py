@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: which mesh axes cut which dim of a tensor."""
+"""Layouts: which mesh axes shard which dim of a tensor."""
 
 from __future__ import annotations
 
 from mindloom.strategy.mesh import Mesh
 
 Dim = tuple[str, ...]
-"""Mesh axes that cut one tensor dim, outer first; empty: the dim is whole everywhere."""
+"""Mesh axes that shard one tensor dim, outer first; empty: the dim is whole everywhere."""
 Layout = tuple[Dim, ...]
 Shape = tuple[int, ...]
 KV_AXIS, GROUP_AXIS = "kv", "group"
-"""In a rule: what of tp cuts the heads of keys and values, all of it unless a model has fewer of them; and the rest of tp,
-which cuts the heads of queries that share one.
+"""In a rule: what of tp shards the heads of keys and values, all of it unless a model has fewer of them; and the rest of tp,
+which shards the heads of queries that share one.
 """
 EXPERT_AXIS, EXPERT_REPLICA_AXIS = "ep", "edp"
-"""In a rule: what of dp cuts the experts; and the rest of dp, whose ranks hold the same ones."""
+"""In a rule: what of dp shards the experts; and the rest of dp, whose ranks hold the same ones."""
 
 
 class LayoutError(ValueError):
-    """A dim cannot be cut as its layout says."""
+    """A dim cannot be sharded as its layout says."""
 
 
 def degrees(layout: Layout, mesh: Mesh) -> Shape:
-    """Into how many parts each dim is cut: MindSpore's operator strategy of one input."""
+    """Into how many parts each dim is sharded: MindSpore's operator strategy of one input."""
     parts = []
     for dim in layout:
         count = 1

@@ -31,8 +31,8 @@ def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
     """The strategy a YAML file describes, or the shipped one of that name.
 
     `for_inference` leaves out what only training needs, sequence and context parallel, recompute and optimizer parallel: one
-    token a step leaves no sequence to cut, and weights cut over the replicas would be gathered for every token. The ranks of
-    cp are further replicas then. Virtual stages are left out, too: a token would go around once for each.
+    token a step leaves no sequence to shard, and weights sharded over the replicas would be gathered for every token. The
+    ranks of cp are further replicas then. Virtual stages are left out, too: a token would go around once for each.
 
     Raises:
         ConfigError: all problems of the file and of its rules file.

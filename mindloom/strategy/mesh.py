@@ -26,7 +26,7 @@ class Mesh:
     dp: Count = 1
     """Data parallel replicas: each takes a part of the batch."""
     cp: Count = 1
-    """Context parallel ranks: each takes a part of every sequence. Cuts what the rules cut over it."""
+    """Context parallel ranks: each takes a part of every sequence. Shards what the rules shard over it."""
     ep: Count = 1
     """Expert parallel ranks: neighbours along dp, which ep divides, each with a part of the experts. Without dp, dp is ep."""
     tp: Count = 1
@@ -74,7 +74,7 @@ class Mesh:
         return self.stage_size & (self.stage_size - 1) == 0
 
     @property
-    def cutting_axes(self) -> dict[str, int]:
+    def sharding_axes(self) -> dict[str, int]:
         """Degrees above 1 of the axes within a stage, outer to inner: MindSpore's device matrix."""
         return {axis: self.degree(axis) for axis in self.order if axis != "pp" and self.degree(axis) > 1}
 
@@ -96,7 +96,7 @@ class Mesh:
         return outer or (degree // inner if inner else degree)
 
     def parted(self, axis: str, most: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """`axis` as two: what of it cuts something of which there are `most`, and the rest, along which neighbours hold the
+        """`axis` as two: what of it shards something of which there are `most`, and the rest, along which neighbours hold the
         same. Either may be all of it or nothing; of tp 8 and `most` 2 they are `tp:2`, its two halves, and `tp/2`, the four
         places in each.
         """

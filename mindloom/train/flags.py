@@ -77,7 +77,7 @@ class ParallelFlags(StrategyFlags):
         None, "certificate.json of tools/certify.py: refuse to start if anything it vouches for has changed"
     )
     accumulate: Count = option(
-        1, "parts a step's batch is cut into, one after another, to save memory (pipelines: num_microbatches)"
+        1, "parts a step's batch is split into, one after another, to save memory (pipelines: num_microbatches)"
     )
 
 

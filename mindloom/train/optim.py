@@ -55,7 +55,7 @@ def set_number(parameter: Parameter, value: float) -> None:
 class AdamW(nn.Cell):
     """Adam with decoupled weight decay; the moments are float32.
 
-    `bias_correction=False` is the originals' (MindSpore AdamWeightDecay): p -= lr (m / (sqrt(v) + eps) + wd p).
+    `bias_correction=False` is the reference implementation's (AdamWeightDecay): p -= lr (m / (sqrt(v) + eps) + wd p).
     With it, the standard one: m and v are divided by 1 - beta^t first. Both are the same fused operator, given other
     numbers by `prepare`. `on_host`: the moments lie in the host's memory, whose processors update the parameters.
     """

@@ -15,8 +15,8 @@ def learning_rate(
     """Linear warm-up to `high`, then a cosine that reaches `low` at `decay_steps` and stays there; or `high` until
     `decay_steps`, and from there high * sqrt(decay_steps / step), at least `low`.
 
-    `step` counts from 1. The cosine is evaluated at the absolute step, not after the warm-up, as in the originals.
-    Source: CodeGeeX codegeex/mindspore/src/utils.py LearningRate; arXiv:2204.02311 section 5.
+    `step` counts from 1. The cosine is evaluated at the absolute step, not after the warm-up, as in the reference
+    implementation. Source: CodeGeeX codegeex/mindspore/src/utils.py LearningRate; arXiv:2204.02311 section 5.
     """
     if step < warmup_steps:
         return high * step / warmup_steps

@@ -18,7 +18,7 @@ VERBS = {
     "certify": "one verdict before a cluster is booked",
     "preprocess": "from raw text to token files",
     "checkpoint-info": "what a training checkpoint holds, and whether it is sound",
-    "reshard-checkpoint": "cut the files of a checkpoint for another mesh",
+    "reshard-checkpoint": "shard the files of a checkpoint for another mesh",
     "export-checkpoint": "the model of a training checkpoint, whole",
     "convert-checkpoint": "between the published namings and ours",
     "upcycle": "a model with experts of a dense one",

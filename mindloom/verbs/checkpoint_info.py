@@ -59,7 +59,7 @@ def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
 
 
 def fitting(manifest: Manifest, folder: Path) -> list[str]:
-    """Shipped strategies that the checkpoint's model can be cut by."""
+    """Shipped strategies that the checkpoint's model can be sharded by."""
     _, model = model_of(manifest, folder)
     return [name for name in shipped_names() if not model_problems(load_strategy(name), model)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The original implementations' weights, converted and scored with the tools, give the originals' numbers."""
+"""The original implementations' weights, converted and scored with the tools, give the reference implementation's numbers."""
 
 import json
 

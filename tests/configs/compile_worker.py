@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles strategy files for the virtual Ascend target, a rank of the first, middle and last stage, at reduced depth.
 
-CodeGeeX 13B keeps its width; the others have the smallest that every parameter can be cut at. Long pipelines get as many
+CodeGeeX 13B keeps its width; the others have the smallest that every parameter can be sharded at. Long pipelines get as many
 microbatches as stages, and two virtual stages at the most.
 """
 
@@ -28,7 +28,7 @@ SEQ_LEN = 16
 
 
 def reduced(family, size, strategy):
-    """Small, yet every parameter can be cut over all replicas, as at full size."""
+    """Small, yet every parameter can be sharded over all replicas, as at full size."""
     mesh = strategy.mesh
     if (family, size) == ("codegeex", "13b"):
         return dataclasses.replace(size_config(family, size), num_layers=2, dropout_rate=0.0)

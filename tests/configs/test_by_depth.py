@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 RULES = f"rules: {CONFIGS / 'rules/decoder.yaml'}\n"
 CASES = {  # strategy, layers, rank
-    "no pipeline, some layers recomputed, cut by the optimizer": (
+    "no pipeline, some layers recomputed, sharded by the optimizer": (
         "mesh: {dp: 4}\noptimizer_parallel: {axis: dp, shard_size: 2}\nrecompute: {layers: [0, 2]}\n",
         5,
         3,

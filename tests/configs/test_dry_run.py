@@ -253,7 +253,7 @@ def test_a_lookup_that_leaves_an_axis_out_is_told(write):
     path = write("s.yaml", "mesh: {dp: 2, cp: 2, tp: 2}\n" + rules + "    word.gather: [[tp, ~], [dp]]\n")
     outcome = tool("tools/dry_run.py", "--strategy", path)
     assert outcome.code == 2
-    assert "so the indices must be cut over cp, too: [[tp, ~], [[dp, cp]]], or not at all" in outcome.output
+    assert "so the indices must be sharded over cp, too: [[tp, ~], [[dp, cp]]], or not at all" in outcome.output
 
 
 def test_what_is_not_for_context_parallel_is_told(write):
@@ -265,7 +265,7 @@ def test_what_is_not_for_context_parallel_is_told(write):
     )
     assert "sequences of 66 tokens are not divisible by cp 4" in told("mesh: {cp: 4}\n", "--seq-len", 66)
     assert "context_parallel has no effect at mesh.cp = 1" in told("mesh: {dp: 2}\ncontext_parallel: ulysses\n")
-    assert "whose inputs MindSpore does not cut over cp" in told(
+    assert "whose inputs MindSpore does not shard over cp" in told(
         "mesh: {pp: 2, cp: 2}\npipeline: {num_microbatches: 2}\n"
     )
     assert "experts count their tokens in whole sequences" in told("mesh: {cp: 2}\n", "--size", "switch_tiny")
@@ -278,8 +278,8 @@ def test_of_adapters_alone_there_are_gradients_and_moments(write):
     found = json.loads(dry_run(*asked, "--lora-targets", "attention.query", "mlp.down", "--json"))
     (rank,) = found["ranks"]
     hidden, tp = MODEL["hidden_size"], 2
-    query = 4 * hidden + hidden // tp * 4  # A whole, B cut as the columns of the matrix
-    down = 4 * 4 * hidden // tp + hidden * 4  # A cut as the rows of the matrix, B whole
+    query = 4 * hidden + hidden // tp * 4  # A whole, B sharded as the columns of the matrix
+    down = 4 * 4 * hidden // tp + hidden * 4  # A sharded as the rows of the matrix, B whole
     adapters = 4 * MODEL["num_layers"] * (query + down)
     assert rank["optimizer_bytes"] == 2 * adapters and rank["gradient_bytes"] == adapters
     assert found["job"]["num_adapter_parameters"] == MODEL["num_layers"] * (

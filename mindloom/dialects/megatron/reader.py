@@ -55,7 +55,7 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
         source=str(path),
     )
     book.note(
-        "--use-distributed-optimizer", "approximated", "optimizer_parallel cuts the weights as well as the moments"
+        "--use-distributed-optimizer", "approximated", "optimizer_parallel shards the weights as well as the moments"
     )
     book.note("--sequence-parallel", "same", "sequence_parallel")
     book.note("--optimizer-cpu-offload", "renamed", "offload.optimizer")
@@ -164,7 +164,7 @@ def _pipeline(book: Book, mesh: Mesh, train: dict[str, Any], num_layers: int | N
     middle = mesh.pp - len(given)
     rest = (num_layers or 0) - sum(given.values())
     if num_layers is None or rest < 0 or (rest % middle if middle else rest):
-        raise ConfigError(f"{path}: {num_layers} layers cannot be dealt out to {mesh.pp} stages as these flags say")
+        raise ConfigError(f"{path}: {num_layers} layers cannot be distributed to {mesh.pp} stages as these flags say")
     for flag in ends.values():
         book.note(flag, "renamed", "pipeline.stages.num_layers")
     counts = [given.get(stage, rest // max(1, middle)) for stage in range(mesh.pp)]
@@ -176,7 +176,7 @@ def _pipeline(book: Book, mesh: Mesh, train: dict[str, Any], num_layers: int | N
 
 
 def _note_virtual_stages(book: Book, virtual: int) -> None:
-    """`virtual`: 0 where the stages' layers cannot be cut evenly."""
+    """`virtual`: 0 where the stages' layers cannot be split evenly."""
     for flag in VIRTUAL:
         if virtual:
             book.note(flag, "renamed", f"pipeline.virtual_stages {virtual}")
@@ -191,7 +191,7 @@ def _virtual_stages(book: Book, mesh: Mesh, num_layers: int | None, path: Path) 
     if layers is not None:
         if not num_layers or layers < 1 or num_layers % (mesh.pp * layers):
             raise ConfigError(
-                f"{path}: {of_part} {layers} does not cut {num_layers} layers over {mesh.pp} stages evenly"
+                f"{path}: {of_part} {layers} does not split {num_layers} layers over {mesh.pp} stages evenly"
             )
         count = num_layers // (mesh.pp * layers)
     return int(count)

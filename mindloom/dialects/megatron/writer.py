@@ -49,10 +49,10 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     attention = train.pop("attention", None)
     flags += [("--attention-backend", theirs) for theirs, ours in BACKENDS.items() if ours == attention]
     if zero:
-        more = "" if zero == OptimizerParallel() else "; threshold, shard size and cut gradients have no flags"
+        more = "" if zero == OptimizerParallel() else "; threshold, shard size and sharded gradients have no flags"
         lost(
             "optimizer_parallel",
-            f"Megatron's distributed optimizer cuts the moments, not the weights{more}",
+            f"Megatron's distributed optimizer shards the moments, not the weights{more}",
             "approximated",
         )
     flags += _stage_flags(settings, lost)

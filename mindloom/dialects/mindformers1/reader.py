@@ -149,7 +149,7 @@ def _optimizer_parallel(book: Book) -> OptimizerParallel | None:
         ZERO_CONFIG + "parallel_optimizer_threshold", "optimizer_parallel.threshold_kb", DEFAULT_THRESHOLD_KB
     )
     size = book.take(ZERO_CONFIG + "optimizer_weight_shard_size", "optimizer_parallel.shard_size", -1)
-    book.only([(ZERO_CONFIG + "optimizer_level", "level1", "gradients or weights are not cut on their own")])
+    book.only([(ZERO_CONFIG + "optimizer_level", "level1", "gradients or weights are not sharded on their own")])
     return OptimizerParallel(
         threshold_kb=threshold,
         shard_size=None if size in (-1, None) else size,
@@ -164,12 +164,12 @@ def _optimizer_parallel(book: Book) -> OptimizerParallel | None:
 def _forced(book: Book, mesh: Mesh) -> None:
     """What MindFormers itself sets otherwise than written, without a word."""
     if book.peek("parallel_config.vocab_emb_dp") and mesh.pp > 1:
-        why = "MindFormers sets it to False in a pipeline; ours cuts the vocabulary over tp as well"
+        why = "MindFormers sets it to False in a pipeline; ours shards the vocabulary over tp as well"
         book.note("parallel_config.vocab_emb_dp", "no effect", why)
     elif book.peek("parallel_config.vocab_emb_dp") and mesh.tp > 1:
-        why = "the vocabulary is cut over tp, which takes less memory and gives the same numbers"
+        why = "the vocabulary is sharded over tp, which takes less memory and gives the same numbers"
         book.note("parallel_config.vocab_emb_dp", "approximated", why)
-    book.note("parallel_config.vocab_emb_dp", "same", "the vocabulary is cut over tp")
+    book.note("parallel_config.vocab_emb_dp", "same", "the vocabulary is sharded over tp")
     if mesh.pp > 1 and book.peek("runner_config.gradient_accumulation_steps", 1) != 1:
         why = "MindFormers ignores it in a pipeline, which accumulates over its microbatches"
         book.note("runner_config.gradient_accumulation_steps", "no effect", why)

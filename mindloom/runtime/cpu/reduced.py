@@ -73,4 +73,4 @@ def _uses(graph: PartitionedGraph) -> tuple[set[str], set[str], set[str]]:
 
 
 def _is_replicated(layout: ParameterLayout) -> bool:
-    return not layout.optimizer_group and math.prod(layout.device_matrix) > math.prod(layout.cuts)
+    return not layout.optimizer_group and math.prod(layout.device_matrix) > math.prod(layout.shards)

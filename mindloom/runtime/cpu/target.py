@@ -34,7 +34,7 @@ _PARALLEL_SUBMODULE, _CRITICAL = 14, 4
 
 
 class _Communicator:
-    """What MindSpore's CommManager asks of a cluster: only books are kept. C++ calls it through a vtable made here."""
+    """What MindSpore's CommManager asks of a cluster: only records are kept. C++ calls it through a vtable made here."""
 
     def __init__(self) -> None:
         self.rank = 0

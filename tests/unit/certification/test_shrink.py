@@ -42,7 +42,7 @@ def test_every_shipped_strategy_has_a_likeness(path, processes):
 
 def test_of_three_axes_four_processes_prove_every_pair_and_eight_all():
     mesh = Mesh(pp=16, dp=16, tp=8)
-    pairs = [set(one.cutting_axes) | ({"pp"} if one.pp > 1 else set()) for one in small_meshes(mesh, 4)]
+    pairs = [set(one.sharding_axes) | ({"pp"} if one.pp > 1 else set()) for one in small_meshes(mesh, 4)]
     assert pairs == [{"pp", "dp"}, {"pp", "tp"}, {"dp", "tp"}]
     assert small_meshes(mesh, 8) == [Mesh(pp=2, dp=2, tp=2)]
     assert small_meshes(Mesh(tp=8), 4) == [Mesh(tp=4)]

@@ -8,7 +8,7 @@ import pytest
 
 from mindloom.inference.sampling import Sampler, SamplingConfig
 from mindloom.inference.scheduler import Request, generate
-from mindloom.inference.session import Ending, Session
+from mindloom.inference.session import Session, StopConditions
 from mindloom.strategy.config import SINGLE_DEVICE
 
 EOD = 0
@@ -71,7 +71,7 @@ ENGINE = SimpleNamespace(
 
 def session(script, prompts, **arguments):
     script.lengths = {prompt[0]: len(prompt) for prompt in prompts}
-    return Session(ENGINE, script, Ending(Letters(), [EOD], **arguments))
+    return Session(ENGINE, script, StopConditions(Letters(), [EOD], **arguments))
 
 
 def complete(script, prompts, max_new_tokens=20, **arguments):

@@ -116,7 +116,7 @@ def test_axes_of_a_compiled_layout_are_told_by_their_places():
     ("mesh", "message"),
     [
         ("{dp: 24}", "MindSpore derives layouts on stages of 2^n ranks only, and no rule is for other"),
-        ("{dp: 2, cp: 2}", "mesh.cp = 2, but no rule cuts anything over cp"),
+        ("{dp: 2, cp: 2}", "mesh.cp = 2, but no rule shards anything over cp"),
     ],
 )
 def test_meshes_that_the_rules_do_not_fill_are_refused(write, mesh, message):

@@ -8,7 +8,7 @@ import pytest
 
 from mindloom.inference.sampling import SamplingConfig
 from mindloom.inference.scheduler import NewToken
-from mindloom.inference.session import Completion, Ending
+from mindloom.inference.session import Completion, StopConditions
 from mindloom.serve.answers import Choice, CompletionAnswer
 from mindloom.serve.metrics import Metrics
 from mindloom.serve.requests import CompletionAsked, RequestError
@@ -44,7 +44,7 @@ def texts_of(service):
         **{"ignore_eos": True, "num_top": None, "logit_bias": {}, "stream": True, "with_usage": False},
         **{"prompts": ("a",), "suffix": None, "echo": False},
     )
-    choice = Choice(0, [1], Ending(TOKENIZER, (), ()), Completion("a"))
+    choice = Choice(0, [1], StopConditions(TOKENIZER, (), ()), Completion("a"))
     return Texts(service, Metrics(service, "town"), MODEL, asked, [choice], [9])
 
 

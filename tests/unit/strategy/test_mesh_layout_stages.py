@@ -45,7 +45,7 @@ def test_a_group_differs_along_its_axes_only():
     assert mesh.group(9, "pp") == [1, 9]
     assert list(mesh.ranks_of_stage(1)) == mesh.group(8, "dp", "ep", "tp") == list(range(8, 16))
     assert mesh.rank_at({axis: mesh.coordinate(13, axis) for axis in mesh.order}) == 13
-    assert mesh.cutting_axes == {"dp": 4, "tp": 2}
+    assert mesh.sharding_axes == {"dp": 4, "tp": 2}
 
 
 def test_expert_parallel_ranks_are_neighbours_along_dp():

@@ -113,7 +113,12 @@ def _extended(
         return {key: value for key, value in total.items() if value}
 
     sizes = count_on(
-        lambda r: {"optimizer": r.optimizer_bytes, "gradient": r.gradient_bytes, "host": r.host_optimizer_bytes, "passed": r.passed_bytes}
+        lambda r: {
+            "optimizer": r.optimizer_bytes,
+            "gradient": r.gradient_bytes,
+            "host": r.host_optimizer_bytes,
+            "passed": r.passed_bytes,
+        }
     )
     collectives = count_on(_collectives)
     last = model.layers[-1]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mindloom.certification.config import Certification
+from mindloom.certification.shrink import rows_on_the_whole_mesh
 from mindloom.dry_run.config import DryRun
 from mindloom.dry_run.pool import compile_ranks
 from mindloom.dry_run.summary import GB, summarize
@@ -91,8 +92,7 @@ def _bounds(least: float, most: float) -> str:
 
 def own_estimate(ranks: Sequence[dict[str, Any]], strategy: Strategy, rows: int, cluster: Cluster) -> dict[str, Any]:
     """Time of a step of `rows` of a user's network, of the slowest of its compiled ranks."""
-    parts = strategy.mesh.dp * strategy.num_parts()
-    rows = -(-rows // parts) * parts  # as they were compiled for
+    rows = rows_on_the_whole_mesh(strategy, rows)
     times = [
         graph_time(
             sum(rank["flops"].values()),

@@ -50,7 +50,7 @@ def certify(
         processes: the proof may use on this machine.
         memory_gb: of one device; refuse what needs more for weights, gradients and AdamW's moments alone.
         cluster: a file or shipped one by name: its memory is `memory_gb` where that is not given, and the time of a step is
-            estimated from what is counted in the graphs.
+            estimated from what is counted in the graphs, with nothing overlapping.
 
     Call it under `if __name__ == "__main__":`, in a process of its own. Returns what is in the certificate; `verdict` is
     `certified` or `refused`, `reasons` says why.
@@ -66,13 +66,8 @@ def certify(
         memory_gb = chips.usable_bytes / GB
     small = small_strategies(large, None, processes)
     _check_rows(len(inputs[0]), small)
-    subject = {
-        "file": str(file.resolve()),
-        "name": name,
-        "strategy": str(shipped_or_file(strategy).resolve()) if strategy is not None else None,
-        "settings": given,
-        "processes": processes,
-    }
+    subject = {"file": str(file.resolve()), "name": name, "settings": given, "processes": processes}
+    subject["strategy"] = str(shipped_or_file(strategy).resolve()) if strategy is not None else None
     seconds: dict[str, float] = {}
     checks: Checks = {"strategy": []}
     with subject_folder(folder, subject) as partial:
@@ -84,15 +79,11 @@ def certify(
         ranks = _on_the_whole_mesh(large, partial, folder / "logs", checks, seconds) if not checks["proof"] else []
     if memory_gb is not None and ranks:
         checks["memory"] = list(full_size.held_problems(ranks, memory_gb))
-    vouched = {
-        "network": {"file": file.name, "name": name, "source": file.read_text(encoding="utf-8")},
-        "strategy": about_strategy(large),
-        "versions": about_versions(),
-    }
-    values = certificate_values(vouched, checks, proofs, one_device, small, seconds) | {"ranks": ranks}
+    values = certificate_values(_vouched(file, name, large), checks, proofs, one_device, small, seconds)
+    values["ranks"] = ranks
     if chips and ranks and not checks["ranks"]:
         values["estimate"] = full_size.own_estimate(ranks, large, len(inputs[0]), chips)
-        milestone(f"estimated: a step of at most {values['estimate']['step_time_s']:.3g} s on {chips.chip}")
+        milestone(f"estimated: {values['estimate']['step_time_s']:.3g} s of work in a step on {chips.chip}")
     values |= {"subject": f"{name} of {file.name}", "strategy_file": str(strategy or "given in Python")}
     return write(folder, values)
 
@@ -114,6 +105,12 @@ def _checked(strategy: str | Path | None, given: dict[str, Any] | None, out: Pat
         raise ConfigError(f"{large.at('mesh')}: one device needs no certificate")
     check_own_network(large)
     return large
+
+
+def _vouched(file: Path, name: str, strategy: Strategy) -> dict[str, Any]:
+    """What the certificate is for."""
+    network = {"file": file.name, "name": name, "source": file.read_text(encoding="utf-8")}
+    return {"network": network, "strategy": about_strategy(strategy), "versions": about_versions()}
 
 
 def _place_of(network: Callable[[], Any]) -> tuple[Path, str]:

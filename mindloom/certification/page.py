@@ -64,7 +64,7 @@ def _in_short(values: dict[str, Any]) -> str:
         return "It trains as on one device."
     estimate = values["estimate"]
     if "rows_per_s" in estimate:
-        return f"It trains as on one device, and a step should take at most {estimate['step_time_s']:.3g} s."
+        return f"It trains as on one device; a step has {estimate['step_time_s']:.3g} s of work."
     return (
         f"It trains as on one device, fits, and a step should take {estimate['step_time_s']:.3g} s: "
         f"{estimate['tokens_per_s']:,.0f} tokens/s."
@@ -186,9 +186,9 @@ def _time(values: dict[str, Any]) -> str:
     drawn = f"<svg width='720' height='28'>{''.join(bars)}</svg><p>{''.join(keys)}</p>"
     if "rows_per_s" in estimate:
         return (
-            f"<p>At most {estimate['step_time_s']:.3g} s, {estimate['rows_per_s']:,.0f} rows/s on {estimate['chip']}: what "
-            "the compiled graph computes, moves and sends, with nothing hidden behind anything else. Not held against "
-            f"measured runs.</p>{drawn}"
+            f"<p>{estimate['step_time_s']:.3g} s, {estimate['rows_per_s']:,.0f} rows/s on {estimate['chip']}: what the "
+            "compiled graph computes, moves and sends, one after the other; starting operators is not counted. Not held "
+            f"against measured runs.</p>{drawn}"
         )
     error = estimate["error"]
     return (

@@ -120,6 +120,12 @@ def _layers_of_small_stages(strategy: Strategy, num_layers: int, num_stages: int
     return [2, *[1] * (num_parts - 1)] if first else [*[1] * (num_parts - 1), 2]
 
 
+def rows_on_the_whole_mesh(strategy: Strategy, rows: int) -> int:
+    """Rows that a user's network is compiled for there: as many more as dp and microbatches want."""
+    parts = strategy.mesh.dp * strategy.num_parts()
+    return -(-rows // parts) * parts
+
+
 def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> ModelConfig:
     """A model of a few layers for all of `small_strategies`, with every choice of the large one but its precision.
 

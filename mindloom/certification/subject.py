@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
-from mindloom.certification.shrink import BATCH, small_strategies
+from mindloom.certification.shrink import BATCH, rows_on_the_whole_mesh, small_strategies
 from mindloom.certification.training import STEPS, train_decoder, train_steps
 from mindloom.dry_run.compile import compile_own_rank
 from mindloom.errors import ConfigError
@@ -47,8 +47,8 @@ def train(subject: dict[str, Any], which: str, folder: Path) -> None:
 def compile_full_size(subject: dict[str, Any], rank: int, folder: Path) -> None:
     """Compile one rank of a user's network under the whole strategy, and write what it is to RANK.json in `folder`."""
     strategy, make = _large(subject), own_network(Path(subject["file"]), subject["name"])
-    parts, inputs = strategy.mesh.dp * strategy.num_parts(), _inputs(folder)
-    rows = -(-len(inputs[0]) // parts) * parts
+    inputs = _inputs(folder)
+    rows = rows_on_the_whole_mesh(strategy, len(inputs[0]))
     shapes = [((rows, *a.shape[1:]) if a.ndim and len(a) == len(inputs[0]) else a.shape, a.dtype) for a in inputs]
     report = compile_own_rank(make, strategy, rank, shapes)
     write_text_atomically(folder / f"{rank}.json", json.dumps(asdict(report)))

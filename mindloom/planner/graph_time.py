@@ -15,7 +15,7 @@ HALVES = ("AllGather", "ReduceScatter")
 
 @dataclass(frozen=True)
 class GraphTime:
-    """Seconds of one step of one rank, as if nothing were hidden behind anything else."""
+    """Seconds of one step of one rank, one thing after the other; starting operators is not counted."""
 
     matmul: float
     memory: float

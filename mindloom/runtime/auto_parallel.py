@@ -232,7 +232,7 @@ def _run(cell: nn.Cell, inputs: tuple[Tensor, ...], engine: Engine) -> Any:
 def _known_to_all(output: Tensor, engine: Engine) -> Tensor:
     """What the last stage of a pipeline alone knows, on every rank."""
     source, array = engine.strategy.mesh.first_rank_of_last_stage, output.asnumpy()
-    shape, dtype = engine.share([array.shape, array.dtype.str], source)
+    shape, dtype = engine.share([array.shape, array.dtype.name], source)
     mine = array if engine.rank == source else np.zeros(shape, dtype)
     return Tensor(engine.broadcast(mine, source))
 

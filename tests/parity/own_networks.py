@@ -315,6 +315,38 @@ def refused(what):
     return "nothing"
 
 
+class Stacked(nn.Cell):
+    """Logits, the last product in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.CellList([GatedBlock(), GatedBlock()])
+        self.head = nn.Dense(12, 5).to_float(ms.bfloat16)
+
+    def construct(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def predicted(settings):
+    """Of a network whose first stage computes nothing in bfloat16; without settings on one device."""
+    ms.set_device("CPU")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_seed(1)
+    module._engines.clear()
+    net, x = Stacked(), Tensor(data("gated")[0])
+    if settings:
+        output = auto_parallel(net, **settings)(x).astype(ms.float32).asnumpy()
+    else:
+        for block in net.blocks:
+            x = block(x)
+        output = x.asnumpy() @ net.head.weight.asnumpy().T + net.head.bias.asnumpy()
+    for engine in module._engines.values():
+        engine.close()
+    return output.tolist()
+
+
 def flops_of_cnn():
     """Of a rank of two."""
     shapes = [((16, 3, 6, 6), np.float32), ((16,), np.int32)]

@@ -74,6 +74,14 @@ def test_what_cannot_work_is_refused_with_the_way_out(what, message):
         assert message in told
 
 
+def test_a_pipeline_predicts_though_only_its_last_stage_computes_in_bfloat16():
+    expected = np.array(call(WORKER, "predicted", None))
+    for told in call(WORKER, "predicted", {"mesh": {"pp": 2}, **PIPELINE}, processes=2):
+        np.testing.assert_allclose(
+            told, expected, rtol=0, atol=2**-7 * np.abs(expected).max()
+        )  # three roundings of 2^-9
+
+
 def test_two_networks_of_one_process_keep_their_own_strategies():
     for first, second, alone in call(WORKER, "two", processes=4):
         np.testing.assert_allclose(first, alone[0], rtol=1e-5)

@@ -190,6 +190,7 @@ TYPES = {
     "optimizer": "AdamW",
     "lr_schedule": "CosineWithWarmUpLR",
     "runner_wrapper": "MFTrainOneStepCell",
+    "runner_wrapper.scale_sense": "DynamicLossScaleUpdateCell",
     "trainer": "CausalLanguageModelingTrainer",
 }
 """Of sections that must name one."""

@@ -57,7 +57,9 @@ def _train(settings: Settings, lost: Lost) -> dict[str, Any]:
         size_of_it = f"_{train.pop('size')}" if "size" in train else ""
         written["trainer.model_name"] = {"pangu": "pangualpha"}.get(family, family) + size_of_it
     lost.rest({**train, "accumulate": accumulate})
-    types = {f"{section}.type": name for section, name in TYPES.items() if any(k.startswith(section) for k in written)}
+    types = {
+        f"{section}.type": name for section, name in TYPES.items() if any(k.startswith(f"{section}.") for k in written)
+    }
     return types | written
 
 

@@ -108,6 +108,8 @@ def widen_bfloat16(model: mind_ir.ModelProto) -> Widened:
         if tensor.data_type == NARROW:
             tensor.data_type = WIDE
             tensor.raw_data = from_bits(tensor.raw_data)
+    if not to_round:  # a stage of a pipeline that only passes them on
+        return done
     cast = next(f"REF::{p.name}" for p in model.primitives if p.op_type == "Cast")
     after: dict[str, list[mind_ir.NodeProto]] = {}
     for node in to_round:

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import yaml
 from conftest import CONFIGS, ROOT, run
 
 from mindloom.dialects import Settings, recognize, translate
@@ -422,3 +423,20 @@ def test_what_is_moved_to_the_host_is_translated(write, tmp_path):
     ):
         done = translate(ours, dialect, RULES, tmp_path / dialect, NOTHING)
         assert fates(done)[lost] == "not expressible" and said in done.text
+
+
+def test_what_is_written_for_mindformers_is_what_it_builds(tmp_path):
+    """Sections that MindFormers builds by their type name one, and numbers are numbers to YAML."""
+    train = {"loss_scale": 65536.0, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "learning_rate": 1e-4}
+    train |= {"save_every": 5, "keep_last": 2}
+    done = translate(
+        CONFIGS / "pangu_tiny_tp2_pp2.yaml", "mindformers1", RULES, tmp_path / "x", Settings(SINGLE_DEVICE, train)
+    )
+    written = yaml.safe_load(done.text)
+    assert written["runner_wrapper"] == {
+        "type": "MFTrainOneStepCell",
+        "scale_sense": {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 65536.0},
+    }
+    assert written["optimizer"] == {"type": "AdamW", "betas": [0.9, 0.95], "eps": 1e-8}
+    assert written["lr_schedule"] == {"type": "CosineWithWarmUpLR", "learning_rate": 1e-4}
+    assert written["callbacks"] == [{"type": "CheckpointMonitor", "save_checkpoint_steps": 5, "keep_checkpoint_max": 2}]

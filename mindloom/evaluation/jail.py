@@ -280,7 +280,7 @@ class MemoryGroup:
     def __init__(self, limit: int):
         self.events: int | None = None
         self.name = f"mindloom-{os.getpid()}"
-        for path, maximum, events in _memory_groups():
+        for path, maximum, events in memory_groups():
             self.base = os.open(path, os.O_RDONLY)  # by its handle: the path leads nowhere once the root is another
             try:
                 self._remove_left()
@@ -326,7 +326,7 @@ class MemoryGroup:
             self._remove(self.name)
 
 
-def _memory_groups() -> list[tuple[str, str, str]]:
+def memory_groups() -> list[tuple[str, str, str]]:
     """(folder of this process's group, file of the limit, file of what happened) of each hierarchy that counts memory."""
     found = []
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:

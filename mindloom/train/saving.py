@@ -115,9 +115,9 @@ class Saver:
         self.token = int(engine.broadcast(token, engine.strategy.mesh.first_rank_of_last_stage)[0])
         if engine.rank == 0:
             remove_leftovers(root)
-        signal.signal(signal.SIGTERM, self._request_stop)
+        signal.signal(signal.SIGTERM, self.request_stop)
 
-    def _request_stop(self, *_: object) -> None:
+    def request_stop(self, *_: object) -> None:
         self.stop_requested = True
 
     def after_step(self, step: int) -> bool:

@@ -179,7 +179,7 @@ def test_ordinary_programs_are_not_hindered():
 
 
 def test_no_control_group_is_left_even_by_a_killed_caller():
-    groups = [Path(base) for base, *_ in jail._memory_groups() if os.access(base, os.W_OK)]
+    groups = [Path(base) for base, *_ in jail.memory_groups() if os.access(base, os.W_OK)]
     code = (
         "import sys; from mindloom.evaluation.sandbox import *\n"
         "run({'untrusted.py': 'import time; time.sleep(60)'}, [Step((sys.executable, '-I', 'untrusted.py'), 60.0)],"

@@ -70,7 +70,7 @@ def test_after_minutes(make_saver, monkeypatch):
 
 def test_told_to_stop_it_saves_once(make_saver):
     saver = make_saver(every=3)
-    saver._request_stop()
+    saver.request_stop()
     assert saver.after_step(3)
     assert steps(saver) == [3]
 

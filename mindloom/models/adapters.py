@@ -11,7 +11,7 @@ from pathlib import Path
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
 from mindloom.models.parameters import EXPERTS, Shapes, parameter_shapes
-from mindloom.models.paths import path_matches
+from mindloom.models.paths import alternatives, path_matches
 from mindloom.numbers import Count, Positive, Rate
 from mindloom.reader import read_json
 
@@ -63,7 +63,7 @@ class LoRAConfig:
             ConfigError: a pattern that none matches.
         """
         linear = linear_paths(model)
-        for pattern in self.target_modules:
+        for pattern in (one for target in self.target_modules for one in alternatives(target)):
             if not any(path_matches(pattern, path) for path in linear):
                 known = sorted({".".join(path.split(".")[-2:]) for path in linear})
                 raise ConfigError(

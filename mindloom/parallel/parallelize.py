@@ -141,9 +141,9 @@ def _rule_problems(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], 
     """Rules against the network: those that match nothing, or shard a parameter that cannot be sharded so."""
     rules = strategy.rules
     problems = [
-        f"{rule.source}: {rule.pattern} matches no operator of {type(net).__name__}; correct the path, "
+        f"{rule.source}: {pattern} matches no operator of {type(net).__name__}; correct the path, "
         "or write it with a trailing ? if it is for other models"
-        for rule in unmatched_rules(found, rules.operators)
+        for rule, pattern in unmatched_rules(found, rules.operators)
         if whole
     ]
     for use in parameter_uses(found):

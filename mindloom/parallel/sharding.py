@@ -16,7 +16,7 @@ import mindspore as ms
 from mindspore import Parameter, nn
 from mindspore.ops import Primitive
 
-from mindloom.models.paths import path_matches
+from mindloom.models.paths import alternatives, path_matches
 from mindloom.private_names import own_parameters, own_primitives
 from mindloom.strategy.config import Rule
 from mindloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout, degrees
@@ -169,9 +169,14 @@ def _names_of_axes(mesh: Mesh, used: Collection[str]) -> dict[str, tuple[str, ..
     return axes
 
 
-def unmatched_rules(found: Sequence[Operator], rules: Sequence[Rule]) -> list[Rule]:
-    """Rules that no operator answers to, optional ones aside."""
-    return [r for r in rules if not r.optional and not any(path_matches(r.pattern, o.path) for o in found)]
+def unmatched_rules(found: Sequence[Operator], rules: Sequence[Rule]) -> list[tuple[Rule, str]]:
+    """Rules that are not optional, each with the first of its alternatives that no operator answers to."""
+    return [
+        (rule, missing[0])
+        for rule in rules
+        if not rule.optional
+        and (missing := [p for p in alternatives(rule.pattern) if not any(path_matches(p, o.path) for o in found)])
+    ]
 
 
 @dataclass(frozen=True)

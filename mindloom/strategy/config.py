@@ -88,7 +88,7 @@ class OptimizerParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Layouts of the operators whose path ends with `pattern` (`*` is one component of a path)."""
+    """Layouts of the operators whose path ends with `pattern`: `*` is one component of a path, `up|gate` either of two."""
 
     pattern: str
     inputs: tuple[Layout, ...]
@@ -131,7 +131,7 @@ class Strategy:
     mesh: Mesh = field(default_factory=Mesh)
     """Degrees of the mesh axes; their product is the number of processes."""
     rules: Rules = field(default_factory=Rules)
-    """A rules file, relative to this one, or `{base: FILE, operators: {...}}` to add to it or stand alone."""
+    """A rules file, relative to this one, or `{base: FILE, operators: {...}}` to add to one or several, or to stand alone."""
     pipeline: Pipeline = field(default_factory=Pipeline)
     """Microbatches and stages, when mesh.pp > 1."""
     recompute: Recompute | None = None

@@ -115,55 +115,50 @@ def _strategys_rules(reader: Reader, value: Any, named: Named) -> Rules:
     if not isinstance(value, dict):
         reader.problem(keys, "rules must be a file name or a mapping")
         return Rules()
-    given = reader.known(value, keys, ("base", *_RULES_KEYS))
-    base = Rules()
-    if "base" in given:
-        base = _rules_file(reader, str(given["base"]), (*keys, "base"), named)
-    return _rules(reader, given, keys, base, named)
+    return _rules(reader, value, keys, named)
 
 
-def _rules_file(reader: Reader, name: str, keys: Keys, named: Named) -> Rules:
+def _rules_file(reader: Reader, name: str, keys: Keys, named: Named, above: tuple[Path, ...] = ()) -> Rules:
     beside = Path(reader.document.source).parent / name
     if not beside.is_file() and name not in shipped_names(RULES):
         reader.problem(keys, f"rules: there is no file {beside}, and no rules of that name are shipped")
         return Rules()
     path = beside if beside.is_file() else shipped_or_file(name, RULES)
-    return _whole_file(path, reader.problems, named)
+    if path.resolve() in above:
+        reader.problem(keys, f"{show_key(keys)}: {path} is a base of itself")
+        return Rules()
+    return _whole_file(path, reader.problems, named, above)
 
 
-def _whole_file(path: Path, problems: list[str], named: Named) -> Rules:
+def _whole_file(path: Path, problems: list[str], named: Named, above: tuple[Path, ...] = ()) -> Rules:
     try:
         document = read_yaml(path)
-        reader = Reader(document, problems)
-        given, base = reader.known(document.mapping, (), ("base", *_RULES_KEYS)), Rules()
-        if "base" in given:
-            base = _rules_file(reader, str(given["base"]), ("base",), named)
-        return _rules(reader, given, (), base, named)
+        return _rules(Reader(document, problems), document.mapping, (), named, (*above, path.resolve()))
     except ConfigError as error:
         problems += error.problems
         return Rules()
 
 
-def _rules(reader: Reader, given: dict[str, Any], keys: Keys, base: Rules, named: Named) -> Rules:
-    def patterns(key: str, default: tuple[str, ...]) -> tuple[str, ...]:
-        found = reader.value(given[key], list[str], (*keys, key)) if key in given else default
-        return tuple(found) if isinstance(found, list) else default
-
-    rules = list(base.operators)
+def _rules(reader: Reader, value: dict[str, Any], keys: Keys, named: Named, above: tuple[Path, ...] = ()) -> Rules:
+    """A mapping of rules, on top of the files that it calls its `base`: later ones win."""
+    given = reader.known(value, keys, ("base", *_RULES_KEYS))
+    names = given.get("base", [])
+    if not isinstance(names, str):
+        names = reader.value(names, list[str], (*keys, "base"))
+    names = [names] if isinstance(names, str) else names if isinstance(names, list) else []
+    bases = [_rules_file(reader, name, (*keys, "base"), named, above) for name in names]
+    rules = [rule for base in bases for rule in base.operators]
     operators = given.get("operators")
     if isinstance(operators, dict):
-        for pattern, value in operators.items():
-            rules.append(_rule(reader, value, (*keys, "operators", pattern), named))
+        rules += [_rule(reader, value, (*keys, "operators", pattern), named) for pattern, value in operators.items()]
     elif "operators" in given:
         reader.problem((*keys, "operators"), "operators must be a mapping of path patterns")
-    return Rules(
-        layers=patterns("layers", base.layers),
-        first_stage=patterns("first_stage", base.first_stage),
-        last_stage=patterns("last_stage", base.last_stage),
-        selective=patterns("selective", base.selective),
-        tied=patterns("tied", base.tied),
-        operators=tuple(rules),
-    )
+    cells: dict[str, tuple[str, ...]] = {}
+    for key in _RULES_KEYS[:-1]:
+        found = reader.value(given[key], list[str], (*keys, key)) if key in given else None
+        of_bases = [patterns for base in bases if (patterns := getattr(base, key))]
+        cells[key] = tuple(found) if isinstance(found, list) else of_bases[-1] if of_bases else ()
+    return Rules(**cells, operators=tuple(rules))
 
 
 def _rule(reader: Reader, value: Any, keys: Keys, named: Named) -> Rule:

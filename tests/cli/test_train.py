@@ -204,7 +204,7 @@ def test_a_mistake_gives_its_message_and_exit_code_2(tmp_path, arguments, messag
 
 def test_a_rule_that_matches_nothing_is_named_with_its_line(tmp_path, write):
     base = f"mesh: {{tp: 2}}\nrules:\n  base: {CONFIGS / 'rules/decoder.yaml'}\n"
-    strategy = write("s.yaml", base + "  operators:\n    mlp.upp.matmul: [[dp, ~], [tp, ~]]\n")
+    strategy = write("s.yaml", base + "  operators:\n    mlp.up|upp.matmul: [[dp, ~], [tp, ~]]\n")
     outcome = run("tools/train.py", *SMALL, "--strategy", strategy, "--output-dir", tmp_path / "out", "--launch")
     assert outcome.code == 2
     assert "s.yaml:5: mlp.upp.matmul matches no operator" in outcome.output

@@ -244,8 +244,8 @@ def test_explain_says_what_was_derived_and_from_what(write):
     )
     assert "[512] -> [256] on each rank of stage 0, 2 different parts" in text
     assert "no rule is for it: MindSpore derived [tp]" in text
-    line = 1 + ruled.read_text().splitlines().index("  mlp.up.matmul?: [[[dp, cp], ~], [tp, ~]]")
-    assert f"from {ruled}:{line}: mlp.up.matmul, of model.layers.0.mlp.up.matmul" in text
+    line = 1 + ruled.read_text().splitlines().index("  mlp.up|gate.matmul?: [[[dp, cp], ~], [tp, ~]]")
+    assert f"from {ruled}:{line}: mlp.up|gate.matmul, of model.layers.0.mlp.up.matmul" in text
 
 
 def test_a_lookup_that_leaves_an_axis_out_is_told(write):

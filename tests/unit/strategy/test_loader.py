@@ -2,6 +2,7 @@
 import dataclasses
 
 import pytest
+import yaml
 from conftest import CONFIGS
 
 from mindloom.errors import ConfigError
@@ -46,6 +47,24 @@ def test_rules_in_place_are_added_to_their_base_and_win(write):
     rules = load_strategy(write("s.yaml", text)).rules
     assert rules.layers == ("blocks.*",)
     assert [rule.pattern for rule in rules.operators] == ["up.matmul", "norm", "up.matmul"]
+
+
+def test_several_bases_are_taken_in_order(write, problems):
+    write("a.yaml", "layers: [a.*]\noperators: {up.matmul: [[dp, ~], [tp, ~]]}\n")
+    write("b.yaml", "layers: [b.*]\ntied: [word.*]\noperators: {down.matmul: [[dp, tp], [~, tp]]}\n")
+    write("c.yaml", "base: [a.yaml, b.yaml]\noperators: {up.matmul: [[~, ~], [~, ~]]}\n")
+    rules = load_strategy(write("s.yaml", "mesh: {tp: 2}\nrules: c.yaml\n")).rules
+    assert (rules.layers, rules.tied) == (("b.*",), ("word.*",))
+    assert [rule.pattern for rule in rules.operators] == ["up.matmul", "down.matmul", "up.matmul"]
+    assert "rules.yaml is a base of itself" in problems("rules: rules.yaml\n", "base: [a.yaml, rules.yaml]\n")[0]
+    (said,) = problems("rules: rules.yaml\n", "base: {a: b}\n")
+    assert "base must be a list of texts, got {'a': 'b'}" in said
+
+
+def test_the_rules_of_a_decoder_are_a_page():
+    text = (CONFIGS / "rules/decoder.yaml").read_text()
+    assert len(yaml.safe_load(text)["operators"]) <= 30
+    assert len(text.splitlines()) <= 70
 
 
 def test_all_problems_come_at_once_with_file_line_and_key(problems):

@@ -8,8 +8,11 @@ export GLOG_v ?= 3
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
 
+# jemalloc, which ray has in its package: compiling makes millions of small objects, and takes a seventh less time with it.
+JEMALLOC = $(firstword $(shell ls $(CURDIR)/$(VENV)/lib/python3*/site-packages/ray/core/libjemalloc.so 2>/dev/null))
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder
+	LD_PRELOAD=$(JEMALLOC) $(BIN)/python -m pytest --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -11,6 +11,9 @@ import time
 PR_SET_PDEATHSIG = 1
 LAUNCHER = "MINDLOOM_LAUNCHER"
 """Environment: the process that started this job, for those that it did not start itself."""
+MALLOC, FAST_MALLOC = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=4000:glibc.malloc.mxfast=0"
+"""Environment of processes that compile: they make and drop millions of small objects, so freed ones are kept at hand. A
+twelfth less time; read when a process starts, and by glibc alone."""
 
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # before a fork: nothing may be loaded between fork and exec
 

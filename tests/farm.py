@@ -6,7 +6,6 @@ several fails, because the others may then wait for each other for ever; the nex
 """
 
 import atexit
-import ctypes.util
 import json
 import os
 import selectors
@@ -23,8 +22,6 @@ from mindloom.runtime.launch import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("farm_worker.py")
-ALLOCATOR = ctypes.util.find_library("jemalloc")
-"""Where there is one: a compilation makes millions of small objects, and takes a tenth less with it."""
 GRACE_S = 3.0
 """After a rank failed the others get this long to answer."""
 MOST_BYTES = 2_000_000_000
@@ -52,8 +49,6 @@ class Farm:
         for _ in range(self.size):
             ours, theirs = socket.socketpair()
             environment = {**os.environ, **({"MS_WORKER_NUM": str(self.size)} if self.size > 1 else {})}
-            if ALLOCATOR:
-                environment["LD_PRELOAD"] = ALLOCATOR
             self.processes.append(
                 subprocess.Popen(
                     [sys.executable, str(WORKER), str(theirs.fileno())],

@@ -15,24 +15,14 @@ from mindloom.dry_run.config import DryRun
 from mindloom.dry_run.rank_report import RankReport
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
-from mindloom.processes import end_with_parent
+from mindloom.processes import FAST_MALLOC, MALLOC, end_with_parent
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.config import Strategy
-
-# Compilation makes and drops millions of small objects: keep freed ones at hand, in large pages, and return none.
-ALLOCATOR = ":".join(
-    f"glibc.malloc.{name}={value}"
-    for name, value in {
-        "tcache_count": 4000,
-        "mxfast": 0,
-        "hugetlb": 1,
-    }.items()
-)
 
 
 def compile_ranks(run: DryRun) -> list[RankReport]:
     """One rank of each stage, in parallel processes, each of which ends with its memory."""
-    os.environ.setdefault("GLIBC_TUNABLES", ALLOCATOR)  # read when a process starts; other C libraries ignore it
+    os.environ.setdefault(MALLOC, f"{FAST_MALLOC}:glibc.malloc.hugetlb=1")  # in large pages: these graphs are large
     context = multiprocessing.get_context("spawn")
     begin = partial(end_with_parent, os.getpid())
     fast = run.config.fast

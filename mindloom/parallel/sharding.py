@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import math
 import textwrap
@@ -199,10 +200,15 @@ def parameter_uses(found: Sequence[Operator]) -> Iterator[Use]:
         by_cell.setdefault(id(operator.cell), {})[operator.attribute] = operator
         cells[id(operator.cell)] = operator.cell
     for key, cell in cells.items():
-        for attribute, position, name in _calls(type(cell)):
+        for attribute, position, name in _calls_of(type(cell)):  # type: ignore[arg-type]
             parameter = own_parameters(cell).get(name)
             if attribute in by_cell[key] and parameter is not None:
                 yield Use(parameter, by_cell[key][attribute], position)
+
+
+@functools.cache
+def _calls_of(kind: type) -> list[tuple[str, int, str]]:
+    return list(_calls(kind))
 
 
 def _calls(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -78,9 +79,10 @@ def stage_copies(dims: Dimensions, job: Parallelism) -> list[Counter[int]]:
     return counts
 
 
-def stage_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def stage_parameters(dims: Dimensions, job: Parallelism) -> tuple[int, ...]:
     """Parameters of each stage on one of its devices, before the optimizer's sharding."""
-    return [counts.total() for counts in stage_copies(dims, job)]
+    return tuple(counts.total() for counts in stage_copies(dims, job))
 
 
 def head_columns(dims: Dimensions, job: Parallelism) -> float:
@@ -88,11 +90,12 @@ def head_columns(dims: Dimensions, job: Parallelism) -> float:
     return 1 if dims.value_head else dims.vocab_size / job.tp
 
 
-def expert_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def expert_parameters(dims: Dimensions, job: Parallelism) -> tuple[int, ...]:
     """Parameters of each stage's experts on one of its devices, before the optimizer's sharding: no part of the others."""
     whole = dims.mlp_bias * dims.hidden_size  # the bias of what is added up over the parts
     part = (dims.expert_parameters - whole) // job.parts_of_expert + whole
-    return [layers * dims.num_experts * part // job.ep for layers in job.expert_layers(dims)]
+    return tuple(layers * dims.num_experts * part // job.ep for layers in job.expert_layers(dims))
 
 
 def expert_shards(job: Parallelism) -> int:

@@ -65,17 +65,25 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
 @contextlib.contextmanager
 def faster_compilation() -> Iterator[None]:
     """The same graph in half the time (benchmarks/results/compile_passes.md): MindSpore's own switch that resolves attributes
-    while it parses, gradients without dead branches, and no garbage collection: many small objects are made, none of them
-    in cycles.
+    while it parses, gradients without dead branches, and no garbage collection.
     """
-    before, collects = compile_config.GREED_PARSE, gc.isenabled()
+    before = compile_config.GREED_PARSE
     compile_config.GREED_PARSE = before or "1"  # a user's own setting stays
-    gc.disable()
     try:
-        with decided_branches():
+        with decided_branches(), without_collection():
             yield
     finally:
         compile_config.GREED_PARSE = before
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage collection, where many small objects are made and none of them in cycles."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
         if collects:
             gc.enable()
 

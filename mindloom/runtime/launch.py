@@ -18,7 +18,7 @@ from typing import TextIO
 
 from mindloom.errors import EXIT_BAD_INPUT
 from mindloom.log import MARK
-from mindloom.processes import LAUNCHER, end_with_parent
+from mindloom.processes import FAST_MALLOC, LAUNCHER, MALLOC, end_with_parent
 from mindloom.strategy.mesh import Mesh
 
 MILESTONE = MARK.encode()
@@ -69,7 +69,7 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PATH": path, LAUNCHER: str(os.getpid())},
+        env={MALLOC: FAST_MALLOC, **os.environ, "PATH": path, LAUNCHER: str(os.getpid())},
         preexec_fn=partial(end_with_parent, os.getpid()),
     )
     before = signal.signal(signal.SIGTERM, lambda *_: _terminate_workers(job.pid))

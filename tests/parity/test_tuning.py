@@ -26,7 +26,6 @@ WORKER = "tests/parity/tuning_worker.py"
 WORDS = ("mill", "river", "market", "school", "bakery", "church", "bridge", "library", "inn", "tower")
 COMMON = {"steps": 10, "batch_size": 8, "seq_len": 32, "learning_rate": 1e-3, "adam_epsilon": 1e-5, "seed": 3}
 TASKS = {
-    "sft": ("SFTConfig", {"packing": True}),
     "lora": ("SFTConfig", {"lora_r": 2, "lora_targets": ["attention.*", "mlp.up", "mlp.down"], "lora_dropout": 0.1}),
     "reward": ("RewardConfig", {"batch_size": 4, "center_rewards_coefficient": 0.1}),
     "reward_lora": (

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mindloom.errors import ConfigError
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.backend import Backend
+from mindloom.runtime.compiler import without_collection
 from mindloom.runtime.cpu.executor import Program
 from mindloom.runtime.cpu.find_nan import NanFinder
 from mindloom.runtime.cpu.kept_graphs import kept_graph, strategy_key
@@ -81,19 +82,23 @@ class CpuProcesses(Backend):
         described = describe_inputs(inputs)
         key = (id(cell), cell.training, str(described))
         if key not in self.programs:
-            graph = self._graph(cell, described)
-            source = self.strategy.source
-            if learn_from(cell, graph.held_layouts, graph.groups, self.rank, source) and isinstance(cell, TrainStep):
-                cell.update_shares(self.rank)  # what was learned decides how much of each gradient this rank adds
-                graph = self._graph(cell, described)
-            trainable = {parameter.name for parameter in cell.trainable_params()}
-            check_reduced(graph, self.strategy, trainable, getattr(cell, "trained", ()))
-            self.layouts |= graph.layouts
-            self.groups |= graph.groups
-            name = f"program {len(self.programs)}"
-            self.programs[key] = program = Program(graph, cell, self.transport, name, self._nan_finder)
-            self.rounded = max(self.rounded, program.widened.rounded, key=Counter.total)
+            with without_collection():
+                self.programs[key] = self._compiled(cell, described)
         return self.programs[key]
+
+    def _compiled(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> Program:
+        graph = self._graph(cell, described)
+        source = self.strategy.source
+        if learn_from(cell, graph.held_layouts, graph.groups, self.rank, source) and isinstance(cell, TrainStep):
+            cell.update_shares(self.rank)  # what was learned decides how much of each gradient this rank adds
+            graph = self._graph(cell, described)
+        trainable = {parameter.name for parameter in cell.trainable_params()}
+        check_reduced(graph, self.strategy, trainable, getattr(cell, "trained", ()))
+        self.layouts |= graph.layouts
+        self.groups |= graph.groups
+        program = Program(graph, cell, self.transport, f"program {len(self.programs)}", self._nan_finder)
+        self.rounded = max(self.rounded, program.widened.rounded, key=Counter.total)
+        return program
 
     def _graph(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> PartitionedGraph:
         """This rank's part of a Cell. Where `cell.graph_key` says what its graph depends on, an earlier run's is taken."""

@@ -93,7 +93,7 @@ def test_parameters_are_counted_as_the_models_count_them(family, size):
     dims, count = of_decoder(config), num_parameters(config)
     assert dims.num_parameters == count
     (experts,) = expert_parameters(dims, Parallelism())
-    assert stage_parameters(dims, Parallelism()) == [count - experts]
+    assert stage_parameters(dims, Parallelism()) == (count - experts,)
     (copies,) = stage_copies(dims, Parallelism(tp=4))
     assert sum(4 // of_each * size for of_each, size in copies.items()) == count - experts
     halves = Parallelism(pp=2)

@@ -24,6 +24,7 @@ try:
     from mindspore.ops._grad_experimental import grad_comm_ops
     from mindspore.ops._grad_experimental.grad_base import bprop_getters
     from mindspore.ops.function import nn_func
+    from mindspore.ops.function.clip_func import _ClipByGlobalNorm as ClipByGlobalNorm
     from mindspore.ops.operations._pyfunc_registry import add_pyfunc
     from mindspore.parallel._auto_parallel_context import auto_parallel_context
     from mindspore.train import mind_ir_pb2 as mind_ir
@@ -33,6 +34,7 @@ except ImportError as missing:
     ) from None
 
 __all__ = [
+    "ClipByGlobalNorm",
     "FusedLSTM",
     "MSContext",
     "StepwiseRNN",

@@ -8,7 +8,10 @@ from mindspore import Tensor, nn, ops
 
 from mindloom.errors import ConfigError
 from mindloom.parallel.sharding import shard
-from mindloom.private_names import FusedLSTM, StepwiseRNN, nn_func
+from mindloom.private_names import FusedLSTM, StepwiseRNN, nn_func, own_primitives
+
+MEAN_OF_OWN_ROWS = "SparseSoftmaxCrossEntropyWithLogits"
+"""Operator that averages the rows that it is given, a rank's own."""
 
 
 class ShardBatch(nn.Cell):
@@ -74,25 +77,58 @@ class FunctionCell(nn.Cell):
         return self.function(*inputs)
 
 
-def average_over_all_rows(cell: nn.Cell) -> None:
-    """Let `cell`, if it is a loss whose operator averages the rows it is given, average those of all ranks.
+class SparseCrossEntropy(nn.Cell):
+    """`ops.SparseSoftmaxCrossEntropyWithLogits` of operators that average the rows of all ranks: that one averages those it
+    is given, so that each rank would tell, and follow, the mean of its own."""
 
-    `SparseSoftmaxCrossEntropyWithLogits` takes the mean inside: sharded over dp each rank would tell, and follow, the mean of
-    its own rows. The cell has another way to the same value, whose mean MindSpore shards right.
-    """
-    if isinstance(cell, nn.SoftmaxCrossEntropyWithLogits) and cell.sparse and cell.reduction == "mean":
-        cell.reduction = "mean over all ranks"  # compared with "mean" only; its ReduceMean stays
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        self.one_hot, self.losses, self.mean = ops.OneHot(), ops.SoftmaxCrossEntropyWithLogits(), ops.ReduceMean()
+        self.one, self.zero = Tensor(1.0, ms.float32), Tensor(0.0, ms.float32)
+
+    def construct(self, logits, labels):
+        labels = self.one_hot(labels, logits.shape[-1], self.one, self.zero)
+        return self.mean(self.losses(logits, labels)[0])
+
+
+def average_over_all_rows(cell: nn.Cell) -> None:
+    """Give each operator that `cell` holds, and that averages the rows of one rank, another way to the mean of all."""
+    held = {name: primitive for name, primitive in own_primitives(cell).items() if primitive.name == MEAN_OF_OWN_ROWS}
+    for name, primitive in held.items():
+        if not primitive.is_grad:
+            delattr(cell, name)
+            setattr(cell, name, SparseCrossEntropy())
 
 
 def prepare_to_shard(net: nn.Cell) -> None:
-    """Give those of MindSpore's own Cells in `net` that cannot be sharded right another way to the same values."""
+    """Give those of MindSpore's own Cells in `net` that cannot be sharded right another way to the same values; and keep out
+    of optimizer parallel what no optimizer updates: a `construct` that does so wants it whole.
+    """
+    for parameter in net.get_parameters():
+        if not parameter.requires_grad:
+            parameter.parallel_optimizer = False
     for _, part in net.cells_and_names():
         if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d):
             _take_statistics_of_all_rows(part)
+        elif type(part) is nn.GroupNorm:
+            part.__class__ = _GroupNorm
         elif isinstance(part, nn.MultiheadAttention):
             nn_func.linear = _linear
         elif hasattr(part, "rnn") and isinstance(part.rnn, FusedLSTM):
             part.rnn = StepwiseRNN("LSTM")  # step by step; the one operator for all of them cannot be sharded
+
+
+class _GroupNorm(nn.GroupNorm):
+    """Of operators that MindSpore shards; it derives no layout for the one that does all at once."""
+
+    def _cal_output(self, x):
+        shape = x.shape
+        groups = x.reshape((shape[0], self.num_groups, -1))
+        away = groups - groups.mean(2, keep_dims=True)
+        variance = (away * away).mean(2, keep_dims=True)
+        normal = (away / ops.sqrt(variance + self.eps)).reshape((shape[0], shape[1], -1))
+        scale, shift = self.gamma.to(x.dtype).reshape((-1, 1)), self.beta.to(x.dtype).reshape((-1, 1))
+        return (normal * scale + shift).reshape(shape)
 
 
 def _take_statistics_of_all_rows(norm: nn.Cell) -> None:

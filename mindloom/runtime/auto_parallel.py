@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -14,6 +15,7 @@ import numpy as np
 import yaml
 from mindspore import Parameter, Tensor, nn
 from mindspore.graph import api
+from mindspore.ops.composite.base import GradOperation_
 
 from mindloom.errors import ConfigError
 from mindloom.files import write_text_atomically
@@ -22,6 +24,7 @@ from mindloom.parallel.choose import choose
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
+from mindloom.private_names import ClipByGlobalNorm
 from mindloom.runtime.compiler import set_auto_parallel_context
 from mindloom.runtime.cpu.kept_graphs import strategy_key
 from mindloom.runtime.engine import Engine
@@ -162,12 +165,48 @@ def report_of(network: nn.Cell) -> Report:
 
 def _run_cell(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
     """A graph-mode call of a Cell."""
+    if isinstance(cell, ClipByGlobalNorm) and (sharded := [p for p in _networks.values() if _holds_parts(p.network)]):
+        return _clipped(args[0], float(cell.clip_norm.asnumpy()[0]), sharded)
     parallel = _parallel_in(cell, cell.cells_and_names)
     if parallel is None or parallel.engine.strategy.mesh.size == 1:
         return _compile_and_run(cell, *args, **kwargs)
     if parallel.engine.strategy.mesh.pp > 1:
         return _run_in_pipeline(cell, _inputs(cell.construct, args, kwargs, parallel.engine), parallel)
     return _run(cell, _inputs(cell.construct, args, kwargs, parallel.engine), parallel.engine)
+
+
+def _clipped(gradients: Sequence[Tensor], clip_norm: float, sharded: Sequence[_Parallel]) -> tuple[Tensor, ...]:
+    """`ops.clip_by_global_norm` outside a graph, of parts: by the norm of the whole gradients, as MindSpore does inside one.
+
+    Raises:
+        ConfigError: they are not all gradients of one of the networks `sharded`, so it is not known how often each counts.
+    """
+    shapes = [each.shape for each in gradients]
+    for parallel in sharded:
+        weights = parallel.network.trainable_params()
+        if [weight.shape for weight in weights] == shapes:
+            break
+    else:
+        raise ConfigError(
+            f"clip_by_global_norm: these {len(shapes)} Tensors are not the gradients of all trainable parameters, in their "
+            "order, and ranks hold parts of some: call it inside the function that ms.jit compiles, or in a step's construct"
+        )
+    arrays, size = [each.asnumpy() for each in gradients], parallel.engine.strategy.mesh.stage_size
+    # Each part is held by several ranks, of which all add their share.
+    shares = [_num_parts(weight, parallel.report) / size for weight in weights]
+    square = sum(share * float(np.square(g, dtype=np.float64).sum()) for share, g in zip(shares, arrays, strict=True))
+    scale = clip_norm / max(math.sqrt(parallel.engine.total(square)), clip_norm)
+    return tuple(Tensor(g * np.asarray(scale, g.dtype)) for g in arrays)
+
+
+def _holds_parts(network: nn.Cell) -> bool:
+    """Whether ranks hold parts of what `network` trains."""
+    report = _networks[id(network)].report
+    return any(_num_parts(weight, report) > 1 for weight in network.trainable_params())
+
+
+def _num_parts(weight: Parameter, report: Report) -> int:
+    return math.prod(report.of(weight.name).global_shape) // math.prod(weight.shape)
 
 
 def _run_in_pipeline(cell: nn.Cell, inputs: tuple[Tensor, ...], parallel: _Parallel) -> Any:
@@ -204,12 +243,8 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
         )
     key = (id(function), parallel.network.training)
     if key not in _steps:
-        if any(getattr(value, "has_aux", False) is True for _, value in _reached_from(function)):
-            raise ConfigError(
-                "value_and_grad with has_aux=True: MindSpore does not find the loss among several outputs and sums the "
-                "gradients of the replicas instead of averaging them; return the loss alone, and call the network again "
-                "for what else you want"
-            )
+        for _, value in _reached_from(function):
+            _check_gradient(value, parallel.engine.strategy)
         cells = dict(_cells_of(function))
         parallel.network.set_grad()  # as MindSpore's own steps do
         cell = FunctionCell(function, cells.values())
@@ -218,6 +253,28 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
         }
         _steps[key] = (function, cell)
     return _run(_steps[key][1], _inputs(function, args, kwargs, parallel.engine), parallel.engine)
+
+
+def _check_gradient(value: Any, strategy: Strategy) -> None:
+    """Refuse what MindSpore's gradients of a sharded network do not give.
+
+    Raises:
+        ConfigError: `value` is such a gradient.
+    """
+    if getattr(value, "has_aux", False) is True:
+        raise ConfigError(
+            "value_and_grad with has_aux=True: MindSpore does not find the loss among several outputs and sums the "
+            "gradients of the replicas instead of averaging them; return the loss alone, and call the network again "
+            "for what else you want"
+        )
+    of_inputs = ("get_all", "get_by_position")
+    if isinstance(value, GradOperation_) and (
+        not value.get_by_list or any(getattr(value, n, False) for n in of_inputs)
+    ):
+        raise ConfigError(
+            f"{strategy.at('mesh')}: gradients with respect to inputs: a rank would get those of its own rows alone; ask for "
+            "gradients of weights only, or take these on one device"
+        )
 
 
 def _run(cell: nn.Cell, inputs: tuple[Tensor, ...], engine: Engine) -> Any:

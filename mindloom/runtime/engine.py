@@ -111,6 +111,10 @@ class Engine:
         """The largest of what the ranks gave, on every rank."""
         return self.backend.largest(value)
 
+    def total(self, value: float) -> float:
+        """The sum of what the ranks gave, on every rank."""
+        return self.backend.total(value)
+
     def refresh(self, net: nn.Cell, report: Report) -> None:
         """Give the parameters that several stages hold, in all of them, the value they were trained to: before a network that
         shares them runs by itself."""

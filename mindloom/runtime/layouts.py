@@ -126,6 +126,11 @@ def derived_in(cell: nn.Cell) -> list[str]:
     return [parameter.name for report in _reports(cell) for parameter in report.parameters if parameter.rule == DERIVED]
 
 
+def parallelized(cell: nn.Cell) -> set[str]:
+    """Names of the parameters of the parallelized networks in `cell`."""
+    return {parameter.name for report in _reports(cell) for parameter in report.parameters}
+
+
 def _reports(cell: nn.Cell) -> list[Report]:
     """Of the parallelized networks in `cell`, each once."""
     said = (getattr(each, "parallel_report", None) for _, each in cell.cells_and_names())

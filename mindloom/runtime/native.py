@@ -73,3 +73,6 @@ class Devices(Backend):
 
     def largest(self, value: int) -> int:
         return int(ops.AllReduce(ops.ReduceOp.MAX)(Tensor([value], ms.int32)).asnumpy()[0])
+
+    def total(self, value: float) -> float:
+        return float(ops.AllReduce()(Tensor([value], ms.float32)).asnumpy()[0])

@@ -71,14 +71,17 @@ class GatedBlock(nn.Cell):
 
 
 class Cnn(nn.Cell):
+    """Its loss is MindSpore's operator, which averages the rows it is given."""
+
     def __init__(self):
         super().__init__()
         self.conv, self.norm, self.relu = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+        self.groups = nn.GroupNorm(2, 8)
         self.flatten, self.head = nn.Flatten(), nn.Dense(8 * 6 * 6, 5)
-        self.loss = nn.CrossEntropyLoss()
+        self.loss = ops.SparseSoftmaxCrossEntropyWithLogits()
 
     def construct(self, x, label):
-        return self.loss(self.head(self.flatten(self.relu(self.norm(self.conv(x))))), label)
+        return self.loss(self.head(self.flatten(self.groups(self.relu(self.norm(self.conv(x)))))), label)
 
 
 class Bag(nn.Cell):
@@ -87,15 +90,15 @@ class Bag(nn.Cell):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(40, 16)
-        self.seen = ms.Parameter(Tensor(0.0, ms.float32), name="seen", requires_grad=False)  # read and written
+        self.seen = ms.Parameter(Tensor(np.zeros(4, np.float32)), name="seen", requires_grad=False)  # read and written
         self.mean, self.square = ops.ReduceMean(), ops.Square()
         self.unused = nn.Dense(4, 4)
 
     def construct(self, words, target):
         x = self.table(words).mean(1)
         logits = ops.matmul(x, self.table.embedding_table.T)
-        seen = ops.assign_add(self.seen, Tensor(1.0, ms.float32))
-        return self.mean(self.square(logits - target)) + 0.0 * seen
+        seen = ops.assign_add(self.seen, x[0, :4])
+        return self.mean(self.square(logits - target)) + seen.sum()
 
 
 class Gru(nn.Cell):
@@ -191,6 +194,44 @@ def by_gradients(net, batch):
     return losses
 
 
+def by_clipped_gradients(net, batch):
+    weights, optimizer = net.trainable_params(), nn.SGD(net.trainable_params(), 0.1)
+    net.set_train()
+    gradients, losses = ms.value_and_grad(net, None, weights), []
+    for _ in range(STEPS):
+        loss, found = gradients(*batch)
+        optimizer(ops.clip_by_global_norm(found, 0.5))
+        losses.append(float(loss.asnumpy()))
+    return losses
+
+
+class Accumulating(nn.TrainOneStepCell):
+    """Adds each step's gradients to those before."""
+
+    def __init__(self, net, optimizer):
+        super().__init__(net, optimizer)
+        self.sums, self.each = self.weights.clone("sums", "zeros"), ops.HyperMap()
+
+    def construct(self, *inputs):
+        loss = self.network(*inputs)
+        gradients = self.grad_reducer(self.grad(self.network, self.weights)(*inputs, ops.ones_like(loss)))
+        gradients = self.each(ops.add, self.sums, gradients)
+        loss = ops.depend(loss, self.each(ops.assign, self.sums, gradients))
+        return ops.depend(loss, self.optimizer(gradients))
+
+
+def by_accumulation(net, batch):
+    step = Accumulating(net, nn.SGD(net.trainable_params(), 0.05)).set_train()
+    return [float(step(*batch).asnumpy()) for _ in range(STEPS)]
+
+
+class MeanOfRows(Mlp):
+    """Its operator has no name."""
+
+    def construct(self, x, label):
+        return ops.SparseSoftmaxCrossEntropyWithLogits()(self.down(self.up(x)), label)
+
+
 def by_step_then_judged(net, batch):
     """The last is the loss of the network that no longer trains, in a function."""
     losses = by_step(net, batch)
@@ -237,6 +278,8 @@ WAYS = {
     "step, judged": by_step_then_judged,
     "step, called": by_step_then_called,
     "gradients": by_gradients,
+    "clipped gradients": by_clipped_gradients,
+    "accumulation": by_accumulation,
     "model": by_model,
 }
 
@@ -282,9 +325,10 @@ def refused(what):
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE)
     module._engines.clear()
-    net, batch = auto_parallel({"if": If, "while": While}.get(what, Mlp)(), mesh={"dp": 2}), data("mlp")
+    kinds = {"if": If, "while": While, "mean of own rows": MeanOfRows}
+    net, batch = auto_parallel(kinds.get(what, Mlp)(), mesh={"dp": 2}), data("mlp")
     try:
-        if what in ("if", "while"):
+        if what in kinds:
             by_step(net, tuple(map(Tensor, batch)))
         elif what == "forgotten":
             with unittest.mock.patch.object(cells, "_linear", linear_of_mindspore):
@@ -298,6 +342,12 @@ def refused(what):
             net(Tensor(batch[0][:3]), Tensor(batch[1][:3]))
         elif what == "no tensor":
             net(Tensor(batch[0]), 3)
+        elif what == "gradients of inputs":
+            ms.grad(net, 0)(*map(Tensor, batch))
+        elif what == "norm of something else":
+            net = auto_parallel(Mlp(), mesh={"tp": 2}, rules={"up.matmul": [["dp", None], ["tp", None]]})
+            net(*map(Tensor, batch))
+            ops.clip_by_global_norm([Tensor(batch[0])], 1.0)
         elif what == "has_aux":
             gradients = ms.value_and_grad(
                 lambda x, label: (net(x, label), x), None, net.trainable_params(), has_aux=True

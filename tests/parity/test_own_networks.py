@@ -17,8 +17,8 @@ COLUMNS_AND_ROWS = {"rules": {"up.matmul": [["dp", None], ["tp", None]], "down.m
 PIPELINE = {"pipeline": {"num_microbatches": 4}, "rules": {"layers": ["blocks.*"], "last_stage": ["head"]}}
 CASES = [
     ("mlp", "step", DP4, None),
-    ("mlp", "gradients", DP2_TP2, COLUMNS_AND_ROWS),
-    ("mlp", "step", {"tp": 2, "dp": 2}, COLUMNS_AND_ROWS),
+    ("mlp", "clipped gradients", DP2_TP2, COLUMNS_AND_ROWS),
+    ("mlp", "accumulation", {"tp": 2, "dp": 2}, COLUMNS_AND_ROWS),
     ("plain", "model", DP4, None),
     ("plain", "model", DP2_TP2, COLUMNS_AND_ROWS),
     ("cnn", "step, judged", DP4, None),
@@ -63,6 +63,9 @@ def test_a_mesh_trains_as_one_device(name, way, mesh, settings, tmp_path):
         ("no tensor", "argument 2 is 3; a parallel network takes Tensors"),
         ("eager", "a parallel network runs in graph mode"),
         ("has_aux", "has_aux"),
+        ("gradients of inputs", "a rank would get those of its own rows alone"),
+        ("norm of something else", "these 1 Tensors are not the gradients of all trainable parameters"),
+        ("mean of own rows", "averages the rows of each rank alone; use ops.cross_entropy"),
         ("evaluated in a pipeline", "is evaluated by calling net; not inside WithEvalCell"),
         ("if", "the network has an `if` or `while` on a Tensor, which MindSpore does not partition"),
         ("while", ", while x.max() > 1:: it has an `if` or `while` on a Tensor"),

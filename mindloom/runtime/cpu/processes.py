@@ -23,11 +23,11 @@ from mindloom.runtime.cpu.executor import Program
 from mindloom.runtime.cpu.find_nan import NanFinder
 from mindloom.runtime.cpu.kept_graphs import kept_graph, strategy_key
 from mindloom.runtime.cpu.partition import PartitionedGraph, describe_inputs, partition
-from mindloom.runtime.cpu.reduced import check_reduced
+from mindloom.runtime.cpu.reduced import check_means, check_reduced
 from mindloom.runtime.cpu.target import WORLD, compiled_size, pin_cpu, virtual_ascend
 from mindloom.runtime.cpu.transport import Collectives, Transport
 from mindloom.runtime.environment import end_with_msrun, job_name, launched_rank
-from mindloom.runtime.layouts import learn_from
+from mindloom.runtime.layouts import learn_from, parallelized
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.layout import Shape
 
@@ -92,8 +92,9 @@ class CpuProcesses(Backend):
         if learn_from(cell, graph.held_layouts, graph.groups, self.rank, source) and isinstance(cell, TrainStep):
             cell.update_shares(self.rank)  # what was learned decides how much of each gradient this rank adds
             graph = self._graph(cell, described)
-        trainable = {parameter.name for parameter in cell.trainable_params()}
+        trainable = {parameter.name for parameter in cell.trainable_params()} & parallelized(cell)
         check_reduced(graph, self.strategy, trainable, getattr(cell, "trained", ()))
+        check_means(graph, self.strategy)
         self.layouts |= graph.layouts
         self.groups |= graph.groups
         program = Program(graph, cell, self.transport, f"program {len(self.programs)}", self._nan_finder)
@@ -129,6 +130,9 @@ class CpuProcesses(Backend):
 
     def largest(self, value: int) -> int:
         return max(self.transport.gather_values(value, "largest"))
+
+    def total(self, value: float) -> float:
+        return sum(self.transport.gather_values(value, "total"))
 
     def look_for_nan(self) -> None:
         self._nan_finder = NanFinder()

@@ -7,13 +7,11 @@ import math
 from collections.abc import Collection
 
 from mindloom.errors import ConfigError
+from mindloom.parallel.cells import MEAN_OF_OWN_ROWS
 from mindloom.runtime.cpu.lowering import attributes
 from mindloom.runtime.cpu.partition import PartitionedGraph
 from mindloom.runtime.layouts import ParameterLayout
 from mindloom.strategy.config import Strategy
-
-ACCUMULATED = "accu_grads."
-"""How MindSpore knows the sums of microbatches' gradients."""
 
 
 def check_reduced(
@@ -26,7 +24,8 @@ def check_reduced(
     In a pipeline nothing is checked: the sum of a shared parameter is another stage's.
 
     Args:
-        trainable: names of parameters that want a gradient; what else a graph updates is each rank's own business.
+        trainable: names of parameters of the network that want a gradient; what else a graph updates, the moments of an
+            optimizer or sums of gradients, is each rank's own business.
         trained: names of parameters whose gradients the graph returns; those that it updates itself are found.
 
     Raises:
@@ -39,7 +38,6 @@ def check_reduced(
         name
         for name, layout in graph.held_layouts.items()
         if name in trainable
-        and not name.startswith(ACCUMULATED)
         and name in read
         and (name in updated or name in trained)
         and name not in summed
@@ -50,6 +48,19 @@ def check_reduced(
             f"{strategy.source}: MindSpore does not add up the gradient of {', '.join(forgotten[:8])} over the ranks, so "
             "each would train on its own rows: a function that several layers call uses it, as in nn.MultiheadAttention; "
             "use it in the Cell that holds it, as self.dense(x) with an nn.Dense or self.matmul(x, self.weight)"
+        )
+
+
+def check_means(graph: PartitionedGraph, strategy: Strategy) -> None:
+    """Refuse a loss that would be the mean of each rank's own rows.
+
+    Raises:
+        ConfigError: an operator of the graph takes such a mean.
+    """
+    if strategy.mesh.dp > 1 and any(p.op_type == MEAN_OF_OWN_ROWS for p in graph.model.primitives):
+        raise ConfigError(
+            f"{strategy.source}: ops.{MEAN_OF_OWN_ROWS} averages the rows of each rank alone; use ops.cross_entropy or "
+            "nn.CrossEntropyLoss, or make the operator in the __init__ of a Cell that holds it"
         )
 
 

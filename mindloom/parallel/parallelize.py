@@ -227,8 +227,12 @@ def _assign_stages(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> d
     if num_stages == 1:
         return {}
     parts = dict(zip(layers, part_of_layers(len(layers), strategy), strict=True))
-    parts |= dict.fromkeys(_matching(net, strategy.rules.first_stage), 0)
-    parts |= dict.fromkeys(_matching(net, strategy.rules.last_stage), strategy.num_virtual_stages - 1)
+    for patterns, part in (
+        (strategy.rules.first_stage, 0),
+        (strategy.rules.last_stage, strategy.num_virtual_stages - 1),
+    ):
+        found = _matching(net, patterns)  # `norm` is the end of layers.0.norm, too, which goes with its layer
+        parts |= {path: part for path in found if not any(path.startswith(f"{layer}.") for layer in layers)}
     for path, cell in net.cells_and_names():
         if path in parts:
             cell.pipeline_stage = strategy.stage_of_part(parts[path])

@@ -137,12 +137,17 @@ def shard(
 ) -> None:
     """Tell MindSpore the layouts of an operator: by the axes' names where numbers would not do and the operator takes names.
     From numbers MindSpore concludes the usual order, which that of ep and the rest of dp is not, nor that of heads and
-    tokens under tp and cp; and of more than two axes not which one is left out.
+    tokens under tp and cp, nor tp before dp; and of more than two axes not which one is left out.
     """
+    places = {axis: place for place, axis in enumerate(mesh.order)}
+    turned = any(
+        [*axes] != sorted(axes, key=places.__getitem__)
+        for axes in ([a for dim in layout for a in dim if a in places] for layout in (*inputs, *(outputs or ())))
+    )
     used = {axis for layout in (*inputs, *(outputs or ())) for dim in layout for axis in dim}
     experts_apart = any(axis != "dp" and part_of_axis(axis)[0] == "dp" for axis in used)
     with_cp = mesh.cp > 1 and len(mesh.sharding_axes) > 1
-    numbers_do = mesh.order == AXES and len(mesh.sharding_axes) <= 2 and not experts_apart and not with_cp
+    numbers_do = mesh.order == AXES and len(mesh.sharding_axes) <= 2 and not (experts_apart or with_cp or turned)
     if by_name or (not numbers_do and primitive.name in TAKE_NAMES):
         axes = _names_of_axes(mesh, used)
         matrix = [name for names in axes.values() for name in names]

@@ -49,13 +49,27 @@ class Gated(nn.Cell):
     def __init__(self):
         super().__init__()
         self.blocks = nn.CellList([GatedBlock(), GatedBlock()])
-        self.head = nn.Dense(12, 5)
+        self.mix, self.head = nn.Dense(12, 12), nn.Dense(12, 5)
         self.loss = nn.CrossEntropyLoss()
 
     def construct(self, x, label):
         for block in self.blocks:
             x = x + block(x)
-        return self.loss(self.head(x), label)
+        return self.loss(self.head(self.mix(x)), label)
+
+
+class TiedOutside(Gated):
+    """A weight of the first stage is used again, in no Cell of the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Dense(12, 12)
+
+    def construct(self, x, label):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.loss(ops.matmul(x, self.first.weight.T), label)
 
 
 class GatedBlock(nn.Cell):
@@ -68,6 +82,23 @@ class GatedBlock(nn.Cell):
     def construct(self, x):
         x = self.mix(x)
         return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Mixture(nn.Cell):
+    """Experts as one product, weighed; sharded over tp, the outer dim, and rows over dp."""
+
+    def __init__(self):
+        super().__init__()
+        drawn = np.random.RandomState(0)
+        self.router, self.soft, self.tile = nn.Dense(12, 4), ops.Softmax(-1), ops.Tile()
+        self.first = ms.Parameter(Tensor(drawn.randn(4, 12, 16).astype(np.float32) * 0.2))
+        self.second = ms.Parameter(Tensor(drawn.randn(4, 16, 5).astype(np.float32) * 0.2))
+        self.up, self.down, self.loss = ops.BatchMatMul(), ops.BatchMatMul(), nn.CrossEntropyLoss()
+
+    def construct(self, x, label):
+        weights = self.soft(self.router(x)).T.expand_dims(-1)
+        each = self.down(ops.gelu(self.up(self.tile(x.expand_dims(0), (4, 1, 1)), self.first)), self.second)
+        return self.loss((each * weights).sum(0), label)
 
 
 class Cnn(nn.Cell):
@@ -157,6 +188,7 @@ def data(name, rows=16):
     return {
         "mlp": (normal(rows, 12), labels),
         "gated": (normal(rows, 12), labels),
+        "mixture": (normal(rows, 12), labels),
         "plain": (normal(rows, 12), labels),
         "cnn": (normal(rows, 3, 6, 6), labels),
         "bag": (rng.randint(0, 40, (rows, 7)).astype(np.int32), normal(rows, 40)),
@@ -170,6 +202,7 @@ NETWORKS = {
     "mlp": Mlp,
     "plain": Plain,
     "gated": Gated,
+    "mixture": Mixture,
     "cnn": Cnn,
     "bag": Bag,
     "gru": Gru,
@@ -338,6 +371,10 @@ def refused(what):
             settings = {"pipeline": {"num_microbatches": 2}, "rules": {"layers": ["blocks.*"], "last_stage": ["head"]}}
             net = auto_parallel(Gated(), mesh={"pp": 2}, **settings)
             nn.WithEvalCell(net, nn.CrossEntropyLoss())(*map(Tensor, batch))
+        elif what == "tied outside":
+            rules = {"layers": ["blocks.*"], "first_stage": ["first"], "last_stage": ["loss"]}
+            settings = {"pipeline": {"num_microbatches": 2}, "rules": rules}
+            by_step(auto_parallel(TiedOutside(), mesh={"pp": 2}, **settings), tuple(map(Tensor, batch)))
         elif what == "uneven":
             net(Tensor(batch[0][:3]), Tensor(batch[1][:3]))
         elif what == "no tensor":

@@ -14,7 +14,8 @@ from mindloom.strategy.loader import load_strategy
 WORKER = "tests/parity/own_networks.py"
 DP4, DP2_TP2 = {"dp": 4}, {"dp": 2, "tp": 2}
 COLUMNS_AND_ROWS = {"rules": {"up.matmul": [["dp", None], ["tp", None]], "down.matmul": [["dp", "tp"], [None, "tp"]]}}
-PIPELINE = {"pipeline": {"num_microbatches": 4}, "rules": {"layers": ["blocks.*"], "last_stage": ["head"]}}
+PIPELINE = {"pipeline": {"num_microbatches": 4}, "rules": {"layers": ["blocks.*"], "last_stage": ["mix", "head"]}}
+EXPERTS = {"rules": {product: [["tp", "dp", None], ["tp", None, None]] for product in ("up", "down")}}
 CASES = [
     ("mlp", "step", DP4, None),
     ("mlp", "clipped gradients", DP2_TP2, COLUMNS_AND_ROWS),
@@ -26,6 +27,7 @@ CASES = [
     ("gru", "step", {"dp": 2}, None),
     ("lstm", "step", {"dp": 2}, None),
     ("encoder", "gradients", {"dp": 2}, None),
+    ("mixture", "step", DP2_TP2, EXPERTS),
     ("gated", "step", "auto", {"devices": 4}),
     ("gated", "step, called", {"pp": 2, "dp": 2}, PIPELINE),
 ]
@@ -67,6 +69,7 @@ def test_a_mesh_trains_as_one_device(name, way, mesh, settings, tmp_path):
         ("norm of something else", "these 1 Tensors are not the gradients of all trainable parameters"),
         ("mean of own rows", "averages the rows of each rank alone; use ops.cross_entropy"),
         ("evaluated in a pipeline", "is evaluated by calling net; not inside WithEvalCell"),
+        ("tied outside", "a stage uses first.weight, which another one trains"),
         ("if", "the network has an `if` or `while` on a Tensor, which MindSpore does not partition"),
         ("while", ", while x.max() > 1:: it has an `if` or `while` on a Tensor"),
         ("forgotten", "does not add up the gradient of encoder.layers.1.self_attn.out_proj.weight over the ranks"),

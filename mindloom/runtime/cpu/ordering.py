@@ -97,7 +97,8 @@ def common_order(ranks: Sequence[Dependencies]) -> list[Message]:
         if message.kind == "receive" and message._replace(kind="send") not in holders:
             source, target = message.ranks
             raise TransportError(
-                f"rank {target} waits for message {message.tag} of rank {source}, which never sends it"
+                f"rank {target} waits for message {message.tag} of rank {source}, which never sends it: a weight that two "
+                "stages use has to be used in Cells that the rules name as layers, first_stage or last_stage"
             )
     try:
         return list(graphlib.TopologicalSorter(joined).static_order())

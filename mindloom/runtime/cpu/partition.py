@@ -110,6 +110,8 @@ def _cannot_partition(error: Exception, strategy: Strategy) -> str:
     said = str(error).strip()
     first_line = (said or type(error).__name__).splitlines()[0]
     message = f"{strategy.source}: MindSpore cannot partition the network: {first_line}"
+    if "has multiple users" in first_line:
+        message += "; operators that use it got different layouts: write a rule for each"
     frames = [(file, int(line)) for file, line in _FRAME.findall(said) if not file.startswith(_OUR_PLUMBING)]
     if not frames:
         return message

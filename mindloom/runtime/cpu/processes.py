@@ -23,7 +23,7 @@ from mindloom.runtime.cpu.executor import Program
 from mindloom.runtime.cpu.find_nan import NanFinder
 from mindloom.runtime.cpu.kept_graphs import kept_graph, strategy_key
 from mindloom.runtime.cpu.partition import PartitionedGraph, describe_inputs, partition
-from mindloom.runtime.cpu.reduced import check_means, check_reduced
+from mindloom.runtime.cpu.reduced import check_lost, check_means, check_reduced, lost_gradients
 from mindloom.runtime.cpu.target import WORLD, compiled_size, pin_cpu, virtual_ascend
 from mindloom.runtime.cpu.transport import Collectives, Transport
 from mindloom.runtime.environment import end_with_msrun, job_name, launched_rank
@@ -95,6 +95,9 @@ class CpuProcesses(Backend):
         trainable = {parameter.name for parameter in cell.trainable_params()} & parallelized(cell)
         check_reduced(graph, self.strategy, trainable, getattr(cell, "trained", ()))
         check_means(graph, self.strategy)
+        if self.strategy.mesh.pp > 1:  # all ranks say so, not the one alone whose graph shows it
+            found = self.transport.gather_values(lost_gradients(graph, trainable), "lost gradients")
+            check_lost(set().union(*found), self.strategy)
         self.layouts |= graph.layouts
         self.groups |= graph.groups
         program = Program(graph, cell, self.transport, f"program {len(self.programs)}", self._nan_finder)

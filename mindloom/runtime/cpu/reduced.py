@@ -21,7 +21,7 @@ def check_reduced(
     sum of their gradients. MindSpore puts that sum before the operator that uses a parameter, and where a function of
     several layers uses one, as in nn.MultiheadAttention, it finds the first layer's only.
 
-    In a pipeline nothing is checked: the sum of a shared parameter is another stage's.
+    In a pipeline the sum of a shared parameter may be another stage's, and is not looked for; see `lost_gradients`.
 
     Args:
         trainable: names of parameters of the network that want a gradient; what else a graph updates, the moments of an
@@ -48,6 +48,27 @@ def check_reduced(
             f"{strategy.source}: MindSpore does not add up the gradient of {', '.join(forgotten[:8])} over the ranks, so "
             "each would train on its own rows: a function that several layers call uses it, as in nn.MultiheadAttention; "
             "use it in the Cell that holds it, as self.dense(x) with an nn.Dense or self.matmul(x, self.weight)"
+        )
+
+
+def lost_gradients(graph: PartitionedGraph, trainable: Collection[str]) -> list[str]:
+    """Parameters that the training graph of a pipeline's stage uses, and does not update: MindSpore gives the stage that does
+    no gradient of them where they are used in no Cell that has a stage."""
+    read, updated, _ = _uses(graph)
+    return sorted(read & set(trainable) - updated) if updated else []
+
+
+def check_lost(lost: Collection[str], strategy: Strategy) -> None:
+    """Refuse `lost_gradients` of any rank.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if lost:
+        raise ConfigError(
+            f"{strategy.source}: a stage uses {', '.join(sorted(lost)[:8])}, which another one trains, outside the Cells "
+            "that the rules name as layers, first_stage and last_stage, and MindSpore loses that gradient: use it in one, as "
+            "self.head(x, self.table.embedding_table) with head in last_stage"
         )
 
 

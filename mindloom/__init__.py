@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mindloom.certification.own import certify
     from mindloom.runtime.auto_parallel import auto_parallel, is_log_rank, own_rows
+    from mindloom.runtime.own_checkpoint import save_checkpoint
 
-__all__ = ["__version__", "auto_parallel", "certify", "is_log_rank", "own_rows"]
+__all__ = ["__version__", "auto_parallel", "certify", "is_log_rank", "own_rows", "save_checkpoint"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     if name in ("auto_parallel", "is_log_rank", "own_rows"):  # loads MindSpore, which strategies and plans do without
         return getattr(import_module("mindloom.runtime.auto_parallel"), name)
+    if name == "save_checkpoint":
+        return getattr(import_module("mindloom.runtime.own_checkpoint"), name)
     if name == "certify":
         return getattr(import_module("mindloom.certification.own"), name)
     raise AttributeError(f"module {__name__} has no attribute {name}")

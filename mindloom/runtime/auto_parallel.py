@@ -148,14 +148,23 @@ def own_rows(network: nn.Cell, output: Tensor) -> Tensor:
     Raises:
         ConfigError: `auto_parallel` did not return the network, or dp does not divide the rows.
     """
-    if id(network) not in _networks:
-        raise ConfigError(f"own_rows: {type(network).__name__} is no network that auto_parallel returned")
-    engine = _networks[id(network)].engine
+    engine = parallel_of(network, "own_rows").engine
     mesh, rows = engine.strategy.mesh, output.shape[0] if output.ndim else 0
     if rows % mesh.dp:
         raise ConfigError(f"own_rows: {rows} rows are not divisible by dp {mesh.dp}")
     first = mesh.coordinate(engine.rank, "dp") * (rows // mesh.dp)
     return output if mesh.dp == 1 else output[first : first + rows // mesh.dp]
+
+
+def parallel_of(network: nn.Cell, asked: str) -> _Parallel:
+    """What belongs to a network that `auto_parallel` returned.
+
+    Raises:
+        ConfigError: it did not return this one; `asked` names the function that wants it.
+    """
+    if id(network) not in _networks:
+        raise ConfigError(f"{asked}: {type(network).__name__} is no network that auto_parallel returned")
+    return _networks[id(network)]
 
 
 def report_of(network: nn.Cell) -> Report:

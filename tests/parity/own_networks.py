@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.train import Model
 
-from mindloom import auto_parallel, own_rows
+from mindloom import auto_parallel, own_rows, save_checkpoint
 from mindloom.dry_run.compile import compile_own_rank
 from mindloom.errors import ConfigError
 from mindloom.parallel import cells
@@ -345,6 +345,29 @@ def train(name, way, mesh, settings=None):
     for engine in module._engines.values():
         engine.close()
     return losses, parts
+
+
+def saved(name, folder, mesh=None, settings=None):
+    """Trains and saves under a mesh; without one loads what was saved: {file: the loss of what it holds}."""
+    ms.set_device("CPU")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_seed(1)
+    module._engines.clear()
+    net, batch = NETWORKS[name](), tuple(map(Tensor, data(name)))
+    files, losses = [f"{folder}/{name}.{kind}" for kind in ("ckpt", "safetensors")], {}
+    if mesh:
+        net = auto_parallel(net, mesh=mesh, **settings)
+        by_step(net, batch)
+    for file in files:
+        if mesh:
+            save_checkpoint(net, file)
+        else:
+            left, _ = ms.load_param_into_net(net, ms.load_checkpoint(file, format=file.rpartition(".")[2]))
+            assert left == []
+        losses[file] = float(net.set_train(False)(*batch).asnumpy())
+    for engine in module._engines.values():
+        engine.close()
+    return losses
 
 
 def linear_of_mindspore(x, w, b):

@@ -4,6 +4,7 @@ of the same weights.
 """
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,6 +87,21 @@ def test_a_pipeline_predicts_though_only_its_last_stage_computes_in_bfloat16():
         np.testing.assert_allclose(
             told, expected, rtol=0, atol=2**-7 * np.abs(expected).max()
         )  # three roundings of 2^-9
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "settings"),
+    [("bag", {"dp": 2}, {"optimizer_parallel": {"axis": "dp"}}), ("gated", {"pp": 2}, PIPELINE)],
+)
+def test_one_device_reads_what_a_mesh_saved(name, mesh, settings, tmp_path):
+    """Parts of optimizer parallel and stages of a pipeline; a parameter that nothing uses, too."""
+    told = call(WORKER, "saved", name, tmp_path, mesh, settings, processes=2)
+    read = call(WORKER, "saved", name, tmp_path)
+    assert len(read) == 2 and sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        Path(file).name for file in read
+    )
+    for file, loss in read.items():
+        np.testing.assert_allclose([each[file] for each in told], loss, rtol=1e-6)
 
 
 def test_two_networks_of_one_process_keep_their_own_strategies():

@@ -55,7 +55,8 @@ def lost_gradients(graph: PartitionedGraph, trainable: Collection[str]) -> list[
     """Parameters that the training graph of a pipeline's stage uses, and does not update: MindSpore gives the stage that does
     no gradient of them where they are used in no Cell that has a stage."""
     read, updated, _ = _uses(graph)
-    return sorted(read & set(trainable) - updated) if updated else []
+    wanted = set(trainable)
+    return sorted(read & wanted - updated) if updated & wanted else []  # inference updates caches alone
 
 
 def check_lost(lost: Collection[str], strategy: Strategy) -> None:

@@ -142,7 +142,10 @@ def shard(
     places = {axis: place for place, axis in enumerate(mesh.order)}
     turned = any(
         [*axes] != sorted(axes, key=places.__getitem__)
-        for axes in ([a for dim in layout for a in dim if a in places] for layout in (*inputs, *(outputs or ())))
+        for axes in (
+            [a for dim in layout for a in dim if a in places and mesh.degree(a) > 1]
+            for layout in (*inputs, *(outputs or ()))
+        )
     )
     used = {axis for layout in (*inputs, *(outputs or ())) for dim in layout for axis in dim}
     experts_apart = any(axis != "dp" and part_of_axis(axis)[0] == "dp" for axis in used)

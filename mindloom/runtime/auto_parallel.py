@@ -188,18 +188,18 @@ def _clipped(gradients: Sequence[Tensor], clip_norm: float, sharded: Sequence[_P
     """`ops.clip_by_global_norm` outside a graph, of parts: by the norm of the whole gradients, as MindSpore does inside one.
 
     Raises:
-        ConfigError: they are not all gradients of one of the networks `sharded`, so it is not known how often each counts.
+        ConfigError: by their shapes they are not all gradients of one of the networks `sharded`, so it is not known how often
+            each counts.
     """
     shapes = [each.shape for each in gradients]
-    for parallel in sharded:
-        weights = parallel.network.trainable_params()
-        if [weight.shape for weight in weights] == shapes:
-            break
-    else:
+    matching = [p for p in sharded if [weight.shape for weight in p.network.trainable_params()] == shapes]
+    if len({id(parallel.engine) for parallel in matching}) != 1:
         raise ConfigError(
             f"clip_by_global_norm: these {len(shapes)} Tensors are not the gradients of all trainable parameters, in their "
             "order, and ranks hold parts of some: call it inside the function that ms.jit compiles, or in a step's construct"
         )
+    parallel = matching[0]
+    weights = parallel.network.trainable_params()
     arrays, size = [each.asnumpy() for each in gradients], parallel.engine.strategy.mesh.stage_size
     # Each part is held by several ranks, of which all add their share.
     shares = [_num_parts(weight, parallel.report) / size for weight in weights]

@@ -44,6 +44,11 @@ def gather_whole(
             places[parameter.name] = [(s.start, s.stop) for s in slices]
     if engine.strategy.mesh.size == 1:
         return parts
+    if engine.rank == 0:
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # what a run that was killed left would be taken for parts of this one
+    engine.largest(0)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"rank_{engine.rank}.json", lambda path: _write_json(path, places))
     write_atomically(folder / f"rank_{engine.rank}.safetensors", lambda path: save_file(parts, path))

@@ -38,7 +38,9 @@ def save_checkpoint(network: nn.Cell, path: str | Path) -> None:
             "save_checkpoint: on devices call ms.save_checkpoint(net, ..., integrated_save=True), a file a rank"
         )
     if several and not engine.backend.layouts:
-        raise ConfigError("save_checkpoint: the network has not run yet, so its parameters are those it was made with")
+        raise ConfigError(
+            "save_checkpoint: the network has not run yet, so nothing was trained; call it after the first step"
+        )
     if several and report.tied:
         engine.refresh(parallel.whole, report)
     names = {parameter.name for parameter in held} & report.by_name.keys()
@@ -56,5 +58,8 @@ def save_checkpoint(network: nn.Cell, path: str | Path) -> None:
 
 def _write(entries: list[dict[str, object]], path: Path, kind: str) -> None:
     named = path.with_name(f"{path.name}.{kind}")  # MindSpore adds the suffix where it is missing
-    ms.save_checkpoint(entries, str(named), format=kind)
-    named.replace(path)
+    try:
+        ms.save_checkpoint(entries, str(named), format=kind)
+        named.replace(path)
+    finally:
+        named.unlink(missing_ok=True)

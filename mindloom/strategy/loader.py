@@ -154,7 +154,7 @@ def _rules(reader: Reader, value: dict[str, Any], keys: Keys, named: Named, abov
     elif "operators" in given:
         reader.problem((*keys, "operators"), "operators must be a mapping of path patterns")
     cells: dict[str, tuple[str, ...]] = {}
-    for key in _RULES_KEYS[:-1]:
+    for key in (key for key in _RULES_KEYS if key != "operators"):
         found = reader.value(given[key], list[str], (*keys, key)) if key in given else None
         of_bases = [patterns for base in bases if (patterns := getattr(base, key))]
         cells[key] = tuple(found) if isinstance(found, list) else of_bases[-1] if of_bases else ()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mindloom.errors import did_you_mean
+from mindloom.models.config import ModelConfig
+from mindloom.models.family import size_config
 from mindloom.strategy.config import Strategy
 
 Fate = Literal["same", "renamed", "approximated", "no effect", "not expressible", "unknown"]
@@ -38,6 +40,15 @@ class Settings:
     """Fields of tools/train.py's configuration."""
     num_layers: int | None = None
     """Of the model, where it is known: some dialects count layers from it."""
+    model: ModelConfig | None = None
+    """Where its family has no such size."""
+
+    @property
+    def network(self) -> tuple[str, ModelConfig] | None:
+        """Family and configuration of the model, where they are known."""
+        family, size = self.train.get("model"), self.train.get("size")
+        model = self.model or (size_config(family, size) if family and size else None)
+        return (family, model) if family and model else None
 
     @property
     def microbatches(self) -> int:

@@ -64,12 +64,28 @@ def read(path: Path, dialect: str, known: Settings, devices: int | None = None) 
     else:
         reader = {"mindformers2": mindformers2, "megatron": megatron, "deepspeed": deepspeed}[dialect]
         settings, notes = reader.read(path, known, devices)
+    strategy, notes = _without_idle(settings.strategy, notes)
     lines = {note.text.split(" ")[0]: int(note.place.rpartition(":")[2]) for note in notes if note.text}
-    strategy = dataclasses.replace(settings.strategy, lines=lines)
+    strategy = dataclasses.replace(strategy, lines=lines)
     problems = strategy_problems(dataclasses.replace(strategy, lines=_without_whole_sections(lines)))
     if problems:
         raise ConfigError(problems)
     return dataclasses.replace(settings, strategy=strategy), notes
+
+
+def _without_idle(strategy: Strategy, notes: list[Note]) -> tuple[Strategy, list[Note]]:
+    """Without what has no effect on such a mesh: others take it without a word, our strategy files refuse it."""
+    idle = {}
+    if strategy.sequence_parallel and strategy.mesh.tp == 1:
+        strategy, idle["sequence_parallel"] = dataclasses.replace(strategy, sequence_parallel=False), "mesh.tp is 1"
+    if strategy.optimizer_parallel and strategy.mesh.dp * strategy.mesh.cp == 1:
+        strategy = dataclasses.replace(strategy, optimizer_parallel=None)
+        idle["optimizer_parallel"] = "mesh.dp is 1"
+    why = [idle.get(note.text.split(" ")[0].partition(".")[0]) for note in notes]
+    return strategy, [
+        dataclasses.replace(note, fate="no effect", text=text) if text else note
+        for note, text in zip(notes, why, strict=True)
+    ]
 
 
 def _without_whole_sections(lines: dict[str, int]) -> dict[str, int]:
@@ -78,16 +94,26 @@ def _without_whole_sections(lines: dict[str, int]) -> dict[str, int]:
 
 
 def translate(
-    path: Path, to: str, rules: Path, out: Path, known: Settings, devices: int | None = None, dialect: str | None = None
+    path: Path,
+    to: str,
+    rules: Path,
+    out: Path,
+    known: Settings,
+    devices: int | None = None,
+    dialect: str | None = None,
+    config_out: Path | None = None,
 ) -> Translation:
     """`path` in the words of `to`.
 
-    `rules`: the rules file of a strategy of ours that is written to `out`.
+    `rules`: the rules file of a strategy of ours that is written to `out`. `config_out`: a file that will have the model's
+    configuration.
 
     Raises:
         ConfigError: it cannot be understood.
     """
     settings, notes = read(path, dialect or recognize(path), known, devices)
+    if config_out and settings.model:
+        settings = dataclasses.replace(settings, train={**settings.train, "config": str(config_out)})
     rules = shipped_or_file(rules, RULES)
     if to == "ours":
         text, more = ours.write(settings, name_of(rules, RULES) or _relative(rules, out.parent))

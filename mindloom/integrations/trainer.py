@@ -7,6 +7,7 @@ Trainer("run_pangualpha_13b.yaml", train_dataset="tokens/").train()
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -131,14 +132,21 @@ class Trainer:
             )
         if "steps" not in self.options:
             raise ConfigError("a run is counted in steps: set runner_config.stop_step, or give steps=...")
-        config = TrainConfig(
-            data=Path(self.train_dataset), strategy=self._strategy_file(), **{**self.options, "from_checkpoint": start}
-        )
+        files = {"strategy": self._strategy_file(), "config": self.options.get("config") or self._model_file(start)}
+        config = TrainConfig(data=Path(self.train_dataset), **{**self.options, **files, "from_checkpoint": start})
         run = check_training(config, launched_processes())
         prepare_environment()
         train = import_module("mindloom.train.trainer").train
         trained: Path | None = train(run)
         return trained
+
+    def _model_file(self, start: Path | None) -> Path | None:
+        """The model that the file describes, where it is none of the sizes and no checkpoint says it."""
+        if start or self.settings.model is None:
+            return None
+        path = Path(self.options["output_dir"]) / "model.json"
+        write_text_atomically(path, json.dumps(self.settings.model.to_dict(), indent=2) + "\n")
+        return path
 
     def _strategy_file(self) -> Path | None:
         """The translated strategy, beside the run's other files."""

@@ -38,6 +38,10 @@ class TranslateConfig:
         None, "dialect of the input; found out without this"
     )
     out: Path | None = option(None, "file to write; without it the text goes to stdout")
+    config_out: Path | None = option(
+        None,
+        "file to write with the configuration of the model, where the input describes one: for --config of other verbs",
+    )
     devices: Devices | None = option(None, "devices of the job, where the input does not say its data parallel degree")
     model: str | None = option(None, "model family, where --num-layers is that of a size")
     size: str | None = option(None, "one of the family's sizes")
@@ -52,8 +56,9 @@ class TranslateConfig:
 def main(argv: Sequence[str]) -> int:
     config = parse_args(TranslateConfig, __doc__, argv)
     check_numbers(config)
-    if config.out and config.out.exists():
-        raise ConfigError(f"{config.out}: is there already; remove it or give another name")
+    for path in filter(None, (config.out, config.config_out)):
+        if path.exists():
+            raise ConfigError(f"{path}: is there already; remove it or give another name")
     if config.json and not config.out:
         raise ConfigError("--json needs --out FILE: both would go to stdout")
     done = translate(
@@ -64,7 +69,10 @@ def main(argv: Sequence[str]) -> int:
         known(config),
         config.devices,
         config.dialect,
+        config.config_out,
     )
+    if config.config_out:
+        write_text_atomically(config.config_out, model_text(done.settings, config.input))
     if config.out:
         write_text_atomically(config.out, done.text)
     else:
@@ -74,6 +82,18 @@ def main(argv: Sequence[str]) -> int:
         file=sys.stdout if config.out else sys.stderr,
     )
     return 1 if config.strict and done.losses else 0
+
+
+def model_text(settings: Settings, source: Path) -> str:
+    """The configuration of the model, as JSON.
+
+    Raises:
+        ConfigError: the input describes none.
+    """
+    if settings.network is None:
+        raise ConfigError(f"--config-out: {source} describes no model that is known here")
+    family, model = settings.network
+    return json.dumps({"family": family, **model.to_dict()}, indent=2) + "\n"
 
 
 def known(config: TranslateConfig) -> Settings:

@@ -93,9 +93,11 @@ WITHOUT_EFFECT = {
     "callbacks[CheckpointMonitor]": "the keys below say it",
     CHECKPOINTS + "integrated_save": "each rank writes its own part",
     CHECKPOINTS + "prefix": "folders are named by their step",
+    CHECKPOINTS + "checkpoint_format": "checkpoints are safetensors",
     "callbacks[ObsMonitor]*": "an upload to a cloud store",
     "print_separate_loss": "there is one loss",
     "trainer.type": "the model family says it",
+    "model.arch.*": "the model family says it",
     "processor.*": "the tokenizer is found by the model family",
     "tensorboard.*": "tensorboard/ is always written",
     "metric.*": "of evaluation",
@@ -202,6 +204,18 @@ MODEL_FIELDS = (
     *("attention_dropout_rate", "dropout_rate"),
     *("attention_dropout_prob", "embedding_dropout_prob", "use_moe", "per_token_dim_expand", "repetition_penalty"),
     *("max_decode_length", "top_k", "top_p", "do_sample", "bos_token_id", "ignore_token_id", "compute_dtype"),
+    *(
+        "bias_dropout_fusion",
+        "apply_query_key_layer_scaling",
+        "attention_softmax_in_fp32",
+        "rotary_dtype",
+        "qkv_concat",
+    ),
+    *("mlp_concat", "residual_dtype", "enable_high_performance", "block_size", "num_blocks", "is_dynamic"),
+    *("gmask_token_id", "use_rearrange_rope", "mask_generate", "fine_grain_interleave", "use_ring_attention"),
+    *("use_rope_slice", "use_eod_attn_mask_compression", "parallel_optimizer", "quant_config", "llm_backend"),
+    *("fused_rms_norm", "input_sliced_sig", "rmsnorm_compute_2d", "chunk_prefill", "calculate_per_token_loss"),
+    *("pipeline_stage", "return_hidden_states", "parallel_config", "moe_config"),
 )
 FAMILIES = {"pangualpha": "pangu", "pangu": "pangu", "codegeex": "codegeex"}
 MODELS = {"codegeex2_6b": ("codegeex", "2_6b"), "codegeex4_9b": ("codegeex", "4_9b")}

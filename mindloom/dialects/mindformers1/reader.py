@@ -31,6 +31,7 @@ from mindloom.dialects.mindformers1.keys import (
     ZERO,
     ZERO_CONFIG,
 )
+from mindloom.dialects.mindformers1.model import read_model
 from mindloom.dialects.mindformers1.swap import read_swap
 from mindloom.dialects.rows import read_rows
 from mindloom.dialects.settings import Book, Given, Note, Settings
@@ -54,6 +55,10 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
     if problems:
         raise ConfigError(problems)
     train, num_layers = dict(known.train), known.num_layers
+    found = read_model(book, str(path))
+    if found:
+        train = {**train, "model": found.family, **({"size": found.size} if found.size else {})}
+        num_layers = found.model.num_layers
     if MODEL + "num_layers" in book:
         num_layers = book.take(MODEL + "num_layers", "num_layers")
     mesh = Mesh(**{axis: book.take(key, f"mesh.{axis}", 1) for key, axis in DEGREES.items()})
@@ -69,6 +74,8 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
         source=str(path),
     )
     _forced(book, mesh)
+    if found:
+        book.note("trainer.model_name", "no effect", "model.model_config says it")
     _train(book, strategy, train)
     book.only(ONLY)
     for key, why in NOT_EXPRESSIBLE.items():
@@ -77,7 +84,9 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
     for name in MODEL_FIELDS:
         book.note(MODEL + name, "no effect", "the model's own configuration says it (--size, --config)")
     known_keys = [*(row.key for row in TRAIN), *WITHOUT_EFFECT, *NOT_EXPRESSIBLE, *(key for key, *_ in ONLY)]
-    return Settings(strategy, train, num_layers), book.finish(known_keys)
+    return Settings(strategy, train, num_layers, found.model if found and not found.size else None), book.finish(
+        known_keys
+    )
 
 
 def _corrected(given: dict[str, Given]) -> dict[str, Given]:
@@ -177,7 +186,7 @@ def _forced(book: Book, mesh: Mesh) -> None:
 
 def _train(book: Book, strategy: Strategy, train: dict[str, Any]) -> None:
     """Flags of tools/train.py."""
-    if "trainer.model_name" in book:
+    if book.is_open("trainer.model_name"):
         name = str(book.peek("trainer.model_name"))
         theirs, _, size = name.partition("_")
         family, size = MODELS.get(name, (FAMILIES.get(theirs), size))

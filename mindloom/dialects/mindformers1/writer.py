@@ -21,6 +21,7 @@ from mindloom.dialects.mindformers1.keys import (
     ZERO,
     ZERO_CONFIG,
 )
+from mindloom.dialects.mindformers1.model import written_model
 from mindloom.dialects.mindformers1.swap import written_swap
 from mindloom.dialects.rows import written_rows
 from mindloom.dialects.settings import Lost, Note, Settings
@@ -53,9 +54,12 @@ def _train(settings: Settings, lost: Lost) -> dict[str, Any]:
         written["runner_config.batch_size"] = size
     accumulate = train.pop("accumulate", None) if settings.strategy.mesh.pp > 1 else None
     written |= written_rows(TRAIN, train)
+    section = written_model(*settings.network) if settings.network else {}
+    written |= section
     if family := train.pop("model", None):
-        size_of_it = f"_{train.pop('size')}" if "size" in train else ""
-        written["trainer.model_name"] = {"pangu": "pangualpha"}.get(family, family) + size_of_it
+        size = train.pop("size", None)
+        if not section:
+            written["trainer.model_name"] = {"pangu": "pangualpha"}.get(family, family) + (f"_{size}" if size else "")
     lost.rest({**train, "accumulate": accumulate})
     types = {
         f"{section}.type": name for section, name in TYPES.items() if any(k.startswith(f"{section}.") for k in written)

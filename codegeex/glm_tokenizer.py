@@ -67,6 +67,9 @@ class GLM4Tokenizer:
     """Reads GLM-4's tokenizer.model (tiktoken's lines of a token and its rank) or its tokenizer.json. Every text begins with
     [gMASK]<sop>."""
 
+    benchmark_form = "chat"
+    """How HumanEval-X asks such a model."""
+
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.file_name = "tokenizer.json" if self.path.suffix == ".json" else "tokenizer.model"

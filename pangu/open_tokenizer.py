@@ -23,6 +23,9 @@ ROLES = {"system": "系统", "user": "用户", "assistant": "助手", "tool": "�
 class OpenPanguTokenizer(PieceTokenizer):
     """Reads the SentencePiece model of openPangu-Embedded or Pangu Pro MoE."""
 
+    benchmark_form = "chat"
+    """How HumanEval-X asks such a model."""
+
     def __init__(self, path: str | Path):
         super().__init__(path)
         if not has_turns(self):

@@ -52,6 +52,9 @@ class ChatTemplate:
 class TemplatedTokenizer:
     """A tokenizer whose model was taught to talk as a template says."""
 
+    benchmark_form = "chat"
+    """How HumanEval-X asks such a model."""
+
     def __init__(self, tokenizer: Any, template: ChatTemplate):
         self._tokenizer, self._template = tokenizer, template
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from mindloom.cli import option
 from mindloom.errors import ConfigError, did_you_mean
-from mindloom.evaluation.programs import NAMES, Problem, generation_prompt, translation_prompt
+from mindloom.evaluation.asking import PromptForm, asking_of
+from mindloom.evaluation.programs import NAMES, Problem
 from mindloom.evaluation.sandbox import check_isolation
 from mindloom.files import unwritable
 from mindloom.inference import config as inference
@@ -50,6 +51,12 @@ class EvaluateConfig(ComputeFlags, SamplingConfig):
     checkpoint: Path | None = option(None, "checkpoint folder; without it, the samples in --output-dir are judged")
     canonical: bool = option(False, "judge the benchmark's own solutions instead of a model's")
     translate_from: str | None = option(None, "give the solution in this language and ask for a translation")
+    prompt_form: PromptForm | None = option(
+        None,
+        "tagged: the prompt under the line that names its language; plain: as it is, without blanks at its ends; chat: a "
+        "question, answered in a code block. Without it, what the model was taught",
+    )
+    system_prompt: str | None = option(None, "with --prompt-form chat: what the model is told before the question")
     num_samples: Count = option(1, "samples of each problem")
     k: tuple[Count, ...] = option((1, 10, 100), "report pass@k for these, where there are as many samples")
     max_problems: Count | None = option(None, "only so many problems of each language")
@@ -83,6 +90,8 @@ class Evaluation:
     """language -> task -> what the model continues; empty if nothing is generated."""
     endings: dict[str, StopCondition | None] = field(default_factory=dict, repr=False)
     """language -> where its functions end."""
+    prompt_form: PromptForm | None = None
+    """What the prompts are; None if nothing is generated."""
     job: GenerateJob | None = None
     """The model and how it is run."""
 
@@ -185,21 +194,18 @@ def _with_generation(evaluation: Evaluation, checkpoint: Path, num_processes: in
     shared = {f.name for f in fields(GenerateConfig)} & {f.name for f in fields(EvaluateConfig)} - {"language"}
     generate = GenerateConfig(**{**{name: getattr(config, name) for name in shared}, "checkpoint": checkpoint})
     job = inference.check(generate, num_processes, [])
+    asking = asking_of(job, config.prompt_form, config.system_prompt)
     source_language = _language(config.translate_from) if config.translate_from else None
     source = read_problems(config.data, source_language) if source_language else {}
     by_number = {task.split("/")[-1]: problem for task, problem in source.items()}
     prompts: dict[str, dict[str, str]] = {}
-    endings = {}
     for language, problems in evaluation.problems.items():
-        known, prompts[language] = inference.find_language(language, job.family), {}
-        endings[language] = known.ending
-        for task, problem in problems.items():
-            if source_language:
-                counterpart = by_number[task.split("/")[-1]]
-                prompt = translation_prompt(counterpart, source_language, problem, language)
-            else:
-                prompt = known.tagged(generation_prompt(problem, language))
-            prompts[language][task] = prompt
+        prompts[language] = {
+            task: asking.translation(by_number[task.split("/")[-1]], source_language, problem, language)
+            if source_language
+            else asking.prompt(problem, language)
+            for task, problem in problems.items()
+        }
     lengths = {p: len(job.tokenizer.encode(p)) for of_language in prompts.values() for p in of_language.values()}
     if min(lengths.values()) >= job.model.seq_len:
         raise ConfigError(
@@ -207,7 +213,8 @@ def _with_generation(evaluation: Evaluation, checkpoint: Path, num_processes: in
             f"{min(lengths.values())}"
         )
     job = replace(job, prompts=list(lengths))
-    return replace(evaluation, prompts=prompts, endings=endings, job=job)
+    endings = {language: asking.ending(language) for language in evaluation.problems}
+    return replace(evaluation, prompts=prompts, endings=endings, prompt_form=asking.form, job=job)
 
 
 def _check_settings(evaluation: Evaluation) -> None:

@@ -19,7 +19,7 @@ from mindloom.reader import parse_json
 from mindloom.runtime.engine import Engine
 
 Sample = dict[str, Any]
-"""`task_id`, `sample` (its number), `language`, `translate_from` (or null), `text`, `finish_reason`."""
+"""`task_id`, `sample` (its number), `language`, `translate_from` (or null), `prompt_form`, `text`, `finish_reason`."""
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -92,6 +92,7 @@ def _append(path: Path, evaluation: Evaluation, language: str, wanted: Wanted, c
         "sample": wanted.sample,
         "language": language,
         "translate_from": evaluation.config.translate_from,
+        "prompt_form": evaluation.prompt_form,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
     }

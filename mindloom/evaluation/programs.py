@@ -77,17 +77,20 @@ def extract(text: str, language: str) -> str:
 def program(problem: Problem, language: str, solution: str, is_translation: bool = False) -> str:
     """Source text that fails unless `solution`, which continues the problem's declaration, passes its tests."""
     head: str = problem["declaration"] if is_translation or language == "rust" else problem["prompt"]
+    if language == "python":  # which ends where a line is not indented
+        lines = solution.split("\n")
+        ended = next((i for i, line in enumerate(lines) if line.strip() and line[0] not in " \t"), len(lines))
+        solution = "\n".join(lines[:ended])
+    return solution_program(problem, language, head, solution)
+
+
+def solution_program(problem: Problem, language: str, head: str, solution: str) -> str:
+    """`program` with what comes before the solution, which is taken as it is."""
     return _PROGRAMS[language](problem, head, solution)
 
 
 def _python(problem: Problem, head: str, solution: str) -> str:
-    lines = []
-    for line in solution.split("\n"):
-        if line.strip() and line[0] not in " \t":
-            break
-        lines.append(line)
-    body = "\n".join(lines)
-    return f"{_PYTHON_IMPORTS}{head}{body}\n{problem['test']}\nprint({ALL_TESTS_RAN!r})\n"
+    return f"{_PYTHON_IMPORTS}{head}{solution}\n{problem['test']}\nprint({ALL_TESTS_RAN!r})\n"
 
 
 def _cpp(problem: Problem, head: str, solution: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from mindloom.errors import ConfigError
+from mindloom.evaluation.chat import answer_program
 from mindloom.evaluation.config import RESULTS_FILE, SAMPLES_FILE, SUMMARY_FILE, Evaluation
 from mindloom.evaluation.generation import Sample, read_samples
 from mindloom.evaluation.judge import Verdict, judge_all, pass_at_k
@@ -65,6 +66,8 @@ def _key(sample: Sample) -> dict[str, Any]:
 
 def _source(sample: Sample, problem: Problem) -> str:
     language = sample["language"]
+    if sample.get("prompt_form") == "chat":
+        return answer_program(problem, language, sample["text"])
     solution = sample["solution"] if "solution" in sample else extract(sample["text"], language)
     return program(problem, language, solution, bool(sample.get("translate_from")))
 

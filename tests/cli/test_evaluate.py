@@ -80,6 +80,17 @@ def test_the_benchmarks_own_solutions_score_100(data, tmp_path):
     assert summary["outcomes"] == {"passed": 4}
 
 
+def test_functions_in_answers_are_judged(data, tmp_path):
+    """As models leave them that were asked in a conversation: three right, one wrong."""
+    answers = {n: f"Sure:\n```python\ndef add{n}(x):\n    return x + {min(n, 2)}\n```\nDone." for n in range(NUM_PROBLEMS)}
+    about = {"sample": 0, "language": "python", "translate_from": None, "prompt_form": "chat", "finish_reason": "stop"}
+    lines = [json.dumps({"task_id": f"Python/{n}", **about, "text": text}) + "\n" for n, text in answers.items()]
+    (tmp_path / "samples.jsonl").write_text("".join(lines))
+    outcome = evaluate(data, tmp_path, "--allow-execution")
+    assert outcome.code == 0, outcome.output
+    assert "python           4        4       3   75.00" in outcome.output
+
+
 def test_a_language_without_a_toolchain_is_skipped_in_words(data, tmp_path):
     (tmp_path / "humaneval_go.jsonl.gz").write_bytes((data / "humaneval_python.jsonl.gz").read_bytes())
     outcome = tool(
@@ -163,7 +174,7 @@ def test_bad_input_gets_one_clear_line(case, data, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_knows_no_languages_is_refused(data, checkpoint, tmp_path):
-    outcome = evaluate(data, tmp_path / "out", "--checkpoint", checkpoint)
+def test_a_model_that_knows_no_languages_is_told_none(data, checkpoint, tmp_path):
+    outcome = evaluate(data, tmp_path / "out", "--checkpoint", checkpoint, "--prompt-form", "tagged")
     assert outcome.code == 2
     assert "models of pangu are told no programming language" in outcome.output

@@ -378,16 +378,16 @@ def test_a_network_of_mindformers_that_is_no_size_is_a_configuration(write, tmp_
 
 
 def test_the_trainer_trains_the_network_its_file_describes(write, tmp_path, monkeypatch):
-    class Checked(Exception):
+    class CheckedError(Exception):
         pass
 
     def check(config, _):
-        raise Checked(*config.base_model())
+        raise CheckedError(*config.base_model())
 
     monkeypatch.setattr(trainer, "check_training", check)
     text = GLM4.replace("EPSILON", "1.5625e-07").replace("RATIO", "1") + "runner_config: {stop_step: 1}\n"
     built = trainer.Trainer(write("glm.yaml", text), train_dataset="x", output_dir=tmp_path / "out")
-    with pytest.raises(Checked) as caught:
+    with pytest.raises(CheckedError) as caught:
         built.train()
     assert caught.value.args == ("codegeex", built.settings.model)
 

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs in answers of models that talk."""
+
+from types import SimpleNamespace
+
+import pytest
+from conftest import SHARED
+
+from codegeex.tokenizer import CodeGeeXTokenizer
+from mindloom.errors import ConfigError
+from mindloom.evaluation.asking import Asking, asking_of
+from mindloom.evaluation.chat import answer_program, defined, question, translation_question
+from mindloom.evaluation.config import read_problems
+from mindloom.evaluation.programs import NAMES
+
+HELPED = {
+    "prompt": 'import math\n\n\ndef half(x):\n    return x / 2\n\n\ndef quarter(x):\n    """A quarter."""\n',
+    "declaration": "import math\n\n\ndef half(x):\n    return x / 2\n\n\ndef quarter(x):\n",
+    "canonical_solution": "    return half(half(x))\n",
+    "test": "assert quarter(8) == 2",
+}
+
+
+def passes(text, problem=HELPED):
+    source = answer_program(problem, "python", text)
+    try:
+        exec(source, {})  # of this file's own
+    except (AssertionError, NameError, IndentationError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Sure!\n\n```python\ndef quarter(x):\n    return half(half(x))\n```\nThis halves twice.",
+        "```\ndef half(x):\n    return x * 0.5\n\ndef quarter(x):\n    return half(half(x))\n```",
+        "```python\nfrom math import floor\n\ndef other(x):\n    return x // 4\n\ndef quarter(x):\n    return other(x)\n```",
+        "To test it:\n```python\nprint(1)\n```\nand\n```python\ndef quarter(x):\n    return math.floor(x / 4)\n```",
+        "def quarter(x):\n    return x / 4",
+        "```python\n    return half(half(x))\n```",
+        "```python\ndef quarter(x):\n    return x / 4\n",  # cut off behind the function
+    ],
+)
+def test_a_function_is_found_in_an_answer(text):
+    assert passes(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "I cannot.", "```python\ndef quarter(x):\n    return half(x)\n```", "```python\nreturn half(half(x))\n```"],
+)
+def test_an_answer_without_it_fails(text):
+    assert not passes(text)
+
+
+@pytest.mark.parametrize("language", NAMES)
+def test_every_published_solution_is_whole_in_an_answer(language):
+    """What stands in the program: the function once, its helpers once, no second way in."""
+    if not (SHARED / "data" / "humaneval-x").is_dir():
+        pytest.skip("no ../shared/data/humaneval-x")
+    for problem in read_problems(SHARED / "data" / "humaneval-x", language).values():
+        *helpers, entry = defined(problem["declaration"], language)
+        whole = problem["declaration"] + problem["canonical_solution"]
+        own_main = {"cpp": "int main() { return 0; }\n", "go": "func main() {}\n", "rust": "fn main() { panic!() }\n"}
+        answer = f"Here:\n```{language}\n{whole}\n{own_main.get(language, '')}```\nDone."
+        found = defined(answer_program(problem, language, answer), language)
+        assert [found.count(name) for name in (*helpers, entry)] == [1] * (1 + len(helpers)), problem["task_id"]
+        assert found.count("main") == defined(problem["test"], language).count("main") + (language == "rust")
+
+
+def test_a_java_method_alone_is_put_into_its_class():
+    problem = {
+        "declaration": "import java.util.*;\n\nclass Solution {\n    public int f(int x) {\n",
+        "test": "public class Main { public static void main(String[] a) { } }",
+    }
+    for block in ("public int f(int x) {\n  return 1;\n}", "class Solution {\n public int f(int x) { return 1; }\n}"):
+        source = answer_program(problem, "java", f"```java\n{block}\n```")
+        assert source.count("class Solution {") == 1 and source.startswith("import java.util.*;")
+        assert source.count("{") == source.count("}")
+
+
+def test_go_takes_in_what_is_used():
+    problem = {
+        "declaration": "\nfunc F(x float64) float64 {\n",
+        "import": "",
+        "test_setup": "package main\n",
+        "test": "func TestF(t *testing.T) {}",
+    }
+    block = (
+        'package main\n\nimport (\n    "fmt"\n    "math"\n)\n\nfunc F(x float64) float64 {\n    return math.Abs(x)\n}\n'
+    )
+    source = answer_program(problem, "go", f"```go\n{block}\nfunc main() {{ fmt.Println(F(1)) }}\n```")
+    assert source.count("package main") == 1 and source.count("import") == 1
+    assert '"math"' in source and '"fmt"' not in source and "func main" not in source
+
+
+def test_questions_have_the_problem_and_ask_for_a_block():
+    assert question(HELPED, "python").endswith('def quarter(x):\n    """A quarter."""\n```')
+    asked = translation_question(HELPED, "python", {"declaration": "int quarter(int x){"}, "cpp")
+    assert "to C++." in asked and "return half(half(x))" in asked and asked.endswith("```cpp\nint quarter(int x){\n```")
+
+
+class Talks:
+    benchmark_form = "chat"
+
+    def chat(self, messages):
+        return "|".join(f"{m.role}: {m.content}" for m in messages)
+
+
+def job(family, tokenizer):
+    return SimpleNamespace(family=family, tokenizer=tokenizer)
+
+
+def test_a_model_is_asked_as_it_was_taught():
+    plain = object()
+    assert asking_of(job("codegeex", plain), None, None).form == "tagged"
+    assert asking_of(job("palm", plain), None, None).form == "plain"
+    asking = asking_of(job("codegeex", Talks()), None, "Be brief.")
+    assert asking.form == "chat" and asking.ending("python") is None
+    assert asking.prompt(HELPED, "python") == f"system: Be brief.|user: {question(HELPED, 'python')}"
+    assert (
+        asking_of(job("codegeex", Talks()), "tagged", None).prompt(HELPED, "python").startswith("# language: Python\n")
+    )
+    assert Asking("plain", "palm", plain).prompt(HELPED, "python") == HELPED["prompt"].strip()
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "system", "message"),
+    [
+        ("palm", "tagged", None, "told no programming language"),
+        ("palm", "chat", None, "taught nothing else"),
+        ("codegeex", "plain", "x", "--system-prompt is for --prompt-form chat, not plain"),
+    ],
+)
+def test_a_form_that_the_model_does_not_know_is_refused(family, form, system, message):
+    with pytest.raises(ConfigError, match=message):
+        asking_of(job(family, CodeGeeXTokenizer.__new__(CodeGeeXTokenizer)), form, system)

@@ -115,6 +115,7 @@ def main(descriptor):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the tests, who end this process
     prepare_environment()
     importlib.import_module("mindloom.train.trainer")  # MindSpore, and most of ours
+    importlib.import_module("mindloom.runtime.cpu.target").pin_cpu()  # whatever the first task is
     gc.freeze()  # none of it is garbage
     transports = RecordedTransport()
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw", encoding="utf-8") as stream:

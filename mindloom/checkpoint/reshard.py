@@ -12,16 +12,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from mindloom.checkpoint.content_hash import MASK, content_hash
+from mindloom.checkpoint.content_hash import content_hash
 from mindloom.checkpoint.contents import MOMENTS, model_of
-from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, checkpoints, read_manifest
+from mindloom.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, checkpoints, read_manifest
 from mindloom.checkpoint.model_folder import copy_beside, load_config, load_weights, write_config
 from mindloom.checkpoint.sharded import CheckpointReader, publish
-from mindloom.checkpoint.tensor_files import Described, write_model_files, write_tensor_by_tensor
+from mindloom.checkpoint.shards import Shard, whole, write_shards
+from mindloom.checkpoint.tensor_files import Described, write_model_files
 from mindloom.errors import ConfigError
-
-Cut = tuple[str, tuple[slice, ...]]
-"""A file, and the part of a tensor that goes there."""
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -37,27 +35,22 @@ def find_checkpoint(folder: Path) -> Path:
     raise ConfigError(f"{folder}: holds neither {MANIFEST} nor folders step-*; give a training checkpoint")
 
 
-def reshard(source: Path, target: Path, cuts: Mapping[str, Sequence[Cut]], strategy: Mapping[str, Any]) -> Manifest:
-    """Write the checkpoint `source` as `target`, each tensor in the parts that `cuts` says.
+def reshard(source: Path, target: Path, shards: Mapping[str, Sequence[Shard]], strategy: Mapping[str, Any]) -> Manifest:
+    """Write the checkpoint `source` as `target`, each tensor in the parts that `shards` says.
 
     Raises:
         ConfigError: the source is damaged, the target exists or cannot be written.
     """
     manifest = read_manifest(source)
     reader = CheckpointReader(source, manifest)
-    parts: dict[str, list[Part]] = {name: [] for name in manifest.tensors}
+    described = {name: Described(entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
     partial = new_folder(target)
-    by_file: dict[str, list[tuple[str, tuple[slice, ...]]]] = {}
-    for name, of_tensor in cuts.items():
-        for file, slices in of_tensor:
-            by_file.setdefault(file, []).append((name, slices))
     try:
-        for file, wanted in sorted(by_file.items()):
-            arrays = _read_and_hash(reader, file, wanted, parts)
-            _write(partial / file, {name: _described(manifest, name, slices) for name, slices in wanted}, arrays)
+        tensors, files = write_shards(partial, described, shards, lambda *of: iter([reader.read(*of)]))
+        for name, entry in manifest.tensors.items():
+            if tensors[name].hash != entry.hash:
+                raise ConfigError(_damaged(source, name, entry))
         copy_beside(source, partial, but=())
-        tensors = {name: _with_parts(source, name, entry, parts[name]) for name, entry in manifest.tensors.items()}
-        files = {file: (partial / file).stat().st_size for file in sorted(by_file)}
         new = replace(manifest, tensors=tensors, files=files, strategy=dict(strategy))
         new.write(partial)
         publish_new(partial, target)
@@ -135,41 +128,13 @@ def new_folder(target: Path) -> Path:
     return partial
 
 
-def _write(path: Path, described: Mapping[str, Described], arrays: Iterator[NDArray[Any]]) -> None:
-    try:
-        write_tensor_by_tensor(path, described, arrays)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def _described(manifest: Manifest, name: str, slices: tuple[slice, ...]) -> Described:
-    return Described(manifest.tensors[name].dtype, tuple(s.stop - s.start for s in slices))
-
-
-def _read_and_hash(
-    reader: CheckpointReader, file: str, wanted: Sequence[tuple[str, tuple[slice, ...]]], parts: dict[str, list[Part]]
-) -> Iterator[NDArray[Any]]:
-    for name, slices in wanted:
-        array = reader.read(name, slices)
-        start = tuple(s.start for s in slices)
-        parts[name].append(Part(file, start, tuple(array.shape), f"{content_hash(array, start):016x}"))
-        yield array
-
-
 def _read_and_check(reader: CheckpointReader, names: Sequence[str]) -> Iterator[NDArray[Any]]:
     for name in names:
         entry = reader.manifest.tensors[name]
-        array = reader.read(name, tuple(slice(0, length) for length in entry.shape))
+        array = reader.read(name, whole(entry.shape))
         if f"{content_hash(array):016x}" != entry.hash:
             raise ConfigError(_damaged(reader.folder, name, entry))
         yield array
-
-
-def _with_parts(source: Path, name: str, old: TensorEntry, parts: list[Part]) -> TensorEntry:
-    """The entry with other parts. Their hashes, made of what was read, must sum to the old one."""
-    if f"{sum(int(part.hash, 16) for part in parts) & MASK:016x}" != old.hash:
-        raise ConfigError(_damaged(source, name, old))
-    return replace(old, parts=tuple(parts))
 
 
 def _damaged(folder: Path, name: str, entry: TensorEntry) -> str:

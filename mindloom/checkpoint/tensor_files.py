@@ -188,29 +188,46 @@ def read_float32(tensor: Stored) -> NDArray[np.float32]:
     return found
 
 
-def read_rows(tensor: Stored, start: int, stop: int, dtype: str) -> Iterator[NDArray[Any]]:
-    """Rows of a tensor of floating-point numbers in another type, some at a time.
+def read_rows(tensor: Stored, start: int, stop: int, dtype: str, rest: Sequence[slice] = ()) -> Iterator[NDArray[Any]]:
+    """Rows of a tensor of floating-point numbers in another type, some at a time; of its other dims what `rest` says.
 
     Raises:
         ConfigError: it holds no such numbers, or cannot be read.
     """
     width = math.prod(tensor.shape[1:])
     step = max(1, CHUNK_NUMBERS // width)
+    is_whole = all(s.stop - s.start == length for s, length in zip(rest, tensor.shape[1:], strict=False))
     for first in range(start, stop, step):
         last = min(stop, first + step)
-        yield _read(tensor, first * width, (last - first) * width, dtype).reshape(last - first, *tensor.shape[1:])
+        if is_whole:
+            yield _read(tensor, first * width, (last - first) * width, dtype).reshape(last - first, *tensor.shape[1:])
+        else:
+            yield _read_slices(tensor, (slice(first, last), *rest), dtype)
 
 
 def _read(tensor: Stored, start: int, count: int, dtype: str) -> NDArray[Any]:
     """Numbers of a tensor."""
-    if tensor.dtype not in ("float64", "float32", "float16", BFLOAT16):
-        raise ConfigError(f"{tensor.path}: {tensor.dtype} numbers are no weights")
-    kind = numpy_dtype(tensor.dtype)
+    kind = _number_kind(tensor)
     try:
         raw = np.fromfile(tensor.path, kind, count, offset=tensor.offset + start * kind.itemsize)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{tensor.path}: cannot be read: {error}") from None
     return raw.astype(numpy_dtype(dtype), copy=False)
+
+
+def _read_slices(tensor: Stored, slices: tuple[slice, ...], dtype: str) -> NDArray[Any]:
+    """A part of a tensor; of the file the pages it lies on."""
+    try:
+        mapped = np.memmap(tensor.path, _number_kind(tensor), "r", tensor.offset, tensor.shape)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{tensor.path}: cannot be read: {error}") from None
+    return np.array(mapped[slices], numpy_dtype(dtype))
+
+
+def _number_kind(tensor: Stored) -> np.dtype[Any]:
+    if tensor.dtype not in ("float64", "float32", "float16", BFLOAT16):
+        raise ConfigError(f"{tensor.path}: {tensor.dtype} numbers are no weights")
+    return numpy_dtype(tensor.dtype)
 
 
 def _shards(described: Mapping[str, Described], max_bytes: int) -> list[list[str]]:

@@ -9,21 +9,20 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mindloom.checkpoint.content_hash import MASK, content_hash
 from mindloom.checkpoint.contents import FACTORED, MOMENTS, check_contents, is_trained, model_of
-from mindloom.checkpoint.manifest import MANIFEST, Manifest, Part, TensorEntry, read_manifest
+from mindloom.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from mindloom.checkpoint.model_folder import CONFIG, check_shapes, copy_beside, load_config, write_config
 from mindloom.checkpoint.reshard import find_checkpoint, new_folder, publish_new
 from mindloom.checkpoint.sharded import CheckpointReader, damage, file_name
+from mindloom.checkpoint.shards import Rows, whole, write_shards
 from mindloom.checkpoint.tensor_files import (
     CHUNK_NUMBERS,
     Described,
@@ -31,14 +30,12 @@ from mindloom.checkpoint.tensor_files import (
     read_rows,
     stored_tensors,
     write_model_files,
-    write_tensor_by_tensor,
 )
 from mindloom.errors import ConfigError
 from mindloom.models.config import ExpertConfig, ModelConfig
 from mindloom.models.parameters import EXPERTS, parameter_shapes
 
 SHARD_BYTES = 5_000_000_000
-Rows = Iterator[NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -118,12 +115,12 @@ class Upcycling:
 
     def _copies(self, name: str, noise: float) -> Rows:
         """The dense matrix or bias once for each expert."""
-        whole = np.concatenate(list(self.dense.rows(name.replace(EXPERTS, ".mlp."))))
-        whole = whole.reshape(1, *((1, -1) if whole.ndim == 1 else whole.shape))
+        matrix = np.concatenate(list(self.dense.rows(name.replace(EXPERTS, ".mlp."))))
+        matrix = matrix.reshape(1, *((1, -1) if matrix.ndim == 1 else matrix.shape))
         for expert in range(self.model.mixture.num_experts):
-            copy = whole
+            copy = matrix
             if noise:
-                copy = whole + self._random(f"{name} {expert}").normal(0, noise, whole.shape).astype(np.float32)
+                copy = matrix + self._random(f"{name} {expert}").normal(0, noise, matrix.shape).astype(np.float32)
             yield copy
 
     def _fresh(self, name: str, is_moment: bool) -> NDArray[np.float32]:
@@ -184,21 +181,18 @@ def write_checkpoint(job: Upcycling, target: Path) -> int:
         for name, shape in parameter_shapes(job.model).items()
         if not prefix or is_trained(name)
     }
-    hashes = dict.fromkeys(shapes, 0)
-    partial_folder, file = new_folder(target), file_name(0)
+    partial_folder = new_folder(target)
     try:
-        arrays = (_hashed(job.rows(name), partial(_add, hashes, name)) for name in shapes)
-        write_tensor_by_tensor(
-            partial_folder / file, {name: Described("float32", shape) for name, shape in shapes.items()}, arrays
+        tensors, files = write_shards(
+            partial_folder,
+            {name: Described("float32", shape) for name, shape in shapes.items()},
+            {name: [(file_name(0), whole(shape))] for name, shape in shapes.items()},
+            lambda name, _: job.rows(name),
         )
-        tensors = {}
-        for name, shape in sorted(shapes.items()):
-            digest = f"{hashes[name]:016x}"
-            tensors[name] = TensorEntry(shape, "float32", digest, (Part(file, (0,) * len(shape), shape, digest),))
         new = dataclasses.replace(
             old,
             tensors=tensors,
-            files={file: (partial_folder / file).stat().st_size},
+            files=files,
             model={"family": job.dense.family, **job.model.to_dict()},
             strategy={},
         )
@@ -207,19 +201,6 @@ def write_checkpoint(job: Upcycling, target: Path) -> int:
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
     return new.num_bytes
-
-
-def _hashed(rows: Rows, add: Any) -> Rows:
-    """The same rows; `add` is told what they add to the tensor's hash."""
-    start = 0
-    for array in rows:
-        add(content_hash(array, (start, *(0,) * (array.ndim - 1))))
-        start += len(array)
-        yield array
-
-
-def _add(hashes: dict[str, int], name: str, more: int) -> None:
-    hashes[name] = (hashes[name] + more) & MASK
 
 
 def _finish(job: Upcycling, partial_folder: Path, target: Path) -> None:

@@ -82,7 +82,9 @@ def test_the_benchmarks_own_solutions_score_100(data, tmp_path):
 
 def test_functions_in_answers_are_judged(data, tmp_path):
     """As models leave them that were asked in a conversation: three right, one wrong."""
-    answers = {n: f"Sure:\n```python\ndef add{n}(x):\n    return x + {min(n, 2)}\n```\nDone." for n in range(NUM_PROBLEMS)}
+    answers = {
+        n: f"Sure:\n```python\ndef add{n}(x):\n    return x + {min(n, 2)}\n```\nDone." for n in range(NUM_PROBLEMS)
+    }
     about = {"sample": 0, "language": "python", "translate_from": None, "prompt_form": "chat", "finish_reason": "stop"}
     lines = [json.dumps({"task_id": f"Python/{n}", **about, "text": text}) + "\n" for n, text in answers.items()]
     (tmp_path / "samples.jsonl").write_text("".join(lines))

@@ -16,6 +16,8 @@ from mindloom.reader import Document, fields_from
 FACTORED = ("adafactor_rows.", "adafactor_columns.")
 """Means of a second moment that is kept as their product, in place of adam_v."""
 MOMENTS = ("adam_m.", "adam_v.", *FACTORED)
+WEIGHTS_ALONE = "weights_alone"
+"""Of a manifest's state: a checkpoint that no run can go on from, but start from."""
 SHOWN = 8
 
 
@@ -53,14 +55,15 @@ def check_contents(manifest: Manifest, folder: Path) -> None:
     """
     _, config = model_of(manifest, folder)
     source, state = folder / MANIFEST, manifest.state
+    alone = state.get(WEIGHTS_ALONE) is True
     problems = [
         f"{source}: state.{part} is missing"
         for part in ("data", "optimizer", "schedule")
-        if not isinstance(state.get(part), dict)
+        if not alone and not isinstance(state.get(part), dict)
     ]
     if problems:
         raise ConfigError(problems)
-    optimizer = state["optimizer"].get("name")
+    optimizer = "sgd" if alone else state["optimizer"].get("name")
     moments, factored = () if optimizer == "sgd" else MOMENTS, optimizer == "adafactor-factored"
     lora = state.get("lora")
     shapes = LoRAConfig(**lora).shapes(config) if lora else parameter_shapes(config)

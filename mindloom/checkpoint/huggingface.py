@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +15,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mindloom.checkpoint.manifest import MANIFEST
+from mindloom.checkpoint.contents import WEIGHTS_ALONE
+from mindloom.checkpoint.manifest import MANIFEST, Manifest
 from mindloom.checkpoint.model_folder import CONFIG, check_shapes, load_config, write_config
 from mindloom.checkpoint.reshard import new_folder, publish_new
+from mindloom.checkpoint.shards import Shard, Slices, write_shards
 from mindloom.checkpoint.tensor_files import (
     Described,
     Stored,
@@ -60,6 +63,11 @@ class PublishedFolder:
     way: Published
     model: ModelConfig
     tensors: dict[str, Stored]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of our parameters."""
+        return parameter_shapes(self.model)
 
     def rows(self) -> dict[str, list[Rows]]:
         """Our parameters as rows of their tensors: the one or, of a parameter of experts, those that follow each other."""
@@ -113,6 +121,43 @@ def _model(way: Published, document: Document) -> ModelConfig:
         milestone(f"{document.source}: no eos_token_id; documents end with token {eod_id} unless eod_id says otherwise")
     given = {name: value for name, value in fields.items() if value is not None}
     return fields_from(ModelConfig, Document(document.source, given))
+
+
+def import_shards(
+    source: PublishedFolder, target: Path, shards: Mapping[str, Sequence[Shard]], strategy: Mapping[str, Any]
+) -> int:
+    """Write a published folder as a checkpoint of weights alone, each tensor in the parts that `shards` says, float32, some
+    rows at a time. Returns the bytes.
+
+    Raises:
+        ConfigError: the target exists or cannot be written.
+    """
+    rows = source.rows()
+    described = {name: Described("float32", shape) for name, shape in source.shapes.items()}
+    partial = new_folder(target)
+    try:
+        tensors, files = write_shards(partial, described, shards, lambda name, slices: _part(rows[name], slices))
+        model = {"family": source.family, **source.model.to_dict()}
+        versions = {"mindloom": version("mindloom"), "numpy": np.__version__}
+        manifest = Manifest(0, tensors, files, {WEIGHTS_ALONE: True}, model, dict(strategy), versions)
+        manifest.write(partial)
+        write_config(partial, source.family, source.model)
+        _copy_beside(source.folder, partial)
+        publish_new(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return manifest.num_bytes
+
+
+def _part(rows: Sequence[Rows], slices: Slices) -> Iterator[NDArray[Any]]:
+    """A part of a parameter, by the tensors whose rows it is."""
+    wanted, *rest = slices
+    first = 0
+    for tensor, start, stop in rows:
+        low, high = max(wanted.start, first), min(wanted.stop, first + stop - start)
+        if low < high:
+            yield from read_rows(tensor, start + low - first, start + high - first, "float32", rest)
+        first += stop - start
 
 
 def import_published(source: PublishedFolder, target: Path, dtype: Dtype = "float32") -> int:

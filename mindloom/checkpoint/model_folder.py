@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from mindloom.checkpoint.adapters import merge, read_adapter
 from mindloom.checkpoint.contents import MOMENTS, check_contents
 from mindloom.checkpoint.manifest import MANIFEST, read_manifest
 from mindloom.checkpoint.sharded import CheckpointReader, damage
-from mindloom.checkpoint.tensor_files import WEIGHTS, model_files, read_float32, stored_tensors
+from mindloom.checkpoint.shards import Slices, whole
+from mindloom.checkpoint.tensor_files import WEIGHTS, model_files, read_float32, read_rows, stored_tensors
 from mindloom.errors import ConfigError
 from mindloom.files import replaced_folder
 from mindloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
@@ -98,34 +100,68 @@ def copy_beside(source: Path, target: Path, but: Collection[str] = (CONFIG,)) ->
             shutil.copy(path, target)
 
 
-def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
-    """All tensors of a checkpoint folder.
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a folder, of which only what is asked for is read."""
+
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str, Slices], NDArray[Any]]
+    """A part of one.
 
     Raises:
-        ConfigError: the file is missing or damaged.
+        ConfigError: the file is damaged."""
+    damage: Callable[[slice], str | None] = lambda share: None
+    """The first thing that is not as it was written, or None. Takes which of the parts to look at."""
+
+
+def open_weights(folder: Path) -> Weights:
+    """The tensors of a checkpoint folder, float32.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
     """
     if is_adapter_folder(folder):
         base = base_folder(folder)
-        return merge(load_weights(base), read_adapter(folder, *load_config(base)))
+        merged = merge(load_weights(base), read_adapter(folder, *load_config(base)))
+        return Weights({name: value.shape for name, value in merged.items()}, lambda name, slices: merged[name][slices])
     if (folder / MANIFEST).exists():
         return _weights_of_state(folder)
-    return {name: read_float32(tensor) for name, tensor in stored_tensors(model_files(folder)).items()}
+    stored = stored_tensors(model_files(folder))
+
+    def read(name: str, slices: Slices) -> NDArray[Any]:
+        if not slices:
+            return read_float32(stored[name])
+        rows = read_rows(stored[name], slices[0].start, slices[0].stop, "float32", slices[1:])
+        return np.concatenate(list(rows))
+
+    return Weights({name: tensor.shape for name, tensor in stored.items()}, read)
 
 
-def _weights_of_state(folder: Path) -> dict[str, NDArray[Any]]:
-    """The weights of a training checkpoint, whole, without the moments beside them."""
+def _weights_of_state(folder: Path) -> Weights:
+    """The weights of a training checkpoint, without the moments beside them."""
     manifest = read_manifest(folder)
     check_contents(manifest, folder)
-    if problem := damage(folder, manifest):
-        raise ConfigError(problem)
-    reader = CheckpointReader(folder, manifest)
     if manifest.state.get("lora"):
         raise ConfigError(f"{folder}: of adapters alone; the run writes them with their configuration when it ends")
-    return {
-        name: reader.read(name, tuple(slice(0, length) for length in entry.shape))
+    beside = manifest.state.get("beside") or {}
+    shapes = {
+        name: entry.shape
         for name, entry in manifest.tensors.items()
-        if not name.startswith(MOMENTS) and name not in (manifest.state.get("beside") or {})
+        if not name.startswith(MOMENTS) and name not in beside
     }
+    return Weights(shapes, CheckpointReader(folder, manifest).read, lambda share: damage(folder, manifest, share))
+
+
+def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
+    """All tensors of a checkpoint folder, whole.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    weights = open_weights(folder)
+    if problem := weights.damage(slice(None)):
+        raise ConfigError(problem)
+    return {name: weights.read(name, whole(shape)) for name, shape in weights.shapes.items()}
 
 
 def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindloom.checkpoint.contents import FACTORED, MOMENTS, check_contents, is_trained, model_of
+from mindloom.checkpoint.contents import FACTORED, MOMENTS, WEIGHTS_ALONE, check_contents, is_trained, model_of
 from mindloom.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from mindloom.checkpoint.model_folder import CONFIG, check_shapes, copy_beside, load_config, write_config
 from mindloom.checkpoint.reshard import find_checkpoint, new_folder, publish_new
@@ -168,8 +168,8 @@ def write_checkpoint(job: Upcycling, target: Path) -> int:
         ConfigError: the source is no training checkpoint; the target exists or cannot be written.
     """
     old = job.dense.manifest
-    if old is None:
-        raise ConfigError(f"{job.dense.folder}: a model folder has no optimizer state to carry")
+    if old is None or old.state.get(WEIGHTS_ALONE):
+        raise ConfigError(f"{job.dense.folder}: weights alone, no optimizer state to carry")
     moments = [moment for moment in MOMENTS if any(name.startswith(moment) for name in old.tensors)]
     if set(moments) & set(FACTORED):
         raise ConfigError(

@@ -20,7 +20,7 @@ from mindspore import Parameter, Tensor, nn
 
 from mindloom.checkpoint.contents import FACTORED, MOMENTS, check_contents, state_shape
 from mindloom.checkpoint.manifest import LATEST, MANIFEST, Manifest, checkpoints, read_manifest
-from mindloom.checkpoint.model_folder import check_weights, load_weights
+from mindloom.checkpoint.model_folder import check_shapes, open_weights
 from mindloom.checkpoint.sharded import (
     CheckpointReader,
     Slice,
@@ -295,26 +295,31 @@ def start_from(
     prefix: str = STATES[0],
     only_frozen: bool = False,
 ) -> None:
-    """Give the weights of a compiled network, those whose names begin with `prefix`, the values of a checkpoint folder.
+    """Give the weights of a compiled network, those whose names begin with `prefix`, the values of a checkpoint folder. A
+    rank reads what it holds, and looks at its share of a training checkpoint's hashes. All ranks take part.
 
     `new`: weights that stay as they are unless the folder has such. `only_frozen`: those that are trained stay, too.
 
     Raises:
         ConfigError: they are missing, damaged, or another model's.
     """
-    weights = load_weights(folder)
+    weights = open_weights(folder)
+    problem = weights.damage(slice(engine.rank, None, engine.strategy.mesh.size))
+    if finder := engine.largest(engine.rank + 1 if problem else 0):
+        raise ConfigError(_told_by(finder - 1, problem or "", engine))
+    found = dict(weights.shapes)
     named = {p.name.removeprefix(prefix): p for p in cell.get_parameters() if p.name.startswith(prefix)}
     parameters = {name: parameter for name, parameter in named.items() if not is_adapter(name)}
     shapes = {name: tuple(report.of(parameter.name).global_shape) for name, parameter in parameters.items()}
     for name in new:
-        if name not in weights or weights[name].shape != shapes[name]:
-            weights.pop(name, None)
+        if found.get(name) != shapes[name]:
+            found.pop(name, None)
             del shapes[name]
-    check_weights(weights, shapes, str(folder))
+    check_shapes(found, shapes, str(folder))
     for name, shape in shapes.items():
         if only_frozen and parameters[name].requires_grad:
             continue
-        _hold(parameters[name], engine.held_slices(parameters[name].name, shape), weights[name].__getitem__)
+        _hold(parameters[name], engine.held_slices(parameters[name].name, shape), partial(weights.read, name))
 
 
 def _hold(parameter: Parameter, slices: tuple[slice, ...] | None, read: Callable[[tuple[slice, ...]], Any]) -> None:

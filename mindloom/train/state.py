@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mindloom.checkpoint.contents import model_of
+from mindloom.checkpoint.contents import WEIGHTS_ALONE, model_of
 from mindloom.checkpoint.manifest import Manifest
 from mindloom.checkpoint.model_folder import write_config
 from mindloom.errors import ConfigError
@@ -71,6 +71,8 @@ def resume(training: Training) -> int:
     """
     run, config = training.run, training.run.config
     folder, manifest = newest_complete(config.states_dir, training.engine)
+    if manifest.state.get(WEIGHTS_ALONE):
+        raise ConfigError(f"{folder}: weights alone, nothing to go on from; start from them with --from-checkpoint")
     mine = {"model": {"family": run.family, **run.model.to_dict()}, **_state(training)}
     family, model = model_of(manifest, folder)  # which fills in what earlier releases did not say
     theirs = {"model": {"family": family, **model.to_dict()}, **manifest.state}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindloom.checkpoint.compare import Difference, compare
-from mindloom.checkpoint.contents import MOMENTS, check_contents, model_of
+from mindloom.checkpoint.contents import MOMENTS, WEIGHTS_ALONE, check_contents, model_of
 from mindloom.checkpoint.manifest import Manifest, read_manifest
 from mindloom.checkpoint.reshard import find_checkpoint
 from mindloom.checkpoint.sharded import damage
@@ -40,13 +40,14 @@ def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
     model = {k: v for k, v in manifest.model.items() if k != "family"}
     degrees = " x ".join(f"{axis} {manifest.strategy.get(axis, 1)}" for axis in ("pp", "dp", "tp"))
     files = counted(len(manifest.files), "file", "files")
+    used = "can be started from" if manifest.state.get(WEIGHTS_ALONE) else "resumes"
     lines = [
         f"{folder}: step {manifest.step}, {manifest.num_bytes / 1e6:,.1f} MB in {files}",
         f"  {len(weights)} weights and {len(manifest.tensors) - len(weights)} moments of {manifest.model['family']}: {model}",
         f"  written under {degrees} {manifest.strategy.get('file', '')}".rstrip(),
         *(f"  {part}: {_shortened(str(values))}" for part, values in manifest.state.items() if values),
         f"  versions: {manifest.versions}",
-        "  resumes on one device and under any strategy that fits the model; of the shipped ones: "
+        f"  {used} on one device and under any strategy that fits the model; of the shipped ones: "
         + ", ".join(fitting(manifest, folder)),
     ]
     if with_tensors:

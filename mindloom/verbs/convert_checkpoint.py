@@ -2,6 +2,7 @@
 """Convert a checkpoint between the published namings and ours.
 
     mindloom convert-checkpoint --from huggingface openPangu-Embedded-7B-V1.1 checkpoint/
+    mindloom convert-checkpoint --from huggingface openPangu-Embedded-7B-V1.1 sharded/ --strategy pangu_embedded_7b_tp8
     mindloom convert-checkpoint --from ours --to huggingface checkpoint/ published/ --dtype bfloat16
     mindloom convert-checkpoint --model pangu --from megatron --to ours --size 2.6b weights.npz checkpoint/
     mindloom convert-checkpoint --model pangu --from ours --to mindspore checkpoint/ weights.ckpt
@@ -14,15 +15,24 @@ together by MindSpore; with --ranks-of OUT becomes one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from mindloom.checkpoint.huggingface import Dtype, export_published, import_published, open_published, read_published
+from mindloom.checkpoint.huggingface import (
+    Dtype,
+    PublishedFolder,
+    export_published,
+    import_published,
+    import_shards,
+    open_published,
+    read_published,
+)
 from mindloom.checkpoint.model_folder import check_weights, load_config, save_checkpoint
 from mindloom.cli import argument, option, parse_args
 from mindloom.errors import ConfigError
+from mindloom.log import counted
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module, size_config
 from mindloom.models.parameters import num_parameters, parameter_shapes
@@ -33,6 +43,7 @@ from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.checks import model_problems
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy
+from mindloom.train.shards import shards_for
 
 DEFAULT_FAMILY = "pangu"
 Dialect = Literal["megatron", "mindspore", "huggingface", "ours"]
@@ -53,6 +64,11 @@ class ConvertConfig:
     layouts: Path | None = option(
         None,
         "MindSpore's strategy file for IN, a folder of each rank's .ckpt; of a pipeline a folder with one of each stage",
+    )
+    strategy: Path | None = option(
+        None,
+        "from huggingface: strategy file, or the name of a shipped one; OUT becomes a checkpoint to start from, cut as its "
+        "ranks hold it",
     )
     ranks_of: Path | None = option(
         None, "strategy file: write each rank's .ckpt and MindSpore's layouts, under our names"
@@ -95,6 +111,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if config.from_ == "huggingface" and not strategy:
         source = open_published(config.input, config.model)
+        if config.strategy:
+            return _import_shards(config, source)
         num_bytes = import_published(source, config.output, config.dtype)
         print(
             f"{config.output}: {num_parameters(source.model):,} parameters of {source.family}, {num_bytes / 1e6:,.1f} MB"
@@ -117,6 +135,20 @@ def main(argv: Sequence[str]) -> int:
             )
         convert.write_tensors(config.output, convert.from_ours(ours, table))
     print(f"{config.output}: {len(ours)} tensors, {sum(value.size for value in ours.values()):,} parameters")
+    return 0
+
+
+def _import_shards(config: ConvertConfig, source: PublishedFolder) -> int:
+    assert config.strategy
+    strategy = load_strategy(config.strategy)
+    shards = shards_for(strategy, source.family, source.model, source.shapes)
+    described = {**asdict(strategy.mesh), "file": str(config.strategy)}
+    num_bytes = import_shards(source, config.output, shards, described)
+    files = counted(len({file for parts in shards.values() for file, _ in parts}), "file", "files")
+    print(
+        f"{config.output}: {num_parameters(source.model):,} parameters of {source.family}, {num_bytes / 1e6:,.1f} MB in "
+        f"{files} for {strategy.mesh}"
+    )
     return 0
 
 
@@ -170,6 +202,13 @@ def _check_flags(config: ConvertConfig) -> None:
         unused += ["model_type"] if config.model_type and config.to != "huggingface" else []
         if unused:
             raise ConfigError(f"{', '.join(map(as_flag, unused))}: the folder's config.json says it all; leave it out")
+    if config.strategy and (config.from_, config.to) != ("huggingface", "ours"):
+        raise ConfigError(
+            "--strategy is for --from huggingface --to ours; checkpoints of ours: mindloom reshard-checkpoint"
+        )
+    if config.strategy and (config.dtype != "float32" or config.ranks_of):
+        other = "--ranks-of" if config.ranks_of else "--dtype"
+        raise ConfigError(f"{other} and --strategy do not go together; such a checkpoint is float32")
     if config.from_ == "huggingface" and config.to not in ("ours", "huggingface"):
         raise ConfigError(f"--from huggingface is written as ours, not as {config.to}")
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import mindspore as ms
 import numpy as np
@@ -211,3 +212,67 @@ def test_the_tool_reads_writes_and_refuses(imported, tmp_path):
         assert outcome.code == 2 and words in outcome.output, (flags, outcome.output)
         assert "Traceback" not in outcome.output
     assert not x.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("untied", "pangu_tiny_tp2_pp2"),
+        ("codegeex4", "pangu_tiny_dp2_tp2_zero"),
+        ("pro_moe", "pangu_pro_moe_tiny_ep2_pp2"),
+    ],
+)
+def test_published_weights_come_straight_into_the_files_of_ranks(imported, name, strategy, tmp_path):
+    folder, _ = imported(name)
+    source, shards = shared(f"golden_modern/{CASES[name]}"), tmp_path / "shards"
+    outcome = tool("tools/convert_checkpoint.py", "--from", "huggingface", source, shards, "--strategy", strategy)
+    assert outcome.code == 0, outcome.output
+    assert "in 4 files" in outcome.output
+    found, expected = load_weights(shards), load_weights(folder)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(found[key], value, err_msg=key)
+    held = [sum(value.size for value in load_file(path).values()) for path in shards.glob("rank-*.safetensors")]
+    assert sum(held) == sum(value.size for value in expected.values())  # nothing twice
+    assert max(held) < 0.6 * sum(held)
+    assert load_config(shards) == load_config(folder)
+
+
+def test_a_checkpoint_of_weights_alone_is_started_from_and_not_resumed(tmp_path):
+    source, out = tmp_path / "published", tmp_path / "out"
+    shutil.copytree(shared(f"golden_modern/{CASES['untied']}"), source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "eos_token_id": 9}))  # a new tokenizer's
+    (tmp_path / "text.txt").write_text("a b c d e f g " * 200)
+    flags = ("--data", tmp_path / "text.txt", "--steps", 2, "--batch-size", 4, "--seq-len", 16)
+    losses = {}
+    for name, sharded in {"whole": (), "shards": ("--strategy", "pangu_tiny_tp2_pp2")}.items():
+        made = tool("tools/convert_checkpoint.py", "--from", "huggingface", source, tmp_path / name, *sharded)
+        assert made.code == 0, made.output
+        trained = ("--from-checkpoint", tmp_path / name, "--output-dir", out / name, *sharded)
+        outcome = tool("tools/train.py", *flags, *trained, processes=4 if sharded else 1)
+        assert outcome.code == 0, outcome.output
+        lines = (out / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in lines]
+    np.testing.assert_allclose(losses["shards"], losses["whole"], rtol=1e-5)
+    (out / "whole" / "checkpoints").mkdir()
+    (tmp_path / "shards").rename(out / "whole" / "checkpoints" / "step-00000009")
+    flags = (*flags, "--model", "pangu", "--config", out / "whole" / "checkpoint" / "config.json")
+    outcome = tool("tools/train.py", *flags, "--output-dir", out / "whole", "--resume")
+    assert outcome.code == 2
+    assert "weights alone, nothing to go on from; start from them with --from-checkpoint" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--from", "ours", "--to", "ours"), "mindloom reshard-checkpoint"),
+        (("--from", "huggingface", "--dtype", "bfloat16"), "--dtype and --strategy do not go together"),
+        (("--from", "huggingface", "--ranks-of", "pangu_tiny_tp2"), "--ranks-of and --strategy do not go together"),
+    ],
+)
+def test_what_shards_cannot_be_is_refused(flags, message, tmp_path):
+    source = shared(f"golden_modern/{CASES['untied']}")
+    outcome = tool("tools/convert_checkpoint.py", *flags, source, tmp_path / "out", "--strategy", "pangu_tiny_tp2")
+    assert outcome.code == 2 and message in outcome.output
+    assert not (tmp_path / "out").exists()

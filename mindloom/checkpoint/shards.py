@@ -61,7 +61,7 @@ def write_shards(
     for name, of_tensor in sorted(shards.items()):
         held = [
             Part(file, tuple(s.start for s in slices), _lengths(slices), f"{hashes[file, name]:016x}")
-            for file, slices in of_tensor
+            for file, slices in sorted(of_tensor, key=lambda shard: shard[0])
         ]
         digest = f"{sum(int(part.hash, 16) for part in held) & MASK:016x}"
         entries[name] = TensorEntry(described[name].shape, described[name].dtype, digest, tuple(held))

@@ -169,7 +169,8 @@ def write_checkpoint(job: Upcycling, target: Path) -> int:
     """
     old = job.dense.manifest
     if old is None or old.state.get(WEIGHTS_ALONE):
-        raise ConfigError(f"{job.dense.folder}: weights alone, no optimizer state to carry")
+        what = "weights alone have" if old else "a model folder has"
+        raise ConfigError(f"{job.dense.folder}: {what} no optimizer state to carry")
     moments = [moment for moment in MOMENTS if any(name.startswith(moment) for name in old.tensors)]
     if set(moments) & set(FACTORED):
         raise ConfigError(

@@ -129,8 +129,8 @@ def open_weights(folder: Path) -> Weights:
     stored = stored_tensors(model_files(folder))
 
     def read(name: str, slices: Slices) -> NDArray[Any]:
-        if not slices:
-            return read_float32(stored[name])
+        if slices == whole(stored[name].shape):
+            return read_float32(stored[name])  # without a copy
         rows = read_rows(stored[name], slices[0].start, slices[0].stop, "float32", slices[1:])
         return np.concatenate(list(rows))
 

@@ -64,6 +64,6 @@ def asking_of(job: GenerateJob, form: PromptForm | None, system_prompt: str | No
     if chosen != "chat" and system_prompt is not None:
         raise ConfigError(f"--system-prompt is for --prompt-form chat, not {chosen}")
     asking = Asking(chosen, job.family, job.tokenizer, system_prompt)
-    if chosen == "chat":
+    if chosen == "chat":  # which a model that was not taught to talk refuses
         asking.prompt({"prompt": "", "declaration": ""}, "python")
     return asking

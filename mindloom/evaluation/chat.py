@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from mindloom.evaluation.programs import NAMES, Problem, extract, program, solution_program
+from mindloom.evaluation.programs import NAMES, Problem, extract, generation_prompt, program, solution_program
 
 BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 DEFINITIONS = {
@@ -35,7 +35,7 @@ ENDS = {
 
 def question(problem: Problem, language: str) -> str:
     """What a user says who wants the function."""
-    prompt = problem["prompt"] + (problem["declaration"] if language == "rust" else "")
+    prompt = generation_prompt(problem, language)
     return f"Complete this {NAMES[language]} function. {_ANSWER}\n\n{_fenced(prompt, language)}"
 
 

@@ -132,8 +132,8 @@ class Trainer:
             )
         if "steps" not in self.options:
             raise ConfigError("a run is counted in steps: set runner_config.stop_step, or give steps=...")
-        files = {"strategy": self._strategy_file(), "config": self.options.get("config") or self._model_file(start)}
-        config = TrainConfig(data=Path(self.train_dataset), **{**self.options, **files, "from_checkpoint": start})
+        files = {"strategy": self._strategy_file(), "config": self._model_file(start)}
+        config = TrainConfig(data=Path(self.train_dataset), **{**files, **self.options, "from_checkpoint": start})
         run = check_training(config, launched_processes())
         prepare_environment()
         train = import_module("mindloom.train.trainer").train
@@ -141,8 +141,8 @@ class Trainer:
         return trained
 
     def _model_file(self, start: Path | None) -> Path | None:
-        """The model that the file describes, where it is none of the sizes and no checkpoint says it."""
-        if start or self.settings.model is None:
+        """The model of the file, where it is none of the sizes, and neither an option nor a checkpoint says it."""
+        if start or self.settings.model is None or {"size", "config"} & self.options.keys():
             return None
         path = Path(self.options["output_dir"]) / "model.json"
         write_text_atomically(path, json.dumps(self.settings.model.to_dict(), indent=2) + "\n")

@@ -39,6 +39,9 @@ def decoder_batches(config: ModelConfig, batch_size: int, task: str = "pretraini
         samples[rng.rand(*samples.shape) < 0.08] = config.eod_id
         samples[:3, 20:] = config.loss_ignore_id  # unequal in the parts of the batch
         batch = make_batch(samples, config.eod_id, config.loss_ignore_id)
+        if config.num_domains > 1:  # a text's domain shows in its ids
+            domains = rng.randint(0, config.num_domains, (batch_size, 1), np.int32)
+            batch = batch._replace(tokens=batch.tokens + domains * np.int32(config.vocab_size))
         inputs = task_arrays(task, batch, config.vocab_size, step)
         if config.dropout_rate:
             inputs.append(dropout_keys(3, step * batch_size * config.seq_len, (batch_size, config.seq_len)))

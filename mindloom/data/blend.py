@@ -3,7 +3,7 @@
 
     datasets:
       - {path: tokens/books, weight: 0.7}      # relative to this file
-      - {path: tokens/code, weight: 0.3}
+      - {path: tokens/code, weight: 0.3, domain: 1}     # where the model's experts have domains
 
 or, without weights, `temperature: 2`: a dataset's share is its number of tokens to the power of 1/2. 1 is proportional, and
 the higher, the more equal.
@@ -18,10 +18,10 @@ from typing import Any
 
 from mindloom.data.token_file import TokenFile
 from mindloom.errors import ConfigError
-from mindloom.numbers import Positive
+from mindloom.numbers import Natural, Positive
 from mindloom.reader import Keys, Reader, read_yaml
 
-KEYS, DATASET_KEYS = ("datasets", "temperature"), ("path", "weight")
+KEYS, DATASET_KEYS = ("datasets", "temperature"), ("path", "weight", "domain")
 BLENDS = (".yaml", ".yml")
 
 
@@ -33,6 +33,8 @@ class BlendEntry:
     tokens: TokenFile
     weight: float
     """Share of the samples."""
+    domain: int | None = None
+    """Of its text, if it says so."""
 
 
 def read_blend(path: Path) -> list[BlendEntry]:
@@ -56,7 +58,10 @@ def read_blend(path: Path) -> list[BlendEntry]:
         float(e["weight"]) if temperature is None else files[e["path"]].info.num_tokens ** (1 / temperature)
         for e in entries
     ]
-    parts = [BlendEntry(e["path"], files[e["path"]], w / sum(weights)) for e, w in zip(entries, weights, strict=True)]
+    parts = [
+        BlendEntry(e["path"], files[e["path"]], w / sum(weights), e.get("domain"))
+        for e, w in zip(entries, weights, strict=True)
+    ]
     first = parts[0]
     for part in parts[1:]:
         if part.tokens.info.tokenizer != first.tokens.info.tokenizer:
@@ -96,7 +101,10 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], float | None]:
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
             reader.problem(keys, f"datasets[{number}] needs a path")
             continue
-        weight = reader.known(entry, keys, DATASET_KEYS).get("weight")
+        known = reader.known(entry, keys, DATASET_KEYS)
+        weight = known.get("weight")
+        if known.get("domain") is not None:
+            reader.value(known["domain"], Natural, (*keys, "domain"))
         if temperature is None:
             reader.value(weight, Positive, (*keys, "weight"))
         elif weight is not None:

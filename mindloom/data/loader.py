@@ -33,6 +33,8 @@ class Dataset:
     """Sorted places of the tokens that are not trained on."""
     arrangement: Arrangement
     """Its samples."""
+    offset: int = 0
+    """Added to its ids as a network is given them: its domain, see `HashChoices` of `mindloom.nn.moe`."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,9 @@ class Loader:
         """Inputs of `step`; the loss weights count the whole batch, also where only some rows are read."""
         drawn = self.drawn(step)
         tokens, counts = self._read(step, drawn)
-        return make_batch(tokens, self.eod_id, self.loss_ignore_id, self._num_trained(drawn), counts)
+        batch = make_batch(tokens, self.eod_id, self.loss_ignore_id, self._num_trained(drawn), counts)
+        offsets = np.array([dataset.offset for dataset in self.datasets], np.int32)[drawn.datasets]
+        return batch._replace(tokens=batch.tokens + np.repeat(offsets, len(tokens) // len(offsets))[:, None])
 
     def first_token(self, step: int) -> int:
         """How many tokens the steps before `step` have trained on."""

@@ -69,6 +69,7 @@ def check(config: HarnessConfig, num_processes: int | None) -> Harness:
         max_new_tokens=config.max_new_tokens,
         batch_size=config.batch_size,
         weights=config.weights,
+        domain=config.domain,
     )
     job = problems.of(inference.check, asked, num_processes, [])
     earlier = problems.of(_results, config.compare) if config.compare else None

@@ -38,6 +38,16 @@ class ComputeFlags(StrategyFlags):
     weights: Literal["float32", "int8"] = option(
         "float32", "int8: matrices take a quarter of the bytes, with one scale for each output channel"
     )
+    domain: Natural | None = option(None, "domain of all texts, for models whose experts have domains")
+
+    def read_model(self, checkpoint: Path) -> tuple[str, ModelConfig]:
+        """Family and configuration of a checkpoint folder, for texts of the domain.
+
+        Raises:
+            ConfigError: it cannot be used, or has no such domain.
+        """
+        family, model = load_text_config(checkpoint)
+        return family, model.with_domain(self.domain)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +122,7 @@ def check(
         ConfigError: all problems at once.
     """
     problems = Problems()
-    family, model = problems.of(load_text_config, config.checkpoint) or (None, None)
+    family, model = problems.of(config.read_model, config.checkpoint) or (None, None)
     problems += config.problems(model.vocab_size if model else None)
     problems += _own_problems(config, model)
     strategy = problems.of(load_strategy, config.strategy, True) if config.strategy else SINGLE_DEVICE

@@ -104,6 +104,10 @@ class ExpertConfig:
     """Above 0: probabilities are compared with a bias of each expert, which every step moves by this much towards balance."""
     hash_seed: Natural = 0
     """Of the hash router's map."""
+    num_domains: Count = 1
+    """Of the hash router: the experts are so many groups of neighbours, and a token's expert is one of its domain's."""
+    domain: Natural = 0
+    """Of text that is not said to be of another one."""
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
@@ -128,6 +132,12 @@ class ExpertConfig:
             trained = ("router_scale", "balance_loss", "router_z_loss", "balance_bias_rate")
             if given := [name for name in trained if getattr(self, name)]:
                 yield f"experts.{given[0]}: a hash router has nothing to train; remove it"
+            if experts % self.num_domains:
+                yield f"experts.num_experts {experts} is not divisible by the num_domains {self.num_domains}"
+            elif self.domain >= self.num_domains:
+                yield f"experts.domain {self.domain}: num_domains is {self.num_domains}, counted from 0"
+        elif self.num_domains > 1 or self.domain:
+            yield "experts.num_domains and domain are for router: hash"
         if self.normalize == "after_drop" and self.capacity_factor is None:
             yield "experts.normalize after_drop: without capacity_factor nothing is dropped; write before_drop"
 
@@ -254,6 +264,37 @@ class ModelConfig(Widths):
     def with_value_head(self) -> ModelConfig:
         """The reward model, or critic, of this size."""
         return dataclasses.replace(self, value_head=True, tied_embedding=False)
+
+    @property
+    def num_domains(self) -> int:
+        """Groups of experts that texts of different domains go to."""
+        return self.experts.num_domains if self.experts else 1
+
+    def with_domain(self, domain: int | None) -> ModelConfig:
+        """This model, for texts of a domain; None: of the one it is for already.
+
+        Raises:
+            ConfigError: it has no such domain.
+        """
+        if domain is None:
+            return self
+        if problem := self.domain_problem(domain):
+            raise ConfigError(f"--domain {problem}")
+        return dataclasses.replace(self, experts=dataclasses.replace(self.mixture, domain=domain))
+
+    def domain_problem(self, domain: int) -> str | None:
+        """What is wrong with a domain, its number first."""
+        if self.num_domains == 1:
+            return f"{domain}: the experts of this model have no domains (num_domains of its configuration)"
+        if domain >= self.num_domains:
+            return f"{domain}: this model has {self.num_domains} domains, counted from 0"
+        return None
+
+    def domain_offset(self, domain: int | None) -> int:
+        """What is added to a token's id to say that it is of a domain (see `mindloom.nn.moe.HashChoices`)."""
+        if domain is None:
+            return 0
+        return (domain - self.mixture.domain) % self.num_domains * self.vocab_size
 
     @property
     def output_std(self) -> float:

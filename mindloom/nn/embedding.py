@@ -34,9 +34,15 @@ class TokenEmbedding(nn.Cell):
         self.hidden_size, self.dtype = config.hidden_size, dtype
         self.cast = ops.Cast()
         self.flat_tokens = ops.Reshape()
+        self.vocab_size = config.vocab_size
+        self.has_domains = config.num_domains > 1
+        if self.has_domains:
+            self.token_of = ops.FloorMod()
         self.dropout = Dropout(config.dropout_rate)
 
     def construct(self, tokens, positions, dropout_keys=None):  # (B, T) each -> (B*T, D)
+        if self.has_domains:  # see HashChoices
+            tokens = self.token_of(tokens, self.vocab_size)
         x = self.word(self.flat_tokens(tokens, (-1,)))
         if self.has_positions:
             x = self.add(x, self.reshape(self.position(positions), (-1, self.hidden_size)))  # (B, T, D) -> (B*T, D)

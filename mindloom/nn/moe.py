@@ -74,13 +74,19 @@ class Choices(nn.Cell):
 
 
 class HashChoices(nn.Cell):
-    """A fixed random expert for each token id. Source: arXiv:2303.10845 section 3.3, arXiv:2106.04426."""
+    """A fixed random expert for each token id, of the group of experts of the token's domain.
+
+    Ids from vocab_size on are of other domains: vocab_size further on, the same token of the next domain, and after the last
+    one comes the first. Source: arXiv:2303.10845 section 3.3, arXiv:2106.04426.
+    """
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        seed = np.random.SeedSequence([config.mixture.hash_seed, layer])
-        table = np.random.default_rng(seed).permutation(config.vocab_size) % config.mixture.num_experts
-        self.table = Tensor(table.astype(np.int32))  # as many ids for each expert
+        experts, draw = config.mixture, np.random.default_rng(np.random.SeedSequence([config.mixture.hash_seed, layer]))
+        size = experts.num_experts // experts.num_domains
+        groups = [draw.permutation(config.vocab_size) % size + size * d for d in range(experts.num_domains)]
+        table = np.concatenate(groups[experts.domain :] + groups[: experts.domain])
+        self.table = Tensor(table.astype(np.int32))  # as many ids for each expert of a group
         self.gather, self.reshape = ops.Gather(), ops.Reshape()
 
     def construct(self, tokens, groups, length):  # (B, T) -> (G, L, 1)

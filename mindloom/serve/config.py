@@ -12,7 +12,6 @@ from typing import ClassVar
 import numpy as np
 
 from mindloom.checkpoint.adapters import Adapter, read_adapter
-from mindloom.checkpoint.model_folder import load_text_config
 from mindloom.cli import argument, option
 from mindloom.data.tokenizer import Tokenizer, folder_tokenizer
 from mindloom.errors import ConfigError, Problems
@@ -111,7 +110,7 @@ def check(config: ServeConfig, num_processes: int | None) -> ServeJob:
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         problems.append(f"{', '.join(missing)} missing: pip install 'mindloom[serve]'")
     problems += number_problems(config)
-    family, model = problems.of(load_text_config, config.checkpoint) or (None, None)
+    family, model = problems.of(config.read_model, config.checkpoint) or (None, None)
     strategy = problems.of(load_strategy, config.strategy, True) if config.strategy else SINGLE_DEVICE
     if strategy:
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []

@@ -33,7 +33,10 @@ class Pretraining(Task):
     def data_state(self) -> dict[str, Any]:
         config: Any = self.run.config
         return {
-            "datasets": [f"{d.tokens.info.content[:16]} x {d.weight:.6g}" for d in self.loader.datasets],
+            "datasets": [
+                f"{d.tokens.info.content[:16]} x {d.weight:.6g}" + (f" + {d.offset}" if d.offset else "")
+                for d in self.loader.datasets
+            ],
             "batch_size": config.batch_size,
             "batch_size_ramp": [*config.batch_size_ramp, config.ramp_unit] if config.batch_size_ramp else [],
             "seq_len": self.run.seq_len,

@@ -38,7 +38,14 @@ def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
         parts = run.data.parts
         tokenizer = folder_tokenizer(run.family, parts[0].tokens.folder, run.model, run.config.tokenizer)
     datasets = [
-        Dataset(part.name, part.tokens, part.weight, _ignored(run, rank, part.tokens), _arrangement(run, rank, part))
+        Dataset(
+            part.name,
+            part.tokens,
+            part.weight,
+            _ignored(run, rank, part.tokens),
+            _arrangement(run, rank, part),
+            run.model.domain_offset(part.domain),
+        )
         for part in parts
     ]
     mesh = run.strategy.mesh

@@ -65,12 +65,14 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
 def _row(loader: Loader, tokenizer: Tokenizer, step: int, row: int) -> dict[str, Any]:
     drawn, batch, (_, length) = loader.drawn(step), loader.batch(step), loader.sizes.of_step(step)
     sample, part = divmod(row, loader.sizes.longest // length)
-    tokens, positions, weights = batch.tokens[row], batch.positions[row], batch.loss_weights[row]
+    dataset = loader.datasets[drawn.datasets[sample]]
+    tokens = batch.tokens[row] - dataset.offset
+    positions, weights = batch.positions[row], batch.loss_weights[row]
     ends = np.flatnonzero(tokens == tokenizer.eod_id)
     pieces = [piece[piece != tokenizer.eod_id].tolist() for piece in np.split(tokens, ends + 1) if len(piece)]
     return {
         "row": row,
-        "dataset": loader.datasets[drawn.datasets[sample]].name,
+        "dataset": dataset.name,
         "sample": int(drawn.samples[sample]),
         "part": part,
         "document_ends": len(ends),

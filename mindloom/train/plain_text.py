@@ -189,6 +189,11 @@ def _data_problems(config: TrainConfig, model: ModelConfig, parts: list[BlendEnt
             f"{config.data}: documents end with token {info.eod_id}, the model's with eod_id {model.eod_id}; set eod_id and "
             "loss_ignore_id in --config"
         )
+    problems += [
+        f"{config.data}: {part.name}, domain {problem}"
+        for part in parts
+        if part.domain is not None and (problem := model.domain_problem(part.domain))
+    ]
     if config.tokenizer and config.tokenizer.exists():
         kept = find_tokenizer(info.family, parts[0].tokens.folder)
         if content_hash(config.tokenizer) not in (info.tokenizer, content_hash(kept)):

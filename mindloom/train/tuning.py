@@ -60,11 +60,13 @@ class TuningConfig(AdapterFlags, TrainingConfig):
     adam_beta2: Rate = option(0.999, "decay of AdamW's second moment")
     weight_decay: NotNegative = option(0.0, "on matrices and embeddings")
     dropout: Rate | None = option(0.0, "dropout rate")
+    domain: Natural | None = option(None, "domain of all texts, for models whose experts have domains")
     inspect: Natural = option(0, "show so many examples, what is learned in colour, and stop")
 
     def base_model(self) -> tuple[str, ModelConfig]:
         assert self.from_checkpoint
-        return load_config(self.from_checkpoint)
+        family, model = load_config(self.from_checkpoint)
+        return family, model.with_domain(self.domain)
 
     def model_name(self) -> str:
         return str(self.from_checkpoint)

@@ -35,6 +35,7 @@ class ScoreConfig:
     logits_out: Path | None = option(None, "NumPy file to write the logits to, (B, T, V)")
     eod_id: Natural | None = option(None, "end-of-document id after which attention and positions start anew")
     strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
+    domain: Natural | None = option(None, "domain of all texts, for models whose experts have domains")
 
 
 def read_ids(path: Path, vocab_size: int, seq_len: int) -> Any:
@@ -57,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse_args(ScoreConfig, __doc__, argv)
     check_numbers(config)
     family, model = load_text_config(config.checkpoint)
+    model = model.with_domain(config.domain)
     family_module(family, "config")
     ids = read_ids(config.ids, model.vocab_size, model.seq_len)
     strategy = load_strategy(config.strategy, for_inference=True) if config.strategy else SINGLE_DEVICE

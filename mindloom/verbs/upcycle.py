@@ -34,6 +34,7 @@ class UpcycleConfig:
     first_dense_layers: Natural = option(0, "layers at the bottom that keep their MLP")
     layer_frequency: Count = option(1, "of the others every how many-th gets experts")
     router: Literal["softmax", "grouped", "sigmoid", "hash"] = option("softmax", "how experts are chosen")
+    num_domains: Count = option(1, "with --router hash: as many groups of experts, for texts of as many domains")
     normalize: Literal["none", "before_drop", "after_drop"] = option(
         "before_drop", "whether the weights of a token's experts are made to add up to 1"
     )

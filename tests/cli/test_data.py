@@ -99,6 +99,48 @@ def test_inspect_shows_what_a_step_reads(blend, tmp_path):
     assert "error: --rows 8: step 3 has rows 0 to 7" in preprocess(*arguments, "--rows", 8).output
 
 
+def test_texts_of_several_domains_train_their_own_experts(blend, write, tmp_path):
+    experts = {"num_experts": 4, "experts_per_token": 1, "router": "hash", "num_domains": 2}  # nothing is dropped
+    config = write("sigma.json", json.dumps({"num_layers": 2, "hidden_size": 64, "experts": experts}))
+    told = (blend.parent / "domains.yaml", blend.parent / "second.yaml", blend.parent / "third.yaml")
+    for path, text in zip(
+        told,
+        ("[{path: a, domain: 0}, {path: b, domain: 1}]", "[{path: b, domain: 1}]", "[{path: b, domain: 2}]"),
+        strict=True,
+    ):
+        path.write_text(f"datasets: {text}\ntemperature: 1\n")
+    flags = ("--config", config, "--dropout", 0, "--seq-len", 32, "--batch-size", 4)
+    outcome = tool("tools/train.py", "--data", told[0], *flags, "--steps", 3, "--output-dir", tmp_path / "run")
+    assert outcome.code == 0, outcome.output
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < last["busiest_expert"] <= 4
+
+    model = tmp_path / "run" / "checkpoint"  # the loss of texts of the second domain is what scoring them there gives
+    still = (*flags, "--from-checkpoint", model, "--learning-rate", 0, "--steps", 1)
+    for name, data in (("second", told[1]), ("first", blend.parent / "b")):
+        assert tool("tools/train.py", "--data", data, *still, "--output-dir", tmp_path / name).code == 0
+    inspected = preprocess(
+        "inspect", "--data", told[1], *flags, "--output-dir", tmp_path / "look", "--rows", 0, 1, 2, 3, "--json"
+    )
+    rows = json.loads(inspected.output)["rows"]
+    ids = np.array([[*row["tokens"], row["labels"][-1]] for row in rows])
+    np.save(tmp_path / "ids.npy", ids)
+    score = ("tools/score.py", "--checkpoint", model, "--ids", tmp_path / "ids.npy", "--eod-id", 9)
+    for name, domain in (("second", 1), ("first", 0)):
+        outcome = tool(*score, "--domain", domain)
+        found = json.loads(outcome.output[outcome.output.index("{") : outcome.output.rindex("}") + 1])
+        assert losses(tmp_path / name)[0] == pytest.approx(found["loss"], rel=1e-5)
+    assert losses(tmp_path / "first") != losses(tmp_path / "second")
+
+    outcome = in_process("tools/train.py", "--data", told[2], *flags, "--steps", 1, "--output-dir", tmp_path / "no")
+    assert outcome.code == 2 and "b, domain 2: this model has 2 domains, counted from 0" in outcome.output
+    outcome = in_process("tools/train.py", "--data", told[1], "--steps", 1, "--output-dir", tmp_path / "no")
+    assert "domain 1: the experts of this model have no domains" in outcome.output
+    generate = ("tools/generate.py", "--prompt", "A", "--checkpoint")
+    assert "--domain 2: this model has 2 domains" in in_process(*generate, model, "--domain", 2).output
+    assert tool(*generate, model, "--domain", 1, "--max-new-tokens", 2).code == 0
+
+
 def test_the_steps_from_raw_text_to_tokens(checkpoint, tmp_path):
     raw, test, clean = tmp_path / "raw.jsonl", tmp_path / "test.txt", tmp_path / "clean.jsonl"
     raw.write_text(

@@ -47,6 +47,7 @@ CASES = [
     "pangu_pro_moe_tiny_ep2_tp2+moge+shallow",
     "pangu_pro_moe_tiny_ep2_pp2+moe+shallow",  # the last stage has no experts
     "pangu_switch_tiny_dp4_ep2_zero+moe+shallow",
+    "pangu_pro_moe_tiny_ep2_tp2+sigma+shallow",  # texts of two domains
 ]
 LIKE_WITHOUT = ("accumulate", "gpipe", "seqpipe", "zero_bubble_v", "offload")
 """Options of a mesh: one device is compared without them."""

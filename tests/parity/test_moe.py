@@ -12,7 +12,8 @@ from conftest import shared
 from mindspore import Tensor, nn, ops
 
 from mindloom.models.config import ModelConfig
-from mindloom.nn.moe import MoE
+from mindloom.nn.decoder import Decoder
+from mindloom.nn.moe import HashChoices, MoE
 
 CASE = "golden_modern/switch_moe_case_a"
 NAMES = {
@@ -280,3 +281,45 @@ def test_random_layers_against_numpy(seed):
 
         slope = (at(step) - at(-step)) / (2 * step)
         assert (gradients[name] * direction).sum() == pytest.approx(slope, rel=1e-4, abs=1e-4), name
+
+
+def hashed(**experts):
+    """A model of two layers whose experts go by the token's id and domain."""
+    settings = {"num_experts": 6, "experts_per_token": 1, "router": "hash", "num_domains": 3, **experts}
+    sizes = {"vocab_size": 24, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "seq_len": 16}
+    return ModelConfig(**sizes, query_layer=False, dropout_rate=0.0, experts=settings)
+
+
+@pytest.mark.parametrize("domain", [0, 1, 2])
+def test_a_token_goes_to_an_expert_of_its_domain(domain):
+    ids = np.arange(3 * 24, dtype=np.int32).reshape(3, 24)  # each id in each domain, the model's own first
+    choices = HashChoices(hashed(domain=domain), 1)(Tensor(ids), 3, 24).asnumpy()[..., 0]
+    for row, experts in enumerate(choices):
+        group = (domain + row) % 3
+        assert np.bincount(experts, minlength=6).tolist() == [12 if e // 2 == group else 0 for e in range(6)]
+        again = HashChoices(hashed(domain=group), 1)(Tensor(ids[:1]), 1, 24).asnumpy()[0, :, 0]
+        np.testing.assert_array_equal(experts, again)
+    np.testing.assert_array_equal(
+        HashChoices(hashed(num_domains=1), 1)(Tensor(ids[:1]), 1, 24).asnumpy()[0, :, 0],
+        np.random.default_rng(np.random.SeedSequence([0, 1])).permutation(24) % 6,
+    )
+
+
+def test_ids_of_a_domain_give_what_a_model_of_that_domain_gives():
+    config, rng = hashed(), np.random.default_rng(0)
+    tokens, positions = rng.integers(0, 24, (2, 16)), Tensor(np.tile(np.arange(16, dtype=np.int32), (2, 1)))
+    nets = [Decoder(config.with_domain(domain)).set_train(False) for domain in (0, 2)]
+    for net in nets:
+        weights_of(
+            net, {p.name: np.random.default_rng(i).normal(0, 0.2, p.shape) for i, p in enumerate(net.get_parameters())}
+        )
+
+    def logits(net, ids):
+        return net(Tensor(ids.astype(np.int32)), positions).asnumpy()
+
+    of_first, of_last = logits(nets[0], tokens), logits(nets[1], tokens)
+    assert np.abs(of_first - of_last).max() > 0.01
+    np.testing.assert_array_equal(logits(nets[0], tokens + 2 * 24), of_last)
+    mixed = tokens + np.array([[2 * 24], [0]])
+    np.testing.assert_array_equal(logits(nets[0], mixed)[:16], of_last[:16])
+    np.testing.assert_allclose(logits(nets[0], mixed)[16:], of_first[16:], atol=1e-6)

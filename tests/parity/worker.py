@@ -37,6 +37,7 @@ MOGE = {
     "shared_ffn_hidden_size": 64,
     "balance_bias_rate": 0.1,
 }
+SIGMA = {"num_experts": 4, "experts_per_token": 1, "router": "hash", "num_domains": 2, "capacity_factor": 2.0}
 MODELS = {
     "pangu": ("pangu", "tiny", {}),
     "codegeex": ("codegeex", "tiny", {}),
@@ -46,6 +47,7 @@ MODELS = {
     "palm": ("palm", "tiny", {}),
     "moe": ("pangu", "tiny", {"experts": {**EXPERTS, "experts_per_token": 2, **BALANCED}}),
     "moge": ("pangu", "embedded_tiny", {"experts": {**EXPERTS, **MOGE}}),
+    "sigma": ("pangu", "tiny", {"experts": SIGMA}),
 }
 
 

@@ -19,6 +19,7 @@ COUNTS = {  # facts of the published models
 SIZES = [(family, size) for family in FAMILIES for size in family_module(family, "config").SIZES]
 BASE = {"vocab_size": 128, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "query_layer": False}
 TWO_OF_FOUR = {"num_experts": 4, "experts_per_token": 2}
+HASH = {"num_experts": 4, "experts_per_token": 1, "router": "hash"}
 
 
 @pytest.mark.parametrize(("family", "size"), COUNTS)
@@ -123,6 +124,10 @@ def test_networks_that_are_not_built_here_are_refused():
             "experts.router must be one of softmax, grouped, sigmoid, hash",
         ),
         ({"experts": {**TWO_OF_FOUR, "router": "hash"}}, "experts_per_token must be 1 with router: hash, got 2"),
+        ({"experts": {**HASH, "num_domains": 3}}, "num_experts 4 is not divisible by the num_domains 3"),
+        ({"experts": {**HASH, "num_domains": 2, "domain": 2}}, "domain 2: num_domains is 2, counted from 0"),
+        ({"experts": {**HASH, "domain": 1}}, "domain 1: num_domains is 1"),
+        ({"experts": {**TWO_OF_FOUR, "num_domains": 2}}, "num_domains and domain are for router: hash"),
         ({"experts": {**TWO_OF_FOUR, "normalize": "after_drop"}}, "without capacity_factor nothing is dropped"),
         ({"experts": {**TWO_OF_FOUR, "first_dense_layers": 2}}, "none of the 2 layers has any"),
     ],

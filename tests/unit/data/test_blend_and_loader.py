@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exact batch of every step, whatever the mesh."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,16 @@ def test_a_batch_is_its_samples_one_after_another(datasets):
             start = sample * SEQ_LEN
             expected = datasets[dataset].tokens.tokens[start : start + SEQ_LEN + 1]
             assert np.concatenate([*(part[:-1] for part in parts), parts[-1, -1:]]).tolist() == expected.tolist()
+
+
+def test_the_ids_a_network_is_given_tell_their_domain(datasets):
+    sets = [dataclasses.replace(each, offset=500 * domain) for each, domain in zip(datasets, (1, 0, 2), strict=True)]
+    for step in range(6):
+        plain, told, drawn = loader(datasets).batch(step), loader(sets).batch(step), loader(sets).drawn(step)
+        of_row = np.repeat([500 * (1, 0, 2)[n] for n in drawn.datasets], len(plain.tokens) // len(drawn.datasets))
+        np.testing.assert_array_equal(told.tokens, plain.tokens + of_row[:, None])
+        for name in ("labels", "positions", "loss_weights"):
+            np.testing.assert_array_equal(getattr(told, name), getattr(plain, name))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -160,6 +172,8 @@ def test_a_blend_of_weights_or_by_temperature(tmp_path, write):
     by_size = read_blend(write("t.yaml", "datasets: [{path: a}, {path: b}]\ntemperature: 2\n"))
     assert [part.weight for part in by_size] == pytest.approx([2 / 3, 1 / 3])
     assert read_blend(tmp_path / "a")[0].weight == 1
+    told = read_blend(write("d.yaml", "datasets: [{path: a, domain: 1}, {path: b}]\ntemperature: 1\n"))
+    assert [part.domain for part in told] == [1, None]
     assert "100 tokens give no sequence of 128" in short_datasets(by_size, 128)[0]
 
 
@@ -175,6 +189,7 @@ def test_a_blend_of_weights_or_by_temperature(tmp_path, write):
         ("datasets: [{path: a, weight: 1}, {path: a, weight: 2}]", "a is named twice"),
         ("datasets: [{path: none, weight: 1}]", "w.yaml: .*none: no token files there"),
         ("datasets: [{weight: 1}]", r"datasets\[0\] needs a path"),
+        ("datasets: [{path: a, weight: 1, domain: -1}]", r"datasets\[0\].domain must be at least 0"),
         ("datasets: [{path: a, weight: 1}, {path: b, weight: 1}]", "b was made with another tokenizer than a"),
     ],
 )

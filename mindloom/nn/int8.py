@@ -8,6 +8,7 @@ from mindspore.common.initializer import initializer
 from mindloom.nn.embedding import Embedding
 from mindloom.nn.head import Head, TiedHead
 from mindloom.nn.linear import MOST_ROWS, Linear
+from mindloom.nn.moe import ExpertLinear
 from mindloom.nn.multi_lora import AdaptedProduct
 
 
@@ -43,6 +44,23 @@ class Int8Linear(AdaptedProduct):
 
     def operands(self):
         return (self.weight, self.scale, self.bias) if self.has_bias else (self.weight, self.scale)
+
+
+class Int8ExpertLinear(nn.Cell):
+    """y = (x W^T) * scale + b for each expert, with W (E, out, in) in int8, scale (E, 1, out)."""
+
+    def __init__(self, linear: ExpertLinear):
+        super().__init__()
+        experts, out, _ = linear.weight.shape
+        self.weight, self.scale = _int8(linear.weight.shape), _scale((experts, 1, out))
+        self.dtype, self.has_bias = linear.dtype, linear.has_bias
+        self.matmul, self.rescale, self.cast = ops.BatchMatMul(transpose_b=True), ops.Mul(), ops.Cast()
+        if self.has_bias:
+            self.bias, self.bias_add = linear.bias, ops.Add()
+
+    def construct(self, x):  # (E, R, in) -> (E, R, out)
+        y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
+        return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y
 
 
 class Int8Embedding(nn.Cell):

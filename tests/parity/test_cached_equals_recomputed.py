@@ -185,15 +185,17 @@ def test_nothing_compiles_after_the_first_request_of_a_bucket(engine, tiny, monk
 
 def test_int8_takes_a_quarter_and_points_the_same_way(engine, tmp_path, golden, tiny):
     golden_folder = converted(tmp_path, "gelu_tanh")
-    for folder, ids in ((golden_folder, golden["input_ids"][0].tolist()), (tiny, list(range(10, 60)))):
+    experts = saved(tmp_path / "experts", "pangu", size_config("pangu", "gshard_tiny"))
+    texts = ((golden_folder, golden["input_ids"][0].tolist()), (tiny, list(range(10, 60))), (experts, [*range(10, 60)]))
+    for folder, ids in texts:
         exact, coarse = recomputed(engine, folder), recomputed(engine, folder, int8=True)
         for length in (1, 8, len(ids)):
             a, b = (extend(d, ids[:length]).astype(np.float64) for d in (exact, coarse))
             assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) >= 0.999
             exact.trim(0, 0)
             coarse.trim(0, 0)
-    sizes = [sum(p.asnumpy().nbytes for p in d.net.get_parameters()) for d in (exact, coarse)]
-    assert sizes[1] / sizes[0] < 0.3
+        sizes = [sum(p.asnumpy().nbytes for p in d.net.get_parameters()) for d in (exact, coarse)]
+        assert sizes[1] / sizes[0] < 0.3
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")

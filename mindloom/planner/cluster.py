@@ -46,7 +46,9 @@ class ExpertEfficiency:
     all_to_all: Positive
     """Share of the links' speed that all-to-alls reach."""
     overlap: Rate
-    """Of a layer's products, behind which its all-to-alls hide."""
+    """Of a layer's products, behind which its all-to-alls hide where virtual stages interleave microbatches."""
+    attention: Positive
+    """How many times faster attention kernels are than in the runs of dense models, which are older."""
     passes: NotNegative
     """Over the rows of experts: they are put in order, weighted and added up."""
     layer_overhead_us: NotNegative

@@ -14,6 +14,7 @@ from mindloom.planner.memory import expert_parameters, expert_shards, head_colum
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
 SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
+KERNEL_HEAD = 128  # fused attention kernels take as long for narrower heads
 BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward
 
 
@@ -106,6 +107,8 @@ class Rates:
         self.flops = cluster.peak_tflops * 1e12 * fitted.matmul * faster
         aligned = dims.head_size % cluster.alignment == 0
         self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention * (1.0 if aligned else 1 / 12)
+        if dims.num_experts:
+            self.attention_flops *= self.experts.attention
         self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
         self.overhead = fitted.layer_overhead_us * 1e-6
         self.tp = group_bandwidth(cluster, job.tp, 1)
@@ -128,7 +131,9 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
     matmul = rates.matmul(tokens, q / tp + 2 * dims.kv_size / kv_parts, h) + rates.matmul(tokens, h, q / tp)
     ffn = dims.always_used_ffn
     matmul += (dims.mlp_matrices - 1) * rates.matmul(tokens, ffn / tp, h) + rates.matmul(tokens, h, ffn / tp)
-    attention = 4 * tokens * dims.seq_len * q / tp / rates.attention_flops * (0.5 if job.flash_attention else 1.0)
+    attention = 4 * tokens * dims.seq_len * q / tp / rates.attention_flops
+    if job.flash_attention:
+        attention *= 0.5 * max(1.0, KERNEL_HEAD / dims.head_size)
     # Passes: two norms read and write, two residual additions read twice and write once, each with half a dropout mask.
     passes = (3 + 4 * dims.num_norms) * tokens * h / (tp if job.sequence_parallel else 1)
     passes += (2 * dims.mlp_matrices - 2) * tokens * ffn / tp  # the activation
@@ -141,7 +146,8 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
     if not dims.num_experts:
         return part
     whole = part.plus(experts_forward(dims, job, rates))
-    hidden = rates.experts.overlap * (whole.matmul + whole.attention)
+    # Only interleaved stages have another microbatch's products at hand meanwhile.
+    hidden = rates.experts.overlap * (whole.matmul + whole.attention) if job.virtual_stages > 1 else 0.0
     return dataclasses.replace(whole, expert_parallel=max(0.0, whole.expert_parallel - hidden))
 
 

@@ -14,6 +14,7 @@ from mindloom.planner.memory import expert_parameters, expert_shards, head_colum
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
 SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
+MESSAGE_S = 2e-6  # to send one of an all-to-all's messages off, however short: published latencies of small messages
 KERNEL_HEAD = 128  # fused attention kernels take as long for narrower heads
 BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward
 
@@ -87,7 +88,8 @@ def all_reduce(num_bytes: float, size: int, bandwidth: float) -> float:
 
 def all_to_all(num_bytes: float, size: int, stride: int, rates: Rates, copies: int = 0) -> float:
     """Seconds in which every device sends each of `size`, every `stride`-th, its part of `num_bytes`: within a node over its
-    links, to others over the device's own. `copies`: of what each row is among them, of which a node is sent one."""
+    links, to others over the device's own, each message after the other. `copies`: of what each row is among them, of which
+    a node is sent one."""
     cluster = rates.cluster
     in_node = min(size, max(1, cluster.devices_per_node // stride))
     near = (in_node - 1) / size * num_bytes / (cluster.intra_node_gb_per_s * cluster.fitted.intra_node * 1e9)
@@ -95,7 +97,7 @@ def all_to_all(num_bytes: float, size: int, stride: int, rates: Rates, copies: i
     if copies:
         num_bytes *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
     far = (size - in_node) / size * num_bytes / (cluster.inter_node_gb_per_s * cluster.fitted.inter_node * 1e9)
-    return near + far
+    return near + far + (size - 1) * MESSAGE_S
 
 
 class Rates:

@@ -9,35 +9,45 @@ from __future__ import annotations
 import io
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from mindloom.errors import ConfigError
 
 BUFFER_BYTES = 1 << 20
 
 
-class DocumentPath:
-    """A file or folder by its name, an object or a folder of objects by its URL."""
+if TYPE_CHECKING:
+    DocumentPath = Path
+else:
 
-    def __new__(cls, text: str) -> Path:  # type: ignore[misc]
-        """Raises:
+    class DocumentPath:
+        """A file or folder by its name, an object or a folder of objects by its URL."""
+
+        def __new__(cls, text: str) -> Path:
+            """Raises:
+            ConfigError: what reads that store is not installed, or there is no such kind of store.
+            """
+            return open_url(text) if "://" in text else Path(text)
+
+
+def open_url(text: str) -> Any:
+    """What a URL names, as a path.
+
+    Raises:
         ConfigError: what reads that store is not installed, or there is no such kind of store.
-        """
-        if "://" not in text:
-            return Path(text)
-        try:
-            open_path = import_module("upath").UPath
-        except ModuleNotFoundError:
-            raise ConfigError(f"{text}: object storage needs universal_pathlib: pip install 'mindloom[data]'") from None
-        try:
-            path: Any = open_path(text)
-            path.fs  # noqa: B018  # opens the store
-        except (ImportError, ValueError) as error:  # a package of its own, as s3fs; a scheme that nobody knows
-            raise ConfigError(f"{text}: {str(error).splitlines()[0]}") from None
-        except Exception as error:  # what stores say of wrong settings
-            raise ConfigError(f"{text}: cannot be opened: {type(error).__name__}: {error}") from None
-        result: Path = path
-        return result
+    """
+    try:
+        open_path = import_module("upath").UPath
+    except ModuleNotFoundError:
+        raise ConfigError(f"{text}: object storage needs universal_pathlib: pip install 'mindloom[data]'") from None
+    try:
+        path = open_path(text)
+        path.fs  # noqa: B018  # opens the store
+    except (ImportError, ValueError) as error:  # a package of its own, as s3fs; a scheme that nobody knows
+        raise ConfigError(f"{text}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # what stores say of wrong settings
+        raise ConfigError(f"{text}: cannot be opened: {type(error).__name__}: {error}") from None
+    return path
 
 
 def open_document(path: Path) -> IO[bytes]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from mindloom.cli import argument, check_numbers, option, parse_args
 from mindloom.data.cluster import Cluster, Workers, leave
@@ -35,6 +35,7 @@ from mindloom.data.mindrecord import COLUMN, read_mindrecord, write_mindrecord
 from mindloom.data.minhash import MinHash
 from mindloom.data.rewrite import SAMPLES, rewrite
 from mindloom.data.sources import MAX_DOCUMENT_MB, SHARD_MB, Source
+from mindloom.data.staging import staged
 from mindloom.data.stores import DocumentPath
 from mindloom.data.substrings import SubstringSettings, dedup_substrings
 from mindloom.data.tokenize import TokenizeJob, tokenize
@@ -67,6 +68,9 @@ class Common:
         "files are grouped, large .jsonl files cut to so much; such a group is worked on, and done again, alone",
     )
     address: str | None = option(None, "of the Ray cluster, auto or HOST:PORT; one is started here without it")
+    scratch: Path = option(
+        Path(), "folder in which what goes to object storage is made first; the nodes of a cluster see it, too"
+    )
 
     def engine_for(self, out: Path) -> Workers:
         """Raises:
@@ -81,7 +85,7 @@ class Common:
 
     def source(self) -> Source:
         return Source(
-            cast("tuple[Path, ...]", self.inputs),
+            self.inputs,
             self.key,
             self.suffixes,
             self.on_error,
@@ -92,7 +96,7 @@ class Common:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeConfig(Common):
-    out: Path = option(..., "folder for the token files")
+    out: DocumentPath = option(..., "folder for the token files")
     model: str = option("pangu", "model family, whose tokenizer it is")
     tokenizer: Path = option(..., "tokenizer of the family: a file, or a folder")
     fim_rate: Share = option(0.0, "share of documents rearranged so that a model learns to fill in the middle")
@@ -103,7 +107,7 @@ class TokenizeConfig(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class DedupConfig(Common):
-    out: Path = option(..., "folder for the files of what stays, one for each input, and duplicates.jsonl")
+    out: DocumentPath = option(..., "folder for the files of what stays, one for each input, and duplicates.jsonl")
     threshold: Probability = option(0.8, "Jaccard similarity from which documents are near-duplicates")
     shingle: Count = option(5, "characters of the pieces that are compared")
     seed: Seed = option(1, "of the hash functions")
@@ -111,8 +115,8 @@ class DedupConfig(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class SubstringsConfig(Common):
-    out: Path = option(..., "file for what is left: .jsonl, .jsonl.gz or .jsonl.zst")
-    report: Path | None = option(None, "file for every cut: where, and what")
+    out: DocumentPath = option(..., "file for what is left: .jsonl, .jsonl.gz or .jsonl.zst")
+    report: DocumentPath | None = option(None, "file for every cut: where, and what")
     min_length: Length = option(200, "characters of a run that is cut out where it was there before")
     min_rest: Natural = option(50, "characters, without white space, that must be left of a document that was cut")
 
@@ -121,8 +125,8 @@ class SubstringsConfig(Common):
 class DecontaminateConfig(Common):
     evaluation: tuple[Path, ...] = option(..., "files of the evaluation sets")
     evaluation_keys: tuple[str, ...] = option(("text",), "their fields that must not be seen in training")
-    out: Path = option(..., "file for what is left: .jsonl, .jsonl.gz or .jsonl.zst")
-    report: Path | None = option(None, "file for every cut: where, what, and of which evaluation document")
+    out: DocumentPath = option(..., "file for what is left: .jsonl, .jsonl.gz or .jsonl.zst")
+    report: DocumentPath | None = option(None, "file for every cut: where, what, and of which evaluation document")
     ngram: Count = option(13, "words in a row that both must have")
     margin: Natural = option(200, "characters cut away on each side of a match")
     min_piece: Natural = option(200, "characters of a piece that is kept")
@@ -131,9 +135,11 @@ class DecontaminateConfig(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class FilterConfig(Common):
-    out: Path = option(..., "file for what passes: .jsonl, .jsonl.gz or .jsonl.zst")
-    removed: Path | None = option(None, "file for what does not, with the rules it failed")
-    samples: Path | None = option(None, "text file for a few documents of each rule that failed them, to be read")
+    out: DocumentPath = option(..., "file for what passes: .jsonl, .jsonl.gz or .jsonl.zst")
+    removed: DocumentPath | None = option(None, "file for what does not, with the rules it failed")
+    samples: DocumentPath | None = option(
+        None, "text file for a few documents of each rule that failed them, to be read"
+    )
     min_chars: Natural = option(0, "characters at least")
     max_chars: Natural = option(0, "characters at most; 0: any number")
     min_letters: Share = option(0.0, "share of letters among what is not white space, at least")
@@ -260,6 +266,15 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], dict[str, Any] | None]]] = {
 }
 
 
+def _prepare(config: Common, work: Callable[[Any], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Work on documents, whose results may go to object storage."""
+    with staged(config, config.scratch) as local:
+        report = work(local)
+        if config.engine == "ray":
+            leave(local.engine_for(local.out))  # type: ignore[attr-defined]
+    return report
+
+
 def main(argv: Sequence[str]) -> None:
     command = argv[0] if argv else "--help"
     if command in ("-h", "--help"):
@@ -270,8 +285,6 @@ def main(argv: Sequence[str]) -> None:
     kind, work = COMMANDS[command]
     config: Any = parse_args(kind, f"tools/preprocess.py {command}\n\n{__doc__}", argv[1:])
     check_numbers(config)
-    report = work(config)
-    if isinstance(config, Common) and config.engine == "ray":
-        leave(config.engine_for(config.out))  # type: ignore[attr-defined]
+    report = _prepare(config, work) if isinstance(config, Common) else work(config)
     if report is not None:
         print(json.dumps(report, indent=1, ensure_ascii=False))

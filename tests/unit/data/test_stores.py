@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import ROOT, in_process
+from fsspec.implementations.memory import MemoryFileSystem
 from upath import UPath
 
 from mindloom.models.family import family_module
@@ -75,4 +76,49 @@ def test_a_store_that_cannot_be_opened_is_told_in_a_line(store, tmp_path):
     out = ("--out", tmp_path / "kept.jsonl")
     assert "s9://bucket: " in said("s9://bucket", *out)
     assert "memory://bucket/nothing: there is no such file" in said("memory://bucket/nothing", *out)
-    assert "a file or folder of this machine is wanted" in said(store, "--out", "memory://bucket/kept.jsonl")
+    assert "s9://bucket: " in said(store, "--out", "s9://bucket")
+    assert "a file or folder of this machine is wanted" in said(store, *out, "--scratch", "memory://bucket")
+
+
+@pytest.mark.parametrize(
+    ("verb", "engine"), [("filter", "local"), ("filter", "ray"), ("dedup", "local"), ("tokenize", "local")]
+)
+def test_what_is_made_for_a_store_is_what_is_made_for_a_folder(folder, tmp_path, verb, engine, tokenizer):
+    def make(root):
+        out, more = f"{root}/kept.jsonl" if verb == "filter" else str(root), ()
+        if verb == "filter":
+            more = ("--min-chars", 60, "--removed", f"{root}/removed.jsonl.gz", "--samples", f"{root}/samples.txt")
+        elif verb == "tokenize":
+            more = ("--tokenizer", tokenizer)
+        more = (*more, "--workers", 2, "--engine", engine, "--scratch", scratch)
+        return in_process("tools/preprocess.py", verb, folder, *more, "--out", out)
+
+    scratch, root = tmp_path / "scratch", f"memory://made/{verb}/{engine}"
+    scratch.mkdir()
+    for place in (tmp_path / "here", root, f"file://{tmp_path}/there"):
+        outcome = make(place)
+        assert not outcome.code, outcome.output
+    assert not list(scratch.iterdir())
+    here, there = ({p.name: p for p in (tmp_path / name).rglob("*") if p.is_file()} for name in ("here", "there"))
+    assert len(here) > 1 and here.keys() == there.keys() == {path.name for path in UPath(root).iterdir()}
+    for name, path in here.items():
+        if name != "info.json":  # which has the time
+            assert path.read_bytes() == there[name].read_bytes() == (UPath(root) / name).read_bytes(), name
+    outcome = make(root)
+    assert outcome.code == 2 and "is there already; remove it or give another name" in outcome.output
+    assert not list(scratch.iterdir())
+
+
+def test_what_a_store_does_not_take_stays_in_the_folder(folder, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    arguments = ("--out", "memory://refused/kept.jsonl", "--min-chars", 3, "--scratch", tmp_path)
+    outcome = in_process("tools/preprocess.py", "filter", folder, *arguments)
+    (made,) = tmp_path.iterdir()
+    told = (
+        f"memory://refused/kept.jsonl: cannot be written: PermissionError: Access Denied; what was made stays in {made}"
+    )
+    assert outcome.code == 2 and told in outcome.output
+    assert len(made.read_text(encoding="utf-8").splitlines()) > 40

@@ -100,12 +100,16 @@ def copy_beside(source: Path, target: Path, but: Collection[str] = (CONFIG,)) ->
             shutil.copy(path, target)
 
 
+Read = Callable[[str, Slices], NDArray[Any]]
+"""Gives a part of a tensor."""
+
+
 @dataclass(frozen=True)
 class Weights:
     """The weights of a folder, of which only what is asked for is read."""
 
     shapes: dict[str, tuple[int, ...]]
-    read: Callable[[str, Slices], NDArray[Any]]
+    read: Read
     """A part of one.
 
     Raises:

@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn
 from mindspore.nn.utils import no_init_parameters
+from numpy.typing import NDArray
 
 from mindloom.checkpoint.adapters import Adapter, put_side_by_side, ranks_of_several
-from mindloom.checkpoint.model_folder import check_weights, load_weights
+from mindloom.checkpoint.model_folder import check_shapes, open_weights
+from mindloom.checkpoint.shards import Slices
 from mindloom.checkpoint.tensor_files import WEIGHTS
+from mindloom.errors import ConfigError
 from mindloom.inference.kernels import kernel_library, rows_are_alone, use_kernels
-from mindloom.inference.quantize import quantize, quantize_weights
+from mindloom.inference.quantize import quantize, quantized_weights
 from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
@@ -23,7 +29,11 @@ from mindloom.nn.lora import attach_adapters
 from mindloom.nn.multi_lora import attach_several_adapters
 from mindloom.nn.replace import share_parameters
 from mindloom.parallel.parallelize import parallelize
+from mindloom.runtime.cpu.executor import Source
 from mindloom.strategy.config import Strategy
+
+CACHE = ".cache."
+"""In the names of parameters that no checkpoint has."""
 
 
 def build_model(
@@ -80,23 +90,36 @@ def load_model(
     int8: bool = False,
     adapters: Sequence[Adapter] = (),
 ) -> nn.Cell:
-    """`build_model` with the folder's weights whole in it, and beside them adapters that tokens choose from.
+    """`build_model` with the folder's weights, and beside them adapters that tokens choose from. Of several CPU processes
+    each reads what it holds when the first graph is compiled.
 
     Raises:
         ConfigError: the weights are missing, damaged, or not this model's.
     """
-    weights = load_weights(folder)
+    weights = open_weights(folder)
+    if problem := weights.damage(slice(None)):
+        raise ConfigError(problem)
     with no_init_parameters():
         plain: nn.Cell = family_module(family, "model").Model(config)
     shapes = {parameter.name: tuple(parameter.shape) for parameter in plain.get_parameters()}
-    check_weights(weights, shapes, str(folder / WEIGHTS))
+    check_shapes(weights.shapes, shapes, str(folder / WEIGHTS))
     net = build_model(family, config, strategy, caches, int8, ranks=ranks_of_several(adapters))
-    if int8:
-        weights = quantize_weights(net, weights)
-    weights |= put_side_by_side(adapters)
+    read, beside = quantized_weights(net, weights.read) if int8 else weights.read, put_side_by_side(adapters)
+    in_parts = strategy.mesh.size > 1 and ms.get_context("device_target") == "CPU"
     for parameter in net.get_parameters():
-        if parameter.name in weights:
-            parameter.set_data(Tensor(weights.pop(parameter.name), dtype=parameter.dtype))
+        if CACHE in parameter.name:
+            part: Callable[[Slices], NDArray[Any]] = _zeros
+        elif parameter.name in beside:
+            part = beside[parameter.name].__getitem__
         else:
-            parameter.init_data()  # a cache
+            part = partial(read, parameter.name)
+        source = Source(tuple(parameter.shape), part)
+        if in_parts:
+            parameter.source = source
+        else:
+            parameter.set_data(Tensor(part(source.whole), dtype=parameter.dtype))
     return net
+
+
+def _zeros(slices: Slices) -> NDArray[Any]:
+    return np.zeros([s.stop - s.start for s in slices], np.float32)

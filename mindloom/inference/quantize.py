@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mindloom.checkpoint.model_folder import Read
+from mindloom.checkpoint.shards import Slices, whole
 from mindloom.nn.decoder import Decoder
 from mindloom.nn.head import Head
 from mindloom.nn.int8 import Int8Embedding, Int8ExpertLinear, Int8Head, Int8Linear, Int8TiedHead
@@ -28,13 +30,28 @@ def quantize(net: Decoder) -> None:
     replace_cell(net, "embedding.word", word)  # last: its scale keeps the embedding's name
 
 
-def quantize_weights(net: Decoder, weights: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """The tensors of a float checkpoint as a quantized `net` wants them."""
-    result = dict(weights)
-    for path, cell in net.cells_and_names():
-        if isinstance(cell, Int8Linear | Int8ExpertLinear | Int8Embedding | Int8Head):
-            whole = np.asarray(result[f"{path}.weight"], np.float32)
-            scale = np.maximum(np.abs(whole).max(-1, keepdims=True), np.finfo(np.float32).tiny) / 127
-            result[f"{path}.weight"] = np.rint(whole / scale).astype(np.int8)
-            result[f"{path}.scale"] = scale.reshape(cell.scale.shape).astype(np.float32)
-    return result
+def quantized_weights(net: Decoder, read: Read) -> Read:
+    """What reads a float checkpoint as a quantized `net` wants it."""
+    coarse = {
+        f"{path}.{kind}": (path, kind)
+        for path, cell in net.cells_and_names()
+        if isinstance(cell, Int8Linear | Int8ExpertLinear | Int8Embedding | Int8Head)
+        for kind in ("weight", "scale")
+    }
+    shapes = {parameter.name: parameter.shape for parameter in net.get_parameters()}
+
+    @lru_cache(1)  # a matrix and its scale are asked for one after the other
+    def quantized(path: str) -> dict[str, NDArray[Any]]:
+        name = f"{path}.weight"
+        exact = np.asarray(read(name, whole(shapes[name])), np.float32)
+        scale = np.maximum(np.abs(exact).max(-1, keepdims=True), np.finfo(np.float32).tiny) / 127
+        scales = scale.reshape(shapes[f"{path}.scale"]).astype(np.float32)
+        return {"weight": np.rint(exact / scale).astype(np.int8), "scale": scales}
+
+    def read_part(name: str, slices: Slices) -> NDArray[Any]:
+        if name not in coarse:
+            return read(name, slices)
+        path, kind = coarse[name]
+        return quantized(path)[kind][slices]
+
+    return read_part

@@ -3,17 +3,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
+from numpy.typing import NDArray
 
 from mindloom.runtime.cpu.find_nan import NanFinder
 from mindloom.runtime.cpu.lowering import lower
 from mindloom.runtime.cpu.partition import PartitionedGraph
 from mindloom.runtime.cpu.transport import Transport
 from mindloom.scratch import scratch_folder
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the value of a parameter is read from, as its attribute `source`."""
+
+    shape: tuple[int, ...]
+    read: Callable[[tuple[slice, ...]], NDArray[Any]]
+    """Gives a part of it."""
+
+    @property
+    def whole(self) -> tuple[slice, ...]:
+        return tuple(slice(0, length) for length in self.shape)
 
 
 class Program:
@@ -67,14 +82,21 @@ def _in_float32(parameter: Parameter) -> Parameter:
 def materialize(parameters: Any, graph: PartitionedGraph) -> None:
     """Give each parameter its initial value, then keep this rank's part of it.
 
-    All ranks draw all initial values in the same order, so they agree with each other and with one device.
+    All ranks draw all initial values in the same order, so they agree with each other and with one device. Of one that is to
+    be read (see `Source`), only this rank's part is, and nothing where its stage has no use for it.
     """
     for parameter in parameters:
+        layout = graph.layouts.get(parameter.name) if parameter.name in graph.parameters else None
+        if source := getattr(parameter, "source", None):  # MindSpore may have cut its shape already
+            if parameter.name in graph.parameters:
+                slices = layout.slices(source.shape, graph.rank, graph.groups) if layout else source.whole
+                parameter.set_data(Tensor(source.read(slices), dtype=parameter.dtype), slice_shape=True)
+                parameter.init_mode = parameter.source = None
+            continue
         if parameter.sliced:
             continue
         parameter.init_data()
-        layout = graph.layouts.get(parameter.name)
-        if layout is not None and parameter.name in graph.parameters:
+        if layout is not None:
             keep_slice(parameter, layout.slices(tuple(parameter.shape), graph.rank, graph.groups))
 
 

@@ -8,8 +8,9 @@ import mindspore as ms
 import numpy as np
 import pytest
 
+from mindloom.checkpoint.shards import whole
 from mindloom.inference.model import build_model
-from mindloom.inference.quantize import quantize_weights
+from mindloom.inference.quantize import quantized_weights
 from mindloom.models.adapters import LoRAConfig
 from mindloom.models.family import size_config
 from mindloom.nn.blocks import Block
@@ -54,10 +55,14 @@ def logits_of(engine, family, config, int8, monkeypatch, switch):
     draw = np.random.default_rng(5)
     plain = build_model(family, config, SINGLE_DEVICE)
     weights = {p.name: draw.normal(0, 0.3, p.shape).astype(np.float32) for p in plain.get_parameters()}
-    weights = quantize_weights(net, weights) if int8 else weights
+
+    def read(name, slices):
+        return weights[name][slices]
+
+    read = quantized_weights(net, read) if int8 else read
     for parameter in net.get_parameters():
-        if parameter.name in weights:
-            parameter.set_data(ms.Tensor(weights[parameter.name]))
+        if ".cache." not in parameter.name:
+            parameter.set_data(ms.Tensor(read(parameter.name, whole(parameter.shape))))
         else:
             cache = np.random.default_rng(6).normal(0, 1, parameter.shape)
             parameter.set_data(ms.Tensor(cache.astype(np.float32)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from mindloom.align.rewards import Reward
 from mindloom.errors import ConfigError, did_you_mean
+from mindloom.evaluation.chat import BLOCK, answer_program
 from mindloom.evaluation.judge import judge_all
 from mindloom.evaluation.programs import NAMES, extract, program
 from mindloom.evaluation.sandbox import Limits, check_isolation
@@ -20,7 +21,8 @@ MEMORY_BYTES = 1 << 30
 
 def program_reward(name: str) -> Reward:
     """1 for a completion with which the program passes its tests, 0 for others; `name` is humaneval-x:LANGUAGE, and the
-    prompts' lines are HumanEval-X's problems. Programs run isolated.
+    prompts' lines are HumanEval-X's problems. A completion goes on where the prompt ends, or, with a code block in it, is
+    an answer that has the function there. Programs run isolated.
 
     Raises:
         ConfigError: no such language, no compiler for it, or no isolation here.
@@ -41,7 +43,10 @@ def program_reward(name: str) -> Reward:
         sources = []
         for place, text in enumerate(completions):
             problem = {"prompt": prompts[place], **{name: values[place] for name, values in columns.items()}}
-            sources.append(program(problem, language, extract(text, language)))
+            if BLOCK.search(text):
+                sources.append(answer_program(problem, language, text))
+            else:
+                sources.append(program(problem, language, extract(text, language)))
         verdicts = dict(judge_all(sources, toolchain, Limits(memory_bytes=MEMORY_BYTES), SECONDS))
         return [float(verdicts[source].passed) for source in sources]
 

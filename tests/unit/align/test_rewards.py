@@ -89,6 +89,10 @@ def test_programs_that_pass_are_rewarded():
     lines = [{"declaration": "def two():\n", "test": f"assert two() == {wanted}"} for wanted in (2, 2, 3)]
     completions = ["    return 2\n", "    return 3\n", "    return 3\n\nprint('x')"]
     assert rewards_of("humaneval-x:python", reward, ["def two():\n"] * 3, completions, lines) == [1.0, 0.0, 1.0]
+    answers = [
+        f"Here it is:\n\n```python\ndef two():\n    return {value}\n```\nIt returns {value}." for value in (2, 3, 3)
+    ]
+    assert rewards_of("humaneval-x:python", reward, ["Write two()."] * 3, answers, lines) == [1.0, 0.0, 1.0]
     with pytest.raises(ConfigError, match="the lines have no declaration, test: they must be problems of HumanEval-X"):
         rewards_of("humaneval-x:python", reward, ["x"], ["y"], [{}])
     with pytest.raises(ConfigError, match="no such language; known: python"):

@@ -169,6 +169,8 @@ def _small_experts(experts: ExpertConfig, heads: int, ep: int) -> ExpertConfig:
         experts,
         num_experts=2 * max(chosen, ep),
         experts_per_token=chosen,
+        num_domains=min(experts.num_domains, 2),
+        domain=min(experts.domain, 1),
         ffn_hidden_size=2 * HEAD_DIM * heads,
         shared_ffn_hidden_size=2 * HEAD_DIM * heads if experts.shared_ffn_hidden_size else 0,
         first_dense_layers=0,

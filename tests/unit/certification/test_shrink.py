@@ -82,3 +82,13 @@ def test_virtual_stages_and_what_is_moved_to_the_host_stay():
     assert small.offload == Offload(optimizer=True, layers=[1])
     model = small_model(size_config("pangu", "13b"), large, 4)
     assert model.num_layers == 4 and model_problems(small, model) == []
+
+
+def test_several_domains_stay_so():
+    model = size_config("pangu", "sigma_1t")
+    strategy = Strategy(mesh=Mesh(dp=8, ep=4))
+    for domains, wanted in ((1, 1), (5, 2)):
+        experts = dataclasses.replace(model.mixture, num_domains=domains, domain=domains - 1)
+        small = small_model(dataclasses.replace(model, experts=experts), strategy, 4)
+        assert (small.num_domains, small.mixture.domain) == (wanted, wanted - 1)
+        assert small.mixture.router == "hash"

@@ -69,6 +69,8 @@ class Cluster:
     devices_per_node: Count
     intra_node_gb_per_s: Positive
     inter_node_gb_per_s: Positive
+    host_gb_per_s: Positive = 32.0
+    """To the host's memory: PCIe 4 with 16 lanes where the chip's data sheet says no other."""
     alignment: Count = 8
     """Matrix units want lengths that are multiples of this."""
     reserved_gb: Positive = 2.0

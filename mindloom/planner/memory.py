@@ -170,7 +170,7 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
     spread = job.tp if job.sequence_parallel else 1
     kept, full = layer_activations(dims, job), layer_activations(dims, job, "none")
     layers, result = job.stages(dims.num_layers), []
-    of_experts, shards = expert_parameters(dims, job), expert_shards(job)
+    of_experts, shards, on_host = expert_parameters(dims, job), expert_shards(job), moments_on_host(dims, job)
     for stage, count in enumerate(stage_parameters(dims, job)):
         experts = of_experts[stage]
         flying = microbatches_in_flight(job, stage)
@@ -190,13 +190,12 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
         if job.zero == 3:  # two layers' whole weights, and one's gradient
             working += 3 * layer_parameters(dims, job.tp) * 2
         moments = job.optimizer_bytes * _cut(count, experts, job.shards, shards, True)
-        on_host = MOMENTS * _cut(count, experts, job.shards, shards, True) if job.optimizer_on_host else 0.0
         result.append(
             StageMemory(
                 parameters=count + experts,
                 weights=job.weight_bytes * _cut(count, experts, job.shards, shards, job.zero >= 3),
                 gradients=job.gradient_bytes * _cut(count, experts, job.shards, shards, job.zero >= 2),
-                optimizer=moments - on_host,
+                optimizer=moments - on_host[stage],
                 activations=activations,
                 working=working,
                 host_activations=flying * away * full,
@@ -204,6 +203,15 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
             )
         )
     return result
+
+
+def moments_on_host(dims: Dimensions, job: Parallelism) -> list[float]:
+    """Bytes of the optimizer's moments that lie in the host's memory, for each stage's device."""
+    if not job.optimizer_on_host:
+        return [0.0] * job.pp
+    of_experts, shards = expert_parameters(dims, job), expert_shards(job)
+    counts = enumerate(stage_parameters(dims, job))
+    return [MOMENTS * _cut(count, of_experts[stage], job.shards, shards, True) for stage, count in counts]
 
 
 def _cut(count: int, experts: int, shards: int, expert_shards: int, is_cut: bool) -> float:

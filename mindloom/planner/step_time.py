@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 from mindloom.planner.cluster import Cluster, Overlap
 from mindloom.planner.dimensions import Dimensions, Parallelism
-from mindloom.planner.memory import expert_parameters, expert_shards, head_columns, stage_parameters
+from mindloom.planner.memory import (
+    MOMENTS,
+    expert_parameters,
+    expert_shards,
+    head_columns,
+    layer_activations,
+    moments_on_host,
+    stage_parameters,
+)
 
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
@@ -58,6 +66,8 @@ class StepTime:
     weights: float
     """Gathering sharded weights, what is not hidden."""
     optimizer: float
+    offload: float
+    """Moving optimizer state and activations to the host and back, what is not hidden."""
 
     @property
     def total(self) -> float:
@@ -250,6 +260,7 @@ def step_time(
         gradients=gradients,
         weights=weights,
         optimizer=_update(dims, job, rates, adapters),
+        offload=_offload(dims, job, cluster, compute, adapters),
     )
 
 
@@ -299,6 +310,16 @@ def _update(dims: Dimensions, job: Parallelism, rates: Rates, adapters: int) -> 
     whole = max(stage_parameters(dims, job)) / job.shards + max(expert_parameters(dims, job)) / expert_shards(job)
     parameters = adapters or whole
     return parameters * (2 * job.optimizer_bytes + job.gradient_bytes + 2 * job.weight_bytes) / rates.bytes
+
+
+def _offload(dims: Dimensions, job: Parallelism, cluster: Cluster, compute: float, adapters: int) -> float:
+    """Exposed seconds of the link to the host: moments there and back while the optimizer waits; activations one way behind
+    the forward passes, the other way behind the backward ones."""
+    link = cluster.host_gb_per_s * 1e9
+    away = max(job.offloaded_layers, default=0) * layer_activations(dims, job, "none") * job.num_microbatches / link
+    exposed = max(0.0, away - compute / 3) + max(0.0, away - compute * 2 / 3)
+    moments = MOMENTS * adapters if adapters and job.optimizer_on_host else max(moments_on_host(dims, job))
+    return exposed + 2 * moments / link
 
 
 def flops_per_device(dims: Dimensions, job: Parallelism, frozen: bool = False) -> tuple[float, float]:

@@ -171,3 +171,29 @@ def test_rings_that_leave_a_node_share_its_links():
     assert group_bandwidth(A100, 8, 1) == pytest.approx(300e9 * intra)
     assert group_bandwidth(A100, 16, 8) == pytest.approx(25e9 * inter)
     assert group_bandwidth(A100, 16, 4) == pytest.approx(2 * 25e9 * inter)
+
+
+def test_what_waits_in_the_hosts_memory_takes_its_link():
+    dims, job = MODELS["22B"][0], Parallelism(dp=2, tp=8, microbatch=2, num_microbatches=4, zero=1)
+    plain = step_time(dims, job, A100)
+    assert plain.offload == 0
+    moments = dataclasses.replace(job, optimizer_on_host=True)
+    held = 8 * stage_parameters(dims, job)[0] / 2
+    assert step_time(dims, moments, A100).offload == pytest.approx(2 * held / 32e9)
+    assert step_time(dims, moments, A100, adapters=1000).offload == pytest.approx(2 * 8000 / 32e9)
+    away = dataclasses.replace(job, offloaded_layers=(10,))
+    assert step_time(dims, away, dataclasses.replace(A100, host_gb_per_s=1e6)).offload == 0  # hidden
+    compute = step_time(dims, away, A100)
+    busy = compute.total - compute.offload - compute.gradients - compute.weights - compute.optimizer
+    slow = step_time(dims, away, dataclasses.replace(A100, host_gb_per_s=0.1))
+    moved = 10 * layer_activations(dims, job) * 4 / 0.1e9
+    assert slow.offload == pytest.approx(2 * moved - busy)
+
+
+def test_narrow_heads_cost_a_fused_kernel_what_wide_ones_do():
+    times = [
+        step_time(dataclasses.replace(MODELS["22B"][0], num_heads=heads), Parallelism(tp=8, flash_attention=True), A100)
+        for heads in (24, 48, 96)  # 256, 128 and 64 a head
+    ]
+    assert times[0].attention == pytest.approx(times[1].attention)
+    assert times[2].attention == pytest.approx(2 * times[1].attention)

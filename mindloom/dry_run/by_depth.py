@@ -38,9 +38,9 @@ class StageLayers:
 
 
 def small_depths(model: ModelConfig, strategy: Strategy, rank: int) -> list[tuple[ModelConfig, Strategy]]:
-    """The models and strategies to compile `rank` of: with one layer of each kind, then with one more of each. A model of
-    which only some layers have experts is compiled whole, and one whose stages hold several parts of it or move layers to the
-    host."""
+    """The models and strategies to compile `rank` of: with one layer of each kind, then with one more of each. A model with
+    experts, whose layers need not be alike and whose counts travel together, is compiled whole, and one whose stages hold
+    several parts of it or move layers to the host."""
     if _is_compiled_whole(model, strategy):
         return [(model, strategy)]
     layers = _layers_of(model, strategy, strategy.mesh.coordinate(rank, "pp"))
@@ -61,8 +61,7 @@ def full_depth(model: ModelConfig, strategy: Strategy, rank: int, compiled: Sequ
 
 def _is_compiled_whole(model: ModelConfig, strategy: Strategy) -> bool:
     moves = strategy.offload is not None and bool(strategy.offload.layers)
-    with_experts = {model.has_experts(layer) for layer in range(model.num_layers - model.query_layer)}
-    return len(with_experts) > 1 or strategy.pipeline.virtual_stages > 1 or moves
+    return model.experts is not None or strategy.pipeline.virtual_stages > 1 or moves
 
 
 def _few_and_many(layers: StageLayers) -> tuple[dict[bool, int], list[bool]]:

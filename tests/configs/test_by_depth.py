@@ -22,21 +22,14 @@ CASES = {  # strategy, layers, rank
         7,
         3,
     ),
-    "experts in every layer": (
-        "mesh: {pp: 2, dp: 2, ep: 2}\npipeline: {num_microbatches: 2}\noptimizer_parallel: {}\nrecompute: {layers: all}\n",
-        7,
-        2,
-    ),
 }
-EXPERTS = {"num_experts": 4, "experts_per_token": 2, "capacity_factor": 1.0, "balance_loss": 0.01}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_derived_equals_compiled(write, name):
     strategy, layers, rank = CASES[name]
-    path = write("s.yaml", strategy + RULES.replace("decoder", "experts" if "experts" in name else "decoder"))
-    model = {"experts": EXPERTS} if "experts" in name else {}
-    model |= {"num_layers": layers, "hidden_size": 64, "num_heads": 8, "vocab_size": 128, "seq_len": 32}
+    path = write("s.yaml", strategy + RULES)
+    model = {"num_layers": layers, "hidden_size": 64, "num_heads": 8, "vocab_size": 128, "seq_len": 32}
     whole, fast = call("tests/configs/graph_worker.py", "by_depth", path, model, rank)
     assert max(fast.pop("compiled_layers")) < len(whole["layers"])
     assert whole.pop("compiled_layers") == []

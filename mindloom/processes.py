@@ -37,13 +37,20 @@ def end_later(seconds: float) -> None:
     msrun looks every second and kills all others when one has ended badly: until then they can tell who is waiting. Before
     threads are started.
     """
-    parent, child = os.getpid(), os.fork()
+    # Both are waited for, not handled: what came just before a wait began would be noticed only after it.
+    awaited = {signal.SIGTERM, signal.SIGCHLD}
+    before, parent, child = signal.pthread_sigmask(signal.SIG_BLOCK, awaited), os.getpid(), os.fork()
     if child == 0:
         end_with_parent(parent)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
-    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(child, number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the child as well
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    ended, status = 0, 0
+    while not ended:
+        if signal.sigwait(awaited) == signal.SIGTERM:
+            os.kill(child, signal.SIGTERM)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    code = os.waitstatus_to_exitcode(status)
     if code:
         time.sleep(seconds)
     os._exit(code if code >= 0 else 128 - code)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time and memory of dry runs at full size, and time of plans.
 
-Writes benchmarks/results/dry_run.md.
+python benchmarks/dry_run.py              writes results/dry_run.md
+python benchmarks/dry_run.py --compare    `--fast` against whole compiles of every shipped strategy: results/dry_run_fast.md
 """
 
 import json
@@ -9,16 +10,21 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from report import write_report
 
+from mindloom.dry_run.by_depth import small_depths
+from mindloom.models.family import family_and_size, size_config
+from mindloom.models.parameters import num_parameters
 from mindloom.strategy.loader import load_strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "dry_run.md"
+COMPARED = RESULTS.with_name("dry_run_fast.md")
 CONFIGS = ROOT / "parallel_configs"
 DRY_RUNS = [  # what, arguments, seconds and GB allowed
     ("PanGu 13B, rank 37 of 64, 8 microbatches", ("13b", "pangu_13b_dp4_tp8_pp2", "37", 1), (60, 6)),
@@ -61,23 +67,42 @@ def dry_run(
     return seconds, int(done.stderr.split()[-1]) / 2**20, values["ranks"]
 
 
-def fast_lines() -> list[str]:
-    """Every shipped strategy, a rank of each stage: from small depths and whole, which must say the same."""
-    lines = ["", "| strategy | ranks | whole, s | `--fast`, s | same report |", "|---|---|---|---|---|"]
-    for path in sorted(CONFIGS.glob("*.yaml")):
-        strategy = load_strategy(path)
-        size, of_stage = path.stem.split("_")[1], strategy.mesh.size // strategy.mesh.pp
-        first = range(0, strategy.mesh.size, of_stage)
-        ranks = [str(first[-1])] if size == "200b" else list(map(str, first))
-        whole, fast = (dry_run(size, path.stem, ",".join(ranks), 1, *more) for more in ((), ("--fast",)))
-        reports = [[{k: v for k, v in rank.items() if k not in UNLIKE} for rank in ran[2]] for ran in (whole, fast)]
-        same = "yes" if reports[0] == reports[1] else "**NO**"
-        lines.append(f"| {path.stem} | {', '.join(ranks)} | {whole[0]:.1f} | {fast[0]:.1f} | {same} |")
-        print(lines[-1], flush=True)
-    return lines
+def compared(path: Path) -> str | None:
+    """A shipped strategy, a rank of each stage: from small depths and whole, which must say the same. Of 200B one rank; None:
+    other models beyond 13B, and what is compiled whole in any case."""
+    strategy, (family, size) = load_strategy(path), family_and_size(path.stem)
+    model, of_stage = size_config(family, size), strategy.mesh.size // strategy.mesh.pp
+    is_large = num_parameters(model) > 14e9
+    if (is_large and size != "200b") or len(small_depths(model, strategy, 0)) == 1:
+        return None
+    first = range(0, strategy.mesh.size, of_stage)
+    ranks = [str(first[-1])] if is_large else list(map(str, first))
+    whole, fast = (dry_run(size, path.stem, ",".join(ranks), 1, *more) for more in ((), ("--fast",)))
+    reports = [[{k: v for k, v in rank.items() if k not in UNLIKE} for rank in ran[2]] for ran in (whole, fast)]
+    same = "yes" if reports[0] == reports[1] else "**NO**"
+    line = f"| {path.stem} | {', '.join(ranks)} | {whole[0]:.1f} | {fast[0]:.1f} | {same} |"
+    print(line, flush=True)
+    return line
+
+
+def compare() -> None:
+    """Two strategies at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        lines = [line for line in pool.map(compared, sorted(CONFIGS.glob("*.yaml"))) if line]
+    head = [
+        f"MindSpore {version('mindspore')}. Every shipped strategy of 13B and below that `--fast` derives, a rank of each",
+        "stage, and one rank of 200B; kept graphs off, two strategies at a time. Reports are compared field by field, all",
+        "but seconds and depths.",
+        "",
+        "| strategy | ranks | whole, s | `--fast`, s | same report |",
+        "|---|---|---|---|---|",
+    ]
+    write_report(COMPARED, "Dry runs from small depths, and whole", "dry_run.py --compare", head + lines)
 
 
 def main() -> None:
+    if "--compare" in sys.argv[1:]:
+        return compare()
     lines = [f"MindSpore {version('mindspore')}", ""]
     lines += ["| dry run | seconds | allowed | GB | allowed | of it compiling |", "|---|---|---|---|---|---|"]
     for what, arguments, (allowed, most) in DRY_RUNS:
@@ -86,7 +111,6 @@ def main() -> None:
         each = ", ".join(f"{s:.0f}" for s in compiled.values())
         lines.append(f"| {what} | {seconds:.1f} | {allowed} | {memory:.2f} | {most or '-'} | {each} |")
         print(lines[-1], flush=True)
-    lines += fast_lines()
     lines += ["", "| plan | seconds | allowed |", "|---|---|---|"]
     for size, chip, devices, batch, allowed in PLANS:
         command = ["tools/plan.py", "--model", "pangu", "--size", size, "--devices", str(devices)]

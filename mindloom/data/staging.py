@@ -32,16 +32,25 @@ def staged(config: Config, scratch: Path) -> Iterator[Config]:
         target: Any = getattr(config, name, None)
         if target is None or isinstance(target, Path):
             continue
-        if "file" in target.fs.protocol:
+        protocols = target.fs.protocol
+        if "file" in ((protocols,) if isinstance(protocols, str) else protocols):
             local[name] = Path(target.path)
             continue
-        if _answered(target, target.exists):
+        try:
+            is_there = target.exists()
+        except Exception as error:  # each store has its own kinds
+            raise ConfigError(f"{target}: cannot be opened: {_told(error)}") from None
+        if is_there:
             raise ConfigError(f"{target}: is there already; remove it or give another name")
         local[name] = scratch / f"{hashlib.sha256(str(target).encode()).hexdigest()[:8]}-{target.name}"
         moves[name] = local[name], target
     yield dataclasses.replace(cast("Any", config), **local)
     for path, target in moves.values():
-        _move(path, target)
+        try:
+            _move(path, target)
+        except Exception as error:  # likewise
+            left = ", ".join(str(path) for path, _ in moves.values() if path.exists())
+            raise ConfigError(f"{target}: cannot be written: {_told(error)}; what was made stays in {left}") from None
 
 
 def _move(path: Path, target: Any) -> None:
@@ -49,22 +58,12 @@ def _move(path: Path, target: Any) -> None:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, file)):
         place = target if file == path else target / file.relative_to(path).as_posix()
-        try:
-            place.fs.put_file(str(file), place.path)
-        except Exception as error:  # each store has its own kinds
-            raise ConfigError(f"{place}: cannot be written: {_told(error)}; what was made stays in {path}") from None
+        place.fs.put_file(str(file), place.path)
     milestone(f"{target}: {counted(len(files), 'object', 'objects')} written")
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _answered(target: Any, ask: Any) -> Any:
-    try:
-        return ask()
-    except Exception as error:  # likewise
-        raise ConfigError(f"{target}: cannot be opened: {_told(error)}") from None
 
 
 def _told(error: Exception) -> str:

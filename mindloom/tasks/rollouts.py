@@ -12,7 +12,7 @@ from mindspore import nn
 
 from mindloom.data.examples import Example, Prompt
 from mindloom.inference.mixed import cached
-from mindloom.inference.model import build_model
+from mindloom.inference.model import CACHE, build_model
 from mindloom.inference.sampling import Sampler, SamplingConfig
 from mindloom.inference.scheduler import Request, generate
 from mindloom.models.slots import num_slots_for
@@ -52,7 +52,7 @@ class Rollouts:
         shape = (num_rows, num_slots_for(run.seq_len))
         net = build_model(run.family, run.model, run.strategy, shape, weights_of=model, lora=run.lora)
         for parameter in net.get_parameters():
-            if ".cache." in parameter.name:
+            if CACHE in parameter.name:
                 parameter.init_data()
         self.decoding = cached(engine, net, run.model, *shape)
         self.stop_ids = (run.model.eod_id, *run.model.stop_ids)

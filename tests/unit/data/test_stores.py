@@ -114,11 +114,9 @@ def test_what_a_store_does_not_take_stays_in_the_folder(folder, tmp_path, monkey
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
-    arguments = ("--out", "memory://refused/kept.jsonl", "--min-chars", 3, "--scratch", tmp_path)
-    outcome = in_process("tools/preprocess.py", "filter", folder, *arguments)
-    (made,) = tmp_path.iterdir()
-    told = (
-        f"memory://refused/kept.jsonl: cannot be written: PermissionError: Access Denied; what was made stays in {made}"
-    )
-    assert outcome.code == 2 and told in outcome.output
+    outputs = ("--out", "memory://refused/kept.jsonl", "--removed", "memory://refused/removed.jsonl")
+    outcome = in_process("tools/preprocess.py", "filter", folder, *outputs, "--min-chars", 3, "--scratch", tmp_path)
+    removed, made = sorted(tmp_path.iterdir(), key=lambda path: path.name.endswith("-kept.jsonl"))
+    told = "memory://refused/removed.jsonl: cannot be written: PermissionError: Access Denied; what was made stays in "
+    assert outcome.code == 2 and f"{told}{removed}, {made}" in outcome.output
     assert len(made.read_text(encoding="utf-8").splitlines()) > 40

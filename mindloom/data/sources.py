@@ -24,10 +24,10 @@ from mindloom.data.web import WEB, extract_text, read_records
 from mindloom.errors import ConfigError, Problems
 from mindloom.reader import parse_json
 
-CUT = ".jsonl"
-"""Of files that can be read from any line on."""
-LINES = (CUT, ".jsonl.gz", ".jsonl.zst")
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 TABLES = (".parquet",)
+CUT = (".jsonl", *TABLES)
+"""Of files that can be read from any line, or any group of rows, on."""
 NOT_TEXT = (".json", ".csv", ".zip", ".tar", ".tgz", ".bin", ".npy", ".mindrecord", ".gz", ".zst", ".7z", ".pdf")
 BATCH_BYTES = 1 << 20
 SHARD_MB = 64
@@ -52,7 +52,7 @@ class Raw(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A file, or of a large one the lines that begin from byte `start` up to byte `end`."""
+    """A file, or of a large one the lines or groups of rows that begin from byte `start` up to byte `end`."""
 
     path: Path
     start: int = 0
@@ -115,7 +115,7 @@ class Source:
 
     def shards(self) -> list[list[Piece]]:
         """The files in groups of at least `shard_mb`, each of which can be worked on alone. Files of JSON lines that are much
-        larger are cut between lines; compressed ones and others cannot be."""
+        larger are cut between lines and tables between groups of rows; compressed files and others cannot be."""
         shards, size, wanted = list[list[Piece]](), 0, self.shard_mb * 1e6
         for path in self.files():
             length = path.stat().st_size
@@ -218,7 +218,7 @@ def read_raw(
                 yield Raw(f"{path}:1", b"", "text", "an empty file")
                 continue
             if path.name.endswith(TABLES):
-                yield from _rows(path, key, all_columns)
+                yield from _rows(piece, key, all_columns)
             elif path.name.endswith(LINES):
                 yield from _lines(piece, max_bytes)
             elif path.name.endswith(WEB):
@@ -376,7 +376,8 @@ def _paragraphs(path: Path, max_bytes: int) -> Iterator[Raw]:
                 return
 
 
-def _rows(path: Path, key: str, all_columns: bool) -> Iterator[Raw]:
+def _rows(piece: Piece, key: str, all_columns: bool) -> Iterator[Raw]:
+    path = piece.path
     arrow, parquet = _optional("pyarrow", path), _optional("pyarrow.parquet", path)
     try:
         table = parquet.ParquetFile(open_document(path))
@@ -386,15 +387,25 @@ def _rows(path: Path, key: str, all_columns: bool) -> Iterator[Raw]:
     names = table.schema_arrow.names
     if key not in names:
         raise ConfigError(f"{path}: no column `{key}`; it has: {', '.join(names)}; choose one with --key")
-    number = 0
-    try:
-        for rows in table.iter_batches(batch_size=1000, columns=names if all_columns else [key]):
-            for row in rows.to_pylist():
-                number += 1
-                content = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-                yield Raw(f"{path}:{number}", content, "json")
-    except (OSError, arrow.ArrowException) as error:
-        yield Raw(f"{path}:{number + 1}", b"", "json", f"damaged from here on: {str(error).splitlines()[0]}")
+    columns, number = names if all_columns else [key], 0
+    for index in range(table.num_row_groups):
+        group = table.metadata.row_group(index)
+        if piece.start <= _first_byte(group) and (piece.end is None or _first_byte(group) < piece.end):
+            rows = table.iter_batches(batch_size=1000, row_groups=[index], columns=columns)
+            try:
+                for row_number, row in enumerate((row for part in rows for row in part.to_pylist()), number + 1):
+                    content = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+                    yield Raw(f"{path}:{row_number}", content, "json")
+            except (OSError, arrow.ArrowException) as error:
+                yield Raw(f"{path}:{number + 1}", b"", "json", f"damaged from here on: {str(error).splitlines()[0]}")
+                return
+        number += group.num_rows
+
+
+def _first_byte(group: Any) -> int:
+    """Where a group of rows of a table begins in its file."""
+    column = group.column(0)
+    return int(column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset)
 
 
 def _optional(module: str, path: Path) -> Any:

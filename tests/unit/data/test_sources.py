@@ -77,6 +77,31 @@ def test_a_large_file_of_lines_is_cut_into_shards_that_hold_each_line_once(write
     ]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_large_table_is_cut_into_shards_that_hold_each_row_once(tmp_path, seed):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    draw = random.Random(seed)
+    texts = [f"{number}:" + "".join(draw.choices("abcdefgh", k=draw.choice((1, 40, 900)))) for number in range(400)]
+    path, start = tmp_path / "a.parquet", 0
+    table = arrow.table({"n": list(range(400)), "text": texts})
+    with parquet.ParquetWriter(path, table.schema, use_dictionary=draw.random() < 0.5) as writer:
+        while start < len(texts):
+            size = draw.choice((1, 10, 70))
+            writer.write_table(table.slice(start, size))
+            start += size
+    source = Source((path,), shard_mb=draw.choice((0.0005, 0.02, 0.05)))
+    shards = source.shards()
+    assert len(shards) > 1
+    found = [
+        document
+        for number, pieces in enumerate(shards)
+        for batch in source.batches_of(number, pieces)
+        for _, document in source.parse(batch).documents
+    ]
+    assert [document.text for document in found] == texts
+    assert [document.place for document in found] == [f"{path}:{number}" for number in range(1, 401)]
+
+
 def test_a_mistake_in_a_piece_is_told_with_its_place(write):
     good = json.dumps({"text": "x" * 200}) + "\n"
     path = write("a.jsonl", good * 50 + "no json\n" + good * 5)

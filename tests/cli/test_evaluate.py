@@ -132,13 +132,13 @@ def test_a_killed_run_goes_on_and_more_samples_may_be_asked_for(data, coder, tmp
     assert len((cut / "results.jsonl").read_text().splitlines()) == 6 * NUM_PROBLEMS
 
 
-def test_four_processes_make_the_samples_of_one(data, coder, tmp_path):
+def test_two_processes_make_the_samples_of_one(data, coder, tmp_path):
     arguments = ("--checkpoint", coder, *GENERATION, "--num-samples", 3, "--allow-execution")
     assert evaluate(data, tmp_path / "one", *arguments).code == 0
-    strategy = CONFIGS / "pangu_tiny_dp2_tp2.yaml"
-    outcome = evaluate(data, tmp_path / "four", *arguments, "--strategy", strategy, processes=4)
+    strategy = CONFIGS / "pangu_tiny_dp2.yaml"
+    outcome = evaluate(data, tmp_path / "two", *arguments, "--strategy", strategy, processes=2)
     assert outcome.code == 0, outcome.output
-    assert samples(tmp_path / "four") == samples(tmp_path / "one")
+    assert samples(tmp_path / "two") == samples(tmp_path / "one")
     assert outcome.output.count("pass@1") == 1
 
 

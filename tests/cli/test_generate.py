@@ -190,14 +190,14 @@ def test_no_prompt_at_all_is_an_error_too(checkpoint):
     assert "standard input: holds no token" in outcome.output
 
 
-@pytest.mark.parametrize("num_processes", [1, 4])
+@pytest.mark.parametrize("num_processes", [1, 2])
 def test_ctrl_c_ends_every_process(checkpoint, tmp_path, write, num_processes):
     prompts = write("prompts.txt", f"{PROMPT}\n" * 400)
     arguments = ("tools/generate.py", "--checkpoint", checkpoint, "--prompt-file", prompts, "--batch-size", 2)
     if num_processes == 1:
         command = [sys.executable, *arguments]
     else:
-        command = msrun_command(4, tmp_path / "logs", *arguments, "--strategy", CONFIGS / "pangu_tiny_dp2_tp2.yaml")
+        command = msrun_command(2, tmp_path / "logs", *arguments, "--strategy", CONFIGS / "pangu_tiny_dp2.yaml")
     process = start(*command, start_new_session=True)
     family = []
     try:

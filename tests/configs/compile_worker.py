@@ -2,7 +2,7 @@
 """Compiles strategy files for the virtual Ascend target, a rank of the first, middle and last stage, at reduced depth.
 
 CodeGeeX 13B keeps its width; the others have the smallest that every parameter can be sharded at. Long pipelines get as many
-microbatches as stages, and two virtual stages at the most.
+microbatches as stages, two virtual stages at the most and, but for the longest, 4 stages: those in the midst are alike.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from mindloom.strategy.stages import stage_of_layers
 from mindloom.train.optim import AdamW
 
 SEQ_LEN = 16
+LONGEST = "pangu_200b_dp16_tp8_pp16"
 
 
 def reduced(family, size, strategy):
@@ -63,16 +64,22 @@ def reduced(family, size, strategy):
     )
 
 
+def shortened(path):
+    """The strategy of a file, with a shorter pipeline."""
+    strategy = load_strategy(path)
+    if strategy.mesh.pp <= 4:
+        return strategy
+    stages, virtual = strategy.mesh.pp if Path(path).stem == LONGEST else 4, min(2, strategy.pipeline.virtual_stages)
+    pipeline = dataclasses.replace(strategy.pipeline, num_microbatches=stages, virtual_stages=virtual)
+    return dataclasses.replace(strategy, mesh=dataclasses.replace(strategy.mesh, pp=stages), pipeline=pipeline)
+
+
 def compile_rank(path, rank, rules=None):
     """`rules`: a file to take instead of the strategy's own."""
-    strategy = load_strategy(path)
+    strategy = shortened(path)
     if rules:
         strategy = dataclasses.replace(strategy, rules=load_rules(Path(rules), strategy))
     mesh = strategy.mesh
-    if mesh.pp > 4:
-        virtual = min(2, strategy.pipeline.virtual_stages)
-        pipeline = dataclasses.replace(strategy.pipeline, num_microbatches=mesh.pp, virtual_stages=virtual)
-        strategy = dataclasses.replace(strategy, pipeline=pipeline)
     family, size = family_and_size(Path(path).stem)
     with virtual_ascend(rank, mesh.size):
         all_reduce = ms.ops.AllReduce(group=WORLD)
@@ -122,7 +129,7 @@ def compile_share(paths, whole):
     """This process's share of the ranks: one of the first, middle and last stage; every rank of those in `whole`."""
     tasks = []
     for path in paths:
-        mesh = load_strategy(path).mesh
+        mesh = shortened(path).mesh
         of_stage, last = mesh.size // mesh.pp, mesh.pp - 1
         ranks = [mesh.size - 1 if stage == last else stage * of_stage for stage in sorted({0, mesh.pp // 2, last})]
         tasks += [(path, rank) for rank in (range(mesh.size) if Path(path).stem in whole else ranks)]

@@ -19,14 +19,14 @@ WORKER = "tests/parity/worker.py"
 CASES = [
     "pangu_tiny_dp4+offload+embedded+shallow",
     "pangu_tiny_dp4_zero+palm+shallow",
-    "pangu_tiny_dp2_tp2+shallow",
+    "pangu_tiny_dp2_tp2+clip+shallow",
     "pangu_tiny_dp2_tp2_zero+accumulate+dropout+shallow",
     "pangu_tiny_dp2_tp2_zero+ultra+shallow",
     "pangu_tiny_dp2_tp2_sp+dropout+shallow",
     "pangu_tiny_dp2_tp2_sp+codegeex4+shallow",
-    "pangu_tiny_dp2_tp2_copies+dropout+clip+shallow",
+    "pangu_tiny_dp2_tp2_copies+dropout+shallow",
     "pangu_tiny_tp2_pp2+copies+shallow",
-    "pangu_tiny_tp4+codegeex+clip+shallow",
+    "pangu_tiny_tp4+codegeex+shallow",
     "pangu_tiny_tp4+codegeex4+shallow",  # two heads of keys and values
     "pangu_tiny_tp2_pp2+embedded+shallow",
     "pangu_tiny_tp2_pp2_recompute+palm+shallow",  # one such head
@@ -49,7 +49,7 @@ CASES = [
     "pangu_switch_tiny_dp4_ep2_zero+moe+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+sigma+shallow",  # texts of two domains
 ]
-LIKE_WITHOUT = ("accumulate", "gpipe", "seqpipe", "zero_bubble_v", "offload")
+LIKE_WITHOUT = ("accumulate", "copies", "flash", "gpipe", "seqpipe", "zero_bubble_v", "offload")
 """Options of a mesh: one device is compared without them."""
 ACCUMULATED = "one_device+accumulate+shallow"
 

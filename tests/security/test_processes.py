@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import CONFIGS, ROOT, msrun_command, msrun_env
+from conftest import CONFIGS, ROOT, TWO_LAYERS, msrun_command, msrun_env
 
 TEXT = ROOT / "examples" / "small_town.txt"
-STRATEGY = CONFIGS / "pangu_tiny_dp2_tp2.yaml"
+STRATEGY = CONFIGS / "pangu_tiny_tp2.yaml"
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +49,8 @@ def train(out, steps=100_000):
         "tools/train.py",
         "--data",
         TEXT,
+        "--config",
+        TWO_LAYERS,
         "--steps",
         steps,
         "--seq-len",
@@ -75,7 +77,7 @@ def test_a_launched_job_ends_with_its_launcher(tmp_path, moment):
     job = start((sys.executable, *train(out), "--launch"))
     try:
         if moment == "while it starts":
-            wait_until(lambda: len(mine(out)) >= 5)
+            wait_until(lambda: len(mine(out)) >= 3)
         else:
             wait_until(lambda: has_steps(out))
             assert not sockets()  # all are connected: the names are gone
@@ -89,7 +91,7 @@ def test_a_launched_job_ends_with_its_launcher(tmp_path, moment):
 
 def test_workers_end_with_msrun(tmp_path):
     out = tmp_path / "out"
-    job = start(msrun_command(4, tmp_path / "logs", *train(out)), env=msrun_env())
+    job = start(msrun_command(2, tmp_path / "logs", *train(out)), env=msrun_env())
     try:
         wait_until(lambda: has_steps(out))
         os.kill(job.pid, signal.SIGKILL)
@@ -103,7 +105,7 @@ def test_workers_end_with_msrun(tmp_path):
 
 def test_msrun_that_does_not_wait_leaves_its_workers_to_their_work(tmp_path):
     out = tmp_path / "out"
-    command = [word for word in msrun_command(4, tmp_path / "logs", *train(out, 3)) if word != "--join=True"]
+    command = [word for word in msrun_command(2, tmp_path / "logs", *train(out, 3)) if word != "--join=True"]
     assert start(command, env=msrun_env()).wait(60) == 0
     wait_until(lambda: (out / "checkpoint").exists())
     wait_until(lambda: mine(out) == [], 30)
@@ -113,15 +115,15 @@ def test_ranks_in_wrappers_find_each_other(tmp_path):
     """A shell or `timeout` around each rank: their parents differ, what msrun tells them does not."""
     out = tmp_path / "out"
     told = {
-        "MS_WORKER_NUM": "4",
+        "MS_WORKER_NUM": "2",
         "MS_ROLE": "MS_WORKER",
         "MS_SCHED_HOST": "127.0.0.1",
         "MS_SCHED_PORT": str(os.getpid()),
     }
     jobs = []
-    for rank in range(4):
+    for rank in range(2):
         wrapper = ("timeout", "100") if rank % 2 else ("sh", "-c", '"$@"; exit $?', "sh")
         environment = {**os.environ, **told, "RANK_ID": str(rank)}
         jobs.append(start((*wrapper, sys.executable, *train(out, 3)), env=environment))
-    assert [job.wait(100) for job in jobs] == [0] * 4
+    assert [job.wait(100) for job in jobs] == [0] * 2
     assert has_steps(out, 2)

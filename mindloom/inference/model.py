@@ -4,20 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn
 from mindspore.nn.utils import no_init_parameters
-from numpy.typing import NDArray
 
 from mindloom.checkpoint.adapters import Adapter, put_side_by_side, ranks_of_several
 from mindloom.checkpoint.model_folder import check_shapes, open_weights
-from mindloom.checkpoint.shards import Slices
 from mindloom.checkpoint.tensor_files import WEIGHTS
 from mindloom.errors import ConfigError
 from mindloom.inference.kernels import kernel_library, rows_are_alone, use_kernels
@@ -107,19 +103,13 @@ def load_model(
     read, beside = quantized_weights(net, weights.read) if int8 else weights.read, put_side_by_side(adapters)
     in_parts = strategy.mesh.size > 1 and ms.get_context("device_target") == "CPU"
     for parameter in net.get_parameters():
-        if CACHE in parameter.name:
-            part: Callable[[Slices], NDArray[Any]] = _zeros
-        elif parameter.name in beside:
-            part = beside[parameter.name].__getitem__
+        shape, name = tuple(parameter.shape), parameter.name
+        if CACHE in name:
+            source = Source.of_zeros(shape)
         else:
-            part = partial(read, parameter.name)
-        source = Source(tuple(parameter.shape), part)
+            source = Source(shape, beside[name].__getitem__ if name in beside else partial(read, name))
         if in_parts:
             parameter.source = source
         else:
-            parameter.set_data(Tensor(part(source.whole), dtype=parameter.dtype))
+            parameter.set_data(Tensor(source.read(source.whole), dtype=parameter.dtype))
     return net
-
-
-def _zeros(slices: Slices) -> NDArray[Any]:
-    return np.zeros([s.stop - s.start for s in slices], np.float32)

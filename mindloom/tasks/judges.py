@@ -23,7 +23,7 @@ from mindloom.nn.replace import share_parameters
 from mindloom.parallel.parallelize import parallelize
 from mindloom.runtime.engine import Engine
 from mindloom.train.config import Run
-from mindloom.train.saving import start_from
+from mindloom.train.saving import leave_undrawn, start_from
 
 PREFIX = "reference."
 
@@ -43,6 +43,8 @@ class Reference:
             parameter.name = PREFIX + parameter.name
         if run.lora:
             share_parameters(net.model, network.model, lambda parameter: not is_adapter(parameter.name))
+        else:
+            leave_undrawn(net.get_parameters())
         report = parallelize(net, run.strategy)
         net.graph_key = {"family": run.family, "model": run.model.to_dict(), "reference": not run.lora}
         net.graph_key["lora"] = asdict(run.lora) if run.lora else None

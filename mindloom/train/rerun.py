@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
-
-ACCUMULATED = "accu_grads."
-"""Sums of microbatches' gradients, which are 0 between steps."""
+from mindloom.train.saving import ACCUMULATED
 
 
 class SilentCorruptionError(RuntimeError):

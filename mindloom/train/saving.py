@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,15 @@ from mindloom.files import write_text_atomically
 from mindloom.log import milestone
 from mindloom.models.adapters import is_adapter
 from mindloom.parallel.report import Report
+from mindloom.runtime.cpu.executor import Source
 from mindloom.runtime.engine import Engine
 
-STATES = ("model.", "value_head.", *MOMENTS)
+WEIGHTS = "model."
+STATES = (WEIGHTS, "value_head.", *MOMENTS)
 """How the names of parameters begin that make up the training state."""
+ACCUMULATED = "accu_grads."
+"""Sums of microbatches' gradients, which are 0 between steps."""
+BEGIN_AS_ZEROS = (*MOMENTS, ACCUMULATED)
 TEXT_BYTES = 1024
 
 
@@ -286,13 +291,20 @@ def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, mani
         raise ConfigError(problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else []))
 
 
+def leave_undrawn(parameters: Iterable[Parameter]) -> None:
+    """Let parameters begin as zeros, of which a CPU process has its part alone: moments, and weights that `start_from` or
+    `load_state` will give values."""
+    for parameter in parameters:
+        parameter.source = Source.of_zeros(parameter.shape)
+
+
 def start_from(
     cell: nn.Cell,
     engine: Engine,
     report: Report,
     folder: Path,
     new: Sequence[str] = (),
-    prefix: str = STATES[0],
+    prefix: str = WEIGHTS,
     only_frozen: bool = False,
 ) -> None:
     """Give the weights of a compiled network, those whose names begin with `prefix`, the values of a checkpoint folder. A

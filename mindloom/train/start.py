@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -11,21 +12,25 @@ from importlib import import_module
 from typing import Any
 
 from mindspore import Tensor, nn
+from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
 from mindloom.data.loader import Prefetched
 from mindloom.errors import ConfigError
 from mindloom.log import milestone
+from mindloom.models.adapters import is_adapter
 from mindloom.models.parameters import num_parameters
 from mindloom.nn.flash import has_flash
 from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
+from mindloom.runtime.cpu.drawing import drawing_later
 from mindloom.runtime.engine import Engine
 from mindloom.train.adafactor import Adafactor
 from mindloom.train.config import Run, TrainingConfig
 from mindloom.train.loss_scale import LossScale
 from mindloom.train.optim import SGD, AdamW
+from mindloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS, leave_undrawn
 from mindloom.train.spikes import SpikeGuard
 from mindloom.train.task import Task
 
@@ -67,7 +72,7 @@ def start(run: Run) -> Training:
     if config.find_nan:
         engine.backend.look_for_nan()
     task: Task = import_module(f"mindloom.tasks.{config.task}").TASK(run, engine)
-    net = task.network()
+    net = _network(run, engine, task)
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     task.open_data()
     training = _build_step(run, engine, task, net, report)
@@ -82,6 +87,19 @@ def start(run: Run) -> Training:
         training.say(line)
     training.say(f"metrics, configuration and checkpoints go to {config.output_dir}")
     return training
+
+
+def _network(run: Run, engine: Engine, task: Task) -> nn.Cell:
+    """The task's network. CPU processes draw no weights that are other stages' or that a checkpoint will give."""
+    if not engine.partitions_itself:
+        return task.network()
+    with drawing_later():
+        net = task.network()
+    if run.config.resume or run.config.from_checkpoint:
+        new = tuple(f"{WEIGHTS}{name}" for name in task.new_weights)
+        given = (p for p in net.get_parameters() if p.name.startswith(WEIGHTS) and p.name not in new)
+        leave_undrawn(parameter for parameter in given if not is_adapter(parameter.name))
+    return net
 
 
 def _check_target(run: Run, engine: Engine) -> None:
@@ -125,17 +143,21 @@ def compile_for(training: Training, step: int) -> None:
 
 def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Report) -> Training:
     config = run.config
-    optimizer = _optimizer(run, engine, net, report)
-    step = TrainStep(
-        wrap(net, run.strategy, config.accumulate),
-        optimizer,
-        report,
-        engine.rank,
-        engine.all_reduce(),
-        max_grad_norm=config.max_grad_norm or None,
-        accumulate=config.accumulate,
-        loss_scale=run.loss_scale is not None,
-    )
+    in_parts = engine.partitions_itself
+    with no_init_parameters() if in_parts else contextlib.nullcontext():
+        optimizer = _optimizer(run, engine, net, report)
+        step = TrainStep(
+            wrap(net, run.strategy, config.accumulate),
+            optimizer,
+            report,
+            engine.rank,
+            engine.all_reduce(),
+            max_grad_norm=config.max_grad_norm or None,
+            accumulate=config.accumulate,
+            loss_scale=run.loss_scale is not None,
+        )
+    if in_parts:
+        leave_undrawn(parameter for parameter in step.get_parameters() if parameter.name.startswith(BEGIN_AS_ZEROS))
     step.graph_key = {
         "family": run.family,
         "model": run.model.to_dict(),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, nn
 from numpy.typing import NDArray
 
@@ -25,6 +26,11 @@ class Source:
     shape: tuple[int, ...]
     read: Callable[[tuple[slice, ...]], NDArray[Any]]
     """Gives a part of it."""
+
+    @classmethod
+    def of_zeros(cls, shape: Sequence[int]) -> Source:
+        """For what gets its values later."""
+        return cls(tuple(shape), lambda slices: np.zeros([s.stop - s.start for s in slices], np.float32))
 
     @property
     def whole(self) -> tuple[slice, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter that is to be read gets the part its rank holds, and only that is asked for."""
+"""A parameter that is to be read or drawn gets the part its rank holds, and only that is asked for."""
 
 from types import SimpleNamespace
 
@@ -7,9 +7,21 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
-from mindspore.common.initializer import Normal, initializer
+from mindspore.common.initializer import (
+    Constant,
+    HeUniform,
+    Normal,
+    One,
+    Orthogonal,
+    TruncatedNormal,
+    Uniform,
+    VarianceScaling,
+    XavierNormal,
+    initializer,
+)
 from mindspore.nn.utils import no_init_parameters
 
+from mindloom.runtime.cpu.drawing import drawing_later
 from mindloom.runtime.cpu.executor import Source, materialize
 
 VALUE = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -49,3 +61,43 @@ def test_each_gets_its_part_once(parameters):
     assert asked == [("half", [(4, 3)]), ("all", [(4, 6)])]
     materialize(parameters, graph_of("none"))  # in a graph of another network
     assert asked[2:] == [("none", [(4, 6)])] and not none.has_init
+
+
+KINDS = (
+    Normal(),
+    TruncatedNormal(),
+    One(),
+    Uniform(),
+    VarianceScaling(),
+    Orthogonal(),
+    Constant(3),
+    XavierNormal(),
+    HeUniform(),
+)
+AT_ONCE = next(i for i, kind in enumerate(KINDS) if isinstance(kind, Orthogonal))
+"""What is not known to take one number."""
+
+
+def made():
+    return [Parameter(initializer(kind, (4, 6), ms.float32), name=str(i)) for i, kind in enumerate(KINDS)]
+
+
+@pytest.mark.parametrize("held", [(1,), (0, 3, 8), (2, 6, 7), ()])
+def test_what_is_drawn_later_is_what_would_have_been_drawn_and_only_what_is_held(held):
+    ms.set_device("CPU")
+    ms.set_seed(3)
+    expected = [*made(), *made()]
+    ms.set_seed(3)
+    with drawing_later():
+        found = made()
+    found += made()  # what comes after is the same as well
+    graph = graph_of(*map(str, held))
+    graph.layouts = {str(i): graph.layouts["half"] for i in held}
+    materialize(found[: len(KINDS)], graph)
+    for i, (whole, parameter) in enumerate(zip(expected, found, strict=True)):
+        if i in held:
+            np.testing.assert_array_equal(parameter.asnumpy(), whole.asnumpy()[:, 3:])
+        elif i >= len(KINDS) or i == AT_ONCE:
+            np.testing.assert_array_equal(parameter.asnumpy(), whole.asnumpy())
+        else:
+            assert parameter.has_init, i

@@ -387,19 +387,22 @@ def _rows(piece: Piece, key: str, all_columns: bool) -> Iterator[Raw]:
     names = table.schema_arrow.names
     if key not in names:
         raise ConfigError(f"{path}: no column `{key}`; it has: {', '.join(names)}; choose one with --key")
-    columns, number = names if all_columns else [key], 0
+    columns, number = names if all_columns else [key], 1
     for index in range(table.num_row_groups):
         group = table.metadata.row_group(index)
-        if piece.start <= _first_byte(group) and (piece.end is None or _first_byte(group) < piece.end):
-            rows = table.iter_batches(batch_size=1000, row_groups=[index], columns=columns)
-            try:
-                for row_number, row in enumerate((row for part in rows for row in part.to_pylist()), number + 1):
+        start = _first_byte(group)
+        if start < piece.start or (piece.end is not None and start >= piece.end):
+            number += group.num_rows
+            continue
+        try:
+            for rows in table.iter_batches(batch_size=1000, row_groups=[index], columns=columns):
+                for row in rows.to_pylist():
                     content = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-                    yield Raw(f"{path}:{row_number}", content, "json")
-            except (OSError, arrow.ArrowException) as error:
-                yield Raw(f"{path}:{number + 1}", b"", "json", f"damaged from here on: {str(error).splitlines()[0]}")
-                return
-        number += group.num_rows
+                    yield Raw(f"{path}:{number}", content, "json")
+                    number += 1
+        except (OSError, arrow.ArrowException) as error:
+            yield Raw(f"{path}:{number}", b"", "json", f"damaged from here on: {str(error).splitlines()[0]}")
+            return
 
 
 def _first_byte(group: Any) -> int:

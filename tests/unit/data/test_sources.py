@@ -102,6 +102,22 @@ def test_a_large_table_is_cut_into_shards_that_hold_each_row_once(tmp_path, seed
     assert [document.place for document in found] == [f"{path}:{number}" for number in range(1, 401)]
 
 
+def test_a_damaged_table_is_told_with_the_first_row_that_is_lost(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    draw, path = random.Random(1), tmp_path / "a.parquet"
+    table = arrow.table({"text": ["".join(draw.choices("abcdefgh", k=60)) for _ in range(6000)]})
+    parquet.write_table(
+        table, path, use_dictionary=False, data_page_size=4000, write_batch_size=50, row_group_size=4000
+    )
+    content = bytearray(path.read_bytes())
+    begin = len(content) * 5 // 6  # in the midst of the second group
+    content[begin : begin + 8000] = bytes(8000)
+    path.write_bytes(content)
+    texts, (problem,) = read(path)
+    assert texts == table["text"].to_pylist()[: len(texts)] and 4000 < len(texts) < 5500
+    assert problem.startswith(f"{path}:{len(texts) + 1}: damaged from here on: ")
+
+
 def test_a_mistake_in_a_piece_is_told_with_its_place(write):
     good = json.dumps({"text": "x" * 200}) + "\n"
     path = write("a.jsonl", good * 50 + "no json\n" + good * 5)

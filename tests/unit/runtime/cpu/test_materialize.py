@@ -9,6 +9,7 @@ import pytest
 from mindspore import Parameter, Tensor
 from mindspore.common.initializer import (
     Constant,
+    HeNormal,
     HeUniform,
     Normal,
     One,
@@ -17,6 +18,8 @@ from mindspore.common.initializer import (
     Uniform,
     VarianceScaling,
     XavierNormal,
+    XavierUniform,
+    Zero,
     initializer,
 )
 from mindspore.nn.utils import no_init_parameters
@@ -73,6 +76,9 @@ KINDS = (
     Constant(3),
     XavierNormal(),
     HeUniform(),
+    Zero(),
+    XavierUniform(),
+    HeNormal(),
 )
 AT_ONCE = next(i for i, kind in enumerate(KINDS) if isinstance(kind, Orthogonal))
 """What is not known to take one number."""
@@ -82,7 +88,7 @@ def made():
     return [Parameter(initializer(kind, (4, 6), ms.float32), name=str(i)) for i, kind in enumerate(KINDS)]
 
 
-@pytest.mark.parametrize("held", [(1,), (0, 3, 8), (2, 6, 7), ()])
+@pytest.mark.parametrize("held", [(1,), (0, 3, 8, 11), (2, 6, 7, 9, 10), ()])
 def test_what_is_drawn_later_is_what_would_have_been_drawn_and_only_what_is_held(held):
     ms.set_device("CPU")
     ms.set_seed(3)

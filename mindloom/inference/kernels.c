@@ -165,9 +165,13 @@ static inline float sum(vec v) { /* in halves: one entry after the other takes a
   return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
-/* sums[i][r] += x[i, c] * w[r, c] for `slice` columns of M rows of x, side by side in LANES columns each, and ROWS of w.
- * fetch: what of w to ask for, a line of the cache at a time. */
-enum { NOTHING, NEXT, AFTER_NEXT }; /* rows: the next ones into the fastest cache, those behind them into the second */
+/* Rows of w to ask for meanwhile, from `from` on: how many into the fastest cache; whether ROWS into the second. */
+typedef struct {
+  const char *from;
+  int near, far;
+} Ahead;
+
+/* sums[i][r] += x[i, c] * w[r, c] for `slice` columns of M rows of x, side by side in LANES columns each, and ROWS of w. */
 #define STEP(LOAD, M, C)                                                                                               \
   {                                                                                                                    \
     vec in[ROWS];                                                                                                      \
@@ -182,13 +186,16 @@ enum { NOTHING, NEXT, AFTER_NEXT }; /* rows: the next ones into the fastest cach
     }                                                                                                                  \
   }
 #define BLOCK(NAME, TYPE, LOAD, M)                                                                                     \
-  static void NAME##_##M(const float *x, const TYPE *w, vec (*sums)[ROWS], int64_t k, int64_t slice, int fetch) {      \
+  static void NAME##_##M(const float *x, const TYPE *w, vec (*sums)[ROWS], int64_t k, int64_t slice,                  \
+                         Ahead ahead) {                                                                                \
     vec acc[M][ROWS];                                                                                                  \
     memcpy(acc, sums, sizeof acc);                                                                                     \
     const int64_t in_line = LINE / sizeof(TYPE), whole = slice / in_line * in_line;                                    \
     for (int64_t c = 0; c < whole; c += in_line) {                                                                     \
-      for (int r = 0; fetch == NEXT && r < ROWS; ++r) __builtin_prefetch(w + (ROWS + r) * k + c);                      \
-      for (int r = 0; fetch == AFTER_NEXT && r < ROWS; ++r) __builtin_prefetch(w + (2 * ROWS + r) * k + c, 0, 2);      \
+      const TYPE *from = (const TYPE *)ahead.from + c;                                                                 \
+      for (int r = 0; r < ROWS; ++r)                                                                                   \
+        if (r < ahead.near) __builtin_prefetch(from + r * k);                                                          \
+      for (int r = 0; ahead.far && r < ROWS; ++r) __builtin_prefetch(from + r * k, 0, 2);                              \
       _Pragma("GCC unroll 4") for (int part = 0; part < LINE / (int)sizeof(TYPE); part += LANES)                       \
         STEP(LOAD, M, c + part)                                                                                        \
     }                                                                                                                  \
@@ -202,13 +209,19 @@ typedef struct {
   float *y;
   int64_t m, k, n;
 } Product;
-/* What of w to ask for with rows i .. of m. The next ones with the last of x, so that they are not pushed out again; a single
- * row reads floats as the processor predicts. Measured. */
-static inline int to_fetch(int64_t i, int64_t m, int is_float) {
-  if (i + ROWS >= m) return m > 1 || !is_float ? NEXT : NOTHING;
-  if (!is_float || m <= 2 * ROWS) return NOTHING;
-  return m <= 4 * ROWS || (i == 0 && m <= 8 * ROWS) ? AFTER_NEXT : NOTHING;
+
+/* What rows i .. of m ask for: each its share of `next`, the slice of w that is worked on then, so that memory is never idle
+ * and what comes is used before it is pushed out. Rows of int8 are done before it comes, and 9 to 16 of x fill the fastest
+ * cache: there the last ones ask for the rows after w and, of floats, those before them for what is behind that. A single row
+ * of x reads floats as the processor predicts. Measured. */
+static inline Ahead to_ask(int64_t i, int64_t m, const char *w, const char *next, int64_t row, int is_float) {
+  const int64_t blocks = (m + ROWS - 1) / ROWS, first = i / ROWS * ROWS / blocks, last = (i / ROWS + 1) * ROWS / blocks;
+  if (is_float && m == 1) return (Ahead){w, 0, 0};
+  if (is_float && (blocks <= 2 || blocks > 4)) return (Ahead){next + first * row, last - first, 0};
+  if (i + ROWS >= m) return (Ahead){w + ROWS * row, ROWS, 0};
+  return (Ahead){w + 2 * ROWS * row, 0, is_float};
 }
+
 /* y[i, j] = sum over c of x[i, c] * w[j, c] (* scale[j]) (+ bias[j]). K: a multiple of LANES, N of ROWS. Columns are worked
  * through in slices, so that those of x stay in the fastest cache from one row of w to the next. */
 #define PRODUCT(NAME, TYPE, LOAD)                                                                                      \
@@ -219,21 +232,22 @@ static inline int to_fetch(int64_t i, int64_t m, int is_float) {
   /* columns ROWS * from to ROWS * to of y */                                                                          \
   static void NAME##_columns(const void *with, int64_t from, int64_t to) {                                             \
     const Product p = *(const Product *)with;                                                                          \
-    const int64_t k = p.k, n = p.n, most = p.m > ROWS ? SLICE : k;                                                     \
+    const int64_t k = p.k, n = p.n, most = p.m > ROWS ? SLICE : k, row = k * sizeof(TYPE);                             \
     vec sums[PANEL][ROWS];                                                                                             \
     for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {                                                          \
       memset(sums, 0, p.m * sizeof *sums);                                                                             \
       for (int64_t c = 0; c < k; c += most) {                                                                          \
         const TYPE *w = (const TYPE *)p.w + j * k + c;                                                                 \
         const int64_t slice = k - c < most ? k - c : most;                                                             \
+        const void *next = c + slice < k ? w + slice : (const TYPE *)p.w + (j + ROWS) * k;                             \
         const float *x = p.x + c * p.m;                                                                                \
         for (int64_t i = 0; i < p.m; i += ROWS, x += ROWS * slice) {                                                   \
-          const int fetch = to_fetch(i, p.m, sizeof(TYPE) == sizeof(float));                                           \
+          const Ahead ahead = to_ask(i, p.m, (const void *)w, next, row, sizeof(TYPE) == sizeof(float));               \
           switch (p.m - i) {                                                                                           \
-            case 1: NAME##_1(x, w, sums + i, k, slice, fetch); break;                                                    \
-            case 2: NAME##_2(x, w, sums + i, k, slice, fetch); break;                                                    \
-            case 3: NAME##_3(x, w, sums + i, k, slice, fetch); break;                                                    \
-            default: NAME##_4(x, w, sums + i, k, slice, fetch);                                                          \
+            case 1: NAME##_1(x, w, sums + i, k, slice, ahead); break;                                                  \
+            case 2: NAME##_2(x, w, sums + i, k, slice, ahead); break;                                                  \
+            case 3: NAME##_3(x, w, sums + i, k, slice, ahead); break;                                                  \
+            default: NAME##_4(x, w, sums + i, k, slice, ahead);                                                        \
           }                                                                                                            \
         }                                                                                                              \
       }                                                                                                                \

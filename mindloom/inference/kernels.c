@@ -259,10 +259,11 @@ static inline Ahead to_ask(int64_t i, int64_t m, const char *w, const char *next
   /* Not 0: there is no memory. */                                                                                     \
   static int NAME(const float *x, const TYPE *w, const float *scale, const float *bias, float *y, int64_t m,           \
                   int64_t k, int64_t n) {                                                                              \
-    float *packed = m > 1 ? malloc((m < PANEL ? m : PANEL) * k * sizeof(float)) : NULL;                                \
+    const int64_t most = m < PANEL ? m : PANEL;                                                                        \
+    float *packed = m > 1 ? aligned_alloc(LINE, most * k * sizeof(float)) : NULL;                                      \
     if (m > 1 && !packed) return 1;                                                                                    \
     for (int64_t i = 0, rows; i < m; i += rows) {                                                                      \
-      rows = m - i < PANEL ? m - i : PANEL;                                                                            \
+      rows = m - i < most ? m - i : most;                                                                              \
       if (packed) side_by_side(packed, x + i * k, rows, k);                                                            \
       const Product with = {packed ? packed : x, w, scale, bias, y + i * n, rows, k, n};                               \
       in_parallel(NAME##_columns, &with, n / ROWS, rows *n *k);                                                        \
@@ -533,7 +534,7 @@ int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, 
   const int64_t wide = plan[HEADS] * head, narrow = kv * head, f = plan[FEATURES];
   Inputs in = {p, shapes, plan, 7, 0};
   float *x = p[count - 1];
-  float *a = malloc(m * (2 * d + 2 * wide + 2 * narrow + 2 * f) * sizeof(float));
+  float *a = aligned_alloc(LINE, m * (2 * d + 2 * wide + 2 * narrow + 2 * f) * sizeof(float));
   if (!a) return 1;
   float *y = a + m * d, *q = y + m * d, *context = q + m * wide, *k = context + m * wide, *v = k + m * narrow;
   float *features = v + m * narrow;

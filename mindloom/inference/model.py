@@ -17,6 +17,7 @@ from mindloom.checkpoint.model_folder import check_shapes, open_weights
 from mindloom.checkpoint.tensor_files import WEIGHTS
 from mindloom.errors import ConfigError
 from mindloom.inference.kernels import kernel_library, rows_are_alone, use_kernels
+from mindloom.inference.memory import side_by_side
 from mindloom.inference.quantize import quantize, quantized_weights
 from mindloom.models.adapters import LoRAConfig
 from mindloom.models.config import ModelConfig
@@ -101,14 +102,20 @@ def load_model(
     check_shapes(weights.shapes, shapes, str(folder / WEIGHTS))
     net = build_model(family, config, strategy, caches, int8, ranks=ranks_of_several(adapters))
     read, beside = quantized_weights(net, weights.read) if int8 else weights.read, put_side_by_side(adapters)
-    in_parts = strategy.mesh.size > 1 and ms.get_context("device_target") == "CPU"
-    for parameter in net.get_parameters():
+    on_cpu = ms.get_context("device_target") == "CPU"
+    parameters = list(net.get_parameters())
+    places = side_by_side(parameters) if on_cpu and strategy.mesh.size == 1 else []
+    for number, parameter in enumerate(parameters):
         shape, name = tuple(parameter.shape), parameter.name
         if CACHE in name:
             source = Source.of_zeros(shape)
         else:
             source = Source(shape, beside[name].__getitem__ if name in beside else partial(read, name))
-        if in_parts:
+        if places:
+            if CACHE not in name:
+                places[number][...] = source.read(source.whole)
+            parameter.set_data(Tensor.from_numpy(places[number]))
+        elif on_cpu:
             parameter.source = source
         else:
             parameter.set_data(Tensor(source.read(source.whole), dtype=parameter.dtype))

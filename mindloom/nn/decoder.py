@@ -49,6 +49,12 @@ class Decoder(nn.Cell):
     def build_top(self, config, dtype):
         """Parts that `top` uses besides the final norm; a decoder has none."""
 
+    @nn.Cell.compile_phase.setter
+    def compile_phase(self, value):
+        """MindSpore says it at each call, to hundreds of parts, which takes a millisecond: passed on when it is new."""
+        if value != self._compile_phase:
+            nn.Cell.compile_phase.fset(self, value)
+
     def attach_caches(self, num_rows: int, capacity: int) -> None:
         """Let attention keep the keys and values of `capacity` tokens for each of `num_rows` rows, in place of any before."""
         self.mask = SlotMask(capacity)

@@ -135,3 +135,10 @@ def test_networks_that_are_not_built_here_are_refused():
 def test_parts_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**{**BASE, **change})
+
+
+def test_all_parts_know_the_phase_that_is_compiled():
+    net = family_module("pangu", "model").Model(size_config("pangu", "tiny"))
+    for phase in ("one", "two", "two", "one"):
+        net.compile_phase = phase
+        assert {cell.compile_phase for _, cell in net.cells_and_names()} == {phase}

@@ -112,8 +112,7 @@ def load_model(
         else:
             source = Source(shape, beside[name].__getitem__ if name in beside else partial(read, name))
         if places:
-            if CACHE not in name:
-                places[number][...] = source.read(source.whole)
+            places[number][...] = source.read(source.whole)  # caches, too: else the first texts wait for their memory
             parameter.set_data(Tensor.from_numpy(places[number]))
         elif on_cpu:
             parameter.source = source

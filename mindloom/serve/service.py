@@ -27,7 +27,7 @@ from mindloom.models.slots import num_slots_for
 from mindloom.runtime.engine import Engine
 from mindloom.serve.config import ServeJob
 
-CHUNK, MIXED_CHUNK = 64, 12
+CHUNK, MIXED_CHUNK = 64, 16
 """Tokens of a prompt between two tokens of the others; in mixed batches as many as let these take at most twice as long, at
 350M on two cores (benchmarks/serve.py)."""
 HEARTBEAT_S = 60.0

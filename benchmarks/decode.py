@@ -56,19 +56,23 @@ class Ours:
         """A network; those of one kind share their weights."""
         from mindspore import Tensor  # noqa: PLC0415
 
+        from mindloom.inference.memory import side_by_side  # noqa: PLC0415
         from mindloom.inference.model import build_model  # noqa: PLC0415
         from mindloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
 
         net = build_model("pangu", self.config, SINGLE_DEVICE, caches, int8)
         draw = np.random.default_rng(0)
-        for p in net.get_parameters():
+        parameters = list(net.get_parameters())
+        for p, place in zip(parameters, side_by_side(parameters), strict=True):
             if ".cache." in p.name:
-                p.init_data()
+                place[...] = 0
+                p.set_data(Tensor.from_numpy(place))
                 continue
             key = (p.name, str(p.dtype))
             if key not in self.weights:
                 value = draw.standard_normal(p.shape, np.float32) * 0.02
-                self.weights[key] = Tensor((value * 1000).astype(np.int8) if "Int8" in key[1] else value)
+                place[...] = (value * 1000).astype(np.int8) if "Int8" in key[1] else value
+                self.weights[key] = Tensor.from_numpy(place)
             p.set_data(self.weights[key])
         return net
 

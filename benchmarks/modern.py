@@ -87,6 +87,7 @@ class Ours:
     def decode(self, shape, batch):
         from mindspore import Tensor  # noqa: PLC0415
 
+        from mindloom.inference.memory import side_by_side  # noqa: PLC0415
         from mindloom.inference.mixed import cached  # noqa: PLC0415
         from mindloom.inference.model import build_model  # noqa: PLC0415
         from mindloom.inference.sampling import History, Sampler, SamplingConfig  # noqa: PLC0415
@@ -96,11 +97,11 @@ class Ours:
         family, config = config_of(shape)
         slots, draw = num_slots_for(CONTEXT + TOKENS), np.random.default_rng(0)
         net = build_model(family, config, SINGLE_DEVICE, (batch, slots))
-        for parameter in net.get_parameters():
-            if ".cache." in parameter.name:
-                parameter.init_data()
-            else:
-                parameter.set_data(Tensor(draw.standard_normal(parameter.shape, np.float32) * 0.02))
+        parameters = list(net.get_parameters())
+        for parameter, place in zip(parameters, side_by_side(parameters), strict=True):
+            is_cache = ".cache." in parameter.name
+            place[...] = 0 if is_cache else draw.standard_normal(parameter.shape, np.float32) * 0.02
+            parameter.set_data(Tensor.from_numpy(place))
         decoding = cached(self.engine, net, config, batch, slots)
         decoding.slot_table.lengths[:] = CONTEXT
         sampler, history = Sampler(SamplingConfig()), History([], [])

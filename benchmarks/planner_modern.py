@@ -14,11 +14,11 @@ from mindloom.planner.cluster import Cluster
 from mindloom.planner.dimensions import Dimensions, Parallelism, of_decoder
 from mindloom.planner.step_time import flops_per_device, step_time
 
-TPU_V4 = {  # Google's data sheet; 3072 chips of a pod on one torus
+TPU_V4 = {  # Google's documentation; 3072 chips of a pod on one torus
     "peak_tflops": 275,
     "memory_gb": 32,
-    "memory_gb_per_s": 1228,
-    "intra_node_gb_per_s": 150,
+    "memory_gb_per_s": 1200,
+    "intra_node_gb_per_s": 268,  # the all-reduce bandwidth of a pod, 1.1 PB/s, by its 4096 chips
     "inter_node_gb_per_s": 50,
     "devices_per_node": 3072,
 }

@@ -285,6 +285,9 @@ class Parallelism:
     num_microbatches: int = 1
     recompute: Recomputation = "none"
     """selective: only what attention makes between its products."""
+    repeats_results: bool = False
+    """A layer that is computed again in full also adds up its last product over tp again, as PyTorch does. A graph leaves out
+    what nobody needs."""
     recomputed_layers: tuple[int, ...] | None = None
     """How many layers of each stage recompute; None: all of them."""
     layers_of_stages: tuple[int, ...] | None = None

@@ -210,6 +210,7 @@ def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallel
         num_microbatches=max(1, round(batch / dp / microbatch)),
         recompute=recompute,  # type: ignore[arg-type]
         recomputed_layers=layers,
+        repeats_results=zero != "ms-opt-parallel",
         zero=level,
         gathers="step" if zero == "ms-opt-parallel" else "microbatch",
         sequence_parallel=noted(row, "sp").lower() in ("1", "true") or "SP on" in row["note"] or level == 3,

@@ -206,6 +206,16 @@ def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
     return flops + rates.width * SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
 
 
+def unneeded_result(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
+    """Seconds of adding up a layer's last product over tp, which a graph leaves out where the layer is computed again: no
+    gradient needs the sum. The norm behind it in a sandwich block does."""
+    if job.repeats_results or dims.num_experts or dims.block == "sandwich":
+        return 0.0
+    tokens = job.microbatch * dims.seq_len / job.cp
+    whole = all_reduce(rates.width * tokens * dims.hidden_size, job.tp, rates.tp)
+    return whole / 2 if job.sequence_parallel else whole
+
+
 def head_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
     """Forward of the head and the loss for one microbatch."""
     tokens, columns = job.microbatch * dims.seq_len / job.cp, head_columns(dims, job)
@@ -235,7 +245,8 @@ def step_time(
         2 * layer.tensor_parallel,
         2 * layer.expert_parallel,
     )
-    again = {"none": 0.0, "selective": attention_core(dims, job, rates), "full": layer.total}[job.recompute]
+    full = layer.total - unneeded_result(dims, job, rates)
+    again = {"none": 0.0, "selective": attention_core(dims, job, rates), "full": full}[job.recompute]
     stages = job.stages(dims.num_layers)
     counts = stages if job.recomputed_layers is None else tuple(map(min, job.recomputed_layers, stages))
     head_total = products * head.matmul + (1 + BACKWARD_PASSES) * head.memory + 3 * head.overhead

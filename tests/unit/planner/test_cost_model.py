@@ -160,6 +160,18 @@ def test_time_adds_up_and_answers_to_what_it_should():
     assert step_time(dims, job, A100, Overlap(gradients=0.0, weights=0.0)).gradients >= time.gradients
 
 
+@pytest.mark.parametrize(("block", "share"), [("sequential", 1 / 2), ("parallel", 1), ("sandwich", 0)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_graphs_leave_out_the_last_sum_of_a_layer_that_is_computed_again(block, share, sequence_parallel):
+    dims = dataclasses.replace(MODELS["22B"][0], block=block)
+    graph = Parallelism(tp=8, microbatch=2, num_microbatches=4, recompute="full", sequence_parallel=sequence_parallel)
+    time = step_time(dims, graph, A100)
+    all_of_it = step_time(dims, dataclasses.replace(graph, repeats_results=True), A100)
+    forward = time.tensor_parallel / 2  # as much goes backward
+    spared = share * forward / (2 if sequence_parallel else 1)
+    assert all_of_it.recompute - time.recompute == pytest.approx(spared, abs=1e-9)
+
+
 def test_heads_that_do_not_fill_the_matrix_unit_are_slow():
     dims = MODELS["175B"][0]
     odd = dataclasses.replace(dims, num_heads=1024, hidden_size=12288)  # 12 a head

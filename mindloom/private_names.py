@@ -55,6 +55,8 @@ __all__ = [
 
 REGISTER_INIT = "_ZN9mindspore9MsContext16RegisterInitFuncERKSsPFvPS0_E"  # MsContext::RegisterInitFunc
 HARMLESS = "_ZNK9mindspore9MsContext14enable_dump_irEv"  # takes a context, does nothing to it
+CURRENT_CONTEXT = "_ZN9mindspore9MsContext11GetInstanceEv"  # MsContext::GetInstance: a new one for each device
+SET_CHIP = "_ZN9mindspore9MsContext22set_ascend_soc_versionERKSs"  # MsContext::set_ascend_soc_version
 LOG_LEVELS = "_ZN9mindspore25g_ms_submodule_log_levelsE"  # int[], by SubModuleId of log_adapter.h
 REGISTER_COMMUNICATOR = "_ZN9mindspore11CommManager8RegisterERKSsRKSt10shared_ptrIS0_E"  # CommManager::Register
 SEARCH_COSTS = "_ZN9mindspore8parallel16entire_costgraphE"  # a shared_ptr: the object, what counts its owners

@@ -16,10 +16,12 @@ from typing import Any
 import mindspore as ms
 
 from mindloom.private_names import (
+    CURRENT_CONTEXT,
     HARMLESS,
     LOG_LEVELS,
     REGISTER_COMMUNICATOR,
     REGISTER_INIT,
+    SET_CHIP,
     SUPPORTED_VERSIONS,
     MSContext,
     comm_helper,
@@ -29,6 +31,8 @@ from mindloom.private_names import (
 from mindloom.runtime.symbols import TargetError, lacks, library
 
 WORLD = "hccl_world_group"
+CHIP = "ascend910b"
+"""In MindSpore's words. On the first 910 a group within a server has 1, 2, 4 or 8 devices."""
 
 _PARALLEL_SUBMODULE, _CRITICAL = 14, 4
 
@@ -52,15 +56,24 @@ class _Communicator:
             core, common = library("core"), library("common")
             register_init, harmless = getattr(core, REGISTER_INIT), getattr(core, HARMLESS)
             register_comm = getattr(common, REGISTER_COMMUNICATOR)
+            current_context, set_chip = getattr(core, CURRENT_CONTEXT), getattr(core, SET_CHIP)
             self._log_levels = (ctypes.c_int * (_PARALLEL_SUBMODULE + 1)).in_dll(core, LOG_LEVELS)
         except (OSError, AttributeError, ValueError) as error:
             raise lacks(error) from None
         # The Ascend environment checks print alarming lines about missing packages; nothing here needs those packages.
         MSContext.get_instance().register_check_env_callback(lambda *_: None)
         MSContext.get_instance().register_set_env_callback(lambda *_: None)
-        register_init.restype = None
+        register_init.restype = current_context.restype = set_chip.restype = None
+        self._current_context, self._set_chip = current_context, set_chip
         register_init(self._string("Ascend"), harmless)
         register_comm(self._string("Ascend"), self._instance())
+
+    def name_chip(self) -> None:
+        """Say which chip the device is, as its plugin does once it is chosen."""
+        MSContext.get_instance().get_ascend_soc_version()  # the first look at it empties it
+        context = (ctypes.c_void_p * 2)()  # the object, what counts its owners
+        self._current_context(context)
+        self._set_chip(ctypes.c_void_p(context[0]), self._string(CHIP))
 
     @contextlib.contextmanager
     def quiet_search(self) -> Iterator[None]:
@@ -158,6 +171,7 @@ def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
     comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = True, comm_helper.Backend("hccl"), WORLD
     try:
         ms.set_context(device_target="Ascend")
+        communicator.name_chip()
         with communicator.quiet_search():
             yield communicator.groups
     finally:

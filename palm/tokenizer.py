@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from mindloom.data.pieces import PieceTokenizer, train_pieces
+from mindloom.data.pieces import PieceTokenizer, rare_characters, train_pieces
 from mindloom.errors import ConfigError
 
 END = "</s>"
@@ -33,8 +33,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
     """
     if vocab_size < LEAST:
         raise ConfigError(f"a vocabulary of {vocab_size} is too small for {LEAST} bytes, digits and special pieces")
+    texts = list(documents)
+    rare = rare_characters(texts, int(0.8 * (vocab_size - LEAST)))  # the rest is for pieces of several characters
     return train_pieces(
-        documents,
+        (text.translate(rare) for text in texts) if rare else texts,
         vocab_size,
         model_type="bpe",
         character_coverage=0.9995,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import import_module
@@ -21,7 +20,7 @@ from typing import Any
 
 import rjieba
 
-from mindloom.data.pieces import PieceTokenizer, train_pieces
+from mindloom.data.pieces import PieceTokenizer, rare_characters, train_pieces
 from mindloom.errors import ConfigError
 from pangu.open_tokenizer import OpenPanguTokenizer, has_turns
 
@@ -91,13 +90,11 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
         ConfigError: `vocab_size` leaves no room for characters.
     """
     lines = [segment(line) for document in documents for line in document.split("\n") if line.strip()]
-    counts = Counter(character for line in lines for character in line if not character.isspace())
     with_bytes = vocab_size >= 2 * NUM_BYTES
     room = int(0.8 * vocab_size) - len(SPECIAL) - with_bytes * NUM_BYTES  # the rest is for pieces of several characters
     if room < 1:
         raise ConfigError(f"a vocabulary of {vocab_size} is too small for {len(SPECIAL)} special pieces and characters")
-    # SentencePiece wants a piece for 98 % of the text's characters at least; what does not fit is not shown to it.
-    rare = {ord(character): None for character, _ in counts.most_common()[room:]}
+    rare = rare_characters(lines, room)
     return train_pieces(
         (line.translate(rare) for line in lines),
         vocab_size,

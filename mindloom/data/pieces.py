@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,22 +70,37 @@ LONGEST_LINE = 1000
 """Characters; SentencePiece passes lines of more than 4192 bytes over."""
 
 
+def rare_characters(lines: Iterable[str], most: int) -> dict[int, None]:
+    """What `str.translate` needs to drop all characters but the `most` commonest, and whitespace. SentencePiece wants a piece
+    for 98 % of a text's characters at least: what has no room is not shown to it."""
+    counts = Counter(character for line in lines for character in line if not character.isspace())
+    return {ord(character): None for character, _ in counts.most_common()[most:]}
+
+
 def train_pieces(lines: Iterable[str], vocab_size: int, **options: Any) -> bytes:
-    """A SentencePiece model of at most `vocab_size` pieces, the same from the same lines. `options`: SentencePiece's."""
+    """A SentencePiece model of at most `vocab_size` pieces, the same from the same lines. `options`: SentencePiece's.
+
+    Raises:
+        ConfigError: SentencePiece cannot make one of these texts.
+    """
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(
-            line[start : start + LONGEST_LINE] for line in lines for start in range(0, len(line), LONGEST_LINE)
-        ),
-        model_writer=model,
-        vocab_size=vocab_size,
-        hard_vocab_limit=False,
-        num_threads=1,
-        input_sentence_size=200_000,
-        shuffle_input_sentence=True,
-        minloglevel=2,
-        **{"unk_id": 0, "pad_id": -1, **options},
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(
+                line[start : start + LONGEST_LINE] for line in lines for start in range(0, len(line), LONGEST_LINE)
+            ),
+            model_writer=model,
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            num_threads=1,
+            input_sentence_size=200_000,
+            shuffle_input_sentence=True,
+            minloglevel=2,
+            **{"unk_id": 0, "pad_id": -1, **options},
+        )
+    except RuntimeError as error:
+        why = str(error).rpartition("] ")[2].strip() or str(error).strip()
+        raise ConfigError(f"no vocabulary of {vocab_size} can be made of these texts: {why}") from None
     return model.getvalue()
 
 

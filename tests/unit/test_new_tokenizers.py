@@ -144,6 +144,17 @@ def test_palm_loses_nothing(write, text):
     assert tokenizer.eod_id == 1
 
 
+@pytest.mark.parametrize(("train", "opened"), [(train_palm, PaLMTokenizer), (train_pangu, PanGuTokenizer)])
+def test_more_characters_than_pieces_go_by_bytes(write, train, opened):
+    texts = ["".join(chr(0x4E00 + (i * 37 + j) % 3000) for j in range(60)) + " 小城" * 9 for i in range(100)]
+    tokenizer = opened(write("vocab.model", train(texts, 700)))
+    assert tokenizer.vocab_size <= 700
+    assert tokenizer.decode(tokenizer.encode(texts[0])) == texts[0]
+    assert len(tokenizer.encode("小城")) < len(tokenizer.encode(texts[0][:2])) <= 7
+    with pytest.raises(ConfigError, match=r"no vocabulary of 700 can be made of these texts: .+"):
+        train([], 700)
+
+
 def test_palm_splits_digits(write):
     tokenizer = PaLMTokenizer(write("tokenizer.model", train_palm([*TEXTS, "2024 2024 2024 1234567890 "] * 5, 600)))
     assert len(tokenizer.encode("2024")) == 4

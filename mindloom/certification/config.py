@@ -96,6 +96,8 @@ def check(config: CertifyConfig) -> Certification:
     mesh = full.strategy.mesh
     if mesh.size == 1:
         raise ConfigError(f"{full.strategy.at('mesh')}: one device needs no certificate")
+    if problem := cluster.refuses(mesh):
+        raise ConfigError(f"{full.strategy.at('mesh')}: {problem}")
     size = mesh.size
     ranks = sorted({0, size // 2, size - 1})
     full = dataclasses.replace(full, ranks=ranks)

@@ -62,6 +62,8 @@ def certify(
     large = _checked(strategy, given, folder, processes)
     file, name = _place_of(network)
     chips = read_cluster(Path(cluster)) if cluster is not None else None
+    if chips and (problem := chips.refuses(large.mesh)):
+        raise ConfigError(f"{large.at('mesh')}: {problem}")
     if chips and memory_gb is None:
         memory_gb = chips.usable_bytes / GB
     small = small_strategies(large, None, processes)

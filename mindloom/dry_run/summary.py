@@ -151,6 +151,11 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
         values["advice"].append(
             f"optimizer_parallel would shard weights and moments over dp {mesh.dp}: {saved / GB:.2f} GB a device less"
         )
+    if mesh.uneven_groups:
+        values["advice"].append(
+            f"{mesh.uneven_groups}: not for the first Ascend 910 (910A), where a group has 1, 2, 4 or 8 devices of a "
+            "server, as many of each"
+        )
     return values
 
 

@@ -13,6 +13,7 @@ from mindloom.errors import ConfigError, did_you_mean
 from mindloom.numbers import Count, NotNegative, Positive, Rate
 from mindloom.reader import fields_from, read_yaml
 from mindloom.shipped import CLUSTERS, shipped_or_file
+from mindloom.strategy.mesh import Mesh
 
 FITTED = Path(__file__).with_name("fitted.yaml")
 CHIPS = Path(__file__).with_name("chips.yaml")
@@ -77,6 +78,8 @@ class Cluster:
     """Kept by the framework and the collective library on every device."""
     flash_attention: bool = False
     """Attention runs in one kernel that keeps no scores."""
+    even_groups: bool = False
+    """MindSpore refuses groups that have other than 1, 2, 4 or 8 devices of a server, or not as many of each."""
     efficiency: Efficiency | None = field(default=None)
     experts: ExpertEfficiency | None = field(default=None)
 
@@ -93,6 +96,15 @@ class Cluster:
     @property
     def fitted_experts(self) -> ExpertEfficiency:
         return self.experts or ExpertEfficiency(**_fitted()["experts"])
+
+    def refuses(self, mesh: Mesh) -> str | None:
+        """Why MindSpore makes no groups of such a mesh here, if so."""
+        if not self.even_groups or not mesh.uneven_groups:
+            return None
+        return (
+            f"{mesh.uneven_groups}: MindSpore refuses such groups on {self.chip}; there one has 1, 2, 4 or 8 devices "
+            "of a server, as many of each"
+        )
 
     @property
     def usable_bytes(self) -> float:

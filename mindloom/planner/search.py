@@ -19,6 +19,7 @@ from mindloom.planner.memory import StageMemory
 from mindloom.planner.step_time import StepTime, flops_per_device, step_time
 from mindloom.planner.task import PLAIN_TEXT, TrainedTask, adapter_parameters, task_memory
 from mindloom.strategy.checks import MOST_DEVICES, divisors
+from mindloom.strategy.mesh import Mesh
 
 Devices = Annotated[int, Bounds(1, MOST_DEVICES)]
 MICROBATCHES = (1, 2, 4, 8, 16)
@@ -123,6 +124,8 @@ def _jobs(request: PlanRequest) -> Iterator[Parallelism]:
         for pp, cp in itertools.product(divisors(devices // tp), _context_degrees(request)):
             dp, left = divmod(devices // tp, pp * cp)
             if left or pp > dims.num_layers or batch % dp:
+                continue
+            if request.cluster.even_groups and request.cluster.refuses(Mesh(pp=pp, dp=dp, cp=cp, tp=tp)):
                 continue
             for microbatch in MICROBATCHES:
                 if batch // dp % microbatch or (pp > 1 and batch // dp // microbatch < pp):

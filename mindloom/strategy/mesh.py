@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,16 @@ from mindloom.numbers import Count
 
 AXES = ("pp", "dp", "cp", "tp")
 """The usual order, outer to inner. A strategy file may order them otherwise. `ep` is no axis of its own: a part of dp."""
+
+
+SERVER, EVEN = 8, (1, 2, 4, 8)
+"""Devices of a server of the first Ascend 910, and how many of each that it touches MindSpore lets a group have there."""
+
+
+@functools.cache
+def _is_even(degree: int, stride: int) -> bool:
+    counts = set(Counter(place * stride // SERVER for place in range(degree)).values())
+    return len(counts) == 1 and counts <= set(EVEN)
 
 
 @dataclass(frozen=True, init=False)
@@ -77,6 +89,12 @@ class Mesh:
     def sharding_axes(self) -> dict[str, int]:
         """Degrees above 1 of the axes within a stage, outer to inner: MindSpore's device matrix."""
         return {axis: self.degree(axis) for axis in self.order if axis != "pp" and self.degree(axis) > 1}
+
+    @property
+    def uneven_groups(self) -> str:
+        """The axes within a stage whose groups MindSpore refuses on the first Ascend 910, and there alone; for people."""
+        axes = (f"{axis} {n}" for axis, n in self.sharding_axes.items() if not _is_even(n, self._stride(axis)))
+        return " and ".join(axes)
 
     @property
     def degrees(self) -> dict[str, int]:

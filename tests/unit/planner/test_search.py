@@ -12,6 +12,7 @@ from mindloom.planner.search import FEWEST_TOKENS, PlanRequest, distinct, evalua
 from mindloom.planner.task import TrainedTask
 from mindloom.strategy.checks import batch_problems, model_problems
 from mindloom.strategy.loader import load_strategy
+from mindloom.strategy.mesh import Mesh
 
 A100 = Cluster.of_chip("a100_80gb")
 
@@ -133,6 +134,20 @@ def test_when_nothing_fits_the_smallest_changes_are_named(request_13b):
 def test_no_mesh_divides(request_13b):
     with pytest.raises(ConfigError, match="no dp x tp x pp = 7 divides the model"):
         search(dataclasses.replace(request_13b, devices=7, global_batch_size=3))
+
+
+def test_the_first_ascend_is_planned_no_groups_that_mindspore_refuses_there():
+    widths = {"num_heads": 12, "num_kv_heads": 12, "hidden_size": 768, "ffn_hidden_size": 3072, "vocab_size": 1536}
+    dims, degrees = dataclasses.replace(of_decoder(size_config("pangu", "tiny")), **widths), {}
+    for chip in ("ascend910a", "ascend910b"):
+        cluster = Cluster.of_chip(chip)
+        request = PlanRequest(dims=dims, cluster=cluster, devices=24, global_batch_size=24)
+        degrees[chip] = {option.job.tp for option in search(request)}
+    assert Cluster.of_chip("ascend910b").refuses(Mesh(dp=8, tp=3)) is None
+    assert "tp 3: MindSpore refuses such groups on ascend910a" in Cluster.of_chip("ascend910a").refuses(
+        Mesh(dp=8, tp=3)
+    )
+    assert degrees == {"ascend910a": {1, 2, 4}, "ascend910b": {1, 2, 3, 4, 6, 12}}
 
 
 def test_cluster_and_dimension_files(write):

@@ -110,3 +110,19 @@ def test_virtual_stages_are_dealt_out_in_turn():
     assert stage_of_layers(5, dataclasses.replace(strategy, pipeline=down_and_up)) == [0, 0, 1, 1, 0]
     uneven = Pipeline(num_microbatches=2, virtual_stages=2, stages=Stages(num_layers=[1, 2, 3, 1]))
     assert stage_of_layers(7, dataclasses.replace(strategy, pipeline=uneven)) == [0, 1, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "uneven"),
+    [
+        ({"dp": 8, "tp": 3}, "dp 8 and tp 3"),
+        ({"dp": 512, "tp": 12}, "tp 12"),
+        ({"dp": 192, "tp": 8}, ""),  # CodeGeeX's run
+        ({"dp": 3, "tp": 8}, ""),
+        ({"dp": 6, "tp": 4}, ""),
+        ({"pp": 3, "dp": 24}, ""),
+        ({"dp": 3, "tp": 2}, "dp 3"),
+    ],
+)
+def test_groups_that_mindspore_refuses_on_the_first_ascend(degrees, uneven):
+    assert Mesh(**degrees).uneven_groups == uneven

@@ -172,10 +172,16 @@ def _offload(book: Book) -> Offload | None:
     return Offload(optimizer=True) if to_host else None
 
 
+GATHERS_ONCE = (
+    "gathers the weights once a step; add recompute: {layers: all} and optimizer_parallel.reshard_after_forward to gather "
+    "them again for the backward pass"
+)
+
+
 def _zero(book: Book) -> OptimizerParallel | None:
     stage = book.peek("zero_optimization.stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"{book.given['zero_optimization.stage'].place}: stage must be 0 to 3, got {stage!r}")
-    told = {0: "", 1: "shards the weights as well as the moments", 2: "shards the weights, too", 3: ""}[stage]
+    told = {0: "", 1: "shards the weights as well as the moments", 2: "shards the weights, too", 3: GATHERS_ONCE}[stage]
     book.note("zero_optimization.stage", "approximated" if told else "renamed", f"optimizer_parallel {told}".strip())
     return OptimizerParallel() if stage else None

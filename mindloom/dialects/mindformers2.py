@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindloom.dialects.context import context_method, written_context
+from mindloom.dialects.levels import gathers_again
 from mindloom.dialects.rows import Row, betas, read_rows, written_rows
 from mindloom.dialects.settings import Book, Lost, Note, Settings
 from mindloom.dialects.stages import rows_of_parts, stage_layers, virtual_stages
@@ -101,11 +102,12 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
         if pp == 1 and parts > 1:
             train["accumulate"] = parts
     mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=book.take("parallelism.expert_parallel", "mesh.ep", 1))
+    recompute = _recompute(book)
     strategy = Strategy(
         mesh=mesh,
         pipeline=_pipeline(book, mesh, train),
-        recompute=_recompute(book),
-        optimizer_parallel=_optimizer_parallel(book, dp),
+        recompute=recompute,
+        optimizer_parallel=_optimizer_parallel(book, recompute, mesh),
         sequence_parallel=bool(book.take("parallelism.sequence_parallel", "sequence_parallel", False)),
         context_parallel=context_method(book, "parallelism.context_parallel_method", mesh, METHODS),
         source=str(path),
@@ -162,7 +164,7 @@ def _recompute(book: Book) -> Recompute | None:
     return Recompute() if full else None
 
 
-def _optimizer_parallel(book: Book, dp: int) -> OptimizerParallel | None:
+def _optimizer_parallel(book: Book, recompute: Recompute | None, mesh: Mesh) -> OptimizerParallel | None:
     for key in ("parallelism.data_parallel_shard", "parallelism.hsdp_shard_size"):
         if key not in book:
             continue
@@ -170,7 +172,11 @@ def _optimizer_parallel(book: Book, dp: int) -> OptimizerParallel | None:
         threshold = book.take("parallelism.hsdp_threshold", "optimizer_parallel.threshold_kb", 64)
         if size == 1:
             return None
-        return OptimizerParallel(threshold_kb=threshold, shard_size=None if size in (-1, dp) else size)
+        return OptimizerParallel(
+            threshold_kb=threshold,
+            shard_size=None if size in (-1, mesh.dp) else size,
+            reshard_after_forward=gathers_again(book, PARALLELISM + "hsdp_optimizer_level", recompute, mesh),
+        )
     book.note("parallelism.hsdp_threshold", "no effect", "nothing is sharded over the replicas")
     return None
 
@@ -208,6 +214,7 @@ def _written_optimizer_parallel(strategy: Strategy, lost: Lost) -> dict[str, Any
     return {
         PARALLELISM + "hsdp_shard_size": zero.shard_size or strategy.mesh.dp,
         PARALLELISM + "hsdp_threshold": zero.threshold_kb,
+        **({PARALLELISM + "hsdp_optimizer_level": "level3"} if zero.reshard_after_forward else {}),
     }
 
 

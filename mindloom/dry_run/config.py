@@ -13,7 +13,7 @@ from mindloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
 from mindloom.models.family import config_with_file, size_config, with_precision
 from mindloom.numbers import Count, Positive, number_problems
 from mindloom.planner.task import TaskFlags, TrainedTask, task_of, task_problems, trained_model
-from mindloom.strategy.checks import batch_problems, group_problems, model_problems
+from mindloom.strategy.checks import adapter_problems, batch_problems, group_problems, model_problems
 from mindloom.strategy.config import Strategy
 from mindloom.strategy.loader import load_strategy
 
@@ -98,6 +98,7 @@ def check(config: DryRunConfig) -> DryRun:
         problems.tell()
     assert model and strategy
     problems += model_problems(strategy, model)
+    problems += adapter_problems(strategy) if config.lora_r else []
     problems += task_problems(config, not config.inference)
     task = problems.of(task_of, config, config.model, model)
     problems += (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
@@ -32,20 +33,26 @@ def summarize(run: DryRun, compiled: list[RankReport]) -> dict[str, Any]:
 def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) -> list[int]:
     """The group of `to_rank` that corresponds to a group of `of_rank` in the same stage.
 
-    Along each axis a group has one place, or places at equal distances that fill an aligned block.
+    Along each axis a group has one place, or places at equal distances that fill an aligned block. Where one parameter is
+    sharded over fewer ranks than hold it, on several axes, the same is true of the ranks themselves.
     """
+    if math.prod(len({mesh.coordinate(rank, axis) for rank in members}) for axis in mesh.order) > len(members):
+        first, size = mesh.coordinate(to_rank, "pp") * mesh.stage_size, mesh.stage_size
+        return [first + rank for rank in _moved([r % size for r in sorted(members)], to_rank % size)]
     places = {axis: sorted({mesh.coordinate(rank, axis) for rank in members}) for axis in mesh.order}
     moved = {}
     for axis, found in places.items():
         mine, wanted = mesh.coordinate(of_rank, axis), mesh.coordinate(to_rank, axis)
-        if len(found) == 1:
-            moved[axis] = [wanted + found[0] - mine]
-        else:
-            step = found[1] - found[0]
-            block = len(found) * step
-            moved[axis] = [wanted // block * block + wanted % step + i * step for i in range(len(found))]
+        moved[axis] = [wanted + found[0] - mine] if len(found) == 1 else _moved(found, wanted)
     coordinates = itertools.product(*moved.values())
     return [mesh.rank_at(dict(zip(moved, place, strict=True))) for place in coordinates]
+
+
+def _moved(places: list[int], wanted: int) -> list[int]:
+    """Places at equal distances that fill an aligned block: those of the block that `wanted` is in."""
+    step = places[1] - places[0]
+    block = len(places) * step
+    return [wanted // block * block + wanted % step + i * step for i in range(len(places))]
 
 
 def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
@@ -55,8 +62,7 @@ def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
     beside = models_beside(dims, job, run.task)[report.stage]
     held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
     activations = 0.0 if run.config.inference else memory.activations + memory.working
-    whole = stage_parameters(dims, job)[report.stage] + expert_parameters(dims, job)[report.stage]
-    copies = job.weight_bytes * whole
+    copies = memory.weights  # cast, or gathered from the optimizer's parts
     groups = {n: translate_group(run.strategy.mesh, g, report.rank, rank) for n, g in report.groups.items()}
     result = {
         **dataclasses.asdict(report),
@@ -101,7 +107,6 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
     memories = task_memory(dims, job, run.task)
     for stage, (memory, layers) in enumerate(zip(memories, job.stages(dims.num_layers), strict=True)):
         gradients = 4 * wholes[stage] if job.zero < 2 else sizes[stage]
-        copies = job.weight_bytes * wholes[stage]  # cast, or gathered from the optimizer's parts
         trained = (0 if job.optimizer_on_host else 2 * sizes[stage]) + gradients
         if run.task.lora:  # whole on every rank at worst
             trained = 16 * adapter_parameters(run.task, dims, job)[stage]
@@ -114,7 +119,7 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
                 "stage": stage,
                 "layers": layers,
                 "parameter_bytes": sizes[stage],
-                "total_bytes": sizes[stage] + copies + (0 if run.config.inference else training),
+                "total_bytes": sizes[stage] + memory.weights + (0 if run.config.inference else training),
                 "flops": passes * tokens * (2 * matrices + attention + head) // job.tp,
             }
         )

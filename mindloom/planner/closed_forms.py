@@ -14,6 +14,7 @@ from mindloom.planner.memory import (
     copied_parameters,
     expert_parameters,
     expert_shards,
+    layer_parameters,
     stage_copies,
     stage_parameters,
 )
@@ -24,13 +25,15 @@ Precision = Literal["fp16", "bf16", "fp32"]
 PRECISIONS: dict[str, Precision] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
-def optimizer_sharding(cut: bool, gradients_add_up: bool, precision: Precision) -> dict[str, Any]:
+def optimizer_sharding(cut: bool, gradients_add_up: bool, precision: Precision, again: bool = False) -> dict[str, Any]:
     """What optimizer parallel means in the cost model's terms.
 
     Master weights and moments are sharded. The weights are gathered for the whole step in the type that is computed in; in
     float32 without sharding there is no such copy. Gradients of several microbatches add up whole, else they are
-    sharded at once.
+    sharded at once. `again`: weights are gathered twice, and then whole in two layers at once only.
     """
+    if again:
+        return {"zero": 3, "weight_bytes": 0}
     return {
         "zero": 0 if not cut else 1 if gradients_add_up else 2,
         "weight_bytes": 2 if precision != "fp32" else 4 if cut else 0,
@@ -71,7 +74,10 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         sequence_parallel=strategy.sequence_parallel,
         precision=precision,
         **optimizer_sharding(
-            bool(zero), microbatches > 1 and not (zero and zero.shard_accumulated_gradients), precision
+            bool(zero),
+            microbatches > 1 and not (zero and zero.shard_accumulated_gradients),
+            precision,
+            zero is not None and zero.reshard_after_forward,
         ),
     )
 
@@ -249,7 +255,8 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
     """Gradients reduced and sharded weights gathered, once a step.
 
     Of a batch taken at once MindSpore reduces the tied table's gradient once for each of its two uses, and with optimizer
-    parallel over groups the whole gradients before they are sharded; of microbatches they add up and are sharded first.
+    parallel over groups the whole gradients before they are sharded; of microbatches they add up and are sharded first, and
+    so are all but a tied table's in float32 where weights are gathered again.
     """
     whole, tied = 4 * stage_parameters(dims, job)[stage], 4 * tied_words(dims, job, stage)
     uncut = 4 * _whole_words(dims, job, stage)
@@ -262,15 +269,27 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
         return {"AllReduce optimizer": (whole + twice - others if job.replicas > 1 else copied) + experts}
     reduced: float = uncut + (twice if uncut > tied else 0)
     if job.shards < job.replicas:
-        reduced = whole + twice if at_once else uncut + (whole - uncut) // job.shards
+        first = 0 if not at_once else whole if job.zero < 3 else twice * (job.activation_bytes == 4)
+        reduced = max(first, uncut) + (whole - max(first, uncut)) // job.shards + twice * (first > 0)
     gathered = whole - uncut
-    if job.activation_bytes < 4 and not at_once:  # what is cast for every microbatch is gathered as it is computed with
+    if job.activation_bytes < 4 and (job.zero == 3 or not at_once):  # what is cast for every microbatch is gathered so
         gathered = 2 * (gathered // 4 + _float32_parameters(dims, job, stage))
+    if job.zero == 3:
+        gathered += _gathered_again(dims, job, stage)
     return {
         "AllGather optimizer": gathered + experts,
         "ReduceScatter optimizer": whole - uncut + experts,
         "AllReduce optimizer": reduced,
     }
+
+
+def _gathered_again(dims: Dimensions, job: Parallelism, stage: int) -> int:
+    """Bytes of layers' weights that computing them again gathers: all but the biases of results that nobody needs again."""
+    layers, norms = job.stages(dims.num_layers)[stage], dims.num_norms * dims.norm
+    mlp = dims.mlp_bias and dims.always_used_ffn > 0
+    unneeded = {"sequential": mlp, "parallel": mlp + dims.output_bias, "sandwich": 0}[dims.block] * dims.hidden_size
+    others = layer_parameters(dims, job.tp) - norms - unneeded
+    return layers * (4 * norms + job.activation_bytes * others)
 
 
 def _float32_parameters(dims: Dimensions, job: Parallelism, stage: int) -> int:

@@ -26,7 +26,7 @@ class StageMemory:
     activations: float
     """Kept from forward to backward, for all microbatches on their way."""
     working: float
-    """What one layer, the head or a gathered weight needs while it is at work."""
+    """What one layer or the head needs while it is at work."""
     fragmentation: float = 1.0
     host_activations: float = 0.0
     """Of offloaded layers, which `total` leaves out."""
@@ -187,13 +187,15 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
         if stage == job.last_stage:  # input of the last norm and the head; logits in float32, and their gradient
             activations += tokens * 2 * width * dims.hidden_size / spread
             working = max(working, tokens * head_columns(dims, job) * 8)
-        if job.zero == 3:  # two layers' whole weights, and one's gradient
-            working += 3 * layer_parameters(dims, job.tp) * 2
+        weights = job.weight_bytes * _cut(count, experts, job.shards, shards, job.zero >= 3)
+        if job.zero == 3:
+            weights += _gathered_weights(dims, job, stage)
+            working += width * layer_parameters(dims, job.tp)  # one's gradient
         moments = job.optimizer_bytes * _cut(count, experts, job.shards, shards, True)
         result.append(
             StageMemory(
                 parameters=count + experts,
-                weights=job.weight_bytes * _cut(count, experts, job.shards, shards, job.zero >= 3),
+                weights=weights,
                 gradients=job.gradient_bytes * _cut(count, experts, job.shards, shards, job.zero >= 2),
                 optimizer=moments - on_host[stage],
                 activations=activations,
@@ -203,6 +205,16 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
             )
         )
     return result
+
+
+def _gathered_weights(dims: Dimensions, job: Parallelism, stage: int) -> float:
+    """Bytes of whole weights that a device of a stage holds at once with ZeRO 3: two layers, and what belongs to none, whose
+    tables our own models look up in float32."""
+    dense, sparse = (layer_parameters(kind, job.tp) for kind in dims.kinds)
+    few = job.expert_layers(dims)[stage]
+    of_layers = (job.stages(dims.num_layers)[stage] - few) * dense + few * sparse
+    others = (stage_parameters(dims, job)[stage] - of_layers) * (4 if dims.float32_softmax else job.activation_bytes)
+    return 2 * job.activation_bytes * max(dense, sparse) + others
 
 
 def moments_on_host(dims: Dimensions, job: Parallelism) -> list[float]:

@@ -103,7 +103,9 @@ def strategy_file(request: PlanRequest, option: Option, rules: str) -> str:
         if job.pp > 1
         else Pipeline(),
         recompute=recompute,
-        optimizer_parallel=OptimizerParallel(shard_size=job.shards if job.shards < job.replicas else None)
+        optimizer_parallel=OptimizerParallel(
+            shard_size=job.shards if job.shards < job.replicas else None, reshard_after_forward=job.zero == 3
+        )
         if job.zero
         else None,
         sequence_parallel=job.sequence_parallel,

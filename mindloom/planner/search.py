@@ -192,7 +192,8 @@ def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
 
 
 def _recomputations(request: PlanRequest, job: Parallelism) -> Iterator[Parallelism]:
-    """Nothing twice; if that does not fit, as few layers of each stage as make it fit, of either kind, or all."""
+    """Nothing twice; if that does not fit, as few layers of each stage as make it fit, of either kind, or all; or all with
+    their weights gathered twice, too."""
     dims, usable = request.dims, request.cluster.usable_bytes
     stages = task_memory(dims, job, request.task)
     if max(stage.total for stage in stages) <= usable:
@@ -210,6 +211,10 @@ def _recomputations(request: PlanRequest, job: Parallelism) -> Iterator[Parallel
             yield dataclasses.replace(whole, recomputed_layers=tuple(needed))
         else:
             yield whole
+    if job.zero and job.pp == job.num_microbatches == 1 and not dims.num_experts and "full" in request.recomputations:
+        yield dataclasses.replace(
+            job, recompute="full", **optimizer_sharding(True, False, request.precision, again=True)
+        )
 
 
 def describe(job: Parallelism) -> str:
@@ -222,7 +227,8 @@ def describe(job: Parallelism) -> str:
     if job.virtual_stages > 1:
         parts.append(f"{job.virtual_stages} virtual stages")
     if job.zero:
-        parts.append("optimizer parallel" + (f" over {job.shards}" if job.shards < job.replicas else ""))
+        over = f" over {job.shards}" if job.shards < job.replicas else ""
+        parts.append(f"optimizer parallel{over}{', weights gathered twice' if job.zero == 3 else ''}")
     if job.sequence_parallel:
         parts.append("sequence parallel")
     if job.recompute != "none":

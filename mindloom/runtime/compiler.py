@@ -36,10 +36,8 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
     settings: dict[str, Any] = {}
     if zero:
-        config = {
-            "parallel_optimizer_threshold": zero.threshold_kb,
-            "gradient_accumulation_shard": zero.shard_accumulated_gradients,
-        }
+        level = 3 if zero.reshard_after_forward else 2 if zero.shard_accumulated_gradients else 1
+        config = {"parallel_optimizer_threshold": zero.threshold_kb, "optimizer_level": f"level{level}"}
         if zero.shard_size:
             config["optimizer_weight_shard_size"] = zero.shard_size
         settings = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}

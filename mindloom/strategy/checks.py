@@ -99,10 +99,26 @@ def _option_problems(strategy: Strategy) -> list[str]:
             f"{strategy.at('optimizer_parallel.shard_size')} = {zero.shard_size} must be at least 2 and divide "
             f"{name} = {replicas}; possible: {', '.join(str(d) for d in divisors(replicas) if d > 1)}"
         )
+    if zero and zero.reshard_after_forward:
+        problems += _reshard_problems(strategy)
     if "context_parallel" in strategy.lines and mesh.cp == 1:
         problems.append(f"{strategy.at('context_parallel')} has no effect at mesh.cp = 1; remove it or raise mesh.cp")
     if strategy.sequence_parallel and mesh.tp == 1:
         problems.append(f"{strategy.at('sequence_parallel')} has no effect at mesh.tp = 1; remove it or raise mesh.tp")
+    return problems
+
+
+def _reshard_problems(strategy: Strategy) -> list[str]:
+    """What MindSpore 2.9 does not do with weights that are gathered again."""
+    at, recompute, problems = strategy.at("optimizer_parallel.reshard_after_forward"), strategy.recompute, []
+    if not recompute or recompute.kind != "full" or recompute.layers != "all" or recompute.per_stage is not None:
+        problems.append(
+            f"{at}: weights are gathered again for layers that are computed again; write `recompute: {{layers: all}}`"
+        )
+    if strategy.mesh.pp > 1:
+        problems.append(f"{at}: MindSpore does not compile it in a pipeline; leave it out, or mesh.pp")
+    if strategy.optimizer_parallel and strategy.optimizer_parallel.shard_accumulated_gradients:
+        problems.append(f"{at} and shard_accumulated_gradients do not go together; leave out one")
     return problems
 
 
@@ -135,6 +151,10 @@ def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
         if size % mesh.tp:
             problems.append(
                 f"{strategy.at('mesh.tp')} = {mesh.tp} does not divide {name} = {size}; {_nearest(size, mesh.tp)}"
+                + (
+                    f"; or give the model rows that no token uses: vocab_size {_padded(size, mesh.tp)}"
+                    * (name == "vocab_size")
+                )
             )
     if not problems and config.kv_heads % mesh.tp and mesh.tp % config.kv_heads:
         problems.append(
@@ -149,6 +169,12 @@ def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
         )
     if mesh.cp > 1 and config.experts:
         problems.append(f"{strategy.at('mesh.cp')}: experts count their tokens in whole sequences; leave cp out")
+    zero = strategy.optimizer_parallel
+    if config.experts and zero and zero.reshard_after_forward:
+        problems.append(
+            f"{strategy.at('optimizer_parallel.reshard_after_forward')}: MindSpore does not compile it for models with "
+            "experts; leave it out"
+        )
     if mesh.ep > 1 and not config.experts:
         problems.append(f"{strategy.at('mesh.ep')} = {mesh.ep}, but the model has no experts; leave it out")
     elif config.experts and config.experts.num_experts % mesh.ep:
@@ -204,6 +230,11 @@ def batch_problems(
             f"{strategy.at('pipeline')}: a pipeline accumulates over its num_microbatches = {microbatches}; "
             f"raise that instead of accumulating {accumulate} times more"
         )
+    if accumulate > 1 and strategy.optimizer_parallel and strategy.optimizer_parallel.reshard_after_forward:
+        problems.append(
+            f"{strategy.at('optimizer_parallel.reshard_after_forward')}: MindSpore takes one microbatch a step with it, not "
+            f"{accumulate}; leave out accumulation, or it"
+        )
     if batch_size % parts:
         lower = batch_size // parts * parts
         nearest = " or ".join(str(size) for size in (lower, lower + parts) if size)
@@ -222,6 +253,14 @@ def batch_problems(
     if seq_len % mesh.cp:
         problems.append(f"{strategy.at('mesh.cp')}: sequences of {seq_len} tokens are not divisible by cp {mesh.cp}")
     return problems
+
+
+def adapter_problems(strategy: Strategy) -> list[str]:
+    """What only the training of a whole model takes."""
+    if not (strategy.optimizer_parallel and strategy.optimizer_parallel.reshard_after_forward):
+        return []
+    at = strategy.at("optimizer_parallel.reshard_after_forward")
+    return [f"{at}: MindSpore does not compile it for adapters (LoRA); leave it out"]
 
 
 def check_own_network(strategy: Strategy) -> None:
@@ -267,6 +306,10 @@ def divisors(number: int) -> list[int]:
     """From 1 to the number itself."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
+
+
+def _padded(size: int, parts: int) -> int:
+    return -(-size // parts) * parts
 
 
 def _nearest(size: int, wanted: int, kv_heads: int | None = None) -> str:

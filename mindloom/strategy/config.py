@@ -84,6 +84,10 @@ class OptimizerParallel:
     """Sharded over groups of this many replicas instead of all of them."""
     shard_accumulated_gradients: bool = False
     """In a pipeline: shard the gradients while microbatches add up, too. Less memory, a reduce-scatter per microbatch."""
+    reshard_after_forward: bool = False
+    """Give up a layer's gathered weights after its forward pass and gather them again when it is computed again (ZeRO 3). Of
+    weights a device then holds two layers at once instead of all, and it gathers them twice. For one microbatch a
+    step, without a pipeline, with `recompute: {layers: all}`."""
 
 
 @dataclass(frozen=True, kw_only=True)

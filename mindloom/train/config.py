@@ -23,7 +23,7 @@ from mindloom.models.family import with_precision
 from mindloom.numbers import number_problems
 from mindloom.reader import Document, fields_from
 from mindloom.runtime.environment import is_first_process
-from mindloom.strategy.checks import batch_problems, group_problems, launch_problems, model_problems
+from mindloom.strategy.checks import adapter_problems, batch_problems, group_problems, launch_problems, model_problems
 from mindloom.strategy.config import SINGLE_DEVICE, Strategy
 from mindloom.strategy.loader import load_strategy
 from mindloom.train.flags import (
@@ -189,6 +189,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         problems += _random_ltd_problems(config, random_ltd, model, sizes, strategy)
     if strategy:
         problems += _strategy_problems(config, strategy, model, sizes, num_processes)
+        problems += adapter_problems(strategy) if lora else []
     if config.certificate and model and strategy:
         rows = config.batch_size * config.rows_per_unit
         task = problems.of(config.about_task, lora)

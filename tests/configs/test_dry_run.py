@@ -40,10 +40,15 @@ STRATEGIES = {
     "pipeline: {num_microbatches: 3, virtual_stages: 2}\n",
     "pp2_dp2_tp2_zero_bubble": "mesh: {pp: 2, dp: 2, tp: 2}\nsequence_parallel: true\noptimizer_parallel: {axis: dp}\n"
     "pipeline: {num_microbatches: 4, virtual_stages: 2, schedule: zero_bubble_v}\n",
-    "dp8_tp3": "mesh: {dp: 8, tp: 3}\noptimizer_parallel: {axis: dp}\nrecompute: {layers: all}\nsequence_parallel: true\n",
+    "dp8_tp3": "mesh: {dp: 8, tp: 3}\noptimizer_parallel: {shard_size: 4, reshard_after_forward: true}\n"
+    "recompute: {layers: all}\nsequence_parallel: true\n",
+    "dp2_tp2_again": "mesh: {dp: 2, tp: 2}\nrecompute: {layers: all}\n"
+    "optimizer_parallel: {reshard_after_forward: true}\n",
+    "dp4_again": "mesh: {dp: 4}\nrecompute: {layers: all}\n"
+    "optimizer_parallel: {shard_size: 2, reshard_after_forward: true}\n",
     "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
 }
-IN_BFLOAT16 = ("dp2_cp2_tp2", "dp4_zero2_accumulate", "pp2_dp4_tp8_zero", "pp4_tp2_sp")
+IN_BFLOAT16 = ("dp2_tp2_again", "dp8_tp3", "dp2_cp2_tp2", "dp4_zero2_accumulate", "pp2_dp4_tp8_zero", "pp4_tp2_sp")
 PARTS = ("attention.output", "mlp.down")
 WHOLE_WORDS = ("dp2_cp2_ulysses",)  # whose tables the shards do not divide
 OF_THREE = {
@@ -53,6 +58,7 @@ OF_THREE = {
     "vocab_size": 768,
     "ffn_hidden_size": 768,
     "seq_len": 96,
+    "attention": "plain",
 }
 MODEL = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
 
@@ -85,6 +91,8 @@ OTHER_MODELS = {  # parts that PanGu-alpha has not, each on a mesh where it show
         ),
         *((*model, name) for model, name in OTHER_MODELS.items()),
         ("palm", "tiny", "dp8_tp3"),  # as PaLM's 12
+        ("pangu", "embedded_tiny", "dp4_again"),
+        ("codegeex", "tiny", "dp4_again"),
     ],
 )
 def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(family, size, name, write):

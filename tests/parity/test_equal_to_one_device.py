@@ -22,6 +22,9 @@ CASES = [
     "pangu_tiny_dp2_tp2+clip+shallow",
     "pangu_tiny_dp2_tp2_zero+accumulate+dropout+shallow",
     "pangu_tiny_dp2_tp2_zero+ultra+shallow",
+    "pangu_tiny_dp2_tp2_zero+again+dropout+shallow",
+    "pangu_tiny_dp4_zero+again+embedded+shallow",
+    "pangu_tiny_dp2_tp2_zero+again+palm+shallow",
     "pangu_tiny_dp2_tp2_sp+dropout+shallow",
     "pangu_tiny_dp2_tp2_sp+codegeex4+shallow",
     "pangu_tiny_dp2_tp2_copies+dropout+shallow",
@@ -49,7 +52,7 @@ CASES = [
     "pangu_switch_tiny_dp4_ep2_zero+moe+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+sigma+shallow",  # texts of two domains
 ]
-LIKE_WITHOUT = ("accumulate", "copies", "flash", "gpipe", "seqpipe", "zero_bubble_v", "offload")
+LIKE_WITHOUT = ("accumulate", "copies", "flash", "gpipe", "seqpipe", "zero_bubble_v", "offload", "again")
 """Options of a mesh: one device is compared without them."""
 ACCUMULATED = "one_device+accumulate+shallow"
 

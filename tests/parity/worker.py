@@ -16,7 +16,7 @@ from mindloom.parallel.parallelize import parallelize, wrap
 from mindloom.parallel.step import TrainStep
 from mindloom.runtime.engine import Engine
 from mindloom.runtime.gather import gather_whole
-from mindloom.strategy.config import SINGLE_DEVICE, Offload, Pipeline
+from mindloom.strategy.config import SINGLE_DEVICE, Offload, OptimizerParallel, Pipeline, Recompute
 from mindloom.strategy.loader import load_strategy
 from mindloom.train.adafactor import Adafactor
 
@@ -55,7 +55,8 @@ def train(path: str, options: list[str], out: str) -> None:
     """Five steps of each optimizer. Writes OUT.OPTIMIZER.json (losses, norms) and .npz (gradients or weights).
 
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
-    gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, and shallow (2 layers, which compile in half the time).
+    gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice), and shallow (2
+    layers, which compile in half the time).
     A pipeline has as many microbatches as stages, for the same reason.
     """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
@@ -78,6 +79,12 @@ def train(path: str, options: list[str], out: str) -> None:
         strategy = dataclasses.replace(strategy, pipeline=pipeline)
     if "offload" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, offload=Offload(optimizer=True, layers="all"))
+    if "again" in options and strategy.mesh.size > 1:
+        strategy = dataclasses.replace(
+            strategy,
+            optimizer_parallel=OptimizerParallel(shard_size=2, reshard_after_forward=True),
+            recompute=Recompute(),
+        )
     if "copies" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, micro_batch_interleave=2)
     accumulate, clip = 2 if "accumulate" in options else 1, 0.5 if "clip" in options else None

@@ -35,6 +35,11 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
         lost("offload.layers", "Megatron moves activations by other rules")
     if strategy.pipeline.schedule != "1f1b":
         lost("pipeline.schedule", f"{strategy.pipeline.schedule}: Megatron has 1f1b alone")
+    if zero and zero.reshard_after_forward:
+        lost(
+            "optimizer_parallel.reshard_after_forward",
+            "Megatron has it with --use-megatron-fsdp, whose keys are not ours",
+        )
     if strategy.micro_batch_interleave > 1:
         lost("micro_batch_interleave", "Megatron has no copies of microbatches")
     train.pop("accumulate", None)

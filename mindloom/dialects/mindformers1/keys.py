@@ -40,6 +40,7 @@ INTERLEAVE, SCHEDULER = "parallel.pipeline_config.pipeline_interleave", "paralle
 VIRTUAL = MODEL + "pp_interleave_num"
 FULL, SELECTIVE = "recompute_config.recompute", "recompute_config.select_recompute"
 ZERO, ZERO_CONFIG = "parallel.enable_parallel_optimizer", "parallel.parallel_optimizer_config."
+LEVEL, GRADIENTS = ZERO_CONFIG + "optimizer_level", ZERO_CONFIG + "gradient_accumulation_shard"
 CONTEXT_METHOD = "parallel_config.context_parallel_algo"
 METHODS: dict[str, ContextMethod] = {"colossalai_cp": "gather", "ulysses_cp": "ulysses"}
 ONLY = (

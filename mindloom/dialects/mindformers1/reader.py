@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from mindloom.dialects.context import context_method
+from mindloom.dialects.levels import gathers_again
 from mindloom.dialects.mindformers1.keys import (
     CONTEXT_METHOD,
     DEFAULT_THRESHOLD_KB,
     DEGREES,
     FAMILIES,
     FULL,
+    GRADIENTS,
     INTERLEAVE,
+    LEVEL,
     METHODS,
     MISSPELLED,
     MODEL,
@@ -62,11 +65,12 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
     if MODEL + "num_layers" in book:
         num_layers = book.take(MODEL + "num_layers", "num_layers")
     mesh = Mesh(**{axis: book.take(key, f"mesh.{axis}", 1) for key, axis in DEGREES.items()})
+    recompute = _recompute(book)
     strategy = Strategy(
         mesh=mesh,
         pipeline=_pipeline(book, mesh, num_layers),
-        recompute=_recompute(book),
-        optimizer_parallel=_optimizer_parallel(book),
+        recompute=recompute,
+        optimizer_parallel=_optimizer_parallel(book, recompute, mesh),
         offload=read_swap(book),
         sequence_parallel=bool(book.take("parallel_config.use_seq_parallel", "sequence_parallel", False)),
         context_parallel=context_method(book, CONTEXT_METHOD, mesh, METHODS),
@@ -148,7 +152,7 @@ def _chosen(book: Book, key: str, kind: Any, difference: str) -> Recompute | Non
     return None
 
 
-def _optimizer_parallel(book: Book) -> OptimizerParallel | None:
+def _optimizer_parallel(book: Book, recompute: Recompute | None, mesh: Mesh) -> OptimizerParallel | None:
     if not book.peek(ZERO, False):
         book.note(ZERO, "same", "off")
         book.without_effect({ZERO_CONFIG + "*": "enable_parallel_optimizer is off"})
@@ -158,15 +162,14 @@ def _optimizer_parallel(book: Book) -> OptimizerParallel | None:
         ZERO_CONFIG + "parallel_optimizer_threshold", "optimizer_parallel.threshold_kb", DEFAULT_THRESHOLD_KB
     )
     size = book.take(ZERO_CONFIG + "optimizer_weight_shard_size", "optimizer_parallel.shard_size", -1)
-    book.only([(ZERO_CONFIG + "optimizer_level", "level1", "gradients or weights are not sharded on their own")])
+    again, gradients = gathers_again(book, LEVEL, recompute, mesh), book.peek(LEVEL) == "level2"
+    book.note(LEVEL, "renamed", "optimizer_parallel" + ".shard_accumulated_gradients" * gradients)
+    sharded = book.take(GRADIENTS, "optimizer_parallel.shard_accumulated_gradients", False)
     return OptimizerParallel(
         threshold_kb=threshold,
         shard_size=None if size in (-1, None) else size,
-        shard_accumulated_gradients=bool(
-            book.take(
-                ZERO_CONFIG + "gradient_accumulation_shard", "optimizer_parallel.shard_accumulated_gradients", False
-            )
-        ),
+        shard_accumulated_gradients=bool(sharded or gradients),
+        reshard_after_forward=again,
     )
 
 

@@ -9,7 +9,9 @@ from mindloom.dialects.context import written_context
 from mindloom.dialects.mindformers1.keys import (
     CONTEXT_METHOD,
     FULL,
+    GRADIENTS,
     INTERLEAVE,
+    LEVEL,
     METHODS,
     MODEL,
     ONLY,
@@ -83,10 +85,13 @@ def _mesh(strategy: Strategy) -> dict[str, Any]:
 
 def _optimizer_parallel(strategy: Strategy) -> dict[str, Any]:
     zero = strategy.optimizer_parallel
-    written = {key: value for key, value, _ in ONLY if key.startswith("parallel.")}
+    written: dict[str, Any] = {key: value for key, value, _ in ONLY if key.startswith("parallel.")}
     written[ZERO] = zero is not None
     if zero:
-        written[ZERO_CONFIG + "gradient_accumulation_shard"] = zero.shard_accumulated_gradients
+        if zero.reshard_after_forward:  # MindSpore takes no word about gradients beside it
+            written[LEVEL] = "level3"
+        else:
+            written[GRADIENTS] = zero.shard_accumulated_gradients
         written[ZERO_CONFIG + "parallel_optimizer_threshold"] = zero.threshold_kb
         written[ZERO_CONFIG + "optimizer_weight_shard_size"] = zero.shard_size or -1
     return written

@@ -108,6 +108,7 @@ def random_strategy(random):
             threshold_kb=random.choice([0, 64, 24]),
             shard_size=size,
             shard_accumulated_gradients=pp > 1 and random.random() < 0.5,
+            reshard_after_forward=pp == 1 and recompute == Recompute() and random.random() < 0.5,
         )
     return Strategy(
         mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp),
@@ -199,6 +200,27 @@ callbacks:
 
 def fates(done):
     return {note.key: note.fate for note in done.notes}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("optimizer_level: level1", OptimizerParallel(threshold_kb=64)),
+        ("optimizer_level: level2", OptimizerParallel(threshold_kb=64, shard_accumulated_gradients=True)),
+        ("optimizer_level: level3", OptimizerParallel(threshold_kb=64, reshard_after_forward=True)),
+    ],
+)
+def test_mindformers_optimizer_levels(given, expected, write, tmp_path):
+    text = f"parallel: {{enable_parallel_optimizer: true, parallel_optimizer_config: {{{given}}}}}\n"
+    text += "parallel_config: {data_parallel: 4}\nrecompute_config: {recompute: true}\n"
+    done = translate(write("theirs.yaml", text), "ours", RULES, tmp_path / "out.yaml", NOTHING)
+    assert done.settings.strategy.optimizer_parallel == expected and not done.losses
+    without = write("without.yaml", text.replace("recompute: true", "recompute: false"))
+    done = translate(without, "ours", RULES, tmp_path / "out.yaml", NOTHING)
+    assert done.settings.strategy.optimizer_parallel == dataclasses.replace(expected, reshard_after_forward=False)
+    assert fates(done)["parallel.parallel_optimizer_config.optimizer_level"] == (
+        "approximated" if "level3" in given else "renamed"
+    )
 
 
 def test_every_key_of_a_users_file_is_in_the_report_with_its_line(write, tmp_path):

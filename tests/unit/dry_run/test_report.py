@@ -28,6 +28,14 @@ def test_groups_of_another_rank_of_the_stage(members, of_rank, to_rank, expected
     assert translate_group(MESH, members, of_rank, to_rank) == expected
 
 
+@pytest.mark.parametrize(
+    ("members", "expected"), [([0, 1, 2, 3], [12, 13, 14, 15]), ([0, 4, 8, 12, 16, 20], [1, 5, 9, 13, 17, 21])]
+)
+def test_groups_that_go_across_the_axes(members, expected):
+    """Of a parameter that all 24 ranks hold, sharded over 4 of them."""
+    assert translate_group(Mesh(dp=8, tp=3), members, 0, 13) == expected
+
+
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 2), (4, 4), (4, 9), (8, 8)])
 @pytest.mark.parametrize(("virtual_stages", "schedule"), [(1, "1f1b"), (2, "1f1b"), (3, "seqpipe"), (2, "gpipe")])
 def test_a_drawn_schedule_does_one_thing_at_a_time_and_each_after_what_it_needs(

@@ -12,6 +12,7 @@ from mindloom.planner.dimensions import Dimensions, Parallelism, of_decoder
 from mindloom.planner.memory import (
     expert_parameters,
     layer_activations,
+    layer_parameters,
     microbatches_in_flight,
     stage_copies,
     stage_memory,
@@ -130,7 +131,9 @@ def test_the_optimizer_is_cut_over_the_replicas():
         cut = stage_memory(dims, dataclasses.replace(plain, zero=level))[0]
         assert cut.optimizer == whole.optimizer / 8
         assert cut.gradients == whole.gradients / (8 if level >= 2 else 1)
-        assert cut.weights == whole.weights / (8 if level >= 3 else 1)
+        layer, count = layer_parameters(dims, 8), whole.parameters
+        gathered = 2 * 2 * layer + 2 * (count - dims.num_layers * layer)  # two layers, and the tables
+        assert cut.weights == (whole.weights / 8 + gathered if level >= 3 else whole.weights)
     groups = stage_memory(dims, dataclasses.replace(plain, zero=1, zero_shards=4))[0]
     assert groups.optimizer == whole.optimizer / 4
 

@@ -5,10 +5,20 @@ import pytest
 
 from mindloom.errors import ConfigError
 from mindloom.models.family import size_config
+from mindloom.planner.closed_forms import job_of, optimizer_sharding
 from mindloom.planner.cluster import Cluster, read_cluster
 from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
 from mindloom.planner.report import strategy_file
-from mindloom.planner.search import FEWEST_TOKENS, PlanRequest, distinct, evaluate, search, smallest_changes, why_slower
+from mindloom.planner.search import (
+    FEWEST_TOKENS,
+    PlanRequest,
+    describe,
+    distinct,
+    evaluate,
+    search,
+    smallest_changes,
+    why_slower,
+)
 from mindloom.planner.task import TrainedTask
 from mindloom.strategy.checks import batch_problems, model_problems
 from mindloom.strategy.loader import load_strategy
@@ -86,6 +96,27 @@ def test_a_planned_strategy_file_is_one_that_can_be_trained(request_13b, place, 
     assert strategy.sequence_parallel == job.sequence_parallel
     assert bool(strategy.optimizer_parallel) == bool(job.zero)
     assert (strategy.recompute.kind if strategy.recompute else "none") == job.recompute
+
+
+def test_weights_are_gathered_twice_where_they_would_not_fit_whole(tmp_path):
+    """As PaLM's, on 6144 devices of 32 GB."""
+    model = dataclasses.replace(size_config("palm", "540b"), vocab_size=258048)
+    cluster = dataclasses.replace(Cluster.of_chip("ascend910b"), memory_gb=32)
+    request = PlanRequest(
+        dims=of_decoder(model), cluster=cluster, devices=6144, global_batch_size=512, flash_attention=True
+    )
+    option = next(o for o in search(request) if o.fits and (o.job.tp, o.job.pp, o.job.zero) == (12, 1, 3))
+    once = dataclasses.replace(option.job, **optimizer_sharding(True, False, "bf16"))
+    assert not evaluate(request.dims, once, cluster).fits
+    assert "weights gathered twice" in describe(option.job)
+    (tmp_path / "rules.yaml").write_text("layers: [layers.*]\n")
+    path = tmp_path / "plan.yaml"
+    path.write_text(strategy_file(request, option, "rules.yaml"))
+    strategy = load_strategy(path)
+    found = job_of(strategy, model, 512)
+    for name in ("zero", "weight_bytes", "shards", "recompute", "global_batch_size"):
+        assert getattr(found, name) == getattr(option.job, name), name
+    assert model_problems(strategy, model) == []
 
 
 def test_long_sequences_are_shared_out_and_so_is_the_file_that_is_written(tmp_path):

@@ -3,7 +3,7 @@ import dataclasses
 
 from mindloom.models.config import ExpertConfig, ModelConfig
 from mindloom.strategy.checks import batch_problems, group_problems, launch_problems, model_problems, strategy_problems
-from mindloom.strategy.config import Pipeline, Recompute, Stages, Strategy
+from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from mindloom.strategy.mesh import Mesh
 
 MODEL = ModelConfig(vocab_size=40, hidden_size=24, num_layers=4, num_heads=12)
@@ -24,6 +24,19 @@ def test_a_dimension_tp_does_not_divide_comes_with_the_nearest_degrees_that_do()
     assert "s.yaml:1: mesh.tp = 5 does not divide num_heads = 12; nearest that do: 4 and 6" in problems
     assert any("ffn_hidden_size = 96; nearest that do: 4 and 6" in p for p in problems)
     assert not any("vocab_size" in p for p in problems)
+    (problem,) = model_problems(strategy(tp=4), dataclasses.replace(MODEL, vocab_size=250))
+    assert problem.endswith("nearest that do: 2 and 5; or give the model rows that no token uses: vocab_size 252")
+
+
+def test_weights_are_gathered_again_for_one_microbatch_of_a_model_without_experts():
+    again = strategy(dp=2, recompute=Recompute(), optimizer_parallel=OptimizerParallel(reshard_after_forward=True))
+    assert strategy_problems(again) + model_problems(again, MODEL) + batch_problems(again, 8, 64) == []
+    (problem,) = batch_problems(again, 8, 64, accumulate=2)
+    assert "reshard_after_forward: MindSpore takes one microbatch a step with it, not 2" in problem
+    (problem,) = model_problems(
+        again, dataclasses.replace(MODEL, experts=ExpertConfig(num_experts=4, experts_per_token=2))
+    )
+    assert "reshard_after_forward: MindSpore does not compile it for models with experts" in problem
 
 
 def test_a_number_of_devices_that_mindspore_does_not_take():

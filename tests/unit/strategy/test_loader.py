@@ -110,6 +110,25 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
         ("mesh: {tp: 4}\noptimizer_parallel: {axis: dp}", "s.yaml:2: optimizer_parallel has no effect at mesh.dp = 1"),
         ("mesh: {dp: 4}\nsequence_parallel: true", "s.yaml:2: sequence_parallel has no effect at mesh.tp = 1"),
         ("mesh: {dp: 6}\noptimizer_parallel: {shard_size: 4}", "possible: 2, 3, 6"),
+        *(
+            (
+                f"mesh: {{pp: 2, dp: 2}}\npipeline: {{num_microbatches: 4}}\n{recompute}\n"
+                "optimizer_parallel: {reshard_after_forward: true, shard_accumulated_gradients: true}",
+                f"s.yaml:4: optimizer_parallel.reshard_after_forward{message}",
+            )
+            for recompute, message in (
+                (
+                    "recompute: {kind: selective}",
+                    ": weights are gathered again for layers that are computed again; write",
+                ),
+                (
+                    "recompute: {layers: [0, 1]}",
+                    ": weights are gathered again for layers that are computed again; write",
+                ),
+                ("recompute: {layers: all}", ": MindSpore does not compile it in a pipeline; leave it out, or mesh.pp"),
+                ("recompute: {layers: all}", " and shard_accumulated_gradients do not go together; leave out one"),
+            )
+        ),
         ("mesh: {pp: 2}\npipeline: {num_microbatches: 4, stages: {num_layers: [3]}}", "has 1 entries for 2 stages"),
         ("mesh: {dp: 2}\nmesh: {dp: 4}", "s.yaml:2: mesh is given twice"),
         ("mesh: [2, 2]", "s.yaml:1: mesh must be a mapping of keys"),

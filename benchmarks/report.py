@@ -12,10 +12,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def mindloom(*arguments):
-    """What a command prints; ends this program where it fails."""
+def mindloom(*arguments, **environment):
+    """What a command prints, in this environment and what is given; ends this program where it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "mindloom", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "mindloom", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
     )
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)

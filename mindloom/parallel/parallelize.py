@@ -111,15 +111,16 @@ def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
 
     Our own models are compiled once for all microbatches, in two thirds of the time; a user's network as it stands.
     """
+    repeats = strategy.mesh.size > 1 and strategy.num_microbatches(accumulate) > 1
+    if repeats and not isinstance(net, ShardBatch):
+        net.cell_init_args = f"lazy_inline_{type(net).__name__}"
     if strategy.micro_batch_interleave > 1:
         net = MicroBatchInterleaved(net, strategy.micro_batch_interleave)
         if strategy.mesh.pp > 1:  # MindSpore 2.9 would order their collectives in a circle
             for cut in net.interleave_inputs:
                 cut.strided_slice.del_prim_attr("interleave_num")
     # What MindSpore does for virtual stages and to offload layers wants forward and backward as functions.
-    needs_functions = strategy.pipeline.virtual_stages > 1 or (strategy.offload and strategy.offload.layers)
-    repeats = strategy.mesh.size > 1 and strategy.num_microbatches(accumulate) > 1
-    if needs_functions or (repeats and not isinstance(net, ShardBatch)):
+    if strategy.pipeline.virtual_stages > 1 or (strategy.offload and strategy.offload.layers):
         net.cell_init_args = f"lazy_inline_{type(net).__name__}"
     if strategy.mesh.pp > 1:
         return nn.PipelineCell(net, strategy.pipeline.num_microbatches)

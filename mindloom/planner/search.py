@@ -86,6 +86,9 @@ class PlanRequest:
     devices: Devices
     global_batch_size: Count
     interleave: bool = False
+    reshard_after_forward: bool = False
+    """Also with weights that are gathered twice. How much of that hides behind computing is known from other libraries' runs
+    only: none of MindSpore's with it is published."""
     """Also pipelines with virtual stages."""
     flash_attention: bool = False
     recomputations: tuple[Recomputation, ...] = ("selective", "full")
@@ -211,7 +214,8 @@ def _recomputations(request: PlanRequest, job: Parallelism) -> Iterator[Parallel
             yield dataclasses.replace(whole, recomputed_layers=tuple(needed))
         else:
             yield whole
-    if job.zero and job.pp == job.num_microbatches == 1 and not dims.num_experts and "full" in request.recomputations:
+    possible = job.zero and job.pp == job.num_microbatches == 1 and not dims.num_experts
+    if request.reshard_after_forward and possible and "full" in request.recomputations:
         yield dataclasses.replace(
             job, recompute="full", **optimizer_sharding(True, False, request.precision, again=True)
         )

@@ -48,6 +48,7 @@ class PlanConfig(TaskFlags):
     )
     compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of matrix products")
     interleave: bool = option(False, "also consider virtual stages")
+    reshard_after_forward: bool = option(False, "also consider weights that are gathered twice (ZeRO 3)")
     top: Count = option(10, "options to show")
     out: Path | None = option(None, "write the best one as a strategy file for tools/train.py")
     json: bool = option(False, "JSON on stdout instead of the table")
@@ -128,6 +129,7 @@ def requested(config: PlanConfig) -> PlanRequest:
         devices=config.devices,
         global_batch_size=config.global_batch_size,
         interleave=config.interleave,
+        reshard_after_forward=config.reshard_after_forward,
         precision=PRECISIONS[config.compute_dtype],
         flash_attention=flash,
         task=task,

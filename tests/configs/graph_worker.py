@@ -108,8 +108,8 @@ def _nodes(model):
             primitive = primitives.get(node.op_type.removeprefix("REF::"))
             values = attributes(primitive) if primitive else {}
             shown = {k: v for k, v in values.items() if k in ("group", "op", "fusion", "mean_flag", "rank_size")}
-            kind = primitive.op_type if primitive else node.op_type
-            nodes[f"{kind} {re.sub(r'[0-9]+$', '', node.domain)} {sorted(shown.items())}"] += 1
+            kind = primitive.op_type if primitive else "call" if node.op_type.startswith("REF::") else node.op_type
+            nodes[f"{kind} {re.sub(r'[0-9]+', '', node.domain)} {sorted(shown.items())}"] += 1
     return nodes
 
 

@@ -82,12 +82,13 @@ def test_a_table_that_two_stages_share_is_not_cut_by_the_optimizer(tmp_path, wri
     options = "pipeline: {num_microbatches: 2}\noptimizer_parallel: {axis: dp}\nrules: untied.yaml\n"
     outcome = certify(write("s.yaml", "mesh: {pp: 2, dp: 2}\n" + options), tmp_path / "out")
     assert outcome.code == 1, outcome.output
-    # Which rank is the first to say so is chance: one that adds unequal parts up, or one that holds another than it should.
-    said = r"refused: pp 2 x dp 2 x tp 1 = 4: error: .*(For 'AddN', input shape must be same|word.weight)"
-    assert re.search(said, outcome.output), outcome.output
+    # A network compiled as a function: MindSpore shards the table on both stages, which no closed form is told.
+    assert re.search(r"refused: rank 0 holds [\d,]+ bytes of parameters; the strategy implies", outcome.output), (
+        outcome.output
+    )
     values = json.loads((tmp_path / "out/certificate.json").read_text())
     assert values["verdict"] == "refused"
-    with pytest.raises(ConfigError, match="the strategy was refused: pp 2 x dp 2"):
+    with pytest.raises(ConfigError, match="the strategy was refused: rank 0 holds"):
         check_certificate(tmp_path / "out/certificate.json", values["vouched_for"])
 
 

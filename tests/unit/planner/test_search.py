@@ -103,9 +103,15 @@ def test_weights_are_gathered_twice_where_they_would_not_fit_whole(tmp_path):
     model = dataclasses.replace(size_config("palm", "540b"), vocab_size=258048)
     cluster = dataclasses.replace(Cluster.of_chip("ascend910b"), memory_gb=32)
     request = PlanRequest(
-        dims=of_decoder(model), cluster=cluster, devices=6144, global_batch_size=512, flash_attention=True
+        dims=of_decoder(model),
+        cluster=cluster,
+        devices=6144,
+        global_batch_size=512,
+        flash_attention=True,
+        reshard_after_forward=True,
     )
     option = next(o for o in search(request) if o.fits and (o.job.tp, o.job.pp, o.job.zero) == (12, 1, 3))
+    assert all(o.job.zero < 3 for o in search(dataclasses.replace(request, reshard_after_forward=False)))
     once = dataclasses.replace(option.job, **optimizer_sharding(True, False, "bf16"))
     assert not evaluate(request.dims, once, cluster).fits
     assert "weights gathered twice" in describe(option.job)

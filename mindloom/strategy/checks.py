@@ -117,6 +117,8 @@ def _reshard_problems(strategy: Strategy) -> list[str]:
         )
     if strategy.mesh.pp > 1:
         problems.append(f"{at}: MindSpore does not compile it in a pipeline; leave it out, or mesh.pp")
+    if strategy.micro_batch_interleave > 1:
+        problems.append(f"{at}: it is not built for micro_batch_interleave; leave out one")
     if strategy.optimizer_parallel and strategy.optimizer_parallel.shard_accumulated_gradients:
         problems.append(f"{at} and shard_accumulated_gradients do not go together; leave out one")
     return problems
@@ -172,8 +174,8 @@ def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
     zero = strategy.optimizer_parallel
     if config.experts and zero and zero.reshard_after_forward:
         problems.append(
-            f"{strategy.at('optimizer_parallel.reshard_after_forward')}: MindSpore does not compile it for models with "
-            "experts; leave it out"
+            f"{strategy.at('optimizer_parallel.reshard_after_forward')}: it is not built for models with experts: "
+            "MindSpore compiles them written out alone, which dry runs do not read; leave it out"
         )
     if mesh.ep > 1 and not config.experts:
         problems.append(f"{strategy.at('mesh.ep')} = {mesh.ep}, but the model has no experts; leave it out")
@@ -260,7 +262,9 @@ def adapter_problems(strategy: Strategy) -> list[str]:
     if not (strategy.optimizer_parallel and strategy.optimizer_parallel.reshard_after_forward):
         return []
     at = strategy.at("optimizer_parallel.reshard_after_forward")
-    return [f"{at}: MindSpore does not compile it for adapters (LoRA); leave it out"]
+    return [
+        f"{at}: it is not built for adapters (LoRA): MindSpore compiles them written out alone, which dry runs do not read"
+    ]
 
 
 def check_own_network(strategy: Strategy) -> None:

@@ -87,7 +87,7 @@ class OptimizerParallel:
     reshard_after_forward: bool = False
     """Give up a layer's gathered weights after its forward pass and gather them again when it is computed again (ZeRO 3). Of
     weights a device then holds two layers at once instead of all, and it gathers them twice. For one microbatch a
-    step, without a pipeline, with `recompute: {layers: all}`."""
+    step, without a pipeline, with `recompute: {layers: all}`; not for experts, adapters and copies."""
 
 
 @dataclass(frozen=True, kw_only=True)

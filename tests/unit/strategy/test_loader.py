@@ -110,6 +110,11 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
         ("mesh: {tp: 4}\noptimizer_parallel: {axis: dp}", "s.yaml:2: optimizer_parallel has no effect at mesh.dp = 1"),
         ("mesh: {dp: 4}\nsequence_parallel: true", "s.yaml:2: sequence_parallel has no effect at mesh.tp = 1"),
         ("mesh: {dp: 6}\noptimizer_parallel: {shard_size: 4}", "possible: 2, 3, 6"),
+        (
+            "mesh: {dp: 4}\nrecompute: {layers: all}\noptimizer_parallel: {reshard_after_forward: true}\n"
+            "micro_batch_interleave: 2",
+            "s.yaml:3: optimizer_parallel.reshard_after_forward: it is not built for micro_batch_interleave; leave out one",
+        ),
         *(
             (
                 f"mesh: {{pp: 2, dp: 2}}\npipeline: {{num_microbatches: 4}}\n{recompute}\n"

@@ -22,9 +22,8 @@ CASES = [
     "pangu_tiny_dp2_tp2+clip+shallow",
     "pangu_tiny_dp2_tp2_zero+accumulate+dropout+shallow",
     "pangu_tiny_dp2_tp2_zero+ultra+shallow",
-    "pangu_tiny_dp2_tp2_zero+again+dropout+shallow",
-    "pangu_tiny_dp4_zero+again+embedded+shallow",
-    "pangu_tiny_dp2_tp2_zero+again+palm+shallow",
+    "pangu_tiny_dp4_zero+again+dropout+shallow",
+    "pangu_tiny_dp2_tp2_zero+again+palm+shallow",  # keys and values are on all four, sharded over two
     "pangu_tiny_dp2_tp2_sp+dropout+shallow",
     "pangu_tiny_dp2_tp2_sp+codegeex4+shallow",
     "pangu_tiny_dp2_tp2_copies+dropout+shallow",

@@ -2,10 +2,9 @@
 """MindFormers' `optimizer_level`: what it shards over the replicas, and when weights are gathered."""
 
 from mindloom.dialects.settings import Book
+from mindloom.strategy.checks import RESHARD
 from mindloom.strategy.config import Recompute
 from mindloom.strategy.mesh import Mesh
-
-AGAIN = "optimizer_parallel.reshard_after_forward"
 
 
 def gathers_again(book: Book, key: str, recompute: Recompute | None, mesh: Mesh) -> bool:
@@ -16,6 +15,6 @@ def gathers_again(book: Book, key: str, recompute: Recompute | None, mesh: Mesh)
     book.note(
         key,
         "renamed" if again else "approximated",
-        AGAIN if again else f"weights are gathered once a step: {AGAIN} wants full recomputation and no pipeline",
+        RESHARD if again else f"weights are gathered once a step: {RESHARD} wants full recomputation and no pipeline",
     )
     return again

@@ -19,7 +19,7 @@ from mindloom.dry_run.rank_report import RankParameter, RankReport
 from mindloom.models.config import ModelConfig
 from mindloom.models.family import family_module
 from mindloom.parallel.cells import ShardBatch, average_over_all_rows, prepare_to_shard
-from mindloom.parallel.parallelize import parallelize, wrap
+from mindloom.parallel.parallelize import keep_as_function, parallelize, wrap
 from mindloom.parallel.report import Report
 from mindloom.parallel.step import TrainStep
 from mindloom.planner.task import PLAIN_TEXT, TrainedTask
@@ -169,8 +169,7 @@ def _cell(
     inputs: list[tuple[tuple[int, ...], Any]] = [(batch, np.int32)] * 2
     with no_init_parameters():
         net = family_module(family, "model").Model(model) if inference else task_network(family, model, task)
-        # Kept as a function: the microbatches of a pipeline then cost no time to compile.
-        net.cell_init_args = f"lazy_inline_{type(net).__name__}"
+        keep_as_function(net)  # `graph` tells forward from backward, and both from the update, by the functions
         report = parallelize(net, strategy, whole=not inference)
         if inference:
             return net.set_train(False), report, inputs, set()

@@ -113,7 +113,7 @@ def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
     """
     repeats = strategy.mesh.size > 1 and strategy.num_microbatches(accumulate) > 1
     if repeats and not isinstance(net, ShardBatch):
-        net.cell_init_args = f"lazy_inline_{type(net).__name__}"
+        keep_as_function(net)
     if strategy.micro_batch_interleave > 1:
         net = MicroBatchInterleaved(net, strategy.micro_batch_interleave)
         if strategy.mesh.pp > 1:  # MindSpore 2.9 would order their collectives in a circle
@@ -121,10 +121,15 @@ def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
                 cut.strided_slice.del_prim_attr("interleave_num")
     # What MindSpore does for virtual stages and to offload layers wants forward and backward as functions.
     if strategy.pipeline.virtual_stages > 1 or (strategy.offload and strategy.offload.layers):
-        net.cell_init_args = f"lazy_inline_{type(net).__name__}"
+        keep_as_function(net)
     if strategy.mesh.pp > 1:
         return nn.PipelineCell(net, strategy.pipeline.num_microbatches)
     return GradAccumulation(net, accumulate) if accumulate > 1 and strategy.mesh.size > 1 else net
+
+
+def keep_as_function(net: nn.Cell) -> None:
+    """Let MindSpore compile a Cell once, however often it is called: what its decorator `lazy_inline` does to a class."""
+    net.cell_init_args = f"lazy_inline_{type(net).__name__}"
 
 
 def _matching(net: nn.Cell, patterns: Sequence[str]) -> list[str]:

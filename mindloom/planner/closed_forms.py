@@ -77,7 +77,7 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
             bool(zero),
             microbatches > 1 and not (zero and zero.shard_accumulated_gradients),
             precision,
-            zero is not None and zero.reshard_after_forward,
+            strategy.gathers_twice,
         ),
     )
 

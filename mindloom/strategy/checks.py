@@ -14,6 +14,7 @@ from mindloom.strategy.mesh import AXES
 from mindloom.strategy.stages import offloaded_layers, recomputed_layers
 
 MOST_DEVICES = 1 << 24
+RESHARD = "optimizer_parallel.reshard_after_forward"
 POSSIBLE_SIZES = "1, 2, 4 or a multiple of 8"
 """Devices of a job. Source: CheckDeviceConfig of MindSpore's device_manager.cc."""
 
@@ -99,7 +100,7 @@ def _option_problems(strategy: Strategy) -> list[str]:
             f"{strategy.at('optimizer_parallel.shard_size')} = {zero.shard_size} must be at least 2 and divide "
             f"{name} = {replicas}; possible: {', '.join(str(d) for d in divisors(replicas) if d > 1)}"
         )
-    if zero and zero.reshard_after_forward:
+    if strategy.gathers_twice:
         problems += _reshard_problems(strategy)
     if "context_parallel" in strategy.lines and mesh.cp == 1:
         problems.append(f"{strategy.at('context_parallel')} has no effect at mesh.cp = 1; remove it or raise mesh.cp")
@@ -110,7 +111,7 @@ def _option_problems(strategy: Strategy) -> list[str]:
 
 def _reshard_problems(strategy: Strategy) -> list[str]:
     """What MindSpore 2.9 does not do with weights that are gathered again."""
-    at, recompute, problems = strategy.at("optimizer_parallel.reshard_after_forward"), strategy.recompute, []
+    at, recompute, problems = strategy.at(RESHARD), strategy.recompute, []
     if not recompute or recompute.kind != "full" or recompute.layers != "all" or recompute.per_stage is not None:
         problems.append(
             f"{at}: weights are gathered again for layers that are computed again; write `recompute: {{layers: all}}`"
@@ -171,10 +172,9 @@ def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
         )
     if mesh.cp > 1 and config.experts:
         problems.append(f"{strategy.at('mesh.cp')}: experts count their tokens in whole sequences; leave cp out")
-    zero = strategy.optimizer_parallel
-    if config.experts and zero and zero.reshard_after_forward:
+    if config.experts and strategy.gathers_twice:
         problems.append(
-            f"{strategy.at('optimizer_parallel.reshard_after_forward')}: it is not built for models with experts: "
+            f"{strategy.at(RESHARD)}: it is not built for models with experts: "
             "MindSpore compiles them written out alone, which dry runs do not read; leave it out"
         )
     if mesh.ep > 1 and not config.experts:
@@ -232,10 +232,10 @@ def batch_problems(
             f"{strategy.at('pipeline')}: a pipeline accumulates over its num_microbatches = {microbatches}; "
             f"raise that instead of accumulating {accumulate} times more"
         )
-    if accumulate > 1 and strategy.optimizer_parallel and strategy.optimizer_parallel.reshard_after_forward:
+    if accumulate > 1 and strategy.gathers_twice:
         problems.append(
-            f"{strategy.at('optimizer_parallel.reshard_after_forward')}: MindSpore takes one microbatch a step with it, not "
-            f"{accumulate}; leave out accumulation, or it"
+            f"{strategy.at(RESHARD)}: MindSpore takes one microbatch a step with it, not {accumulate}; leave out "
+            "accumulation, or it"
         )
     if batch_size % parts:
         lower = batch_size // parts * parts
@@ -259,12 +259,9 @@ def batch_problems(
 
 def adapter_problems(strategy: Strategy) -> list[str]:
     """What only the training of a whole model takes."""
-    if not (strategy.optimizer_parallel and strategy.optimizer_parallel.reshard_after_forward):
-        return []
-    at = strategy.at("optimizer_parallel.reshard_after_forward")
-    return [
-        f"{at}: it is not built for adapters (LoRA): MindSpore compiles them written out alone, which dry runs do not read"
-    ]
+    why = "MindSpore compiles them written out alone, which dry runs do not read"
+    at = strategy.at(RESHARD)
+    return [f"{at}: it is not built for adapters (LoRA): {why}; leave it out"] if strategy.gathers_twice else []
 
 
 def check_own_network(strategy: Strategy) -> None:

@@ -163,6 +163,11 @@ class Strategy:
         return self.offload is not None and self.offload.optimizer
 
     @property
+    def gathers_twice(self) -> bool:
+        """Whether weights are gathered again for the backward pass."""
+        return self.optimizer_parallel is not None and self.optimizer_parallel.reshard_after_forward
+
+    @property
     def num_virtual_stages(self) -> int:
         """Parts into which the pipeline splits the layers."""
         return self.mesh.pp * self.pipeline.virtual_stages

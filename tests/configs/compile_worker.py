@@ -86,8 +86,6 @@ def compile_rank(path, rank, rules=None):
     with no_init_parameters():
         config = reduced(family, size, strategy)
         net = family_module(family, "model").ModelWithLoss(config)
-        if mesh.pp > 1:  # kept as a function: microbatches cost no time to compile
-            net.cell_init_args = f"lazy_inline_{type(net).__name__}"
         report = parallelize(net, strategy)
         step = TrainStep(wrap(net, strategy), AdamW(net.trainable_params()), report, rank, all_reduce, 1.0).set_train()
     parts = strategy.num_parts()

@@ -29,7 +29,7 @@ from pangu.model import PanGuWithLoss
 
 @contextlib.contextmanager
 def written_out():
-    """Microbatches are copied into the graph, as the processes of a job compile them, though a cell asks for a function."""
+    """Microbatches are copied into the graph, as without functions, though a cell asks for one."""
     nn.Cell.cell_init_args = property(lambda cell: "", lambda cell, value: None)
     try:
         yield
@@ -129,7 +129,6 @@ def order_of_passes(path):
     for stage in range(strategy.mesh.pp):
         rank = strategy.mesh.ranks_of_stage(stage)[0]
         net = PanGuWithLoss(config)
-        net.cell_init_args = "lazy_inline_PanGuWithLoss"
         report = parallelize(net, strategy)
         step = TrainStep(wrap(net, strategy), SGD(net.trainable_params()), report, rank).set_train()
         shape = (strategy.pipeline.num_microbatches, 16)

@@ -76,7 +76,7 @@ def certify(strategy, out, *more):
     return tool("tools/certify.py", "--strategy", strategy, "--cluster", CLUSTER, "--out", out, *more)
 
 
-def test_a_table_that_two_stages_share_is_not_cut_by_the_optimizer(tmp_path, write):
+def test_rules_that_do_not_say_what_two_stages_share_are_not_certified(tmp_path, write):
     rules = (CONFIGS / "rules/decoder.yaml").read_text()
     write("untied.yaml", "".join(line for line in rules.splitlines(keepends=True) if not line.startswith("tied:")))
     options = "pipeline: {num_microbatches: 2}\noptimizer_parallel: {axis: dp}\nrules: untied.yaml\n"

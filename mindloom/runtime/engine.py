@@ -88,14 +88,20 @@ class Engine:
 
     def backend_of(self, cell: nn.Cell) -> Backend:
         """What computes `cell`: on one CPU device a Program if it is in bfloat16, which MindSpore's own kernels for CPUs are
-        not."""
-        if self.target != "CPU" or self.partitions_itself:
+        not.
+
+        Raises:
+            ConfigError: it is in bfloat16 on a GPU, where MindSpore adds no two such numbers.
+        """
+        if self.target == "Ascend" or self.partitions_itself:
             return self.backend
         if cell not in self._in_bfloat16:
             dtypes = (getattr(each, "dtype", None) for _, each in cell.cells_and_names())
             self._in_bfloat16[cell] = ms.bfloat16 in dtypes
         if not self._in_bfloat16[cell]:
             return self.backend
+        if self.target == "GPU":
+            raise ConfigError("bfloat16: MindSpore has no kernels for GPUs; give --compute-dtype float16 or float32")
         self._narrow = self._narrow or CpuProcesses.join(self.strategy)
         return self._narrow
 

@@ -7,7 +7,6 @@ Looks at Python, the packages, MindSpore and the private symbols that partitioni
 cores, memory, ports and folders. Exit code 1 if something is missing that training needs.
 """
 
-import ctypes.util
 import importlib.metadata
 import os
 import re
@@ -28,10 +27,10 @@ PYTHONS = ((3, 10), (3, 13))
 GB_OF_A_PROCESS = 1.0
 """What a process of a tiny model takes on CPU; four are what tests and certificates start."""
 DEVICES = {
-    "/dev/davinci_manager": ("Ascend", "libascendcl.so", "install CANN and run `source .../ascend-toolkit/set_env.sh`"),
-    "/dev/nvidiactl": ("GPU", "libcudart.so", "install CUDA, and a MindSpore that was built for it"),
+    "/dev/davinci_manager": ("Ascend", "install CANN and run `source .../ascend-toolkit/set_env.sh`"),
+    "/dev/nvidiactl": ("GPU", 'run `eval "$(tools/install_gpu_libraries.sh)"`, which docs/guides/gpu.md is about'),
 }
-"""A file that tells of a device: MindSpore's name for it, a library it needs, and how to get that."""
+"""A file that tells of a device: MindSpore's name for it, and what lets MindSpore use it."""
 
 
 class MissingError(Exception):
@@ -122,11 +121,10 @@ def device() -> str:
         found = str(import_module("mindspore").get_context("device_target"))
     except ImportError as error:
         raise MissingError(f"not known, as MindSpore cannot be imported: {error}") from None
-    for file, (name, library, way) in DEVICES.items():
+    for file, (name, way) in DEVICES.items():
         if Path(file).exists() and found != name:
-            lacks = "" if ctypes.util.find_library(library[3:-3]) else f"; {library} is not found: {way}"
             raise UnusualError(
-                f"{found}; there is a device for {name} ({file}) that this MindSpore does not use{lacks}"
+                f"{found}; there is a device for {name} ({file}) that this MindSpore does not use: {way}"
             )
     return found + (": strategies are proved here, by CPU processes" if found == "CPU" else "")
 
@@ -192,8 +190,8 @@ CHECKS: dict[str, Callable[[], str]] = {
     "Python": python,
     "packages": packages,
     "MindSpore": mindspore,
+    "device": device,  # before a virtual one is made, after which MindSpore knows CPUs alone
     "partitioner": partitioner,
-    "device": device,
     "msrun": msrun,
     "cores": cores,
     "memory": memory,

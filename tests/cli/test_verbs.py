@@ -84,6 +84,18 @@ def test_the_doctor_names_what_is_missing(capsys, monkeypatch):
     assert "\nmissing, first of all: msrun: /nowhere/msrun is not there" in capsys.readouterr().out
 
 
+def test_the_doctor_names_a_device_that_is_not_used_and_the_way_to_it(monkeypatch):
+    monkeypatch.setattr(doctor, "DEVICES", {os.devnull: ("GPU", "install this")})
+    with pytest.raises(
+        doctor.UnusualError, match=rf"GPU \({os.devnull}\) that this MindSpore does not use: install this"
+    ):
+        doctor.device()
+    monkeypatch.setattr(doctor, "DEVICES", {os.devnull: ("CPU", "install this")})
+    assert doctor.device().startswith("CPU: ")
+    order = list(doctor.CHECKS)
+    assert order.index("device") < order.index("partitioner")  # a virtual device leaves CPUs alone to be found
+
+
 TEXT = ROOT / "examples/small_town.txt"
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import mindspore as ms
 
+from mindloom.fast_protobuf import compiled_messages
+
 SUPPORTED_VERSIONS = ("2.9", "2.10")
 
 try:
@@ -27,11 +29,13 @@ try:
     from mindspore.ops.function.clip_func import _ClipByGlobalNorm as ClipByGlobalNorm
     from mindspore.ops.operations._pyfunc_registry import add_pyfunc
     from mindspore.parallel._auto_parallel_context import auto_parallel_context
-    from mindspore.train import mind_ir_pb2 as mind_ir
+    from mindspore.train import mind_ir_pb2
 except ImportError as missing:
     raise ImportError(
         f"MindSpore {ms.__version__} lacks what partitioning leans on: {missing}; use {' or '.join(SUPPORTED_VERSIONS)}"
     ) from None
+
+mind_ir = compiled_messages(mind_ir_pb2)
 
 __all__ = [
     "ClipByGlobalNorm",

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindloom.certification.shrink import FULL_SIZE
+from mindloom.certification.shrink import FULL_SIZE, SUBJECT
 from mindloom.processes import end_with_parent
 from mindloom.runtime.launch import failure_report, launch
 from mindloom.strategy.config import Strategy
@@ -112,7 +112,7 @@ def _job(folder: Path, numbers: Sequence[int], size: int, small: Sequence[Strate
     arguments = [str(folder / "subject.json"), ",".join(map(str, numbers))]
     # What failed is told in the certificate; a proof says nothing else.
     with io.TextIOWrapper(io.BytesIO()) as aside, redirect_stdout(aside), redirect_stderr(aside):
-        code = launch(str(WORKER), arguments, size, logs, small[numbers[0]].mesh.first_rank_of_last_stage)
+        code = launch(str(WORKER), arguments, size, logs, small[numbers[0]].mesh.first_rank_of_last_stage, SUBJECT)
     return "" if code == 0 else _last_line(failure_report(logs))
 
 

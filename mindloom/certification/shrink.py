@@ -25,6 +25,8 @@ FULL_SIZE = "rank"
 """What a process of a proof is told that compiles one rank of the whole mesh."""
 IN_PROOF = "MINDLOOM_IN_PROOF"
 """Environment: set in the processes of a proof."""
+SUBJECT = "mindloom.certification.subject"
+"""The module that they load with MindSpore."""
 
 
 def small_meshes(mesh: Mesh, processes: int) -> list[Mesh]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path[0] = ""  # not this folder: its modules have common names
 
-from mindloom.certification.shrink import FULL_SIZE, IN_PROOF  # noqa: E402
+from mindloom.certification.shrink import FULL_SIZE, IN_PROOF, SUBJECT  # noqa: E402
 from mindloom.errors import run_tool  # noqa: E402
 from mindloom.reader import read_json  # noqa: E402
 from mindloom.runtime.environment import prepare_environment  # noqa: E402
@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     prepare_environment()
     os.environ[IN_PROOF] = "1"
     subject = Path(argv[0])
-    does, values = import_module("mindloom.certification.subject"), read_json(subject).mapping
+    does, values = import_module(SUBJECT), read_json(subject).mapping
     if argv[1] == FULL_SIZE:
         does.compile_full_size(values, int(argv[2]), subject.parent)
     else:

@@ -4,11 +4,20 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 import zlib
 from pathlib import Path
 
 from mindloom.processes import LAUNCHER, end_with_parent
+
+DEVICE_FILES = {"/dev/davinci_manager": "Ascend", "/dev/nvidiactl": "GPU"}
+"""A file that tells of a device: MindSpore's name for it."""
+
+
+def devices() -> dict[str, str]:
+    """Kinds of devices that this machine has, whether or not MindSpore can use them: name -> the file that tells."""
+    return {name: file for file, name in DEVICE_FILES.items() if Path(file).exists()}
 
 
 def launched_processes() -> int:
@@ -52,8 +61,10 @@ def end_with_msrun() -> None:
 def prepare_environment() -> None:
     """Quiet logs, and no more threads than this process's share of the cores. A user's own settings stay.
 
-    A process of several ends with msrun.
+    A process of several ends with msrun. msrun's scheduler, whom CPU processes ask nothing, ends here.
     """
+    if os.environ.get("MS_ROLE") == "MS_SCHED" and not devices():
+        sys.exit(0)  # sooner than MindSpore would be loaded
     os.environ.setdefault("GLOG_v", "3")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="pkg_resources is deprecated")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start msrun for a script on this machine, and tell in one breath what went wrong when a worker fails."""
+"""Start the processes of a job on this machine, and tell in one breath what went wrong when a worker fails."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import TextIO
 from mindloom.errors import EXIT_BAD_INPUT
 from mindloom.log import MARK
 from mindloom.processes import FAST_MALLOC, LAUNCHER, MALLOC, end_with_parent
+from mindloom.runtime.environment import devices
 from mindloom.strategy.mesh import Mesh
 
 MILESTONE = MARK.encode()
@@ -35,38 +36,44 @@ def free_port() -> int:
 
 
 MINDLOOM = str(Path(__file__).resolve().parents[1] / "__main__.py")
+FORK = str(Path(__file__).with_name("fork.py"))
+ENGINE = "mindloom.runtime.engine"
 
 
-def launch_verb(verb: str, argv: Sequence[str], mesh: Mesh, log_dir: Path) -> int:
+def launch_verb(verb: str, argv: Sequence[str], mesh: Mesh, log_dir: Path, loads: str = ENGINE) -> int:
     """`mindloom VERB` again, in as many processes as the mesh has ranks; what its log rank prints. Returns the exit code."""
     arguments = [verb, *(argument for argument in argv if argument != "--launch")]
-    return launch(MINDLOOM, arguments, mesh.size, log_dir, mesh.first_rank_of_last_stage)
+    return launch(MINDLOOM, arguments, mesh.size, log_dir, mesh.first_rank_of_last_stage, loads)
 
 
-def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: Path, shown_rank: int) -> int:
-    """Run `script` in `num_processes` workers under msrun; show what `shown_rank` prints. Returns the exit code.
+def launch(
+    script: str, arguments: Sequence[str], num_processes: int, log_dir: Path, shown_rank: int, loads: str = ENGINE
+) -> int:
+    """Run `script` in `num_processes` workers; show what `shown_rank` prints. Returns the exit code.
 
-    The logs of all workers are in `log_dir`. After a failure the first failing rank's last lines are shown. The job ends
-    with this process, however that ends.
+    `loads`: the module that it will load, and MindSpore with it; on CPUs that is done once for all workers. The logs of all
+    workers are in `log_dir`. After a failure the first failing rank's last lines are shown. The job ends with this process,
+    however that ends.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     for old in log_dir.glob("worker_*.log"):
         old.unlink()
-    msrun = Path(sys.executable).with_name("msrun")
-    command = [
-        str(msrun),
-        f"--worker_num={num_processes}",
-        f"--local_worker_num={num_processes}",
-        "--join=True",
-        f"--master_port={free_port()}",
-        f"--log_dir={log_dir}",
-        f"--tail_worker_log={num_processes}",  # of no rank: the one that is shown is read here
-        script,
-        *arguments,
-    ]
-    path = f"{msrun.parent}:{os.environ.get('PATH', '')}"
+    bin_folder = Path(sys.executable).parent
+    path = f"{bin_folder}:{os.environ.get('PATH', '')}"
+    if devices():  # which want MindSpore's own launcher
+        command = [
+            str(bin_folder / "msrun"),
+            f"--worker_num={num_processes}",
+            f"--local_worker_num={num_processes}",
+            "--join=True",
+            f"--master_port={free_port()}",
+            f"--log_dir={log_dir}",
+            f"--tail_worker_log={num_processes}",  # of no rank: the one that is shown is read here
+        ]
+    else:
+        command = [sys.executable, FORK, loads, str(num_processes), str(free_port()), str(log_dir)]
     job = subprocess.Popen(
-        command,
+        [*command, script, *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={MALLOC: FAST_MALLOC, **os.environ, "PATH": path, LAUNCHER: str(os.getpid())},
@@ -78,7 +85,7 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
         _show(shown, lambda: job.poll() is not None)
         code = job.wait()
     except KeyboardInterrupt:
-        job.send_signal(signal.SIGINT)  # msrun ends its workers
+        job.send_signal(signal.SIGINT)  # it ends its workers
         try:
             job.wait(timeout=20)
         except subprocess.TimeoutExpired:
@@ -95,10 +102,10 @@ def launch(script: str, arguments: Sequence[str], num_processes: int, log_dir: P
     return EXIT_BAD_INPUT if report.startswith("error: ") else 1
 
 
-def _terminate_workers(msrun_pid: int) -> None:
-    """Pass SIGTERM on to the workers, who end in good order; msrun would end them at once."""
+def _terminate_workers(job: int) -> None:
+    """Pass SIGTERM on to the workers, who end in good order; what started them would end them at once."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended by itself
-        for pid in Path(f"/proc/{msrun_pid}/task/{msrun_pid}/children").read_text().split():
+        for pid in Path(f"/proc/{job}/task/{job}/children").read_text().split():
             os.kill(int(pid), signal.SIGTERM)
 
 

@@ -17,4 +17,6 @@ class StrategyFlags:
     heading: ClassVar[str] = "parallelism"
 
     strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
-    launch: bool = option(False, "start msrun with the strategy's number of processes on this machine")
+    launch: bool = option(
+        False, "start the strategy's number of processes on this machine, under msrun where it has devices"
+    )

@@ -15,6 +15,8 @@ from mindloom.train.budget import data_budget
 from mindloom.train.config import TrainingConfig, check
 from mindloom.train.example_view import view
 
+TRAINER = "mindloom.train.trainer"
+
 
 def run_training(verb: str, kind: type[TrainingConfig], description: str | None, argv: Sequence[str]) -> int:
     """Train as the flags of `kind` say; with --launch in as many processes as the strategy needs. Returns the exit code."""
@@ -27,7 +29,7 @@ def run_training(verb: str, kind: type[TrainingConfig], description: str | None,
         return 0
     if config.launch:
         with one_writer(config.output_dir):  # for all its processes
-            return launch_verb(verb, argv, run.strategy.mesh, config.output_dir / "logs")
+            return launch_verb(verb, argv, run.strategy.mesh, config.output_dir / "logs", TRAINER)
     prepare_environment()
-    train = import_module("mindloom.train.trainer").train  # loads MindSpore, which the checks above do without
+    train = import_module(TRAINER).train  # loads MindSpore, which the checks above do without
     return 0 if train(run) else STOPPED

@@ -19,18 +19,18 @@ from pathlib import Path
 
 from mindloom.cli import parse_args
 from mindloom.errors import ConfigError
-from mindloom.runtime.environment import prepare_environment
+from mindloom.runtime.environment import devices, prepare_environment
 from mindloom.runtime.launch import free_port
 from mindloom.scratch import scratch_folder
 
 PYTHONS = ((3, 10), (3, 13))
 GB_OF_A_PROCESS = 1.0
 """What a process of a tiny model takes on CPU; four are what tests and certificates start."""
-DEVICES = {
-    "/dev/davinci_manager": ("Ascend", "install CANN and run `source .../ascend-toolkit/set_env.sh`"),
-    "/dev/nvidiactl": ("GPU", 'run `eval "$(tools/install_gpu_libraries.sh)"`, which docs/guides/gpu.md is about'),
+WAYS = {
+    "Ascend": "install CANN and run `source .../ascend-toolkit/set_env.sh`",
+    "GPU": 'run `eval "$(tools/install_gpu_libraries.sh)"`, which docs/guides/gpu.md is about',
 }
-"""A file that tells of a device: MindSpore's name for it, and what lets MindSpore use it."""
+"""What lets MindSpore use a device."""
 
 
 class MissingError(Exception):
@@ -121,11 +121,10 @@ def device() -> str:
         found = str(import_module("mindspore").get_context("device_target"))
     except ImportError as error:
         raise MissingError(f"not known, as MindSpore cannot be imported: {error}") from None
-    for file, (name, way) in DEVICES.items():
-        if Path(file).exists() and found != name:
-            raise UnusualError(
-                f"{found}; there is a device for {name} ({file}) that this MindSpore does not use: {way}"
-            )
+    for name, file in devices().items():
+        if found != name:
+            why = f"there is a device for {name} ({file}) that this MindSpore does not use"
+            raise UnusualError(f"{found}; {why}: {WAYS[name]}")
     return found + (": strategies are proved here, by CPU processes" if found == "CPU" else "")
 
 

@@ -16,6 +16,8 @@ from mindloom.runtime.environment import launched_processes, prepare_environment
 from mindloom.runtime.launch import launch_verb
 from mindloom.scratch import scratch_folder
 
+TERMINAL = "mindloom.inference.terminal"
+
 
 def main(argv: Sequence[str]) -> int:
     prepare_environment()
@@ -23,6 +25,6 @@ def main(argv: Sequence[str]) -> int:
     job = check(config, None if config.launch else launched_processes())
     if config.launch:
         with scratch_folder() as folder:
-            return launch_verb("generate", argv, job.strategy.mesh, folder)
-    import_module("mindloom.inference.terminal").run(job)  # loads MindSpore, which the checks above do without
+            return launch_verb("generate", argv, job.strategy.mesh, folder, TERMINAL)
+    import_module(TERMINAL).run(job)  # loads MindSpore, which the checks above do without
     return 0

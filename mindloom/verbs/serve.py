@@ -16,6 +16,7 @@ from mindloom.runtime.launch import launch_verb
 from mindloom.scratch import scratch_folder
 from mindloom.serve.config import ServeConfig, check
 
+SERVER = "mindloom.serve.main"
 TELLING_S = 2.0
 """For ranks that go on after one was lost, to tell the clients."""
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     job = check(config, None if config.launch else launched_processes())
     if config.launch:
         with scratch_folder() as folder:
-            return launch_verb("serve", argv, job.strategy.mesh, folder)
+            return launch_verb("serve", argv, job.strategy.mesh, folder, SERVER)
     if launched_processes() > 1:
         end_later(TELLING_S)
-    return int(import_module("mindloom.serve.main").run(job))  # loads MindSpore, which the checks above do without
+    return int(import_module(SERVER).run(job))  # loads MindSpore, which the checks above do without

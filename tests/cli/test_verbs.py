@@ -15,6 +15,7 @@ from conftest import CONFIGS, ROOT, TWO_LAYERS, run, tool
 from mindloom.__main__ import main
 from mindloom.cli import parse_args
 from mindloom.errors import ConfigError
+from mindloom.runtime import environment
 from mindloom.shipped import CLUSTERS, RULES, shipped_names, shipped_or_file
 from mindloom.strategy.loader import load_strategy
 from mindloom.train.plain_text import TrainConfig
@@ -85,12 +86,10 @@ def test_the_doctor_names_what_is_missing(capsys, monkeypatch):
 
 
 def test_the_doctor_names_a_device_that_is_not_used_and_the_way_to_it(monkeypatch):
-    monkeypatch.setattr(doctor, "DEVICES", {os.devnull: ("GPU", "install this")})
-    with pytest.raises(
-        doctor.UnusualError, match=rf"GPU \({os.devnull}\) that this MindSpore does not use: install this"
-    ):
+    monkeypatch.setattr(environment, "DEVICE_FILES", {os.devnull: "GPU"})
+    with pytest.raises(doctor.UnusualError, match=rf"GPU \({os.devnull}\) that this MindSpore does not use: run `eval"):
         doctor.device()
-    monkeypatch.setattr(doctor, "DEVICES", {os.devnull: ("CPU", "install this")})
+    monkeypatch.setattr(environment, "DEVICE_FILES", {"/nowhere": "GPU"})
     assert doctor.device().startswith("CPU: ")
     order = list(doctor.CHECKS)
     assert order.index("device") < order.index("partitioner")  # a virtual device leaves CPUs alone to be found

@@ -91,10 +91,11 @@ def materialize(parameters: Any, graph: PartitionedGraph) -> None:
     All ranks draw all initial values in the same order, so they agree with each other and with one device. Of one that is to
     be read (see `Source`), only this rank's part is, and nothing where its stage has no use for it.
     """
+    held = graph.parameters
     for parameter in parameters:
-        layout = graph.layouts.get(parameter.name) if parameter.name in graph.parameters else None
+        layout = graph.layouts.get(parameter.name) if parameter.name in held else None
         if source := getattr(parameter, "source", None):  # MindSpore may have cut its shape already
-            if parameter.name in graph.parameters:
+            if parameter.name in held:
                 slices = layout.slices(source.shape, graph.rank, graph.groups) if layout else source.whole
                 parameter.set_data(Tensor(source.read(slices), dtype=parameter.dtype), slice_shape=True)
                 parameter.init_mode = parameter.source = None

@@ -7,8 +7,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.graph.api import _cell_graph_executor
-from mindspore.train import mind_ir_pb2 as mind_ir
 
+from mindloom.private_names import mind_ir
 from mindloom.runtime.cpu.executor import Program
 from mindloom.runtime.cpu.partition import PartitionedGraph
 from mindloom.runtime.cpu.target import WORLD, virtual_ascend

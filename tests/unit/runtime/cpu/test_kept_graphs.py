@@ -3,8 +3,8 @@ import multiprocessing
 import os
 
 import pytest
-from mindspore.train import mind_ir_pb2 as mind_ir
 
+from mindloom.private_names import mind_ir
 from mindloom.runtime.cpu import kept_graphs
 from mindloom.runtime.cpu.kept_graphs import SUFFIX, SWITCH, kept_graph
 from mindloom.runtime.cpu.partition import PartitionedGraph

@@ -4,8 +4,8 @@
 import random
 
 import pytest
-from mindspore.train import mind_ir_pb2 as mind_ir
 
+from mindloom.private_names import mind_ir
 from mindloom.runtime.cpu.ordering import Message, chain, common_order, dependencies, from_lists, to_lists
 
 SEEDS = range(120)

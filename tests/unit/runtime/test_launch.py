@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a job, forked from one or started by msrun: the same ranks, logs and exit codes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mindloom.runtime import environment
+from mindloom.runtime.launch import ENGINE, launch
+from mindloom.train.launch import TRAINER
+from mindloom.verbs.generate import TERMINAL
+from mindloom.verbs.serve import SERVER
+
+RANKS = """
+import os, sys
+if os.environ.get("MS_ROLE") != "MS_SCHED":
+    print(os.environ["RANK_ID"], "of", os.environ["MS_WORKER_NUM"], *sys.argv[1:], "mindspore" in sys.modules, __name__)
+    if os.environ["RANK_ID"] == sys.argv[1]:
+        raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("with_devices", [False, True])
+def test_every_process_knows_its_rank_and_the_first_that_fails_ends_all(
+    with_devices, tmp_path, monkeypatch, capfd, write
+):
+    monkeypatch.setattr(environment, "DEVICE_FILES", {os.devnull if with_devices else "/nowhere": "Ascend"})
+    script, logs = str(write("ranks.py", RANKS)), tmp_path / "logs"
+    assert launch(script, ["none", "--flag"], 2, logs, shown_rank=1) == 0
+    said = [f"{rank} of 2 none --flag {not with_devices} __main__\n" for rank in range(2)]
+    assert [(logs / f"worker_{rank}.log").read_text() for rank in range(2)] == said
+    assert capfd.readouterr().out == said[1]
+    assert launch(script, ["0"], 2, logs, shown_rank=1) == 1
+    assert f"the job failed; see the logs in {logs}" in capfd.readouterr().err
+
+
+def test_what_is_loaded_before_a_fork_starts_no_thread():
+    code = f"""
+import os
+from importlib import import_module
+from mindloom.certification.shrink import SUBJECT
+for module in (*{[ENGINE, TRAINER, TERMINAL, SERVER]!r}, SUBJECT):
+    import_module(module)
+print(len(os.listdir("/proc/self/task")))
+"""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

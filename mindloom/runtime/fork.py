@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> str:
             end_with_parent(parent)
             os.setsid()  # a terminal's Ctrl-C is for the one that waits
             os.environ |= {"RANK_ID": str(rank), "DEVICE_ID": str(rank)}
+            with contextlib.suppress(OSError):
+                Path("/proc/self/comm").write_text(f"rank {rank}")  # what `ps` and `top` call it
             log = os.open(Path(logs) / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -8,12 +8,12 @@ import shutil
 import signal
 import socket
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import openai
+import psutil
 import pytest
 from conftest import CONFIGS, call, in_process
 from safetensors.numpy import load_file, save_file
@@ -82,21 +82,10 @@ def test_a_mesh_answers_as_one_device_does(checkpoint, requests, alone, tmp_path
 
 
 def rank_process(rank, launcher):
-    """The process of a rank that `launcher` has started, in which it serves: a child of the one that msrun started."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (folder / "environ").read_bytes().split(b"\0")
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        ours = f"RANK_ID={rank}".encode() in environment and f"MINDLOOM_LAUNCHER={launcher}".encode() in environment
-        if ours and b"serve" in words:
-            found.add(int(folder.name))
-    (child,) = [
-        pid for pid in found if int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1]) in found
-    ]
-    return child
+    """The process of a rank that `launcher` has started, in which it serves: a child of the one that was forked first."""
+    family = psutil.Process(launcher).children(recursive=True)
+    (child,) = [p for p in family if p.name() == p.parent().name() == f"rank {rank}"]
+    return child.pid
 
 
 def test_the_openai_client_is_served(server):

@@ -93,14 +93,14 @@ def compile_rank(path, rank, rules=None):
     graph = partition(step, strategy, rank, [(shape, np.int32)] * 3 + [(shape, np.float32)])
     stage = mesh.coordinate(rank, "pp")
     counts = Counter()
-    in_network = {id(node) for function in graph.model.functions for node in function.node}
+    in_network = {node.output[0] for function in graph.model.functions for node in function.node}
     for node, primitive in collective_nodes(graph.model):
         values = attributes(primitive)
         part = "backward" if node.domain.startswith("Gradients") else "forward"
         layer = "layer" if "Layer/" in node.domain else "other"
         of_parameter = "mirror" in primitive.instance_name or "parallel_optimizer" in primitive.instance_name
         kind = "gradient" if of_parameter and part == "backward" else part
-        times = parts if id(node) in in_network else 1
+        times = parts if node.output[0] in in_network else 1
         counts[f"{primitive.op_type} {kind} {layer} {len(graph.groups[values['group']])}"] += times
     held = [p for p in report.parameters if p.stage == stage]
     return {

@@ -54,11 +54,14 @@ def main(argv: Sequence[str]) -> str:
             sys.path[0] = str(Path(script).parent)
             return script
         workers.add(worker)
+    signal.signal(
+        signal.SIGTERM, lambda *_: tell(workers, signal.SIGTERM)
+    )  # who end in good order, and so does this one
     try:
         code = wait_for(workers)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    kill(workers)
+    tell(workers, signal.SIGKILL)
     sys.exit(code)
 
 
@@ -75,12 +78,12 @@ def wait_for(workers: set[int]) -> int:
     return int(deadline < float("inf"))
 
 
-def kill(workers: Collection[int]) -> None:
-    """These, and what they started."""
+def tell(workers: Collection[int], number: signal.Signals) -> None:
+    """Send a signal to these, and if it kills to what they started."""
     for worker in workers:
-        for send in (os.killpg, os.kill):  # it has a group of its own a moment after it was forked
-            with contextlib.suppress(ProcessLookupError):
-                send(worker, signal.SIGKILL)
+        for send in (os.killpg, os.kill) if number == signal.SIGKILL else (os.kill,):
+            with contextlib.suppress(ProcessLookupError):  # a group of its own it has a moment after it was forked
+                send(worker, number)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def sockets():
     return [path for path in Path(tempfile.gettempdir(), f"mindloom-{os.getuid()}").rglob("*") if path.is_socket()]
 
 
-@pytest.mark.parametrize("moment", ["while it starts", "while it trains"])
+@pytest.mark.parametrize("moment", ["while it starts", "while it trains", "what forked its ranks"])
 def test_a_launched_job_ends_with_its_launcher(tmp_path, moment):
     out = tmp_path / "out"
     job = start((sys.executable, *train(out), "--launch"))
@@ -81,8 +81,9 @@ def test_a_launched_job_ends_with_its_launcher(tmp_path, moment):
         else:
             wait_until(lambda: has_steps(out))
             assert not sockets()  # all are connected: the names are gone
-        os.kill(job.pid, signal.SIGKILL)
-        job.wait(20)
+        (forks,) = psutil.Process(job.pid).children()
+        os.kill(forks.pid if moment == "what forked its ranks" else job.pid, signal.SIGKILL)
+        assert job.wait(20) != 0
         wait_until(lambda: mine(out) == [], 20)
     finally:
         for process in mine(out):

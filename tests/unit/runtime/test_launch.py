@@ -4,11 +4,13 @@
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from mindloom.runtime import environment
-from mindloom.runtime.launch import ENGINE, launch
+from mindloom.runtime.launch import ENGINE, FORK, free_port, launch
 from mindloom.train.launch import TRAINER
 from mindloom.verbs.generate import TERMINAL
 from mindloom.verbs.serve import SERVER
@@ -34,6 +36,28 @@ def test_every_process_knows_its_rank_and_the_first_that_fails_ends_all(
     assert capfd.readouterr().out == said[1]
     assert launch(script, ["0"], 2, logs, shown_rank=1) == 1
     assert f"the job failed; see the logs in {logs}" in capfd.readouterr().err
+
+
+PATIENT = """
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: (print("stops"), exit(0)))
+print("waits", flush=True)
+signal.pause()
+"""
+
+
+def test_a_request_to_stop_is_passed_on(tmp_path, write):
+    logs = [tmp_path / f"worker_{rank}.log" for rank in range(2)]
+    command = [sys.executable, FORK, "json", "2", str(free_port()), str(tmp_path), str(write("patient.py", PATIENT))]
+    with subprocess.Popen(command) as job:
+        deadline = time.monotonic() + 60
+        while not all(log.exists() and log.read_text() for log in logs):
+            assert job.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        assert Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().count(" ") == 2
+        job.terminate()
+        assert job.wait(30) == 0
+    assert [log.read_text() for log in logs] == ["waits\nstops\n"] * 2
 
 
 def test_what_is_loaded_before_a_fork_starts_no_thread():

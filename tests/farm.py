@@ -43,36 +43,43 @@ class Farm:
     """`size` warm processes. A task runs in the first few of them, or all."""
 
     def __init__(self, size):
-        self.size, self.processes, self.connections = size, [], []
+        self.size, self.first, self.connections = size, None, []
 
     def start(self):
-        for _ in range(self.size):
-            ours, theirs = socket.socketpair()
-            environment = {**os.environ, **({"MS_WORKER_NUM": str(self.size)} if self.size > 1 else {})}
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(WORKER), str(theirs.fileno())],
-                    cwd=ROOT,
-                    env=environment,
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                )
-            )
+        pairs = [socket.socketpair() for _ in range(self.size)]
+        descriptors = [theirs.fileno() for _, theirs in pairs]
+        environment = {**os.environ, **({"MS_WORKER_NUM": str(self.size)} if self.size > 1 else {})}
+        self.first = subprocess.Popen(
+            [sys.executable, str(WORKER), *map(str, descriptors)],
+            cwd=ROOT,
+            env=environment,
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+        )
+        for ours, theirs in pairs:
             theirs.close()
             self.connections.append(ours)
 
     def close(self):
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait(timeout=30)
+        if self.first:
+            self.first.kill()  # and with it those that it forked
+            self.first.wait(timeout=30)
         for connection in self.connections:
             connection.close()
-        self.processes, self.connections = [], []
+        self.first, self.connections = None, []
+
+    def is_full(self):
+        """Whether a process holds so much that new ones are due."""
+        pid = self.first.pid
+        try:
+            forks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            return any(_memory(each) > MOST_BYTES for each in [pid, *forks])
+        except OSError:  # it has ended, or there is no /proc
+            return False
 
     def perform(self, file, function, arguments, folder, *, is_tool, processes, timeout, cwd, env):
         """Answers of the ranks, None of one that gave none. Each writes what it says to files in `folder`."""
-        if not self.processes:
+        if not self.first:
             self.start()
         job = {"MS_WORKER_NUM": str(processes), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port())}
         for rank in range(processes):
@@ -91,7 +98,7 @@ class Farm:
             self.connections[rank].sendall(json.dumps(task).encode() + b"\n")
         answers = self._answers(processes, timeout)
         failed = None in answers or (processes > 1 and any(answer["code"] for answer in answers))
-        if failed or any(_memory(process) > MOST_BYTES for process in self.processes):
+        if failed or self.is_full():
             self.close()
         return answers
 
@@ -114,11 +121,11 @@ class Farm:
         return answers
 
 
-def _memory(process):
+def _memory(pid):
     """Bytes that a process holds."""
     try:
-        return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):  # it has ended, or there is no /proc
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
         return 0
 
 

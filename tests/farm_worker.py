@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One warm process of the farm: does what it is told, one task after the other. farm_worker.py FILE-DESCRIPTOR
+"""The warm processes of a farm: each does what it is told, one task after the other. farm_worker.py FILE-DESCRIPTOR ...
 
-A task is a line of JSON, and so is its answer. What a task changes in the process is put back after it.
+One of them loads MindSpore and forks the others. A task is a line of JSON, and so is its answer. What a task changes in a
+process is put back after it.
 """
 
 import contextlib
@@ -110,7 +111,21 @@ def perform(task, transports):
         return answer
 
 
-def main(descriptor):
+def forked(descriptors):
+    """The descriptor of this process: there is one for each from now on. They end with the first, and that with the tests."""
+    first, mine = os.getpid(), descriptors[0]
+    for descriptor in descriptors[1:]:
+        if os.fork() == 0:
+            end_with_parent(first)
+            mine = descriptor
+            break
+    for other in descriptors:
+        if other != mine:
+            os.close(other)  # or nobody would notice that its process has ended
+    return mine
+
+
+def main(descriptors):
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the tests, who end this process
     prepare_environment()
@@ -118,7 +133,7 @@ def main(descriptor):
     importlib.import_module("mindloom.runtime.cpu.target").pin_cpu()  # whatever the first task is
     gc.freeze()  # none of it is garbage
     transports = RecordedTransport()
-    with socket.socket(fileno=descriptor) as connection, connection.makefile("rw", encoding="utf-8") as stream:
+    with socket.socket(fileno=forked(descriptors)) as connection, connection.makefile("rw", encoding="utf-8") as stream:
         for line in stream:
             task = json.loads(line)
             with open(task["stderr"], "a", encoding="utf-8") as errors:
@@ -130,4 +145,4 @@ def main(descriptor):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main([int(word) for word in sys.argv[1:]])

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from conftest import ROOT
 
 from mindloom import scratch
 from mindloom.errors import ConfigError
+from mindloom.runtime.cpu import transport
 from mindloom.runtime.cpu.transport import Transport
 
 PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
@@ -50,6 +52,20 @@ def test_sockets_lie_in_a_folder_nobody_else_may_enter(place):
     assert not [line for line in Path("/proc/net/unix").read_text().splitlines() if "@mindloom" in line]
     first.close()
     assert list(place.iterdir()) == []
+
+
+def test_everybody_names_the_rank_that_was_lost_first(place, monkeypatch):
+    """And not the one that ends because of it."""
+    ended, told = threading.Semaphore(0), []
+    monkeypatch.setattr(transport.os, "_exit", lambda code: ended.release())
+    ranks = [Transport(rank, 3, "job") for rank in range(3)]
+    for rank in (0, 2):
+        ranks[rank].on_lost = told.append
+    ranks[0]._lose(1)  # as when its connection breaks; rank 2 has noticed nothing
+    assert ended.acquire(timeout=20) and ended.acquire(timeout=20)
+    assert told == ["rank 1 is gone (before its first step); ending this job"] * 2
+    for each in ranks:
+        each.close()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")

@@ -35,7 +35,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # not by its name, under which MindSpor
 Array = NDArray[Any]
 _IN = "in "
 WATCHDOG_S = 120.0
-_HELLO, _STEP, _BYE, _WHERE, _VALUE, _ARRAY = "hello", "step", "bye", "where", "value", "array"
+_HELLO, _STEP, _BYE, _LOST, _WHERE, _VALUE, _ARRAY = "hello", "step", "bye", "lost", "where", "value", "array"
 
 
 class TransportError(RuntimeError):
@@ -67,6 +67,7 @@ class Transport:
         self._absent = set(range(size)) - {rank}  # peers that did not say hello yet
         self._left: set[int] = set()  # peers that ended in good order
         self._closing = False
+        self._losing = threading.Lock()
         self._lock = threading.Lock()
         self._place = MeetingPlace(job, rank)
         self._context = zmq.Context()
@@ -93,14 +94,22 @@ class Transport:
             recv_monitor_message(monitor)
         except zmq.ZMQError:
             return  # we are closing
-        if self._closing or peer in self._left:
-            return
+        if not self._closing and peer not in self._left:
+            self._lose(peer)
+
+    def _lose(self, peer: int) -> None:
+        """Rank `peer` is gone: tell the others, who might otherwise name this rank, which ends for it; and end."""
+        if not self._losing.acquire(blocking=False):
+            return  # another thread is at it
         step = self.last_steps[peer]
         where = "before its first step" if step is None else f"its last step was {step}"
         line = f"rank {peer} is gone ({where}); ending this job"
         print(f"rank {self.rank}: {line}", file=sys.stderr, flush=True)
         self._place.leave()
+        for other in self._peers.keys() - {peer}:
+            self._post(other, _LOST, str(peer))
         self.on_lost(line)
+        time.sleep(GOODBYE_S)
         os._exit(1)  # other threads wait inside C++ for messages that cannot come
 
     def _receive_loop(self) -> None:
@@ -138,6 +147,10 @@ class Transport:
             self._tell_where()
         elif kind == _BYE:
             self._left.add(source)
+        elif kind == _LOST:
+            if (peer := int(tag)) not in self._peers:
+                raise ValueError(f"rank {peer} is no peer")
+            self._lose(peer)
         elif kind == _HELLO:
             self._absent.discard(source)
             if not self._absent:

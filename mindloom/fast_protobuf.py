@@ -28,15 +28,16 @@ def compiled_messages(generated: ModuleType) -> Any:
     with _as_if_not_loaded():
         try:
             pools, factory = (import_module(f"{PACKAGE}.{name}") for name in ("descriptor_pool", "message_factory"))
+            class_of = factory.GetMessageClass  # which protobuf has from 4.22 on
             if import_module(f"{PACKAGE}.internal.api_implementation").Type() != COMPILED:
                 return generated
-        except ImportError:
+        except (ImportError, AttributeError):
             return generated
         described = generated.DESCRIPTOR
         pool = pools.DescriptorPool()
         pool.AddSerializedFile(described.serialized_pb)
         classes = {
-            name: factory.GetMessageClass(pool.FindMessageTypeByName(f"{described.package}.{name}"))
+            name: class_of(pool.FindMessageTypeByName(f"{described.package}.{name}"))
             for name in described.message_types_by_name
         }
     return SimpleNamespace(**classes)

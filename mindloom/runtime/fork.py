@@ -37,7 +37,8 @@ def main(argv: Sequence[str]) -> str:
     module, count, port, logs, script, *arguments = argv
     os.environ |= {"MS_WORKER_NUM": count, "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": port}
     prepare_environment()
-    import_module(module)  # none that starts a thread, which a fork would not have
+    with contextlib.suppress(Exception):  # the script loads it, too, and says in its log what is wrong
+        import_module(module)  # none that starts a thread, which a fork would not have
     gc.freeze()  # what is loaded stays where it is, in memory that all share
     parent, workers = os.getpid(), set()
     for rank in range(int(count)):
@@ -54,9 +55,8 @@ def main(argv: Sequence[str]) -> str:
             sys.path[0] = str(Path(script).parent)
             return script
         workers.add(worker)
-    signal.signal(
-        signal.SIGTERM, lambda *_: tell(workers, signal.SIGTERM)
-    )  # who end in good order, and so does this one
+    # Who end in good order, and so does this one.
+    signal.signal(signal.SIGTERM, lambda *_: tell(workers, signal.SIGTERM))
     try:
         code = wait_for(workers)
     except KeyboardInterrupt:

@@ -68,6 +68,19 @@ def test_everybody_names_the_rank_that_was_lost_first(place, monkeypatch):
         each.close()
 
 
+def test_who_ends_in_good_order_is_not_disturbed_by_a_loss(place):
+    first, second, third = (Transport(rank, 3, "job") for rank in range(3))
+    second.close()
+    deadline = time.monotonic() + 20
+    while 1 not in first._left or 1 not in third._left:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    first._lose(1)  # it has said goodbye; else this process would end here
+    first.close()
+    first._lose(2)  # this one is at its own end
+    third.close()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
 def test_another_user_cannot_connect(place):
     first = Transport(0, 2, "job")

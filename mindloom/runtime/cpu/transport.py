@@ -94,11 +94,15 @@ class Transport:
             recv_monitor_message(monitor)
         except zmq.ZMQError:
             return  # we are closing
-        if not self._closing and peer not in self._left:
-            self._lose(peer)
+        self._lose(peer)
 
     def _lose(self, peer: int) -> None:
-        """Rank `peer` is gone: tell the others, who might otherwise name this rank, which ends for it; and end."""
+        """Rank `peer` is gone: tell the others, who might otherwise name this rank, which ends for it; and end.
+
+        Not if it, or this one, has come to its end in good order.
+        """
+        if self._closing or peer in self._left:
+            return
         if not self._losing.acquire(blocking=False):
             return  # another thread is at it
         step = self.last_steps[peer]

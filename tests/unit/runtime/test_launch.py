@@ -15,6 +15,8 @@ from mindloom.train.launch import TRAINER
 from mindloom.verbs.generate import TERMINAL
 from mindloom.verbs.serve import SERVER
 
+pytestmark = pytest.mark.slow
+
 RANKS = """
 import os, sys
 if os.environ.get("MS_ROLE") != "MS_SCHED":
@@ -58,6 +60,12 @@ def test_a_request_to_stop_is_passed_on(tmp_path, write):
         job.terminate()
         assert job.wait(30) == 0
     assert [log.read_text() for log in logs] == ["waits\nstops\n"] * 2
+
+
+def test_what_cannot_be_loaded_is_told_by_the_script(tmp_path, write, capfd):
+    script = str(write("loads.py", "import no_such_module\n"))
+    assert launch(script, [], 2, tmp_path / "logs", shown_rank=1, loads="no_such_module") == 1
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in capfd.readouterr().err
 
 
 def test_what_is_loaded_before_a_fork_starts_no_thread():

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -79,9 +81,17 @@ def fit(pairs: list[Pair]) -> tuple[dict[str, Efficiency], Overlap]:
     """The parameters that explain `pairs` best."""
     start = np.concatenate([np.log([START[n] for n in NAMES]), np.zeros(len(chips()) * len(NAMES)), [0.0, 1.0]])
     spread = np.tile([SPREAD[name] for name in NAMES], len(chips()))
+    of_chip: dict[str, list[Pair]] = defaultdict(list)
+    for run, found in pairs:
+        of_chip[run.cluster.chip].append((run, found))
+
+    @functools.lru_cache(maxsize=4 * len(chips()))  # a step aside in one chip's numbers leaves the others' rows
+    def errors(chip: str, efficiency: Efficiency, overlap: Overlap) -> np.ndarray:
+        return log_errors(of_chip[chip], {chip: efficiency}, overlap)
 
     def residuals(vector: np.ndarray) -> np.ndarray:
-        rows = log_errors(pairs, *unpack(vector)) / ROW
+        efficiencies, overlap = unpack(vector)
+        rows = np.concatenate([errors(chip, efficiencies[chip], overlap) for chip in of_chip]) / ROW
         rows = np.sign(rows) * np.sqrt(
             2 * (np.sqrt(1 + rows**2) - 1)
         )  # soft L1: an outlier costs its size, not its square

@@ -94,11 +94,10 @@ def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
     Words may stay whole, see `_whole_words`.
     """
     sizes = []
-    for stage, counts in enumerate(stage_copies(dims, job)):
+    for stage, whole in enumerate(stage_copies(dims, job)):
         words = _whole_words(dims, job, stage)
         head = dims.hidden_size if dims.value_head and stage == job.last_stage else 0  # one row, which nothing shards
-        counts[1] -= words
-        counts[job.tp] -= head
+        counts = whole - Counter({1: words}) - Counter({job.tp: head})
         # What several tensor parallel ranks hold has more replicas to be sharded over.
         more = not job.zero_shards and bool(job.zero)
         cut = sum(size // (job.shards * (copies if more else 1)) for copies, size in counts.items())

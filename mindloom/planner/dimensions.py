@@ -366,5 +366,7 @@ class Parallelism:
         """Layers of each stage that have experts."""
         if self.expert_layers_of_stages is not None:
             return self.expert_layers_of_stages
+        if not dims.expert_layers:
+            return (0,) * self.pp
         ends = itertools.accumulate(self.stages(dims.num_layers), initial=0)
         return tuple(round(dims.expert_share * b) - round(dims.expert_share * a) for a, b in itertools.pairwise(ends))

@@ -7,6 +7,7 @@ import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from mindloom.planner.dimensions import Dimensions, Parallelism
 
@@ -56,33 +57,49 @@ def layer_copies(dims: Dimensions, tp: int) -> Counter[int]:
     return found
 
 
-def stage_copies(dims: Dimensions, job: Parallelism) -> list[Counter[int]]:
+def stage_copies(dims: Dimensions, job: Parallelism) -> tuple[Counter[int], ...]:
     """Parameters of each stage on one of its devices, by how many tensor parallel ranks of it hold the same ones.
 
     The first stage has the tables of words and positions, the last one the last norm, the queries' table and the
     head's, which is a second copy of the words where they are tied and there is more than one stage.
     """
-    words, table = dims.vocab_size * dims.hidden_size // job.tp, dims.position_table
-    dense, sparse = (layer_copies(kind, job.tp) for kind in dims.kinds)
-    counts = [
+    return _stage_copies(*_of_stages(dims, job))
+
+
+def _of_stages(dims: Dimensions, job: Parallelism) -> tuple[Dimensions, int, tuple[int, ...], tuple[int, ...], int]:
+    """All that the parameters of stages depend on."""
+    return dims, job.tp, job.stages(dims.num_layers), job.expert_layers(dims), job.last_stage
+
+
+@functools.lru_cache(maxsize=1024)  # a search asks the same of many jobs
+def _stage_copies(
+    dims: Dimensions, tp: int, layers_of: tuple[int, ...], expert_layers_of: tuple[int, ...], last_stage: int
+) -> tuple[Counter[int], ...]:
+    words, table = dims.vocab_size * dims.hidden_size // tp, dims.position_table
+    dense, sparse = (layer_copies(kind, tp) for kind in dims.kinds)
+    counts = tuple(
         Counter({copies: (layers - few) * dense[copies] + few * sparse[copies] for copies in {*dense, *sparse}})
-        for layers, few in zip(job.stages(dims.num_layers), job.expert_layers(dims), strict=True)
-    ]
-    first, last = counts[0], counts[job.last_stage]
+        for layers, few in zip(layers_of, expert_layers_of, strict=True)
+    )
+    first, last = counts[0], counts[last_stage]
     first[1] += words
-    first[job.tp] += min(dims.position_tables, 1) * table
-    last[job.tp] += dims.norm + max(dims.position_tables - 1, 0) * table
+    first[tp] += min(dims.position_tables, 1) * table
+    last[tp] += dims.norm + max(dims.position_tables - 1, 0) * table
     if dims.value_head:
-        last[job.tp] += dims.hidden_size
-    elif not dims.tied_embedding or job.last_stage > 0:
+        last[tp] += dims.hidden_size
+    elif not dims.tied_embedding or last_stage > 0:
         last[1] += words
     return counts
 
 
-@functools.lru_cache(maxsize=1024)
 def stage_parameters(dims: Dimensions, job: Parallelism) -> tuple[int, ...]:
     """Parameters of each stage on one of its devices, before the optimizer's sharding."""
-    return tuple(counts.total() for counts in stage_copies(dims, job))
+    return _stage_parameters(*_of_stages(dims, job))
+
+
+@functools.lru_cache(maxsize=1024)
+def _stage_parameters(*of_stages: Any) -> tuple[int, ...]:
+    return tuple(counts.total() for counts in _stage_copies(*of_stages))
 
 
 def head_columns(dims: Dimensions, job: Parallelism) -> float:

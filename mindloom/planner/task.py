@@ -184,12 +184,15 @@ def task_memory(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[S
             )
             for stage, count in zip(stages, adapter_parameters(task, dims, job), strict=True)
         ]
-    evaluated = _evaluation(dims, job) if task.name == "dpo" or task.samples else [0.0] * job.pp
+    evaluates, beside = task.name == "dpo" or task.samples, models_beside(dims, job, task)
+    if not evaluates and not any(beside):
+        return stages
+    evaluated = _evaluation(dims, job) if evaluates else [0.0] * job.pp
     return [
         dataclasses.replace(
-            stage, working=max(stage.working, evaluation - stage.activations), beside=sum(beside.values())
+            stage, working=max(stage.working, evaluation - stage.activations), beside=sum(more.values())
         )
-        for stage, evaluation, beside in zip(stages, evaluated, models_beside(dims, job, task), strict=True)
+        for stage, evaluation, more in zip(stages, evaluated, beside, strict=True)
     ]
 
 

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Mapping
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 
 PR_SET_PDEATHSIG = 1
 LAUNCHER = "MINDLOOM_LAUNCHER"
@@ -29,6 +33,29 @@ def end_with_parent(parent: int | None = None) -> None:
     launcher = os.environ.get(LAUNCHER, "")
     if (parent is not None and os.getppid() != parent) or (launcher.isdecimal() and not is_alive(int(launcher))):
         os._exit(1)
+
+
+def forking_context(module: str) -> BaseContext:
+    """For processes that fork from one which has loaded `module`; MindSpore alone takes each a second otherwise.
+
+    That one starts with the first of them, with the environment of that moment, and ends with this process. Each begins with
+    `begin_forked`. Loading `module` must start no thread, which a fork would not have.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
+
+
+def begin_forked(parent: int, environment: Mapping[str, str]) -> None:
+    """End with `parent`, which asked for this process, and have its environment of now."""
+    # The one it forked from goes on while anybody holds this end of a pipe: from now on `parent` alone.
+    os.close(vars(forkserver._forkserver)["_forkserver_alive_fd"])
+    end_with_parent()
+    if not is_alive(parent):
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a terminal's ends it at once; `parent` tells
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def end_later(seconds: float) -> None:

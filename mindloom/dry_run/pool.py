@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from importlib import import_module
 
 from mindloom.dry_run.by_depth import full_depth, small_depths
@@ -15,18 +13,19 @@ from mindloom.dry_run.config import DryRun
 from mindloom.dry_run.rank_report import RankReport
 from mindloom.errors import ConfigError
 from mindloom.models.config import ModelConfig
-from mindloom.processes import FAST_MALLOC, MALLOC, end_with_parent
+from mindloom.processes import FAST_MALLOC, MALLOC, begin_forked, forking_context
 from mindloom.runtime.environment import prepare_environment
 from mindloom.strategy.config import Strategy
+
+COMPILER = "mindloom.dry_run.compile"
 
 
 def compile_ranks(run: DryRun) -> list[RankReport]:
     """One rank of each stage, in parallel processes, each of which ends with its memory."""
     os.environ.setdefault(MALLOC, f"{FAST_MALLOC}:glibc.malloc.hugetlb=1")  # in large pages: these graphs are large
-    context = multiprocessing.get_context("spawn")
-    begin = partial(end_with_parent, os.getpid())
-    fast = run.config.fast
-    with ProcessPoolExecutor(run.jobs, context, begin, max_tasks_per_child=1) as pool:
+    prepare_environment()
+    context, begin, fast = forking_context(COMPILER), (os.getpid(), dict(os.environ)), run.config.fast
+    with ProcessPoolExecutor(run.jobs, context, begin_forked, begin, max_tasks_per_child=1) as pool:
         futures = {
             rank: [
                 pool.submit(compile_one, run, model, strategy, rank)
@@ -50,8 +49,7 @@ def compile_ranks(run: DryRun) -> list[RankReport]:
 
 
 def compile_one(run: DryRun, model: ModelConfig, strategy: Strategy, rank: int) -> RankReport:
-    prepare_environment()
-    compiler, batch = import_module("mindloom.dry_run.compile"), (run.batch_size, run.seq_len)
+    compiler, batch = import_module(COMPILER), (run.batch_size, run.seq_len)
     options = (run.config.inference, run.config.accumulate, run.task)
     report: RankReport = compiler.compile_rank(run.config.model, model, strategy, rank, batch, *options)
     return report

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mindloom.dry_run.pool import COMPILER
 from mindloom.runtime import environment
 from mindloom.runtime.launch import ENGINE, FORK, free_port, launch
 from mindloom.train.launch import TRAINER
@@ -73,7 +74,7 @@ def test_what_is_loaded_before_a_fork_starts_no_thread():
 import os
 from importlib import import_module
 from mindloom.certification.shrink import SUBJECT
-for module in (*{[ENGINE, TRAINER, TERMINAL, SERVER]!r}, SUBJECT):
+for module in (*{[ENGINE, TRAINER, TERMINAL, SERVER, COMPILER]!r}, SUBJECT):
     import_module(module)
 print(len(os.listdir("/proc/self/task")))
 """

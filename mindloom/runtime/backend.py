@@ -21,6 +21,11 @@ from mindloom.runtime.layouts import ParameterLayout
 from mindloom.strategy.config import Strategy
 
 
+def _fast_on_cpu() -> contextlib.AbstractContextManager[None]:
+    """Devices keep MindSpore's own way to compile: the faster one was never tried on them."""
+    return faster_compilation() if ms.get_context("device_target") == "CPU" else contextlib.nullcontext()
+
+
 class Backend:
     """How one process of a job computes, and what it hears of the others."""
 
@@ -35,17 +40,22 @@ class Backend:
         """Communication groups that the compiler made: name -> ranks."""
         self.rounded: Counter[str] = Counter()
         """Kinds of operators of the largest graph that are computed in float32 and give bfloat16, and how many of each."""
+        self._ran: set[tuple[Any, ...]] = set()
+        """Cells and the inputs they were called with."""
 
     def prepare(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> None:
         """Compile `cell` for inputs like these."""
-        # Devices keep MindSpore's own way: the faster one was never tried on them.
-        is_cpu = ms.get_context("device_target") == "CPU"
-        with faster_compilation() if is_cpu else contextlib.nullcontext():
+        with _fast_on_cpu():
             cell.compile(*inputs)
 
     def run(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Any:
         """Call `cell` with the whole batch."""
-        return cell(*inputs)
+        key = (id(cell), cell.training, *((each.shape, each.dtype) for each in inputs))
+        if key in self._ran:
+            return cell(*inputs)
+        self._ran.add(key)
+        with _fast_on_cpu():  # unless it was prepared, the first call compiles
+            return cell(*inputs)
 
     def all_reduce(self) -> ops.AllReduce | None:
         """The operator that adds a number up over all ranks, for use in a graph; None on one device."""

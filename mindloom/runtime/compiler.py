@@ -62,16 +62,16 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
 
 @contextlib.contextmanager
 def faster_compilation() -> Iterator[None]:
-    """The same graph in half the time (benchmarks/results/compile_passes.md): MindSpore's own switch that resolves attributes
-    while it parses, gradients without dead branches, and no garbage collection.
+    """The same graph in half the time (benchmarks/results/compile_passes.md): MindSpore's own switches, which resolve
+    attributes while it parses and keep no history of nodes, gradients without dead branches, and no garbage collection.
     """
-    before = compile_config.GREED_PARSE
-    compile_config.GREED_PARSE = before or "1"  # a user's own setting stays
+    before = compile_config.GREED_PARSE, compile_config.COMPILE_DEBUG_MODE
+    compile_config.GREED_PARSE, compile_config.COMPILE_DEBUG_MODE = before[0] or "1", before[1] or "release"
     try:
         with decided_branches(), without_collection():
             yield
     finally:
-        compile_config.GREED_PARSE = before
+        compile_config.GREED_PARSE, compile_config.COMPILE_DEBUG_MODE = before
 
 
 @contextlib.contextmanager

@@ -20,14 +20,12 @@ CASES = [
     "pangu_tiny_dp4+offload+embedded+shallow",
     "pangu_tiny_dp4_zero+palm+shallow",
     "pangu_tiny_dp2_tp2+clip+shallow",
-    "pangu_tiny_dp2_tp2_zero+accumulate+dropout+shallow",
-    "pangu_tiny_dp2_tp2_zero+ultra+shallow",
+    "pangu_tiny_dp2_tp2_zero+accumulate+dropout+ultra+shallow",
     "pangu_tiny_dp4_zero+again+dropout+shallow",
     "pangu_tiny_dp2_tp2_zero+again+palm+shallow",  # keys and values are on all four, sharded over two
     "pangu_tiny_dp2_tp2_sp+dropout+shallow",
-    "pangu_tiny_dp2_tp2_sp+codegeex4+shallow",
     "pangu_tiny_dp2_tp2_copies+dropout+shallow",
-    "pangu_tiny_tp2_pp2+copies+shallow",
+    "pangu_tiny_tp2_pp2+copies+flash+shallow",
     "pangu_tiny_tp4+codegeex+shallow",
     "pangu_tiny_tp4+codegeex4+shallow",  # two heads of keys and values
     "pangu_tiny_tp2_pp2+embedded+shallow",
@@ -41,7 +39,6 @@ CASES = [
     "pangu_tiny_dp2_pp2_zero+clip+shallow",
     "pangu_tiny_dp2_tp2_sp+flash+codegeex4+shallow",
     "pangu_tiny_tp4+flash+codegeex4+shallow",  # two ranks share a head of keys and values
-    "pangu_tiny_tp2_pp2+flash+shallow",
     "pangu_tiny_cp2_tp2+flash+embedded+shallow",
     "pangu_tiny_dp2_cp2_ulysses+dropout+shallow",
     "pangu_tiny_dp2_tp2_sp+dropping+dropout+embedded",

@@ -110,12 +110,14 @@ def widen_bfloat16(model: mind_ir.ModelProto) -> Widened:
             tensor.raw_data = from_bits(tensor.raw_data)
     if not to_round:  # a stage of a pipeline that only passes them on
         return done
-    cast = next(f"REF::{p.name}" for p in model.primitives if p.op_type == "Cast")
+    cast = next((p for p in model.primitives if p.op_type == "Cast"), None) or model.primitives.add(
+        name="mindloom_cast", op_type="Cast", prim_type=mind_ir.PrimitiveProto.PRIMITIVE
+    )
     after: dict[str, list[mind_ir.NodeProto]] = {}
     for node in to_round:
         kind = kinds.get(node.op_type, node.op_type)
         done.rounded["FlashAttention" if kind == "Custom" else kind] += 1  # no message has been exchanged yet
-        after[node.output[0]] = _rounding(node, cast, narrow.output[0], wide.output[0])
+        after[node.output[0]] = _rounding(node, f"REF::{cast.name}", narrow.output[0], wide.output[0])
     _put_behind(graph, after, [wide, narrow])
     return done
 

@@ -54,6 +54,28 @@ def test_each_result_is_rounded_and_what_is_kept_goes_on():
     assert engine.rounded == {"Cast": 3, "MatMul": 1, "Add": 2, "Mul": 1}
 
 
+class AllNarrow(nn.Cell):
+    """Rows of a table in bfloat16, multiplied: nothing is cast."""
+
+    dtype = ms.bfloat16
+
+    def __init__(self):
+        super().__init__()
+        self.table = Parameter(Tensor(X, ms.bfloat16), name="table")
+        self.weight = Parameter(Tensor(W, ms.bfloat16), name="weight")
+        self.gather, self.matmul = ops.Gather(), ops.MatMul(transpose_b=True)
+
+    def construct(self, rows):
+        return self.matmul(self.gather(self.table, rows, 0), self.weight)
+
+
+def test_a_network_without_a_cast_is_rounded_too():
+    engine, rows = Engine.start(SINGLE_DEVICE), np.array([2, 0], np.int32)
+    got = engine.run(AllNarrow().set_train(False), Tensor(rows)).asnumpy()
+    np.testing.assert_array_equal(got.astype(np.float32), rounded(rounded(X[rows]) @ rounded(W).T))
+    assert engine.rounded == {"MatMul": 1}
+
+
 def test_a_message_travels_as_bfloat16_and_comes_back_as_float32():
     seen = []
     send = in_bfloat16(lambda x: seen.append(x) or x + x)

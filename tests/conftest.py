@@ -3,6 +3,7 @@
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import io
 import os
@@ -139,6 +140,8 @@ def pytest_collection_finish():
     """Before any kernel runs in this process: a test that partitions a graph may come after one that computes."""
     if "mindspore" in sys.modules:
         sys.modules["mindspore"].set_device("CPU")
+    gc.collect()
+    gc.freeze()  # MindSpore collects garbage before every compilation; thousands of tests are none
 
 
 @pytest.fixture(scope="session", autouse=True)

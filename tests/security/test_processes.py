@@ -67,20 +67,24 @@ def has_steps(out, count=3):
     return path.exists() and len(path.read_text().splitlines()) > count
 
 
-def sockets():
-    return [path for path in Path(tempfile.gettempdir(), f"mindloom-{os.getuid()}").rglob("*") if path.is_socket()]
+@pytest.fixture
+def temporary():
+    """A folder for the sockets of this test's jobs: others are starting meanwhile. Its name is short, as sockets' must be."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @pytest.mark.parametrize("moment", ["while it starts", "while it trains", "what forked its ranks"])
-def test_a_launched_job_ends_with_its_launcher(tmp_path, moment):
+def test_a_launched_job_ends_with_its_launcher(tmp_path, temporary, moment):
     out = tmp_path / "out"
-    job = start((sys.executable, *train(out), "--launch"))
+    job = start((sys.executable, *train(out), "--launch"), env={**os.environ, "TMPDIR": str(temporary)})
     try:
         if moment == "while it starts":
             wait_until(lambda: len(mine(out)) >= 3)
         else:
             wait_until(lambda: has_steps(out))
-            assert not sockets()  # all are connected: the names are gone
+            assert list(temporary.iterdir()) == [temporary / f"mindloom-{os.getuid()}"]
+            assert not any(path.is_socket() for path in temporary.rglob("*"))  # all are connected: the names are gone
         (forks,) = psutil.Process(job.pid).children()
         os.kill(forks.pid if moment == "what forked its ranks" else job.pid, signal.SIGKILL)
         assert job.wait(20) != 0

@@ -97,7 +97,9 @@ def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
     for stage, whole in enumerate(stage_copies(dims, job)):
         words = _whole_words(dims, job, stage)
         head = dims.hidden_size if dims.value_head and stage == job.last_stage else 0  # one row, which nothing shards
-        counts = whole - Counter({1: words}) - Counter({job.tp: head})
+        counts = whole.copy()  # `stage_copies` gives the same ones again
+        counts[1] -= words
+        counts[job.tp] -= head
         # What several tensor parallel ranks hold has more replicas to be sharded over.
         more = not job.zero_shards and bool(job.zero)
         cut = sum(size // (job.shards * (copies if more else 1)) for copies, size in counts.items())

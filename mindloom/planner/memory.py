@@ -7,12 +7,13 @@ import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from mindloom.planner.dimensions import Dimensions, Parallelism
 
 MOMENTS = 8
 """Bytes of AdamW's two for each parameter."""
+Stages = tuple[Dimensions, int, tuple[int, ...], tuple[int, ...], int]
+"""All that the parameters of stages depend on: model, tp, each stage's layers and layers of experts, the last stage."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +62,19 @@ def stage_copies(dims: Dimensions, job: Parallelism) -> tuple[Counter[int], ...]
     """Parameters of each stage on one of its devices, by how many tensor parallel ranks of it hold the same ones.
 
     The first stage has the tables of words and positions, the last one the last norm, the queries' table and the
-    head's, which is a second copy of the words where they are tied and there is more than one stage.
+    head's, which is a second copy of the words where they are tied and there is more than one stage. Not to be changed:
+    who asks again gets the same ones.
     """
-    return _stage_copies(*_of_stages(dims, job))
+    return _stage_copies(_stages_of(dims, job))
 
 
-def _of_stages(dims: Dimensions, job: Parallelism) -> tuple[Dimensions, int, tuple[int, ...], tuple[int, ...], int]:
-    """All that the parameters of stages depend on."""
+def _stages_of(dims: Dimensions, job: Parallelism) -> Stages:
     return dims, job.tp, job.stages(dims.num_layers), job.expert_layers(dims), job.last_stage
 
 
 @functools.lru_cache(maxsize=1024)  # a search asks the same of many jobs
-def _stage_copies(
-    dims: Dimensions, tp: int, layers_of: tuple[int, ...], expert_layers_of: tuple[int, ...], last_stage: int
-) -> tuple[Counter[int], ...]:
+def _stage_copies(stages: Stages) -> tuple[Counter[int], ...]:
+    dims, tp, layers_of, expert_layers_of, last_stage = stages
     words, table = dims.vocab_size * dims.hidden_size // tp, dims.position_table
     dense, sparse = (layer_copies(kind, tp) for kind in dims.kinds)
     counts = tuple(
@@ -94,12 +94,12 @@ def _stage_copies(
 
 def stage_parameters(dims: Dimensions, job: Parallelism) -> tuple[int, ...]:
     """Parameters of each stage on one of its devices, before the optimizer's sharding."""
-    return _stage_parameters(*_of_stages(dims, job))
+    return _stage_parameters(_stages_of(dims, job))
 
 
 @functools.lru_cache(maxsize=1024)
-def _stage_parameters(*of_stages: Any) -> tuple[int, ...]:
-    return tuple(counts.total() for counts in _stage_copies(*of_stages))
+def _stage_parameters(stages: Stages) -> tuple[int, ...]:
+    return tuple(counts.total() for counts in _stage_copies(stages))
 
 
 def head_columns(dims: Dimensions, job: Parallelism) -> float:

@@ -18,6 +18,9 @@ from mindloom.runtime.gradients import decided_branches
 from mindloom.runtime.symbols import lacks, library
 from mindloom.strategy.config import Strategy
 
+FASTER = {"GREED_PARSE": "1", "COMPILE_DEBUG_MODE": "release"}
+"""Switches of MindSpore's compiler; a version without one is slower, no more."""
+
 gc.freeze()  # MindSpore collects garbage before every compilation; what importing it made is none
 
 
@@ -65,13 +68,15 @@ def faster_compilation() -> Iterator[None]:
     """The same graph in half the time (benchmarks/results/compile_passes.md): MindSpore's own switches, which resolve
     attributes while it parses and keep no history of nodes, gradients without dead branches, and no garbage collection.
     """
-    before = compile_config.GREED_PARSE, compile_config.COMPILE_DEBUG_MODE
-    compile_config.GREED_PARSE, compile_config.COMPILE_DEBUG_MODE = before[0] or "1", before[1] or "release"
+    before = {name: getattr(compile_config, name) for name in FASTER if hasattr(compile_config, name)}
+    for name, value in before.items():
+        setattr(compile_config, name, value or FASTER[name])  # a user's own setting stays
     try:
         with decided_branches(), without_collection():
             yield
     finally:
-        compile_config.GREED_PARSE, compile_config.COMPILE_DEBUG_MODE = before
+        for name, value in before.items():
+            setattr(compile_config, name, value)
 
 
 @contextlib.contextmanager

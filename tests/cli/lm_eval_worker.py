@@ -3,11 +3,13 @@
 
 from pathlib import Path
 
+import lm_eval.tasks
 import mindspore as ms
 import numpy as np
 
 from mindloom.checkpoint.model_folder import load_config
 from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
+from mindloom.evaluation.harness import find_tasks, shipped_tasks
 from mindloom.inference.score import Scorer
 from mindloom.runtime.engine import Engine
 from mindloom.strategy.config import SINGLE_DEVICE
@@ -41,3 +43,14 @@ def score(folder, lines):
             total += of(seen, part)[0]
         rolling.append(total)
     return {"choices": choices, "rolling": rolling}
+
+
+def places(folders, names):
+    """Of the single tasks in folders of the harness, those that its own index has elsewhere than we, and how many there are;
+    what `names` are asked for by, and how many tasks the index knows that is asked."""
+    root, shipped = Path(lm_eval.tasks.__file__).parent, shipped_tasks()
+    index = lm_eval.tasks.TaskManager(include_path=[root / folder for folder in folders], include_defaults=False)
+    entries = {name: str(index.task_index[name].yaml_path) for name in index.all_subtasks}
+    elsewhere = [name for name, path in entries.items() if str(shipped.get(name)) != path]
+    manager, asked = find_tasks(names, None)
+    return elsewhere, len(entries), asked, len(manager.all_tasks)

@@ -86,6 +86,19 @@ def test_a_mesh_says_the_same_and_two_results_are_compared(checkpoint, tasks, tm
             np.testing.assert_allclose(float(first[0]), float(second[0]), rtol=1e-5)
 
 
+def test_single_tasks_are_where_the_harness_has_them_and_found_without_its_index(tasks):
+    folders = ("aclue", "blimp", "ceval", "hellaswag", "lambada", "mmlu", "piqa", "winogrande")
+    names = ["piqa", "hans", str(tasks / "town.yaml"), "aclue_poetry_appreciate"]
+    elsewhere, count, asked, known = call(WORKER, "places", folders, names)
+    assert elsewhere == [] and count > 400
+    assert asked[1:3] == names[1:3]
+    assert [path.rpartition("/lm_eval/tasks/")[2] for path in (asked[0], asked[3])] == [
+        "piqa/piqa.yaml",
+        "aclue/aclue_poetry_appreciate.yaml",
+    ]
+    assert known < 100  # of ours alone; the next test's wants all
+
+
 def test_what_is_wrong_is_told_in_a_line(checkpoint, tmp_path):
     asked = ("tools/evaluate.py", "lm-eval", "--checkpoint", checkpoint)
     told = in_process(*asked, "--tasks", tmp_path / "none.yaml", "--compare", tmp_path / "none.json")

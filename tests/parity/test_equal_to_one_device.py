@@ -41,7 +41,7 @@ CASES = [
     "pangu_tiny_tp4+flash+codegeex4+shallow",  # two ranks share a head of keys and values
     "pangu_tiny_cp2_tp2+flash+embedded+shallow",
     "pangu_tiny_dp2_cp2_ulysses+dropout+shallow",
-    "pangu_tiny_dp2_tp2_sp+dropping+dropout+embedded",
+    "pangu_tiny_dp2_tp2_sp+dropping+dropout+embedded+shallow",
     "pangu_tiny_tp2_pp2_recompute+dropping",
     "pangu_pro_moe_tiny_ep2_tp2+moge+shallow",
     "pangu_pro_moe_tiny_ep2_pp2+moe+shallow",  # the last stage has no experts

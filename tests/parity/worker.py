@@ -103,8 +103,8 @@ def train(path: str, options: list[str], out: str) -> None:
 
 
 def train_dropping(family, config, strategy, out):
-    """With random-LTD: two layers see 24 of 32 tokens, others in each step."""
-    layers, shape = (1, 2), (BATCH, config.seq_len)
+    """With random-LTD: two layers see 24 of 32 tokens, others in each step; where there are more, not the first or last."""
+    layers, shape = (1, 2) if config.num_layers > 2 else (0, 1), (BATCH, config.seq_len)
 
     def build():
         net = family_module(family, "model").ModelWithLoss(config)

@@ -139,12 +139,12 @@ def find_tasks(names: Sequence[str], include_path: Path | None) -> tuple[TaskMan
     further = [str(folder) for folder in (OWN_TASKS, include_path) if folder]
     manager = TaskManager(include_path=further, include_defaults=False)
     single = set(manager.all_subtasks) | {name for name in names if _is_file(name) and _is_single(Path(name))}
-    if not single.issuperset(names):
-        shipped = shipped_tasks()
-        if not (single | shipped.keys()).issuperset(names):
-            return TaskManager(include_path=further), list(names)
-        names = [name if name in single else str(shipped[name]) for name in names]
-    return manager, list(names)
+    if single.issuperset(names):
+        return manager, list(names)
+    shipped = {name: path for name, path in shipped_tasks().items() if name not in manager.all_tasks}
+    if not (single | shipped.keys()).issuperset(names):
+        return TaskManager(include_path=further), list(names)
+    return manager, [name if name in single else str(shipped[name]) for name in names]
 
 
 def shipped_tasks() -> dict[str, Path]:

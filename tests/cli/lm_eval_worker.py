@@ -45,12 +45,12 @@ def score(folder, lines):
     return {"choices": choices, "rolling": rolling}
 
 
-def places(folders, names):
+def places(folders, names, include_path):
     """Of the single tasks in folders of the harness, those that its own index has elsewhere than we, and how many there are;
     what `names` are asked for by, and how many tasks the index knows that is asked."""
     root, shipped = Path(lm_eval.tasks.__file__).parent, shipped_tasks()
     index = lm_eval.tasks.TaskManager(include_path=[root / folder for folder in folders], include_defaults=False)
     entries = {name: str(index.task_index[name].yaml_path) for name in index.all_subtasks}
     elsewhere = [name for name, path in entries.items() if str(shipped.get(name)) != path]
-    manager, asked = find_tasks(names, None)
+    manager, asked = find_tasks(names, Path(include_path))
     return elsewhere, len(entries), asked, len(manager.all_tasks)

@@ -86,12 +86,13 @@ def test_a_mesh_says_the_same_and_two_results_are_compared(checkpoint, tasks, tm
             np.testing.assert_allclose(float(first[0]), float(second[0]), rtol=1e-5)
 
 
-def test_single_tasks_are_where_the_harness_has_them_and_found_without_its_index(tasks):
+def test_single_tasks_are_where_the_harness_has_them_and_found_without_its_index(tasks, write):
     folders = ("aclue", "blimp", "ceval", "hellaswag", "lambada", "mmlu", "piqa", "winogrande")
-    names = ["piqa", "hans", str(tasks / "town.yaml"), "aclue_poetry_appreciate"]
-    elsewhere, count, asked, known = call(WORKER, "places", folders, names)
+    names = ["piqa", "hans", str(tasks / "town.yaml"), "aclue_poetry_appreciate", "winogrande"]
+    own = write("further/mine.yaml", "task: winogrande\noutput_type: generate_until\n")  # in place of the harness's
+    elsewhere, count, asked, known = call(WORKER, "places", folders, names, own.parent)
     assert elsewhere == [] and count > 400
-    assert asked[1:3] == names[1:3]
+    assert (asked[1:3], asked[4]) == (names[1:3], names[4])
     assert [path.rpartition("/lm_eval/tasks/")[2] for path in (asked[0], asked[3])] == [
         "piqa/piqa.yaml",
         "aclue/aclue_poetry_appreciate.yaml",

@@ -22,7 +22,8 @@ from mindloom.processes import FAST_MALLOC, LAUNCHER, MALLOC, end_with_parent
 from mindloom.runtime.environment import devices
 from mindloom.strategy.mesh import Mesh
 
-MILESTONE = MARK.encode()
+TOLD = MARK.encode(), b"error: "
+"""How lines begin that belong on stderr."""
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a job that was told to stop and did so in good order."""
 STOPPED_MARK = f"{MARK}stopped after step "
@@ -95,11 +96,14 @@ def launch(
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     if not code:
         return 0
-    if shown.exists() and STOPPED_MARK in shown.read_text(encoding="utf-8", errors="replace"):
+    said = shown.read_text(encoding="utf-8", errors="replace") if shown.exists() else ""
+    if STOPPED_MARK in said:
         return STOPPED
     report = failure_report(log_dir)
-    print(report, file=sys.stderr)
-    return EXIT_BAD_INPUT if report.startswith("error: ") else 1
+    is_mistake = report.startswith("error: ")
+    if not (is_mistake and report in said):  # a user's mistake, every rank says, and one of them was shown
+        print(report, file=sys.stderr)
+    return EXIT_BAD_INPUT if is_mistake else 1
 
 
 def _terminate_workers(job: int) -> None:
@@ -112,7 +116,7 @@ def _terminate_workers(job: int) -> None:
 def _show(log: Path, has_ended: Callable[[], bool]) -> None:
     """Print what a worker writes to its log until the job has ended.
 
-    A log mixes a worker's two streams; milestones and progress bars belong on stderr, as without msrun.
+    A log mixes a worker's two streams; milestones, errors and progress bars belong on stderr, as without msrun.
     """
     in_progress_bar = False
     rest = b""
@@ -120,8 +124,8 @@ def _show(log: Path, has_ended: Callable[[], bool]) -> None:
         *lines, rest = re.split(rb"(?<=[\r\n])", rest + piece)
         for line in lines:
             is_bar, in_progress_bar = in_progress_bar or line.endswith(b"\r"), line.endswith(b"\r")
-            _write(sys.stderr if is_bar or line.startswith(MILESTONE) else sys.stdout, line)
-        if rest and not MILESTONE.startswith(rest[: len(MILESTONE)]) and not in_progress_bar:
+            _write(sys.stderr if is_bar or line.startswith(TOLD) else sys.stdout, line)
+        if rest and not any(mark.startswith(rest[: len(mark)]) for mark in TOLD) and not in_progress_bar:
             _write(sys.stdout, rest)  # text that is made token by token waits for no end of line
             rest = b""
     _write(sys.stderr if in_progress_bar else sys.stdout, rest)

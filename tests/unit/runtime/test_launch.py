@@ -41,6 +41,22 @@ def test_every_process_knows_its_rank_and_the_first_that_fails_ends_all(
     assert f"the job failed; see the logs in {logs}" in capfd.readouterr().err
 
 
+MISTAKEN = """
+from mindloom.errors import ConfigError, run_tool
+
+def main(argv):
+    print("begins", flush=True)
+    raise ConfigError(["this cannot be", "nor that"])
+
+run_tool(main)
+"""
+
+
+def test_a_users_mistake_is_told_once_on_stderr(tmp_path, write, capfd):
+    assert launch(str(write("mistaken.py", MISTAKEN)), [], 2, tmp_path / "logs", shown_rank=1, loads="json") == 2
+    assert capfd.readouterr() == ("begins\n", "error: this cannot be\nerror: nor that\n")
+
+
 PATIENT = """
 import os, signal
 signal.signal(signal.SIGTERM, lambda *_: (print("stops"), exit(0)))

@@ -29,7 +29,9 @@ from mindloom.runtime.engine import Engine
 NEWLINE = "\n"
 OWN_TASKS = Path(__file__).parent / "tasks"
 NAME = re.compile(rb"""^["']?task["']?:[ \t]*["']?([^\s"'#]+)["']?[ \t]*(?:#.*)?\r?$""", re.M)
+"""The line of a task file that names its one task."""
 OF_SEVERAL = re.compile(rb"""^["']?(?:group|include)["']?:""", re.M)
+"""A line that says that a task file needs others."""
 
 
 class HarnessModel(TemplateLM):
@@ -172,14 +174,14 @@ def evaluate(harness: Harness) -> dict[str, Any] | None:
         ConfigError: tasks there are none of, or that cannot be read.
     """
     config = harness.config
-    engine = Engine.start(harness.job.strategy)
-    model = HarnessModel(engine, harness.job)
     manager, tasks = find_tasks([str(Path(name)) for name in config.tasks], config.include_path)
     unknown = [name for name in tasks if not _is_file(name) and name not in manager.all_tasks]
     if unknown:
         raise ConfigError(
             f"--tasks {', '.join(unknown)}: the harness has no such task; --include-path names further ones"
         )
+    engine = Engine.start(harness.job.strategy)
+    model = HarnessModel(engine, harness.job)
     try:
         found = simple_evaluate(
             model=model,

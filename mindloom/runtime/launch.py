@@ -128,7 +128,7 @@ def _show(log: Path, has_ended: Callable[[], bool]) -> None:
         if rest and not any(mark.startswith(rest[: len(mark)]) for mark in TOLD) and not in_progress_bar:
             _write(sys.stdout, rest)  # text that is made token by token waits for no end of line
             rest = b""
-    _write(sys.stderr if in_progress_bar else sys.stdout, rest)
+    _write(sys.stderr if in_progress_bar or rest.startswith(TOLD) else sys.stdout, rest)
 
 
 def _write(stream: TextIO, text: bytes) -> None:

@@ -21,7 +21,7 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 SHOWN = ("python", "yaml", "text")
 """Languages of blocks that are read; `sh` and `console` are run. In `console` a command follows `$`, then what it says."""
 SHALLOW = [f"docs/guides/{name}.md" for name in ("data", "finetune", "generate", "serve", "train")]
-"""Pages whose models are trained with two layers here: what their commands do and say does not depend on the depth."""
+"""Pages whose commands do and say the same whatever the depth."""
 DEEP = {"--run", "--random-ltd-min-value"}
 """But with these flags: a run's file says how many, and tokens are dropped between the first and the last of more."""
 NUMBER = re.compile(r"\d[\d,.e+-]*")
@@ -48,7 +48,7 @@ def commands(page):
 
 def perform(command, folder, page):
     """Exit code and output, as a shell would run it there. A verb runs in a warm process, or in as many as it would launch;
-    what the README launches is launched."""
+    what the README launches is launched. On SHALLOW pages models are trained with two layers."""
     words = shlex.split(command, comments=True)
     processes = 1
     if page in SHALLOW and words[:2] == ["mindloom", "train"] and not DEEP & set(words):

@@ -15,18 +15,18 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 from mindspore import Tensor, set_device
-from report import ROOT, metrics, mindloom, write_report
+from report import ROOT, metrics, sporeloom, write_report
 
-from mindloom.checkpoint.model_folder import load_config
-from mindloom.data.examples import Reading, example_batch, read_lines
-from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
-from mindloom.inference.model import load_model
-from mindloom.inference.score import negative_log_likelihood
-from mindloom.models.adapters import LoRAConfig
-from mindloom.models.family import size_config
-from mindloom.models.parameters import parameter_shapes
-from mindloom.runtime.engine import Engine
-from mindloom.strategy.config import SINGLE_DEVICE
+from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.data.examples import Reading, example_batch, read_lines
+from sporeloom.data.tokenizer import find_tokenizer, load_tokenizer
+from sporeloom.inference.model import load_model
+from sporeloom.inference.score import negative_log_likelihood
+from sporeloom.models.adapters import LoRAConfig
+from sporeloom.models.family import size_config
+from sporeloom.models.parameters import parameter_shapes
+from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 RESULT = ROOT / "benchmarks" / "results" / "align.md"
 SEEDS = (1, 2, 3)
@@ -59,7 +59,7 @@ def answers(checkpoint, folder):
     prompts = [json.loads(line)["prompt"][0]["content"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
     asked = folder / "asked.jsonl"
     asked.write_text("".join(json.dumps({"prompt": f"user: {text}\nassistant:"}) + "\n" for text in prompts))
-    said = mindloom("generate", "--checkpoint", checkpoint, "--prompt-file", asked, "--max-new-tokens", 48, "--json")
+    said = sporeloom("generate", "--checkpoint", checkpoint, "--prompt-file", asked, "--max-new-tokens", 48, "--json")
     found = [json.loads(line)["text"] for line in said.splitlines() if line.startswith("{")]
     assert len(found) == len(prompts)
     return found
@@ -95,14 +95,14 @@ def main():
     subprocess.run([sys.executable, HERE / "make_data.py", folder], check=True)
     base = folder / "base" / "checkpoint"
     pretraining = ("--steps", 300, "--seq-len", 64, "--batch-size", 16, "--learning-rate", 3e-3, "--dropout", 0)
-    mindloom("train", "--data", folder / "town.txt", *pretraining, "--output-dir", folder / "base")
+    sporeloom("train", "--data", folder / "town.txt", *pretraining, "--output-dir", folder / "base")
     rows, curves, seconds = {name: [] for name in RUNS}, {name: [] for name in RUNS}, {}
     before = in_form(base, folder)
     for seed in SEEDS:
         for name, (verb, data, flags) in RUNS.items():
             out, begun = folder / f"{name}-{seed}", time.perf_counter()
             source = base if verb == "sft" else folder / f"sft-{seed}" / "checkpoint"
-            mindloom(
+            sporeloom(
                 verb, "--from-checkpoint", source, "--data", folder / data, "--seed", seed, *flags, "--output-dir", out
             )
             seconds[name] = time.perf_counter() - begun

@@ -36,7 +36,7 @@ def main() -> None:
             command += ["--cluster", str(CONFIGS / "clusters/ascend910b.yaml")]
             start = time.perf_counter()
             subprocess.run(
-                command, check=True, cwd=ROOT, env={**os.environ, "MINDLOOM_KEPT_GRAPHS": f"{folder}/graphs"}
+                command, check=True, cwd=ROOT, env={**os.environ, "SPORELOOM_KEPT_GRAPHS": f"{folder}/graphs"}
             )
             total = time.perf_counter() - start
             values = json.loads(Path(folder, "out/certificate.json").read_text())

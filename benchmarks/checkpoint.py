@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from report import write_report
 
-from mindloom.checkpoint.content_hash import content_hash
-from mindloom.checkpoint.manifest import Manifest, Part, TensorEntry
-from mindloom.checkpoint.tensor_files import Described, write_tensor_by_tensor
-from mindloom.models.config import ModelConfig
-from mindloom.models.parameters import parameter_shapes
+from sporeloom.checkpoint.content_hash import content_hash
+from sporeloom.checkpoint.manifest import Manifest, Part, TensorEntry
+from sporeloom.checkpoint.tensor_files import Described, write_tensor_by_tensor
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.parameters import parameter_shapes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "checkpoint.md"

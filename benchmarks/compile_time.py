@@ -33,7 +33,7 @@ TRAIN = ["tools/train.py", "--data", "examples/tang_poems.txt", "--launch"]
 
 def run(graphs: Path, *command: str) -> tuple[float, subprocess.CompletedProcess[str]]:
     """Seconds of a command with this folder of kept graphs, and what it left."""
-    environment = {**os.environ, "MINDLOOM_KEPT_GRAPHS": str(graphs)}
+    environment = {**os.environ, "SPORELOOM_KEPT_GRAPHS": str(graphs)}
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=True, env=environment

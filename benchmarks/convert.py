@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 from report import ROOT, write_report
 
-from mindloom.checkpoint.tensor_files import Described, numpy_dtype, write_model_files
-from mindloom.models.family import family_module, size_config
+from sporeloom.checkpoint.tensor_files import Described, numpy_dtype, write_model_files
+from sporeloom.models.family import family_module, size_config
 
 LAYERS = 6
 CONVERT = """
 import resource, sys
-from mindloom.verbs.convert_checkpoint import main
+from sporeloom.verbs.convert_checkpoint import main
 main(sys.argv[1:])
 print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """

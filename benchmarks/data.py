@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from report import write_report
 
-from mindloom.data.loader import Dataset, Loader
-from mindloom.data.packing import Stream
-from mindloom.data.sample_order import Sizes
-from mindloom.data.token_file import TokenFile
+from sporeloom.data.loader import Dataset, Loader
+from sporeloom.data.packing import Stream
+from sporeloom.data.sample_order import Sizes
+from sporeloom.data.token_file import TokenFile
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"

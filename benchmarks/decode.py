@@ -42,10 +42,10 @@ class Ours:
     def __init__(self):
         import mindspore as ms  # noqa: PLC0415 (each worker loads its own framework only)
 
-        from mindloom.inference.sampling import History, Sampler, SamplingConfig  # noqa: PLC0415
-        from mindloom.models.config import ModelConfig  # noqa: PLC0415
-        from mindloom.runtime.engine import Engine  # noqa: PLC0415
-        from mindloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
+        from sporeloom.inference.sampling import History, Sampler, SamplingConfig  # noqa: PLC0415
+        from sporeloom.models.config import ModelConfig  # noqa: PLC0415
+        from sporeloom.runtime.engine import Engine  # noqa: PLC0415
+        from sporeloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
 
         ms.set_device("CPU")
         self.version = f"MindSpore {ms.__version__}"
@@ -57,9 +57,9 @@ class Ours:
         """A network; those of one kind share their weights."""
         from mindspore import Tensor  # noqa: PLC0415
 
-        from mindloom.inference.memory import side_by_side  # noqa: PLC0415
-        from mindloom.inference.model import build_model  # noqa: PLC0415
-        from mindloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
+        from sporeloom.inference.memory import side_by_side  # noqa: PLC0415
+        from sporeloom.inference.model import build_model  # noqa: PLC0415
+        from sporeloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
 
         net = build_model("pangu", self.config, SINGLE_DEVICE, caches, int8)
         draw = np.random.default_rng(0)
@@ -81,8 +81,8 @@ class Ours:
         return [self.sampler.choose(row, self.history) for row in logits.values()]
 
     def cached(self, batch, context, int8):
-        from mindloom.inference.mixed import cached  # noqa: PLC0415
-        from mindloom.models.slots import num_slots_for  # noqa: PLC0415
+        from sporeloom.inference.mixed import cached  # noqa: PLC0415
+        from sporeloom.models.slots import num_slots_for  # noqa: PLC0415
 
         slots = num_slots_for(context + STEPS_A_TURN)
         decoding = cached(self.engine, self.network((batch, slots), int8), self.config, batch, slots)
@@ -96,7 +96,7 @@ class Ours:
         return step
 
     def recomputed(self, batch, context, int8):
-        from mindloom.inference.decoding import Uncached  # noqa: PLC0415
+        from sporeloom.inference.decoding import Uncached  # noqa: PLC0415
 
         decoding = Uncached(self.engine, self.network(int8=int8), self.config, batch)
 
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--worker", choices=["ours", "operators", "theirs"])
     if name := parser.parse_args().worker:
         if name == "operators":
-            os.environ["MINDLOOM_KERNELS"] = "0"
+            os.environ["SPORELOOM_KERNELS"] = "0"
         worker = Theirs() if name == "theirs" else Ours()
         return serve(worker, worker.version)
     LARGE.fill(1.0)

@@ -17,10 +17,10 @@ from typing import Any
 
 from report import write_report
 
-from mindloom.dry_run.by_depth import small_depths
-from mindloom.models.family import family_and_size, size_config
-from mindloom.models.parameters import num_parameters
-from mindloom.strategy.loader import load_strategy
+from sporeloom.dry_run.by_depth import small_depths
+from sporeloom.models.family import family_and_size, size_config
+from sporeloom.models.parameters import num_parameters
+from sporeloom.strategy.loader import load_strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "dry_run.md"
@@ -60,7 +60,7 @@ def dry_run(
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "MINDLOOM_KEPT_GRAPHS": "0"},
+        env={**os.environ, "SPORELOOM_KEPT_GRAPHS": "0"},
     )
     seconds = time.perf_counter() - start
     values = json.loads(done.stdout[done.stdout.index("{") :])

@@ -4,7 +4,7 @@
     python benchmarks/fit_experts.py published_moe_runs.csv [--hold-out 100]
 
 Chips that no dense run is known of get the efficiencies of H100, their products scaled by one more number. Writes the
-`experts` of mindloom/planner/fitted.yaml; with --hold-out also the errors on rows a fit has not seen, to
+`experts` of sporeloom/planner/fitted.yaml; with --hold-out also the errors on rows a fit has not seen, to
 benchmarks/results/planner_experts.md.
 """
 
@@ -17,12 +17,12 @@ import yaml
 from report import write_report
 from scipy.optimize import least_squares
 
-from mindloom.planner.cluster import FITTED, ExpertEfficiency, chips, fitted_efficiency
-from mindloom.planner.published import UnpredictableError
-from mindloom.planner.published_experts import describe_experts, measured_experts, read_expert_rows
-from mindloom.planner.report import validation_report
-from mindloom.planner.step_time import step_time
-from mindloom.planner.validate import validate
+from sporeloom.planner.cluster import FITTED, ExpertEfficiency, chips, fitted_efficiency
+from sporeloom.planner.published import UnpredictableError
+from sporeloom.planner.published_experts import describe_experts, measured_experts, read_expert_rows
+from sporeloom.planner.report import validation_report
+from sporeloom.planner.step_time import step_time
+from sporeloom.planner.validate import validate
 
 RESULTS = Path(__file__).parent / "results" / "planner_experts.md"
 NEWER = ("b200", "b300", "gb200", "gb300")

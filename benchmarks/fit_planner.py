@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits the planner's few physical parameters per chip on published step times, and writes them.
 
-python benchmarks/fit_planner.py RUNS.csv                writes mindloom/planner/fitted.yaml
+python benchmarks/fit_planner.py RUNS.csv                writes sporeloom/planner/fitted.yaml
 python benchmarks/fit_planner.py RUNS.csv --hold-out 6   and the errors of six fits on the 30 % of rows each has not seen,
                                                          with those of the whole fit, to benchmarks/results/planner.md
 
@@ -22,11 +22,11 @@ import yaml
 from report import write_report
 from scipy.optimize import least_squares
 
-from mindloom.planner.cluster import FITTED, Efficiency, Overlap, chips
-from mindloom.planner.published import Measured, PublishedRun, UnpredictableError, describe, measured, read_rows
-from mindloom.planner.report import validation_report
-from mindloom.planner.step_time import step_time
-from mindloom.planner.validate import validate
+from sporeloom.planner.cluster import FITTED, Efficiency, Overlap, chips
+from sporeloom.planner.published import Measured, PublishedRun, UnpredictableError, describe, measured, read_rows
+from sporeloom.planner.report import validation_report
+from sporeloom.planner.step_time import step_time
+from sporeloom.planner.validate import validate
 
 RESULTS = Path(__file__).parent / "results" / "planner.md"
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from report import ROOT, metrics, mindloom, write_report
+from report import ROOT, metrics, sporeloom, write_report
 
 RESULT = ROOT / "benchmarks" / "results" / "half_types.md"
 TEXT = ROOT.parent / "shared" / "data" / "zh_poetry.jsonl"
@@ -22,7 +22,7 @@ COMMON = ("--seq-len", 64, "--batch-size", 8, "--steps", STEPS, "--dropout", 0, 
 
 def losses(folder, name, flags):
     out = folder / name.replace(" ", "-").replace(",", "")
-    mindloom("train", "--data", TEXT, *COMMON, *flags, "--output-dir", out)
+    sporeloom("train", "--data", TEXT, *COMMON, *flags, "--output-dir", out)
     return np.array([step["loss"] for step in metrics(out)])
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from report import write_report
 
 from codegeex.tokenizer import CodeGeeXTokenizer
-from mindloom.evaluation.config import read_problems
-from mindloom.evaluation.judge import judge_all
-from mindloom.evaluation.programs import NAMES, program
-from mindloom.evaluation.sandbox import Limits
-from mindloom.evaluation.toolchains import MissingToolchainError, find_toolchain
+from sporeloom.evaluation.config import read_problems
+from sporeloom.evaluation.judge import judge_all
+from sporeloom.evaluation.programs import NAMES, program
+from sporeloom.evaluation.sandbox import Limits
+from sporeloom.evaluation.toolchains import MissingToolchainError, find_toolchain
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "humaneval_x.md"

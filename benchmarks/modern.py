@@ -38,7 +38,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "modern.md"
 
 
 def config_of(shape):
-    from mindloom.models.family import size_config  # noqa: PLC0415 (each worker loads its own framework only)
+    from sporeloom.models.family import size_config  # noqa: PLC0415 (each worker loads its own framework only)
 
     family, size, dims = SHAPES[shape]
     more = {"rope_dim": 32} if shape == "codegeex4" else {}
@@ -55,8 +55,8 @@ class Ours:
     def __init__(self):
         import mindspore as ms  # noqa: PLC0415
 
-        from mindloom.runtime.engine import Engine  # noqa: PLC0415
-        from mindloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
+        from sporeloom.runtime.engine import Engine  # noqa: PLC0415
+        from sporeloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
 
         ms.set_device("CPU")
         ms.set_context(mode=ms.GRAPH_MODE)
@@ -65,12 +65,12 @@ class Ours:
     def train(self, shape, _):
         from mindspore import Tensor  # noqa: PLC0415
 
-        from mindloom.data.batch import make_batch  # noqa: PLC0415
-        from mindloom.models.family import family_module  # noqa: PLC0415
-        from mindloom.parallel.parallelize import parallelize  # noqa: PLC0415
-        from mindloom.parallel.step import TrainStep  # noqa: PLC0415
-        from mindloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
-        from mindloom.train.optim import AdamW  # noqa: PLC0415
+        from sporeloom.data.batch import make_batch  # noqa: PLC0415
+        from sporeloom.models.family import family_module  # noqa: PLC0415
+        from sporeloom.parallel.parallelize import parallelize  # noqa: PLC0415
+        from sporeloom.parallel.step import TrainStep  # noqa: PLC0415
+        from sporeloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
+        from sporeloom.train.optim import AdamW  # noqa: PLC0415
 
         family, config = config_of(shape)
         net = family_module(family, "model").ModelWithLoss(config)
@@ -87,12 +87,12 @@ class Ours:
     def decode(self, shape, batch):
         from mindspore import Tensor  # noqa: PLC0415
 
-        from mindloom.inference.memory import side_by_side  # noqa: PLC0415
-        from mindloom.inference.mixed import cached  # noqa: PLC0415
-        from mindloom.inference.model import build_model  # noqa: PLC0415
-        from mindloom.inference.sampling import History, Sampler, SamplingConfig  # noqa: PLC0415
-        from mindloom.models.slots import num_slots_for  # noqa: PLC0415
-        from mindloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
+        from sporeloom.inference.memory import side_by_side  # noqa: PLC0415
+        from sporeloom.inference.mixed import cached  # noqa: PLC0415
+        from sporeloom.inference.model import build_model  # noqa: PLC0415
+        from sporeloom.inference.sampling import History, Sampler, SamplingConfig  # noqa: PLC0415
+        from sporeloom.models.slots import num_slots_for  # noqa: PLC0415
+        from sporeloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
 
         family, config = config_of(shape)
         slots, draw = num_slots_for(CONTEXT + TOKENS), np.random.default_rng(0)
@@ -129,7 +129,7 @@ class Theirs:
         import torch  # noqa: PLC0415
         import transformers  # noqa: PLC0415
 
-        from mindloom.models.family import family_module  # noqa: PLC0415
+        from sporeloom.models.family import family_module  # noqa: PLC0415
 
         family, config = config_of(shape)
         values = family_module(family, "weights").PUBLISHED[0].write(config)

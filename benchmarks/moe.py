@@ -11,8 +11,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindloom.models.config import ModelConfig
-from mindloom.nn.moe import ExpertMLPs, MoE, Scores
+from sporeloom.models.config import ModelConfig
+from sporeloom.nn.moe import ExpertMLPs, MoE, Scores
 
 TOKENS, WIDTHS, REPEATS = 512, ((512, 2048), (1024, 4096)), 15
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 from report import ROOT, write_report
 
-from mindloom.data.documents import read_documents
-from mindloom.data.packing import BestFit, cut_by_windows, save_packing
-from mindloom.data.sources import Source
-from mindloom.data.token_file import TokenFile
-from mindloom.data.tokenize import TokenizeJob, tokenize
-from mindloom.models.family import family_module
+from sporeloom.data.documents import read_documents
+from sporeloom.data.packing import BestFit, cut_by_windows, save_packing
+from sporeloom.data.sources import Source
+from sporeloom.data.token_file import TokenFile
+from sporeloom.data.tokenize import TokenizeJob, tokenize
+from sporeloom.models.family import family_module
 
 RESULT = Path(__file__).resolve().parent / "results" / "packing.md"
 

@@ -9,10 +9,10 @@ on TPU v4, a chip that no run of the fit used: its data sheet with the efficienc
 
 import dataclasses
 
-from mindloom.models.family import size_config
-from mindloom.planner.cluster import Cluster
-from mindloom.planner.dimensions import Dimensions, Parallelism, of_decoder
-from mindloom.planner.step_time import flops_per_device, step_time
+from sporeloom.models.family import size_config
+from sporeloom.planner.cluster import Cluster
+from sporeloom.planner.dimensions import Dimensions, Parallelism, of_decoder
+from sporeloom.planner.step_time import flops_per_device, step_time
 
 TPU_V4 = {  # Google's documentation; 3072 chips of a pod on one torus
     "peak_tflops": 275,

@@ -14,15 +14,15 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 from mindspore import Tensor, set_device
-from report import ROOT, metrics, mindloom, write_report
+from report import ROOT, metrics, sporeloom, write_report
 
-from mindloom.checkpoint.model_folder import load_config
-from mindloom.data.batch import make_batch
-from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
-from mindloom.inference.model import load_model
-from mindloom.inference.score import negative_log_likelihood
-from mindloom.runtime.engine import Engine
-from mindloom.strategy.config import SINGLE_DEVICE
+from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.data.batch import make_batch
+from sporeloom.data.tokenizer import find_tokenizer, load_tokenizer
+from sporeloom.inference.model import load_model
+from sporeloom.inference.score import negative_log_likelihood
+from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 TEXT = ROOT.parent / "shared" / "data" / "zh_poetry.jsonl"
 RESULT = ROOT / "benchmarks" / "results" / "random_ltd.md"
@@ -52,7 +52,7 @@ def step_times(folder, text):
     flags = ("--random-ltd-min-value", 128, "--random-ltd-seq-per-step", 128, "--random-ltd-require-steps", 21)
     out, steps = folder / "wide", 28
     words = ("--seq-len", 512, "--batch-size", 4, "--steps", steps, "--dropout", 0, "--output-dir", out)
-    mindloom("train", "--data", text, "--config", config, *words, *flags)
+    sporeloom("train", "--data", text, "--config", config, *words, *flags)
     found, before = {}, 0
     for step in metrics(out):
         found.setdefault(step["kept_tokens"], []).append((step["step_time_s"], step["consumed_layer_tokens"] - before))
@@ -93,7 +93,7 @@ def main():
         seed, name, (steps, flags) = job
         out = folder / f"{name.replace(' ', '-')}-{seed}"
         common = ("--seq-len", LENGTH, "--batch-size", BATCH, "--dropout", 0, "--config", model, "--seed", seed)
-        mindloom("train", "--data", text, *common, "--steps", steps, *flags, "--output-dir", out, OMP_NUM_THREADS="1")
+        sporeloom("train", "--data", text, *common, "--steps", steps, *flags, "--output-dir", out, OMP_NUM_THREADS="1")
         return out
 
     rows, curves = [], {name: [] for name in RUNS}

@@ -12,10 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def mindloom(*arguments, **environment):
+def sporeloom(*arguments, **environment):
     """What a command prints, in this environment and what is given; ends this program where it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "mindloom", *map(str, arguments)],
+        [sys.executable, "-m", "sporeloom", *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -23,12 +23,12 @@ import httpx
 import numpy as np
 from report import write_report
 
-from mindloom.checkpoint.model_folder import save_checkpoint
-from mindloom.data.tokenizer import load_tokenizer
-from mindloom.models.family import family_module, size_config
-from mindloom.models.parameters import parameter_shapes
-from mindloom.runtime.launch import free_port
-from mindloom.serve.bench import BenchServeConfig, bench
+from sporeloom.checkpoint.model_folder import save_checkpoint
+from sporeloom.data.tokenizer import load_tokenizer
+from sporeloom.models.family import family_module, size_config
+from sporeloom.models.parameters import parameter_shapes
+from sporeloom.runtime.launch import free_port
+from sporeloom.serve.bench import BenchServeConfig, bench
 
 RESULTS = Path(__file__).parent / "results" / "serve.md"
 TEXT = Path(__file__).parents[1] / "examples" / "small_town.txt"
@@ -148,7 +148,7 @@ def main():
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         checkpoint = random_checkpoint(Path(name), arguments.size)
-        words = [sys.executable, "-m", "mindloom", "serve", str(checkpoint), "--port", "0", "--max-model-len", "640"]
+        words = [sys.executable, "-m", "sporeloom", "serve", str(checkpoint), "--port", "0", "--max-model-len", "640"]
         with running([*words, "--prefill-chunk", arguments.prefill_chunk], r"is served at (\S+)") as url:
             ours, calm, beside, seconds, alone = measure(url)
         peer, peers = theirs(Path(name), arguments.size) if all(map(find_spec, PEERS)) else ("", [])

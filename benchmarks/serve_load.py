@@ -74,7 +74,7 @@ def main():
     parser.add_argument("--clients", type=int, default=64)
     arguments = parser.parse_args()
     with tempfile.NamedTemporaryFile("w+") as log:
-        words = [sys.executable, "-m", "mindloom", "serve", arguments.checkpoint, "--port", "0"]
+        words = [sys.executable, "-m", "sporeloom", "serve", arguments.checkpoint, "--port", "0"]
         server = subprocess.Popen(words, stdout=log, stderr=log)
         try:
             while not (found := re.search(r"is served at (\S+)", Path(log.name).read_text())):

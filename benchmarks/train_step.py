@@ -41,13 +41,13 @@ def ours():
     import mindspore as ms  # noqa: PLC0415 (each worker loads its own framework only)
     from mindspore import Tensor  # noqa: PLC0415
 
-    from mindloom.data.batch import make_batch  # noqa: PLC0415
-    from mindloom.models.config import ModelConfig  # noqa: PLC0415
-    from mindloom.parallel.parallelize import parallelize  # noqa: PLC0415
-    from mindloom.parallel.step import TrainStep  # noqa: PLC0415
-    from mindloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
-    from mindloom.train.optim import AdamW  # noqa: PLC0415
     from pangu.model import PanGuWithLoss  # noqa: PLC0415
+    from sporeloom.data.batch import make_batch  # noqa: PLC0415
+    from sporeloom.models.config import ModelConfig  # noqa: PLC0415
+    from sporeloom.parallel.parallelize import parallelize  # noqa: PLC0415
+    from sporeloom.parallel.step import TrainStep  # noqa: PLC0415
+    from sporeloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
+    from sporeloom.train.optim import AdamW  # noqa: PLC0415
 
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE)
@@ -67,7 +67,7 @@ def theirs():
     import torch  # noqa: PLC0415
     from torch_pangu import TorchPanGu  # noqa: PLC0415
 
-    from mindloom.data.batch import make_batch  # noqa: PLC0415
+    from sporeloom.data.batch import make_batch  # noqa: PLC0415
 
     torch.manual_seed(0)
     model = TorchPanGu(**{key: value for key, value in CONFIG.items() if key != "dropout_rate"})

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mindloom.models.config import ModelConfig
+from sporeloom.models.config import ModelConfig
 
 GLM: dict[str, Any] = {
     "norm": "rms",

@@ -19,9 +19,9 @@ from pathlib import Path
 import tiktoken
 import tokenizers
 
-from mindloom.data.pieces import PieceTokenizer, encode_with
-from mindloom.data.tokenizer import ChatMessage
-from mindloom.errors import ConfigError
+from sporeloom.data.pieces import PieceTokenizer, encode_with
+from sporeloom.data.tokenizer import ChatMessage
+from sporeloom.errors import ConfigError
 
 GLM2_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 GLM4_SPECIAL = (

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CodeGeeX models on one device.
 
-CodeGeeX (2022): PanGu-alpha's architecture (see mindloom/nn/query_layer.py) with FastGelu. Source: THUDM/CodeGeeX
+CodeGeeX (2022): PanGu-alpha's architecture (see sporeloom/nn/query_layer.py) with FastGelu. Source: THUDM/CodeGeeX
 codegeex/torch/codegeex_model.py and codegeex/mindspore/src/pangu_alpha.py.
 
 CodeGeeX2 and CodeGeeX4: ChatGLM2's and GLM-4's, with two heads of keys and values and RoPE on half of each head. Source:
 THUDM/codegeex2-6b modeling_chatglm.py, THUDM/codegeex4-all-9b config.json.
 """
 
-from mindloom.nn.decoder import DecoderWithLoss
-from mindloom.nn.query_layer import decoder_of
+from sporeloom.nn.decoder import DecoderWithLoss
+from sporeloom.nn.query_layer import decoder_of
 
 
 class CodeGeeXWithLoss(DecoderWithLoss):

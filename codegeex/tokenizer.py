@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from codegeex.glm_tokenizer import GLM2Tokenizer, GLM4Tokenizer, is_glm4
-from mindloom.errors import ConfigError
+from sporeloom.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_EXTRA = 143

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from codegeex.config import GLM
-from mindloom.models.config import ModelConfig
-from mindloom.models.published import Published, end_tokens, eos_token_id, llama_names, only, require, rope_theta
-from mindloom.models.weight_names import decoder_tables
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.published import Published, end_tokens, eos_token_id, llama_names, only, require, rope_theta
+from sporeloom.models.weight_names import decoder_tables
 
 TABLES = decoder_tables(word_and_position="backbone.embedding.")
 

@@ -13,7 +13,7 @@ from mindspore import Tensor, nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Callback, Model
 
-from mindloom import auto_parallel, is_log_rank
+from sporeloom import auto_parallel, is_log_rank
 
 
 class Classifier(nn.Cell):

@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindloom import auto_parallel, is_log_rank
+from sporeloom import auto_parallel, is_log_rank
 
 
 class Tagger(nn.Cell):

@@ -4,7 +4,7 @@
 import math
 from typing import Any
 
-from mindloom.models.config import ModelConfig
+from sporeloom.models.config import ModelConfig
 
 PALM: dict[str, Any] = {
     "num_kv_heads": 1,

@@ -8,8 +8,8 @@
 LayerNorm without bias, one head of keys and values, RoPE, SwiGLU, no biases. Source: arXiv:2204.02311 sections 2 and 5.
 """
 
-from mindloom.nn.decoder import DecoderWithLoss
-from mindloom.nn.query_layer import decoder_of
+from sporeloom.nn.decoder import DecoderWithLoss
+from sporeloom.nn.query_layer import decoder_of
 
 
 class PaLMWithLoss(DecoderWithLoss):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from mindloom.data.pieces import PieceTokenizer, rare_characters, train_pieces
-from mindloom.errors import ConfigError
+from sporeloom.data.pieces import PieceTokenizer, rare_characters, train_pieces
+from sporeloom.errors import ConfigError
 
 END = "</s>"
 LEAST = 3 + 256 + 10

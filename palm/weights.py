@@ -4,11 +4,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mindloom.errors import ConfigError
-from mindloom.models.config import ModelConfig
-from mindloom.models.published import Published, end_tokens, only, require
-from mindloom.models.weight_names import Name
 from palm.config import PALM
+from sporeloom.errors import ConfigError
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.published import Published, end_tokens, only, require
+from sporeloom.models.weight_names import Name
 
 TABLES: dict[str, dict[str, Name]] = {}
 ALIASES: dict[str, dict[str, str]] = {}

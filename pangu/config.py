@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from mindloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.config import ExpertConfig, ModelConfig
 
 OPEN_PANGU: dict[str, Any] = {
     "norm": "rms",

@@ -13,8 +13,8 @@ openPangu-Embedded and Pangu Ultra: N equal layers with RMSNorm, grouped keys an
 between two norms. Source: openPangu-Embedded-7B-V1.1 modular_openpangu_dense.py; arXiv:2504.07866.
 """
 
-from mindloom.nn.decoder import DecoderWithLoss
-from mindloom.nn.query_layer import decoder_of
+from sporeloom.nn.decoder import DecoderWithLoss
+from sporeloom.nn.query_layer import decoder_of
 
 
 class PanGuWithLoss(DecoderWithLoss):

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindloom.data.pieces import PieceTokenizer
-from mindloom.data.tokenizer import ChatMessage
-from mindloom.errors import ConfigError
+from sporeloom.data.pieces import PieceTokenizer
+from sporeloom.data.tokenizer import ChatMessage
+from sporeloom.errors import ConfigError
 
 TURN, END = "[unused9]", "[unused10]"
 SPECIAL = ("<|User|>:", "<|Bot|>:", *(f"[unused{i}]" for i in range(34)))

@@ -20,9 +20,9 @@ from typing import Any
 
 import rjieba
 
-from mindloom.data.pieces import PieceTokenizer, rare_characters, train_pieces
-from mindloom.errors import ConfigError
 from pangu.open_tokenizer import OpenPanguTokenizer, has_turns
+from sporeloom.data.pieces import PieceTokenizer, rare_characters, train_pieces
+from sporeloom.errors import ConfigError
 
 SPACE, NEWLINE = "\u2582", "\u2583"
 # Ids 0..9 of the released vocabulary, in order; a trained one keeps them.

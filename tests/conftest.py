@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from farm import FARMS, ROOT, Outcome, call, tool
 
-from mindloom.errors import run_tool
+from sporeloom.errors import run_tool
 
 __all__ = [
     "CONFIGS",
@@ -89,7 +89,7 @@ def in_process(script: str, *arguments, cwd=ROOT) -> Outcome:
 
 
 def msrun_command(num_processes: int, log_dir: Path, *arguments) -> list[str]:
-    from mindloom.runtime.launch import free_port  # noqa: PLC0415 (tests of strategies run without it)
+    from sporeloom.runtime.launch import free_port  # noqa: PLC0415 (tests of strategies run without it)
 
     return [
         str(Path(sys.executable).with_name("msrun")),
@@ -149,7 +149,7 @@ def kept_graphs(tmp_path_factory):
     """Graphs and caches that runs of this session share, and no others."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    os.environ["MINDLOOM_KEPT_GRAPHS"] = str(folder / "graphs")
+    os.environ["SPORELOOM_KEPT_GRAPHS"] = str(folder / "graphs")
     os.environ |= {"HF_HOME": str(folder / "huggingface"), "HF_DATASETS_OFFLINE": "1"}  # of the evaluation harness
     yield
     for farm in FARMS:

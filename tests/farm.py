@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindloom.runtime.launch import free_port
+from sporeloom.runtime.launch import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("farm_worker.py")

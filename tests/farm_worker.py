@@ -21,10 +21,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from mindloom.errors import run_tool
-from mindloom.processes import end_with_parent
-from mindloom.runtime.cpu.transport import Transport
-from mindloom.runtime.environment import prepare_environment
+from sporeloom.errors import run_tool
+from sporeloom.processes import end_with_parent
+from sporeloom.runtime.cpu.transport import Transport
+from sporeloom.runtime.environment import prepare_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -53,8 +53,8 @@ def as_a_process_of_its_own(task):
     environment, handlers = dict(os.environ), [signal.getsignal(number) for number in SIGNALS]
     saved, stdin = [os.dup(1), os.dup(2)], sys.stdin
     # The ranks of a job name their connections by the engines they made before; some sat out earlier tasks.
-    sys.modules["mindloom.runtime.cpu.processes"]._jobs = itertools.count()
-    if scripts := sys.modules.get("mindloom.runtime.auto_parallel"):
+    sys.modules["sporeloom.runtime.cpu.processes"]._jobs = itertools.count()
+    if scripts := sys.modules.get("sporeloom.runtime.auto_parallel"):
         for known in (scripts._engines, scripts._networks, scripts._contents, scripts._steps):
             known.clear()
     for number, name in ((1, task["stdout"]), (2, task["stderr"])):
@@ -129,8 +129,8 @@ def main(descriptors):
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the tests, who end this process
     prepare_environment()
-    importlib.import_module("mindloom.train.trainer")  # MindSpore, and most of ours
-    importlib.import_module("mindloom.runtime.cpu.target").pin_cpu()  # whatever the first task is
+    importlib.import_module("sporeloom.train.trainer")  # MindSpore, and most of ours
+    importlib.import_module("sporeloom.runtime.cpu.target").pin_cpu()  # whatever the first task is
     gc.freeze()  # none of it is garbage
     transports = RecordedTransport()
     with socket.socket(fileno=forked(descriptors)) as connection, connection.makefile("rw", encoding="utf-8") as stream:

@@ -8,8 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from mindloom.runtime.cpu.kept_graphs import SWITCH
-from mindloom.runtime.environment import launched_rank
+from sporeloom.runtime.cpu.kept_graphs import SWITCH
+from sporeloom.runtime.environment import launched_rank
 
 ROOT = Path(__file__).resolve().parent.parent
 

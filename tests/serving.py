@@ -19,20 +19,20 @@ import numpy as np
 import sentencepiece
 from conftest import ROOT, TWO_LAYERS, tool
 
-from mindloom.checkpoint.adapters import Adapter, write_adapter
-from mindloom.checkpoint.model_folder import load_config
-from mindloom.models.adapters import LoRAConfig
+from sporeloom.checkpoint.adapters import Adapter, write_adapter
+from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.models.adapters import LoRAConfig
 
 TEXT = (ROOT / "examples/small_town.txt").read_text(encoding="utf-8")
 START_S, END_S = 180, 30
 
 
 class Server:
-    """`mindloom serve` in processes of its own."""
+    """`sporeloom serve` in processes of its own."""
 
     def __init__(self, log: Path, *arguments):
         self.log = log
-        words = [sys.executable, "-m", "mindloom", "serve", *map(str, arguments), "--port", "0"]
+        words = [sys.executable, "-m", "sporeloom", "serve", *map(str, arguments), "--port", "0"]
         with log.open("w") as file:
             self.process = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
         self.url = self._address()
@@ -63,7 +63,7 @@ class Server:
         return answer.status_code, error["message"], error["param"]
 
     def metric(self, name: str) -> float:
-        found = re.findall(rf"^mindloom:{name}\{{.*\}} (\S+)$", self.client.get("/metrics").text, re.M)
+        found = re.findall(rf"^sporeloom:{name}\{{.*\}} (\S+)$", self.client.get("/metrics").text, re.M)
         return sum(map(float, found))
 
     def stop(self) -> int:

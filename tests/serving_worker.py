@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mindloom.checkpoint.model_folder import load_config
-from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
-from mindloom.inference.score import Scorer, negative_log_likelihood
-from mindloom.runtime.engine import Engine
-from mindloom.strategy.config import SINGLE_DEVICE
+from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.data.tokenizer import find_tokenizer, load_tokenizer
+from sporeloom.inference.score import Scorer, negative_log_likelihood
+from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 
 def likelihoods(checkpoint, pairs):

@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from mindloom.verbs import VERBS
+from sporeloom.verbs import VERBS
 
 CORE = {
     "shipped",
@@ -79,28 +79,28 @@ def imports(path):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_only_what_lies_below_it(package):
-    for path in modules(f"mindloom/{package}"):
+    for path in modules(f"sporeloom/{package}"):
         for name in imports(path):
             parts = name.split(".")
-            if parts[0] == "mindloom" and len(parts) > 1 and parts[1] != package:
+            if parts[0] == "sporeloom" and len(parts) > 1 and parts[1] != package:
                 assert parts[1] in CORE | PACKAGES[package], f"{path.name} imports {name}"
             assert parts[0] not in FAMILIES, f"{path.name} imports the family {name}"
 
 
 def test_devices_and_cpu_processes_are_two_backends_that_only_the_engine_chooses_between():
-    for path in modules("mindloom/runtime"):
-        used = {name for name in imports(path) if name.startswith("mindloom.runtime.")}
+    for path in modules("sporeloom/runtime"):
+        used = {name for name in imports(path) if name.startswith("sporeloom.runtime.")}
         if path.parent.name == "cpu":
-            assert not used & {"mindloom.runtime.engine", "mindloom.runtime.native"}, path
+            assert not used & {"sporeloom.runtime.engine", "sporeloom.runtime.native"}, path
         elif path.name not in ("engine.py", "auto_parallel.py"):
-            assert not {name for name in used if name.startswith("mindloom.runtime.cpu")}, path
+            assert not {name for name in used if name.startswith("sporeloom.runtime.cpu")}, path
 
 
 def test_private_names_of_mindspore_stand_in_one_module():
     private = re.compile(
         r"mindspore[\w.]*\._|from mindspore[\w.]* import .*\b_|mind_ir_pb2|mindspore\.nn\.layer|nn_func"
     )
-    for path in [path for package in ("mindloom", *FAMILIES) for path in modules(package)]:
+    for path in [path for package in ("sporeloom", *FAMILIES) for path in modules(package)]:
         if path.name != "private_names.py":
             text = path.read_text(encoding="utf-8")
             lines = [line for line in text.splitlines() if re.match(r"\s*(from|import) mindspore", line)]
@@ -109,15 +109,15 @@ def test_private_names_of_mindspore_stand_in_one_module():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_imports_only_model_parts(family):
-    allowed = ("mindloom.nn", "mindloom.data", "mindloom.models", "mindloom.errors")
+    allowed = ("sporeloom.nn", "sporeloom.data", "sporeloom.models", "sporeloom.errors")
     for path in modules(family):
         for name in imports(path):
-            if name.split(".")[0] == "mindloom":
+            if name.split(".")[0] == "sporeloom":
                 assert name.startswith(allowed), f"{path} imports {name}"
             assert name.split(".")[0] == family or name.split(".")[0] not in FAMILIES
 
 
-@pytest.mark.parametrize("folder", [*FAMILIES, "mindloom/nn"])
+@pytest.mark.parametrize("folder", [*FAMILIES, "sporeloom/nn"])
 def test_a_model_knows_no_parallel_word(folder):
     for path in modules(folder):
         names = {n.id for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Name)}
@@ -128,19 +128,19 @@ def test_a_model_knows_no_parallel_word(folder):
 @pytest.mark.parametrize(
     "module",
     [
-        "mindloom",
-        "mindloom.strategy.loader",
-        "mindloom.strategy.stages",
-        "mindloom.train.config",
-        "mindloom.train.plain_text",
-        "mindloom.inference.config",
-        "mindloom.planner.report",
-        "mindloom.planner.validate",
-        "mindloom.dry_run.config",
-        "mindloom.dry_run.html",
-        "mindloom.certification.config",
-        "mindloom.certification.page",
-        *(f"mindloom.verbs.{verb.replace('-', '_')}" for verb in VERBS),
+        "sporeloom",
+        "sporeloom.strategy.loader",
+        "sporeloom.strategy.stages",
+        "sporeloom.train.config",
+        "sporeloom.train.plain_text",
+        "sporeloom.inference.config",
+        "sporeloom.planner.report",
+        "sporeloom.planner.validate",
+        "sporeloom.dry_run.config",
+        "sporeloom.dry_run.html",
+        "sporeloom.certification.config",
+        "sporeloom.certification.page",
+        *(f"sporeloom.verbs.{verb.replace('-', '_')}" for verb in VERBS),
         "pangu.config",
     ],
 )
@@ -150,7 +150,7 @@ def test_strategies_and_checks_load_no_mindspore(module):
 
 
 @pytest.mark.parametrize(
-    "path", [p for f in ("mindloom", *FAMILIES, "tools", "tests", "examples") for p in modules(f)], ids=str
+    "path", [p for f in ("sporeloom", *FAMILIES, "tools", "tests", "examples") for p in modules(f)], ids=str
 )
 def test_every_file_has_a_licence_line_and_stays_readable(path):
     text = path.read_text(encoding="utf-8")
@@ -160,7 +160,7 @@ def test_every_file_has_a_licence_line_and_stays_readable(path):
 
 def test_a_tool_is_a_verb_and_nothing_more():
     verbs = {verb.replace("-", "_") for verb in VERBS}
-    assert {path.stem for path in modules("mindloom/verbs")} == {*verbs, "__init__"}
+    assert {path.stem for path in modules("sporeloom/verbs")} == {*verbs, "__init__"}
     for path in modules("tools"):
         assert path.stem in verbs
         assert path.read_text(encoding="utf-8").count("\n") <= 10

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mindloom convert-checkpoint`."""
+"""`sporeloom convert-checkpoint`."""
 
-from mindloom.errors import run_tool
-from mindloom.verbs.convert_checkpoint import main
+from sporeloom.errors import run_tool
+from sporeloom.verbs.convert_checkpoint import main
 
 if __name__ == "__main__":
     run_tool(main)

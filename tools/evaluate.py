@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mindloom evaluate`."""
+"""`sporeloom evaluate`."""
 
-from mindloom.errors import run_tool
-from mindloom.verbs.evaluate import main
+from sporeloom.errors import run_tool
+from sporeloom.verbs.evaluate import main
 
 if __name__ == "__main__":
     run_tool(main)

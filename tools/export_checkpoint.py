@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mindloom export-checkpoint`."""
+"""`sporeloom export-checkpoint`."""
 
-from mindloom.errors import run_tool
-from mindloom.verbs.export_checkpoint import main
+from sporeloom.errors import run_tool
+from sporeloom.verbs.export_checkpoint import main
 
 if __name__ == "__main__":
     run_tool(main)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mindloom plan`."""
+"""`sporeloom plan`."""
 
-from mindloom.errors import run_tool
-from mindloom.verbs.plan import main
+from sporeloom.errors import run_tool
+from sporeloom.verbs.plan import main
 
 if __name__ == "__main__":
     run_tool(main)

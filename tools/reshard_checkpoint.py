@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mindloom reshard-checkpoint`."""
+"""`sporeloom reshard-checkpoint`."""
 
-from mindloom.errors import run_tool
-from mindloom.verbs.reshard_checkpoint import main
+from sporeloom.errors import run_tool
+from sporeloom.verbs.reshard_checkpoint import main
 
 if __name__ == "__main__":
     run_tool(main)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mindloom serve`."""
+"""`sporeloom serve`."""
 
-from mindloom.errors import run_tool
-from mindloom.verbs.serve import main
+from sporeloom.errors import run_tool
+from sporeloom.verbs.serve import main
 
 if __name__ == "__main__":
     run_tool(main)

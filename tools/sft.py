@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mindloom sft`."""
+"""`sporeloom sft`."""
 
-from mindloom.errors import run_tool
-from mindloom.verbs.sft import main
+from sporeloom.errors import run_tool
+from sporeloom.verbs.sft import main
 
 if __name__ == "__main__":
     run_tool(main)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mindloom translate`."""
+"""`sporeloom translate`."""
 
-from mindloom.errors import run_tool
-from mindloom.verbs.translate import main
+from sporeloom.errors import run_tool
+from sporeloom.verbs.translate import main
 
 if __name__ == "__main__":
     run_tool(main)

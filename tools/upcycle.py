@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mindloom upcycle`."""
+"""`sporeloom upcycle`."""
 
-from mindloom.errors import run_tool
-from mindloom.verbs.upcycle import main
+from sporeloom.errors import run_tool
+from sporeloom.verbs.upcycle import main
 
 if __name__ == "__main__":
     run_tool(main)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers are rewarded for: functions for `mindloom grpo --reward examples/assistant/rewards.py:NAME`."""
+"""What answers are rewarded for: functions for `sporeloom grpo --reward examples/assistant/rewards.py:NAME`."""
 
 
 def is_polite(completions):

@@ -7,12 +7,12 @@ import lm_eval.tasks
 import mindspore as ms
 import numpy as np
 
-from mindloom.checkpoint.model_folder import load_config
-from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
-from mindloom.evaluation.harness import find_tasks, shipped_tasks
-from mindloom.inference.score import Scorer
-from mindloom.runtime.engine import Engine
-from mindloom.strategy.config import SINGLE_DEVICE
+from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.data.tokenizer import find_tokenizer, load_tokenizer
+from sporeloom.evaluation.harness import find_tasks, shipped_tasks
+from sporeloom.inference.score import Scorer
+from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 
 def score(folder, lines):

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-import mindloom.integrations.mindformers  # noqa: F401 (registers)
+import sporeloom.integrations.mindformers  # noqa: F401 (registers)
 
 from mindformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline  # isort: skip
 

@@ -8,8 +8,8 @@ from typing import get_type_hints
 import pytest
 from conftest import CONFIGS, ROOT, in_process
 
-from mindloom.numbers import Bounds
-from mindloom.reader import get_args, get_origin
+from sporeloom.numbers import Bounds
+from sporeloom.reader import get_args, get_origin
 
 TEXT = str(ROOT / "examples" / "small_town.txt")
 CLUSTER = str(CONFIGS / "clusters" / "ascend910b.yaml")
@@ -242,25 +242,25 @@ def test_a_malformed_file_of_runs(tmp_path, write, text):
 
 
 CONFIGS_OF_TOOLS = [
-    ("train", "mindloom.train.plain_text", "TrainConfig", TRAIN),
-    ("dry_run", "mindloom.dry_run.config", "DryRunConfig", DRY_RUN),
-    ("plan", "mindloom.verbs.plan", "PlanConfig", PLAN),
-    ("inspect", "mindloom.train.inspection", "InspectConfig", ("preprocess", "inspect", "--data", TEXT)),
+    ("train", "sporeloom.train.plain_text", "TrainConfig", TRAIN),
+    ("dry_run", "sporeloom.dry_run.config", "DryRunConfig", DRY_RUN),
+    ("plan", "sporeloom.verbs.plan", "PlanConfig", PLAN),
+    ("inspect", "sporeloom.train.inspection", "InspectConfig", ("preprocess", "inspect", "--data", TEXT)),
     (
         "tokenize",
-        "mindloom.verbs.preprocess",
+        "sporeloom.verbs.preprocess",
         "TokenizeConfig",
         ("preprocess", "tokenize", TEXT, "--out", "x", "--tokenizer", TEXT),
     ),
-    ("dedup", "mindloom.verbs.preprocess", "DedupConfig", ("preprocess", "dedup", TEXT, "--out", "x")),
-    ("filter", "mindloom.verbs.preprocess", "FilterConfig", ("preprocess", "filter", TEXT, "--out", "x.jsonl")),
+    ("dedup", "sporeloom.verbs.preprocess", "DedupConfig", ("preprocess", "dedup", TEXT, "--out", "x")),
+    ("filter", "sporeloom.verbs.preprocess", "FilterConfig", ("preprocess", "filter", TEXT, "--out", "x.jsonl")),
     (
         "evaluate",
-        "mindloom.evaluation.config",
+        "sporeloom.evaluation.config",
         "EvaluateConfig",
         ("evaluate", "humaneval-x", "--data", "x", "--output-dir", "y", "--allow-execution"),
     ),
-    ("generate", "mindloom.inference.config", "GenerateConfig", ("generate", "--checkpoint", "none", "--prompt", "x")),
+    ("generate", "sporeloom.inference.config", "GenerateConfig", ("generate", "--checkpoint", "none", "--prompt", "x")),
 ]
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from conftest import CONFIGS, ROOT, fewer_microbatches, in_process, run, tool
 
-from mindloom.data.curriculum import DifficultyIndex
-from mindloom.data.token_file import TokenFile
+from sporeloom.data.curriculum import DifficultyIndex
+from sporeloom.data.token_file import TokenFile
 
 TEXT = ROOT / "examples" / "small_town.txt"
 

@@ -11,8 +11,8 @@ import time
 import pytest
 from conftest import CONFIGS, ROOT, tool
 
-from mindloom.errors import ConfigError
-from mindloom.evaluation.sandbox import check_isolation
+from sporeloom.errors import ConfigError
+from sporeloom.evaluation.sandbox import check_isolation
 
 try:
     check_isolation()

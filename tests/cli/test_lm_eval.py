@@ -209,7 +209,7 @@ def test_tasks_of_our_own_read_published_files(checkpoint, tmp_path):
 
 
 def test_answers_in_words_are_scored_as_cmrc_scores_them():
-    spec = importlib.util.spec_from_file_location("documents", ROOT / "mindloom/evaluation/tasks/documents.py")
+    spec = importlib.util.spec_from_file_location("documents", ROOT / "sporeloom/evaluation/tasks/documents.py")
     documents = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(documents)
 

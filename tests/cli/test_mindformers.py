@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from conftest import ROOT, TWO_LAYERS, run, tool
 
-from mindloom.errors import ConfigError
-from mindloom.integrations.trainer import Trainer
+from sporeloom.errors import ConfigError
+from sporeloom.integrations.trainer import Trainer
 
 TEXT = ROOT / "examples" / "small_town.txt"
-CODE = ROOT / "mindloom" / "cli.py"
+CODE = ROOT / "sporeloom" / "cli.py"
 PROMPT = "\u5c0f\u57ce\u5728\u5c71\u811a\u4e0b"
 WORKER = Path(__file__).with_name("mindformers_worker.py")
 YAML = """\
@@ -103,7 +103,7 @@ def test_a_yaml_trains_as_our_tool_does_and_goes_on_from_there(tmp_path):
     (tmp_path / "mine.yaml").write_text(YAML.format(out=tmp_path / "theirs"))
     code = (
         "import json",
-        "from mindloom.integrations.trainer import Trainer",
+        "from sporeloom.integrations.trainer import Trainer",
         f"trainer = Trainer('mine.yaml', train_dataset={str(TEXT)!r})",
         "folder = trainer.train()",
         f"text = trainer.predict({PROMPT!r}, max_new_tokens=6)",
@@ -144,8 +144,8 @@ def test_evaluate_is_the_loss_of_our_tool(checkpoint, tmp_path):
     assert made.code == 0, made.output
     code = (
         "import json",
-        "from mindloom.integrations.trainer import Trainer",
-        "import mindloom.integrations.trainer as module",
+        "from sporeloom.integrations.trainer import Trainer",
+        "import sporeloom.integrations.trainer as module",
         f"trainer = Trainer('mine.yaml', eval_dataset={str(tokens)!r})",
         f"found = trainer.evaluate({str(checkpoint)!r})",
         "module.LOGITS_BYTES = 30 * 4 * 32 * 2048  # batches of 30, 30 and what is left",
@@ -208,7 +208,7 @@ def test_a_mistake_in_a_script_is_named(tmp_path, monkeypatch, line, message):
 
 
 def test_nothing_else_imports_mindformers_and_its_absence_is_said(tmp_path):
-    for path in [*(ROOT / "mindloom").rglob("*.py"), *(ROOT / "tools").glob("*.py")]:
+    for path in [*(ROOT / "sporeloom").rglob("*.py"), *(ROOT / "tools").glob("*.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
         names += [alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names]
@@ -217,7 +217,7 @@ def test_nothing_else_imports_mindformers_and_its_absence_is_said(tmp_path):
         tmp_path,
         "import sys",
         "sys.modules['mindformers'] = None",
-        "import mindloom.train.trainer, mindloom.inference.terminal, mindloom.integrations.trainer",
-        "import mindloom.integrations.mindformers",
+        "import sporeloom.train.trainer, sporeloom.inference.terminal, sporeloom.integrations.trainer",
+        "import sporeloom.integrations.mindformers",
     )
-    assert "ConfigError: mindformers is not installed: pip install 'mindloom[mindformers]'" in outcome.output
+    assert "ConfigError: mindformers is not installed: pip install -e '.[mindformers]'" in outcome.output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mindloom serve`: an answer depends on the request alone, clients that know nothing of us are served, nothing breaks it."""
+"""`sporeloom serve`: an answer depends on the request alone, any client is served; nothing breaks it."""
 
 import asyncio
 import json
@@ -19,8 +19,8 @@ from conftest import CONFIGS, call, in_process
 from safetensors.numpy import load_file, save_file
 from serving import adapter_folder, answers_alone, answers_together, broken_requests, mixed_requests, serving
 
-from mindloom.models.adapters import LoRAConfig
-from mindloom.serve.service import Service
+from sporeloom.models.adapters import LoRAConfig
+from sporeloom.serve.service import Service
 
 pytestmark = pytest.mark.slow
 
@@ -227,7 +227,7 @@ def test_fields_do_what_they_say(server):
 
 def test_health_metrics_and_page_are_there(server):
     assert server.client.get("/health").json() == {"status": "ok"}
-    assert "mindloom:time_to_first_token_seconds_bucket" in server.client.get("/metrics").text
+    assert "sporeloom:time_to_first_token_seconds_bucket" in server.client.get("/metrics").text
     page = server.client.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert "http://" not in page.text and "https://" not in page.text  # nothing from outside

@@ -6,7 +6,7 @@ import pytest
 from browser import browse, needs_chromium
 from serving import adapter_folder, chatting_checkpoint, serving
 
-from mindloom.models.adapters import LoRAConfig
+from sporeloom.models.adapters import LoRAConfig
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, in_process, tool
 
-from mindloom.checkpoint.manifest import checkpoints, read_manifest
-from mindloom.checkpoint.model_folder import load_config, load_weights
-from mindloom.checkpoint.sharded import damage
+from sporeloom.checkpoint.manifest import checkpoints, read_manifest
+from sporeloom.checkpoint.model_folder import load_config, load_weights
+from sporeloom.checkpoint.sharded import damage
 
 CORPUS = ROOT / "examples" / "small_town.txt"
 pytestmark = pytest.mark.slow

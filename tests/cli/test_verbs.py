@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mindloom VERB`: the table, names of what is shipped, the doctor, and the built wheel elsewhere than the repository."""
+"""`sporeloom VERB`: the table, names of what is shipped, the doctor, and the built wheel elsewhere than the repository."""
 
 import json
 import os
@@ -12,18 +12,18 @@ from importlib import import_module
 import pytest
 from conftest import CONFIGS, ROOT, TWO_LAYERS, run, tool
 
-from mindloom.__main__ import main
-from mindloom.cli import parse_args
-from mindloom.errors import ConfigError
-from mindloom.runtime import environment
-from mindloom.shipped import CLUSTERS, RULES, shipped_names, shipped_or_file
-from mindloom.strategy.loader import load_strategy
-from mindloom.train.plain_text import TrainConfig
-from mindloom.verbs import VERBS, doctor
+from sporeloom.__main__ import main
+from sporeloom.cli import parse_args
+from sporeloom.errors import ConfigError
+from sporeloom.runtime import environment
+from sporeloom.shipped import CLUSTERS, RULES, shipped_names, shipped_or_file
+from sporeloom.strategy.loader import load_strategy
+from sporeloom.train.plain_text import TrainConfig
+from sporeloom.verbs import VERBS, doctor
 
 
-def mindloom(*words):
-    return run("-m", "mindloom", *words)
+def sporeloom(*words):
+    return run("-m", "sporeloom", *words)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def mindloom(*words):
 )
 def test_help_has_the_flags_in_groups_what_is_special_first(verb, flags, capsys):
     with pytest.raises(SystemExit):
-        import_module(f"mindloom.verbs.{verb}").main(["--help"])
+        import_module(f"sporeloom.verbs.{verb}").main(["--help"])
     parts = re.split(r"(?m)^(\w.*):$", capsys.readouterr().out)
     groups = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert list(groups)[:2] == ["options", next(iter(flags))]
@@ -46,16 +46,16 @@ def test_help_has_the_flags_in_groups_what_is_special_first(verb, flags, capsys)
 
 
 def test_help_lists_every_verb_and_loads_little():
-    outcome = run("-X", "importtime", "-m", "mindloom", "--help")
+    outcome = run("-X", "importtime", "-m", "sporeloom", "--help")
     assert outcome.code == 0
     assert [line.split()[0] for line in re.findall(r"(?m)^  \S.*", outcome.output)] == list(VERBS)
     loaded = {line.rpartition("|")[2].strip() for line in outcome.output.splitlines() if line.startswith("import time")}
-    assert "mindloom.verbs" in loaded
+    assert "sporeloom.verbs" in loaded
     assert not loaded & {"mindspore", "numpy", "yaml", "argparse"}
 
 
 def test_an_unknown_verb_is_told_what_is_near():
-    with pytest.raises(ConfigError, match=r"trian is no verb of mindloom.*did you mean train"):
+    with pytest.raises(ConfigError, match=r"trian is no verb of sporeloom.*did you mean train"):
         main(["trian"])
 
 
@@ -75,7 +75,7 @@ def test_what_is_shipped_is_found_by_name(tmp_path, monkeypatch, write):
 
 
 def test_the_doctor_names_what_is_missing(capsys, monkeypatch):
-    outcome = mindloom("doctor")
+    outcome = sporeloom("doctor")
     assert outcome.code == 0, outcome.output
     assert [line.split()[1] for line in outcome.output.splitlines() if line][:-1] == list(doctor.CHECKS)
     assert outcome.output.endswith("nothing is missing\n")
@@ -149,7 +149,7 @@ def test_a_run_is_repeated_by_its_own_configuration_and_compared(tmp_path, write
 @pytest.mark.slow
 def test_a_wheel_works_without_the_repository(tmp_path):
     source, site = tmp_path / "source", tmp_path / "site"
-    for name in ("mindloom", "pangu", "codegeex", "parallel_configs"):
+    for name in ("sporeloom", "pangu", "codegeex", "parallel_configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
@@ -163,7 +163,7 @@ def test_a_wheel_works_without_the_repository(tmp_path):
 
     def verb(*words):
         done = subprocess.run(
-            [sys.executable, site / "bin/mindloom", *map(str, words)],
+            [sys.executable, site / "bin/sporeloom", *map(str, words)],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(site)},
             capture_output=True,

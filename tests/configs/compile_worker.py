@@ -13,16 +13,16 @@ import mindspore as ms
 import numpy as np
 from mindspore.nn.utils import no_init_parameters
 
-from mindloom.models.family import family_and_size, family_module, size_config
-from mindloom.parallel.parallelize import parallelize, wrap
-from mindloom.parallel.step import TrainStep
-from mindloom.runtime.cpu.lowering import attributes, collective_nodes
-from mindloom.runtime.cpu.partition import partition
-from mindloom.runtime.cpu.target import WORLD, virtual_ascend
-from mindloom.runtime.environment import launched_processes, launched_rank
-from mindloom.strategy.loader import load_rules, load_strategy
-from mindloom.strategy.stages import stage_of_layers
-from mindloom.train.optim import AdamW
+from sporeloom.models.family import family_and_size, family_module, size_config
+from sporeloom.parallel.parallelize import parallelize, wrap
+from sporeloom.parallel.step import TrainStep
+from sporeloom.runtime.cpu.lowering import attributes, collective_nodes
+from sporeloom.runtime.cpu.partition import partition
+from sporeloom.runtime.cpu.target import WORLD, virtual_ascend
+from sporeloom.runtime.environment import launched_processes, launched_rank
+from sporeloom.strategy.loader import load_rules, load_strategy
+from sporeloom.strategy.stages import stage_of_layers
+from sporeloom.train.optim import AdamW
 
 SEQ_LEN = 16
 LONGEST = "pangu_200b_dp16_tp8_pp16"

@@ -10,21 +10,21 @@ from collections import Counter
 import numpy as np
 from mindspore import nn
 
-from mindloom.cli import parse_args
-from mindloom.dry_run.by_depth import full_depth, small_depths
-from mindloom.dry_run.compile import compile_rank
-from mindloom.dry_run.config import DryRunConfig, check
-from mindloom.dry_run.summary import summarize
-from mindloom.inference.model import build_model
-from mindloom.models.family import family_module, size_config
-from mindloom.parallel.parallelize import parallelize, wrap
-from mindloom.parallel.step import TrainStep
-from mindloom.runtime.cpu import partition as compilation
-from mindloom.runtime.cpu.lowering import attributes, collective_nodes
-from mindloom.runtime.cpu.partition import partition
-from mindloom.strategy.loader import load_strategy
-from mindloom.train.optim import SGD
 from pangu.model import PanGuWithLoss
+from sporeloom.cli import parse_args
+from sporeloom.dry_run.by_depth import full_depth, small_depths
+from sporeloom.dry_run.compile import compile_rank
+from sporeloom.dry_run.config import DryRunConfig, check
+from sporeloom.dry_run.summary import summarize
+from sporeloom.inference.model import build_model
+from sporeloom.models.family import family_module, size_config
+from sporeloom.parallel.parallelize import parallelize, wrap
+from sporeloom.parallel.step import TrainStep
+from sporeloom.runtime.cpu import partition as compilation
+from sporeloom.runtime.cpu.lowering import attributes, collective_nodes
+from sporeloom.runtime.cpu.partition import partition
+from sporeloom.strategy.loader import load_strategy
+from sporeloom.train.optim import SGD
 
 
 @contextlib.contextmanager

@@ -9,13 +9,13 @@ from collections import Counter
 import pytest
 from conftest import CONFIGS, call, run, tool
 
-from mindloom.dry_run.config import parse_ranks
-from mindloom.dry_run.schedule import passes
-from mindloom.errors import ConfigError
-from mindloom.models.family import size_config
-from mindloom.planner.closed_forms import collective_bytes, job_of, parameter_bytes
-from mindloom.planner.dimensions import of_decoder
-from mindloom.strategy.loader import load_strategy
+from sporeloom.dry_run.config import parse_ranks
+from sporeloom.dry_run.schedule import passes
+from sporeloom.errors import ConfigError
+from sporeloom.models.family import size_config
+from sporeloom.planner.closed_forms import collective_bytes, job_of, parameter_bytes
+from sporeloom.planner.dimensions import of_decoder
+from sporeloom.strategy.loader import load_strategy
 
 RULES = f"rules: {CONFIGS / 'rules/decoder.yaml'}\n"
 STRATEGIES = {
@@ -155,7 +155,7 @@ def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(family, size, n
 
 
 def compiled(path, rank, as_function=True, accumulate=1):
-    env = {"MINDLOOM_KEPT_GRAPHS": "0"}  # a kept graph would be compared with itself
+    env = {"SPORELOOM_KEPT_GRAPHS": "0"}  # a kept graph would be compared with itself
     return call("tests/configs/graph_worker.py", "dry_run", path, MODEL, rank, as_function, accumulate, env=env)
 
 

@@ -6,9 +6,9 @@ import json
 import pytest
 from conftest import CONFIGS, call, tool
 
-from mindloom.certification.full_size import differences, implied
-from mindloom.cli import parse_args
-from mindloom.dry_run.config import DryRunConfig, check
+from sporeloom.certification.full_size import differences, implied
+from sporeloom.cli import parse_args
+from sporeloom.dry_run.config import DryRunConfig, check
 
 RULES = f"rules: {CONFIGS / 'rules/decoder.yaml'}\n"
 STRATEGIES = {

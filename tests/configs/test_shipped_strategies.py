@@ -7,9 +7,9 @@ import json
 import pytest
 from conftest import CONFIGS, call
 
-from mindloom.models.family import family_and_size, size_config
-from mindloom.strategy.checks import model_problems
-from mindloom.strategy.loader import load_strategy
+from sporeloom.models.family import family_and_size, size_config
+from sporeloom.strategy.checks import model_problems
+from sporeloom.strategy.loader import load_strategy
 
 FILES = sorted(CONFIGS.glob("*.yaml"))
 WITH_EXPERTS = [path.stem for path in FILES if load_strategy(path).mesh.ep > 1]

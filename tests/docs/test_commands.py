@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TWO_LAYERS, msrun_env, tool
 
-from mindloom.runtime.launch import free_port
-from mindloom.strategy.loader import load_strategy
+from sporeloom.runtime.launch import free_port
+from sporeloom.strategy.loader import load_strategy
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/guides").glob("*.md"))]
 SHOWN = ("python", "yaml", "text")
@@ -51,12 +51,12 @@ def perform(command, folder, page):
     what the README launches is launched. On SHALLOW pages models are trained with two layers."""
     words = shlex.split(command, comments=True)
     processes = 1
-    if page in SHALLOW and words[:2] == ["mindloom", "train"] and not DEEP & set(words):
+    if page in SHALLOW and words[:2] == ["sporeloom", "train"] and not DEEP & set(words):
         words += ["--config", str(TWO_LAYERS)]
     if "--launch" in words and "--strategy" in words and page != "README.md":
         processes = load_strategy(words[words.index("--strategy") + 1]).mesh.size
         words.remove("--launch")
-    if words[0] == "mindloom" and "--launch" not in words and words[1] != "certify":
+    if words[0] == "sporeloom" and "--launch" not in words and words[1] != "certify":
         outcome = tool(f"tools/{words[1].replace('-', '_')}.py", *words[2:], cwd=folder, processes=processes)
         return outcome.code, outcome.output
     env = {**msrun_env(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -105,7 +105,7 @@ def start(command, folder, started):
 def differences(page, command, stated, folder):
     """What a command does otherwise than its page says."""
     code, output = perform(command, folder, page)
-    differs = command.startswith("mindloom config diff")  # as diff does, it says so by its exit code
+    differs = command.startswith("sporeloom config diff")  # as diff does, it says so by its exit code
     fails = differs or any(line.startswith("error: ") for line in stated)
     said = without_numbers(output)
     found = [] if (code != 0) == fails else [f"{command}\nends with {code}\n{output}"]

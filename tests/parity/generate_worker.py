@@ -3,10 +3,10 @@
 
 from pathlib import Path
 
-from mindloom.inference.config import GenerateConfig, check
-from mindloom.inference.session import open_session
-from mindloom.runtime.engine import Engine
-from mindloom.runtime.environment import launched_processes
+from sporeloom.inference.config import GenerateConfig, check
+from sporeloom.inference.session import open_session
+from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.environment import launched_processes
 
 NEW_TOKENS = 16
 SAMPLINGS = {

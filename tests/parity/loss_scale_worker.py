@@ -7,16 +7,16 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 
-from mindloom.certification.training import decoder_batches
-from mindloom.models.family import family_module, size_config
-from mindloom.parallel.parallelize import parallelize, wrap
-from mindloom.parallel.step import TrainStep
-from mindloom.runtime.engine import Engine
-from mindloom.runtime.gather import gather_whole
-from mindloom.strategy.config import SINGLE_DEVICE
-from mindloom.strategy.loader import load_strategy
-from mindloom.train.loss_scale import LossScale
-from mindloom.train.optim import AdamW, set_number
+from sporeloom.certification.training import decoder_batches
+from sporeloom.models.family import family_module, size_config
+from sporeloom.parallel.parallelize import parallelize, wrap
+from sporeloom.parallel.step import TrainStep
+from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.gather import gather_whole
+from sporeloom.strategy.config import SINGLE_DEVICE
+from sporeloom.strategy.loader import load_strategy
+from sporeloom.train.loss_scale import LossScale
+from sporeloom.train.optim import AdamW, set_number
 
 CONFIG = {"vocab_size": 128, "hidden_size": 64, "seq_len": 32, "num_layers": 2}
 

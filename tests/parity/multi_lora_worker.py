@@ -3,15 +3,15 @@
 
 from pathlib import Path
 
-from mindloom.checkpoint.adapters import read_adapter
-from mindloom.checkpoint.model_folder import load_config
-from mindloom.inference.decoding import Cached
-from mindloom.inference.model import load_model
-from mindloom.inference.sampling import Sampler, SamplingConfig
-from mindloom.inference.scheduler import Request, Scheduler
-from mindloom.runtime.engine import Engine
-from mindloom.strategy.config import SINGLE_DEVICE
-from mindloom.strategy.loader import load_strategy
+from sporeloom.checkpoint.adapters import read_adapter
+from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.inference.decoding import Cached
+from sporeloom.inference.model import load_model
+from sporeloom.inference.sampling import Sampler, SamplingConfig
+from sporeloom.inference.scheduler import Request, Scheduler
+from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import SINGLE_DEVICE
+from sporeloom.strategy.loader import load_strategy
 
 NEW_TOKENS, CHUNK, ROWS, SLOTS = 6, 16, 4, 128
 

@@ -10,14 +10,14 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.train import Model
 
-from mindloom import auto_parallel, own_rows, save_checkpoint
-from mindloom.dry_run.compile import compile_own_rank
-from mindloom.errors import ConfigError
-from mindloom.parallel import cells
-from mindloom.runtime import auto_parallel as module
-from mindloom.runtime.environment import launched_processes, launched_rank
-from mindloom.runtime.layouts import Slices
-from mindloom.strategy.loader import strategy_of
+from sporeloom import auto_parallel, own_rows, save_checkpoint
+from sporeloom.dry_run.compile import compile_own_rank
+from sporeloom.errors import ConfigError
+from sporeloom.parallel import cells
+from sporeloom.runtime import auto_parallel as module
+from sporeloom.runtime.environment import launched_processes, launched_rank
+from sporeloom.runtime.layouts import Slices
+from sporeloom.strategy.loader import strategy_of
 
 STEPS = 4
 

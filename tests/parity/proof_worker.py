@@ -5,10 +5,10 @@ import contextlib
 import unittest.mock
 from pathlib import Path
 
-from mindloom.certification.subject import train as train_subject
-from mindloom.parallel.report import Report
-from mindloom.reader import read_json
-from mindloom.runtime.cpu.transport import Collectives
+from sporeloom.certification.subject import train as train_subject
+from sporeloom.parallel.report import Report
+from sporeloom.reader import read_json
+from sporeloom.runtime.cpu.transport import Collectives
 
 UP_WEIGHT = (256, 64)
 """Of the small model."""

@@ -6,13 +6,13 @@ import shutil
 from importlib import import_module
 from pathlib import Path
 
-from mindloom.checkpoint.manifest import FOLDER
-from mindloom.runtime.environment import launched_processes
-from mindloom.train.config import check
-from mindloom.train.plain_text import TrainConfig
+from sporeloom.checkpoint.manifest import FOLDER
+from sporeloom.runtime.environment import launched_processes
+from sporeloom.train.config import check
+from sporeloom.train.plain_text import TrainConfig
 
 STEPS, MIDDLE = 4, 2
-MODULES = ("mindloom.train.start", "mindloom.train.trainer", "mindloom.train.state")
+MODULES = ("sporeloom.train.start", "sporeloom.train.trainer", "sporeloom.train.state")
 DATA = Path(__file__).resolve().parents[2] / "examples" / "small_town.txt"
 
 

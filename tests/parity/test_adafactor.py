@@ -9,8 +9,8 @@ import pytest
 from conftest import CONFIGS, call
 from mindspore import Parameter, Tensor
 
-from mindloom.strategy.loader import load_strategy
-from mindloom.train.adafactor import Adafactor
+from sporeloom.strategy.loader import load_strategy
+from sporeloom.train.adafactor import Adafactor
 
 WORKER = "tests/parity/worker.py"
 CASES = ["dp2_tp2_zero", "tp2_pp2"]

@@ -11,16 +11,16 @@ import pytest
 from conftest import shared, tool
 from mindspore.graph.api import _cell_graph_executor
 
-from mindloom.checkpoint.model_folder import load_config, save_checkpoint
-from mindloom.inference.decoding import Cached, Uncached
-from mindloom.inference.mixed import Mixed
-from mindloom.inference.model import load_model
-from mindloom.inference.sampling import Sampler, SamplingConfig
-from mindloom.inference.scheduler import Request, generate
-from mindloom.models.family import family_module, size_config
-from mindloom.nn.linear import MOST_ROWS
-from mindloom.runtime.engine import Engine
-from mindloom.strategy.config import SINGLE_DEVICE
+from sporeloom.checkpoint.model_folder import load_config, save_checkpoint
+from sporeloom.inference.decoding import Cached, Uncached
+from sporeloom.inference.mixed import Mixed
+from sporeloom.inference.model import load_model
+from sporeloom.inference.sampling import Sampler, SamplingConfig
+from sporeloom.inference.scheduler import Request, generate
+from sporeloom.models.family import family_module, size_config
+from sporeloom.nn.linear import MOST_ROWS
+from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 pytestmark = pytest.mark.slow
 

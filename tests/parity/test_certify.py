@@ -8,14 +8,14 @@ import re
 import pytest
 from conftest import CONFIGS, ROOT, call, run, tool
 
-from mindloom.certificate import check_certificate, vouched_for
-from mindloom.certification.proof import ONE_DEVICE, compare, load
-from mindloom.certification.shrink import small_model
-from mindloom.errors import ConfigError
-from mindloom.models.adapters import LoRAConfig
-from mindloom.models.family import size_config
-from mindloom.strategy.loader import load_strategy
-from mindloom.train.tuning import DPOConfig, SFTConfig
+from sporeloom.certificate import check_certificate, vouched_for
+from sporeloom.certification.proof import ONE_DEVICE, compare, load
+from sporeloom.certification.shrink import small_model
+from sporeloom.errors import ConfigError
+from sporeloom.models.adapters import LoRAConfig
+from sporeloom.models.family import size_config
+from sporeloom.strategy.loader import load_strategy
+from sporeloom.train.tuning import DPOConfig, SFTConfig
 
 WORKER = "tests/parity/proof_worker.py"
 CLUSTER = CONFIGS / "clusters/ascend910b.yaml"
@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
 def failure(folder, strategy, fault=None):
     subject = {"family": "pangu", "strategy": str(strategy), "num_layers": 2, "processes": 2, "accumulate": 1}
     (folder / "subject.json").write_text(json.dumps(subject))
-    call(WORKER, "train", folder, "0", fault, processes=2, env={"MINDLOOM_KEPT_GRAPHS": "0"})
+    call(WORKER, "train", folder, "0", fault, processes=2, env={"SPORELOOM_KEPT_GRAPHS": "0"})
     return compare("mesh", load(folder, ONE_DEVICE), load(folder, "0")).failure
 
 
@@ -140,7 +140,7 @@ OWN = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from own_networks import Mlp, data
-from mindloom import certify
+from sporeloom import certify
 
 if __name__ == "__main__":
     inputs = data("mlp")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import CONFIGS, call
 
-from mindloom.strategy.loader import load_strategy
+from sporeloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/worker.py"
 # Every strategy, every option, and each model with each kind of parallelism: pairs of these, not all their products.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conftest import CONFIGS, call, in_process
 
-from mindloom.strategy.loader import load_strategy
+from sporeloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/generate_worker.py"
 NAMES = ("dp2_tp2", "tp2_pp2")

@@ -9,9 +9,9 @@ import pytest
 from conftest import shared
 from mindspore import Tensor, nn, ops
 
-from mindloom.align.advantages import gae, group_advantages, kl_estimate, token_rewards, token_weights, whitened
-from mindloom.nn.loss import CrossEntropy
-from mindloom.nn.objectives import PairwiseReward, Policy, Preference, ValueLoss
+from sporeloom.align.advantages import gae, group_advantages, kl_estimate, token_rewards, token_weights, whitened
+from sporeloom.nn.loss import CrossEntropy
+from sporeloom.nn.objectives import PairwiseReward, Policy, Preference, ValueLoss
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 FOLDER = "golden_modern/align_case_a"

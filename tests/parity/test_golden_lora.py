@@ -12,15 +12,15 @@ from conftest import shared, tool
 from mindspore import ParameterTuple, Tensor, ops
 from safetensors.numpy import load_file, save_file
 
-from mindloom.checkpoint.adapters import Adapter, merge, read_adapter, write_adapter
-from mindloom.checkpoint.huggingface import import_published, open_published
-from mindloom.checkpoint.model_folder import load_config, load_weights
-from mindloom.data.batch import Batch
-from mindloom.errors import ConfigError
-from mindloom.models.family import family_module
-from mindloom.models.parameters import parameter_shapes
-from mindloom.nn.decoder import DecoderWithLoss
-from mindloom.nn.lora import attach_adapters
+from sporeloom.checkpoint.adapters import Adapter, merge, read_adapter, write_adapter
+from sporeloom.checkpoint.huggingface import import_published, open_published
+from sporeloom.checkpoint.model_folder import load_config, load_weights
+from sporeloom.data.batch import Batch
+from sporeloom.errors import ConfigError
+from sporeloom.models.family import family_module
+from sporeloom.models.parameters import parameter_shapes
+from sporeloom.nn.decoder import DecoderWithLoss
+from sporeloom.nn.lora import attach_adapters
 
 CASES = ("attn_mlp", "attn_only")
 pytestmark = pytest.mark.slow

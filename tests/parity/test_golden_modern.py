@@ -12,16 +12,16 @@ from conftest import shared, tool
 from mindspore import Tensor, ops
 from safetensors.numpy import load_file
 
-from mindloom.checkpoint.huggingface import export_published, import_published, open_published
-from mindloom.checkpoint.model_folder import load_config, load_weights
-from mindloom.data.batch import document_positions
-from mindloom.inference.decoding import Cached, Uncached
-from mindloom.inference.model import load_model
-from mindloom.inference.sampling import Sampler, SamplingConfig
-from mindloom.inference.scheduler import Request, generate
-from mindloom.models.family import family_module
-from mindloom.runtime.engine import Engine
-from mindloom.strategy.config import SINGLE_DEVICE
+from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
+from sporeloom.checkpoint.model_folder import load_config, load_weights
+from sporeloom.data.batch import document_positions
+from sporeloom.inference.decoding import Cached, Uncached
+from sporeloom.inference.model import load_model
+from sporeloom.inference.sampling import Sampler, SamplingConfig
+from sporeloom.inference.scheduler import Request, generate
+from sporeloom.models.family import family_module
+from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 pytestmark = pytest.mark.slow
 
@@ -266,7 +266,7 @@ def test_a_checkpoint_of_weights_alone_is_started_from_and_not_resumed(tmp_path)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--from", "ours", "--to", "ours"), "mindloom reshard-checkpoint"),
+        (("--from", "ours", "--to", "ours"), "sporeloom reshard-checkpoint"),
         (("--from", "huggingface", "--dtype", "bfloat16"), "--dtype and --strategy do not go together"),
         (("--from", "huggingface", "--ranks-of", "pangu_tiny_tp2"), "--ranks-of and --strategy do not go together"),
     ],

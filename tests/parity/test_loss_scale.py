@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conftest import CONFIGS, call, fewer_microbatches
 
-from mindloom.strategy.loader import load_strategy
+from sporeloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/loss_scale_worker.py"
 RUNS = {

@@ -11,9 +11,9 @@ import pytest
 from conftest import shared
 from mindspore import Tensor, nn, ops
 
-from mindloom.models.config import ModelConfig
-from mindloom.nn.decoder import Decoder
-from mindloom.nn.moe import HashChoices, MoE
+from sporeloom.models.config import ModelConfig
+from sporeloom.nn.decoder import Decoder
+from sporeloom.nn.moe import HashChoices, MoE
 
 CASE = "golden_modern/switch_moe_case_a"
 NAMES = {

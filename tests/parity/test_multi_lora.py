@@ -6,8 +6,8 @@ import pytest
 from conftest import CONFIGS, call
 from serving import adapter_folder
 
-from mindloom.models.adapters import LoRAConfig
-from mindloom.strategy.loader import load_strategy
+from sporeloom.models.adapters import LoRAConfig
+from sporeloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/multi_lora_worker.py"
 LORAS = (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import call
 
-from mindloom.strategy.loader import load_strategy
+from sporeloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/own_networks.py"
 DP4, DP2_TP2 = {"dp": 4}, {"dp": 2, "tp": 2}

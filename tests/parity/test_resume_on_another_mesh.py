@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from conftest import CONFIGS, ROOT, call, fewer_microbatches, tool
 
-from mindloom.checkpoint.manifest import FOLDER, read_manifest
-from mindloom.checkpoint.sharded import CheckpointReader
+from sporeloom.checkpoint.manifest import FOLDER, read_manifest
+from sporeloom.checkpoint.sharded import CheckpointReader
 
 MESHES = ("one_device", "pangu_tiny_dp4", "pangu_tiny_dp2_tp2_zero", "pangu_tiny_tp2_pp2", "pangu_tiny_dp2_pp2")
 MODEL = {"num_layers": 2, "hidden_size": 64, "vocab_size": 512, "seq_len": 32, "dropout_rate": 0.1}

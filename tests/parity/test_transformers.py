@@ -11,9 +11,9 @@ import pytest
 import tokenizers
 from conftest import ROOT, shared, tool
 
-from mindloom.checkpoint.huggingface import export_published, import_published, open_published
-from mindloom.checkpoint.model_folder import load_config
-from mindloom.data.tokenizer import find_tokenizer, load_tokenizer
+from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
+from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.data.tokenizer import find_tokenizer, load_tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -9,11 +9,11 @@ import pytest
 from conftest import CONFIGS, call, fewer_microbatches, tool
 from safetensors.numpy import load_file
 
-from mindloom.checkpoint.model_folder import load_config
-from mindloom.planner.closed_forms import job_of
-from mindloom.planner.dimensions import of_decoder
-from mindloom.planner.task import TrainedTask, models_beside
-from mindloom.strategy.loader import load_strategy
+from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.planner.closed_forms import job_of
+from sporeloom.planner.dimensions import of_decoder
+from sporeloom.planner.task import TrainedTask, models_beside
+from sporeloom.strategy.loader import load_strategy
 
 MESHES = {
     "pangu_tiny_dp2_tp2": ("reward",),

@@ -6,16 +6,16 @@ import math
 from importlib import import_module
 from pathlib import Path
 
-from mindloom.runtime.environment import launched_processes
-from mindloom.train import tuning
-from mindloom.train.config import check
+from sporeloom.runtime.environment import launched_processes
+from sporeloom.train import tuning
+from sporeloom.train.config import check
 
 PATHS = ("data", "from_checkpoint", "strategy", "output_dir", "chat_template", "reward_model")
 
 
 def run(out, strategies, tasks):
     """Each task {name: (configuration's class, flags)} under each strategy, to OUT/STRATEGY/NAME."""
-    train = import_module("mindloom.train.trainer").train  # loads MindSpore
+    train = import_module("sporeloom.train.trainer").train  # loads MindSpore
     tell_what_is_held()
     for strategy in strategies:
         for name, (kind, flags) in tasks.items():
@@ -31,7 +31,7 @@ def run(out, strategies, tasks):
 
 def tell_what_is_held():
     """Tasks that sample write beside their metrics what one rank holds beside the model: held.json."""
-    task = import_module("mindloom.tasks.policy").PolicyTask
+    task = import_module("sporeloom.tasks.policy").PolicyTask
     metrics = task.metrics
 
     def told(self, step, counts):

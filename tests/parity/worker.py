@@ -8,17 +8,17 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 
-from mindloom.certification.training import decoder_batches, train_decoder, train_steps
-from mindloom.data.random_ltd import draw_kept
-from mindloom.models.family import family_module, size_config
-from mindloom.nn.token_drop import attach_token_drop
-from mindloom.parallel.parallelize import parallelize, wrap
-from mindloom.parallel.step import TrainStep
-from mindloom.runtime.engine import Engine
-from mindloom.runtime.gather import gather_whole
-from mindloom.strategy.config import SINGLE_DEVICE, Offload, OptimizerParallel, Pipeline, Recompute
-from mindloom.strategy.loader import load_strategy
-from mindloom.train.adafactor import Adafactor
+from sporeloom.certification.training import decoder_batches, train_decoder, train_steps
+from sporeloom.data.random_ltd import draw_kept
+from sporeloom.models.family import family_module, size_config
+from sporeloom.nn.token_drop import attach_token_drop
+from sporeloom.parallel.parallelize import parallelize, wrap
+from sporeloom.parallel.step import TrainStep
+from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.gather import gather_whole
+from sporeloom.strategy.config import SINGLE_DEVICE, Offload, OptimizerParallel, Pipeline, Recompute
+from sporeloom.strategy.loader import load_strategy
+from sporeloom.train.adafactor import Adafactor
 
 BATCH = 8
 SMALL = {"vocab_size": 128, "hidden_size": 64, "seq_len": 32}

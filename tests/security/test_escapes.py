@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mindloom.errors import ConfigError
-from mindloom.evaluation import jail, sandbox
-from mindloom.evaluation.sandbox import Limits, Step
+from sporeloom.errors import ConfigError
+from sporeloom.evaluation import jail, sandbox
+from sporeloom.evaluation.sandbox import Limits, Step
 
 LIMITS = Limits(memory_bytes=256 << 20, processes=40, output_bytes=1 << 16, disk_bytes=32 << 20)
 SYSCALL = "import ctypes, os; libc = ctypes.CDLL(None, use_errno=True)\ndef call(*a):\n"
@@ -130,7 +130,7 @@ def test_sockets_and_pipes_of_the_host_are_out_of_reach(tmp_path):
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.getuid() and folder != Path("/"):
             folder.chmod(folder.stat().st_mode | 0o055)
-    path, fifo, abstract = tmp_path / "s", tmp_path / "fifo", f"\0mindloom-test-{os.getpid()}"
+    path, fifo, abstract = tmp_path / "s", tmp_path / "fifo", f"\0sporeloom-test-{os.getpid()}"
     os.mkfifo(fifo, 0o666)
     servers = []
     for address in (str(path), abstract):
@@ -181,7 +181,7 @@ def test_ordinary_programs_are_not_hindered():
 def test_no_control_group_is_left_even_by_a_killed_caller():
     groups = [Path(base) for base, *_ in jail.memory_groups() if os.access(base, os.W_OK)]
     code = (
-        "import sys; from mindloom.evaluation.sandbox import *\n"
+        "import sys; from sporeloom.evaluation.sandbox import *\n"
         "run({'untrusted.py': 'import time; time.sleep(60)'}, [Step((sys.executable, '-I', 'untrusted.py'), 60.0)],"
         " Limits(), needed=(sys.prefix, sys.base_prefix))"
     )
@@ -192,7 +192,7 @@ def test_no_control_group_is_left_even_by_a_killed_caller():
     deadline = time.monotonic() + 20
     while True:  # what the killed one started takes a moment to end
         assert run("pass").ok
-        left = [path for base in groups for path in base.glob("mindloom-*")]
+        left = [path for base in groups for path in base.glob("sporeloom-*")]
         if not [p for p in left if not Path("/proc", p.name.partition("-")[2]).exists() and p.exists()]:
             return
         assert time.monotonic() < deadline

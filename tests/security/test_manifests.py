@@ -6,15 +6,15 @@ import json
 import numpy as np
 import pytest
 
-from mindloom.checkpoint.contents import check_contents
-from mindloom.checkpoint.manifest import checkpoints, read_manifest
-from mindloom.checkpoint.model_folder import load_config, load_weights, write_config
-from mindloom.checkpoint.reshard import export, find_checkpoint, reshard
-from mindloom.checkpoint.sharded import Slice, damage, file_name, finish, write_parts
-from mindloom.errors import ConfigError
-from mindloom.models.family import size_config
-from mindloom.models.parameters import parameter_shapes
-from mindloom.reader import Document, fields_from
+from sporeloom.checkpoint.contents import check_contents
+from sporeloom.checkpoint.manifest import checkpoints, read_manifest
+from sporeloom.checkpoint.model_folder import load_config, load_weights, write_config
+from sporeloom.checkpoint.reshard import export, find_checkpoint, reshard
+from sporeloom.checkpoint.sharded import Slice, damage, file_name, finish, write_parts
+from sporeloom.errors import ConfigError
+from sporeloom.models.family import size_config
+from sporeloom.models.parameters import parameter_shapes
+from sporeloom.reader import Document, fields_from
 
 SMALL = {"vocab_size": 40, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "seq_len": 6}
 

@@ -83,7 +83,7 @@ def test_a_launched_job_ends_with_its_launcher(tmp_path, temporary, moment):
             wait_until(lambda: len(mine(out)) >= 3)
         else:
             wait_until(lambda: has_steps(out))
-            assert list(temporary.iterdir()) == [temporary / f"mindloom-{os.getuid()}"]
+            assert list(temporary.iterdir()) == [temporary / f"sporeloom-{os.getuid()}"]
             assert not any(path.is_socket() for path in temporary.rglob("*"))  # all are connected: the names are gone
         (forks,) = psutil.Process(job.pid).children()
         os.kill(forks.pid if moment == "what forked its ranks" else job.pid, signal.SIGKILL)

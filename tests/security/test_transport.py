@@ -17,10 +17,10 @@ import pytest
 import zmq
 from conftest import ROOT
 
-from mindloom import scratch
-from mindloom.errors import ConfigError
-from mindloom.runtime.cpu import transport
-from mindloom.runtime.cpu.transport import Transport
+from sporeloom import scratch
+from sporeloom.errors import ConfigError
+from sporeloom.runtime.cpu import transport
+from sporeloom.runtime.cpu.transport import Transport
 
 PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 
@@ -30,12 +30,12 @@ def place(monkeypatch):
     """The folder of sockets, the test's own; the path of a socket is short."""
     folder = tempfile.mkdtemp(prefix="test-")
     monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: folder)
-    yield Path(folder, f"mindloom-{os.getuid()}")
+    yield Path(folder, f"sporeloom-{os.getuid()}")
     shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(
-    "path", [p for f in ("mindloom", "tools", "pangu", "codegeex") for p in (ROOT / f).rglob("*.py")], ids=str
+    "path", [p for f in ("sporeloom", "tools", "pangu", "codegeex") for p in (ROOT / f).rglob("*.py")], ids=str
 )
 def test_nothing_is_pickled(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -49,7 +49,7 @@ def test_sockets_lie_in_a_folder_nobody_else_may_enter(place):
     first = Transport(0, 2, "job")  # the other one does not come: the names stay
     assert place.stat().st_mode & 0o777 == 0o700
     assert (place / "job" / "0").is_socket()
-    assert not [line for line in Path("/proc/net/unix").read_text().splitlines() if "@mindloom" in line]
+    assert not [line for line in Path("/proc/net/unix").read_text().splitlines() if "@sporeloom" in line]
     first.close()
     assert list(place.iterdir()) == []
 
@@ -134,7 +134,7 @@ def test_two_jobs_of_one_name_that_start_at_once_are_told_apart(place):
 
 
 def test_what_a_killed_job_left_is_removed_by_the_next(place, monkeypatch):
-    code = "import os; from mindloom.runtime.cpu.transport import *; Transport(0, 2, 'dead'); os.kill(os.getpid(), 9)"
+    code = "import os; from sporeloom.runtime.cpu.transport import *; Transport(0, 2, 'dead'); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(place.parent)}, timeout=60)
     assert sorted(p.name for p in (place / "dead").iterdir()) == ["0", "0.lock"]
     monkeypatch.setattr(scratch, "STALE_S", -1.0)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindloom.data.batch import dropout_keys
-from mindloom.nn.dropout import AttentionDropout, Dropout
+from sporeloom.data.batch import dropout_keys
+from sporeloom.nn.dropout import AttentionDropout, Dropout
 
 RATE, B, T, D = 0.1, 8, 64, 256
 

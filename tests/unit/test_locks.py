@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from mindloom import locks
-from mindloom.errors import ConfigError
-from mindloom.files import unwritable
-from mindloom.locks import HELD, one_writer
+from sporeloom import locks
+from sporeloom.errors import ConfigError
+from sporeloom.files import unwritable
+from sporeloom.locks import HELD, one_writer
 
-HOLD = "import sys, time; from pathlib import Path; from mindloom.locks import one_writer\n"
+HOLD = "import sys, time; from pathlib import Path; from sporeloom.locks import one_writer\n"
 HOLD += "with one_writer(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindloom.nn.loss import TokenLosses
-from mindloom.nn.objectives import Softplus
+from sporeloom.nn.loss import TokenLosses
+from sporeloom.nn.objectives import Softplus
 
 
 class OfTokens(nn.Cell):

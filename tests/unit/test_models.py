@@ -5,10 +5,10 @@ import dataclasses
 
 import pytest
 
-from mindloom.errors import ConfigError
-from mindloom.models.config import ModelConfig
-from mindloom.models.family import FAMILIES, family_module, size_config
-from mindloom.models.parameters import num_parameters, parameter_shapes
+from sporeloom.errors import ConfigError
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import FAMILIES, family_module, size_config
+from sporeloom.models.parameters import num_parameters, parameter_shapes
 
 COUNTS = {  # facts of the published models
     ("pangu", "embedded_1b"): 1_155_912_192,

@@ -10,14 +10,14 @@ import tokenizers
 
 from codegeex.glm_tokenizer import GLM2Tokenizer, GLM4Tokenizer
 from codegeex.tokenizer import open_tokenizer as code_tokenizer
-from mindloom.data.tokenizer import ChatMessage, chat_prompt, find_tokenizer, infill_prompt
-from mindloom.errors import ConfigError
 from palm.tokenizer import PaLMTokenizer
 from palm.tokenizer import train_tokenizer as train_palm
 from pangu.open_tokenizer import OpenPanguTokenizer
 from pangu.tokenizer import PanGuTokenizer
 from pangu.tokenizer import open_tokenizer as pangu_tokenizer
 from pangu.tokenizer import train_tokenizer as train_pangu
+from sporeloom.data.tokenizer import ChatMessage, chat_prompt, find_tokenizer, infill_prompt
+from sporeloom.errors import ConfigError
 
 TEXTS = [
     "小城在山脚下，一条河从城中穿过。",

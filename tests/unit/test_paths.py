@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from mindloom.models.paths import alternatives, path_matches
+from sporeloom.models.paths import alternatives, path_matches
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from mindloom.errors import ConfigError
-from mindloom.numbers import Count, Positive, Rate, Seed, Share, number_problem
-from mindloom.reader import Document, fields_from, parse_json, read_json, read_yaml
+from sporeloom.errors import ConfigError
+from sporeloom.numbers import Count, Positive, Rate, Seed, Share, number_problem
+from sporeloom.reader import Document, fields_from, parse_json, read_json, read_yaml
 
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in zip("abcdefg", "bcdefgh", strict=True)

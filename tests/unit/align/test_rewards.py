@@ -3,10 +3,10 @@
 
 import pytest
 
-from mindloom.align.advantages import AdaptiveKL, gae, group_advantages, whitened
-from mindloom.align.rewards import load_reward, rewards_of
-from mindloom.errors import ConfigError
-from mindloom.evaluation.reward import program_reward
+from sporeloom.align.advantages import AdaptiveKL, gae, group_advantages, whitened
+from sporeloom.align.rewards import load_reward, rewards_of
+from sporeloom.errors import ConfigError
+from sporeloom.evaluation.reward import program_reward
 
 CODE = """
 def by_column(completions, wanted):

@@ -6,12 +6,12 @@ import dataclasses
 import pytest
 from conftest import CONFIGS
 
-from mindloom.certification.shrink import BATCH, SEQ_LEN, small_meshes, small_model, small_strategies
-from mindloom.models.family import family_and_size, size_config
-from mindloom.strategy.checks import batch_problems, model_problems, strategy_problems
-from mindloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
-from mindloom.strategy.loader import load_strategy
-from mindloom.strategy.mesh import Mesh
+from sporeloom.certification.shrink import BATCH, SEQ_LEN, small_meshes, small_model, small_strategies
+from sporeloom.models.family import family_and_size, size_config
+from sporeloom.strategy.checks import batch_problems, model_problems, strategy_problems
+from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from sporeloom.strategy.loader import load_strategy
+from sporeloom.strategy.mesh import Mesh
 
 SHIPPED = sorted(path for path in CONFIGS.glob("*.yaml") if load_strategy(path).mesh.size > 1)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mindloom.checkpoint.manifest import checkpoints, read_manifest
-from mindloom.checkpoint.sharded import Slice, damage, finish, remove_leftovers, remove_old, write_parts
-from mindloom.errors import ConfigError
+from sporeloom.checkpoint.manifest import checkpoints, read_manifest
+from sporeloom.checkpoint.sharded import Slice, damage, finish, remove_leftovers, remove_old, write_parts
+from sporeloom.errors import ConfigError
 
 ABOUT = {"state": {}, "model": {}, "strategy": {}, "versions": {}}
 SHAPE = (64, 2000)

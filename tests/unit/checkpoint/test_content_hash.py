@@ -4,7 +4,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mindloom.checkpoint.content_hash import MASK, content_hash
+from sporeloom.checkpoint.content_hash import MASK, content_hash
 
 SHAPES = [(), (1,), (17,), (6, 8), (1, 5), (3, 4, 5)]
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mindloom.checkpoint.compare import compare
-from mindloom.checkpoint.content_hash import content_hash
-from mindloom.checkpoint.manifest import LATEST, checkpoints, read_manifest
-from mindloom.checkpoint.model_folder import load_config, load_weights
-from mindloom.checkpoint.reshard import export, reshard
-from mindloom.checkpoint.sharded import CheckpointReader, Slice, damage, file_name, finish, remove_old, write_parts
-from mindloom.errors import ConfigError
+from sporeloom.checkpoint.compare import compare
+from sporeloom.checkpoint.content_hash import content_hash
+from sporeloom.checkpoint.manifest import LATEST, checkpoints, read_manifest
+from sporeloom.checkpoint.model_folder import load_config, load_weights
+from sporeloom.checkpoint.reshard import export, reshard
+from sporeloom.checkpoint.sharded import CheckpointReader, Slice, damage, file_name, finish, remove_old, write_parts
+from sporeloom.errors import ConfigError
 
 ABOUT = {
     "state": {"data": {"seed": 1}},

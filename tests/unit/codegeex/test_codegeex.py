@@ -12,9 +12,9 @@ from codegeex.config import LEARNING_RATES, SIZES
 from codegeex.languages import ALIASES, FUNCTION_ENDS, TAGS, tagged
 from codegeex.tokenizer import CodeGeeXTokenizer, train_tokenizer
 from codegeex.weights import TABLES
-from mindloom.errors import ConfigError
-from mindloom.models.parameters import num_parameters, parameter_shapes
-from mindloom.models.weight_names import names
+from sporeloom.errors import ConfigError
+from sporeloom.models.parameters import num_parameters, parameter_shapes
+from sporeloom.models.weight_names import names
 
 
 @pytest.fixture(scope="module")

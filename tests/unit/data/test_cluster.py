@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 from dying_work import Counted, make
 
-from mindloom.data.cluster import Cluster, leave, over_batches
-from mindloom.data.decontaminate import DecontaminationSettings, make_decontaminator
-from mindloom.data.dedup import Signed, dedup
-from mindloom.data.filters import FilterRules, make_filter
-from mindloom.data.fim import FillInTheMiddle
-from mindloom.data.frames import read_frames, write_frames
-from mindloom.data.minhash import MinHash
-from mindloom.data.rewrite import rewrite
-from mindloom.data.sources import Source
-from mindloom.data.substrings import SubstringSettings, dedup_substrings
-from mindloom.data.tokenize import TokenizeJob, tokenize
-from mindloom.data.workers import WorkersLostError
-from mindloom.errors import ConfigError
-from mindloom.models.family import family_module
+from sporeloom.data.cluster import Cluster, leave, over_batches
+from sporeloom.data.decontaminate import DecontaminationSettings, make_decontaminator
+from sporeloom.data.dedup import Signed, dedup
+from sporeloom.data.filters import FilterRules, make_filter
+from sporeloom.data.fim import FillInTheMiddle
+from sporeloom.data.frames import read_frames, write_frames
+from sporeloom.data.minhash import MinHash
+from sporeloom.data.rewrite import rewrite
+from sporeloom.data.sources import Source
+from sporeloom.data.substrings import SubstringSettings, dedup_substrings
+from sporeloom.data.tokenize import TokenizeJob, tokenize
+from sporeloom.data.workers import WorkersLostError
+from sporeloom.errors import ConfigError
+from sporeloom.models.family import family_module
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 WORDS = [
@@ -109,7 +109,7 @@ def test_a_cluster_makes_the_same_bytes_as_one_process(ray, source, tmp_path, jo
     assert any(len(content) > 1000 for content in contents[0].values())
     stage = "signed" if job in (deduplicated, cut) else "rewritten"
     told = [line for line in capsys.readouterr().err.splitlines() if " shards" in line]
-    assert f"[mindloom] {stage}: {len(source.shards())} shards, in " in told[0]
+    assert f"[sporeloom] {stage}: {len(source.shards())} shards, in " in told[0]
 
 
 def test_tokens_are_the_same_and_middles_too(ray, source, tokenizer, tmp_path):

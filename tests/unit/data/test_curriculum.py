@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_blend_and_loader import EOD, IGNORED, token_file
 
-from mindloom.data.curriculum import (
+from sporeloom.data.curriculum import (
     Curriculum,
     CurriculumConfig,
     DifficultyIndex,
@@ -19,10 +19,10 @@ from mindloom.data.curriculum import (
     sample_lengths,
     vocabulary_rarity,
 )
-from mindloom.data.loader import Dataset, Loader
-from mindloom.data.packing import BestFit, Stream, save_packing
-from mindloom.data.sample_order import Sizes, ramped_batch_sizes
-from mindloom.errors import ConfigError
+from sporeloom.data.loader import Dataset, Loader
+from sporeloom.data.packing import BestFit, Stream, save_packing
+from sporeloom.data.sample_order import Sizes, ramped_batch_sizes
+from sporeloom.errors import ConfigError
 
 SEQ_LEN = 16
 SIZES = Sizes(ramped_batch_sizes(4, 4, 60, 12), (SEQ_LEN,))
@@ -122,7 +122,7 @@ def test_an_index_is_read_as_it_was_written_and_held_against_the_run(tokens, tmp
     assert len(told.value.problems) == 3
     assert "is of seq len 16, the run's is 32" in told.value.problems[0]
     (tmp_path / "i.npz").write_bytes(b"nothing of the kind")
-    with pytest.raises(ConfigError, match="not what mindloom preprocess difficulty writes"):
+    with pytest.raises(ConfigError, match="not what sporeloom preprocess difficulty writes"):
         DifficultyIndex.read(tmp_path / "i.npz")
     with pytest.raises(ConfigError, match="there is no such file"):
         DifficultyIndex.read(tmp_path / "j.npz")

@@ -8,16 +8,16 @@ from random import Random
 
 import pytest
 
-from mindloom.data.decontaminate import (
+from sporeloom.data.decontaminate import (
     DecontaminationSettings,
     EvaluationSet,
     make_decontaminator,
     pieces,
     read_evaluation,
 )
-from mindloom.data.rewrite import rewrite
-from mindloom.data.sources import Source
-from mindloom.errors import ConfigError
+from sporeloom.data.rewrite import rewrite
+from sporeloom.data.sources import Source
+from sporeloom.errors import ConfigError
 
 NO_MARGIN = DecontaminationSettings(margin=0, min_piece=0)
 WORDS = [f"w{i}" for i in range(400)]

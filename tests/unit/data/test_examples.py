@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mindloom.data.chat_template import ChatTemplate, TemplatedTokenizer
-from mindloom.data.examples import Example, Reading, ended_batch, example_batch, fitted, packed, read_lines
-from mindloom.errors import ConfigError
+from sporeloom.data.chat_template import ChatTemplate, TemplatedTokenizer
+from sporeloom.data.examples import Example, Reading, ended_batch, example_batch, fitted, packed, read_lines
+from sporeloom.errors import ConfigError
 
 EOD = 3
 TEMPLATE = (

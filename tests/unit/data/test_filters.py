@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 
-from mindloom.data.filters import FilterRules, make_filter, repeated_ngrams
-from mindloom.data.rewrite import rewrite
-from mindloom.data.sources import Source
-from mindloom.errors import ConfigError
+from sporeloom.data.filters import FilterRules, make_filter, repeated_ngrams
+from sporeloom.data.rewrite import rewrite
+from sporeloom.data.sources import Source
+from sporeloom.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from random import Random
 
 import pytest
 
-from mindloom.data.fim import FillInTheMiddle
+from sporeloom.data.fim import FillInTheMiddle
 
 PREFIX, SUFFIX, MIDDLE = 1, 2, 3
 

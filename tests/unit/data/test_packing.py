@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from test_blend_and_loader import EOD, IGNORED, token_file
 
-from mindloom.data.loader import Dataset, Loader, rows_of_rank
-from mindloom.data.packing import BestFit, Shuffled, Stream, best_fit, cut_by_windows, save_packing
-from mindloom.data.sample_order import Sizes
+from sporeloom.data.loader import Dataset, Loader, rows_of_rank
+from sporeloom.data.packing import BestFit, Shuffled, Stream, best_fit, cut_by_windows, save_packing
+from sporeloom.data.sample_order import Sizes
 
 SEQ_LEN = 24
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindloom.data.filters import FilterRules, make_filter
-from mindloom.data.quality import RULES, SETS, Measured, duplicate_ngrams, repeated, top_ngram
-from mindloom.data.rewrite import rewrite
-from mindloom.data.sources import Source
-from mindloom.errors import ConfigError
+from sporeloom.data.filters import FilterRules, make_filter
+from sporeloom.data.quality import RULES, SETS, Measured, duplicate_ngrams, repeated, top_ngram
+from sporeloom.data.rewrite import rewrite
+from sporeloom.data.sources import Source
+from sporeloom.errors import ConfigError
 
 PROSE = (
     "The town lies between the river and the hills. Most of its people work in the mill, which grinds the grain that "

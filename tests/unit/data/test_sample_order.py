@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from mindloom.data.sample_order import Shares, Sizes, epoch_samples, growing_seq_lens, ramped_batch_sizes, shuffled
+from sporeloom.data.sample_order import Shares, Sizes, epoch_samples, growing_seq_lens, ramped_batch_sizes, shuffled
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])

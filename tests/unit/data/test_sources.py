@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from mindloom.data.sources import Piece, Source
-from mindloom.errors import ConfigError
+from sporeloom.data.sources import Piece, Source
+from sporeloom.errors import ConfigError
 
 LINES = [json.dumps({"text": f"line {number} " + "x" * (number % 97)}) + "\n" for number in range(400)]
 

@@ -11,7 +11,7 @@ from conftest import ROOT, in_process
 from fsspec.implementations.memory import MemoryFileSystem
 from upath import UPath
 
-from mindloom.models.family import family_module
+from sporeloom.models.family import family_module
 
 TEXT = (ROOT / "examples/small_town.txt").read_text(encoding="utf-8")
 PARAGRAPHS = [part for part in TEXT.split("\n\n") if part.strip()] or TEXT.splitlines()

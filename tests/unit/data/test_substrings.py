@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from mindloom.data.sources import Source
-from mindloom.data.substrings import MOST_PLACES, SubstringSettings, dedup_substrings
-from mindloom.errors import ConfigError
+from sporeloom.data.sources import Source
+from sporeloom.data.substrings import MOST_PLACES, SubstringSettings, dedup_substrings
+from sporeloom.errors import ConfigError
 
 
 def oracle(texts, length):

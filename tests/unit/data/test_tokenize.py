@@ -16,11 +16,11 @@ import pytest
 from conftest import ROOT, shared
 
 from codegeex.tokenizer import CodeGeeXTokenizer
-from mindloom.data.sources import Source
-from mindloom.data.token_file import ENDS, INFO, TOKENS, TokenFile, partial_folder
-from mindloom.data.tokenize import TokenizeJob, tokenize
-from mindloom.errors import ConfigError
 from pangu.tokenizer import PanGuTokenizer
+from sporeloom.data.sources import Source
+from sporeloom.data.token_file import ENDS, INFO, TOKENS, TokenFile, partial_folder
+from sporeloom.data.tokenize import TokenizeJob, tokenize
+from sporeloom.errors import ConfigError
 
 TEXT = ROOT / "examples" / "small_town.txt"
 
@@ -121,7 +121,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path):
     many.write_bytes(poems.read_bytes() * 6)
     make(tmp_path / "whole", [many], vocabulary, workers=2, family="pangu")
     code = (
-        "import sys, mindloom.data.tokenize as t; from pathlib import Path; from mindloom.data.sources import Source\n"
+        "import sys, sporeloom.data.tokenize as t; from pathlib import Path; from sporeloom.data.sources import Source\n"
         "t.SAVE_SECONDS = 0.2\n"
         "text, vocabulary, out = map(Path, sys.argv[1:])\n"
         "if __name__ == '__main__': t.tokenize(t.TokenizeJob(Source((text,)), 'pangu', vocabulary), out, 1)"

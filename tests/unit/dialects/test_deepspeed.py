@@ -6,11 +6,11 @@ import json
 import pytest
 from conftest import CONFIGS
 
-from mindloom.dialects import Settings, recognize, translate
-from mindloom.dialects.deepspeed import as_ranges
-from mindloom.errors import ConfigError
-from mindloom.strategy.config import SINGLE_DEVICE, Offload, OptimizerParallel
-from mindloom.strategy.mesh import Mesh
+from sporeloom.dialects import Settings, recognize, translate
+from sporeloom.dialects.deepspeed import as_ranges
+from sporeloom.errors import ConfigError
+from sporeloom.strategy.config import SINGLE_DEVICE, Offload, OptimizerParallel
+from sporeloom.strategy.mesh import Mesh
 
 RULES = CONFIGS / "rules" / "decoder.yaml"
 PUBLISHED = {  # the keys of DeepSpeed's own examples of random-LTD and MT-NLG's precision

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from conftest import CONFIGS, ROOT, run
 
-from mindloom.dialects import Settings, recognize, translate
-from mindloom.errors import ConfigError
-from mindloom.strategy.checks import strategy_problems
-from mindloom.strategy.config import (
+from sporeloom.dialects import Settings, recognize, translate
+from sporeloom.errors import ConfigError
+from sporeloom.strategy.checks import strategy_problems
+from sporeloom.strategy.config import (
     SINGLE_DEVICE,
     Offload,
     OptimizerParallel,
@@ -25,9 +25,9 @@ from mindloom.strategy.config import (
     Stages,
     Strategy,
 )
-from mindloom.strategy.loader import load_strategy
-from mindloom.strategy.mesh import Mesh
-from mindloom.strategy.text import strategy_text
+from sporeloom.strategy.loader import load_strategy
+from sporeloom.strategy.mesh import Mesh
+from sporeloom.strategy.text import strategy_text
 
 RULES = CONFIGS / "rules" / "decoder.yaml"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from conftest import CONFIGS
 
-from mindloom.dialects import Settings, translate
-from mindloom.errors import ConfigError
-from mindloom.integrations import trainer
-from mindloom.models.family import size_config
-from mindloom.strategy.config import SINGLE_DEVICE, Stages
-from mindloom.verbs.translate import model_text
+from sporeloom.dialects import Settings, translate
+from sporeloom.errors import ConfigError
+from sporeloom.integrations import trainer
+from sporeloom.models.family import size_config
+from sporeloom.strategy.config import SINGLE_DEVICE, Stages
+from sporeloom.verbs.translate import model_text
 
 RULES = CONFIGS / "rules" / "decoder.yaml"
 NOTHING = Settings(SINGLE_DEVICE)

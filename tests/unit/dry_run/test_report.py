@@ -3,9 +3,9 @@ from itertools import pairwise
 
 import pytest
 
-from mindloom.dry_run.schedule import LASTS, times
-from mindloom.dry_run.summary import describe_layout, translate_group
-from mindloom.strategy.mesh import Mesh
+from sporeloom.dry_run.schedule import LASTS, times
+from sporeloom.dry_run.summary import describe_layout, translate_group
+from sporeloom.strategy.mesh import Mesh
 
 MESH = Mesh(pp=2, dp=4, tp=2)
 

@@ -7,11 +7,11 @@ import pytest
 from conftest import SHARED
 
 from codegeex.tokenizer import CodeGeeXTokenizer
-from mindloom.errors import ConfigError
-from mindloom.evaluation.asking import Asking, asking_of
-from mindloom.evaluation.chat import answer_program, defined, question, translation_question
-from mindloom.evaluation.config import read_problems
-from mindloom.evaluation.programs import NAMES
+from sporeloom.errors import ConfigError
+from sporeloom.evaluation.asking import Asking, asking_of
+from sporeloom.evaluation.chat import answer_program, defined, question, translation_question
+from sporeloom.evaluation.config import read_problems
+from sporeloom.evaluation.programs import NAMES
 
 HELPED = {
     "prompt": 'import math\n\n\ndef half(x):\n    return x / 2\n\n\ndef quarter(x):\n    """A quarter."""\n',

@@ -4,12 +4,12 @@
 import pytest
 from conftest import shared
 
-from mindloom.errors import ConfigError
-from mindloom.evaluation.config import read_problems
-from mindloom.evaluation.judge import judge, judge_all
-from mindloom.evaluation.programs import NAMES, program
-from mindloom.evaluation.sandbox import Limits, check_isolation
-from mindloom.evaluation.toolchains import MissingToolchainError, find_toolchain
+from sporeloom.errors import ConfigError
+from sporeloom.evaluation.config import read_problems
+from sporeloom.evaluation.judge import judge, judge_all
+from sporeloom.evaluation.programs import NAMES, program
+from sporeloom.evaluation.sandbox import Limits, check_isolation
+from sporeloom.evaluation.toolchains import MissingToolchainError, find_toolchain
 
 try:
     check_isolation()

@@ -4,8 +4,8 @@ from itertools import combinations
 
 import pytest
 
-from mindloom.evaluation.judge import pass_at_k
-from mindloom.evaluation.programs import extract, generation_prompt, program, translation_prompt
+from sporeloom.evaluation.judge import pass_at_k
+from sporeloom.evaluation.programs import extract, generation_prompt, program, translation_prompt
 
 PYTHON = {
     "prompt": "def f(x):\n",

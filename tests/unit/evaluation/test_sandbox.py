@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mindloom.errors import ConfigError
-from mindloom.evaluation import sandbox
-from mindloom.evaluation.sandbox import Limits, Step
+from sporeloom.errors import ConfigError
+from sporeloom.evaluation import sandbox
+from sporeloom.evaluation.sandbox import Limits, Step
 
 LIMITS = Limits(memory_bytes=300 << 20, processes=40, output_bytes=1 << 16, disk_bytes=32 << 20)
 
@@ -28,7 +28,7 @@ except ConfigError as error:
 def nothing_is_left():
     """No process of the test's and no folder of the jail's."""
     yield
-    assert not list(Path(tempfile.gettempdir()).glob("mindloom-jail-*"))
+    assert not list(Path(tempfile.gettempdir()).glob("sporeloom-jail-*"))
     assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and _is_the_programs(pid)]
 
 
@@ -121,7 +121,7 @@ def test_a_full_disk_is_the_programs_own():
 
 
 def test_nothing_outside_the_folder_can_be_written():
-    name = f"mindloom-test-{uuid.uuid4().hex}"
+    name = f"sporeloom-test-{uuid.uuid4().hex}"
     places = [Path(p, name) for p in ("/tmp", "/var/tmp", "/dev/shm", Path.home(), Path.cwd(), "/")]
     code = f"for p in {[str(p) for p in places]}:\n    try: open(p, 'w'); print('WROTE', p)\n    except OSError: pass"
     assert "WROTE" not in run(code).output
@@ -162,7 +162,7 @@ def test_no_right_is_left():
 def test_a_killed_caller_leaves_no_program(tmp_path):
     """As after kill -9 of tools/evaluate.py."""
     code = (
-        "import sys; from mindloom.evaluation.sandbox import *\n"
+        "import sys; from sporeloom.evaluation.sandbox import *\n"
         "name = 'untrusted' + '.py'\n"  # the caller's own command line is not to look like the program's
         "run({name: 'import time; time.sleep(60)'}, [Step((sys.executable, '-I', name), 60.0)],"
         " Limits(), needed=(sys.prefix, sys.base_prefix))"

@@ -2,10 +2,10 @@
 import numpy as np
 import pytest
 
-from mindloom.inference.cache import CacheFullError, SlotTable, cache_bytes
-from mindloom.models.config import ModelConfig
-from mindloom.models.slots import num_slots_for
-from mindloom.strategy.mesh import Mesh
+from sporeloom.inference.cache import CacheFullError, SlotTable, cache_bytes
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.slots import num_slots_for
+from sporeloom.strategy.mesh import Mesh
 
 
 def test_a_row_is_appended_to_trimmed_and_reset_apart_from_the_others():

@@ -7,8 +7,8 @@ import shutil
 import numpy as np
 import pytest
 
-from mindloom.inference import kernels
-from mindloom.inference.kernels import kernel_library
+from sporeloom.inference import kernels
+from sporeloom.inference.kernels import kernel_library
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
 
@@ -95,7 +95,7 @@ def test_without_a_compiler_there_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("CC", "no-such-compiler")
     assert kernel_library() is None
     assert "no C compiler (cc): decoding with MindSpore's operators" in capsys.readouterr().err
-    monkeypatch.setenv("MINDLOOM_KERNELS", "0")
+    monkeypatch.setenv("SPORELOOM_KERNELS", "0")
     assert kernel_library() is None
     assert capsys.readouterr().err == ""
 
@@ -107,4 +107,4 @@ def test_what_cannot_be_compiled_leaves_nothing_behind(monkeypatch, tmp_path, ca
     monkeypatch.setattr(kernels, "SOURCE", tmp_path / "bad.c")
     assert kernel_library() is None
     assert "kernels.c cannot be used, decoding is slower: " in capsys.readouterr().err
-    assert list((tmp_path / "cache/mindloom/kernels").iterdir()) == []
+    assert list((tmp_path / "cache/sporeloom/kernels").iterdir()) == []

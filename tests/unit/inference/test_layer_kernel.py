@@ -8,14 +8,14 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from mindloom.checkpoint.shards import whole
-from mindloom.inference.model import build_model
-from mindloom.inference.quantize import quantized_weights
-from mindloom.models.adapters import LoRAConfig
-from mindloom.models.family import size_config
-from mindloom.nn.blocks import Block
-from mindloom.runtime.engine import Engine
-from mindloom.strategy.config import SINGLE_DEVICE
+from sporeloom.checkpoint.shards import whole
+from sporeloom.inference.model import build_model
+from sporeloom.inference.quantize import quantized_weights
+from sporeloom.models.adapters import LoRAConfig
+from sporeloom.models.family import size_config
+from sporeloom.nn.blocks import Block
+from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
 
@@ -50,7 +50,7 @@ def engine():
 def logits_of(engine, family, config, int8, monkeypatch, switch):
     """Of five tokens of three rows, one after the other, that begin at different places of their caches; then of four tokens
     of one row at once."""
-    monkeypatch.setenv("MINDLOOM_KERNELS", switch)
+    monkeypatch.setenv("SPORELOOM_KERNELS", switch)
     net = build_model(family, config, SINGLE_DEVICE, (ROWS, SLOTS), int8)
     draw = np.random.default_rng(5)
     plain = build_model(family, config, SINGLE_DEVICE)
@@ -89,7 +89,7 @@ def logits_of(engine, family, config, int8, monkeypatch, switch):
 
 @pytest.mark.parametrize("several", [False, True], ids=["LoRA", "several adapters"])
 def test_a_layer_with_adapters_anywhere_is_left_to_its_operators(monkeypatch, several):
-    monkeypatch.setenv("MINDLOOM_KERNELS", "1")
+    monkeypatch.setenv("SPORELOOM_KERNELS", "1")
     config = dataclasses.replace(size_config("pangu", "embedded_tiny"), **SMALL)
     lora = LoRAConfig(r=2, lora_alpha=2.0, lora_dropout=0.0, target_modules=("layers.0.mlp.gate",), use_rslora=False)
     adapters = {"ranks": {"layers.0.mlp.gate": (2,)}} if several else {"lora": lora}

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
 
-from mindloom.checkpoint.model_folder import save_checkpoint
-from mindloom.inference.memory import LINE, side_by_side
-from mindloom.inference.model import CACHE, load_model
-from mindloom.models.family import size_config
-from mindloom.models.parameters import parameter_shapes
-from mindloom.strategy.config import SINGLE_DEVICE
+from sporeloom.checkpoint.model_folder import save_checkpoint
+from sporeloom.inference.memory import LINE, side_by_side
+from sporeloom.inference.model import CACHE, load_model
+from sporeloom.models.family import size_config
+from sporeloom.models.parameters import parameter_shapes
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 
 @pytest.mark.parametrize("has_large_pages", [True, False])

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from mindloom.inference.sampling import (
+from sporeloom.inference.sampling import (
     History,
     Sampler,
     SamplingConfig,

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mindloom.inference.sampling import Sampler, SamplingConfig
-from mindloom.inference.scheduler import NewToken, PromptScores, Request, Scheduler
-from mindloom.strategy.config import SINGLE_DEVICE
+from sporeloom.inference.sampling import Sampler, SamplingConfig
+from sporeloom.inference.scheduler import NewToken, PromptScores, Request, Scheduler
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 ENGINE = SimpleNamespace(
     strategy=SINGLE_DEVICE, is_log_rank=True, in_last_stage=True, broadcast=lambda array, source: array

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mindloom.inference.sampling import Sampler, SamplingConfig
-from mindloom.inference.scheduler import Request, generate
-from mindloom.inference.session import Session, StopConditions
-from mindloom.strategy.config import SINGLE_DEVICE
+from sporeloom.inference.sampling import Sampler, SamplingConfig
+from sporeloom.inference.scheduler import Request, generate
+from sporeloom.inference.session import Session, StopConditions
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 EOD = 0
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from mindloom.inference.stopping import at_closed_brace, at_dedent, at_text, first_of, held_back
+from sporeloom.inference.stopping import at_closed_brace, at_dedent, at_text, first_of, held_back
 
 
 def test_the_first_of_several_texts_ends_it():

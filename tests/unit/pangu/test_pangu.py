@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from conftest import shared
 
-from mindloom.errors import ConfigError
-from mindloom.models.config import ModelConfig
-from mindloom.models.parameters import num_parameters, parameter_shapes
-from mindloom.models.weight_names import names
 from pangu.config import LEARNING_RATES, SIZES
 from pangu.tokenizer import SPECIAL, PanGuTokenizer, cut, train_tokenizer
 from pangu.weights import TABLES
+from sporeloom.errors import ConfigError
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.parameters import num_parameters, parameter_shapes
+from sporeloom.models.weight_names import names
 
 PUBLISHED = {"350m": 345_368_576, "2.6b": 2_625_295_360, "13b": 12_800_870_400, "200b": 206_861_008_896}
 

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from conftest import shared
 
-from mindloom.models.family import size_config
-from mindloom.models.parameters import num_parameters
-from mindloom.planner.cluster import Cluster, Overlap
-from mindloom.planner.dimensions import Dimensions, Parallelism, of_decoder
-from mindloom.planner.memory import (
+from sporeloom.models.family import size_config
+from sporeloom.models.parameters import num_parameters
+from sporeloom.planner.cluster import Cluster, Overlap
+from sporeloom.planner.dimensions import Dimensions, Parallelism, of_decoder
+from sporeloom.planner.memory import (
     expert_parameters,
     layer_activations,
     layer_parameters,
@@ -18,7 +18,7 @@ from mindloom.planner.memory import (
     stage_memory,
     stage_parameters,
 )
-from mindloom.planner.step_time import flops_per_device, group_bandwidth, step_time
+from sporeloom.planner.step_time import flops_per_device, group_bandwidth, step_time
 
 GPT = {"vocab_size": 51200, "seq_len": 2048}
 MODELS = {  # arXiv:2205.05198 table 3: dimensions and virtual stages

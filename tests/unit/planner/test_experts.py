@@ -6,14 +6,14 @@ import dataclasses
 import pytest
 from conftest import shared
 
-from mindloom.models.family import size_config
-from mindloom.planner.cluster import Cluster
-from mindloom.planner.dimensions import Parallelism, of_decoder
-from mindloom.planner.memory import expert_parameters, expert_shards, stage_parameters
-from mindloom.planner.published_experts import describe_experts, is_of_experts, read_expert_rows
-from mindloom.planner.search import PlanRequest, search
-from mindloom.planner.step_time import Rates, all_to_all, step_time
-from mindloom.planner.validate import validate
+from sporeloom.models.family import size_config
+from sporeloom.planner.cluster import Cluster
+from sporeloom.planner.dimensions import Parallelism, of_decoder
+from sporeloom.planner.memory import expert_parameters, expert_shards, stage_parameters
+from sporeloom.planner.published_experts import describe_experts, is_of_experts, read_expert_rows
+from sporeloom.planner.search import PlanRequest, search
+from sporeloom.planner.step_time import Rates, all_to_all, step_time
+from sporeloom.planner.validate import validate
 
 RUNS = "facts/published_moe_runs.csv"
 

@@ -3,8 +3,8 @@
 
 import pytest
 
-from mindloom.planner.cluster import Cluster, Efficiency
-from mindloom.planner.graph_time import graph_time
+from sporeloom.planner.cluster import Cluster, Efficiency
+from sporeloom.planner.graph_time import graph_time
 
 SHARES = {"matmul": 0.5, "attention": 0.5, "memory": 0.5, "intra_node": 0.5, "inter_node": 0.25}
 CLUSTER = Cluster(

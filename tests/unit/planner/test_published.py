@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, shared
 
-from mindloom.errors import ConfigError
-from mindloom.planner.published import UnpredictableError, describe, read_rows
-from mindloom.planner.validate import predict, validate
+from sporeloom.errors import ConfigError
+from sporeloom.planner.published import UnpredictableError, describe, read_rows
+from sporeloom.planner.validate import predict, validate
 
 MEASURED = ("iter_s", "tflops_per_device", "mfu_pct", "hfu_pct")
 

@@ -3,13 +3,13 @@ import dataclasses
 
 import pytest
 
-from mindloom.errors import ConfigError
-from mindloom.models.family import size_config
-from mindloom.planner.closed_forms import job_of, optimizer_sharding
-from mindloom.planner.cluster import Cluster, read_cluster
-from mindloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
-from mindloom.planner.report import strategy_file
-from mindloom.planner.search import (
+from sporeloom.errors import ConfigError
+from sporeloom.models.family import size_config
+from sporeloom.planner.closed_forms import job_of, optimizer_sharding
+from sporeloom.planner.cluster import Cluster, read_cluster
+from sporeloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
+from sporeloom.planner.report import strategy_file
+from sporeloom.planner.search import (
     FEWEST_TOKENS,
     PlanRequest,
     describe,
@@ -19,10 +19,10 @@ from mindloom.planner.search import (
     smallest_changes,
     why_slower,
 )
-from mindloom.planner.task import TrainedTask
-from mindloom.strategy.checks import batch_problems, model_problems
-from mindloom.strategy.loader import load_strategy
-from mindloom.strategy.mesh import Mesh
+from sporeloom.planner.task import TrainedTask
+from sporeloom.strategy.checks import batch_problems, model_problems
+from sporeloom.strategy.loader import load_strategy
+from sporeloom.strategy.mesh import Mesh
 
 A100 = Cluster.of_chip("a100_80gb")
 

@@ -5,12 +5,12 @@ import dataclasses
 
 import pytest
 
-from mindloom.models.adapters import LoRAConfig
-from mindloom.models.family import size_config
-from mindloom.planner.cluster import Cluster
-from mindloom.planner.dimensions import Parallelism, of_decoder
-from mindloom.planner.search import PlanRequest, evaluate, search
-from mindloom.planner.task import PLAIN_TEXT, TrainedTask, models_beside, task_memory
+from sporeloom.models.adapters import LoRAConfig
+from sporeloom.models.family import size_config
+from sporeloom.planner.cluster import Cluster
+from sporeloom.planner.dimensions import Parallelism, of_decoder
+from sporeloom.planner.search import PlanRequest, evaluate, search
+from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, models_beside, task_memory
 
 MODEL = size_config("pangu", "13b")
 DIMS = of_decoder(MODEL)

@@ -5,10 +5,10 @@ import mindspore as ms
 import pytest
 from mindspore import nn
 
-from mindloom.errors import ConfigError
-from mindloom.runtime.backend import Backend
-from mindloom.runtime.engine import Engine
-from mindloom.strategy.config import SINGLE_DEVICE
+from sporeloom.errors import ConfigError
+from sporeloom.runtime.backend import Backend
+from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 
 class Narrow(nn.Cell):

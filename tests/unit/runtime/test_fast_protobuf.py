@@ -5,8 +5,8 @@ import sys
 
 from mindspore.train import mind_ir_pb2
 
-from mindloom.fast_protobuf import CHOICE, compiled_messages
-from mindloom.private_names import mind_ir
+from sporeloom.fast_protobuf import CHOICE, compiled_messages
+from sporeloom.private_names import mind_ir
 
 
 def some_graph(messages):

@@ -9,7 +9,7 @@ from conftest import CONFIGS, call
 from mindspore.ops._grad_experimental import grad_comm_ops
 from mindspore.ops._grad_experimental.grad_base import bprop_getters
 
-from mindloom.runtime.gradients import Decided, decided_branches
+from sporeloom.runtime.gradients import Decided, decided_branches
 
 
 def made(mean, dumps, scale=None, name="w"):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mindloom.dry_run.pool import COMPILER
-from mindloom.runtime import environment
-from mindloom.runtime.launch import ENGINE, FORK, free_port, launch
-from mindloom.train.launch import TRAINER
-from mindloom.verbs.generate import TERMINAL
-from mindloom.verbs.serve import SERVER
+from sporeloom.dry_run.pool import COMPILER
+from sporeloom.runtime import environment
+from sporeloom.runtime.launch import ENGINE, FORK, free_port, launch
+from sporeloom.train.launch import TRAINER
+from sporeloom.verbs.generate import TERMINAL
+from sporeloom.verbs.serve import SERVER
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def test_every_process_knows_its_rank_and_the_first_that_fails_ends_all(
 
 
 MISTAKEN = """
-from mindloom.errors import ConfigError, run_tool
+from sporeloom.errors import ConfigError, run_tool
 
 def main(argv):
     print("begins", flush=True)
@@ -89,7 +89,7 @@ def test_what_is_loaded_before_a_fork_starts_no_thread():
     code = f"""
 import os
 from importlib import import_module
-from mindloom.certification.shrink import SUBJECT
+from sporeloom.certification.shrink import SUBJECT
 for module in (*{[ENGINE, TRAINER, TERMINAL, SERVER, COMPILER]!r}, SUBJECT):
     import_module(module)
 print(len(os.listdir("/proc/self/task")))

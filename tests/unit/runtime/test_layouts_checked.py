@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from mindloom.errors import ConfigError
-from mindloom.parallel.parallelize import parallelize
-from mindloom.parallel.report import DERIVED
-from mindloom.runtime.cpu.partition import partition
-from mindloom.runtime.layouts import ParameterLayout, learn_layouts
-from mindloom.strategy.loader import load_strategy
-from mindloom.strategy.mesh import Mesh
+from sporeloom.errors import ConfigError
+from sporeloom.parallel.parallelize import parallelize
+from sporeloom.parallel.report import DERIVED
+from sporeloom.runtime.cpu.partition import partition
+from sporeloom.runtime.layouts import ParameterLayout, learn_layouts
+from sporeloom.strategy.loader import load_strategy
+from sporeloom.strategy.mesh import Mesh
 
 
 class Plain(nn.Cell):

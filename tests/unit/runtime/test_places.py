@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from mindloom.runtime.places import place_of
+from sporeloom.runtime.places import place_of
 
 NET = "Default/network-PipelineCell/network-PanGuWithLoss/model-TopQueryDecoder/layers-CellList/0-DecoderLayer/mlp-MLP"
 

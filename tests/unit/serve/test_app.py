@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindloom.inference.sampling import SamplingConfig
-from mindloom.inference.scheduler import NewToken
-from mindloom.inference.session import Completion, StopConditions
-from mindloom.serve.answers import Choice, CompletionAnswer
-from mindloom.serve.metrics import Metrics
-from mindloom.serve.requests import CompletionAsked, RequestError
-from mindloom.serve.texts import Events, Texts, stream, whole
+from sporeloom.inference.sampling import SamplingConfig
+from sporeloom.inference.scheduler import NewToken
+from sporeloom.inference.session import Completion, StopConditions
+from sporeloom.serve.answers import Choice, CompletionAnswer
+from sporeloom.serve.metrics import Metrics
+from sporeloom.serve.requests import CompletionAsked, RequestError
+from sporeloom.serve.texts import Events, Texts, stream, whole
 
 TOKENIZER = SimpleNamespace(vocab_size=4, eod_id=0, encode=lambda text: [1], decode=lambda ids: "a" * len(ids))
 MODEL = SimpleNamespace(name="town", tokenizer=TOKENIZER, adapter=0)

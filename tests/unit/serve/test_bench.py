@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from mindloom.errors import ConfigError
-from mindloom.serve.bench import BenchServeConfig, bench
+from sporeloom.errors import ConfigError
+from sporeloom.serve.bench import BenchServeConfig, bench
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
 
-from mindloom.models.config import ExpertConfig, ModelConfig
-from mindloom.strategy.checks import batch_problems, group_problems, launch_problems, model_problems, strategy_problems
-from mindloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
-from mindloom.strategy.mesh import Mesh
+from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.strategy.checks import batch_problems, group_problems, launch_problems, model_problems, strategy_problems
+from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from sporeloom.strategy.mesh import Mesh
 
 MODEL = ModelConfig(vocab_size=40, hidden_size=24, num_layers=4, num_heads=12)
 

@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 
-from mindloom.strategy.loader import load_strategy
-from mindloom.strategy.mesh import Mesh
+from sporeloom.strategy.loader import load_strategy
+from sporeloom.strategy.mesh import Mesh
 
 
 @pytest.mark.parametrize(("method", "layout"), [("gather", ((), ("cp",))), ("ulysses", (("cp",), ()))])

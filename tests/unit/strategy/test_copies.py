@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from mindspore import nn
 
-from mindloom import auto_parallel, certify
-from mindloom.certification.shrink import BATCH, SEQ_LEN, small_strategies
-from mindloom.errors import ConfigError
-from mindloom.strategy.checks import batch_problems
-from mindloom.strategy.loader import load_strategy
+from sporeloom import auto_parallel, certify
+from sporeloom.certification.shrink import BATCH, SEQ_LEN, small_strategies
+from sporeloom.errors import ConfigError
+from sporeloom.strategy.checks import batch_problems
+from sporeloom.strategy.loader import load_strategy
 
 TEXT = "mesh: {pp: 2, dp: 2}\nrules: {}\npipeline: {num_microbatches: 4}\nmicro_batch_interleave: 2\n"
 

@@ -5,8 +5,8 @@ import pytest
 import yaml
 from conftest import CONFIGS
 
-from mindloom.errors import ConfigError
-from mindloom.strategy.loader import load_strategy
+from sporeloom.errors import ConfigError
+from sporeloom.strategy.loader import load_strategy
 
 RULES = "operators:\n  up.matmul: [[dp, ~], [tp, ~]]\n  norm: [[[dp, sp], ~]]\n"
 

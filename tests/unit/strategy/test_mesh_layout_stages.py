@@ -3,11 +3,11 @@ import dataclasses
 
 import pytest
 
-from mindloom.strategy.checks import strategy_problems
-from mindloom.strategy.config import Pipeline, Recompute, Stages, Strategy
-from mindloom.strategy.layout import LayoutError, degrees, local_shape, show
-from mindloom.strategy.mesh import Mesh
-from mindloom.strategy.stages import (
+from sporeloom.strategy.checks import strategy_problems
+from sporeloom.strategy.config import Pipeline, Recompute, Stages, Strategy
+from sporeloom.strategy.layout import LayoutError, degrees, local_shape, show
+from sporeloom.strategy.mesh import Mesh
+from sporeloom.strategy.stages import (
     layers_of_stages,
     layers_per_part,
     layers_per_stage,

@@ -5,14 +5,14 @@ import unittest.mock
 
 from mindspore import Tensor
 
-from mindloom.cli import parse_args
-from mindloom.parallel.step import TrainStep
-from mindloom.runtime.engine import Engine
-from mindloom.runtime.environment import launched_processes
-from mindloom.train.config import check
-from mindloom.train.plain_text import TrainConfig
-from mindloom.train.rerun import SilentCorruptionError
-from mindloom.train.trainer import train
+from sporeloom.cli import parse_args
+from sporeloom.parallel.step import TrainStep
+from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.environment import launched_processes
+from sporeloom.train.config import check
+from sporeloom.train.plain_text import TrainConfig
+from sporeloom.train.rerun import SilentCorruptionError
+from sporeloom.train.trainer import train
 
 
 def train_with_a_fault(*arguments):

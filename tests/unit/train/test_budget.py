@@ -5,14 +5,14 @@ from collections import Counter
 
 import pytest
 
-from mindloom.cli import parse_args
-from mindloom.data.sources import Source
-from mindloom.data.tokenize import TokenizeJob, tokenize
-from mindloom.models.family import family_module
-from mindloom.train.budget import data_budget
-from mindloom.train.config import check
-from mindloom.train.data import prepare_data
-from mindloom.train.plain_text import TrainConfig
+from sporeloom.cli import parse_args
+from sporeloom.data.sources import Source
+from sporeloom.data.tokenize import TokenizeJob, tokenize
+from sporeloom.models.family import family_module
+from sporeloom.train.budget import data_budget
+from sporeloom.train.config import check
+from sporeloom.train.data import prepare_data
+from sporeloom.train.plain_text import TrainConfig
 
 
 @pytest.fixture

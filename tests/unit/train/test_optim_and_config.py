@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
 
-from mindloom.errors import ConfigError
-from mindloom.train.config import check
-from mindloom.train.loss_scale import LossScale
-from mindloom.train.optim import SGD, AdamW, is_decayed
-from mindloom.train.plain_text import TrainConfig
-from mindloom.train.schedules import learning_rate
+from sporeloom.errors import ConfigError
+from sporeloom.train.config import check
+from sporeloom.train.loss_scale import LossScale
+from sporeloom.train.optim import SGD, AdamW, is_decayed
+from sporeloom.train.plain_text import TrainConfig
+from sporeloom.train.schedules import learning_rate
 
 
 def test_the_rate_warms_up_linearly_then_follows_the_cosine_of_the_absolute_step():

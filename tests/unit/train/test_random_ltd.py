@@ -8,16 +8,16 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from mindloom.cli import parse_args
-from mindloom.data.batch import document_positions
-from mindloom.data.random_ltd import RandomLTD, draw_kept
-from mindloom.data.sample_order import Sizes
-from mindloom.errors import ConfigError
-from mindloom.models.family import family_module, size_config
-from mindloom.nn.token_drop import attach_token_drop
-from mindloom.train.config import check
-from mindloom.train.plain_text import TrainConfig
-from mindloom.train.trainer import train
+from sporeloom.cli import parse_args
+from sporeloom.data.batch import document_positions
+from sporeloom.data.random_ltd import RandomLTD, draw_kept
+from sporeloom.data.sample_order import Sizes
+from sporeloom.errors import ConfigError
+from sporeloom.models.family import family_module, size_config
+from sporeloom.nn.token_drop import attach_token_drop
+from sporeloom.train.config import check
+from sporeloom.train.plain_text import TrainConfig
+from sporeloom.train.trainer import train
 
 LAYERS, SHAPE, EOD = (1, 2), (3, 24), 7
 

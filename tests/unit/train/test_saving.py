@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 
-from mindloom.checkpoint.manifest import checkpoints, read_manifest
-from mindloom.checkpoint.sharded import CheckpointReader
-from mindloom.errors import ConfigError
-from mindloom.parallel.report import ParameterReport, Report
-from mindloom.runtime.engine import Engine
-from mindloom.strategy.config import SINGLE_DEVICE
-from mindloom.strategy.mesh import Mesh
-from mindloom.train import saving
-from mindloom.train.saving import Saver, load_state, newest_complete
+from sporeloom.checkpoint.manifest import checkpoints, read_manifest
+from sporeloom.checkpoint.sharded import CheckpointReader
+from sporeloom.errors import ConfigError
+from sporeloom.parallel.report import ParameterReport, Report
+from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import SINGLE_DEVICE
+from sporeloom.strategy.mesh import Mesh
+from sporeloom.train import saving
+from sporeloom.train.saving import Saver, load_state, newest_complete
 
 ABOUT = {"state": {}, "model": {}, "strategy": {}, "versions": {}}
 

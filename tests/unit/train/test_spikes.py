@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from mindloom.errors import ConfigError
-from mindloom.train.spikes import MOST_REWINDS, SpikeGuard, parse_steps
+from sporeloom.errors import ConfigError
+from sporeloom.train.spikes import MOST_REWINDS, SpikeGuard, parse_steps
 
 
 def test_steps_are_read():

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from mindloom.checkpoint.model_folder import load_config, load_text_config, write_config
-from mindloom.errors import ConfigError
-from mindloom.models.family import size_config
-from mindloom.train.config import check
-from mindloom.train.tuning import DPOConfig, GRPOConfig, PPOConfig, RewardConfig, SFTConfig
+from sporeloom.checkpoint.model_folder import load_config, load_text_config, write_config
+from sporeloom.errors import ConfigError
+from sporeloom.models.family import size_config
+from sporeloom.train.config import check
+from sporeloom.train.tuning import DPOConfig, GRPOConfig, PPOConfig, RewardConfig, SFTConfig
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_reward_model_must_read_as_the_model_writes(common, tmp_path):
         return problems(PPOConfig(**common, reward_model=tmp_path / "judge"))
 
     (tmp_path / "judge").mkdir()
-    assert any("a model of text; give one of `mindloom reward`" in line for line in told())
+    assert any("a model of text; give one of `sporeloom reward`" in line for line in told())
     values = {"value_head": True, "tied_embedding": False}
     assert any("its context of 64 tokens is shorter than --seq-len 128" in line for line in told(**values, seq_len=64))
     for folder, content in ((tmp_path / "judge", b"one"), (common["from_checkpoint"], b"other")):
@@ -96,7 +96,7 @@ def test_a_reward_model_must_read_as_the_model_writes(common, tmp_path):
 def test_a_reward_model_is_no_model_of_text(common):
     config = dataclasses.replace(size_config("pangu", "tiny"), value_head=True, tied_embedding=False)
     write_config(common["from_checkpoint"], "pangu", config)
-    assert "only `mindloom reward` goes on with it" in problems(SFTConfig(**common))[0]
+    assert "only `sporeloom reward` goes on with it" in problems(SFTConfig(**common))[0]
     assert check(RewardConfig(**common), 1).model.value_head
     with pytest.raises(ConfigError, match="a reward model, which gives a number and no text"):
         load_text_config(common["from_checkpoint"])

@@ -8,12 +8,12 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.graph.api import _cell_graph_executor
 
-from mindloom.private_names import mind_ir
-from mindloom.runtime.cpu.executor import Program
-from mindloom.runtime.cpu.partition import PartitionedGraph
-from mindloom.runtime.cpu.target import WORLD, virtual_ascend
-from mindloom.runtime.cpu.transport import Transport
-from mindloom.runtime.environment import job_name
+from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu.executor import Program
+from sporeloom.runtime.cpu.partition import PartitionedGraph
+from sporeloom.runtime.cpu.target import WORLD, virtual_ascend
+from sporeloom.runtime.cpu.transport import Transport
+from sporeloom.runtime.environment import job_name
 
 SIZE, RANK = 4, int(os.environ["RANK_ID"])
 PAIR = [RANK % 2, RANK % 2 + 2]  # (0 2) and (1 3)

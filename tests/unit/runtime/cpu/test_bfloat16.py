@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from mindloom.errors import ConfigError
-from mindloom.private_names import mind_ir
-from mindloom.runtime.cpu.bfloat16 import NARROW_ID, in_bfloat16, widen_bfloat16
-from mindloom.runtime.engine import Engine
-from mindloom.strategy.config import SINGLE_DEVICE
+from sporeloom.errors import ConfigError
+from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu.bfloat16 import NARROW_ID, in_bfloat16, widen_bfloat16
+from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 rng = np.random.default_rng(5)
 X, W, B = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 8), (6, 8), (6,)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import msrun
 
-from mindloom.runtime.cpu.transport import Collectives, Transport, TransportError
+from sporeloom.runtime.cpu.transport import Collectives, Transport, TransportError
 
 
 @pytest.mark.slow

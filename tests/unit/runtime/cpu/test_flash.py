@@ -4,9 +4,9 @@
 import numpy as np
 import pytest
 
-from mindloom.errors import ConfigError
-from mindloom.models.config import ModelConfig
-from mindloom.runtime.cpu.flash import attention, attention_gradient
+from sporeloom.errors import ConfigError
+from sporeloom.models.config import ModelConfig
+from sporeloom.runtime.cpu.flash import attention, attention_gradient
 
 SCALE = 0.3
 

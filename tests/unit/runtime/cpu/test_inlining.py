@@ -3,8 +3,8 @@
 
 import pytest
 
-from mindloom.private_names import mind_ir
-from mindloom.runtime.cpu.inlining import InliningError, calls_of_functions, inline_functions
+from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu.inlining import InliningError, calls_of_functions, inline_functions
 
 KINDS = ("Mul", "Depend", "MakeTuple", "TupleGetItem", "Partial", "AddN", "AssignAdd")
 

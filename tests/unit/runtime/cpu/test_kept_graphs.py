@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from mindloom.private_names import mind_ir
-from mindloom.runtime.cpu import kept_graphs
-from mindloom.runtime.cpu.kept_graphs import SUFFIX, SWITCH, kept_graph
-from mindloom.runtime.cpu.partition import PartitionedGraph
-from mindloom.runtime.layouts import ParameterLayout
+from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu import kept_graphs
+from sporeloom.runtime.cpu.kept_graphs import SUFFIX, SWITCH, kept_graph
+from sporeloom.runtime.cpu.partition import PartitionedGraph
+from sporeloom.runtime.layouts import ParameterLayout
 
 KEY = {"network": {"family": "pangu"}, "rank": 1, "inputs": [[[2, 3], "<f4"]]}
 

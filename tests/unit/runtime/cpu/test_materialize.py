@@ -24,8 +24,8 @@ from mindspore.common.initializer import (
 )
 from mindspore.nn.utils import no_init_parameters
 
-from mindloom.runtime.cpu.drawing import drawing_later
-from mindloom.runtime.cpu.executor import Source, materialize
+from sporeloom.runtime.cpu.drawing import drawing_later
+from sporeloom.runtime.cpu.executor import Source, materialize
 
 VALUE = np.arange(24, dtype=np.float32).reshape(4, 6)
 

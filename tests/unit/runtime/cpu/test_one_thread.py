@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from mindloom.private_names import mind_ir
-from mindloom.runtime.cpu.ordering import Message, chain, common_order, dependencies, from_lists, to_lists
+from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu.ordering import Message, chain, common_order, dependencies, from_lists, to_lists
 
 SEEDS = range(120)
 

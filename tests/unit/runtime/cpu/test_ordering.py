@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from mindloom.runtime.cpu.ordering import Message, common_order
-from mindloom.runtime.cpu.transport import TransportError
+from sporeloom.runtime.cpu.ordering import Message, common_order
+from sporeloom.runtime.cpu.transport import TransportError
 
 
 def collective(tag, *ranks):

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sporeloom VERB ...`, `python -m sporeloom VERB ...`; msrun is given this file."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+if not __package__:  # started by its path: Python then looks in this folder first, whose modules have common names
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from sporeloom import __version__
+from sporeloom.errors import ConfigError, did_you_mean, run_tool
+from sporeloom.verbs import VERBS
+
+HELP = ("-h", "--help", "help")
+
+
+def main(argv: Sequence[str]) -> int | None:
+    if not argv or argv[0] in HELP:
+        print(overview())
+        return 0
+    if argv[0] == "--version":
+        print(f"sporeloom {__version__}")
+        return 0
+    verb = argv[0].replace("_", "-")
+    if verb not in VERBS:
+        raise ConfigError(
+            f"{argv[0]} is no verb of sporeloom, which `sporeloom --help` lists{did_you_mean(verb, VERBS)}"
+        )
+    sys.argv[0] = f"sporeloom {verb}"  # what help and the lock of an output folder call this program
+    result: int | None = import_module(f"sporeloom.verbs.{verb.replace('-', '_')}").main(list(argv[1:]))
+    return result
+
+
+def overview() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:{width}}  {text}" for verb, text in VERBS.items()]
+    head = "usage: sporeloom VERB ...\n\nLarge language models on MindSpore whose parallelism is configuration only.\n"
+    return "\n".join([head, *lines, "", "sporeloom VERB --help tells the flags of a verb."])
+
+
+def run() -> None:
+    """The program `sporeloom`."""
+    run_tool(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards from functions of the user's."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sporeloom.errors import ConfigError
+
+Reward = Callable[..., Sequence[float]]
+"""Called by keywords: `prompts` and `completions`, a text each, and columns of the prompts' lines, a list each; returns a
+number for each completion. One that takes `**columns` gets all there are."""
+
+
+def load_reward(name: str) -> Reward:
+    """The function that FILE.py:FUNCTION names.
+
+    Raises:
+        ConfigError: there is no such file or function, or the file fails.
+    """
+    file, _, function = name.rpartition(":")
+    path = Path(file)
+    if not file.endswith(".py") or not path.is_file():
+        raise ConfigError(f"--reward {name}: give FILE.py:FUNCTION, where FILE.py exists")
+    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"--reward {name}: {path} fails: {type(error).__name__}: {error}") from None
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise ConfigError(f"--reward {name}: {path} has no function {function}")
+    reward: Reward = found
+    return reward
+
+
+def rewards_of(
+    name: str, reward: Reward, prompts: Sequence[str], completions: Sequence[str], lines: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """What a function says of each completion.
+
+    Raises:
+        ConfigError: it fails, wants a column that the lines do not have, or gives no number for each.
+    """
+    wanted = inspect.signature(reward).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in wanted.values())
+    columns = {key for line in lines for key in line} - {"prompt"}
+    given: dict[str, Any] = {"prompts": list(prompts), "completions": list(completions)}
+    given |= {key: [line.get(key) for line in lines] for key in columns if takes_all or key in wanted}
+    given = given if takes_all else {key: value for key, value in given.items() if key in wanted}
+    try:
+        values = [float(value) for value in reward(**given)]
+    except Exception as error:
+        raise ConfigError(f"--reward {name}: {type(error).__name__}: {error}") from None
+    if len(values) != len(completions) or not all(map(math.isfinite, values)):
+        raise ConfigError(
+            f"--reward {name}: gave {len(values)} numbers for {len(completions)} texts, or one not finite"
+        )
+    return values

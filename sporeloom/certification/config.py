@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is to be certified, checked before MindSpore is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from sporeloom.certification.shrink import (
+    BATCH,
+    POSSIBLE_PROCESSES,
+    SEQ_LEN,
+    small_model,
+    small_strategies,
+    small_task,
+)
+from sporeloom.cli import option
+from sporeloom.dry_run.config import DryRun, DryRunConfig
+from sporeloom.dry_run.config import check as check_dry_run
+from sporeloom.errors import ConfigError, Problems
+from sporeloom.files import unwritable
+from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
+from sporeloom.numbers import Count
+from sporeloom.planner.cluster import Cluster, read_cluster
+from sporeloom.planner.task import TaskFlags, TrainedTask
+from sporeloom.strategy.checks import batch_problems, model_problems
+from sporeloom.strategy.config import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifyConfig(TaskFlags):
+    """The flags of tools/certify.py."""
+
+    model: str = option("pangu", "model family")
+    size: str = option("tiny", "one of the family's published sizes")
+    config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
+    strategy: Path = option(..., "strategy file, or the name of a shipped one")
+    cluster: Path = option(..., "cluster file, or the name of a shipped one")
+    out: Path = option(..., "folder for certificate.json, certificate.html and the logs of the proof")
+    batch_size: Count | None = option(
+        None,
+        "sequences of one step, over all devices, two for each pair of reward and dpo; one a microbatch and replica "
+        "without this",
+    )
+    accumulate: Count = option(1, "parts a step's batch is split into without a pipeline, as tools/train.py's")
+    compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
+    attention: AttentionKernel | None = option(
+        None, "plain or flash; the size's own without it, which is flash where Ascend has it for the model"
+    )
+    processes: Count = option(4, "processes the proof may use on this machine: 2, 4, 8 or 16")
+    fast: bool = option(False, "compile the full size from small depths, as tools/dry_run.py --fast")
+
+
+@dataclass(frozen=True)
+class Certification:
+    """What was asked for and found right, with what it refers to."""
+
+    config: CertifyConfig
+    full: DryRun
+    cluster: Cluster
+    small_model: ModelConfig
+    small: list[Strategy]
+    small_task: TrainedTask
+
+
+def check(config: CertifyConfig) -> Certification:
+    """Everything a certificate refers to, read and held against each other: the first of its checks.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    problems = Problems()
+    if config.processes not in POSSIBLE_PROCESSES:
+        problems.append(f"--processes {config.processes}: give one of {', '.join(map(str, POSSIBLE_PROCESSES))}")
+    if problem := unwritable(config.out):
+        problems.append(f"--out {problem}")
+    cluster = problems.of(read_cluster, config.cluster)
+    dry = DryRunConfig(
+        model=config.model,
+        size=config.size,
+        config=config.config,
+        strategy=config.strategy,
+        ranks="all",
+        batch_size=config.batch_size,
+        accumulate=config.accumulate,
+        compute_dtype=config.compute_dtype,
+        attention=config.attention,
+        fast=config.fast,
+        **{field.name: getattr(config, field.name) for field in dataclasses.fields(TaskFlags)},
+        memory_gb=cluster.usable_bytes / 2**30 if cluster else None,
+    )
+    full = problems.of(check_dry_run, dry)
+    problems.tell()
+    assert full and cluster
+    mesh = full.strategy.mesh
+    if mesh.size == 1:
+        raise ConfigError(f"{full.strategy.at('mesh')}: one device needs no certificate")
+    if problem := cluster.refuses(mesh):
+        raise ConfigError(f"{full.strategy.at('mesh')}: {problem}")
+    size = mesh.size
+    ranks = sorted({0, size // 2, size - 1})
+    full = dataclasses.replace(full, ranks=ranks)
+    small, model = small_strategies(full.strategy, full.model.num_layers, config.processes), None
+    model = small_model(full.model, full.strategy, config.processes)
+    for strategy in small:
+        problems += model_problems(strategy, model)
+        accumulate = 2 if config.accumulate > 1 and strategy.mesh.pp == 1 else 1
+        problems += batch_problems(strategy, BATCH // full.task.rows_per_unit, SEQ_LEN, accumulate)
+    if problems:
+        raise ConfigError(f"the small likeness of {config.strategy} does not fit: {problem}" for problem in problems)
+    return Certification(config, full, cluster, model, small, small_task(full.task, model))

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A certificate for a network of the user's own, from Python."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sporeloom.certificate import about_strategy, about_versions
+from sporeloom.certification import full_size
+from sporeloom.certification.proof import compile_ranks, prove, timed
+from sporeloom.certification.shrink import IN_PROOF, POSSIBLE_PROCESSES, small_strategies
+from sporeloom.certification.verdict import Checks, certificate_values, failures_of, subject_folder, told_of, write
+from sporeloom.dry_run.summary import GB
+from sporeloom.errors import ConfigError
+from sporeloom.files import unwritable
+from sporeloom.log import milestone
+from sporeloom.planner.cluster import read_cluster
+from sporeloom.shipped import shipped_or_file
+from sporeloom.strategy.checks import check_own_network
+from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.loader import load_strategy, strategy_of
+
+
+def certify(
+    network: Callable[[], Any],
+    inputs: Sequence[Any],
+    strategy: str | Path | None = None,
+    *,
+    out: str | Path,
+    processes: int = 4,
+    memory_gb: float | None = None,
+    cluster: str | Path | None = None,
+    mesh: Mapping[str, int] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Prove a network of your own under a strategy: small meshes with each of its axes against one device. Then compile its
+    first, middle and last rank on the whole mesh, for which no device is needed.
+
+    Args:
+        network: a class or function at the top of a Python file, called without arguments: a Cell that returns its loss.
+        inputs: NumPy arrays of one batch; every step takes it. The batch is dim 0.
+        strategy, mesh, settings: as of `auto_parallel`.
+        out: folder for certificate.json, certificate.html and logs.
+        processes: the proof may use on this machine.
+        memory_gb: of one device; refuse what needs more for weights, gradients and AdamW's moments alone.
+        cluster: a file or shipped one by name: its memory is `memory_gb` where that is not given, and the time of a step is
+            estimated from what is counted in the graphs, with nothing overlapping.
+
+    Call it under `if __name__ == "__main__":`, in a process of its own. Returns what is in the certificate; `verdict` is
+    `certified` or `refused`, `reasons` says why.
+
+    Raises:
+        ConfigError: something cannot be used as given.
+    """
+    folder, given = Path(out), {"mesh": dict(mesh), **settings} if mesh is not None else None
+    large = _checked(strategy, given, folder, processes)
+    file, name = _place_of(network)
+    chips = read_cluster(Path(cluster)) if cluster is not None else None
+    if chips and (problem := chips.refuses(large.mesh)):
+        raise ConfigError(f"{large.at('mesh')}: {problem}")
+    if chips and memory_gb is None:
+        memory_gb = chips.usable_bytes / GB
+    small = small_strategies(large, None, processes)
+    _check_rows(len(inputs[0]), small)
+    subject = {"file": str(file.resolve()), "name": name, "settings": given, "processes": processes}
+    subject["strategy"] = str(shipped_or_file(strategy).resolve()) if strategy is not None else None
+    seconds: dict[str, float] = {}
+    checks: Checks = {"strategy": []}
+    with subject_folder(folder, subject) as partial:
+        np.savez(partial / "inputs.npz", *map(np.asarray, inputs))
+        with timed(seconds, "proof"):
+            one_device, proofs = prove(partial, small, folder / "logs")
+        checks["proof"] = failures_of(proofs)
+        milestone(told_of(proofs))
+        ranks = _on_the_whole_mesh(large, partial, folder / "logs", checks, seconds) if not checks["proof"] else []
+    if memory_gb is not None and ranks:
+        checks["memory"] = list(full_size.held_problems(ranks, memory_gb))
+    values = certificate_values(_vouched(file, name, large), checks, proofs, one_device, small, seconds)
+    values["ranks"] = ranks
+    if chips and ranks and not checks["ranks"]:
+        values["estimate"] = full_size.own_estimate(ranks, large, len(inputs[0]), chips)
+        milestone(f"estimated: {values['estimate']['step_time_s']:.3g} s of work in a step on {chips.chip}")
+    values |= {"subject": f"{name} of {file.name}", "strategy_file": str(strategy or "given in Python")}
+    return write(folder, values)
+
+
+def _checked(strategy: str | Path | None, given: dict[str, Any] | None, out: Path, processes: int) -> Strategy:
+    """The strategy, if everything else may be as it was given."""
+    if (strategy is None) == (given is None):
+        raise ConfigError("certify takes a strategy file or mesh=..., one of them")
+    if os.environ.get(IN_PROOF):
+        raise ConfigError(
+            "certify was called while its own processes read the file: call it under `if __name__ == '__main__':`"
+        )
+    if processes not in POSSIBLE_PROCESSES:
+        raise ConfigError(f"processes = {processes}: give one of {', '.join(map(str, POSSIBLE_PROCESSES))}")
+    if problem := unwritable(out):
+        raise ConfigError(f"out {problem}")
+    large = strategy_of(given) if given else load_strategy(str(strategy))
+    if large.mesh.size == 1:
+        raise ConfigError(f"{large.at('mesh')}: one device needs no certificate")
+    check_own_network(large)
+    return large
+
+
+def _vouched(file: Path, name: str, strategy: Strategy) -> dict[str, Any]:
+    """What the certificate is for."""
+    network = {"file": file.name, "name": name, "source": file.read_text(encoding="utf-8")}
+    return {"network": network, "strategy": about_strategy(strategy), "versions": about_versions()}
+
+
+def _place_of(network: Callable[[], Any]) -> tuple[Path, str]:
+    """The file that has a user's network, and its name there."""
+    name = getattr(network, "__qualname__", "")
+    file = inspect.getsourcefile(network) if name.isidentifier() else None
+    if not file:
+        raise ConfigError(f"{network!r:.60}: give a class or function that stands at the top of a Python file")
+    return Path(file), name
+
+
+def _check_rows(rows: int, small: Sequence[Strategy]) -> None:
+    for one in small:
+        parts = one.mesh.dp * one.num_parts()
+        if rows % parts:
+            raise ConfigError(f"a batch of {rows} rows is not divisible by {parts}, which {one.mesh} needs")
+
+
+def _on_the_whole_mesh(
+    large: Strategy, folder: Path, logs: Path, checks: Checks, seconds: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Compile the first, the middle and the last rank of a user's network; what is wrong goes to `checks`."""
+    mesh, asked = large.mesh, sorted({0, large.mesh.size // 2, large.mesh.size - 1})
+    with timed(seconds, "whole_mesh"):
+        ranks, checks["ranks"] = compile_ranks(folder, asked, logs)
+    checks["ranks"] += full_size.strangers(ranks)
+    told = (checks["ranks"] or ["compiled, and each holds what the rules say"])[0]
+    milestone(f"ranks {', '.join(map(str, asked))} of {mesh.size}: {told}")
+    return ranks

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a small likeness of a strategy on real processes, and hold every number against one device."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sporeloom.certification.shrink import FULL_SIZE, SUBJECT
+from sporeloom.processes import end_with_parent
+from sporeloom.runtime.launch import failure_report, launch
+from sporeloom.strategy.config import Strategy
+
+WORKER = Path(__file__).with_name("worker.py")
+ONE_DEVICE = "one_device"
+TIMEOUT_S = 1200
+LIMITS = {"losses": 1e-5, "norms": 1e-4, "gradients": 1e-5, "weights": 1e-5}
+"""Losses and gradient norms: relative. Gradients: of the largest entry of all. Weights: absolute."""
+
+Numbers = dict[str, dict[str, list[float]]]
+Tensors = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one training left: numbers by optimizer, the first step's gradients, the weights after SGD."""
+
+    numbers: Numbers
+    gradients: Tensors
+    weights: Tensors
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One small mesh against one device."""
+
+    mesh: str
+    differences: dict[str, float] = field(default_factory=dict)
+    """The largest of each kind, as LIMITS counts them."""
+    losses: list[float] = field(default_factory=list)
+    """AdamW's, then SGD's."""
+    failure: str = ""
+    """The first quantity that differs, or why the job ended; empty if all is equal."""
+
+
+def prove(folder: Path, small: Sequence[Strategy], logs: Path) -> tuple[list[float], list[Proof]]:
+    """Train the subject in `folder` (subject.json and what belongs to it) under every small strategy. Returns one device's
+    losses and the proofs; after one that ended by itself there may be fewer."""
+    if failure := _alone(folder, [ONE_DEVICE], "one device", logs / "one_device.log"):
+        return [], [Proof(ONE_DEVICE, failure=failure)]
+    expected, proofs = load(folder, ONE_DEVICE), []
+    for size in sorted({strategy.mesh.size for strategy in small}):
+        numbers = [n for n, strategy in enumerate(small) if strategy.mesh.size == size]
+        failure = _job(folder, numbers, size, small, logs / f"{size}_processes")
+        for number in numbers:
+            mesh = str(small[number].mesh)
+            if not is_complete(folder, str(number)):
+                proofs.append(Proof(mesh, failure=failure or "a process left without its results"))
+                break
+            proofs.append(compare(mesh, expected, load(folder, str(number))))
+    return _losses(expected), proofs
+
+
+def compile_ranks(folder: Path, ranks: Sequence[int], logs: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Compile ranks of the user's network in `folder` under the whole strategy, up to the first that cannot be. Returns what
+    they are, and why one is missing."""
+    reports: list[dict[str, Any]] = []
+    for rank in ranks:
+        if failure := _alone(
+            folder, [FULL_SIZE, str(rank)], f"rank {rank} of the whole mesh", logs / f"rank_{rank}.log"
+        ):
+            return reports, [failure]
+        reports.append(json.loads((folder / f"{rank}.json").read_text()))
+    return reports, []
+
+
+def _alone(folder: Path, words: Sequence[str], what: str, log: Path) -> str:
+    """Have one process do what `words` say. Returns why it did not, or ''."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    parent = os.getpid()
+    with log.open("w") as output, contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [sys.executable, str(WORKER), str(folder / "subject.json"), *words],
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            timeout=TIMEOUT_S,
+            check=False,
+            preexec_fn=lambda: end_with_parent(parent),
+        )
+        if done.returncode == 0:
+            return ""
+        return f"{what} failed ({log}): {_last_line(log.read_text(errors='replace'))}"
+    return f"{what} was not done after {TIMEOUT_S} s ({log})"
+
+
+def _job(folder: Path, numbers: Sequence[int], size: int, small: Sequence[Strategy], logs: Path) -> str:
+    """Run the small strategies of `size` processes one after another in one job. Returns why it ended early, or ''."""
+    arguments = [str(folder / "subject.json"), ",".join(map(str, numbers))]
+    # What failed is told in the certificate; a proof says nothing else.
+    with io.TextIOWrapper(io.BytesIO()) as aside, redirect_stdout(aside), redirect_stderr(aside):
+        code = launch(str(WORKER), arguments, size, logs, small[numbers[0]].mesh.first_rank_of_last_stage, SUBJECT)
+    return "" if code == 0 else _last_line(failure_report(logs))
+
+
+def _last_line(text: str) -> str:
+    """The line of a traceback or message that says what happened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("-")]
+    errors = [line for line in lines if "Error: " in line or line.startswith("error: ")]
+    return (errors or lines or ["it said nothing"])[-1][:400]
+
+
+def is_complete(folder: Path, name: str) -> bool:
+    return all((folder / f"{name}.{o}.{suffix}").exists() for o in ("AdamW", "SGD") for suffix in ("json", "npz"))
+
+
+def load(folder: Path, name: str) -> Trained:
+    numbers = {o: json.loads((folder / f"{name}.{o}.json").read_text()) for o in ("AdamW", "SGD")}
+    tensors = []
+    for optimizer in ("AdamW", "SGD"):
+        with np.load(folder / f"{name}.{optimizer}.npz") as archive:
+            tensors.append({n: archive[n] for n in archive.files})
+    return Trained(numbers, *tensors)
+
+
+def _losses(trained: Trained) -> list[float]:
+    return [loss for numbers in trained.numbers.values() for loss in numbers["losses"]]
+
+
+def compare(mesh: str, expected: Trained, got: Trained) -> Proof:
+    """Every number, in the order in which a fault shows: a step's loss, its gradients, what follows from them."""
+    found: dict[str, float] = {}
+    failure = ""
+    for kind, quantity, difference, shown in _compared(expected, got):
+        found[kind] = max(found.get(kind, 0.0), difference) if np.isfinite(difference) else float("inf")
+        if not failure and not difference <= LIMITS[kind]:
+            failure = f"{quantity}: {shown} (difference {difference:.1e}, at most {LIMITS[kind]:.0e})"
+    return Proof(mesh, found, _losses(got), failure)
+
+
+def _compared(expected: Trained, got: Trained) -> Iterator[tuple[str, str, float, str]]:
+    """(kind, quantity, difference, both values)"""
+    for step in range(len(expected.numbers["AdamW"]["losses"])):
+        yield from _numbers("losses", f"loss of step {step + 1}", expected, got, step)
+        if step == 0:
+            largest = max(float(np.abs(value).max()) for value in expected.gradients.values()) or 1.0
+            yield from _tensors("gradients", "gradient of", expected.gradients, got.gradients, largest, "adam_m.")
+        yield from _numbers("norms", f"gradient norm of step {step + 1}", expected, got, step)
+    yield from _tensors("weights", "after 5 steps of SGD", expected.weights, got.weights, 1.0, "")
+
+
+def _numbers(kind: str, word: str, expected: Trained, got: Trained, step: int) -> Iterator[tuple[str, str, float, str]]:
+    for optimizer, numbers in expected.numbers.items():
+        a, b = numbers[kind][step], got.numbers[optimizer][kind][step]
+        yield kind, f"{word}, {optimizer}", abs(b - a) / (abs(a) or 1.0), _both(a, b)
+
+
+def _tensors(
+    kind: str, word: str, expected: Tensors, got: Tensors, scale: float, prefix: str
+) -> Iterator[tuple[str, str, float, str]]:
+    for name, value in expected.items():
+        mine = got.get(name)
+        if mine is None or mine.shape != value.shape:
+            yield kind, f"{word} {name.removeprefix(prefix)}", float("inf"), "not there, or of another shape"
+            continue
+        difference = np.abs(mine - value)
+        place = np.unravel_index(int(np.argmax(difference)), value.shape) if value.ndim else ()
+        shown = _both(float(value[place]), float(mine[place])) + f" at {[int(i) for i in place]}"
+        yield kind, f"{word} {name.removeprefix(prefix)}", float(difference.max()) / scale, shown
+
+
+def _both(one_device: float, mesh: float) -> str:
+    return f"{mesh:.7g}, on one device {one_device:.7g}"
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = round(time.perf_counter() - start, 1)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same strategy for a few processes: every axis, option and rule of the large one, on meshes a laptop holds.
+
+An axis above 1 stays above 1. Where the processes cannot hold all such axes at once, every pair of them is proved (with 8
+processes every three): what axes do to each other is between two of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.planner.task import TrainedTask
+from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from sporeloom.strategy.mesh import Mesh
+from sporeloom.strategy.stages import layers_per_part, offloaded_layers, recomputed_layers
+
+BATCH, SEQ_LEN, HEAD_DIM, VOCAB = 16, 32, 16, 128
+MOST_VIRTUAL_STAGES = 2
+POSSIBLE_PROCESSES = (2, 4, 8, 16)
+FULL_SIZE = "rank"
+"""What a process of a proof is told that compiles one rank of the whole mesh."""
+IN_PROOF = "SPORELOOM_IN_PROOF"
+"""Environment: set in the processes of a proof."""
+SUBJECT = "sporeloom.certification.subject"
+"""The module that they load with MindSpore."""
+
+
+def small_meshes(mesh: Mesh, processes: int) -> list[Mesh]:
+    """Meshes of at most `processes` ranks, a power of 2, that together have every axis of `mesh`, in its order."""
+    axes = [axis for axis in mesh.order if mesh.degree(axis) > 1]
+    at_once = int(math.log2(processes))
+    chosen = [axes] if len(axes) <= at_once else [list(some) for some in itertools.combinations(axes, at_once)]
+    return [_filled(mesh, some, processes) for some in chosen]
+
+
+def _filled(mesh: Mesh, axes: list[str], processes: int) -> Mesh:
+    """Every axis 2, then doubled, the innermost first, while it is below its true degree and processes are left."""
+    degrees: dict[str, Any] = dict.fromkeys(axes, 2)
+    for axis in reversed(axes):
+        while 2 * math.prod(degrees.values()) <= processes and 2 * degrees[axis] <= mesh.degree(axis):
+            degrees[axis] *= 2
+    if mesh.ep > 1 and "dp" in degrees:  # all of dp, or a part of it, as in the large one if there are ranks for that
+        degrees["ep"] = degrees["dp"] if mesh.ep == mesh.dp else max(2, degrees["dp"] // 2)
+    return Mesh(**degrees)
+
+
+def small_strategies(strategy: Strategy, num_layers: int | None, processes: int) -> list[Strategy]:
+    """What is proved in place of `strategy`. One more mesh where optimizer parallel shards over groups of replicas, and where
+    several replicas hold the same experts.
+
+    `num_layers`: of the large model; None for a network that keeps its layers.
+    """
+    meshes, zero, mesh = small_meshes(strategy.mesh, processes), strategy.optimizer_parallel, strategy.mesh
+    grouped = zero and zero.shard_size and zero.shard_size < mesh.dp * mesh.cp
+    if grouped and processes >= 4 and Mesh(dp=4) not in meshes:
+        meshes.append(Mesh(dp=4))
+    if 1 < mesh.ep < mesh.dp and processes >= 4 and not any(1 < small.ep < small.dp for small in meshes):
+        meshes.append(Mesh(dp=4, ep=2))
+    return [_small(strategy, mesh, num_layers) for mesh in meshes]
+
+
+def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
+    pipeline, recompute = Pipeline(), strategy.recompute
+    if mesh.pp > 1:
+        more = strategy.pipeline.num_microbatches > strategy.mesh.pp
+        counts = [1] if num_layers is None else _layers_of_small_stages(strategy, num_layers, mesh.pp)
+        uneven = None if len(set(counts)) == 1 else Stages(num_layers=counts)
+        pipeline = Pipeline(
+            num_microbatches=mesh.pp * (2 if more or strategy.pipeline.schedule == "zero_bubble_v" else 1),
+            stages=uneven or "uniform",
+            virtual_stages=min(strategy.pipeline.virtual_stages, MOST_VIRTUAL_STAGES),
+            schedule=strategy.pipeline.schedule,
+        )
+    if recompute:
+        some = num_layers is not None and _recomputes_some(strategy, num_layers)
+        recompute = Recompute(kind=recompute.kind, layers=[0] if some else "all")
+    offload = strategy.offload
+    if offload and num_layers is not None:
+        moved = offloaded_layers(num_layers, strategy)
+        offload = dataclasses.replace(offload, layers="all" if len(moved) == num_layers else [1] if moved else [])
+    zero = strategy.optimizer_parallel if mesh.dp * mesh.cp > 1 else None
+    if zero:
+        whole = strategy.mesh.dp * strategy.mesh.cp
+        grouped = zero.shard_size and zero.shard_size < whole and mesh.dp * mesh.cp > 2
+        # Between the small model's matrices, of 4 KB and more a rank, and its vectors.
+        threshold = 1 if zero.threshold_kb else 0
+        zero = OptimizerParallel(
+            threshold_kb=threshold,
+            shard_size=2 if grouped else None,
+            shard_accumulated_gradients=zero.shard_accumulated_gradients,
+            reshard_after_forward=zero.reshard_after_forward,
+        )
+    return dataclasses.replace(
+        strategy,
+        mesh=mesh,
+        pipeline=pipeline,
+        optimizer_parallel=zero,
+        recompute=recompute,
+        offload=offload,
+        micro_batch_interleave=min(strategy.micro_batch_interleave, 2),  # of a batch of 16
+        sequence_parallel=strategy.sequence_parallel and mesh.tp > 1,
+        lines={},
+    )
+
+
+def _recomputes_some(strategy: Strategy, num_layers: int) -> bool:
+    return 0 < len(recomputed_layers(num_layers, strategy)) < num_layers
+
+
+def _layers_of_small_stages(strategy: Strategy, num_layers: int, num_stages: int) -> list[int]:
+    """Stages, or virtual ones, that are unequal stay so: the larger half of them keeps the larger part."""
+    counts = layers_per_part(num_layers, strategy)
+    num_parts = num_stages * min(strategy.pipeline.virtual_stages, MOST_VIRTUAL_STAGES)
+    if len(set(counts)) == 1:
+        more = 2 if _recomputes_some(strategy, num_layers) else 1
+        return [more] * num_parts
+    half = len(counts) // 2
+    first = sum(counts[:half]) >= sum(counts[half:])
+    return [2, *[1] * (num_parts - 1)] if first else [*[1] * (num_parts - 1), 2]
+
+
+def rows_on_the_whole_mesh(strategy: Strategy, rows: int) -> int:
+    """Rows that a user's network is compiled for there: as many more as dp and microbatches want."""
+    parts = strategy.mesh.dp * strategy.num_parts()
+    return -(-rows // parts) * parts
+
+
+def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> ModelConfig:
+    """A model of a few layers for all of `small_strategies`, with every choice of the large one but its precision.
+
+    It computes in float32: equality within 1e-5 cannot be seen in 16 bits.
+    """
+    meshes = small_meshes(strategy.mesh, processes)
+    num_stages = max(mesh.pp for mesh in meshes)
+    heads = max(4, *(mesh.tp * mesh.cp for mesh in meshes))
+    if strategy.mesh.cp > 1 and strategy.context_parallel == "ulysses" and model.kv_heads < model.num_heads:
+        heads *= 2  # of keys and values there is half as many, which cp shards, too
+    return dataclasses.replace(
+        model,
+        num_layers=max(2, sum(_layers_of_small_stages(strategy, model.num_layers, num_stages))),
+        hidden_size=HEAD_DIM * heads,
+        num_heads=heads,
+        num_kv_heads=_small_kv_heads(model, strategy, heads),
+        head_dim=HEAD_DIM,
+        rope_dim=max(2, HEAD_DIM * model.rotated // model.head_size // 2 * 2),
+        ffn_hidden_size=4 * HEAD_DIM * heads,
+        vocab_size=VOCAB,
+        seq_len=SEQ_LEN,
+        eod_id=min(model.eod_id, 9),
+        loss_ignore_id=min(model.loss_ignore_id, 6),
+        stop_ids=(),
+        compute_dtype="float32",
+        attention=model.attention_on_ascend,
+        experts=model.experts and _small_experts(model.experts, heads, max(mesh.ep for mesh in meshes)),
+    )
+
+
+def small_task(task: TrainedTask, model: ModelConfig) -> TrainedTask:
+    """What the small model is trained for: the same, with adapters of a rank that is small beside it."""
+    lora = task.lora and dataclasses.replace(task.lora, r=min(task.lora.r, HEAD_DIM // 2))
+    return dataclasses.replace(task, lora=lora, model=model)
+
+
+def _small_experts(experts: ExpertConfig, heads: int, ep: int) -> ExpertConfig:
+    """Fewer and smaller experts, each token given to as many but four at most; capacity counted by sequences."""
+    chosen = min(experts.experts_per_token, 4)
+    return dataclasses.replace(
+        experts,
+        num_experts=2 * max(chosen, ep),
+        experts_per_token=chosen,
+        num_domains=min(experts.num_domains, 2),
+        domain=min(experts.domain, 1),
+        ffn_hidden_size=2 * HEAD_DIM * heads,
+        shared_ffn_hidden_size=2 * HEAD_DIM * heads if experts.shared_ffn_hidden_size else 0,
+        first_dense_layers=0,
+        layer_frequency=1,
+        capacity_group=None,
+        balance_over="group",
+    )
+
+
+def _small_kv_heads(model: ModelConfig, strategy: Strategy, heads: int) -> int:
+    """As many heads of keys and values as of queries, or fewer; fewer than ranks share tp where the large model has fewer."""
+    if model.kv_heads == model.num_heads:
+        return heads
+    return 1 if model.kv_heads < max(2, strategy.mesh.tp) else heads // 2

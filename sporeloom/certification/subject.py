@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a proof trains: a family's model made small, or a network of the user's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, nn
+from numpy.typing import NDArray
+
+from sporeloom.certification.shrink import BATCH, rows_on_the_whole_mesh, small_strategies
+from sporeloom.certification.training import STEPS, train_decoder, train_steps
+from sporeloom.dry_run.compile import compile_own_rank
+from sporeloom.errors import ConfigError
+from sporeloom.files import write_text_atomically
+from sporeloom.models.config import ModelConfig
+from sporeloom.parallel.cells import ShardBatch, average_over_all_rows, prepare_to_shard
+from sporeloom.planner.task import task_from
+from sporeloom.reader import fields_from, read_json
+from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
+from sporeloom.strategy.loader import load_strategy, strategy_of
+
+ONE_DEVICE = "one_device"
+MAX_GRAD_NORM = 1e6
+"""Above what gradients have: their norm is compared, and a wrong one does not hide which gradient is wrong."""
+
+
+def train(subject: dict[str, Any], which: str, folder: Path) -> None:
+    """Train a subject on one device, or under its small strategies of the given numbers, into files in `folder`."""
+    chosen = {ONE_DEVICE: SINGLE_DEVICE}
+    if which != ONE_DEVICE:
+        small = small_strategies(_large(subject), subject.get("num_layers"), subject["processes"])
+        chosen = {number: small[int(number)] for number in which.split(",")}
+    for name, strategy in chosen.items():
+        engine = (_own if "file" in subject else _decoder)(subject, strategy, folder / name)
+        engine.close()
+
+
+def compile_full_size(subject: dict[str, Any], rank: int, folder: Path) -> None:
+    """Compile one rank of a user's network under the whole strategy, and write what it is to RANK.json in `folder`."""
+    strategy, make = _large(subject), own_network(Path(subject["file"]), subject["name"])
+    inputs = _inputs(folder)
+    rows = rows_on_the_whole_mesh(strategy, len(inputs[0]))
+    shapes = [((rows, *a.shape[1:]) if a.ndim and len(a) == len(inputs[0]) else a.shape, a.dtype) for a in inputs]
+    report = compile_own_rank(make, strategy, rank, shapes)
+    write_text_atomically(folder / f"{rank}.json", json.dumps(asdict(report)))
+
+
+def _large(subject: dict[str, Any]) -> Strategy:
+    given = subject.get("strategy")
+    return load_strategy(given) if given else strategy_of(subject["settings"])
+
+
+def _inputs(folder: Path) -> list[NDArray[Any]]:
+    with np.load(folder / "inputs.npz") as archive:
+        return [archive[name] for name in archive.files]
+
+
+def _decoder(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
+    # A pipeline adds up its microbatches; one device, which it is held against, takes the batch at once.
+    accumulate = 2 if subject["accumulate"] > 1 and strategy.mesh.pp == 1 and strategy.mesh.size > 1 else 1
+    config = fields_from(ModelConfig, read_json(out.parent / "model.json"))
+    task = task_from(subject.get("task"), config)
+    return train_decoder(subject["family"], config, strategy, out, BATCH, accumulate, MAX_GRAD_NORM, task)[0]
+
+
+def _own(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
+    make, is_parallel = own_network(Path(subject["file"]), subject["name"]), strategy.mesh.size > 1
+    inputs = _inputs(out.parent)
+
+    def build() -> nn.Cell:
+        net = make()
+        if is_parallel:  # as auto_parallel does
+            prepare_to_shard(net)
+            for _, cell in net.cells_and_names():
+                average_over_all_rows(cell)
+        return net
+
+    return train_steps(
+        build,
+        lambda: ([Tensor(array) for array in inputs] for _ in range(STEPS)),
+        strategy,
+        out,
+        around=lambda net: ShardBatch(net, strategy.mesh) if is_parallel else net,
+        scale=1 / strategy.num_parts(),
+    )[0]
+
+
+def own_network(file: Path, name: str) -> Callable[[], nn.Cell]:
+    """What makes the user's network: `name` of a Python file.
+
+    Raises:
+        ConfigError: the file has none.
+    """
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{file}: is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    sys.path.insert(0, str(file.parent))
+    spec.loader.exec_module(module)
+    if not callable(made := getattr(module, name, None)):
+        raise ConfigError(f"{file}: has no {name} to make the network")
+    return made

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few steps of two optimizers, with everything worth comparing written down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from sporeloom.data.batch import dropout_keys, make_batch
+from sporeloom.files import write_atomically, write_text_atomically
+from sporeloom.models.adapters import LORA_B
+from sporeloom.models.config import ModelConfig
+from sporeloom.parallel.parallelize import parallelize, wrap
+from sporeloom.parallel.step import TrainStep
+from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
+from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.gather import gather_whole
+from sporeloom.strategy.config import Strategy
+from sporeloom.tasks.example import task_arrays, task_network
+from sporeloom.train.optim import BothOptimizers
+
+STEPS = 5
+LORA_B_START = 0.01
+RATES = {"AdamW": (1e-3, 0.0), "SGD": (0.0, 0.1)}
+
+
+def decoder_batches(config: ModelConfig, batch_size: int, task: str = "pretraining") -> Iterator[list[Tensor]]:
+    """Random tokens in documents of several lengths, with positions that are not trained on; and what a task wants."""
+    rng = np.random.RandomState(0)
+    for step in range(STEPS):
+        samples = rng.randint(10, config.vocab_size, (batch_size, config.seq_len + 1))
+        samples[rng.rand(*samples.shape) < 0.08] = config.eod_id
+        samples[:3, 20:] = config.loss_ignore_id  # unequal in the parts of the batch
+        batch = make_batch(samples, config.eod_id, config.loss_ignore_id)
+        if config.num_domains > 1:  # a text's domain shows in its ids
+            domains = rng.randint(0, config.num_domains, (batch_size, 1), np.int32)
+            batch = batch._replace(tokens=batch.tokens + domains * np.int32(config.vocab_size))
+        inputs = task_arrays(task, batch, config.vocab_size, step)
+        if config.dropout_rate:
+            inputs.append(dropout_keys(3, step * batch_size * config.seq_len, (batch_size, config.seq_len)))
+        yield [Tensor(array) for array in inputs]
+
+
+def train_decoder(
+    family: str,
+    config: ModelConfig,
+    strategy: Strategy,
+    out: Path,
+    batch_size: int,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    task: TrainedTask = PLAIN_TEXT,
+) -> tuple[Engine, Any]:
+    """As `train_steps`, a family's model. Returns the engine, still open, and the report."""
+
+    def build() -> nn.Cell:
+        net = task_network(family, config, task)
+        for parameter in net.get_parameters():  # adapters begin with a B of zeros, which hides a wrong A
+            if parameter.name.endswith(LORA_B):
+                parameter.set_data(Tensor(np.full(parameter.shape, LORA_B_START, np.float32)))
+        return net
+
+    return train_steps(
+        build,
+        lambda: decoder_batches(config, batch_size, task.name),
+        strategy,
+        out,
+        accumulate=accumulate,
+        max_grad_norm=max_grad_norm,
+        key={"proof": family, "config": config.to_dict(), "clip": max_grad_norm, "task": task.about()},
+    )
+
+
+def train_steps(
+    build: Callable[[], nn.Cell],
+    batches: Callable[[], Iterator[list[Tensor]]],
+    strategy: Strategy,
+    out: Path,
+    *,
+    around: Callable[[nn.Cell], nn.Cell] = lambda net: net,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    scale: float = 1.0,
+    key: Mapping[str, Any] | None = None,
+) -> tuple[Engine, Any]:
+    """Five steps of each optimizer from the same weights. Writes OUT.OPTIMIZER.json (losses, norms) and .npz: the first
+    step's gradients of AdamW, the weights after the last step of SGD.
+
+    Args:
+        build: makes the network, which returns its loss.
+        around: what goes around the parallelized network.
+        scale: of loss and gradients, as TrainStep's.
+        key: tells the graph from all others, to keep it; without one it is not kept.
+
+    Returns the engine, still open, and the report.
+    """
+    engine, parts = Engine.start(strategy), out.with_name(f"{out.name}.parts")
+    ms.set_seed(3)
+    net = build()
+    report = parallelize(net, strategy)
+    own = {parameter.name for parameter in net.get_parameters()}
+    optimizer = BothOptimizers(net.trainable_params(), strategy.optimizer_on_host)
+    step = TrainStep(
+        wrap(around(net), strategy, accumulate),
+        optimizer,
+        report,
+        engine.rank,
+        engine.all_reduce(),
+        max_grad_norm=max_grad_norm,
+        scale=scale,
+        accumulate=accumulate,
+    ).set_train()
+    if key:
+        step.graph_key = {**key, "accumulate": accumulate}
+    engine.prepare(step, *next(iter(batches())))
+    start = {parameter.name: parameter.asnumpy().copy() for parameter in step.get_parameters()}
+    for name in RATES:
+        for parameter in step.get_parameters():
+            parameter.set_data(Tensor(start[parameter.name]))
+        values, tensors = _steps_of(
+            name, step, batches(), engine, lambda of: gather_whole(step, engine, report, parts, of)
+        )
+        if name == "SGD":
+            tensors = gather_whole(step, engine, report, parts, own.__contains__)
+        if tensors is not None:
+            write_atomically(out.with_name(f"{out.name}.{name}.npz"), partial(_save_tensors, tensors))
+        if engine.is_log_rank:
+            write_text_atomically(out.with_name(f"{out.name}.{name}.json"), json.dumps(values))
+    return engine, report
+
+
+def _steps_of(
+    name: str,
+    step: TrainStep,
+    batches: Iterator[list[Tensor]],
+    engine: Engine,
+    gather: Callable[[Callable[[str], bool]], Any],
+) -> tuple[dict[str, Any], Any]:
+    """All steps of one optimizer: their losses and norms, of experts the counts, and of AdamW the first gradients."""
+    losses, norms, counts, tensors = [], [], [], None
+    for index, batch in enumerate(batches):
+        for optimizer, rate in zip((step.optimizer.adam, step.optimizer.sgd), RATES[name], strict=True):
+            optimizer.prepare(index + 1, rate)
+        loss, norm, *counted = engine.run(step, *batch)
+        counts += [array.asnumpy().reshape(len(step.count_lengths), -1).tolist() for array in counted]  # a row a layer
+        losses.append(float(loss.asnumpy().reshape(())))
+        norms.append(float(norm.asnumpy().reshape(())))
+        if index == 0 and name == "AdamW":  # m = (1 - beta1) g after the first step
+            tensors = gather(lambda n: n.startswith("adam_m."))
+    return {"losses": losses, "norms": norms, **({"counts": counts} if counts else {})}, tensors
+
+
+def _save_tensors(tensors: Mapping[str, Any], path: Path) -> None:
+    with path.open("wb") as file:  # by its name NumPy would add a suffix
+        np.savez(file, **tensors)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training checkpoint must hold: exactly the tensors of its model, and the moments of its optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sporeloom.checkpoint.manifest import MANIFEST, Manifest
+from sporeloom.errors import ConfigError
+from sporeloom.models.adapters import LoRAConfig
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import FAMILIES
+from sporeloom.models.parameters import parameter_shapes
+from sporeloom.reader import Document, fields_from
+
+FACTORED = ("adafactor_rows.", "adafactor_columns.")
+"""Means of a second moment that is kept as their product, in place of adam_v."""
+MOMENTS = ("adam_m.", "adam_v.", *FACTORED)
+WEIGHTS_ALONE = "weights_alone"
+"""Of a manifest's state: a checkpoint that no run can go on from, but start from."""
+SHOWN = 8
+
+
+def is_trained(name: str) -> bool:
+    """Whether an optimizer updates a parameter; a router's bias is moved by what its layer counts."""
+    return not name.endswith(".balance_bias")
+
+
+def state_shape(prefix: str, shape: tuple[int, ...], factored: bool) -> tuple[int, ...] | None:
+    """Of the state that one of MOMENTS names, of a parameter of this shape; None: the optimizer has no such state of it."""
+    is_split = factored and len(shape) > 1
+    if prefix in FACTORED:
+        return (shape[:1] if prefix == FACTORED[0] else shape[1:]) if is_split else None
+    return None if is_split and prefix == "adam_v." else shape
+
+
+def model_of(manifest: Manifest, folder: Path) -> tuple[str, ModelConfig]:
+    """Family and configuration of a checkpoint's model.
+
+    Raises:
+        ConfigError: they are missing, unknown or wrong.
+    """
+    source, family = str(folder / MANIFEST), manifest.model.get("family")
+    if family not in FAMILIES:
+        raise ConfigError(f"{source}: model.family is {family!r}; known: {', '.join(FAMILIES)}")
+    values = {name: value for name, value in manifest.model.items() if name != "family"}
+    return str(family), fields_from(ModelConfig, Document(f"{source}: model", values))
+
+
+def check_contents(manifest: Manifest, folder: Path) -> None:
+    """Hold the manifest against the model it names.
+
+    Raises:
+        ConfigError: tensors that are missing or too many, of another shape or type; no state to go on from.
+    """
+    _, config = model_of(manifest, folder)
+    source, state = folder / MANIFEST, manifest.state
+    alone = state.get(WEIGHTS_ALONE) is True
+    problems = [
+        f"{source}: state.{part} is missing"
+        for part in ("data", "optimizer", "schedule")
+        if not alone and not isinstance(state.get(part), dict)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    optimizer = "sgd" if alone else state["optimizer"].get("name")
+    moments, factored = () if optimizer == "sgd" else MOMENTS, optimizer == "adafactor-factored"
+    lora = state.get("lora")
+    shapes = LoRAConfig(**lora).shapes(config) if lora else parameter_shapes(config)
+    shapes |= {name: tuple(shape) for name, shape in (state.get("beside") or {}).items()}
+    wanted = dict(shapes)
+    for prefix in moments:
+        states = {
+            prefix + name: state_shape(prefix, shape, factored) for name, shape in shapes.items() if is_trained(name)
+        }
+        wanted |= {name: shape for name, shape in states.items() if shape is not None}
+    for name, shape in wanted.items():
+        entry = manifest.tensors.get(name)
+        if entry is None:
+            problems.append(f"{source}: {name} {shape} is missing")
+        elif (entry.shape, entry.dtype) != (shape, "float32"):
+            problems.append(f"{source}: {name} is {entry.dtype} {entry.shape}; the model's is float32 {shape}")
+    problems += [f"{source}: {name} is no part of the model" for name in manifest.tensors if name not in wanted]
+    if problems:
+        more = [f"{source}: and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise ConfigError(problems[:SHOWN] + more)

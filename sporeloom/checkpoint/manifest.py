@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest of a training checkpoint: which file holds which part of each tensor. docs/checkpoint_format.md
+
+A checkpoint is a folder `step-00000020` of safetensors files, one a rank at most, and `manifest.json`. Tensors have the
+model's names, whatever the mesh was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sporeloom.checkpoint.tensor_files import DTYPES
+from sporeloom.errors import ConfigError
+from sporeloom.files import write_text_atomically
+from sporeloom.reader import read_json
+
+FORMAT, VERSION = "sporeloom-checkpoint", 1
+MANIFEST, LATEST = "manifest.json", "latest"
+FOLDER = "step-{:08d}"
+_FOLDER, _DIGEST = re.compile(r"step-\d{8,}"), re.compile(r"[0-9a-f]{16}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""A file of the folder itself: no path, nothing hidden."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of a tensor, as one file holds it under the tensor's name."""
+
+    file: str
+    start: Shape
+    shape: Shape
+    hash: str
+    """What it adds to the tensor's hash, 16 hexadecimal digits."""
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + length) for start, length in zip(self.start, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One logical tensor."""
+
+    shape: Shape
+    dtype: str
+    """NumPy's name."""
+    hash: str
+    """Of the whole content, whatever the parts: see content_hash.py."""
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds and what it was made by."""
+
+    step: int
+    """Optimizer steps done."""
+    tensors: dict[str, TensorEntry] = field(repr=False)
+    files: dict[str, int]
+    """File -> bytes."""
+    state: dict[str, Any]
+    """What a run needs to go on: data cursor, seed, learning-rate schedule."""
+    model: dict[str, Any]
+    """Family and configuration."""
+    strategy: dict[str, Any]
+    """What it was trained under; not needed to read it."""
+    versions: dict[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.files.values())
+
+    def write(self, folder: Path) -> None:
+        values = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        write_text_atomically(folder / MANIFEST, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder, found complete in itself; the files are not opened.
+
+    Raises:
+        ConfigError: missing, damaged, of another format or version, a file that is missing or has another size, or
+            parts that do not cover their tensor.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file; the checkpoint is not complete")
+    try:
+        values = read_json(path).mapping
+    except ConfigError as error:
+        raise ConfigError(
+            f"{path}: damaged: {problem.removeprefix(f'{path}: ')}" for problem in error.problems
+        ) from None
+    if values.pop("format", None) != FORMAT:
+        raise ConfigError(f"{path}: not a manifest of a training checkpoint")
+    if (version := values.pop("version", None)) != VERSION:
+        raise ConfigError(
+            f"{path}: format version {version}; this release reads version {VERSION}; use the release that wrote it"
+        )
+    try:
+        manifest = _manifest(values)
+    except ValueError as error:
+        raise ConfigError(f"{path}: damaged: {error}") from None
+    if problems := list(_problems(manifest, folder)):
+        more = [f"{folder}: and {len(problems) - 4} more problems"] if len(problems) > 4 else []
+        raise ConfigError(problems[:4] + more)
+    return manifest
+
+
+def _manifest(values: dict[str, Any]) -> Manifest:
+    """The manifest in plain values, every type looked at.
+
+    Raises:
+        ValueError: what is missing, unknown or wrong.
+    """
+    names = [f.name for f in fields(Manifest)]
+    if wrong := [name for name in names if name not in values] + [name for name in values if name not in names]:
+        raise ValueError(f"{wrong[0]} is {'missing' if wrong[0] in names else 'unknown'}")
+    _expect(_is_count(values["step"]), f"step must be a whole number, got {values['step']!r}")
+    for name in ("tensors", "files", "state", "model", "strategy", "versions"):
+        _expect(isinstance(values[name], dict), f"{name} must be a mapping")
+    for name, size in values["files"].items():
+        _expect(_FILE.fullmatch(name), f"files: {name!r} is no file of this folder")
+        _expect(_is_count(size), f"files: {name} must have a number of bytes, got {size!r}")
+    tensors = {name: _entry(name, entry, values["files"]) for name, entry in values["tensors"].items()}
+    return Manifest(**{**values, "tensors": tensors})
+
+
+def _entry(name: str, values: Any, files: Mapping[str, int]) -> TensorEntry:
+    _expect(
+        isinstance(values, dict) and set(values) == {"shape", "dtype", "hash", "parts"}, f"{name}: no tensor's entry"
+    )
+    shape = _shape(values["shape"], name)
+    _expect(values["dtype"] in DTYPES, f"{name}: dtype {values['dtype']!r}")
+    _expect(isinstance(values["parts"], list), f"{name}: parts must be a list")
+    parts = []
+    for part in values["parts"]:
+        _expect(
+            isinstance(part, dict) and set(part) == {"file", "start", "shape", "hash"}, f"{name}: no entry of a part"
+        )
+        start, length = _shape(part["start"], name), _shape(part["shape"], name)
+        inside = len(start) == len(length) == len(shape)
+        inside = inside and all(a + n <= whole for a, n, whole in zip(start, length, shape, strict=True))
+        _expect(inside, f"{name}: a part of {length} at {start} lies outside of {shape}")
+        _expect(
+            isinstance(part["file"], str) and part["file"] in files, f"{name}: {part['file']!r} is not among the files"
+        )
+        parts.append(Part(part["file"], start, length, _hash(part["hash"], name)))
+    return TensorEntry(shape, values["dtype"], _hash(values["hash"], name), tuple(parts))
+
+
+def _expect(condition: Any, otherwise: str) -> None:
+    if not condition:
+        raise ValueError(otherwise)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _shape(values: Any, name: str) -> Shape:
+    _expect(isinstance(values, list) and all(map(_is_count, values)), f"{name}: {values!r} is no shape")
+    return tuple(values)
+
+
+def _hash(value: Any, name: str) -> str:
+    _expect(isinstance(value, str) and _DIGEST.fullmatch(value), f"{name}: {value!r} is no hash of 16 digits")
+    return str(value)
+
+
+def _problems(manifest: Manifest, folder: Path) -> Iterator[str]:
+    for name, size in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            held = [tensor for tensor, entry in manifest.tensors.items() if any(p.file == name for p in entry.parts)]
+            yield f"{path}: missing; it holds {_some(held)}"
+        elif path.stat().st_size != size:
+            yield f"{path}: {path.stat().st_size} bytes, the manifest says {size}; it was cut off or overwritten"
+    for name, entry in manifest.tensors.items():
+        covered = sum(math.prod(part.shape) for part in entry.parts)
+        if covered != math.prod(entry.shape):
+            yield f"{folder / MANIFEST}: {name}: the parts hold {covered} of its {math.prod(entry.shape)} entries"
+        elif _overlap(entry):
+            yield f"{folder / MANIFEST}: {name}: its parts overlap"
+        if sum(int(part.hash, 16) for part in entry.parts) % (1 << 64) != int(entry.hash, 16):
+            yield f"{folder / MANIFEST}: {name}: the hashes of its parts do not add up"
+
+
+def _overlap(entry: TensorEntry) -> bool:
+    """Whether two parts hold the same entry: counted in the boxes that all their borders cut the tensor into."""
+    borders = [
+        sorted({edge for part in entry.parts for edge in (part.slices[d].start, part.slices[d].stop)})
+        for d in range(len(entry.shape))
+    ]
+    held = np.zeros([max(0, len(edges) - 1) for edges in borders], np.uint8)
+    for part in entry.parts:
+        box = tuple(
+            slice(bisect_left(edges, s.start), bisect_left(edges, s.stop))
+            for edges, s in zip(borders, part.slices, strict=True)
+        )
+        if held[box].any():
+            return True
+        held[box] = 1
+    return False
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Checkpoint folders under `root`, newest first, complete or not. What has another name is none of them."""
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint folder: model.safetensors (whole tensors; or several files and their index), config.json (the model's),
+the tokenizer. A training checkpoint is one, too: its weights are put together from their parts. So is a folder of adapters:
+its weights are those of the model they are for, with them merged in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from sporeloom.checkpoint.adapters import merge, read_adapter
+from sporeloom.checkpoint.contents import MOMENTS, check_contents
+from sporeloom.checkpoint.manifest import MANIFEST, read_manifest
+from sporeloom.checkpoint.sharded import CheckpointReader, damage
+from sporeloom.checkpoint.shards import Slices, whole
+from sporeloom.checkpoint.tensor_files import WEIGHTS, model_files, read_float32, read_rows, stored_tensors
+from sporeloom.errors import ConfigError
+from sporeloom.files import replaced_folder
+from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import FAMILIES
+from sporeloom.models.parameters import EXPERTS
+from sporeloom.reader import fields_from, read_json
+
+CONFIG = "config.json"
+TENSOR_FILES = (".safetensors", ".safetensors.index.json")
+
+
+def save_checkpoint(
+    folder: Path,
+    weights: Mapping[str, NDArray[Any]],
+    family: str,
+    config: ModelConfig,
+    add_files: Callable[[Path], object] | None = None,
+) -> None:
+    """Write a checkpoint folder; an older one of this name is replaced only when the new one is complete. `add_files` puts
+    what else belongs there, the tokenizer, into it."""
+    with replaced_folder(folder) as partial:
+        save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, partial / WEIGHTS)
+        write_config(partial, family, config)
+        if add_files:
+            add_files(partial)
+
+
+def write_config(folder: Path, family: str, config: ModelConfig) -> None:
+    """Write a model folder's config.json; `model_type` is the family once more, for the Auto classes of MindFormers."""
+    values = {"family": family, "model_type": family, **config.to_dict()}
+    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def load_config(folder: Path) -> tuple[str, ModelConfig]:
+    """Model family and configuration of a checkpoint folder.
+
+    Raises:
+        ConfigError: no such folder, or a configuration that cannot be used.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such checkpoint folder")
+    if is_adapter_folder(folder):
+        family, model = load_config(base_folder(folder))
+        return family, model.with_value_head() if is_reward_adapter(folder) else model
+    document = read_json(folder / CONFIG)
+    document.value = {name: value for name, value in document.mapping.items() if name != "model_type"}
+    family = document.value.pop("family", "")
+    if family not in FAMILIES:
+        raise ConfigError(f"{document.at(('family',))}: family is {family!r}; known: {', '.join(FAMILIES)}")
+    return family, fields_from(ModelConfig, document)
+
+
+def load_text_config(folder: Path) -> tuple[str, ModelConfig]:
+    """As `load_config`, of a model that gives logits.
+
+    Raises:
+        ConfigError: likewise, or a reward model.
+    """
+    family, model = load_config(folder)
+    if model.value_head:
+        raise ConfigError(f"{folder}: a reward model, which gives a number and no text; it is for --reward-model")
+    return family, model
+
+
+def copy_beside(source: Path, target: Path, but: Collection[str] = (CONFIG,)) -> None:
+    """Copy what lies in a model folder beside its weights and configuration: tokenizer, chat template, what others read.
+
+    `but`: names that stay; weights and manifests always do.
+    """
+    if is_adapter_folder(source):  # its own tokenizer and template win over those of its model
+        copy_beside(base_folder(source), target, but)
+        but = (*but, ADAPTER_CONFIG)
+    for path in source.iterdir():
+        if path.is_file() and path.name not in (*but, MANIFEST) and not path.name.endswith(TENSOR_FILES):
+            shutil.copy(path, target)
+
+
+Read = Callable[[str, Slices], NDArray[Any]]
+"""Gives a part of a tensor."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a folder, of which only what is asked for is read."""
+
+    shapes: dict[str, tuple[int, ...]]
+    read: Read
+    """A part of one.
+
+    Raises:
+        ConfigError: the file is damaged."""
+    damage: Callable[[slice], str | None] = lambda share: None
+    """The first thing that is not as it was written, or None. Takes which of the parts to look at."""
+
+
+def open_weights(folder: Path) -> Weights:
+    """The tensors of a checkpoint folder, float32.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    if is_adapter_folder(folder):
+        base = base_folder(folder)
+        merged = merge(load_weights(base), read_adapter(folder, *load_config(base)))
+        return Weights({name: value.shape for name, value in merged.items()}, lambda name, slices: merged[name][slices])
+    if (folder / MANIFEST).exists():
+        return _weights_of_state(folder)
+    stored = stored_tensors(model_files(folder))
+
+    def read(name: str, slices: Slices) -> NDArray[Any]:
+        if slices == whole(stored[name].shape):
+            return read_float32(stored[name])  # without a copy
+        rows = read_rows(stored[name], slices[0].start, slices[0].stop, "float32", slices[1:])
+        return np.concatenate(list(rows))
+
+    return Weights({name: tensor.shape for name, tensor in stored.items()}, read)
+
+
+def _weights_of_state(folder: Path) -> Weights:
+    """The weights of a training checkpoint, without the moments beside them."""
+    manifest = read_manifest(folder)
+    check_contents(manifest, folder)
+    if manifest.state.get("lora"):
+        raise ConfigError(f"{folder}: of adapters alone; the run writes them with their configuration when it ends")
+    beside = manifest.state.get("beside") or {}
+    shapes = {
+        name: entry.shape
+        for name, entry in manifest.tensors.items()
+        if not name.startswith(MOMENTS) and name not in beside
+    }
+    return Weights(shapes, CheckpointReader(folder, manifest).read, lambda share: damage(folder, manifest, share))
+
+
+def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
+    """All tensors of a checkpoint folder, whole.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    weights = open_weights(folder)
+    if problem := weights.damage(slice(None)):
+        raise ConfigError(problem)
+    return {name: weights.read(name, whole(shape)) for name, shape in weights.shapes.items()}
+
+
+def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Hold tensors against the model's parameters.
+
+    Raises:
+        ConfigError: missing or unexpected names, or other shapes.
+    """
+    check_shapes({name: tuple(value.shape) for name, value in weights.items()}, shapes, source)
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """As `check_weights`, of tensors that were not read yet."""
+    if any(EXPERTS in name for name in shapes) and not any(EXPERTS in name for name in found):
+        raise ConfigError(
+            f"{source}: the model has experts, this checkpoint none: make one of it that has, with sporeloom upcycle "
+            f"--checkpoint {source}"
+        )
+    problems = [f"{source}: {name} {shape} is missing" for name, shape in shapes.items() if name not in found]
+    problems += [f"{source}: {name} is not a parameter of the model" for name in found if name not in shapes]
+    problems += [
+        f"{source}: {name} is {found[name]}, the model's is {shape}"
+        for name, shape in shapes.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        more = [f"{source}: and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise ConfigError(problems[:8] + more)

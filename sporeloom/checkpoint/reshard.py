@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a training checkpoint anew, cut in another way, one tensor at a time; or as a model folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from sporeloom.checkpoint.content_hash import content_hash
+from sporeloom.checkpoint.contents import MOMENTS, model_of
+from sporeloom.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, checkpoints, read_manifest
+from sporeloom.checkpoint.model_folder import copy_beside, load_config, load_weights, write_config
+from sporeloom.checkpoint.sharded import CheckpointReader, publish
+from sporeloom.checkpoint.shards import Shard, whole, write_shards
+from sporeloom.checkpoint.tensor_files import Described, write_model_files
+from sporeloom.errors import ConfigError
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """`folder` itself, or the newest checkpoint in it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (folder / MANIFEST).exists():
+        return folder
+    if found := checkpoints(folder):
+        return found[0]
+    raise ConfigError(f"{folder}: holds neither {MANIFEST} nor folders step-*; give a training checkpoint")
+
+
+def reshard(source: Path, target: Path, shards: Mapping[str, Sequence[Shard]], strategy: Mapping[str, Any]) -> Manifest:
+    """Write the checkpoint `source` as `target`, each tensor in the parts that `shards` says.
+
+    Raises:
+        ConfigError: the source is damaged, the target exists or cannot be written.
+    """
+    manifest = read_manifest(source)
+    reader = CheckpointReader(source, manifest)
+    described = {name: Described(entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
+    partial = new_folder(target)
+    try:
+        tensors, files = write_shards(partial, described, shards, lambda *of: iter([reader.read(*of)]))
+        for name, entry in manifest.tensors.items():
+            if tensors[name].hash != entry.hash:
+                raise ConfigError(_damaged(source, name, entry))
+        copy_beside(source, partial, but=())
+        new = replace(manifest, tensors=tensors, files=files, strategy=dict(strategy))
+        new.write(partial)
+        publish_new(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return new
+
+
+def export(source: Path, target: Path, max_shard_bytes: int) -> int:
+    """Write the weights of a training checkpoint, whole, as a model folder. Returns the bytes.
+
+    Files hold at most `max_shard_bytes` each, or one tensor that is larger; with more than one there is an index.
+
+    Raises:
+        ConfigError: the source is damaged, the target exists or cannot be written.
+    """
+    manifest = read_manifest(source)
+    if manifest.state.get("lora"):
+        raise ConfigError(f"{source}: holds adapters alone; the run writes them with their configuration when it ends")
+    beside = manifest.state.get("beside") or {}
+    weights = {n: entry for n, entry in manifest.tensors.items() if not n.startswith(MOMENTS) and n not in beside}
+    reader, partial = CheckpointReader(source, manifest), new_folder(target)
+    described = {name: Described(entry.dtype, entry.shape) for name, entry in weights.items()}
+    try:
+        num_bytes = write_model_files(partial, described, lambda names: _read_and_check(reader, names), max_shard_bytes)
+        write_config(partial, *model_of(manifest, source))
+        copy_beside(source, partial)
+        publish_new(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return num_bytes
+
+
+def export_merged(source: Path, target: Path, max_shard_bytes: int) -> int:
+    """Write a folder of adapters as a model folder, merged into the weights they are for. Returns the bytes.
+
+    Raises:
+        ConfigError: adapters or model are damaged or do not fit, the target exists or cannot be written.
+    """
+    weights, (family, model) = load_weights(source), load_config(source)
+    partial = new_folder(target)
+    described = {name: Described("float32", tuple(value.shape)) for name, value in weights.items()}
+    try:
+        num_bytes = write_model_files(
+            partial, described, lambda names: [weights[name] for name in names], max_shard_bytes
+        )
+        write_config(partial, family, model)
+        copy_beside(source, partial)
+        publish_new(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return num_bytes
+
+
+def publish_new(partial: Path, target: Path) -> None:
+    """Give a folder its name, unless another process was faster."""
+    if target.exists():
+        raise ConfigError(f"{target}: exists; choose another name")
+    publish(partial, target)
+
+
+def new_folder(target: Path) -> Path:
+    """A folder beside `target`, to be filled before it gets that name.
+
+    Raises:
+        ConfigError: `target` exists, or cannot be made.
+    """
+    if target.exists():
+        raise ConfigError(f"{target}: exists; choose another name")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written: {error.strerror}") from None
+    return partial
+
+
+def _read_and_check(reader: CheckpointReader, names: Sequence[str]) -> Iterator[NDArray[Any]]:
+    for name in names:
+        entry = reader.manifest.tensors[name]
+        array = reader.read(name, whole(entry.shape))
+        if f"{content_hash(array):016x}" != entry.hash:
+            raise ConfigError(_damaged(reader.folder, name, entry))
+        yield array
+
+
+def _damaged(folder: Path, name: str, entry: TensorEntry) -> str:
+    files = ", ".join(sorted({part.file for part in entry.parts}))
+    return f"{folder}: {name} in {files}: the content is not what was written (its hash differs)"

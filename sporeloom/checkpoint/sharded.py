@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write and read the parts of a training checkpoint. NumPy and files only."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from sporeloom.checkpoint.content_hash import MASK, content_hash
+from sporeloom.checkpoint.manifest import FOLDER, LATEST, Manifest, Part, TensorEntry, checkpoints
+from sporeloom.checkpoint.tensor_files import Described, write_tensor_by_tensor
+from sporeloom.errors import ConfigError
+from sporeloom.files import write_text_atomically
+from sporeloom.reader import read_json
+
+WAIT_S = 1800.0
+MAPPED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One rank's part of a tensor, in memory."""
+
+    array: NDArray[Any]
+    start: tuple[int, ...]
+    whole: tuple[int, ...]
+    """Shape of the tensor it is a part of."""
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def write_parts(folder: Path, rank: int, slices: Mapping[str, Slice]) -> None:
+    """Write what one rank holds, then, to say that it is there, an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = file_name(rank)
+    entries: dict[str, Any] = {}
+    if slices:
+        described = {key: Described(part.array.dtype.name, tuple(part.array.shape)) for key, part in slices.items()}
+        write_tensor_by_tensor(folder / name, described, (part.array for part in slices.values()))
+    for key, part in slices.items():
+        digest = f"{content_hash(part.array, part.start):016x}"
+        entry = Part(name, part.start, tuple(part.array.shape), digest)
+        entries[key] = {"whole": part.whole, "dtype": part.array.dtype.name, "part": asdict(entry)}
+    write_text_atomically(folder / f"rank-{rank:05d}.json", json.dumps(entries))
+
+
+def finish(partial: Path, root: Path, num_ranks: int, step: int, about: Mapping[str, Any]) -> Path:
+    """Wait for all ranks' parts, write the manifest, and give the folder its name; then move `latest`.
+
+    `about`: the fields of the manifest besides tensors and files.
+
+    Raises:
+        TimeoutError: a rank did not write its part.
+    """
+    indices = [partial / f"rank-{rank:05d}.json" for rank in range(num_ranks)]
+    deadline = time.monotonic() + WAIT_S
+    for rank, index in enumerate(indices):
+        while not index.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {rank} did not write its part of the checkpoint to {partial}")
+            time.sleep(0.01)
+    entries = [read_json(index).mapping for index in indices]
+    files = {path.name: path.stat().st_size for path in sorted(partial.glob("*.safetensors"))}
+    Manifest(step=step, tensors=_join(entries), files=files, **about).write(partial)
+    for index in indices:
+        index.unlink()
+    folder = root / FOLDER.format(step)
+    publish(partial, folder)
+    write_text_atomically(root / LATEST, folder.name + "\n")
+    _flush(root)
+    return folder
+
+
+def publish(partial: Path, folder: Path) -> None:
+    """Give a complete folder its name; one of that name is replaced."""
+    _flush(partial)
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _join(entries: Iterable[Mapping[str, Any]]) -> dict[str, TensorEntry]:
+    tensors: dict[str, TensorEntry] = {}
+    for of_rank in entries:
+        for name, value in of_rank.items():
+            old = tensors.get(name) or TensorEntry(tuple(value["whole"]), value["dtype"], "0", ())
+            part = Part(
+                **{**value["part"], "start": tuple(value["part"]["start"]), "shape": tuple(value["part"]["shape"])}
+            )
+            digest = f"{(int(old.hash, 16) + int(part.hash, 16)) & MASK:016x}"
+            tensors[name] = TensorEntry(old.shape, old.dtype, digest, (*old.parts, part))
+    return dict(sorted(tensors.items()))
+
+
+def remove_old(root: Path, keep_last: int) -> None:
+    """Leave the newest `keep_last` checkpoints."""
+    for folder in checkpoints(root)[keep_last:]:
+        doomed = folder.with_name(f".{folder.name}.removed")  # first out of sight: never half a checkpoint
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what killed runs left unfinished."""
+    for folder in root.glob(".step-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Make sure that a power cut cannot lose it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class CheckpointReader:
+    """Slices of the tensors of a checkpoint; of the files only what is asked for is read."""
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self.folder, self.manifest = folder, manifest
+        self._files: dict[str, Any] = {}
+        self._bytes_mapped = 0
+
+    def read(self, name: str, slices: Sequence[slice]) -> NDArray[Any]:
+        """One part of a tensor, put together from whatever parts the files hold.
+
+        Raises:
+            ConfigError: a damaged file.
+        """
+        entry = self.manifest.tensors[name]
+        for part in entry.parts:  # one that holds it all spares a copy
+            if all(p.start <= s.start and s.stop <= p.stop for p, s in zip(part.slices, slices, strict=True)):
+                inside = [slice(s.start - p, s.stop - p) for p, s in zip(part.start, slices, strict=True)]
+                return self._slice(part, name, tuple(inside))
+        result = np.empty([s.stop - s.start for s in slices], entry.dtype)
+        for part in entry.parts:
+            common = [
+                slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(slices, part.slices, strict=True)
+            ]
+            if all(c.start < c.stop for c in common):
+                of_part = tuple(slice(c.start - s, c.stop - s) for c, s in zip(common, part.start, strict=True))
+                of_result = tuple(
+                    slice(c.start - s.start, c.stop - s.start) for c, s in zip(common, slices, strict=True)
+                )
+                result[of_result] = self._slice(part, name, of_part)
+        return result
+
+    def verify(self, part: Part, name: str) -> str | None:
+        """What is wrong with a part, or None."""
+        try:
+            array = self._slice(part, name, tuple(slice(0, length) for length in part.shape))
+        except ConfigError as error:
+            return error.problems[0]
+        if tuple(array.shape) != part.shape or f"{content_hash(array, part.start):016x}" != part.hash:
+            return f"{self.folder / part.file}: {name}: the content is not what was written (its hash differs)"
+        return None
+
+    def _slice(self, part: Part, name: str, slices: tuple[slice, ...]) -> NDArray[Any]:
+        path = self.folder / part.file
+        if self._bytes_mapped > MAPPED_BYTES:  # pages once read count as this process's memory while a file is open
+            self._files.clear()
+            self._bytes_mapped = 0
+        try:
+            if part.file not in self._files:
+                self._files[part.file] = safetensors.safe_open(path, framework="numpy")
+            if not slices:
+                return np.asarray(self._files[part.file].get_tensor(name))
+            array: NDArray[Any] = self._files[part.file].get_slice(name)[slices]
+            self._bytes_mapped += array.nbytes
+            return array
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            raise ConfigError(f"{path}: {name} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def damage(folder: Path, manifest: Manifest, share: slice = slice(None)) -> str | None:
+    """The first thing wrong with the contents of the files, or None. `share`: which of the parts to look at."""
+    reader = CheckpointReader(folder, manifest)
+    parts = [(name, part) for name, entry in manifest.tensors.items() for part in entry.parts]
+    return next((problem for name, part in parts[share] if (problem := reader.verify(part, name))), None)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files tensor by tensor: the library's own writer wants all of them in memory.
+
+Source: the format, https://github.com/huggingface/safetensors: the header's length, the header as JSON, the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from sporeloom.errors import ConfigError
+from sporeloom.models.adapters import ADAPTER_CONFIG
+from sporeloom.reader import Document, parse_json, read_json
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+BFLOAT16 = "bfloat16"
+DTYPES = {
+    **{"float64": "F64", "float32": "F32", "float16": "F16", BFLOAT16: "BF16"},
+    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"},
+    **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL"},
+}
+_NAMES = {name: dtype for dtype, name in DTYPES.items()}
+LARGEST_HEADER = 100_000_000
+"""As the format has it."""
+CHUNK_NUMBERS = 1 << 23
+"""Of a tensor that is read at once."""
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's type of a name; MindSpore has another one of the name of ml_dtypes' bfloat16."""
+    return np.dtype(ml_dtypes.bfloat16 if name == BFLOAT16 else name)
+
+
+class Described(NamedTuple):
+    """A tensor that is still to come."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+Arrays = Iterable[NDArray[Any] | Iterator[NDArray[Any]]]
+"""Tensors, each whole or as its rows, some at a time."""
+
+
+def write_tensor_by_tensor(
+    path: Path,
+    described: Mapping[str, Described],
+    arrays: Arrays,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write `arrays`, which come in the order of `described`, and make sure that they are on the disk."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, tensor in described.items():
+        start, end = end, end + tensor.num_bytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, tensor), array in zip(described.items(), arrays, strict=True):
+            written = 0
+            for part in array if isinstance(array, Iterator) else [np.asarray(array)]:
+                assert (part.dtype.name, part.shape[1:]) == (tensor.dtype, tuple(tensor.shape[1:])), name
+                written += file.write(np.ascontiguousarray(part).view(np.uint8).data)
+            assert written == tensor.num_bytes, name
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_model_files(
+    folder: Path,
+    described: Mapping[str, Described],
+    arrays: Callable[[Sequence[str]], Arrays],
+    max_bytes: int,
+    metadata: Mapping[str, str] | None = None,
+) -> int:
+    """Write a model's tensors as one file or, where they are more than `max_bytes`, as several and their index. A file holds
+    at most that much, or one tensor that is larger. `arrays`: gives the tensors of some names. Returns the bytes.
+    """
+    shards = _shards(described, max_bytes)
+    names = [WEIGHTS] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    for file, shard in zip(names, shards, strict=True):
+        try:
+            write_tensor_by_tensor(folder / file, {name: described[name] for name in shard}, arrays(shard), metadata)
+        except OSError as error:
+            raise ConfigError(f"{folder / file}: cannot be written: {error.strerror}") from None
+    total = sum(tensor.num_bytes for tensor in described.values())
+    if len(shards) > 1:
+        index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+        (folder / INDEX).write_text(text + "\n", encoding="utf-8")
+    return total
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a model folder that hold its tensors: those of its index, model.safetensors, or all there are.
+
+    Raises:
+        ConfigError: an index that cannot be used.
+    """
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"{folder}: holds adapters; make a model of them first: sporeloom export-checkpoint {folder} OUT"
+        )
+    if not (folder / INDEX).exists():
+        found = sorted(folder.glob("*.safetensors"))
+        return [folder / WEIGHTS] if (folder / WEIGHTS) in found or not found else found
+    names = read_json(folder / INDEX).mapping.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"{folder / INDEX}: no `weight_map` that says which file holds which tensor")
+    if outside := [name for name in names.values() if Path(name).name != name or name.startswith(".")]:
+        raise ConfigError(f"{folder / INDEX}: {outside[0]!r} is no file of this folder")
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+def stored_tensors(paths: Iterable[Path]) -> dict[str, Stored]:
+    """Every tensor of some files, by name; of the files only the headers are read.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or a tensor is there twice.
+    """
+    found: dict[str, Stored] = {}
+    for path in paths:
+        for name, tensor in _read_header(path).items():
+            if name in found:
+                raise ConfigError(f"{path}: {name} is in {found[name].path.name}, too")
+            found[name] = tensor
+    return found
+
+
+def _read_header(path: Path) -> dict[str, Stored]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, LARGEST_HEADER):
+                raise ConfigError(f"{path}: damaged or not safetensors: its header does not fit into it")
+            text = file.read(length)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    header = Document(str(path), parse_json(text, str(path))).mapping
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        try:
+            dtype, shape = _NAMES[entry["dtype"]], tuple(map(int, entry["shape"]))
+            start, end = map(int, entry["data_offsets"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise ConfigError(f"{path}: {name}: its entry in the header cannot be read: {str(entry)[:100]}") from None
+        if min(shape, default=0) < 0 or end - start != Described(dtype, shape).num_bytes or start < 0:
+            raise ConfigError(f"{path}: {name}: {end - start} bytes are not {dtype} {shape}")
+        if 8 + length + end > size:
+            raise ConfigError(f"{path}: damaged: it ends before the bytes of {name} do")
+        found[name] = Stored(path, dtype, shape, 8 + length + start)
+    return found
+
+
+def read_float32(tensor: Stored) -> NDArray[np.float32]:
+    """A tensor of floating-point numbers, widened or narrowed.
+
+    Raises:
+        ConfigError: it holds no such numbers, or cannot be read.
+    """
+    found: NDArray[np.float32] = _read(tensor, 0, math.prod(tensor.shape), "float32").reshape(tensor.shape)
+    return found
+
+
+def read_rows(tensor: Stored, start: int, stop: int, dtype: str, rest: Sequence[slice] = ()) -> Iterator[NDArray[Any]]:
+    """Rows of a tensor of floating-point numbers in another type, some at a time; of its other dims what `rest` says.
+
+    Raises:
+        ConfigError: it holds no such numbers, or cannot be read.
+    """
+    width = math.prod(tensor.shape[1:])
+    step = max(1, CHUNK_NUMBERS // width)
+    is_whole = all(s.stop - s.start == length for s, length in zip(rest, tensor.shape[1:], strict=False))
+    for first in range(start, stop, step):
+        last = min(stop, first + step)
+        if is_whole:
+            yield _read(tensor, first * width, (last - first) * width, dtype).reshape(last - first, *tensor.shape[1:])
+        else:
+            yield _read_slices(tensor, (slice(first, last), *rest), dtype)
+
+
+def _read(tensor: Stored, start: int, count: int, dtype: str) -> NDArray[Any]:
+    """Numbers of a tensor."""
+    kind = _number_kind(tensor)
+    try:
+        raw = np.fromfile(tensor.path, kind, count, offset=tensor.offset + start * kind.itemsize)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{tensor.path}: cannot be read: {error}") from None
+    return raw.astype(numpy_dtype(dtype), copy=False)
+
+
+def _read_slices(tensor: Stored, slices: tuple[slice, ...], dtype: str) -> NDArray[Any]:
+    """A part of a tensor; of the file the pages it lies on."""
+    try:
+        mapped = np.memmap(tensor.path, _number_kind(tensor), "r", tensor.offset, tensor.shape)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{tensor.path}: cannot be read: {error}") from None
+    return np.array(mapped[slices], numpy_dtype(dtype))
+
+
+def _number_kind(tensor: Stored) -> np.dtype[Any]:
+    if tensor.dtype not in ("float64", "float32", "float16", BFLOAT16):
+        raise ConfigError(f"{tensor.path}: {tensor.dtype} numbers are no weights")
+    return numpy_dtype(tensor.dtype)
+
+
+def _shards(described: Mapping[str, Described], max_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = []
+    size = 0
+    for name, tensor in described.items():
+        if not shards or size + tensor.num_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.num_bytes
+    return shards
+
+
+def _shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the experts of a model of those of a dense one: each a copy of the MLP that was there. Some rows at a time.
+
+Source: arXiv:2212.05055 (sparse upcycling).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sporeloom.checkpoint.contents import FACTORED, MOMENTS, WEIGHTS_ALONE, check_contents, is_trained, model_of
+from sporeloom.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from sporeloom.checkpoint.model_folder import CONFIG, check_shapes, copy_beside, load_config, write_config
+from sporeloom.checkpoint.reshard import find_checkpoint, new_folder, publish_new
+from sporeloom.checkpoint.sharded import CheckpointReader, damage, file_name
+from sporeloom.checkpoint.shards import Rows, whole, write_shards
+from sporeloom.checkpoint.tensor_files import (
+    CHUNK_NUMBERS,
+    Described,
+    model_files,
+    read_rows,
+    stored_tensors,
+    write_model_files,
+)
+from sporeloom.errors import ConfigError
+from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.parameters import EXPERTS, parameter_shapes
+
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A model folder or a training checkpoint, and the model in it."""
+
+    folder: Path
+    family: str
+    model: ModelConfig
+    manifest: Manifest | None
+    """Of a training checkpoint."""
+
+    def rows(self, name: str) -> Rows:
+        """A tensor, some rows at a time, float32."""
+        if self.manifest is None:
+            tensor = self.stored[name]
+            return read_rows(tensor, 0, tensor.shape[0], "float32")
+        shape = self.manifest.tensors[name].shape
+        step = max(1, CHUNK_NUMBERS // max(1, int(np.prod(shape[1:]))))
+        rest = tuple(slice(0, length) for length in shape[1:])
+        starts = range(0, shape[0], step)
+        reader = CheckpointReader(self.folder, self.manifest)
+        return (reader.read(name, (slice(i, min(i + step, shape[0])), *rest)) for i in starts)
+
+    @cached_property
+    def stored(self) -> dict[str, Any]:
+        """The tensors of a model folder, not read yet."""
+        return stored_tensors(model_files(self.folder))
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return parameter_shapes(self.model)
+
+
+def open_dense(folder: Path) -> Dense:
+    """The dense model in a folder: a model folder, a training checkpoint, or the newest of several.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or has experts already.
+    """
+    if (folder / MANIFEST).exists() or not (folder / CONFIG).exists():
+        folder = find_checkpoint(folder)
+        manifest = read_manifest(folder)
+        check_contents(manifest, folder)
+        if problem := damage(folder, manifest):
+            raise ConfigError(problem)
+        dense = Dense(folder, *model_of(manifest, folder), manifest)
+    else:
+        dense = Dense(folder, *load_config(folder), None)
+        check_shapes({name: tensor.shape for name, tensor in dense.stored.items()}, dense.shapes, str(folder))
+    if dense.model.experts:
+        raise ConfigError(
+            f"{folder}: the model has {dense.model.experts.num_experts} experts already; give a dense one"
+        )
+    return dense
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """What becomes of a dense model."""
+
+    dense: Dense
+    model: ModelConfig
+    """With experts."""
+    noise: float
+    """Standard deviation of what is added to each copy."""
+    seed: int
+
+    def rows(self, name: str) -> Rows:
+        """A tensor of the new model, or of its optimizer's state, some rows at a time."""
+        prefix = next((moment for moment in MOMENTS if name.startswith(moment)), "")
+        if EXPERTS in name:
+            return self._copies(name, noise=0.0 if prefix else self.noise)
+        if name.removeprefix(prefix) in self.dense.shapes:
+            return self.dense.rows(name)
+        return iter([self._fresh(name.removeprefix(prefix), bool(prefix))])
+
+    def _copies(self, name: str, noise: float) -> Rows:
+        """The dense matrix or bias once for each expert."""
+        matrix = np.concatenate(list(self.dense.rows(name.replace(EXPERTS, ".mlp."))))
+        matrix = matrix.reshape(1, *((1, -1) if matrix.ndim == 1 else matrix.shape))
+        for expert in range(self.model.mixture.num_experts):
+            copy = matrix
+            if noise:
+                copy = matrix + self._random(f"{name} {expert}").normal(0, noise, matrix.shape).astype(np.float32)
+            yield copy
+
+    def _fresh(self, name: str, is_moment: bool) -> NDArray[np.float32]:
+        """What the dense model has nothing for: a router begins as in a new model, its optimizer's state at 0."""
+        shape = parameter_shapes(self.model)[name]
+        if name.endswith(".router.weight") and not is_moment:
+            return self._random(name).normal(0, self.model.init_std, shape).astype(np.float32)
+        return np.full(shape, float(name.endswith(".weights.scale") and not is_moment), np.float32)
+
+    def _random(self, name: str) -> np.random.Generator:
+        return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+
+
+def upcycled(dense: Dense, experts: ExpertConfig) -> ModelConfig:
+    """The model with experts.
+
+    Raises:
+        ConfigError: experts that a dense model cannot become.
+    """
+    if experts.shared_ffn_hidden_size:
+        raise ConfigError("a shared expert has nothing to be made of: each expert is a copy of the whole MLP")
+    return dataclasses.replace(dense.model, experts=experts)
+
+
+def write_model(job: Upcycling, target: Path) -> int:
+    """Write the weights as a model folder. Returns their bytes.
+
+    Raises:
+        ConfigError: the target exists or cannot be written.
+    """
+    described = {name: Described("float32", shape) for name, shape in parameter_shapes(job.model).items()}
+    partial_folder = new_folder(target)
+    try:
+        num_bytes = write_model_files(partial_folder, described, lambda names: map(job.rows, names), SHARD_BYTES)
+        _finish(job, partial_folder, target)
+    finally:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+    return num_bytes
+
+
+def write_checkpoint(job: Upcycling, target: Path) -> int:
+    """Write weights and optimizer state as a training checkpoint that `train --resume` goes on from. Returns the bytes.
+
+    Raises:
+        ConfigError: the source is no training checkpoint; the target exists or cannot be written.
+    """
+    old = job.dense.manifest
+    if old is None or old.state.get(WEIGHTS_ALONE):
+        what = "weights alone have" if old else "a model folder has"
+        raise ConfigError(f"{job.dense.folder}: {what} no optimizer state to carry")
+    moments = [moment for moment in MOMENTS if any(name.startswith(moment) for name in old.tensors)]
+    if set(moments) & set(FACTORED):
+        raise ConfigError(
+            f"{job.dense.folder}: the state of adafactor-factored is of whole matrices; leave out --carry-optimizer"
+        )
+    shapes = {
+        prefix + name: shape
+        for prefix in ("", *moments)
+        for name, shape in parameter_shapes(job.model).items()
+        if not prefix or is_trained(name)
+    }
+    partial_folder = new_folder(target)
+    try:
+        tensors, files = write_shards(
+            partial_folder,
+            {name: Described("float32", shape) for name, shape in shapes.items()},
+            {name: [(file_name(0), whole(shape))] for name, shape in shapes.items()},
+            lambda name, _: job.rows(name),
+        )
+        new = dataclasses.replace(
+            old,
+            tensors=tensors,
+            files=files,
+            model={"family": job.dense.family, **job.model.to_dict()},
+            strategy={},
+        )
+        new.write(partial_folder)
+        _finish(job, partial_folder, target)
+    finally:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+    return new.num_bytes
+
+
+def _finish(job: Upcycling, partial_folder: Path, target: Path) -> None:
+    """What else belongs to the folder, and its name."""
+    copy_beside(job.dense.folder, partial_folder)
+    write_config(partial_folder, job.dense.family, job.model)
+    publish_new(partial_folder, target)

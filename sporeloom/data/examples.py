@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an assistant is taught with: conversations, prompts with completions, preferences; and prompts alone.
+
+JSON lines, one object each. Columns are named as TRL names them:
+
+    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}
+    {"prompt": ..., "completion": ...}
+    {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 1.0}
+    {"prompt": ..., ANYTHING ELSE, handed to functions that reward}
+
+A prompt, completion, chosen and rejected are texts, or messages, which are written as the model's chat template says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sporeloom.data.batch import Batch
+from sporeloom.data.documents import decode_text
+from sporeloom.data.packing import best_fit
+from sporeloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt
+from sporeloom.errors import ConfigError
+from sporeloom.reader import parse_json
+
+ROLES = ("system", "user", "assistant")
+MOST_PROBLEMS = 5
+
+
+class Line(NamedTuple):
+    """An object of a file."""
+
+    place: str
+    values: dict[str, Any]
+
+
+class Example(NamedTuple):
+    """Tokens of one text, and which of them are to be learned."""
+
+    tokens: tuple[int, ...]
+    learned: tuple[bool, ...]
+
+
+class Pair(NamedTuple):
+    """Two texts of which the first is preferred."""
+
+    chosen: Example
+    rejected: Example
+    margin: float
+
+
+class Prompt(NamedTuple):
+    """What texts are sampled for."""
+
+    tokens: tuple[int, ...]
+    text: str
+    columns: dict[str, Any]
+    """All of the line."""
+
+
+def read_lines(path: Path, wanted: Sequence[Sequence[str]]) -> list[Line]:
+    """Objects of a file of JSON lines.
+
+    `wanted`: sets of keys of which each object has one whole.
+
+    Raises:
+        ConfigError: missing, not UTF-8, no JSON, lines without these keys; the first few are named.
+    """
+    lines, problems = list[Line](), list[str]()
+    for number, text in enumerate(decode_text(path).split("\n"), 1):
+        if not text.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            values = parse_json(text.encode(), place)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if not isinstance(values, dict) or not any(all(key in values for key in keys) for keys in wanted):
+            found = f"has {', '.join(map(str, values)) or 'no keys'}" if isinstance(values, dict) else "is no object"
+            problems.append(f"{place}: {found}; wanted: {' or '.join(', '.join(keys) for keys in wanted)}")
+            continue
+        lines.append(Line(place, values))
+    if not lines and not problems:
+        problems = [f"{path}: holds no lines"]
+    if problems:
+        raise ConfigError(_shortened(path, problems))
+    return lines
+
+
+class Reading:
+    """Lines as tokens. `learn_all`: not only what an assistant says, but everything is to be learned."""
+
+    def __init__(self, tokenizer: Tokenizer, learn_all: bool = False):
+        self.tokenizer, self.learn_all = tokenizer, learn_all
+
+    def examples(self, lines: Sequence[Line]) -> list[Example]:
+        """Of `messages`, or of `prompt` and `completion`.
+
+        Raises:
+            ConfigError: lines that cannot be read so.
+        """
+        return self._each(lines, self._example)
+
+    def pairs(self, lines: Sequence[Line]) -> list[Pair]:
+        """Of `prompt`, `chosen` and `rejected`; messages of both may begin with the prompt instead.
+
+        Raises:
+            ConfigError: lines that cannot be read so.
+        """
+        return self._each(lines, self._pair)
+
+    def prompts(self, lines: Sequence[Line]) -> list[Prompt]:
+        """Of `prompt`.
+
+        Raises:
+            ConfigError: lines that cannot be read so.
+        """
+        return self._each(lines, self._prompt)
+
+    def _each(self, lines: Sequence[Line], read: Callable[[Line], Any]) -> list[Any]:
+        with_messages = [line for line in lines if any(isinstance(value, list) for value in _texts(line))]
+        if with_messages and not hasattr(self.tokenizer, "chat"):
+            raise ConfigError(
+                f"{with_messages[0].place}: messages, but the model has no chat template: give one with --chat-template, as "
+                "examples/assistant/chat_template.jinja is"
+            )
+        found, problems = list[Any](), list[str]()
+        for line in lines:
+            try:
+                found.append(read(line))
+            except ConfigError as error:
+                problems += [p if p.startswith(line.place) else f"{line.place}: {p}" for p in error.problems]
+        if problems:
+            raise ConfigError(_shortened(Path(lines[0].place.rpartition(":")[0]), problems))
+        return found
+
+    def _example(self, line: Line) -> Example:
+        values = line.values
+        if "messages" in values:
+            return self._conversation(_messages(values["messages"], f"{line.place}: messages"))
+        return self._continued(values["prompt"], values["completion"], line.place, "completion")
+
+    def _pair(self, line: Line) -> Pair:
+        values = line.values
+        margin = values.get("margin", 0.0)
+        if isinstance(margin, bool) or not isinstance(margin, int | float):
+            raise ConfigError(f"{line.place}: margin must be a number, got {margin!r}")
+        if "prompt" not in values:
+            talks = [_messages(values[key], f"{line.place}: {key}") for key in ("chosen", "rejected")]
+            both = [self._conversation(talk, last=True) for talk in talks]
+        else:
+            both = [self._continued(values["prompt"], values[key], line.place, key) for key in ("chosen", "rejected")]
+        return Pair(both[0], both[1], float(margin))
+
+    def _prompt(self, line: Line) -> Prompt:
+        prompt = line.values["prompt"]
+        text = prompt
+        if not isinstance(prompt, str):
+            text = chat_prompt(self.tokenizer, _messages(prompt, f"{line.place}: prompt"))
+        tokens = tuple(self.tokenizer.encode(text))
+        if not tokens:
+            raise ConfigError(f"{line.place}: an empty prompt")
+        return Prompt(tokens, text, line.values)
+
+    def _continued(self, prompt: Any, completion: Any, place: str, name: str) -> Example:
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return self._joined([(prompt, False), (completion, True)])
+        if isinstance(prompt, str) or isinstance(completion, str):
+            raise ConfigError(f"{place}: prompt and {name} must both be texts, or both messages")
+        before, after = _messages(prompt, f"{place}: prompt"), _messages(completion, f"{place}: {name}")
+        return self._conversation([*before, *after], last=len(after) == 1)
+
+    def _conversation(self, messages: Sequence[ChatMessage], last: bool = False) -> Example:
+        """`last`: of what the assistant says only the last is to be learned."""
+        if messages[-1].role != "assistant":
+            raise ConfigError(f"{messages[-1].role} has the last word; it must be the assistant's")
+        segments, written = list[tuple[str, bool]](), ""
+        for place, message in enumerate(messages):
+            if message.role == "assistant":
+                before = chat_prompt(self.tokenizer, messages[:place])
+                if not before.startswith(written):
+                    raise ConfigError("the chat template writes earlier turns anew; give conversations of one turn")
+                is_learned = not last or place == len(messages) - 1
+                segments += [(before[len(written) :], False), (message.content, is_learned)]
+                written = before + message.content
+        return self._joined(segments)
+
+    def _joined(self, segments: Sequence[tuple[str, bool]]) -> Example:
+        """Texts one after another, encoded apart, so that a prompt is what it is when it is answered. The token behind what
+        is learned, at the end that of the end of documents, is learned with it: it is where an answer stops."""
+        tokens, learned = list[int](), list[bool]()
+        stops = False
+        for number, (text, is_learned) in enumerate(segments):
+            ids = self.tokenizer.encode(text) if number == 0 else self.tokenizer.encode_document(text)
+            tokens += ids
+            learned += [is_learned or (stops and place == 0) for place in range(len(ids))]
+            stops = is_learned
+        tokens.append(self.tokenizer.eod_id)
+        learned.append(True)
+        return Example(tuple(tokens), tuple([True] * len(learned) if self.learn_all else learned))
+
+
+def _texts(line: Line) -> list[Any]:
+    return [line.values.get(key) for key in ("messages", "prompt", "completion", "chosen", "rejected")]
+
+
+def _messages(value: Any, place: str) -> list[ChatMessage]:
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{place} must be a list of messages")
+    messages = []
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise ConfigError(f"{place}[{number}] must have a role and a content, both texts")
+        if message.get("role") not in ROLES:
+            raise ConfigError(f"{place}[{number}].role must be one of {', '.join(ROLES)}, got {message.get('role')!r}")
+        messages.append(ChatMessage(message["role"], message["content"]))
+    return messages
+
+
+def _shortened(path: Path, problems: list[str]) -> list[str]:
+    more = len(problems) - MOST_PROBLEMS
+    return problems[:MOST_PROBLEMS] + ([f"{path}: and {more} more lines like these"] if more > 0 else [])
+
+
+@dataclass
+class Fitted:
+    """Examples as long as a model may read, and what that took."""
+
+    examples: list[Any]
+    num_truncated: int = 0
+    """Of those kept."""
+    num_dropped: int = 0
+    """Of which nothing that is learned was left."""
+
+    def describe(self, kind: str) -> str:
+        told = f"{len(self.examples):,} {kind}"
+        if self.num_truncated:
+            told += f", {self.num_truncated:,} truncated"
+        return told + (f"; {self.num_dropped:,} dropped, too long to learn from" if self.num_dropped else "")
+
+
+def fitted(examples: Sequence[Example], seq_len: int) -> Fitted:
+    """Examples of at most `seq_len` + 1 tokens, so that inputs and labels fit."""
+    result = Fitted([])
+    for example in examples:
+        cut = Example(example.tokens[: seq_len + 1], example.learned[: seq_len + 1])
+        if not any(cut.learned[1:]):
+            result.num_dropped += 1
+            continue
+        result.examples.append(cut)
+        result.num_truncated += len(cut.tokens) < len(example.tokens)
+    return result
+
+
+def fitted_pairs(pairs: Sequence[Pair], seq_len: int) -> Fitted:
+    """The same of pairs; one goes with the other."""
+    result = Fitted([])
+    for pair in pairs:
+        both = fitted([pair.chosen, pair.rejected], seq_len)
+        if both.num_dropped:
+            result.num_dropped += 1
+            continue
+        result.examples.append(pair._replace(chosen=both.examples[0], rejected=both.examples[1]))
+        result.num_truncated += bool(both.num_truncated)
+    return result
+
+
+def packed(examples: Sequence[Example], seq_len: int) -> list[list[int]]:
+    """Which examples share a row: longest first, each into the fullest row that still has room (best fit, decreasing)."""
+    return best_fit([len(example.tokens) - 1 for example in examples], seq_len)
+
+
+def example_batch(rows: Sequence[Sequence[Example]], seq_len: int) -> Batch:
+    """Rows of examples, each row's one after another, as inputs of a network whose loss weights are a mask: 1 where the label
+    is to be learned. Positions begin anew with each example, so attention stays within it."""
+    shape = (len(rows), seq_len)
+    tokens, labels, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    mask = np.zeros(shape, np.float32)
+    for row, examples in enumerate(rows):
+        start = 0
+        for example in examples:
+            length = len(example.tokens) - 1
+            at = slice(start, start + length)
+            tokens[row, at], labels[row, at] = example.tokens[:-1], example.tokens[1:]
+            positions[row, at] = np.arange(length)
+            mask[row, at] = example.learned[1:]
+            start += length
+        positions[row, start:] = np.arange(seq_len - start)  # padding is a document of its own
+    return Batch(tokens, labels, positions, mask)
+
+
+def ended_batch(examples: Sequence[Example], seq_len: int) -> Batch:
+    """An example a row, whole as inputs, and a mask that is 1 at the last token of each: what sees all of it."""
+    shape = (len(examples), seq_len)
+    tokens, positions = (np.zeros(shape, np.int32) for _ in range(2))
+    mask = np.zeros(shape, np.float32)
+    for row, example in enumerate(examples):
+        length = min(len(example.tokens), seq_len)
+        tokens[row, :length] = example.tokens[:length]
+        positions[row, :length], positions[row, length:] = np.arange(length), np.arange(seq_len - length)
+        mask[row, length - 1] = 1
+    return Batch(tokens, np.zeros(shape, np.int32), positions, mask)
+
+
+def identity(lines: Sequence[Line]) -> str:
+    """A text that all of the lines have a say in."""
+    return json.dumps([line.values for line in lines], ensure_ascii=False, sort_keys=True)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exact batch of any step, from a weighted blend of token files; read in the background, each rank its own part."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sporeloom.data.batch import Batch, make_batch
+from sporeloom.data.curriculum import Curriculum
+from sporeloom.data.packing import Arrangement
+from sporeloom.data.sample_order import Ints, Shares, Sizes, epoch_samples, shuffled
+from sporeloom.data.token_file import TokenFile
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Token files and their part in a blend."""
+
+    name: str
+    tokens: TokenFile
+    weight: float
+    ignored: Ints
+    """Sorted places of the tokens that are not trained on."""
+    arrangement: Arrangement
+    """Its samples."""
+    offset: int = 0
+    """Added to its ids as a network is given them: its domain, see `HashChoices` of `sporeloom.nn.moe`."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Where the samples of a step come from; all of them, on every rank."""
+
+    datasets: Ints
+    epochs: Ints
+    samples: Ints
+
+
+class Loader:
+    """Batches of a run.
+
+    Args:
+        rows: of a batch of so many sequences, those this rank's graph will read; the others are left zero.
+        curriculum: which samples a step draws of the one dataset there is.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        sizes: Sizes,
+        seed: int,
+        eod_id: int | None,
+        loss_ignore_id: int | None,
+        rows: Callable[[int], NDArray[np.int64]] = np.arange,
+        curriculum: Curriculum | None = None,
+    ):
+        self.datasets, self.sizes, self.seed, self.rows = list(datasets), sizes, seed, rows
+        self.eod_id, self.loss_ignore_id = eod_id, loss_ignore_id
+        self.shares = Shares([dataset.weight for dataset in datasets], sizes)
+        self.num_samples = [dataset.arrangement.num_samples for dataset in datasets]
+        assert all(self.num_samples), self.num_samples
+        self.curriculum = curriculum
+        self._drawn_before = lru_cache(4)(lambda step: int(self.shares.before(step).sum()))
+
+    def drawn(self, step: int) -> Drawn:
+        """The samples of `step`, counted from 0: a function of seed and step alone."""
+        before = self.shares.before(step)
+        counts = self.shares.before(step + 1) - before
+        datasets = np.repeat(np.arange(len(counts)), counts)
+        epochs = np.concatenate(
+            [np.arange(n, n + c) // size for n, c, size in zip(before, counts, self.num_samples, strict=True)]
+        )
+        if self.curriculum:  # which starts anew with each difficulty, so there are no epochs of the dataset
+            samples = self.curriculum.draws(step, self._drawn_before, int(counts[0]))
+            return self._mixed(step, datasets, np.zeros_like(samples), samples)
+        samples = np.concatenate(
+            [
+                epoch_samples(int(first), int(count), size, self._key(dataset.tokens.info.content))
+                for dataset, first, count, size in zip(self.datasets, before, counts, self.num_samples, strict=True)
+            ]
+        )
+        return self._mixed(step, datasets, epochs, samples)
+
+    def _mixed(self, step: int, datasets: Ints, epochs: Ints, samples: Ints) -> Drawn:
+        """In an order that hides which dataset a sample is of."""
+        mixed = shuffled(np.arange(len(datasets)), len(datasets), self._key(f"step {step}"))
+        return Drawn(datasets[mixed], epochs[mixed], samples[mixed])
+
+    def samples(self, step: int) -> NDArray[np.int32]:
+        """Tokens of `step`, (B, T+1), in the rows of this rank."""
+        return self._read(step, self.drawn(step))[0]
+
+    def _read(self, step: int, drawn: Drawn) -> tuple[NDArray[np.int32], Ints]:
+        """Tokens of this rank's rows, (B, T+1), and how many of each row are no padding."""
+        batch, length = self.sizes.of_step(step)
+        tokens, counts = np.zeros((batch, length + 1), np.int32), np.zeros(batch, np.int64)
+        for row in self.rows(batch):
+            number, part = divmod(int(row), self.sizes.longest // length)
+            source = self.datasets[drawn.datasets[number]].tokens
+            pieces = self._pieces(drawn, number)
+            sample = np.concatenate([source.tokens[start:stop] for start, stop in pieces])
+            sample = sample[part * length : (part + 1) * length + 1]
+            tokens[row, : len(sample)], tokens[row, len(sample) :] = sample, source.info.eod_id
+            counts[row] = len(sample)
+        return tokens, counts
+
+    def _pieces(self, drawn: Drawn, number: int) -> Ints:
+        arrangement = self.datasets[drawn.datasets[number]].arrangement
+        return arrangement.pieces(int(drawn.epochs[number]), int(drawn.samples[number]))
+
+    def batch(self, step: int) -> Batch:
+        """Inputs of `step`; the loss weights count the whole batch, also where only some rows are read."""
+        drawn = self.drawn(step)
+        tokens, counts = self._read(step, drawn)
+        batch = make_batch(tokens, self.eod_id, self.loss_ignore_id, self._num_trained(drawn), counts)
+        offsets = np.array([dataset.offset for dataset in self.datasets], np.int32)[drawn.datasets]
+        return batch._replace(tokens=batch.tokens + np.repeat(offsets, len(tokens) // len(offsets))[:, None])
+
+    def first_token(self, step: int) -> int:
+        """How many tokens the steps before `step` have trained on."""
+        return int(self.shares.before(step).sum()) * self.sizes.longest
+
+    def epochs(self, step: int) -> list[float]:
+        """How often the steps before `step` have been through each dataset."""
+        return [float(n) / size for n, size in zip(self.shares.before(step), self.num_samples, strict=True)]
+
+    def _num_trained(self, drawn: Drawn) -> int:
+        """Tokens of a step that are trained on: inputs but those that are ignored."""
+        count = 0
+        for number, dataset in enumerate(drawn.datasets):
+            pieces, ignored = self._pieces(drawn, number), self.datasets[dataset].ignored
+            begins, stops = pieces[:, 0], pieces[:, 1].copy()
+            stops[-1] -= 1  # the last token is no input
+            count += int((stops - begins).sum())
+            if len(ignored):
+                count -= int((ignored.searchsorted(stops) - ignored.searchsorted(begins)).sum())
+        return count
+
+    def _key(self, of: str) -> int:
+        return int.from_bytes(hashlib.sha256(f"{self.seed} {of}".encode()).digest()[:8], "big")
+
+
+class Prefetched(Generic[T]):
+    """`make(step)` for one step after another, made ahead in a thread."""
+
+    def __init__(self, make: Callable[[int], T], end: int, ahead: int = 2):
+        self._make, self._end, self._ahead = make, end, ahead
+        self._thread = ThreadPoolExecutor(1, "loader")
+        self._pending: dict[int, Future[T]] = {}
+
+    def get(self, step: int) -> T:
+        wanted = range(step, min(step + 1 + self._ahead, max(self._end, step + 1)))
+        for dropped in self._pending.keys() - set(wanted):
+            self._pending.pop(dropped).cancel()
+        for number in wanted:
+            if number not in self._pending:
+                self._pending[number] = self._thread.submit(self._make, number)
+        return self._pending.pop(step).result()
+
+
+def rows_of_rank(dp: int, dp_rank: int, microbatches: int) -> Callable[[int], NDArray[np.int64]]:
+    """Which rows of a batch the graph of a data-parallel rank takes: its part of each microbatch."""
+
+    def rows(batch: int) -> NDArray[np.int64]:
+        return np.arange(batch).reshape(microbatches, dp, -1)[:, dp_rank].reshape(-1)
+
+    return rows

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents in, documents out: JSON lines that are complete or absent, written by one process while others work."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+from tqdm import tqdm
+
+from sporeloom.data.cluster import Workers, over_batches
+from sporeloom.data.sources import LINES, Batch, Source, TextDocument
+from sporeloom.errors import ConfigError
+from sporeloom.locks import one_writer
+
+SHOWN_PROBLEMS = 20
+SAMPLES, SAMPLE_CHARS = 10, 500
+"""Documents that were removed, for each reason, and how much of each is shown."""
+
+
+Sample = tuple[bytes, str, str]
+"""Hash, file:line and the beginning of a document."""
+
+
+@dataclass
+class Rewritten:
+    """What became of a batch."""
+
+    lines: list[bytes] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
+    """For the file beside it."""
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    """Why something was removed -> a few of what was, for people to read."""
+
+    def add_sample(self, why: str, document: TextDocument, most: int) -> None:
+        """Remember a document, if it is among the `most` of the smallest hash: the same ones however the work is shared."""
+        digest = hashlib.blake2b(f"{document.place} {document.text}".encode(), digest_size=8).digest()
+        self.add_samples({why: [(digest, document.place, document.text[:SAMPLE_CHARS])]}, most)
+
+    def add_samples(self, samples: Mapping[str, list[Sample]], most: int) -> None:
+        """Likewise, several."""
+        for why, some in samples.items():
+            self.samples[why] = sorted([*self.samples.get(why, []), *some])[:most]
+
+
+def rewrite(
+    source: Source,
+    out: Path,
+    make_work: Callable[[], Callable[[Batch], Rewritten]],
+    workers: Workers,
+    notes: Path | None = None,
+    samples: Path | None = None,
+) -> dict[str, Any]:
+    """Write what `make_work()` makes of each batch to `out`, its notes to `notes`, a sample of what went to `samples`.
+
+    Returns counts and first problems.
+
+    Raises:
+        ConfigError: bad input, a file that is there already, a full disk. Neither file appears then.
+    """
+    check_outputs(out, notes)
+    if samples and samples.exists():
+        raise ConfigError(f"{samples}: is there already; remove it or give another name")
+    total = Rewritten()
+    with (
+        one_writer(out, is_folder=False),
+        complete_or_absent(out) as write,
+        complete_or_absent(notes) as note,
+        complete_or_absent(samples) as show_samples,
+        ExitStack() as stack,
+    ):
+        results = over_batches(workers, Rewritten, make_work, source, all_fields=True)
+        stack.callback(results.close)  # type: ignore[attr-defined]
+        for done in tqdm(results, unit="MB", disable=None):
+            write(b"".join(done.lines))
+            note(b"".join(to_line(record) for record in done.notes))
+            total.counts += done.counts
+            total.problems += done.problems[: SHOWN_PROBLEMS - len(total.problems)]
+            total.add_samples(done.samples, SAMPLES)
+        if not total.counts["documents"]:
+            raise ConfigError([f"{', '.join(map(str, source.inputs))}: holds no text", *total.problems[:5]])
+        show_samples("".join(_shown(why, total) for why in sorted(total.samples)).encode())
+    return {**total.counts, "first_problems": total.problems}
+
+
+def _shown(why: str, total: Rewritten) -> str:
+    """A sample of what was removed for one reason, as text."""
+    some = "".join(f"\n--- {place}\n{text}\n" for _, place, text in total.samples[why])
+    return f"=== {why}: {total.counts[why]:,} documents, of them {len(total.samples[why])}\n{some}\n"
+
+
+def to_line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+def with_text(document: TextDocument, key: str, text: str, **more: Any) -> bytes:
+    """A document's line with another text."""
+    return to_line({**document.record, key: text, **more})
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Whether files can be made there.
+
+    Raises:
+        ConfigError: one is there already, or is no kind that is written.
+    """
+    problems = [f"{path}: is there already; remove it or give another name" for path in paths if path and path.exists()]
+    problems += [
+        f"{path}: what is written is JSON lines; end the name in {', '.join(LINES)}"
+        for path in paths
+        if path and not path.name.endswith(LINES)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+@contextmanager
+def complete_or_absent(path: Path | None) -> Iterator[Callable[[bytes], object]]:
+    """Writes to a file, compressed as its name says, that has its name only when all went well. None: writes nothing.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is None:
+        yield lambda content: None
+        return
+    unfinished = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as raw, _compressed(raw, path) as file:
+            yield file.write
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _compressed(file: IO[bytes], path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.GzipFile("", "wb", fileobj=file, mtime=0)  # the same bytes for the same documents
+    if path.suffix == ".zst":
+        try:
+            return import_module("zstandard").ZstdCompressor().stream_writer(file, closefd=False)
+        except ModuleNotFoundError:
+            raise ConfigError(f"{path}: .zst files need zstandard: pip install -e '.[data]'") from None
+    return nullcontext(file)

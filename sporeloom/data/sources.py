@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of files of many kinds, one after another; a file is never in memory as a whole.
+
+Reading has two halves: `read_raw` cuts files into documents, in one process and in order; `parse` makes text of one, in any.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import itertools
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+from sporeloom.data.stores import open_document
+from sporeloom.data.web import WEB, extract_text, read_records
+from sporeloom.errors import ConfigError, Problems
+from sporeloom.reader import parse_json
+
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+TABLES = (".parquet",)
+CUT = (".jsonl", *TABLES)
+"""Of files that can be read from any line, or any group of rows, on."""
+NOT_TEXT = (".json", ".csv", ".zip", ".tar", ".tgz", ".bin", ".npy", ".mindrecord", ".gz", ".zst", ".7z", ".pdf")
+BATCH_BYTES = 1 << 20
+SHARD_MB = 64
+SHARD_NUMBERS = 1 << 40
+"""Between the numbers of the first documents of two shards."""
+MAX_DOCUMENT_MB = 64
+OnError = Literal["stop", "skip"]
+ZSTD_FRAME = b"\x28\xb5\x2f\xfd"
+
+
+class Raw(NamedTuple):
+    """One document as its file has it."""
+
+    place: str
+    """file:line, for messages."""
+    content: bytes
+    form: Literal["text", "json", "html"]
+    problem: str = ""
+    """Why there is no content."""
+    about: Mapping[str, str] = {}
+    """What its file says of it besides."""
+
+
+class Piece(NamedTuple):
+    """A file, or of a large one the lines or groups of rows that begin from byte `start` up to byte `end`."""
+
+    path: Path
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages, before `:line`: lines are counted from the piece's first on."""
+        return f"{self.path}@{self.start}" if self.start else str(self.path)
+
+
+Batch = tuple[int, list[Raw]]
+"""Some documents, and the number of the first."""
+
+
+class TextDocument(NamedTuple):
+    """One document as text."""
+
+    place: str
+    text: str
+    record: dict[str, Any]
+    """All fields it came with."""
+
+
+@dataclass
+class Parsed:
+    """Documents of a batch that can be read, with their numbers, and what is to be said of the others."""
+
+    documents: list[tuple[int, TextDocument]] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
+    """file:line of documents without text; an empty source file is no mistake."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def skipped(self) -> Counter[str]:
+        return Counter(empty=len(self.empty), broken=len(self.problems))
+
+    @property
+    def remarks(self) -> list[str]:
+        """What to tell of what was skipped, the worst first."""
+        return [*self.problems, *(f"{place}: empty" for place in self.empty)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which documents a job reads, and what becomes of those that cannot be read."""
+
+    inputs: tuple[Path, ...]
+    key: str = "text"
+    """Field of JSON lines and column of tables that holds the text."""
+    suffixes: tuple[str, ...] = ()
+    """Of the files that are taken from folders; none: all."""
+    on_error: OnError = "stop"
+    max_document_mb: float = MAX_DOCUMENT_MB
+    shard_mb: float = SHARD_MB
+    """Of files that are worked on as one."""
+
+    def files(self) -> list[Path]:
+        return source_files(self.inputs, self.suffixes)
+
+    def shards(self) -> list[list[Piece]]:
+        """The files in groups of at least `shard_mb`, each of which can be worked on alone. Files of JSON lines that are much
+        larger are cut between lines and tables between groups of rows; compressed files and others cannot be."""
+        shards, size, wanted = list[list[Piece]](), 0, self.shard_mb * 1e6
+        for path in self.files():
+            length = path.stat().st_size
+            parts = max(1, int(length // wanted)) if path.name.endswith(CUT) else 1
+            bounds = [length * part // parts for part in range(parts)] + [None]
+            for start, end in itertools.pairwise(bounds):
+                if not shards or size >= wanted or start:
+                    shards.append([])
+                    size = 0
+                shards[-1].append(Piece(path, start or 0, end))
+                size += length // parts
+        return shards
+
+    def batches(self, all_fields: bool = False) -> Iterator[Batch]:
+        """All documents, undecoded."""
+        for number, files in enumerate(self.shards()):
+            yield from self.batches_of(number, files, all_fields)
+
+    def batches_of(self, shard: int, files: Sequence[Piece], all_fields: bool = False) -> Iterator[Batch]:
+        """Those of a shard: none has documents of two. Numbers of documents begin anew with each, far apart."""
+        max_bytes = int(self.max_document_mb * 1e6)
+        return batches(read_raw(files, self.inputs, self.key, max_bytes, all_fields), shard * SHARD_NUMBERS)
+
+    def parse(self, batch: Batch) -> Parsed:
+        """The documents of a batch.
+
+        Raises:
+            ConfigError: one cannot be read, and `on_error` is to stop.
+        """
+        parsed = Parsed()
+        for number, raw in enumerate(batch[1], batch[0]):
+            try:
+                document = parse(raw, self.key)
+            except ConfigError as error:
+                parsed.problems += error.problems
+                continue
+            if document.text.strip():
+                parsed.documents.append((number, document))
+            else:
+                parsed.empty.append(raw.place)
+        if parsed.problems and self.on_error == "stop":
+            count = len(parsed.problems)
+            more = [f"and {count - 5} more like these nearby"] if count > 5 else []
+            raise ConfigError([*parsed.problems[:5], *more, "--on-error skip counts such documents and goes on"])
+        return parsed
+
+
+def source_files(inputs: Iterable[Path], suffixes: tuple[str, ...] = ()) -> list[Path]:
+    """The files that `inputs` mean, in a fixed order: files as given, folders with everything below, names sorted.
+
+    Hidden files and folders are left out, and of a folder what does not end in one of `suffixes`, if there are any.
+
+    Raises:
+        ConfigError: nothing there, or a kind of file that holds no text.
+    """
+    files, problems = list[Path](), Problems()
+    for path in inputs:
+        files += problems.of(_files_of, path, suffixes) or []
+    problems.tell()
+    return files
+
+
+def _files_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Those that one input means."""
+    try:
+        if path.is_dir():
+            below = [f for f in path.rglob("*") if not any(p.startswith(".") for p in f.relative_to(path).parts)]
+            found = sorted(f for f in below if f.is_file() and (not suffixes or f.name.endswith(suffixes)))
+            kind = f" that end in {' or '.join(suffixes)}" if suffixes else ""
+            if not found:
+                raise ConfigError(f"{path}: the folder holds no files{kind}")
+            return found
+        if not path.exists():
+            raise ConfigError(f"{path}: there is no such file")
+    except ConfigError:
+        raise
+    except Exception as error:
+        if isinstance(path, Path):
+            raise
+        raise ConfigError(f"{path}: cannot be read: {type(error).__name__}: {error}") from None  # what a store says
+    if path.name.endswith(NOT_TEXT) and not path.name.endswith((*LINES, *WEB)):
+        kinds = ", ".join((*LINES, *TABLES, *WEB))
+        raise ConfigError(f"{path}: not a kind of file that is read; give {kinds}, .txt or source")
+    return [path]
+
+
+def read_raw(
+    files: Iterable[Piece], inputs: Iterable[Path], key: str, max_bytes: int, all_columns: bool = False
+) -> Iterator[Raw]:
+    """Every document of `files`: a line of a .jsonl file, a row of a .parquet file, a page or text of a web archive, a part
+    between blank lines of a .txt file that was named itself, and each other file as a whole.
+
+    What cannot be read comes as a `Raw` with a `problem`. `all_columns`: rows of tables with all their fields.
+    """
+    named = set(inputs)
+    for piece in files:
+        path = piece.path
+        try:
+            if not path.stat().st_size and path.name.endswith((*LINES, *TABLES, *WEB)):
+                yield Raw(f"{path}:1", b"", "text", "an empty file")
+                continue
+            if path.name.endswith(TABLES):
+                yield from _rows(piece, key, all_columns)
+            elif path.name.endswith(LINES):
+                yield from _lines(piece, max_bytes)
+            elif path.name.endswith(WEB):
+                for number, (content, form, about, problem) in enumerate(read_records(path, max_bytes), 1):
+                    yield Raw(f"{path}:{number}", content, form, problem, about)
+            elif path.suffix == ".txt" and path in named:
+                yield from _paragraphs(path, max_bytes)
+            elif path.stat().st_size > max_bytes:
+                yield Raw(f"{path}:1", b"", "text", _too_long(path.stat().st_size, max_bytes))
+            else:
+                yield Raw(f"{path}:1", path.read_bytes(), "text")
+        except OSError as error:
+            yield Raw(str(path), b"", "text", f"cannot be read: {error.strerror or error}")
+        except Exception as error:
+            if isinstance(path, Path) or isinstance(error, ConfigError):
+                raise
+            yield Raw(str(path), b"", "text", f"cannot be read: {type(error).__name__}: {error}")  # what a store says
+
+
+def batches(documents: Iterable[Raw], first: int = 0) -> Iterator[Batch]:
+    """Documents in lists of about BATCH_BYTES, each with the number of its first, `first` on; where one ends follows from
+    the documents alone."""
+    batch, size = list[Raw](), 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.content) + 100
+        if size >= BATCH_BYTES:
+            yield first, batch
+            first, batch, size = first + len(batch), [], 0
+    if batch:
+        yield first, batch
+
+
+def parse(raw: Raw, key: str) -> TextDocument:
+    """The text of a document.
+
+    Raises:
+        ConfigError: file, line and what is wrong: not UTF-8, not JSON, no such field.
+    """
+    if raw.problem:
+        raise ConfigError(f"{raw.place}: {raw.problem}")
+    if raw.form == "html":
+        return TextDocument(raw.place, extract_text(raw.content, raw.about.get("url")), dict(raw.about))
+    try:
+        text = raw.content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        path, _, line = raw.place.rpartition(":")
+        number = int(line) + raw.content[: error.start].count(b"\n")
+        raise ConfigError(f"{path}:{number}: not UTF-8 text ({error.reason}); convert the file to UTF-8") from None
+    if raw.form == "text":
+        return TextDocument(raw.place, text, dict(raw.about))
+    record = parse_json(text, raw.place, finite=False)
+    if not isinstance(record, dict) or not isinstance(record.get(key), str):
+        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise ConfigError(f"{raw.place}: no `{key}` field with a string; found: {keys}")
+    text = record[key]
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{raw.place}: holds half of a surrogate pair, which is no character") from None
+    return TextDocument(raw.place, text, record)
+
+
+def _too_long(size: int, max_bytes: int) -> str:
+    return f"a document of {size / 1e6:.1f} MB is longer than --max-document-mb {max_bytes / 1e6:g}"
+
+
+def _lines(piece: Piece, max_bytes: int) -> Iterator[Raw]:
+    number, path, name = 0, piece.path, piece.name
+    with open_document(path) as raw_file:
+        file = _decompressed(raw_file, path)
+        try:
+            if piece.start:  # a line belongs to the piece that it begins in
+                file.seek(piece.start - 1)
+                while (line := file.readline(max_bytes)) and not line.endswith(b"\n"):
+                    pass
+            while (piece.end is None or file.tell() < piece.end) and (line := file.readline(max_bytes + 1)):
+                number += 1
+                size = len(line)
+                while size > max_bytes and not line.endswith(b"\n") and (line := file.readline(max_bytes + 1)):
+                    size += len(line)
+                if size > max_bytes:
+                    yield Raw(f"{name}:{number}", b"", "json", _too_long(size, max_bytes))
+                    continue
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 and not piece.start else line
+                if line.strip():
+                    yield Raw(f"{name}:{number}", line, "json")
+        except (EOFError, OSError, zlib.error, _zstd_error(path)) as error:
+            yield Raw(f"{name}:{number + 1}", b"", "json", f"damaged from here on: {error}")
+
+
+def _decompressed(file: IO[bytes], path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=file))
+    if path.suffix == ".zst":
+        zstandard = _optional("zstandard", path)
+        if path.stat().st_size and file.read(4) != ZSTD_FRAME:
+            raise OSError("not zstd data")
+        file.seek(0)
+        return io.BufferedReader(_ZstdFile(file, zstandard.ZstdDecompressor()), 1 << 20)
+    return file
+
+
+class _ZstdFile(io.RawIOBase):
+    """One frame after another. The library's own reader takes a frame that was cut off for the end of the file."""
+
+    def __init__(self, file: IO[bytes], decompressor: Any):
+        self.file, self.decompressor = file, decompressor
+        self.frame: Any = None
+        self.waiting = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.waiting:
+            chunk = (self.frame.unused_data if self.frame and self.frame.eof else b"") or self.file.read(1 << 17)
+            if not chunk:
+                if self.frame and not self.frame.eof:
+                    raise EOFError("the file was cut off")
+                return 0
+            if not self.frame or self.frame.eof:
+                self.frame = self.decompressor.decompressobj()
+            self.waiting = memoryview(self.frame.decompress(chunk))
+        count = min(len(buffer), len(self.waiting))
+        buffer[:count], self.waiting = self.waiting[:count], self.waiting[count:]
+        return count
+
+
+def _zstd_error(path: Path) -> type[Exception]:
+    return _optional("zstandard", path).ZstdError if path.suffix == ".zst" else EOFError
+
+
+def _paragraphs(path: Path, max_bytes: int) -> Iterator[Raw]:
+    """Parts of a text between blank lines."""
+    lines, start, size, number = list[bytes](), 1, 0, 0
+    with open_document(path) as file:
+        while True:
+            line = file.readline(max_bytes + 1)
+            number += 1
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if line.strip(b"\r\n"):
+                start = start if size else number
+                size += len(line)
+                if size <= max_bytes:
+                    lines.append(line)
+                number -= not line.endswith(b"\n")  # a part of a line that is too long
+                continue
+            if size > max_bytes:
+                yield Raw(f"{path}:{start}", b"", "text", _too_long(size, max_bytes))
+            elif size:
+                yield Raw(f"{path}:{start}", b"".join(lines).replace(b"\r\n", b"\n").rstrip(b"\n"), "text")
+            lines, size = [], 0
+            if not line:
+                return
+
+
+def _rows(piece: Piece, key: str, all_columns: bool) -> Iterator[Raw]:
+    path = piece.path
+    arrow, parquet = _optional("pyarrow", path), _optional("pyarrow.parquet", path)
+    try:
+        table = parquet.ParquetFile(open_document(path))
+    except arrow.ArrowInvalid as error:
+        yield Raw(str(path), b"", "json", f"not a Parquet file: {str(error).splitlines()[0]}")
+        return
+    names = table.schema_arrow.names
+    if key not in names:
+        raise ConfigError(f"{path}: no column `{key}`; it has: {', '.join(names)}; choose one with --key")
+    columns, number = names if all_columns else [key], 1
+    for index in range(table.num_row_groups):
+        group = table.metadata.row_group(index)
+        start = _first_byte(group)
+        if start < piece.start or (piece.end is not None and start >= piece.end):
+            number += group.num_rows
+            continue
+        try:
+            for rows in table.iter_batches(batch_size=1000, row_groups=[index], columns=columns):
+                for row in rows.to_pylist():
+                    content = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+                    yield Raw(f"{path}:{number}", content, "json")
+                    number += 1
+        except (OSError, arrow.ArrowException) as error:
+            yield Raw(f"{path}:{number}", b"", "json", f"damaged from here on: {str(error).splitlines()[0]}")
+            return
+
+
+def _first_byte(group: Any) -> int:
+    """Where a group of rows of a table begins in its file."""
+    column = group.column(0)
+    return int(column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset)
+
+
+def _optional(module: str, path: Path) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError:
+        package = module.split(".")[0]
+        raise ConfigError(f"{path}: {path.suffix} files need {package}: pip install -e '.[data]'") from None

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallel in other libraries' words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sporeloom.dialects.settings import Book
+from sporeloom.strategy.config import ContextMethod, Strategy
+from sporeloom.strategy.mesh import Mesh
+
+
+def context_method(book: Book, key: str, mesh: Mesh, methods: Mapping[str, ContextMethod]) -> ContextMethod:
+    """`context_parallel`, which another library names by one of `methods`."""
+    theirs = book.peek(key)
+    if mesh.cp == 1 or theirs is None or theirs not in methods:
+        book.note(
+            key,
+            "no effect" if mesh.cp == 1 or theirs is None else "approximated",
+            "there is no context parallelism"
+            if mesh.cp == 1
+            else f"{theirs} is not built; gather gives the same numbers",
+        )
+        return "gather"
+    book.note(key, "renamed", f"context_parallel {methods[theirs]}")
+    return methods[theirs]
+
+
+def written_context(
+    strategy: Strategy, methods: Mapping[str, ContextMethod], degree: str, method: str
+) -> dict[str, int | str]:
+    """What another library says of context parallel, under its names; nothing where there is none."""
+    theirs = next(theirs for theirs, ours in methods.items() if ours == strategy.context_parallel)
+    return {degree: strategy.mesh.cp, method: theirs} if strategy.mesh.cp > 1 else {}

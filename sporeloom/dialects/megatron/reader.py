@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-LM's flags as a strategy and a training run's fields."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from sporeloom.dialects.context import context_method
+from sporeloom.dialects.megatron.keys import (
+    BACKENDS,
+    DEGREES,
+    DTYPES,
+    ENDS,
+    MANY_VALUES,
+    METHODS,
+    NOT_EXPRESSIBLE,
+    ONLY,
+    TRAIN,
+    VIRTUAL,
+    WITHOUT_EFFECT,
+)
+from sporeloom.dialects.rows import read_rows
+from sporeloom.dialects.settings import Book, Fate, Given, Note, Settings
+from sporeloom.errors import ConfigError
+from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from sporeloom.strategy.mesh import Mesh
+
+
+def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, list[Note]]:
+    """Flags in a file.
+
+    Raises:
+        ConfigError: no flags there; numbers that are none; the number of devices is not known.
+    """
+    book = Book(_flags(path))
+    mesh, train = _mesh(book, path, devices), dict(known.train)
+    read_rows(book, TRAIN, train, flags=True)
+    _precision(book, train)
+    if "--loss-scale" in book:  # a fixed one
+        train |= {"loss_scale": _number(book, "--loss-scale", None, float), "loss_scale_window": 0}
+        book.note("--loss-scale", "renamed", "--loss-scale with --loss-scale-window 0: it is lowered, but never raised")
+    num_layers = _number(book, "--num-layers", known.num_layers)
+    book.note("--num-layers", "same", "num_layers")
+    strategy = Strategy(
+        mesh=mesh,
+        pipeline=_pipeline(book, mesh, train, num_layers, path),
+        recompute=_recompute(book, mesh),
+        optimizer_parallel=OptimizerParallel() if "--use-distributed-optimizer" in book else None,
+        offload=Offload(optimizer=True) if "--optimizer-cpu-offload" in book else None,
+        sequence_parallel="--sequence-parallel" in book,
+        context_parallel=context_method(book, "--cp-comm-type", mesh, METHODS),
+        source=str(path),
+    )
+    book.note(
+        "--use-distributed-optimizer", "approximated", "optimizer_parallel shards the weights as well as the moments"
+    )
+    book.note("--sequence-parallel", "same", "sequence_parallel")
+    book.note("--optimizer-cpu-offload", "renamed", "offload.optimizer")
+    book.only(ONLY)
+    book.without_effect(WITHOUT_EFFECT)
+    for flag, why in NOT_EXPRESSIBLE.items():
+        book.note(flag, "not expressible", why)
+    return Settings(strategy, train, num_layers), book.finish(
+        [*(row.key for row in TRAIN), *WITHOUT_EFFECT, *NOT_EXPRESSIBLE]
+    )
+
+
+def _mesh(book: Book, path: Path, devices: int | None) -> Mesh:
+    degrees = {}
+    for flag, axis in DEGREES.items():
+        degrees[axis] = _number(book, flag, 1)
+        book.note(flag, "renamed", f"mesh.{axis}")
+    tp, pp, cp, ep = degrees.values()
+    devices = devices or _devices(book)
+    if not devices or devices % (tp * pp * cp):
+        why = f"{devices} devices are no multiple of it" if devices else "give --devices"
+        raise ConfigError(
+            f"{path}: tensor {tp} x pipeline {pp} x context {cp} leave the data parallel degree open: {why}"
+        )
+    return Mesh(pp=pp, dp=devices // (tp * pp * cp), cp=cp, tp=tp, ep=ep)
+
+
+def _precision(book: Book, train: dict[str, Any]) -> None:
+    for flag, dtype in DTYPES.items():
+        if flag in book:
+            train["compute_dtype"] = dtype
+            book.note(flag, "renamed", f"--compute-dtype {dtype}")
+    if "--use-flash-attn" in book:
+        train["attention"] = "flash"
+        book.note("--use-flash-attn", "renamed", "--attention flash")
+    elif (backend := book.peek("--attention-backend")) is not None:
+        train["attention"] = BACKENDS.get(backend, "auto")
+        fate: Fate = "renamed" if backend in BACKENDS else "approximated"
+        book.note("--attention-backend", fate, f"--attention {train['attention']}")
+
+
+def _flags(path: Path) -> dict[str, Given]:
+    """Every `--flag value ...` of a script; continuation lines and comments are understood, variables are not."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    given: dict[str, Given] = {}
+    flag = None
+    for number, line in enumerate(lines, 1):
+        try:
+            words = shlex.split(line.rstrip().removesuffix("\\"), comments=True)
+        except ValueError:
+            words = re.split(r"[\s\"']+", line.rstrip("\\ "))
+        for word in words:
+            if word.startswith("--"):
+                flag, _, value = word.partition("=")
+                given[flag] = Given(value or True, f"{path}:{number}")
+            elif flag and (given[flag].value is True or flag in MANY_VALUES):
+                before = given[flag].value
+                given[flag] = Given(word if before is True else f"{before} {word}", given[flag].place)
+        flag = flag if line.rstrip().endswith("\\") else None
+    if not given:
+        raise ConfigError(f"{path}: holds no flags")
+    return given
+
+
+def _number(book: Book, flag: str, default: Any, kind: type = int) -> Any:
+    value = book.peek(flag, default)
+    if value is default:
+        return default
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{book.given[flag].place}: {flag} must be a number, got {value!r}") from None
+
+
+def _devices(book: Book) -> int | None:
+    for name in ("--nproc_per_node", "--nproc-per-node"):
+        if name in book:
+            return int(_number(book, name, 1)) * int(_number(book, "--nnodes", 1))
+    return None
+
+
+def _pipeline(book: Book, mesh: Mesh, train: dict[str, Any], num_layers: int | None, path: Path) -> Pipeline:
+    size, batch = _number(book, "--micro-batch-size", 1), train.get("batch_size")
+    microbatches = 1
+    if batch:
+        if batch % (size * mesh.dp):
+            raise ConfigError(f"{path}: a global batch of {batch} is no multiple of micro batch {size} x dp {mesh.dp}")
+        microbatches = batch // (size * mesh.dp)
+    elif mesh.pp > 1:
+        raise ConfigError(f"{path}: the number of microbatches needs --global-batch-size")
+    if mesh.pp == 1:
+        if microbatches > 1:
+            train["accumulate"] = microbatches
+        book.note("--micro-batch-size", "renamed", f"--accumulate {microbatches}")
+        return Pipeline()
+    book.note("--micro-batch-size", "renamed", f"pipeline.num_microbatches {microbatches}")
+    virtual = _virtual_stages(book, mesh, num_layers, path)
+    ends = dict(zip((0, mesh.pp - 1), ENDS, strict=True))
+    given = {stage: _number(book, flag, None) for stage, flag in ends.items() if flag in book}
+    if not given:
+        _note_virtual_stages(book, virtual)
+        return Pipeline(num_microbatches=microbatches, virtual_stages=virtual)
+    middle = mesh.pp - len(given)
+    rest = (num_layers or 0) - sum(given.values())
+    if num_layers is None or rest < 0 or (rest % middle if middle else rest):
+        raise ConfigError(f"{path}: {num_layers} layers cannot be distributed to {mesh.pp} stages as these flags say")
+    for flag in ends.values():
+        book.note(flag, "renamed", "pipeline.stages.num_layers")
+    counts = [given.get(stage, rest // max(1, middle)) for stage in range(mesh.pp)]
+    virtual = virtual if all(count % virtual == 0 for count in counts) else 0
+    _note_virtual_stages(book, virtual)
+    virtual = max(1, virtual)
+    parts = Stages(num_layers=[count // virtual for count in counts] * virtual)
+    return Pipeline(num_microbatches=microbatches, stages=parts, virtual_stages=virtual)
+
+
+def _note_virtual_stages(book: Book, virtual: int) -> None:
+    """`virtual`: 0 where the stages' layers cannot be split evenly."""
+    for flag in VIRTUAL:
+        if virtual:
+            book.note(flag, "renamed", f"pipeline.virtual_stages {virtual}")
+        else:
+            book.note(flag, "not expressible", "the layers of a stage are no multiple of it")
+
+
+def _virtual_stages(book: Book, mesh: Mesh, num_layers: int | None, path: Path) -> int:
+    """Parts of the model that each stage holds."""
+    of_stage, of_part = VIRTUAL
+    count, layers = _number(book, of_stage, 1), _number(book, of_part, None)
+    if layers is not None:
+        if not num_layers or layers < 1 or num_layers % (mesh.pp * layers):
+            raise ConfigError(
+                f"{path}: {of_part} {layers} does not split {num_layers} layers over {mesh.pp} stages evenly"
+            )
+        count = num_layers // (mesh.pp * layers)
+    return int(count)
+
+
+def _recompute(book: Book, mesh: Mesh) -> Recompute | None:
+    granularity, method = book.peek("--recompute-granularity"), book.peek("--recompute-method", "uniform")
+    if "--recompute-activations" in book or granularity == "selective":
+        why = "recompute.kind selective: the rules' operators, attention between its products"
+        for flag in ("--recompute-activations", "--recompute-granularity"):
+            book.note(flag, "renamed", why)
+        return Recompute(kind="selective")
+    if granularity != "full":
+        return None
+    book.note("--recompute-granularity", "renamed", "recompute")
+    if method == "block":
+        count = _number(book, "--recompute-num-layers", 1)
+        book.note("--recompute-method", "renamed", f"recompute.per_stage {count} each")
+        book.note("--recompute-num-layers", "renamed", f"recompute.per_stage {count} each")
+        return Recompute(per_stage=[count] * mesh.pp)
+    why = "each layer is recomputed on its own"
+    book.note("--recompute-method", "renamed", "recompute.layers all")
+    book.note(
+        "--recompute-num-layers", "same" if _number(book, "--recompute-num-layers", 1) == 1 else "approximated", why
+    )
+    return Recompute()

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network that `model.model_config` of a MindFormers 1.x file describes, where it is one of today's.
+
+Names and defaults: mindformers 1.9.0 models/glm2/glm2_config.py and models/llama/llama_config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from sporeloom.dialects.mindformers1.keys import MODEL
+from sporeloom.dialects.settings import Book
+from sporeloom.errors import ConfigError
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import family_module
+from sporeloom.models.published import Published, only, published_as
+from sporeloom.reader import Document, fields_from
+
+Values = dict[str, Any]
+TYPE = MODEL + "type"
+EXPERTS = "moe_config.expert_num"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Networks of one `type`: what a published config.json says in other words, or in the same."""
+
+    family: str
+    model_type: str
+    """Of that config.json."""
+    defaults: Mapping[str, Any]
+    """What MindFormers takes for a key that is left out: all keys that describe the network."""
+    fixed: Mapping[str, Any]
+    """Keys that can have one value here."""
+    to_published: Callable[[Values], Values]
+    from_model: Callable[[ModelConfig, Values], Values]
+    """Our model, and as it would be published, in their keys."""
+
+    @property
+    def way(self) -> Published:
+        return published_as(family_module(self.family, "weights").PUBLISHED, self.model_type, "")
+
+
+def _glm_from_model(model: ModelConfig, published: Values) -> Values:
+    return {key: published.get(key, default) for key, default in GLM_DEFAULTS.items()}
+
+
+def _llama_to_published(theirs: Values) -> Values:
+    width = theirs["intermediate_size"]
+    if width is None:
+        wanted = 4 * theirs["hidden_size"]
+        if theirs["ffn_dim_multiplier"] is not None:
+            wanted = int((theirs["ffn_dim_multiplier"] + 0.01) * wanted)
+        width = -(-int(2 * wanted / 3) // theirs["multiple_of"]) * theirs["multiple_of"]
+    published = {LLAMA[key]: value for key, value in theirs.items() if key in LLAMA}
+    longest = theirs["max_position_embedding"] or theirs["seq_length"]
+    return {**published, "intermediate_size": width, "max_position_embeddings": longest}
+
+
+def _llama_from_model(model: ModelConfig, published: Values) -> Values:
+    written = {theirs: published[ours] for theirs, ours in LLAMA.items()}
+    return written | {
+        "intermediate_size": published["intermediate_size"],
+        "seq_length": model.seq_len,
+        "qkv_has_bias": model.qkv_bias,
+        "attn_proj_has_bias": model.output_bias,
+    }
+
+
+GLM_DEFAULTS = {
+    **{"num_layers": 28, "padded_vocab_size": 65024, "hidden_size": 4096, "ffn_hidden_size": 13696, "kv_channels": 128},
+    **{"num_attention_heads": 32, "multi_query_group_num": 2, "seq_length": 2048, "layernorm_epsilon": 1e-5},
+    **{"rope_ratio": 1, "add_qkv_bias": True, "eos_token_id": 2, "multi_query_attention": True},
+}
+LLAMA = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "rms_norm_eps": "rms_norm_eps",
+    "theta": "rope_theta",
+    "eos_token_id": "eos_token_id",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "init_method_std": "initializer_range",
+}
+"""Their key -> that of a Llama's config.json."""
+LLAMA_DEFAULTS = {
+    **{"vocab_size": 32000, "hidden_size": 4096, "num_layers": 32, "num_heads": 32, "n_kv_heads": None},
+    **{"rms_norm_eps": 1e-5, "theta": 10000.0, "eos_token_id": 2, "tie_word_embeddings": False},
+    **{"init_method_std": 0.01, "intermediate_size": None, "multiple_of": 256, "ffn_dim_multiplier": None},
+    **{"seq_length": 2048, "max_position_embedding": None, "qkv_has_bias": False, "attn_proj_has_bias": False},
+}
+BIASES = {"qkv_bias": "qkv_has_bias", "output_bias": "attn_proj_has_bias"}
+KINDS = {
+    "ChatGLM2Config": Kind(
+        family="codegeex",
+        model_type="chatglm",
+        defaults=GLM_DEFAULTS,
+        fixed={
+            **{"rmsnorm": True, "post_layer_norm": True, "add_bias_linear": False, "pre_seq_len": None},
+            **{"apply_residual_connection_post_layernorm": False, "fp32_residual_connection": False},
+            **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "prefix_projection": False},
+            **{"post_self_attn_layernorm": False, "post_mlp_layernorm": False, "quantization_bit": 0},
+        },
+        to_published=dict,
+        from_model=_glm_from_model,
+    ),
+    "LlamaConfig": Kind(
+        family="pangu",
+        model_type="llama",
+        defaults=LLAMA_DEFAULTS,
+        fixed={"extend_method": None, "scaling_factor": 1.0, "embedding_init_type": None},
+        to_published=_llama_to_published,
+        from_model=_llama_from_model,
+    ),
+}
+
+
+class Network(NamedTuple):
+    """A network that a file describes."""
+
+    family: str
+    model: ModelConfig
+    size: str | None
+    """Of the family's, if it is one."""
+
+
+def read_model(book: Book, source: str) -> Network | None:
+    """The network, its keys noted; None where there is none, or none of ours.
+
+    Raises:
+        ConfigError: a value that is none.
+    """
+    kind = KINDS.get(str(book.peek(TYPE)))
+    if kind is None:
+        return None
+    given = {key: _plain(book.peek(MODEL + key)) for key in (*kind.defaults, *kind.fixed) if MODEL + key in book}
+    try:
+        if (book.peek(EXPERTS) or 1) > 1:
+            raise ConfigError(f"{book.peek(EXPERTS)} experts: give the model by --config")
+        only(given, kind.fixed)
+        fields = kind.way.read(kind.to_published({**kind.defaults, **given}))
+    except ConfigError as error:
+        book.note(TYPE, "not expressible", "; ".join(error.problems))
+        return None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{book.given[TYPE].place}: {TYPE} {book.peek(TYPE)}: {error}") from None
+    if kind.model_type == "llama":  # whose config.json has one key for both
+        fields |= {ours: given.get(key, False) for ours, key in BIASES.items()}
+    plain = {name: value for name, value in fields.items() if value is not None}
+    model = fields_from(ModelConfig, Document(f"{source}: {MODEL.removesuffix('.')}", plain))
+    if model.query_size == model.hidden_size:
+        model = replace(model, head_dim=None)  # as sizes have it
+    sizes = family_module(kind.family, "config").SIZES.items()
+    size = next((name for name, known in sizes if replace(model, seq_len=known.seq_len) == known), None)
+    told = f"--size {size}" if size else "--config: write it with --config-out FILE"
+    for key in given:
+        if key != "seq_length":  # which is a flag of its own
+            book.note(MODEL + key, "renamed", told)
+    book.note(TYPE, "renamed", f"--model {kind.family} {told}")
+    return Network(kind.family, model, size)
+
+
+def _plain(value: Any) -> Any:
+    """YAML files write a None that YAML does not know."""
+    return None if value == "None" else value
+
+
+def written_model(family: str, model: ModelConfig) -> Values:
+    """The section of a network of ours; empty where it is none of these."""
+    for name, kind in KINDS.items():
+        if kind.family == family and model.norm == "rms":
+            try:
+                values = kind.from_model(model, kind.way.write(model))
+            except ConfigError:
+                continue
+            return {TYPE: name, **{MODEL + key: value for key, value in values.items() if value is not None}}
+    return {}

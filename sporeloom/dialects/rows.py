@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dialect as a table: each row a key of theirs, what it is here, and how values are converted, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sporeloom.dialects.settings import Book
+from sporeloom.errors import ConfigError
+
+
+class NotExpressibleError(ValueError):
+    """A value of theirs that means nothing here, and why."""
+
+
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Row:
+    """A key of theirs, and the field of a training run's configuration that it is; or the fields, as a list."""
+
+    key: str
+    field: str | tuple[str, ...]
+    read: Callable[[Any], Any] = as_it_is
+    """Our value from theirs. Raises ValueError or TypeError where it is no value at all, NotExpressibleError where it means
+    nothing here."""
+    write: Callable[[Any], Any] = as_it_is
+    """Their value from ours; None where they have none."""
+    takes: str = "a number"
+    """What `read` understands, for messages."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (self.field,) if isinstance(self.field, str) else self.field
+
+
+def number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(value)
+    return value
+
+
+def two(values: Any) -> Any:
+    if not isinstance(values, list) or len(values) != 2:
+        raise ValueError(values)
+    return values
+
+
+def betas(key: str) -> Row:
+    """Those of AdamW, which others have as a list."""
+    return Row(key, ("adam_beta1", "adam_beta2"), two, list, "two numbers")
+
+
+def read_rows(book: Book, rows: Iterable[Row], train: dict[str, Any], flags: bool = False) -> None:
+    """Put into `train` what an input says, and note it, by our flags rather than fields where `flags` is set.
+
+    Raises:
+        ConfigError: a value that is none.
+    """
+    for row in rows:
+        if not book.is_open(row.key):
+            continue
+        given = book.given[row.key]
+        try:
+            value = row.read(given.value)
+        except NotExpressibleError as error:
+            book.note(row.key, "not expressible", str(error))
+            continue
+        except (TypeError, ValueError):
+            raise ConfigError(f"{given.place}: {row.key} must be {row.takes}, got {given.value!r}") from None
+        train.update(zip(row.fields, value, strict=True) if len(row.fields) > 1 else {row.fields[0]: value})
+        names = [f"--{field.replace('_', '-')}" if flags else field for field in row.fields]
+        book.take(row.key, " and ".join(names))
+
+
+def written_rows(rows: Iterable[Row], train: dict[str, Any]) -> dict[str, Any]:
+    """Their keys and values for what is in `train`, taken out of it."""
+    written = {}
+    for row in rows:
+        values = [train.get(field) for field in row.fields]
+        if any(value is None for value in values):
+            continue
+        theirs = row.write(values if len(values) > 1 else values[0])
+        if theirs is not None:
+            written[row.key] = theirs
+        for field in row.fields:
+            del train[field]
+    return written

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one dialect to another."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from sporeloom.dialects import deepspeed, megatron, mindformers1, mindformers2, ours
+from sporeloom.dialects.settings import LOSSES, Note, Settings
+from sporeloom.dialects.yaml_file import read_flat
+from sporeloom.errors import ConfigError
+from sporeloom.shipped import RULES, name_of, shipped_or_file
+from sporeloom.strategy.checks import strategy_problems
+from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.loader import load_rules
+from sporeloom.strategy.text import fitting_rules
+
+DIALECTS = ("ours", "mindformers1", "mindformers2", "megatron")
+"""That are written; DeepSpeed's configurations are read only."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A text in another dialect, and what became of every key."""
+
+    settings: Settings
+    text: str
+    notes: list[Note]
+
+    @property
+    def losses(self) -> list[Note]:
+        """What is not the same any more."""
+        return [note for note in self.notes if note.fate in LOSSES]
+
+
+def recognize(path: Path) -> str:
+    """The dialect of a file, by the sections it has.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if path.suffix == ".json":
+        return "deepspeed"
+    if path.suffix not in (".yaml", ".yml"):
+        return "megatron"
+    sections = {key.partition(".")[0] for key in read_flat(path)}
+    if "mesh" in sections or "rules" in sections:
+        return "ours"
+    return "mindformers2" if "parallelism" in sections else "mindformers1"
+
+
+def read(path: Path, dialect: str, known: Settings, devices: int | None = None) -> tuple[Settings, list[Note]]:
+    """What a file says. `known`: what it may leave out.
+
+    Raises:
+        ConfigError: it cannot be understood, or says what cannot be.
+    """
+    if dialect == "ours":
+        return ours.read(path, known)
+    if dialect == "mindformers1":
+        settings, notes = mindformers1.read(path, known)
+    else:
+        reader = {"mindformers2": mindformers2, "megatron": megatron, "deepspeed": deepspeed}[dialect]
+        settings, notes = reader.read(path, known, devices)
+    strategy, notes = _without_idle(settings.strategy, notes)
+    lines = {note.text.split(" ")[0]: int(note.place.rpartition(":")[2]) for note in notes if note.text}
+    strategy = dataclasses.replace(strategy, lines=lines)
+    problems = strategy_problems(dataclasses.replace(strategy, lines=_without_whole_sections(lines)))
+    if problems:
+        raise ConfigError(problems)
+    return dataclasses.replace(settings, strategy=strategy), notes
+
+
+def _without_idle(strategy: Strategy, notes: list[Note]) -> tuple[Strategy, list[Note]]:
+    """Without what has no effect on such a mesh: others take it without a word, our strategy files refuse it."""
+    idle = {}
+    if strategy.sequence_parallel and strategy.mesh.tp == 1:
+        strategy, idle["sequence_parallel"] = dataclasses.replace(strategy, sequence_parallel=False), "mesh.tp is 1"
+    if strategy.optimizer_parallel and strategy.mesh.dp * strategy.mesh.cp == 1:
+        strategy = dataclasses.replace(strategy, optimizer_parallel=None)
+        idle["optimizer_parallel"] = "mesh.dp is 1"
+    why = [idle.get(note.text.split(" ")[0].partition(".")[0]) for note in notes]
+    return strategy, [
+        dataclasses.replace(note, fate="no effect", text=text) if text else note
+        for note, text in zip(notes, why, strict=True)
+    ]
+
+
+def _without_whole_sections(lines: dict[str, int]) -> dict[str, int]:
+    """Lines for messages: in other dialects a key of a section can stand there without meaning anything."""
+    return {key: line for key, line in lines.items() if "." in key and not key.startswith("recompute")}
+
+
+def translate(
+    path: Path,
+    to: str,
+    rules: Path,
+    out: Path,
+    known: Settings,
+    devices: int | None = None,
+    dialect: str | None = None,
+    config_out: Path | None = None,
+) -> Translation:
+    """`path` in the words of `to`.
+
+    `rules`: the rules file of a strategy of ours that is written to `out`. `config_out`: a file that will have the model's
+    configuration.
+
+    Raises:
+        ConfigError: it cannot be understood.
+    """
+    settings, notes = read(path, dialect or recognize(path), known, devices)
+    if config_out and settings.model:
+        settings = dataclasses.replace(settings, train={**settings.train, "config": str(config_out)})
+    rules = shipped_or_file(rules, RULES)
+    if to == "ours":
+        text, more = ours.write(settings, name_of(rules, RULES) or _relative(rules, out.parent))
+    else:
+        writer = {"mindformers1": mindformers1, "mindformers2": mindformers2, "megatron": megatron}[to]
+        text, more = writer.write(settings)
+    own = settings.strategy
+    fitting = shipped_or_file(fitting_rules(name_of(rules, RULES) or str(rules), own.mesh), RULES)
+    if own.rules.operators and not _are_shipped(own, fitting):
+        more = [*more, Note("rules", to, "not expressible", f"other rules than {rules}, which alone can be named")]
+    return Translation(settings, text, notes + more)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    try:
+        return str(path.resolve().relative_to(folder.resolve()))
+    except ValueError:
+        return str(path.resolve())
+
+
+def _are_shipped(strategy: Strategy, path: Path) -> bool:
+    """Whether a strategy's rules say what the rules file says."""
+    shipped = load_rules(path, strategy)
+    return [dataclasses.replace(rule, source="") for rule in strategy.rules.operators] == [
+        dataclasses.replace(rule, source="") for rule in shipped.operators
+    ]

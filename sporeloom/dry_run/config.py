@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a dry run is asked for, checked before MindSpore is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from sporeloom.cli import option
+from sporeloom.errors import ConfigError, Problems
+from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
+from sporeloom.models.family import config_with_file, size_config, with_precision
+from sporeloom.numbers import Count, Positive, number_problems
+from sporeloom.planner.task import TaskFlags, TrainedTask, task_of, task_problems, trained_model
+from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, model_problems
+from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.loader import load_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunConfig(TaskFlags):
+    """The flags of tools/dry_run.py."""
+
+    model: str = option("pangu", "model family")
+    size: str = option("tiny", "one of the family's published sizes")
+    config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
+    strategy: Path = option(..., "strategy file, or the name of a shipped one")
+    ranks: str = option("0,last", "ranks to compile, for example 0,37,last, or all")
+    batch_size: Count | None = option(
+        None,
+        "sequences of one step, over all devices, two for each pair of reward and dpo; one a microbatch and replica "
+        "without this",
+    )
+    accumulate: Count = option(1, "parts a step's batch is split into without a pipeline, as tools/train.py's")
+    compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
+    attention: AttentionKernel | None = option(
+        None, "plain or flash; the size's own without it, which is flash where Ascend has it for the model"
+    )
+    inference: bool = option(False, "the graph that reads a prompt instead of a training step")
+    fast: bool = option(
+        False,
+        "compile one and two layers of a kind and count on to the stage's full depth: the same numbers, sooner",
+    )
+    memory_gb: Positive | None = option(None, "memory of a device, for a verdict")
+    jobs: Count | None = option(
+        None, "graphs to compile at the same time, a process each; without this 1, with --fast 2"
+    )
+    json: bool = option(False, "JSON on stdout instead of the report")
+    html: Path | None = option(None, "also write the report as one HTML file")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A dry run that was found right, with what it refers to."""
+
+    config: DryRunConfig
+    model: ModelConfig
+    strategy: Strategy
+    ranks: list[int]
+    batch_size: int
+    seq_len: int
+    task: TrainedTask
+
+    @property
+    def num_microbatches(self) -> int:
+        return 1 if self.config.inference else self.strategy.num_microbatches(self.config.accumulate)
+
+    @property
+    def jobs(self) -> int:
+        """Processes that compile at the same time."""
+        return self.config.jobs or (2 if self.config.fast else 1)
+
+    @property
+    def distinct_ranks(self) -> list[int]:
+        """One rank of each stage: the ranks of a stage hold, send and compute the same, over other groups."""
+        first: dict[int, int] = {}
+        for rank in self.ranks:
+            first.setdefault(self.strategy.mesh.coordinate(rank, "pp"), rank)
+        return list(first.values())
+
+
+def check(config: DryRunConfig) -> DryRun:
+    """Everything a dry run refers to, read and held against each other.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    problems = Problems(number_problems(config))
+    model = problems.of(_model_config, config)
+    strategy = problems.of(load_strategy, config.strategy, config.inference)
+    if config.html and (config.html.is_dir() or not config.html.resolve().parent.is_dir()):
+        problems.append(f"--html {config.html}: no file can be written there; name one in a folder that exists")
+    ranks = problems.of(parse_ranks, config.ranks, strategy.mesh.size) if strategy else None
+    if model and config.seq_len and config.seq_len > model.seq_len:
+        problems.append(f"--seq-len {config.seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
+    if not model or not strategy:
+        problems.tell()
+    assert model and strategy
+    problems += model_problems(strategy, model)
+    problems += adapter_problems(strategy) if config.lora_r else []
+    problems += task_problems(config, not config.inference)
+    task = problems.of(task_of, config, config.model, model)
+    problems += (
+        ["--fast counts layers of a whole model: leave it out with --lora-r"] if config.fast and config.lora_r else []
+    )
+    parts = 1 if config.inference else strategy.num_parts(config.accumulate)
+    unit = task.rows_per_unit if task else 1
+    batch = strategy.mesh.dp * parts * unit if config.batch_size is None else config.batch_size
+    seq_len = model.seq_len if config.seq_len is None else config.seq_len
+    if batch > 0 and config.accumulate > 0:
+        problems += (
+            [f"--batch-size {batch}: {config.task} learns from pairs, two sequences each"] if batch % unit else []
+        )
+        problems += batch_problems(strategy, batch // unit, seq_len, config.accumulate, training=not config.inference)
+        problems += [] if config.inference else group_problems(strategy, model, batch, seq_len, config.accumulate)
+    mesh = strategy.mesh
+    if task and task.samples and mesh.cp > 1:
+        problems.append(f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out")
+    if mesh.pp > 1 and mesh.cp > 1 and mesh.dp == 1 and not config.inference:
+        problems.append(
+            f"{strategy.at('mesh')}: dry runs keep microbatches as a function, whose inputs MindSpore does not shard over "
+            "cp in a pipeline of one replica; count it with dp 2 (training itself runs)"
+        )
+    problems.tell()
+    assert ranks and task
+    return DryRun(config, model, strategy, ranks, batch, seq_len, task)
+
+
+def _model_config(config: DryRunConfig) -> ModelConfig:
+    model = size_config(config.model, config.size)
+    if config.config:
+        model = config_with_file(config.config, model, config.model)
+    model = with_precision(model, config.compute_dtype, config.attention)
+    if config.attention == "flash" and model.compute_dtype == "float32":
+        raise ConfigError("--attention flash: Ascend has it for float16 and bfloat16; give --compute-dtype")
+    model = trained_model(config, model)
+    return dataclasses.replace(model, attention=model.attention_on_ascend)  # as devices would compute it
+
+
+def parse_ranks(text: str, size: int) -> list[int]:
+    """`0,37,last` or `all` as numbers.
+
+    Raises:
+        ConfigError: not a number, or no such rank.
+    """
+    if text.strip() == "all":
+        return list(range(size))
+    ranks = []
+    for word in text.split(","):
+        word = word.strip()
+        rank = size - 1 if word == "last" else int(word) if word.isdecimal() else -1
+        if not 0 <= rank < size:
+            raise ConfigError(
+                f"--ranks {text}: {word!r} is no rank; give numbers from 0 to {size - 1}, `last` or `all`"
+            )
+        ranks.append(rank)
+    return ranks

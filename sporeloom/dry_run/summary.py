@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put compiled ranks and the memory model together: what each rank and the whole job would take."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+from sporeloom.dry_run.config import DryRun
+from sporeloom.dry_run.rank_report import RankReport
+from sporeloom.log import counted
+from sporeloom.models.parameters import num_parameters
+from sporeloom.planner.closed_forms import job_of, parameter_bytes
+from sporeloom.planner.dimensions import Parallelism, of_decoder
+from sporeloom.planner.memory import expert_parameters, stage_parameters
+from sporeloom.planner.task import adapter_parameters, models_beside, task_memory
+from sporeloom.strategy.mesh import Mesh
+
+GB = 2**30
+
+
+def summarize(run: DryRun, compiled: list[RankReport]) -> dict[str, Any]:
+    """The whole report, as data: `job`, with every stage by the closed forms, and the `ranks` asked for."""
+    by_stage = {report.stage: report for report in compiled}
+    mesh = run.strategy.mesh
+    ranks = [_rank(run, by_stage[mesh.coordinate(rank, "pp")], rank) for rank in run.ranks]
+    return {"job": _job(run, by_stage), "ranks": ranks}
+
+
+def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) -> list[int]:
+    """The group of `to_rank` that corresponds to a group of `of_rank` in the same stage.
+
+    Along each axis a group has one place, or places at equal distances that fill an aligned block. Where one parameter is
+    sharded over fewer ranks than hold it, on several axes, the same is true of the ranks themselves.
+    """
+    if math.prod(len({mesh.coordinate(rank, axis) for rank in members}) for axis in mesh.order) > len(members):
+        first, size = mesh.coordinate(to_rank, "pp") * mesh.stage_size, mesh.stage_size
+        return [first + rank for rank in _moved([r % size for r in sorted(members)], to_rank % size)]
+    places = {axis: sorted({mesh.coordinate(rank, axis) for rank in members}) for axis in mesh.order}
+    moved = {}
+    for axis, found in places.items():
+        mine, wanted = mesh.coordinate(of_rank, axis), mesh.coordinate(to_rank, axis)
+        moved[axis] = [wanted + found[0] - mine] if len(found) == 1 else _moved(found, wanted)
+    coordinates = itertools.product(*moved.values())
+    return [mesh.rank_at(dict(zip(moved, place, strict=True))) for place in coordinates]
+
+
+def _moved(places: list[int], wanted: int) -> list[int]:
+    """Places at equal distances that fill an aligned block: those of the block that `wanted` is in."""
+    step = places[1] - places[0]
+    block = len(places) * step
+    return [wanted // block * block + wanted % step + i * step for i in range(len(places))]
+
+
+def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
+    dims = of_decoder(run.model, run.seq_len)
+    job = _job_of(run)
+    memory = task_memory(dims, job, run.task)[report.stage]
+    beside = models_beside(dims, job, run.task)[report.stage]
+    held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
+    activations = 0.0 if run.config.inference else memory.activations + memory.working
+    copies = memory.weights  # cast, or gathered from the optimizer's parts
+    groups = {n: translate_group(run.strategy.mesh, g, report.rank, rank) for n, g in report.groups.items()}
+    result = {
+        **dataclasses.asdict(report),
+        "rank": rank,
+        "compiled_as": report.rank,
+        "groups": groups,
+        "activation_bytes": activations,
+        "computing_copy_bytes": copies,
+        "host_activation_bytes": 0.0 if run.config.inference else memory.host_activations,
+        "beside": beside,
+        "beside_bytes": sum(beside.values()),
+        "total_bytes": held + activations + copies + sum(beside.values()),
+        "collectives": [{**dataclasses.asdict(c), "bytes_per_step": c.bytes_per_step} for c in report.collectives],
+        "bytes_per_step": _by_kind(report),
+    }
+    if run.config.memory_gb:
+        result["fits"] = result["total_bytes"] <= run.config.memory_gb * GB
+    return result
+
+
+def _by_kind(report: RankReport) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for c in report.collectives:
+        sizes[f"{c.kind} {c.phase}"] += c.bytes_per_step
+    return dict(sizes)
+
+
+def _job_of(run: DryRun) -> Parallelism:
+    return job_of(run.strategy, run.model, run.batch_size, run.config.accumulate)
+
+
+def _stages(run: DryRun) -> list[dict[str, Any]]:
+    """Every stage, compiled or not, by the closed forms that the compiled ones are tested against."""
+    dims = of_decoder(run.model, run.seq_len)
+    job = _job_of(run)
+    sizes = parameter_bytes(dims, job)
+    wholes = [sum(both) for both in zip(stage_parameters(dims, job), expert_parameters(dims, job), strict=True)]
+    tokens = run.batch_size // job.dp * run.seq_len // job.cp
+    passes, (dense, sparse) = 1 if run.config.inference else 3, dims.kinds
+    rows = int(dims.experts_per_token * dims.expert_rows * dims.expert_parameters)  # multiplied with a token
+    stages = []
+    memories = task_memory(dims, job, run.task)
+    for stage, (memory, layers) in enumerate(zip(memories, job.stages(dims.num_layers), strict=True)):
+        gradients = 4 * wholes[stage] if job.zero < 2 else sizes[stage]
+        trained = (0 if job.optimizer_on_host else 2 * sizes[stage]) + gradients
+        if run.task.lora:  # whole on every rank at worst
+            trained = 16 * adapter_parameters(run.task, dims, job)[stage]
+        training = trained + memory.activations + memory.working + memory.beside
+        attention, few = layers * 4 * dims.seq_len * dims.hidden_size, job.expert_layers(dims)[stage]
+        matrices = (layers - few) * dense.layer_matrices + few * (sparse.layer_matrices + rows)
+        head = 2 * dims.num_outputs * dims.hidden_size if stage == job.last_stage else 0
+        stages.append(
+            {
+                "stage": stage,
+                "layers": layers,
+                "parameter_bytes": sizes[stage],
+                "total_bytes": sizes[stage] + memory.weights + (0 if run.config.inference else training),
+                "flops": passes * tokens * (2 * matrices + attention + head) // job.tp,
+            }
+        )
+    return stages
+
+
+def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
+    """What concerns all ranks: balance of the stages, parameters that every rank holds though they could be sharded."""
+    mesh, strategy, stages = run.strategy.mesh, run.strategy, _stages(run)
+    flops = [stage["flops"] for stage in stages]
+    values: dict[str, Any] = {
+        "model": f"{run.config.model} {run.config.size}",
+        "num_parameters": num_parameters(run.model),
+        "task": run.task.name,
+        "beside": run.task.describe(),
+        "num_adapter_parameters": sum(adapter_parameters(run.task, of_decoder(run.model), _job_of(run))),
+        "strategy": str(run.config.strategy),
+        "mesh": str(mesh),
+        "batch_size": run.batch_size,
+        "seq_len": run.seq_len,
+        "num_microbatches": run.num_microbatches,
+        "virtual_stages": strategy.pipeline.virtual_stages,
+        "schedule": strategy.pipeline.schedule,
+        "copies": 1 if run.config.inference else strategy.micro_batch_interleave,
+        "stages": stages,
+        "imbalance": max(flops) / (sum(flops) / len(flops)) - 1,
+        "replicated": _replicated(run, by_stage),
+        "advice": [],
+    }
+    if run.config.memory_gb:
+        values["fits"] = all(stage["total_bytes"] <= run.config.memory_gb * GB for stage in stages)
+    if mesh.dp > 1 and not strategy.optimizer_parallel and not run.config.inference and not run.task.lora:
+        saved = max(3 * r.parameter_bytes * (mesh.dp - 1) // mesh.dp for r in by_stage.values())
+        values["advice"].append(
+            f"optimizer_parallel would shard weights and moments over dp {mesh.dp}: {saved / GB:.2f} GB a device less"
+        )
+    if mesh.uneven_groups:
+        values["advice"].append(
+            f"{mesh.uneven_groups}: not for the first Ascend 910 (910A), where a group has 1, 2, 4 or 8 devices of a "
+            "server, as many of each"
+        )
+    return values
+
+
+def _replicated(run: DryRun, by_stage: dict[int, RankReport]) -> list[dict[str, Any]]:
+    """Parameters of 1 MB and more that each of several ranks holds whole although a mesh axis divides a dim."""
+    mesh, found = run.strategy.mesh, []
+    for report in by_stage.values():
+        for p in report.parameters:
+            if p.local_shape != p.global_shape or p.num_bytes < 2**20 or mesh.stage_size == 1:
+                continue
+            if any(size % parts == 0 for size in p.global_shape for parts in mesh.sharding_axes.values()):
+                found.append({"name": p.name, "bytes": p.num_bytes, "ranks": mesh.stage_size, "rule": p.rule})
+    return found
+
+
+def describe_layout(layout: list[list[str]], shards: int) -> str:
+    """One word a dim: `dp`, `dp,tp` or `~`; and the optimizer's sharding."""
+    text = "[" + ", ".join(",".join(dim) or "~" for dim in layout) + "]"
+    return text + (f" /{shards}" if shards > 1 else "")
+
+
+def text_report(values: dict[str, Any]) -> str:
+    """For people, in a terminal."""
+    job, lines = values["job"], []
+    sequences = counted(job["batch_size"], "sequence", "sequences")
+    count = job["num_adapter_parameters"]
+    adapters = f", frozen, and {count:,} of adapters" if count else ""
+    lines.append(
+        f"{job['model']}, {job['num_parameters']:,} parameters{adapters}, {job['mesh']}; {sequences} of "
+        f"{job['seq_len']} tokens a step, {counted(job['num_microbatches'], 'microbatch', 'microbatches')}"
+        + (f" of {job['copies']} copies" if job["copies"] > 1 else "")
+        + (f"; {job['beside']}" if job["beside"] else "")
+    )
+    for rank in values["ranks"]:
+        lines += ["", *_rank_lines(rank)]
+    fullest = max(job["stages"], key=lambda stage: stage["total_bytes"])
+    verdict = "" if "fits" not in job else "; all fit" if job["fits"] else "; that DOES NOT FIT"
+    lines += [
+        "",
+        f"{counted(len(job['stages']), 'stage', 'stages')}: the busiest computes {job['imbalance']:.1%} more than their mean",
+    ]
+    lines[-1] += (
+        f"; the fullest is stage {fullest['stage']} with {fullest['total_bytes'] / GB:.2f} GB a device{verdict}"
+    )
+    total = sum(p["bytes"] for p in job["replicated"])
+    if job["replicated"]:
+        lines.append(f"whole on every rank of a stage though they could be sharded: {total / 2**20:.1f} MB in")
+        lines += [f"  {p['name']} {p['bytes'] / 2**20:.1f} MB  {p['rule'] or 'no rule'}" for p in job["replicated"][:8]]
+    lines += job["advice"]
+    return "\n".join(lines)
+
+
+def _rank_lines(rank: dict[str, Any]) -> list[str]:
+    layers, few = rank["layers"], rank["compiled_layers"]
+    same = "" if rank["rank"] == rank["compiled_as"] else f" (same graph as rank {rank['compiled_as']}, other groups)"
+    lines = [
+        f"rank {rank['rank']}{same}: stage {rank['stage']}, {counted(len(layers), 'layer', 'layers')}"
+        + (f" {layers[0]} .. {layers[-1]}" if layers else "")
+        + f", {len(rank['recomputed'])} recomputed; "
+        + (f"from {' and '.join(map(str, few))} of them, " if few else "")
+        + f"compiled in {rank['compile_s']:.1f} s"
+    ]
+    parts = ("parameter", "optimizer", "gradient", "computing_copy", "activation", "total")
+    in_gb = {part.replace("_", " "): rank[f"{part}_bytes"] for part in parts[:-1]}
+    in_gb |= {**rank["beside"], "total": rank["total_bytes"]}
+    sizes = "  ".join(f"{part} {size / GB:.3f}" for part, size in in_gb.items())
+    lines.append(
+        f"  memory, GB: {sizes}" + ("" if "fits" not in rank else "  fits" if rank["fits"] else "  DOES NOT FIT")
+    )
+    if rank["host_optimizer_bytes"] or rank["moved_bytes"]:
+        lines.append(
+            f"  on the host, GB: optimizer {rank['host_optimizer_bytes'] / GB:.3f}  activation "
+            f"{rank['host_activation_bytes'] / GB:.3f}; moved in a step {rank['moved_bytes'] / GB:.3f} there and as much back"
+        )
+    lines.append("  FLOPs a step: " + ", ".join(f"{phase} {flops:.3e}" for phase, flops in rank["flops"].items()))
+    if rank["order_of_copies"]:
+        order = " ".join(f"{copy}:{place.removeprefix('model.')}" for copy, place in rank["order_of_copies"])
+        lines.append(f"  copies take turns, of two layers forward: {order}")
+    lines.append(f"  {'collective':28} {'ranks':>6} {'times':>7} {'bytes each':>14} {'bytes a step':>16}")
+    for c in rank["collectives"]:
+        size = len(rank["groups"][c["group"]])
+        lines.append(
+            f"  {c['kind'] + ' ' + c['phase']:28} {size:6} {c['count']:7} {c['bytes_each']:14,} {c['bytes_per_step']:16,}"
+        )
+    for name, members in rank["groups"].items():
+        shown = ", ".join(map(str, members[:10])) + (f", ... {members[-1]}" if len(members) > 10 else "")
+        lines.append(f"  group {name}: {counted(len(members), 'rank', 'ranks')} {shown}")
+    return lines

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model is asked for the functions of HumanEval-X: as text that it continues, or in a conversation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sporeloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt
+from sporeloom.errors import ConfigError
+from sporeloom.evaluation.chat import question, translation_question
+from sporeloom.evaluation.programs import Problem, generation_prompt, translation_prompt
+from sporeloom.inference.config import GenerateJob, find_language, language_tags
+from sporeloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
+
+PromptForm = Literal["tagged", "plain", "chat"]
+"""tagged: under the line that names the language, as CodeGeeX was measured. plain: the prompt without blanks at its ends, as
+CodeGeeX2 was measured (THUDM/CodeGeeX2 evaluation/utils.py). chat: a question."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """One way of asking one model."""
+
+    form: PromptForm
+    family: str
+    tokenizer: Tokenizer
+    system_prompt: str | None = None
+
+    def prompt(self, problem: Problem, language: str) -> str:
+        """What the model continues for a problem."""
+        if self.form == "chat":
+            return self._said(question(problem, language))
+        text = generation_prompt(problem, language)
+        return text.strip() if self.form == "plain" else find_language(language, self.family).tagged(text)
+
+    def translation(self, source: Problem, source_language: str, problem: Problem, language: str) -> str:
+        """What the model continues for a translation of `source`."""
+        if self.form == "chat":
+            return self._said(translation_question(source, source_language, problem, language))
+        return translation_prompt(source, source_language, problem, language)
+
+    def ending(self, language: str) -> StopCondition | None:
+        """Where the function ends that a prompt began; an answer ends by itself."""
+        if self.form == "chat":
+            return None
+        return at_dedent() if language == "python" else at_closed_brace()
+
+    def _said(self, text: str) -> str:
+        told = [ChatMessage("system", self.system_prompt)] if self.system_prompt else []
+        return chat_prompt(self.tokenizer, [*told, ChatMessage("user", text)])
+
+
+def asking_of(job: GenerateJob, form: PromptForm | None, system_prompt: str | None) -> Asking:
+    """How a job's model is asked; without a form, as it was taught.
+
+    Raises:
+        ConfigError: it knows no languages or was not taught to talk.
+    """
+    default: PromptForm = "tagged" if language_tags(job.family) else "plain"
+    chosen: PromptForm = form or getattr(job.tokenizer, "benchmark_form", None) or default
+    if chosen == "tagged":
+        find_language("python", job.family)
+    if chosen != "chat" and system_prompt is not None:
+        raise ConfigError(f"--system-prompt is for --prompt-form chat, not {chosen}")
+    asking = Asking(chosen, job.family, job.tokenizer, system_prompt)
+    if chosen == "chat":  # which a model that was not taught to talk refuses
+        asking.prompt({"prompt": "", "declaration": ""}, "python")
+    return asking

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HumanEval-X asked as a question: what a model that was taught to talk is told, and the program in its answer."""
+
+from __future__ import annotations
+
+import re
+
+from sporeloom.evaluation.programs import NAMES, Problem, extract, generation_prompt, program, solution_program
+
+BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+DEFINITIONS = {
+    "python": re.compile(r"^[ \t]*def (\w+)\(", re.MULTILINE),
+    "go": re.compile(r"^func (\w+)\(", re.MULTILINE),
+    "js": re.compile(
+        r"^[ \t]*(?:(?:const|let|var) (\w+)\s*=\s*(?:function\b|\(|\w+\s*=>)|function (\w+)\()", re.MULTILINE
+    ),
+    "rust": re.compile(r"^[ \t]*(?:pub )?fn (\w+)", re.MULTILINE),
+    "cpp": re.compile(
+        r"\b(?!(?:if|for|while|switch|catch)\b)(\w+)[ \t]*\([^(){};]*(?:\([^(){};]*\)[^(){};]*)*\)\s*"
+        r"(?:const\s*|throws [\w., ]+)?\{"
+    ),
+}
+DEFINITIONS["java"] = DEFINITIONS["cpp"]
+"""Where a function is defined, and its name."""
+TAKEN_IN = re.compile(r"^\s*(?:#include|using |import |from |use |package )")
+CLASS = "class Solution {"
+ENDS = {
+    "cpp": re.compile(r"^[ \t]*int main\s*\(", re.MULTILINE),
+    "go": re.compile(r"^func main\(", re.MULTILINE),
+    "java": re.compile(r"^(?:public )?class Main\b", re.MULTILINE),
+    "rust": re.compile(r"^fn main\(", re.MULTILINE),
+}
+"""Where a program of the answer's own begins, that calls the function."""
+
+
+def question(problem: Problem, language: str) -> str:
+    """What a user says who wants the function."""
+    prompt = generation_prompt(problem, language)
+    return f"Complete this {NAMES[language]} function. {_ANSWER}\n\n{_fenced(prompt, language)}"
+
+
+def translation_question(source: Problem, source_language: str, target: Problem, target_language: str) -> str:
+    """What a user says who wants the function in another language."""
+    solution = source["declaration"] + source["canonical_solution"]
+    return (
+        f"Translate this {NAMES[source_language]} function to {NAMES[target_language]}. {_ANSWER}\n\n"
+        f"{_fenced(solution, source_language)}\n\nIt begins with:\n\n{_fenced(target['declaration'], target_language)}"
+    )
+
+
+_ANSWER = "Answer with the whole function in one code block."
+
+
+def _fenced(text: str, language: str) -> str:
+    return f"```{language}\n{text.strip()}\n```"
+
+
+def answer_program(problem: Problem, language: str, text: str) -> str:
+    """Source text that fails unless the function in an answer passes the problem's tests.
+
+    The function is that of the first code block which defines it, or of the whole text. What the problem has before it,
+    and the block lacks, is put before it: what it takes in, and functions it may call. A block that does not define it is
+    what continues the declaration.
+    """
+    *helpers, entry = defined(problem["declaration"], language)
+    blocks = BLOCK.findall(text) or [text]
+    block = next((block for block in blocks if entry in defined(block, language)), None)
+    if block is None:
+        return program(problem, language, extract(blocks[0], language), is_translation=True)
+    if end := ENDS[language].search(block) if language in ENDS else None:
+        block = block[: end.start()]
+    before = _before(problem["declaration"], language, entry)
+    missing = [name for name in helpers if name not in defined(block, language)]
+    if language == "java":
+        block = _in_class(block, before.partition(CLASS)[2] if missing else "")
+        missing = []
+    lines = before.splitlines(keepends=True)
+    kept = lines if missing else [line for line in lines if TAKEN_IN.match(line)]
+    if language == "go":
+        block = _without_imports(block)
+    return solution_program(problem, language, "".join(kept), block)
+
+
+def defined(text: str, language: str) -> list[str]:
+    """Names of the functions that a text defines, in order."""
+    return [next(filter(None, found.groups())) for found in DEFINITIONS[language].finditer(text)]
+
+
+def _before(declaration: str, language: str, entry: str) -> str:
+    """What a declaration has before the function that is asked for."""
+    found = [m for m in DEFINITIONS[language].finditer(declaration) if entry in m.groups()][-1]
+    return declaration[: declaration.rfind("\n", 0, found.start(found.lastindex or 0)) + 1]
+
+
+def _in_class(block: str, helpers: str) -> str:
+    """A Java method in its class, with other methods before it."""
+    opening = re.search(r"class Solution\s*\{", block)
+    if opening is None:
+        return f"{CLASS}\n{helpers}\n{block}\n}}\n"
+    return f"{block[: opening.end()]}\n{helpers}{block[opening.end() :]}"
+
+
+def _without_imports(block: str) -> str:
+    """Go's packages are taken in by what is used."""
+    block = re.sub(r"^package \w+\n", "", block, flags=re.MULTILINE)
+    return re.sub(r'^import (?:\([^)]*\)|"[^"\n]*")\n', "", block, flags=re.MULTILINE)

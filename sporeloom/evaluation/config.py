@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tools/evaluate.py is told, and every mistake in it that can be found before MindSpore is loaded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from sporeloom.cli import option
+from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.evaluation.asking import PromptForm, asking_of
+from sporeloom.evaluation.programs import NAMES, Problem
+from sporeloom.evaluation.sandbox import check_isolation
+from sporeloom.files import unwritable
+from sporeloom.inference import config as inference
+from sporeloom.inference.config import ComputeFlags, GenerateConfig, GenerateJob
+from sporeloom.inference.sampling import SamplingConfig
+from sporeloom.inference.stopping import StopCondition
+from sporeloom.numbers import Bounds, Count, Positive, number_problems
+from sporeloom.reader import parse_json, read_json
+from sporeloom.runtime.environment import is_first_process
+
+Megabytes = Annotated[int, Bounds(64, 1 << 20)]
+SETTINGS_FILE, SAMPLES_FILE, RESULTS_FILE, SUMMARY_FILE = (
+    "settings.json",
+    "samples.jsonl",
+    "results.jsonl",
+    "summary.json",
+)
+FREE_OPTIONS = (
+    *("data", "output_dir", "language", "canonical", "num_samples", "k", "max_problems", "strategy", "launch"),
+    *("batch_size", "allow_execution", "workers", "time_limit", "memory_limit_mb"),
+)
+"""Options that may change from one call to the next in one folder: what a sample is does not depend on them."""
+PROBLEM_FIELDS = ("task_id", "prompt", "declaration", "canonical_solution", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(ComputeFlags, SamplingConfig):
+    """One call of tools/evaluate.py."""
+
+    heading: ClassVar[str] = "benchmark"
+
+    benchmark: Literal["humaneval-x", "lm-eval"] = field(metadata={"positional": True, "help": "the benchmark"})
+    data: Path = option(..., "folder of the benchmark: humaneval_LANGUAGE.jsonl.gz, at its top or in LANGUAGE/data/")
+    output_dir: Path = option(..., "folder for samples, results and summary; a call goes on where the last one ended")
+    language: tuple[str, ...] = option(("python",), f"languages to write: {', '.join(NAMES)}, or all")
+    checkpoint: Path | None = option(None, "checkpoint folder; without it, the samples in --output-dir are judged")
+    canonical: bool = option(False, "judge the benchmark's own solutions instead of a model's")
+    translate_from: str | None = option(None, "give the solution in this language and ask for a translation")
+    prompt_form: PromptForm | None = option(
+        None,
+        "tagged: the prompt under the line that names its language; plain: as it is, without blanks at its ends; chat: a "
+        "question, answered in a code block. Without it, what the model was taught",
+    )
+    system_prompt: str | None = option(None, "with --prompt-form chat: what the model is told before the question")
+    num_samples: Count = option(1, "samples of each problem")
+    k: tuple[Count, ...] = option((1, 10, 100), "report pass@k for these, where there are as many samples")
+    max_problems: Count | None = option(None, "only so many problems of each language")
+    max_new_tokens: Count = option(1024, "tokens of a sample at most; fewer where the context ends")
+    batch_size: Count | None = option(None, "prompts worked on at once")
+    allow_execution: bool = option(False, "run the programs, isolated; without it samples are only written")
+    workers: Count | None = option(None, "programs run at once; one a core without it")
+    time_limit: Positive = option(10.0, "seconds a program may run")
+    memory_limit_mb: Megabytes = option(1024, "memory a program may use, all its processes together")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A sample to be made."""
+
+    task_id: str
+    sample: int
+    prompt: str = field(repr=False)
+    stream: int
+    """Sets its random numbers apart: a function of problem and sample alone."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A configuration that was found right, with what it refers to."""
+
+    config: EvaluateConfig
+    problems: dict[str, dict[str, Problem]] = field(repr=False)
+    """language -> task -> problem."""
+    prompts: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+    """language -> task -> what the model continues; empty if nothing is generated."""
+    endings: dict[str, StopCondition | None] = field(default_factory=dict, repr=False)
+    """language -> where its functions end."""
+    prompt_form: PromptForm | None = None
+    """What the prompts are; None if nothing is generated."""
+    job: GenerateJob | None = None
+    """The model and how it is run."""
+
+    @property
+    def folder(self) -> Path:
+        return self.config.output_dir
+
+    def settings(self) -> dict[str, Any]:
+        """What the samples in the folder depend on."""
+        own = {f.name: getattr(self.config, f.name) for f in fields(self.config) if f.name not in FREE_OPTIONS}
+        settings: dict[str, Any] = json.loads(json.dumps(own, default=str))
+        return settings
+
+    def wanted(self, language: str) -> list[Wanted]:
+        """Every sample of a language, those that exist already among them."""
+        count = self.config.num_samples
+        return [
+            Wanted(task, sample, prompt, (sample << 20) + place)
+            for place, (task, prompt) in enumerate(self.prompts[language].items())
+            for sample in range(count)
+        ]
+
+
+def check(config: EvaluateConfig, num_processes: int | None) -> Evaluation:
+    """Everything the call refers to, read and held against each other.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    languages = tuple(NAMES) if config.language == ("all",) else tuple(_language(name) for name in config.language)
+    if problems := _own_problems(config, languages):
+        raise ConfigError(problems)
+    if config.allow_execution:
+        check_isolation()
+    tasks = {}
+    for language in languages:
+        tasks[language] = dict(list(read_problems(config.data, language).items())[: config.max_problems])
+    evaluation = Evaluation(config, tasks)
+    if config.checkpoint is not None:
+        evaluation = _with_generation(evaluation, config.checkpoint, num_processes)
+        _check_settings(evaluation)
+    elif not config.canonical and not (config.output_dir / SAMPLES_FILE).exists():
+        raise ConfigError(
+            f"{config.output_dir / SAMPLES_FILE}: there are no samples; give --checkpoint to make some, or --canonical"
+        )
+    return evaluation
+
+
+def read_problems(data: Path, language: str) -> dict[str, Problem]:
+    """The problems of a language by task.
+
+    Raises:
+        ConfigError: no such file, or not the benchmark's.
+    """
+    name = f"humaneval_{language}.jsonl.gz"
+    path = next((p for p in (data / name, data / language / "data" / name) if p.exists()), None)
+    if path is None:
+        raise ConfigError(f"{data}: holds no {name}; --data names the folder of HumanEval-X")
+    found: dict[str, Problem] = {}
+    try:
+        for number, line in enumerate(gzip.decompress(path.read_bytes()).decode().splitlines(), 1):
+            problem = parse_json(line, f"{path}:{number}")
+            if missing := [key for key in PROBLEM_FIELDS if not isinstance(problem, dict) or key not in problem]:
+                raise ConfigError(f"{path}:{number}: no field {', '.join(missing)}")
+            found[problem["task_id"]] = problem
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"{path}: not a gzip file of JSON lines: {error}") from None
+    return found
+
+
+def _language(name: str) -> str:
+    """The benchmark's own word for a language."""
+    aliases = {"c++": "cpp", "javascript": "js", "py": "python"}
+    language = aliases.get(name.lower(), name.lower())
+    if language not in NAMES:
+        raise ConfigError(f"--language {name} is unknown; known: {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
+    return language
+
+
+def _own_problems(config: EvaluateConfig, languages: tuple[str, ...]) -> list[str]:
+    problems = list(number_problems(config))
+    if is_first_process() and (problem := unwritable(config.output_dir)):
+        problems.append(f"--output-dir {problem}")
+    if config.canonical and config.checkpoint:
+        problems.append("--canonical judges the benchmark's own solutions; leave out --checkpoint")
+    if config.canonical and not config.allow_execution:
+        problems.append("--canonical has nothing to do without --allow-execution")
+    if not config.checkpoint and not config.allow_execution:
+        problems.append("nothing to do: give --checkpoint to make samples, --allow-execution to judge them")
+    if config.translate_from and _language(config.translate_from) in languages:
+        problems.append(f"--translate-from {config.translate_from} is one of the languages to write")
+    if config.num_samples > 1 and config.temperature == 0:
+        problems.append(f"--num-samples {config.num_samples} at temperature 0 are all the same; set --temperature")
+    return problems
+
+
+def _with_generation(evaluation: Evaluation, checkpoint: Path, num_processes: int | None) -> Evaluation:
+    """The evaluation with prompts, and the job that continues them."""
+    config = evaluation.config
+    shared = {f.name for f in fields(GenerateConfig)} & {f.name for f in fields(EvaluateConfig)} - {"language"}
+    generate = GenerateConfig(**{**{name: getattr(config, name) for name in shared}, "checkpoint": checkpoint})
+    job = inference.check(generate, num_processes, [])
+    asking = asking_of(job, config.prompt_form, config.system_prompt)
+    source_language = _language(config.translate_from) if config.translate_from else None
+    source = read_problems(config.data, source_language) if source_language else {}
+    by_number = {task.split("/")[-1]: problem for task, problem in source.items()}
+    prompts: dict[str, dict[str, str]] = {}
+    for language, problems in evaluation.problems.items():
+        prompts[language] = {
+            task: asking.translation(by_number[task.split("/")[-1]], source_language, problem, language)
+            if source_language
+            else asking.prompt(problem, language)
+            for task, problem in problems.items()
+        }
+    lengths = {p: len(job.tokenizer.encode(p)) for of_language in prompts.values() for p in of_language.values()}
+    if min(lengths.values()) >= job.model.seq_len:
+        raise ConfigError(
+            f"{checkpoint}: no prompt fits into the model's context of {job.model.seq_len} tokens; the shortest has "
+            f"{min(lengths.values())}"
+        )
+    job = replace(job, prompts=list(lengths))
+    endings = {language: asking.ending(language) for language in evaluation.problems}
+    return replace(evaluation, prompts=prompts, endings=endings, prompt_form=asking.form, job=job)
+
+
+def _check_settings(evaluation: Evaluation) -> None:
+    """Samples that were made in another way must not be mixed with new ones."""
+    path = evaluation.folder / SETTINGS_FILE
+    if not path.exists():
+        return
+    old, new = read_json(path).mapping, evaluation.settings()
+    changed = [f"{name} was {old.get(name)}, is {value}" for name, value in new.items() if old.get(name) != value]
+    if changed:
+        raise ConfigError(f"{path}: the samples there were made otherwise: {'; '.join(changed)}; use another folder")

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of a model, written as they are made; a call goes on where the last one ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from sporeloom.evaluation.config import SAMPLES_FILE, SETTINGS_FILE, Evaluation, Wanted
+from sporeloom.files import write_text_atomically
+from sporeloom.inference.session import Completion, open_session
+from sporeloom.log import milestone
+from sporeloom.reader import parse_json
+from sporeloom.runtime.engine import Engine
+
+Sample = dict[str, Any]
+"""`task_id`, `sample` (its number), `language`, `translate_from` (or null), `prompt_form`, `text`, `finish_reason`."""
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples of a file; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines[:-1], 1)]
+
+
+def make_samples(evaluation: Evaluation) -> Engine:
+    """Make the samples that are not there yet. All ranks take part, one writes."""
+    job = evaluation.job
+    assert job is not None
+    engine = Engine.start(job.strategy)
+    path = evaluation.folder / SAMPLES_FILE
+    if engine.is_log_rank:
+        _repair(path)
+        settings = json.dumps(evaluation.settings(), indent=1, ensure_ascii=False)
+        write_text_atomically(evaluation.folder / SETTINGS_FILE, settings)
+    session = None
+    for language in evaluation.problems:
+        missing = _missing(evaluation, language, engine, path)
+        lengths = {wanted.prompt: len(job.tokenizer.encode(wanted.prompt)) for wanted in missing}
+        fitting = [wanted for wanted in missing if lengths[wanted.prompt] < job.model.seq_len]
+        if engine.is_log_rank and len(fitting) < len(missing):
+            too_long = [wanted for wanted in missing if lengths[wanted.prompt] >= job.model.seq_len]
+            milestone(f"{language}: {len({w.task_id for w in too_long})} prompts exceed the context: counted as failed")
+            for wanted in too_long:
+                _append(path, evaluation, language, wanted, Completion(wanted.prompt, finish_reason="length"))
+        if not fitting:
+            continue
+        session = session or open_session(job, engine)
+        session.stop = dataclasses.replace(session.stop, rule=evaluation.endings[language])
+        limits = [min(job.config.max_new_tokens, job.model.seq_len - lengths[wanted.prompt]) for wanted in fitting]
+        pieces = session.stream([w.prompt for w in fitting], job.config, limits, [w.stream for w in fitting])
+        with tqdm(total=len(fitting), unit="sample", desc=language, disable=not engine.is_log_rank) as bar:
+            for piece in pieces:
+                if piece.completion.finish_reason:
+                    bar.update()
+                    if engine.is_log_rank:
+                        _append(path, evaluation, language, fitting[piece.place], piece.completion)
+    if engine.is_log_rank:
+        milestone(f"samples in {path}")
+    return engine
+
+
+def _missing(evaluation: Evaluation, language: str, engine: Engine, path: Path) -> list[Wanted]:
+    """The samples still to be made, as the rank that writes knows them."""
+    wanted = evaluation.wanted(language)
+    there = {(s["task_id"], s["sample"]) for s in read_samples(path)} if engine.is_log_rank else set()
+    flags = np.array([(w.task_id, w.sample) in there for w in wanted], np.int32)
+    flags = engine.broadcast(flags, engine.strategy.mesh.first_rank_of_last_stage)
+    if engine.is_log_rank and flags.any():
+        milestone(f"{language}: {flags.sum()} of {len(wanted)} samples are there already")
+    return [w for w, is_there in zip(wanted, flags, strict=True) if not is_there]
+
+
+def _repair(path: Path) -> None:
+    """Take off a last line that was cut when a run was killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        content = path.read_bytes()
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
+def _append(path: Path, evaluation: Evaluation, language: str, wanted: Wanted, completion: Completion) -> None:
+    sample = {
+        "task_id": wanted.task_id,
+        "sample": wanted.sample,
+        "language": language,
+        "translate_from": evaluation.config.translate_from,
+        "prompt_form": evaluation.prompt_form,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+    }
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(sample, ensure_ascii=False) + "\n")

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slot table of a KV cache: which slots each row has filled. The keys and values are the model's own (nn/cache.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sporeloom.models.config import ModelConfig
+from sporeloom.strategy.mesh import Mesh
+
+
+class CacheFullError(RuntimeError):
+    """A row was given more tokens than it has slots for."""
+
+
+@dataclass
+class SlotTable:
+    """Rows of slots, token i of a row in slot i. The last slot is spare: tokens that only fill up a shape go there."""
+
+    num_rows: int
+    num_kv_heads: int
+    num_slots: int
+    mesh: Mesh
+    lengths: NDArray[np.int64] = field(init=False)
+    """Tokens each row holds."""
+
+    def __post_init__(self) -> None:
+        self.lengths = np.zeros(self.num_rows, np.int64)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a row can hold."""
+        return self.num_slots - 1
+
+    def append(self, row: int, count: int) -> NDArray[np.int64]:
+        """Take the next `count` slots of a row.
+
+        Raises:
+            CacheFullError: there are not so many left.
+        """
+        start = int(self.lengths[row])
+        if start + count > self.capacity:
+            raise CacheFullError(f"row {row} holds {start} tokens and has room for {self.capacity}, not {count} more")
+        self.lengths[row] += count
+        return np.arange(start, start + count)
+
+    def trim(self, row: int, length: int) -> None:
+        """Forget what a row holds beyond `length` tokens."""
+        assert 0 <= length <= self.lengths[row], (length, self.lengths[row])
+        self.lengths[row] = length
+
+    def indices(self, rows: Sequence[int], slots: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Slots (B, T) of B rows -> (B, KV, T, 3): row, head and slot, the first two counted within a device's part of the
+        mesh."""
+        in_replica = np.asarray(rows) % (self.num_rows // self.mesh.dp)
+        heads = np.arange(self.num_kv_heads) % (self.num_kv_heads // math.gcd(self.num_kv_heads, self.mesh.tp))
+        parts = np.broadcast_arrays(in_replica[:, None, None], heads[:, None], slots[:, None, :])
+        return np.stack(parts, -1).astype(np.int32)
+
+
+def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int) -> int:
+    """Of keys and values of all layers, on all devices together."""
+    itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[config.compute_dtype]
+    return 2 * config.num_layers * num_rows * num_slots * config.kv_size * itemsize

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tools/generate.py is told, and every mistake in it that can be found before MindSpore is loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from sporeloom.checkpoint.model_folder import load_text_config
+from sporeloom.cli import option
+from sporeloom.data.documents import decode_text, json_lines
+from sporeloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt, folder_tokenizer, infill_prompt
+from sporeloom.errors import ConfigError, Problems, did_you_mean
+from sporeloom.inference.sampling import SamplingConfig
+from sporeloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import family_module
+from sporeloom.models.slots import num_slots_for
+from sporeloom.numbers import Count, Natural
+from sporeloom.strategy.checks import launch_problems, model_problems
+from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
+from sporeloom.strategy.flags import StrategyFlags
+from sporeloom.strategy.loader import load_strategy
+
+MAX_ROWS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeFlags(StrategyFlags):
+    """How a checkpoint is computed with, and over what."""
+
+    heading: ClassVar[str] = "model"
+
+    tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
+    weights: Literal["float32", "int8"] = option(
+        "float32", "int8: matrices take a quarter of the bytes, with one scale for each output channel"
+    )
+    domain: Natural | None = option(None, "domain of all texts, for models whose experts have domains")
+
+    def read_model(self, checkpoint: Path) -> tuple[str, ModelConfig]:
+        """Family and configuration of a checkpoint folder, for texts of the domain.
+
+        Raises:
+            ConfigError: it cannot be used, or has no such domain.
+        """
+        family, model = load_text_config(checkpoint)
+        return family, model.with_domain(self.domain)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(ComputeFlags, SamplingConfig):
+    """One call of tools/generate.py."""
+
+    heading: ClassVar[str] = "text"
+
+    checkpoint: Path = option(..., "checkpoint folder")
+    prompt: str | None = option(None, "text to continue")
+    prompt_file: Path | None = option(
+        None,
+        "texts to continue: one a line, or .jsonl with a `prompt` field; without either, standard input is one text",
+    )
+    interactive: bool = option(False, "ask for one text after another (one device only)")
+    max_new_tokens: Count = option(64, "tokens to generate at most")
+    stop: tuple[str, ...] = option((), "texts that end the output; not part of it")
+    language: str | None = option(
+        None, "name the programming language to the model, and stop where the function that the prompt began ends"
+    )
+    chat: bool = option(False, "each prompt is what a user says; put it as the model was taught to talk")
+    suffix: str | None = option(None, "text behind the gap that is to be filled, for models that were taught that")
+    stop_ids: tuple[Natural, ...] = option((), "tokens that end the output, besides end-of-document")
+    batch_size: Count | None = option(None, f"prompts worked on at once; all, at most {MAX_ROWS}, without it")
+    no_cache: bool = option(False, "compute all tokens anew for each one, for comparison")
+    json: bool = option(False, "print a JSON object for each prompt instead of its text")
+    logprobs: bool = option(False, "with --json: the log-probability of each token")
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    """A configuration that was found right, with what it refers to."""
+
+    config: GenerateConfig
+    family: str
+    model: ModelConfig
+    strategy: Strategy
+    tokenizer: Tokenizer
+    prompts: list[str] = field(repr=False)
+    """Empty when they are asked for one by one."""
+    ending: StopCondition | None = None
+    """Where the language's functions end."""
+
+    @property
+    def num_rows(self) -> int:
+        """Prompts worked on at once; every replica takes as many as the others."""
+        wanted = self.config.batch_size or min(len(self.prompts) or 1, MAX_ROWS)
+        dp = self.strategy.mesh.dp
+        return -(-wanted // dp) * dp
+
+    @property
+    def num_slots(self) -> int:
+        """Of each row of the KV cache."""
+        tokens = [len(self.tokenizer.encode(prompt)) + self.config.max_new_tokens for prompt in self.prompts]
+        return num_slots_for(min(max(tokens, default=self.model.seq_len), self.model.seq_len))
+
+    @property
+    def stop_ids(self) -> list[int]:
+        return sorted({self.model.eod_id, *self.model.stop_ids, *self.config.stop_ids})
+
+
+def check(
+    config: GenerateConfig, num_processes: int | None, prompts: list[tuple[str, str]] | None = None
+) -> GenerateJob:
+    """Everything the call refers to, read and held against each other.
+
+    Args:
+        num_processes: launched already; None: as many as the strategy needs will be.
+        prompts: (name, text) of each prompt, instead of those the configuration names.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    problems = Problems()
+    family, model = problems.of(config.read_model, config.checkpoint) or (None, None)
+    problems += config.problems(model.vocab_size if model else None)
+    problems += _own_problems(config, model)
+    strategy = problems.of(load_strategy, config.strategy, True) if config.strategy else SINGLE_DEVICE
+    if strategy:
+        problems += launch_problems(strategy, num_processes) if num_processes is not None else []
+        problems += model_problems(strategy, model) if model else []
+        if config.interactive and strategy.mesh.size > 1:
+            problems.append("--interactive runs on one device; use --prompt-file with --strategy")
+    tokenizer = problems.of(_tokenizer, config, family, model) if family and model else None
+    language = problems.of(find_language, config.language, family) if config.language and family else None
+    named = prompts
+    if named is None and strategy:
+        named = [] if config.interactive else problems.of(read_prompts, config, strategy)
+    if language and named:
+        named = [(name, language.tagged(prompt)) for name, prompt in named]
+    if tokenizer and problems.of(in_form, config, tokenizer, "") is not None:
+        named = named and [(name, in_form(config, tokenizer, text)) for name, text in named]
+    if tokenizer and model and config.max_new_tokens > 0:
+        wrong = [p for place in named or [] for p in prompt_problems(*place, tokenizer, model, config.max_new_tokens)]
+        problems += wrong[:8] + ([f"and {len(wrong) - 8} more prompts like these"] if len(wrong) > 8 else [])
+    problems.tell()
+    assert family and model and strategy and tokenizer and named is not None
+    ending = language.ending if language else None
+    return GenerateJob(config, family, model, strategy, tokenizer, [prompt for _, prompt in named], ending)
+
+
+def _tokenizer(config: GenerateConfig, family: str, model: ModelConfig) -> Tokenizer:
+    return folder_tokenizer(family, config.checkpoint, model, config.tokenizer)
+
+
+def in_form(config: GenerateConfig, tokenizer: Tokenizer, text: str) -> str:
+    """A prompt as a user's message, or with a gap behind it, if that is asked for.
+
+    Raises:
+        ConfigError: the tokenizer's model was not taught that.
+    """
+    if config.chat:
+        return chat_prompt(tokenizer, [ChatMessage("user", text)])
+    return text if config.suffix is None else infill_prompt(tokenizer, text, config.suffix)
+
+
+@dataclass(frozen=True)
+class Language:
+    """A programming language a family of models knows by a tag."""
+
+    tagged: Callable[[str], str]
+    """Puts the tag above a prompt."""
+    ending: StopCondition | None
+    """Where a function ends that the prompt began; None: no rule for this language."""
+
+
+def find_language(name: str, family: str) -> Language:
+    """The language `name`, as the family's models know it.
+
+    Raises:
+        ConfigError: the family knows no languages, or not this one.
+    """
+    try:
+        module = family_module(family, "languages")
+    except ModuleNotFoundError:
+        raise ConfigError(f"--language: models of {family} are told no programming language") from None
+    language = module.ALIASES.get(name.lower(), name.lower())
+    if language not in module.TAGS:
+        raise ConfigError(
+            f"--language {name} is unknown; known: {', '.join(module.TAGS)}{did_you_mean(name, module.TAGS)}"
+        )
+    endings = {"dedent": at_dedent(), "closed_brace": at_closed_brace()}
+    return Language(lambda prompt: module.tagged(prompt, language), endings.get(module.FUNCTION_ENDS.get(language)))
+
+
+def language_tags(family: str) -> dict[str, str]:
+    """Programming languages that a family's models know, and the line that names each above a prompt."""
+    try:
+        return dict(family_module(family, "languages").TAGS)
+    except ModuleNotFoundError:
+        return {}
+
+
+def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, str]]:
+    """(where it stands, text) of each prompt.
+
+    Raises:
+        ConfigError: no prompt, a file that cannot be read, text that is not UTF-8.
+    """
+    if config.prompt is not None:
+        try:
+            config.prompt.encode()
+        except UnicodeEncodeError:
+            raise ConfigError("--prompt: not UTF-8 text") from None
+        return [("--prompt", config.prompt)]
+    if path := config.prompt_file:
+        text = decode_text(path)
+        if path.suffix == ".jsonl":
+            named = [(f"{path}:{number}", value) for number, value in json_lines(path, text, "prompt")]
+        else:
+            named = [(f"{path}:{n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        if not named:
+            raise ConfigError(f"{path}: holds no prompt")
+        return named
+    if strategy.mesh.size > 1:
+        raise ConfigError("several processes cannot share standard input; give --prompt or --prompt-file")
+    if sys.stdin.isatty():
+        raise ConfigError("no prompt; give --prompt, --prompt-file or --interactive, or pipe a text in")
+    try:
+        return [("standard input", sys.stdin.buffer.read().decode("utf-8").removesuffix("\n"))]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input: not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def prompt_problems(name: str, prompt: str, tokenizer: Tokenizer, model: ModelConfig, max_new_tokens: int) -> list[str]:
+    """Why a prompt cannot be continued."""
+    length = len(tokenizer.encode(prompt))
+    if length == 0:
+        return [f"{name}: holds no token"]
+    if length >= model.seq_len:
+        return [f"{name}: {length} tokens leave no room in the model's context of {model.seq_len}; shorten it"]
+    if length + max_new_tokens > model.seq_len:
+        return [
+            f"{name}: {length} tokens and --max-new-tokens {max_new_tokens} exceed the model's context of "
+            f"{model.seq_len}; ask for at most {model.seq_len - length}"
+        ]
+    return []
+
+
+def _own_problems(config: GenerateConfig, model: ModelConfig | None) -> list[str]:
+    problems = []
+    sources = [config.prompt is not None, config.prompt_file is not None, config.interactive]
+    if sum(sources) > 1:
+        problems.append("--prompt, --prompt-file and --interactive exclude each other")
+    if config.min_new_tokens > config.max_new_tokens:
+        problems.append(
+            f"--min-new-tokens {config.min_new_tokens} is more than --max-new-tokens {config.max_new_tokens}"
+        )
+    if config.interactive and config.language:
+        problems.append("--interactive takes texts of one line; use --prompt or --prompt-file with --language")
+    if config.interactive and config.json:
+        problems.append("--interactive prints text; leave out --json")
+    if config.chat + (config.suffix is not None) + bool(config.language) > 1:
+        problems.append("--chat, --suffix and --language each put a prompt in another form; give one of them")
+    if config.logprobs and not config.json:
+        problems.append("--logprobs is part of the --json output; add --json")
+    if "" in config.stop:
+        problems.append("--stop: an empty text would end every output")
+    for token in config.stop_ids:
+        if model and token >= model.vocab_size:
+            problems.append(f"--stop-ids: {token} is outside the vocabulary of {model.vocab_size}")
+    return problems

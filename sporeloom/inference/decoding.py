@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Next-token logits of texts that grow: with a KV cache, or recomputed from all tokens each time.
+
+Shapes are padded to a few lengths (buckets), each compiled once, so that a new prompt compiles nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from mindspore import Tensor, nn
+from numpy.typing import NDArray
+
+from sporeloom.inference.cache import CacheFullError, SlotTable, cache_bytes
+from sporeloom.models.config import ModelConfig
+from sporeloom.runtime.engine import Engine
+
+MIN_BUCKET = 16
+PREFILL_CHUNK = 128
+"""Tokens of a prompt that are worked through at once."""
+
+Logits = NDArray[np.float32]
+
+
+class Decoding(Protocol):
+    """Rows of tokens that grow."""
+
+    num_rows: int
+    cache_bytes: int
+    has_kernels: bool
+    """Whether compiled kernels do the work of a decode, not MindSpore's operators (`sporeloom.inference.kernels`)."""
+    reusable: int
+    """Another prompt may begin with what a row holds of one, from its start and a multiple of so many tokens. 0: nothing; 1:
+    all that the row holds, also what was generated."""
+
+    def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
+        """Compile what prompts of these lengths need, where no one did before."""
+
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
+        """Of rows and what is left of their prompts, the oldest first: what one `step` takes, the oldest's for certain.
+        `is_alone`: no row gets a token in it, so that nobody is held up.
+
+        What a prompt gets does not depend on who else is there."""
+
+    def step(
+        self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
+    ) -> dict[int, Logits] | None:
+        """Add parts of prompts to some rows, and to others the token that was chosen for each. Returns logits (V,) after the
+        last token of each row, with `every` (T, V) after each token of the prompts; None on the ranks of a pipeline that do
+        not hold them."""
+
+    def trim(self, row: int, length: int) -> None:
+        """Forget what a row holds beyond `length` tokens."""
+
+    def use_adapter(self, row: int, adapter: int) -> None:
+        """What a row is given from now on goes through this adapter, counted from 1; 0: through none."""
+
+
+def bucket(length: int, largest: int) -> int:
+    """The compiled length that takes `length` tokens: a power of two from 16 on, at most `largest`."""
+    return min(largest, max(MIN_BUCKET, 1 << (length - 1).bit_length()))
+
+
+class Rows:
+    """What all ways share: the network, and which row's logits this process holds."""
+
+    def __init__(self, engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int):
+        assert num_rows % engine.strategy.mesh.dp == 0, (num_rows, engine.strategy.mesh)
+        self.engine, self.net, self.config, self.num_rows = engine, net, config, num_rows
+        self.num_replicas = engine.strategy.mesh.dp
+        self.has_kernels = bool(getattr(net, "num_kernels", 0))
+        self._prepared: set[tuple[int, ...]] = set()
+
+    def compile(self, inputs: Sequence[Tensor]) -> None:
+        """Compile for the shapes of these, once."""
+        shapes = tuple(length for tensor in inputs for length in tensor.shape)
+        if shapes not in self._prepared:
+            self._prepared.add(shapes)
+            self.engine.prepare(self.net, *inputs)
+
+    def inputs(
+        self, feed: Sequence[Sequence[int]], starts: Sequence[int], length: int, every: bool
+    ) -> tuple[NDArray[Any], ...]:
+        """Tokens (B, T) and positions (B, T) of what goes on at `starts`, and whose logits are wanted: (B,) or (B*T,),
+        counted in a replica."""
+        tokens, positions = np.zeros((2, len(feed), length), np.int64)
+        in_replica = np.arange(len(feed)) % (len(feed) // self.num_replicas)
+        for place, (ids, start) in enumerate(zip(feed, starts, strict=True)):
+            tokens[place, : len(ids)] = ids
+            positions[place, : len(ids)] = np.arange(start, start + len(ids))
+        columns = np.arange(length) if every else np.asarray([[max(len(ids), 1) - 1] for ids in feed])
+        return tokens, positions, (in_replica[:, None] * length + columns).reshape(-1)
+
+    def run(
+        self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], inputs: Sequence[NDArray[Any]]
+    ) -> dict[int, Logits] | None:
+        """Logits of the rows of `feed` among those the inputs are of."""
+        output = self.engine.run(self.net, *as_tensors(inputs))
+        if not self.engine.in_last_stage:
+            return None
+        logits = output.asnumpy()
+        if len(logits) == len(rows):
+            return {row: logits[place] for place, row in enumerate(rows) if row in feed}
+        logits = logits.reshape(len(rows), -1, logits.shape[-1])
+        return {row: logits[place, : len(feed[row])] for place, row in enumerate(rows) if row in feed}
+
+
+def as_tensors(arrays: Iterable[NDArray[Any]]) -> list[Tensor]:
+    return [Tensor(array.astype(np.int32)) for array in arrays]
+
+
+class WithCache(Rows):
+    """Rows of a KV cache.
+
+    Args:
+        net: the model with caches attached for `num_rows` rows of `num_slots`.
+        chunk: tokens of a prompt that are worked through at once, between two tokens of the others.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        net: nn.Cell,
+        config: ModelConfig,
+        num_rows: int,
+        num_slots: int,
+        chunk: int = PREFILL_CHUNK,
+    ):
+        super().__init__(engine, net, config, num_rows)
+        self.slot_table = SlotTable(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
+        self.cache_bytes = cache_bytes(config, num_rows, num_slots)
+        self.chunk = min(chunk, config.seq_len)
+
+    def trim(self, row: int, length: int) -> None:
+        self.slot_table.trim(row, length)
+
+
+class Cached(WithCache):
+    """With a KV cache: each token is worked through once.
+
+    Prompts and chosen tokens are computed apart: a part of a prompt of one row of each replica, and a token of all rows. So
+    the shapes are the same whatever else is going on: what a prompt gets depends on no other, to the bit.
+    """
+
+    def __init__(self, *of: Any, **more: Any):
+        super().__init__(*of, **more)
+        self.reusable = self.chunk
+        self.in_replica = self.num_rows // self.num_replicas
+        self.adapters: NDArray[np.int64] | None = None
+        if self.net.has_several_adapters:
+            self.adapters = np.zeros(self.num_rows, np.int64)
+
+    def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
+        ends = {min(self.chunk, length - start) for length in prompt_lengths for start in range(0, length, self.chunk)}
+        for length in sorted({bucket(length, self.chunk) for length in ends}):
+            self._compile_prefill(length)
+        self._compile_decode()
+
+    def shapes(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """All that may be needed: what it is for, and what compiles it."""
+        yield "a token of each row", self._compile_decode
+        length = min(MIN_BUCKET, self.chunk)
+        lengths = [length]
+        while lengths[-1] < self.chunk:
+            lengths.append(min(2 * lengths[-1], self.chunk))
+        for every in (False, True):
+            for length in lengths:
+                what = f"{length} tokens of a prompt{', scored' if every else ''}"
+                yield what, partial(self._compile_prefill, length, every)
+
+    def _compile_prefill(self, length: int, every: bool = False) -> None:
+        rows = range(0, self.num_rows, self.in_replica)
+        self.compile(as_tensors(self._inputs(rows, {}, length, every)))
+
+    def _compile_decode(self) -> None:
+        self.compile(as_tensors(self._inputs(range(self.num_rows), {}, 1, False)))
+
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
+        del is_alone  # what a prompt gets would depend on it
+        chunks: dict[int, Sequence[int]] = {}
+        for row, ids in waiting.items():
+            part = ids[: self.chunk]
+            fits = not chunks or self._bucket(part) == self._bucket(next(iter(chunks.values())))
+            if fits and row // self.in_replica not in {other // self.in_replica for other in chunks}:
+                chunks[row] = part
+        return chunks
+
+    def _bucket(self, ids: Sequence[int]) -> int:
+        return bucket(len(ids), self.chunk)
+
+    def step(
+        self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
+    ) -> dict[int, Logits] | None:
+        logits: dict[int, Logits] = {}
+        if chunks:
+            mine = {row // self.in_replica: row for row in chunks}
+            assert len(mine) == len(chunks), (list(chunks), self.in_replica)
+            rows = [mine.get(replica, replica * self.in_replica) for replica in range(self.num_replicas)]
+            logits |= self._run(rows, chunks, max(map(self._bucket, chunks.values())), every) or {}
+        if tokens:
+            logits |= self._run(range(self.num_rows), {row: [token] for row, token in tokens.items()}, 1) or {}
+        return logits if self.engine.in_last_stage else None
+
+    def _run(
+        self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], length: int, every: bool = False
+    ) -> dict[int, Logits] | None:
+        inputs = self._inputs(rows, feed, length, every)
+        for row, ids in feed.items():
+            self.slot_table.append(row, len(ids))
+        return self.run(rows, feed, inputs)
+
+    def _inputs(
+        self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], length: int, every: bool
+    ) -> tuple[NDArray[Any], ...]:
+        """Inputs for `length` tokens of some rows; what is not fed fills the shape, its keys go to the spare slot."""
+        given = [feed.get(row, ()) for row in rows]
+        tokens, positions, picked = self.inputs(
+            given, [int(self.slot_table.lengths[row]) for row in rows], length, every
+        )
+        is_fed = np.arange(length) < np.asarray([[len(ids)] for ids in given])
+        slots = np.where(is_fed, positions, self.slot_table.num_slots - 1)
+        inputs = tokens, positions, picked, self.slot_table.indices(rows, slots)
+        if self.adapters is None:
+            return inputs
+        return *inputs, np.repeat(self.adapters[np.asarray(rows)][:, None], length, axis=1)
+
+    def use_adapter(self, row: int, adapter: int) -> None:
+        if self.adapters is not None:
+            self.adapters[row] = adapter
+        else:
+            assert adapter == 0, adapter
+
+
+class Uncached(Rows):
+    """Without a cache: every step works through all tokens again. For comparison, and for texts of one step."""
+
+    cache_bytes = 0
+    reusable = 0
+
+    def __init__(self, engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int):
+        super().__init__(engine, net, config, num_rows)
+        self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
+
+    def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
+        grown = {length + more for length in prompt_lengths for more in range(max_new_tokens)}
+        for length in sorted({bucket(n, self.config.seq_len) for n in grown}):
+            self.compile(as_tensors(self.inputs(self.tokens, [0] * self.num_rows, length, False)))
+
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
+        del is_alone
+        return dict(waiting)
+
+    def step(
+        self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
+    ) -> dict[int, Logits] | None:
+        added = {**chunks, **{row: [token] for row, token in tokens.items()}}
+        for row, ids in added.items():
+            if len(self.tokens[row]) + len(ids) > self.config.seq_len:
+                raise CacheFullError(f"row {row} holds {len(self.tokens[row])} tokens, no room for {len(ids)} more")
+            self.tokens[row] += ids
+        length = bucket(max(len(self.tokens[row]) for row in added), self.config.seq_len)
+        feed = {row: self.tokens[row] for row in added}
+        given = [feed.get(row, []) for row in range(self.num_rows)]
+        logits = self.run(range(self.num_rows), feed, self.inputs(given, [0] * self.num_rows, length, every))
+        if logits is None or not every:
+            return logits
+        return {row: logits[row][-len(chunks[row]) :] if row in chunks else logits[row][-1] for row in logits}
+
+    def trim(self, row: int, length: int) -> None:
+        del self.tokens[row][length:]
+
+    def use_adapter(self, row: int, adapter: int) -> None:
+        assert adapter == 0, adapter

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled kernels for decoding on one CPU: kernels.c, built once for each machine and compiler, and put into a network."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+from numpy.typing import NDArray
+
+from sporeloom.files import cache_folder, write_atomically
+from sporeloom.log import milestone
+from sporeloom.nn.attention import Attention
+from sporeloom.nn.blocks import Block, DecoderLayer, OneNormLayer, SandwichLayer
+from sporeloom.nn.head import TiedHead
+from sporeloom.nn.int8 import Int8Head, Int8Linear, Int8TiedHead
+from sporeloom.nn.linear import Linear
+from sporeloom.nn.lora import LoRALinear
+from sporeloom.nn.mlp import ErfGelu, FastGelu, GatedMLP, SiLU, TanhGelu
+from sporeloom.nn.multi_lora import AdaptedProduct
+from sporeloom.nn.norm import RMSNorm
+
+SWITCH = "SPORELOOM_KERNELS"
+"""Environment: 0 computes with MindSpore's operators alone."""
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-shared", "-fPIC")
+BUILD_S = 120.0
+BLOCK_KINDS = (DecoderLayer, OneNormLayer, SandwichLayer)
+ACTIVATION_KINDS = (ErfGelu, TanhGelu, FastGelu, SiLU)
+"""In the order of kernels.c."""
+MOST_HEAD = 1024
+LANES, COLUMNS = 16, 4
+"""What the length of rows and the number of columns must be multiples of."""
+
+
+def kernel_library() -> Path | None:
+    """The library of kernels.c, built if it is not there yet; None where it is switched off or cannot be built, with a line
+    that says why."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if os.environ.get(SWITCH) == "0" or platform.system() != "Linux":
+        return None
+    if compiler is None:
+        milestone("no C compiler (cc): decoding with MindSpore's operators, which is slower")
+        return None
+    path = cache_folder() / "kernels" / f"{_fingerprint(compiler)}.so"
+    try:
+        if not path.is_file():
+            write_atomically(path, lambda partial: _build(compiler, partial))
+        # What it needs is there: MindSpore would end in a traceback of C++.
+        ctypes.CDLL(str(path)).use_threads(num_threads())
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        milestone(f"kernels.c cannot be used, decoding is slower: {str(said).strip().splitlines()[0]}")
+        return None
+    return path
+
+
+def num_threads() -> int:
+    """What the user says, or one for each core this process may use. MindSpore sets OMP_NUM_THREADS to 1, for C alone."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # of nested regions the outermost
+    return int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0))
+
+
+def _build(compiler: str, path: Path) -> None:
+    command = [compiler, *FLAGS, str(SOURCE), "-o", str(path), "-lm"]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S)
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of all that the library depends on; a home folder may be shared by different machines."""
+    found = (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace") if Path("/proc/cpuinfo").exists() else ""
+    )
+    cpu = next((line for line in found.splitlines() if line.startswith(("flags", "Features"))), platform.machine())
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    return hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, version, cpu]).encode()).hexdigest()[:32]
+
+
+def use_kernels(net: nn.Cell, library: Path) -> int:
+    """Let the layers of an inference network, and the parts that layers it does not know are made of, compute few tokens by
+    the library. Returns how many do; those whose type or sizes it has no kernel for stay as they are."""
+    count = 0
+    for _, cell in net.cells_and_names():
+        kernel = _kernel_for(cell)
+        if kernel:
+            name, shape = kernel
+            cell.kernel = ops.Custom(f"{library}:{name}", out_shape=shape, out_dtype=lambda x, *_: x, func_type="aot")
+            cell.has_kernel = True
+            count += 1
+    return count
+
+
+def rows_are_alone(net: nn.Cell) -> bool:
+    """Whether what a row gets is the same to the bit however many rows there are: its products are all by the library, which
+    sums each entry in one order. MindSpore's own choose theirs by the number of rows."""
+    products = [
+        c for _, c in net.cells_and_names() if isinstance(c, Attention | AdaptedProduct | LoRALinear | TiedHead)
+    ]
+    return not net.has_several_adapters and all(getattr(cell, "has_kernel", False) for cell in products)
+
+
+def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
+    """Name of a part's kernel, and the shape of what it gives."""
+    if isinstance(cell, Block):
+        plan = _plan(cell)
+        if plan is None:
+            return None
+        cell.plan = Tensor(plan)
+        return "layer", lambda x, *_: x
+    if str(getattr(cell, "dtype", "")) != "Float32":
+        return None
+    if isinstance(cell, Attention):
+        return ("attend", lambda q, *_: q) if cell.head_dim % LANES == 0 else None
+    if not isinstance(cell, Linear | Int8Linear | TiedHead):
+        return None
+    is_int8 = isinstance(cell, Int8Linear | Int8Head | Int8TiedHead)
+    rows, columns = (
+        (cell.config.vocab_size, cell.config.hidden_size) if isinstance(cell, TiedHead) else cell.weight.shape
+    )
+    if columns % LANES or rows % COLUMNS:
+        return None
+    return "linear_int8" if is_int8 else "linear", lambda x, w, *_: [x[0], w[0]]
+
+
+def _plan(layer: Block) -> NDArray[np.int32] | None:
+    """What kernels.c is to know of a layer; None: it cannot compute such a one."""
+    if type(layer) not in BLOCK_KINDS or layer.has_experts:
+        return None
+    attention, mlp, norm = layer.attention, layer.mlp, layer.attention_norm
+    matrices = [attention.query, attention.key, attention.value, attention.output, mlp.up, mlp.down]
+    matrices += [mlp.gate] if isinstance(mlp, GatedMLP) else []
+    is_plain = all(type(matrix) in (Linear, Int8Linear) and not matrix.has_adapters for matrix in matrices)
+    widths = [length for matrix in matrices for length in matrix.weight.shape]
+    head = attention.head_dim
+    if not is_plain or str(attention.dtype) != "Float32" or head > MOST_HEAD or any(n % LANES for n in (head, *widths)):
+        return None
+    rotary = attention.query_rotary if attention.has_rotary else None
+    is_rms = isinstance(norm, RMSNorm)
+    epsilon = norm.epsilon if is_rms else norm.layer_norm.epsilon
+    plan = [
+        int(is_rms),
+        int(not is_rms and norm.has_bias),
+        BLOCK_KINDS.index(type(layer)),
+        ACTIVATION_KINDS.index(type(mlp.activation)),
+        int(isinstance(mlp, GatedMLP)),
+        int(isinstance(mlp.up, Int8Linear)),
+        int(attention.query.has_bias),
+        int(attention.output.has_bias),
+        int(mlp.up.has_bias),
+        rotary.rotated if rotary else 0,
+        int(bool(rotary and rotary.adjacent)),
+        attention.num_heads,
+        mlp.up.weight.shape[0],
+        int(np.float32(epsilon).view(np.int32)),
+    ]
+    return np.asarray(plan, np.int32)

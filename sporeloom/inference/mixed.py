@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of prompts and chosen tokens of all rows in one batch, where a token's numbers do not depend on the others'.
+
+Source: arXiv:2308.16369 (decodes ride along with a chunk of a prompt, whose weights are read anyway).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from mindspore import nn
+from numpy.typing import NDArray
+
+from sporeloom.inference.decoding import PREFILL_CHUNK, Cached, Logits, WithCache, as_tensors
+from sporeloom.models.config import ModelConfig
+from sporeloom.nn.linear import MOST_ROWS
+from sporeloom.runtime.engine import Engine
+
+
+class Mixed(WithCache):
+    """With a KV cache, each token of a step a row of the network's batch of its own.
+
+    Only for networks whose products are all by the compiled kernels (`rows_are_alone`): what a prompt gets then depends on no
+    other, to the bit, nor on how it is cut. Tokens that only fill a shape are not computed by them.
+    """
+
+    reusable = 1
+
+    def __init__(self, *of: Any, **more: Any):
+        super().__init__(*of, **more)
+        num_rows = self.num_rows
+        assert takes(self.net, num_rows), (num_rows, self.net)
+        self.chunk = min(self.chunk, MOST_ROWS + 1 - num_rows)
+        self.sizes = [size for size in (1, 4, 16) if size < num_rows]
+        self.sizes += sorted({num_rows, num_rows - 1 + self.chunk, MOST_ROWS})
+        """Numbers of tokens that a step is compiled for: of the rows, with a part of a prompt, of prompts alone."""
+
+    def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
+        most = max(self.num_rows, min(sum(prompt_lengths), MOST_ROWS))
+        for size in self.sizes:
+            self._compile(size)
+            if size >= most:
+                return
+
+    def shapes(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """All that may be needed: what it is for, and what compiles it."""
+        for size in self.sizes:
+            yield f"a step of {size} tokens", partial(self._compile, size)
+        for size in self.sizes[1:]:
+            yield f"a step of {size} tokens, all scored", partial(self._compile, size, True)
+
+    def _compile(self, size: int, every: bool = False) -> None:
+        self.compile(as_tensors(self._inputs({}, size, every)))
+
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
+        chunks: dict[int, Sequence[int]] = {}
+        room = MOST_ROWS if is_alone else self.chunk
+        for row, ids in waiting.items():
+            if room:
+                chunks[row] = ids[:room]
+                room -= len(chunks[row])
+        return chunks
+
+    def step(
+        self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
+    ) -> dict[int, Logits] | None:
+        feed = {**chunks, **{row: [token] for row, token in tokens.items()}}
+        count = sum(map(len, feed.values()))
+        inputs = self._inputs(feed, next(size for size in self.sizes if size >= count), every)
+        for row, ids in feed.items():
+            self.slot_table.append(row, len(ids))
+        logits = self.engine.run(self.net, *as_tensors(inputs)).asnumpy()
+        if not every:
+            return dict(zip(feed, logits, strict=False))
+        ends = dict(zip(feed, np.cumsum([len(ids) for ids in feed.values()]), strict=True))
+        return {
+            row: logits[end - len(feed[row]) : end] if row in chunks else logits[end - 1] for row, end in ends.items()
+        }
+
+    def _inputs(self, feed: Mapping[int, Sequence[int]], size: int, every: bool) -> tuple[NDArray[Any], ...]:
+        """Inputs for `size` tokens, those of `feed` first. The keys of the others go to the spare slot, by which the kernels
+        know them. Wanted are the logits of all, or of the last token of each row."""
+        starts = {row: int(self.slot_table.lengths[row]) for row in feed}
+        places = [(row, starts[row] + i, token) for row, ids in feed.items() for i, token in enumerate(ids)]
+        rows, positions, tokens = np.asarray([*places, *[(0, 0, 0)] * (size - len(places))]).T
+        slots = np.where(np.arange(size) < len(places), positions, self.slot_table.num_slots - 1)
+        picked = np.arange(size)
+        if not every:
+            picked = np.zeros(min(size, self.num_rows), np.int64)
+            picked[: len(feed)] = np.cumsum([len(ids) for ids in feed.values()]) - 1
+        return tokens[:, None], positions[:, None], picked, self.slot_table.indices(rows, slots[:, None])
+
+    def use_adapter(self, row: int, adapter: int) -> None:
+        assert adapter == 0, adapter
+
+
+def takes(net: nn.Cell, num_rows: int) -> bool:
+    """Whether a network with so many rows of caches may be given mixed batches."""
+    return net.rows_are_alone and num_rows <= MOST_ROWS // 2
+
+
+def cached(
+    engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int, num_slots: int, chunk: int = PREFILL_CHUNK
+) -> Cached | Mixed:
+    """With a KV cache, in mixed batches where the network allows it."""
+    way = Mixed if takes(net, num_rows) else Cached
+    return way(engine, net, config, num_rows, num_slots, chunk)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with the weights of a checkpoint folder, under a strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import mindspore as ms
+from mindspore import Tensor, nn
+from mindspore.nn.utils import no_init_parameters
+
+from sporeloom.checkpoint.adapters import Adapter, put_side_by_side, ranks_of_several
+from sporeloom.checkpoint.model_folder import check_shapes, open_weights
+from sporeloom.checkpoint.tensor_files import WEIGHTS
+from sporeloom.errors import ConfigError
+from sporeloom.inference.kernels import kernel_library, rows_are_alone, use_kernels
+from sporeloom.inference.memory import side_by_side
+from sporeloom.inference.quantize import quantize, quantized_weights
+from sporeloom.models.adapters import LoRAConfig
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import family_module
+from sporeloom.nn.lora import attach_adapters
+from sporeloom.nn.multi_lora import attach_several_adapters
+from sporeloom.nn.replace import share_parameters
+from sporeloom.parallel.parallelize import parallelize
+from sporeloom.runtime.cpu.executor import Source
+from sporeloom.strategy.config import Strategy
+
+CACHE = ".cache."
+"""In the names of parameters that no checkpoint has."""
+
+
+def build_model(
+    family: str,
+    config: ModelConfig,
+    strategy: Strategy,
+    caches: tuple[int, int] | None = None,
+    int8: bool = False,
+    weights_of: nn.Cell | None = None,
+    lora: LoRAConfig | None = None,
+    ranks: Mapping[str, Sequence[int]] | None = None,
+) -> nn.Cell:
+    """The family's model, parallelized, its weights not materialised; not training.
+
+    `caches`: rows and slots of KV caches to attach. `int8`: matrices as int8 (see `quantize`). `weights_of`: such a model
+    with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
+    that tokens choose from (see `ranks_of_several`).
+    """
+    with no_init_parameters():
+        net: nn.Cell = family_module(family, "model").Model(config)
+        if int8:
+            quantize(net)
+        if lora:
+            attach_adapters(net, lora)
+        if ranks:
+            attach_several_adapters(net, ranks)
+        if weights_of:
+            share_parameters(net, weights_of)
+        if caches:
+            net.attach_caches(*caches)
+    parallelize(net, strategy, whole=False)
+    net.num_kernels, net.has_several_adapters, net.rows_are_alone = 0, bool(ranks), False
+    if (
+        caches
+        and strategy.mesh.size == 1
+        and ms.get_context("device_target") == "CPU"
+        and (library := kernel_library())
+    ):
+        net.num_kernels = use_kernels(net, library)
+        net.rows_are_alone = config.experts is None and rows_are_alone(net)
+    net.graph_key = {"family": family, "model": config.to_dict(), "caches": caches, "int8": int8, "ranks": ranks or {}}
+    if weights_of:  # whose names are in the graph
+        first = next(iter(weights_of.get_parameters())).name
+        net.graph_key |= {"weights_of": first, "lora": dataclasses.asdict(lora) if lora else None}
+    return net.set_train(False)
+
+
+def load_model(
+    folder: Path,
+    family: str,
+    config: ModelConfig,
+    strategy: Strategy,
+    caches: tuple[int, int] | None = None,
+    int8: bool = False,
+    adapters: Sequence[Adapter] = (),
+) -> nn.Cell:
+    """`build_model` with the folder's weights, and beside them adapters that tokens choose from. Of several CPU processes
+    each reads what it holds when the first graph is compiled.
+
+    Raises:
+        ConfigError: the weights are missing, damaged, or not this model's.
+    """
+    weights = open_weights(folder)
+    if problem := weights.damage(slice(None)):
+        raise ConfigError(problem)
+    with no_init_parameters():
+        plain: nn.Cell = family_module(family, "model").Model(config)
+    shapes = {parameter.name: tuple(parameter.shape) for parameter in plain.get_parameters()}
+    check_shapes(weights.shapes, shapes, str(folder / WEIGHTS))
+    net = build_model(family, config, strategy, caches, int8, ranks=ranks_of_several(adapters))
+    read, beside = quantized_weights(net, weights.read) if int8 else weights.read, put_side_by_side(adapters)
+    on_cpu = ms.get_context("device_target") == "CPU"
+    parameters = list(net.get_parameters())
+    places = side_by_side(parameters) if on_cpu and strategy.mesh.size == 1 else []
+    for number, parameter in enumerate(parameters):
+        shape, name = tuple(parameter.shape), parameter.name
+        if CACHE in name:
+            source = Source.of_zeros(shape)
+        else:
+            source = Source(shape, beside[name].__getitem__ if name in beside else partial(read, name))
+        if places:
+            places[number][...] = source.read(source.whole)  # caches, too: else the first texts wait for their memory
+            parameter.set_data(Tensor.from_numpy(places[number]))
+        elif on_cpu:
+            parameter.source = source
+        else:
+            parameter.set_data(Tensor(source.read(source.whole), dtype=parameter.dtype))
+    return net

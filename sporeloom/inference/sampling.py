@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to a token: functions that each change logits (V,), composed, then one choice. NumPy only.
+
+A token that must not be chosen has the logit -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sporeloom.cli import option
+from sporeloom.numbers import Natural, NotNegative, Number, Positive, Probability, Seed, number_problems
+
+Logits = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class History:
+    """The tokens before the one to choose."""
+
+    prompt: Sequence[int]
+    generated: Sequence[int]
+
+
+Processor = Callable[[Logits, History], Logits]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How tokens are chosen: flags of tools/generate.py. The defaults choose the likeliest."""
+
+    heading: ClassVar[str] = "sampling"
+
+    temperature: NotNegative = option(0.0, "divides the logits; 0 takes the likeliest token (greedy)")
+    top_k: Natural = option(0, "choose among the k likeliest tokens only; 0: all")
+    top_p: Probability = option(1.0, "choose among the likeliest tokens that together have this probability")
+    frequency_penalty: Number = option(0.0, "taken off a token's logit for each time it was generated")
+    presence_penalty: Number = option(0.0, "taken off a token's logit once it was generated at all")
+    repetition_penalty: Positive = option(  # Source: CTRL, section 4.1
+        1.0, "divides positive and multiplies negative logits of all tokens of prompt and output"
+    )
+    min_new_tokens: Natural = option(0, "no end-of-document or other stop token before as many tokens")
+    banned_tokens: tuple[Natural, ...] = option((), "ids that are never generated")
+    seed: Seed = option(0, "same seed, same samples")
+
+    def problems(self, vocab_size: int | None) -> Iterator[str]:
+        """What is out of range, by flag; None: the vocabulary is not known."""
+        yield from number_problems(self)
+        if vocab_size is None:
+            return
+        for token in self.banned_tokens:
+            if token >= vocab_size:
+                yield f"--banned-tokens: {token} is outside the vocabulary of {vocab_size}"
+        if len(set(self.banned_tokens)) >= vocab_size:
+            yield "--banned-tokens leaves no token to choose"
+
+
+def ban(tokens: Sequence[int]) -> Processor:
+    """Never choose these."""
+
+    def process(logits: Logits, history: History) -> Logits:
+        logits[list(tokens)] = -np.inf
+        return logits
+
+    return process
+
+
+def ban_until(num_new_tokens: int, tokens: Sequence[int]) -> Processor:
+    """Do not choose these before `num_new_tokens` were generated."""
+    ban_now = ban(tokens)
+    return lambda logits, history: ban_now(logits, history) if len(history.generated) < num_new_tokens else logits
+
+
+def add_bias(bias: Mapping[int, float]) -> Processor:
+    """Add a number to the logits of some tokens."""
+    tokens, more = np.asarray([*bias], np.int64), np.asarray([*bias.values()], np.float64)
+
+    def process(logits: Logits, history: History) -> Logits:
+        logits[tokens] += more
+        return logits
+
+    return process
+
+
+def penalize_repetition(penalty: float) -> Processor:
+    """See `SamplingConfig.repetition_penalty`."""
+
+    def process(logits: Logits, history: History) -> Logits:
+        seen = np.unique(np.asarray([*history.prompt, *history.generated], np.int64))
+        logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        return logits
+
+    return process
+
+
+def penalize_frequency(frequency: float, presence: float) -> Processor:
+    """See `SamplingConfig.frequency_penalty` and `presence_penalty`."""
+
+    def process(logits: Logits, history: History) -> Logits:
+        tokens, counts = np.unique(np.asarray(history.generated, np.int64), return_counts=True)
+        logits[tokens] -= frequency * counts + presence
+        return logits
+
+    return process
+
+
+def scale(temperature: float) -> Processor:
+    """Divide by the temperature."""
+    return lambda logits, history: logits / temperature
+
+
+def keep_top_k(k: int) -> Processor:
+    """Keep the k likeliest, and those as likely as the k-th."""
+
+    def process(logits: Logits, history: History) -> Logits:
+        if k < len(logits):
+            logits[logits < np.partition(logits, -k)[-k]] = -np.inf
+        return logits
+
+    return process
+
+
+def keep_top_p(p: float) -> Processor:
+    """Keep the smallest set of likeliest tokens whose probabilities add up to `p`."""
+
+    def process(logits: Logits, history: History) -> Logits:
+        possible = np.flatnonzero(logits > -np.inf)
+        order = possible[np.argsort(-logits[possible], kind="stable")]
+        before = np.cumsum(_probabilities(logits[order]))
+        logits[order[1:][before[:-1] >= p]] = -np.inf
+        return logits
+
+    return process
+
+
+def processors(config: SamplingConfig, stop_ids: Sequence[int]) -> list[Processor]:
+    """What `config` asks for, in the order it is applied: bans, penalties, temperature, top-k, top-p."""
+    steps: list[tuple[Any, Processor]] = [
+        (config.banned_tokens, ban(config.banned_tokens)),
+        (config.min_new_tokens and stop_ids, ban_until(config.min_new_tokens, stop_ids)),
+        (config.repetition_penalty != 1, penalize_repetition(config.repetition_penalty)),
+        (
+            config.frequency_penalty or config.presence_penalty,
+            penalize_frequency(config.frequency_penalty, config.presence_penalty),
+        ),
+    ]
+    if config.temperature > 0:
+        steps += [
+            (config.temperature != 1, scale(config.temperature)),
+            (config.top_k, keep_top_k(config.top_k)),
+            (config.top_p < 1, keep_top_p(config.top_p)),
+        ]
+    return [processor for wanted, processor in steps if wanted]
+
+
+class Sampler:
+    """Chooses tokens as a SamplingConfig says. A choice depends on logits, history, seed and stream, on nothing else.
+
+    Args:
+        vocab_size: tokens there are, where the model has rows for more (padding that no tokenizer can decode).
+        first: what changes the logits before all that.
+    """
+
+    def __init__(
+        self,
+        config: SamplingConfig,
+        stop_ids: Sequence[int] = (),
+        vocab_size: int | None = None,
+        first: Sequence[Processor] = (),
+    ):
+        self.config, self.vocab_size = config, vocab_size
+        self.processors = [*first, *processors(config, stop_ids)]
+
+    def choose(self, logits: NDArray[np.floating[Any]], history: History, stream: int = 0) -> int:
+        """The next token. `stream` sets the random numbers of one prompt apart from those of another."""
+        changed = logits[: self.vocab_size].astype(np.float64)
+        for process in self.processors:
+            changed = process(changed, history)
+        if self.config.temperature == 0:
+            return int(np.argmax(changed))
+        generator = np.random.Generator(
+            np.random.Philox(key=self.config.seed, counter=[0, 0, stream, len(history.generated)])
+        )
+        possible = np.flatnonzero(changed > -np.inf)
+        cumulated = np.cumsum(_probabilities(changed[possible]))
+        place = int(np.searchsorted(cumulated, generator.random() * cumulated[-1], side="right"))
+        return int(possible[min(place, len(possible) - 1)])
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """How likely a token is under the model itself, before any processor, and what else is. Log-probabilities are rounded to
+    float32, in which ranks tell them to each other."""
+
+    token: int
+    log_probability: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens and their log-probabilities."""
+
+
+def score_token(logits: NDArray[np.floating[Any]], token: int, num_top: int = 0) -> TokenScore:
+    """Score `token` and name the `num_top` likeliest; of equals those with the lower ids."""
+    shifted = logits.astype(np.float64) - logits.max()
+    log_sum = np.log(np.exp(shifted).sum())
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        enough = np.flatnonzero(shifted >= np.partition(shifted, -num_top)[-num_top])
+        likeliest = enough[np.argsort(-shifted[enough], kind="stable")][:num_top]
+        top = tuple((int(other), float(np.float32(shifted[other] - log_sum))) for other in likeliest)
+    return TokenScore(token, float(np.float32(shifted[token] - log_sum)), top)
+
+
+def _probabilities(logits: Logits) -> NDArray[np.float64]:
+    exp = np.exp(logits - logits.max())
+    result: NDArray[np.float64] = exp / exp.sum()
+    return result

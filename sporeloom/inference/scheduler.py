@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in, tokens out: they share the rows of a batch, and may come and go while others go on.
+
+Every rank of a job has a scheduler of its own and makes the same calls in the same order; one rank chooses the tokens and
+tells the others. What a request gets depends on the request alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from sporeloom.inference.decoding import Decoding, Logits
+from sporeloom.inference.sampling import History, Sampler, TokenScore, score_token
+from sporeloom.runtime.engine import Engine
+
+FinishReason = Literal["stop", "length"]
+_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and what is wanted of it."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    """0 with `score_prompt` only."""
+    sampler: Sampler
+    is_finished: Callable[[Sequence[int]], bool]
+    """Asked after each token, with all generated ones, on the rank that chooses."""
+    stream: int = 0
+    """Sets its random numbers apart from those of other requests with the same seed."""
+    num_top: int = 0
+    """The likeliest tokens to tell beside each."""
+    score_prompt: bool = False
+    """Tell how likely each token of the prompt is, but its first."""
+    adapter: int = 0
+    """Of several beside the model, counted from 1; 0: none."""
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """One generated token."""
+
+    request: int
+    """What `submit` returned."""
+    token: int
+    log_probability: float
+    """Under the model itself, before penalties, temperature and the rest."""
+    seconds: float
+    """Since the token before; the first one's since a row was free for the prompt."""
+    finish_reason: FinishReason | None
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log-probabilities; on the rank that chooses."""
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """How likely the tokens of a prompt are, from the second on. Comes before the first new token."""
+
+    request: int
+    scores: Sequence[TokenScore]
+    """On the rank that chooses; empty on the others."""
+    finish_reason: FinishReason | None
+    """Set where no token is wanted."""
+
+
+Event = NewToken | PromptScores
+
+
+@dataclass
+class _Row:
+    """A row at work."""
+
+    id: int
+    request: Request
+    left: Sequence[int]
+    """Of the prompt."""
+    since: float
+    generated: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+
+    @property
+    def to_read(self) -> Sequence[int]:
+        """What the model is still to be given of the prompt: all of it or, where nothing comes after it, all but its last
+        token, which is only scored."""
+        only_scored = self.request.max_new_tokens == 0 and len(self.request.prompt) > 1
+        return self.left[:-1] if only_scored else self.left
+
+
+class Scheduler:
+    """Gives rows to requests in the order they came, and lets all rows go on together.
+
+    A step takes a chunk of the oldest prompt that is not worked through yet, then one token further all rows that are. So a
+    long prompt holds the others up by a chunk a token, and waits for no more than a token a chunk. A prompt that begins like
+    one that a free row still holds goes on from there.
+    """
+
+    def __init__(self, decoding: Decoding, engine: Engine):
+        self.decoding, self.engine = decoding, engine
+        self._ids = itertools.count()
+        self._waiting: dict[int, Request] = {}
+        self._rows: dict[int, _Row] = {}
+        self._free = list(range(decoding.num_rows))  # the one freed longest ago first
+        self._held: dict[int, tuple[int, Sequence[int]]] = dict.fromkeys(self._free, (0, ()))  # adapter and tokens
+        self.reused_tokens = 0
+        """Of all prompts, what was held already."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not self._rows
+
+    def submit(self, request: Request) -> int:
+        """Queue a request. Returns its number, counted from 0."""
+        assert request.prompt and (request.max_new_tokens > 0 or request.score_prompt), request
+        number = next(self._ids)
+        self._waiting[number] = request
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Forget a request, wherever it is; its row is free for the next step."""
+        self._waiting.pop(number, None)
+        for row, state in list(self._rows.items()):
+            if state.id == number:
+                self._release(row)
+
+    def cancel_all(self) -> None:
+        """Forget all requests."""
+        self._waiting.clear()
+        for row in list(self._rows):
+            self._release(row)
+
+    def step(self) -> list[Event]:
+        """What a chunk of a prompt and a further token of each row have brought."""
+        self._admit()
+        decoded = {row: state.generated[-1] for row, state in self._rows.items() if state.generated}
+        chunks, every = self._next_chunks(is_alone=not decoded)
+        if not chunks and not decoded:
+            return []
+        logits = self.decoding.step(chunks, decoded, every)
+        events, ended = self._book(chunks, every, logits)
+        return [*events, *self._choose([*ended, *decoded], logits)]
+
+    def _admit(self) -> None:
+        for number, request in list(self._waiting.items()):
+            if not self._free:
+                return
+            del self._waiting[number]
+            shared = {row: self._shared(row, request) for row in self._free}
+            # What is reused counts, and what is forgotten for it: a greeting in common is not worth a conversation.
+            row = max(self._free, key=lambda free: 2 * shared[free] - len(self._held[free][1]))  # of equals the first
+            self._free.remove(row)
+            self.decoding.trim(row, shared[row])
+            self.decoding.use_adapter(row, request.adapter)
+            self.reused_tokens += shared[row]
+            self._rows[row] = _Row(number, request, request.prompt[shared[row] :], time.perf_counter())
+
+    def _shared(self, row: int, request: Request) -> int:
+        """Tokens that a free row holds of a prompt: whole chunks, but never its last token, whose logits are needed."""
+        unit, prompt, (adapter, held) = self.decoding.reusable, request.prompt, self._held[row]
+        if request.score_prompt or request.adapter != adapter:
+            return 0
+        if not unit:
+            return 0
+        pairs = zip(held, prompt[:-1], strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return same // unit * unit
+
+    def _release(self, row: int) -> None:
+        state, unit = self._rows.pop(row), self.decoding.reusable
+        done = len(state.request.prompt) - len(state.left)
+        held: Sequence[int] = ()
+        if unit == 1:  # the last token that was chosen has not been given to the model
+            held = [*state.request.prompt[:done], *state.generated[:-1]]
+        elif unit:
+            held = state.request.prompt[: done // unit * unit]
+        self._held[row] = state.request.adapter, held
+        self.decoding.trim(row, len(held))
+        self._free.append(row)
+
+    def _next_chunks(self, is_alone: bool) -> tuple[Mapping[int, Sequence[int]], bool]:
+        """Parts of prompts for a step, and whether their tokens are to be scored: all or none."""
+        waiting = {row: state for row, state in self._rows.items() if state.to_read}
+        if not waiting:
+            return {}, False
+        every = next(iter(waiting.values())).request.score_prompt
+        alike = {row: state.to_read for row, state in waiting.items() if state.request.score_prompt == every}
+        return self.decoding.next_chunks(alike, is_alone), every
+
+    def _book(
+        self, chunks: Mapping[int, Sequence[int]], every: bool, logits: dict[int, Logits] | None
+    ) -> tuple[list[Event], list[int]]:
+        """Book parts of prompts. Returns the scores of prompts that ended, and the rows of those that a token is wanted for;
+        of these only the logits of the last token are left."""
+        events: list[Event] = []
+        ended = []
+        for row, chunk in chunks.items():
+            state = self._rows[row]
+            if every:
+                self._score(state, chunk, None if logits is None else logits[row])
+                if logits is not None:
+                    logits[row] = logits[row][-1]
+            state.left = state.left[len(chunk) :]
+            if state.to_read:
+                continue
+            is_over = every and not state.request.max_new_tokens
+            if every:
+                events.append(PromptScores(state.id, state.scores, "length" if is_over else None))
+            if is_over:
+                self._release(row)
+            else:
+                ended.append(row)
+        return events, ended
+
+    def _score(self, state: _Row, chunk: Sequence[int], logits: Logits | None) -> None:
+        """Book how likely the tokens after those of a chunk are."""
+        if logits is None or not self.engine.is_log_rank:
+            return
+        followers = list(state.left[1 : len(chunk) + 1])
+        state.scores += [
+            score_token(row, token, state.request.num_top) for row, token in zip(logits, followers, strict=False)
+        ]
+
+    def _choose(self, rows: Sequence[int], logits: Mapping[int, Logits] | None) -> list[NewToken]:
+        """The next token of each row: chosen by one rank, told to all."""
+        if not rows:
+            return []
+        told = np.zeros((3, len(rows)), np.int32)  # token, log-probability as bits, why it ended
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
+        if logits is not None and self.engine.is_log_rank:
+            for place, row in enumerate(rows):
+                state = self._rows[row]
+                request, history = state.request, History(state.request.prompt, state.generated)
+                token = request.sampler.choose(logits[row], history, stream=request.stream)
+                score = score_token(logits[row], token, request.num_top)
+                tops[place] = score.top
+                ended = _REASONS.index(_finish_reason(request, [*state.generated, token]))
+                told[:, place] = token, np.float32(score.log_probability).view(np.int32), ended
+        told = self.engine.broadcast(told, self.engine.strategy.mesh.first_rank_of_last_stage)
+        now, new = time.perf_counter(), []
+        for place, row in enumerate(rows):
+            state, (token, bits, ended) = self._rows[row], told[:, place]
+            state.generated.append(int(token))
+            reason = _REASONS[ended]
+            new.append(
+                NewToken(state.id, int(token), float(bits.view(np.float32)), now - state.since, reason, tops[place])
+            )
+            state.since = now
+            if reason:
+                self._release(row)
+        return new
+
+
+def generate(decoding: Decoding, engine: Engine, requests: Sequence[Request]) -> Iterator[NewToken]:
+    """Tokens of all requests, numbered by their places, in the order they are made. Every rank of a job yields the same.
+
+    Rows left unfinished, when the caller stops early, are free again.
+    """
+    scheduler = Scheduler(decoding, engine)
+    for request in requests:
+        scheduler.submit(request)
+    try:
+        while not scheduler.is_idle:
+            yield from (event for event in scheduler.step() if isinstance(event, NewToken))
+    finally:
+        scheduler.cancel_all()
+        for row in range(decoding.num_rows):
+            decoding.trim(row, 0)
+
+
+def _finish_reason(request: Request, generated: Sequence[int]) -> FinishReason | None:
+    if request.is_finished(generated):
+        return "stop"
+    return "length" if len(generated) >= request.max_new_tokens else None

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts in, texts out, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from sporeloom.data.tokenizer import Tokenizer
+from sporeloom.inference.config import GenerateJob
+from sporeloom.inference.decoding import Decoding, Uncached
+from sporeloom.inference.mixed import cached
+from sporeloom.inference.model import load_model
+from sporeloom.inference.sampling import Sampler, SamplingConfig
+from sporeloom.inference.scheduler import FinishReason, NewToken, Request, generate
+from sporeloom.inference.stopping import StopCondition, at_text, first_of, held_back
+from sporeloom.runtime.engine import Engine
+
+
+@dataclass
+class Completion:
+    """What one prompt got, growing until `finish_reason` is set."""
+
+    prompt: str
+    tokens: list[int] = field(default_factory=list)
+    log_probabilities: list[float] = field(default_factory=list)
+    """Of each token under the model itself."""
+    text: str = ""
+    """Of the tokens, without what stopped it."""
+    finish_reason: FinishReason | None = None
+    prefill_s: float = 0.0
+    """From a free row to the first token."""
+    decode_s: float = 0.0
+    """Of all further tokens."""
+
+    @property
+    def time_per_token_s(self) -> float | None:
+        """Of the tokens after the first."""
+        return self.decode_s / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
+
+
+@dataclass(frozen=True)
+class StopConditions:
+    """Where a text ends.
+
+    Args:
+        stop_ids: tokens that end it, the end-of-document token among them; not part of the text.
+        stop_texts: texts that end it; not part of it.
+        rule: another rule.
+    """
+
+    tokenizer: Tokenizer
+    stop_ids: Sequence[int]
+    stop_texts: Sequence[str] = ()
+    rule: StopCondition | None = None
+
+    def at(self, text: str) -> int | None:
+        """Where `text` ends before its end, if it does."""
+        rules = [*([at_text(self.stop_texts)] if self.stop_texts else []), *([self.rule] if self.rule else [])]
+        return first_of(*rules)(text) if rules else None
+
+    def is_reached(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of these generated tokens ends the text."""
+        if tokens[-1] in self.stop_ids:
+            return True
+        return bool(self.stop_texts or self.rule) and self.at(self.tokenizer.decode(list(tokens))) is not None
+
+    def add(self, completion: Completion, new: NewToken) -> str:
+        """Book a token. Returns the text that is certain now: what may be the start of a stop text waits."""
+        if completion.tokens:
+            completion.decode_s += new.seconds
+        else:
+            completion.prefill_s = new.seconds
+        completion.tokens.append(new.token)
+        completion.log_probabilities.append(new.log_probability)
+        completion.finish_reason = new.finish_reason
+        ended_by_token = new.finish_reason == "stop" and new.token in self.stop_ids
+        text = self.tokenizer.decode(completion.tokens[:-1] if ended_by_token else completion.tokens)
+        end = self.at(text)
+        if end is not None:
+            text = text[:end]
+        elif not new.finish_reason:
+            text = text[: len(text) - held_back(text, self.stop_texts)]
+        if not text.startswith(completion.text) and not new.finish_reason:
+            return ""  # a tokenizer that reads the last tokens anew: wait until it settles
+        added = text[len(completion.text) :] if text.startswith(completion.text) else ""
+        completion.text = text
+        return added
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of one prompt."""
+
+    place: int
+    """Of the prompt among those given."""
+    text: str
+    completion: Completion
+
+
+class Session:
+    """A model, ready for prompts, its graphs compiled once for all of them. `stop` may be set anew between calls."""
+
+    def __init__(self, engine: Engine, decoding: Decoding, stop: StopConditions):
+        self.engine, self.decoding, self.stop = engine, decoding, stop
+
+    def complete(self, prompts: Sequence[str], sampling: SamplingConfig, max_new_tokens: int) -> list[Completion]:
+        """All prompts to their end, in the order given."""
+        completions: dict[int, Completion] = {}
+        for piece in self.stream(prompts, sampling, max_new_tokens):
+            completions[piece.place] = piece.completion
+        return [completions[place] for place in range(len(prompts))]
+
+    def stream(
+        self,
+        prompts: Sequence[str],
+        sampling: SamplingConfig,
+        max_new_tokens: int | Sequence[int],
+        streams: Sequence[int] | None = None,
+    ) -> Iterator[Piece]:
+        """Text as it is made, of all prompts together. Texts that may be the start of a stop text wait for the next token.
+
+        Args:
+            max_new_tokens: of every prompt, or of each.
+            streams: what sets the random numbers of each prompt apart; without it, its place.
+        """
+        stop = self.stop
+        sampler = Sampler(sampling, stop.stop_ids, stop.tokenizer.vocab_size)
+        ids = [stop.tokenizer.encode(prompt) for prompt in prompts]
+        most = [max_new_tokens] * len(ids) if isinstance(max_new_tokens, int) else max_new_tokens
+        self.decoding.prepare([len(prompt) for prompt in ids], max(most, default=0))
+        requests = [
+            Request(tokens, limit, sampler, stop.is_reached, stream)
+            for tokens, limit, stream in zip(ids, most, streams or range(len(ids)), strict=True)
+        ]
+        completions = [Completion(prompt) for prompt in prompts]
+        for new in generate(self.decoding, self.engine, requests):
+            completion = completions[new.request]
+            yield Piece(new.request, stop.add(completion, new), completion)
+
+
+def open_session(job: GenerateJob, engine: Engine) -> Session:
+    """The checkpoint's model, ready for the job's prompts."""
+    config, int8 = job.config, job.config.weights == "int8"
+    if config.no_cache:
+        net = load_model(config.checkpoint, job.family, job.model, job.strategy, int8=int8)
+        decoding: Decoding = Uncached(engine, net, job.model, job.num_rows)
+    else:
+        shape = (job.num_rows, job.num_slots)
+        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8)
+        decoding = cached(engine, net, job.model, *shape)
+    return Session(engine, decoding, StopConditions(job.tokenizer, job.stop_ids, config.stop, job.ending))

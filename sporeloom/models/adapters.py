@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters (LoRA): which matrices have one, and of which shape. Source: arXiv:2106.09685, arXiv:2312.03732."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sporeloom.errors import ConfigError
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.parameters import EXPERTS, Shapes, parameter_shapes
+from sporeloom.models.paths import alternatives, path_matches
+from sporeloom.numbers import Count, Positive, Rate
+from sporeloom.reader import read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+TEXT, REWARD = "CAUSAL_LM", "SEQ_CLS"
+"""PEFT's `task_type`."""
+LORA_A, LORA_B = ".lora_a", ".lora_b"
+"""How the names of an adapter's parameters end: (r, in) and (out, r)."""
+HEAD = "head.weight"
+"""What a reward model trains whole beside adapters: it is new."""
+LORA_MASK = ".lora_mask"
+"""Of several adapters beside one matrix: which rows of A are whose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Adapters beside some matrices W (out, in): W + scale * B A. Fields are named as PEFT names them."""
+
+    r: Count = 8
+    """Rank."""
+    lora_alpha: Positive = 8.0
+    """The scale is this / r."""
+    lora_dropout: Rate = 0.0
+    """On what an adapter is given, while training."""
+    target_modules: tuple[str, ...] = ("attention.query", "attention.value")
+    """Ends of the paths of the matrices; * stands for one component."""
+    use_rslora: bool = False
+    """The scale is lora_alpha / sqrt(r)."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Of single matrices, by path, in place of r."""
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    """Likewise, in place of lora_alpha."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_modules", tuple(self.target_modules))  # a list in JSON
+
+    def r_of(self, path: str) -> int:
+        return self.ranks.get(path, self.r)
+
+    def scale(self, path: str) -> float:
+        """What the adapter of a matrix is multiplied by."""
+        rank, alpha = self.r_of(path), self.alphas.get(path, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets(self, model: ModelConfig) -> list[str]:
+        """Paths of the matrices that have an adapter.
+
+        Raises:
+            ConfigError: a pattern that none matches.
+        """
+        linear = linear_paths(model)
+        for pattern in (one for target in self.target_modules for one in alternatives(target)):
+            if not any(path_matches(pattern, path) for path in linear):
+                known = sorted({".".join(path.split(".")[-2:]) for path in linear})
+                raise ConfigError(
+                    f"--lora-targets (target_modules): {pattern} matches no matrix; there are {', '.join(known)}"
+                )
+        return [path for path in linear if any(path_matches(pattern, path) for pattern in self.target_modules)]
+
+    def shapes(self, model: ModelConfig) -> Shapes:
+        """Shape of each parameter that is trained: of adapters, and the head of a reward model."""
+        weights = parameter_shapes(model)
+        result: Shapes = {}
+        for path in self.targets(model):
+            outer, inner = weights[f"{path}.weight"]
+            result[path + LORA_A] = (self.r_of(path), inner)
+            result[path + LORA_B] = (outer, self.r_of(path))
+        return {**result, HEAD: weights[HEAD]} if model.value_head else result
+
+
+def linear_paths(model: ModelConfig) -> list[str]:
+    """Matrices of layers, by the paths of what holds them. Those of routed experts are stacked, and cannot have adapters."""
+    return [
+        name.removesuffix(".weight")
+        for name, shape in parameter_shapes(model).items()
+        if name.startswith(("layers.", "query_layer.")) and name.endswith(".weight") and len(shape) == 2
+        if EXPERTS not in name and not name.endswith("mlp.router.weight")
+    ]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is an adapter's, by its name."""
+    return name.endswith((LORA_A, LORA_B))
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder holds adapters in place of a model."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def is_reward_adapter(folder: Path) -> bool:
+    """Whether adapters make a reward model of the model they are for."""
+    return read_json(folder / ADAPTER_CONFIG).mapping.get("task_type") == REWARD
+
+
+def base_folder(folder: Path) -> Path:
+    """The checkpoint folder that the adapters of `folder` belong to; a relative path is one from `folder`, or from here.
+
+    Raises:
+        ConfigError: it is not said, or not there.
+    """
+    document = read_json(folder / ADAPTER_CONFIG)
+    name = document.mapping.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{document.source}: no base_model_name_or_path; write there the folder of the model they are for"
+        )
+    for path in (folder / name, Path(name)):
+        if path.is_dir() and path.resolve() == folder.resolve():
+            raise ConfigError(f"{document.source}: base_model_name_or_path {name}: their own folder; name the model's")
+        if path.is_dir():
+            return path
+    raise ConfigError(f"{document.source}: base_model_name_or_path {name}: there is no such folder")

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What describes a decoder: its dimensions, and which kind of each part it has. Defaults are PanGu-alpha's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from sporeloom.errors import ConfigError
+from sporeloom.numbers import Count, Natural, NotNegative, Positive, Rate, number_problems
+
+Activation = Literal["gelu", "gelu_tanh", "fast_gelu", "silu"]
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
+AttentionKernel = Literal["auto", "plain", "flash"]
+
+
+class Widths:
+    """Widths that follow from others, for what says those. Of a number that is left out there is None or 0."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int | None
+    head_dim: int | None
+    ffn_hidden_size: int | None
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def query_size(self) -> int:
+        """Width of all queries together."""
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all keys together, and of all values."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    def misfits(self) -> list[str]:
+        """Numbers of heads that do not divide what they share."""
+        if not self.head_dim and self.hidden_size % self.num_heads:
+            return [f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}; give head_dim"]
+        if self.num_heads % self.kv_heads:
+            return [f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}"]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """Experts in place of a layer's MLP, and the router that shares tokens out among them. E experts, of which each token
+    is given to k."""
+
+    num_experts: Count
+    """E."""
+    experts_per_token: Count
+    """k."""
+    router: Literal["softmax", "grouped", "sigmoid", "hash"] = "softmax"
+    """softmax: the k most probable. grouped: softmax over all, then the most probable of each of k groups of neighbours
+    (MoGE). sigmoid: the k of highest sigmoid. hash: fixed by the token's id, nothing to train."""
+    normalize: Literal["none", "before_drop", "after_drop"] = "none"
+    """Whether the weights of a token's experts are divided by their sum, and whether choices that are dropped are in it."""
+    ffn_hidden_size: Count | None = None
+    """Width of each expert; without it, that of the model's MLP."""
+    shared_ffn_hidden_size: Natural = 0
+    """Width of an expert that every token is given to, unweighted; 0: there is none."""
+    first_dense_layers: Natural = 0
+    """Layers at the bottom that keep their MLP."""
+    layer_frequency: Count = 1
+    """Of the others every how many-th has experts: 2 is layers 1, 3, 5, ... A top query layer never has."""
+    router_scale: bool = False
+    """Each expert's weight is multiplied by a learned number of its own."""
+    routed_scaling_factor: Positive = 1.0
+    """What all weights are multiplied by."""
+    capacity_factor: Positive | None = None
+    """While training an expert takes at most ceil(k * tokens * this / E) tokens of a group; those behind are dropped.
+    Without it nothing is: experts have room for every token. Nothing is dropped either where a model does not train."""
+    capacity_group: Count | None = None
+    """Tokens of a group, neighbours in the batch; without it, a sequence. From it, not from the mesh, follows what is
+    dropped."""
+    balance: Literal["all", "first"] = "all"
+    """Choices that the balance loss counts: all k of a token or its first."""
+    balance_over: Literal["group", "batch"] = "group"
+    """Tokens over which it is taken: each group of `capacity_group`, or the whole (micro)batch."""
+    balance_loss: NotNegative = 0.0
+    """Added to the loss: this much of E * sum over experts (share of the choices * mean probability), of each layer."""
+    router_z_loss: NotNegative = 0.0
+    """Added to the loss: this much of the mean of log(sum(exp(router logits)))^2, of each layer."""
+    balance_bias_rate: NotNegative = 0.0
+    """Above 0: probabilities are compared with a bias of each expert, which every step moves by this much towards balance."""
+    hash_seed: Natural = 0
+    """Of the hash router's map."""
+    num_domains: Count = 1
+    """Of the hash router: the experts are so many groups of neighbours, and a token's expert is one of its domain's."""
+    domain: Natural = 0
+    """Of text that is not said to be of another one."""
+
+    def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise ConfigError(problems)
+
+    def _problems(self) -> Iterator[str]:
+        wrong = [*number_problems(self, lambda name: f"experts.{name}"), *_choice_problems(self, "experts.")]
+        yield from wrong
+        if wrong:
+            return
+        experts, chosen = self.num_experts, self.experts_per_token
+        if chosen > experts:
+            yield f"experts.experts_per_token {chosen} is more than the num_experts {experts}"
+        elif self.router == "grouped" and experts % chosen:
+            yield (
+                f"experts.num_experts {experts} is not divisible by the experts_per_token {chosen}: "
+                "a grouped router takes one expert of each of as many groups"
+            )
+        if self.router == "hash":
+            if chosen > 1:
+                yield f"experts.experts_per_token must be 1 with router: hash, got {chosen}"
+            trained = ("router_scale", "balance_loss", "router_z_loss", "balance_bias_rate")
+            if given := [name for name in trained if getattr(self, name)]:
+                yield f"experts.{given[0]}: a hash router has nothing to train; remove it"
+            if experts % self.num_domains:
+                yield f"experts.num_experts {experts} is not divisible by the num_domains {self.num_domains}"
+            elif self.domain >= self.num_domains:
+                yield f"experts.domain {self.domain}: num_domains is {self.num_domains}, counted from 0"
+        elif self.num_domains > 1 or self.domain:
+            yield "experts.num_domains and domain are for router: hash"
+        if self.normalize == "after_drop" and self.capacity_factor is None:
+            yield "experts.normalize after_drop: without capacity_factor nothing is dropped; write before_drop"
+
+    def capacity(self, tokens: int) -> int:
+        """Tokens that an expert takes of a group of so many, while training."""
+        if self.capacity_factor is None:
+            return tokens
+        return min(tokens, math.ceil(self.experts_per_token * tokens * self.capacity_factor / self.num_experts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Widths):
+    """A decoder of `sporeloom.nn`. Lengths in tokens, widths in features."""
+
+    vocab_size: Count
+    """Rows of the word embedding, and width of the logits."""
+    hidden_size: Count
+    num_layers: Count
+    """All of them, the top query layer included where there is one; Megatron's --num-layers is then one less."""
+    num_heads: Count
+    """Heads of queries."""
+    num_kv_heads: Count | None = None
+    """Heads of keys and values: fewer than of queries is grouped-query attention, 1 multi-query; without it, as many."""
+    head_dim: Count | None = None
+    """Width of a head; without it, hidden_size / num_heads."""
+    ffn_hidden_size: Count | None = None
+    """Width of the MLP; without it, four times hidden_size."""
+    seq_len: Count = 1024
+    """Longest context, tokens: rows of the learned embeddings of positions."""
+    block: Literal["sequential", "parallel", "sandwich"] = "sequential"
+    """Of a layer: attention, then MLP, each on a norm; both on one norm; or each between two norms."""
+    norm: Literal["layer", "rms"] = "layer"
+    """LayerNorm, or RMSNorm, which subtracts no mean."""
+    layer_norm_epsilon: Positive = 1e-5
+    """Of every norm."""
+    position: Literal["learned", "rotary"] = "learned"
+    """How a token knows its place: an embedding that is added, or queries and keys that are turned (RoPE)."""
+    rope_theta: Positive = 10000.0
+    rope_dim: Count | None = None
+    """How many features of each head, the first ones, are turned; without it, all."""
+    rope_pairs: Literal["half", "adjacent"] = "half"
+    """Which two features turn together: i and i + rope_dim / 2, or 2 i and 2 i + 1."""
+    activation: Activation = "gelu_tanh"
+    """Of the MLP: gelu (erf), gelu_tanh, fast_gelu (x * sigmoid(1.702 x)), silu (x * sigmoid(x))."""
+    gated_mlp: bool = False
+    """activation(gate(x)) * up(x) instead of activation(up(x)): with silu it is SwiGLU."""
+    qkv_bias: bool = True
+    output_bias: bool = True
+    """Of the attention's output."""
+    mlp_bias: bool = True
+    norm_bias: bool = True
+    """RMSNorm has none."""
+    tied_embedding: bool = True
+    """The head uses the word embedding's table."""
+    value_head: bool = False
+    """One number of each token in place of logits: a reward model or a critic."""
+    logits_scale: Positive = 1.0
+    """What logits are multiplied by."""
+    query_layer: bool = True
+    """The last layer is PanGu-alpha's top query layer, whose queries are learned for each position."""
+    final_norm: Literal["before_query", "after_query"] = "before_query"
+    """Where the last norm sits beside a top query layer. `after_query` is what the reference implementation built in pipeline
+    mode."""
+    z_loss: NotNegative = 0.0
+    """Added to the loss: this much of the mean of log(sum(exp(logits)))^2."""
+    dropout_rate: Rate = 0.1
+    """Applied to the embedding, the attention probabilities and both residual branches while training."""
+    experts: ExpertConfig | None = None
+    """A mixture of experts in place of the MLP of some layers; without it there is none."""
+    eod_id: Natural = 9
+    """End-of-document token: attention and positions start anew after it."""
+    loss_ignore_id: int = 6
+    """Input token whose position is not trained on (the reference implementation's pad or end-of-text token)."""
+    stop_ids: tuple[Natural, ...] = ()
+    """Tokens that end a generated text besides eod_id."""
+    compute_dtype: ComputeDtype = "float32"
+    """Of matrix products and the residual stream; parameters, norms, softmax and loss stay float32."""
+    attention: AttentionKernel = "auto"
+    """plain: the scores of all pairs of tokens are made and kept. flash: FlashAttentionScore, which keeps none. auto: flash
+    on Ascend where head size, type and dropout allow it, plain elsewhere. The same numbers but for rounding."""
+    embedding_init_std: NotNegative = 0.02
+    qkv_init_std: NotNegative = 0.01
+    """MindSpore's 'normal' initializer, which the reference implementation used for query, key and value."""
+    init_std: NotNegative = 0.02
+    """Of the other matrices."""
+    output_init_std: NotNegative | None = None
+    """Of the two matrices that write to the residual stream; without it, init_std / sqrt(2 num_layers)."""
+    sandwich_gains: tuple[Positive, ...] = (1.0, 1.0)
+    """Initial weight of the norms after attention and after the MLP of a sandwich block."""
+
+    def __post_init__(self) -> None:
+        for name in ("stop_ids", "sandwich_gains"):  # lists in JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.experts, dict):
+            object.__setattr__(self, "experts", ExpertConfig(**self.experts))
+        if problems := list(self._problems()):
+            raise ConfigError(problems)
+
+    def _problems(self) -> Iterator[str]:
+        wrong = list(number_problems(self, str))
+        yield from wrong
+        yield from _choice_problems(self)
+        if wrong:
+            return
+        if misfits := self.misfits():
+            yield from misfits
+        elif self.position == "rotary" and (self.rotated % 2 or self.rotated > self.head_size):
+            yield f"rope_dim {self.rotated} must be even and at most the {self.head_size} of a head"
+        if self.query_layer and (self.position, self.block) != ("learned", "sequential"):
+            yield f"query_layer goes with learned positions and sequential blocks, not with {self.position} and {self.block}"
+        if self.attention == "flash" and (problem := self.flash_problem):
+            yield f"attention flash: {problem}; write plain"
+        if self.value_head and self.tied_embedding:
+            yield "value_head is not the word embedding: give tied_embedding false, too"
+        if len(self.sandwich_gains) != 2:
+            yield f"sandwich_gains takes 2 numbers, got {len(self.sandwich_gains)}"
+        if self.experts and not any(map(self.has_experts, range(self.num_layers))):
+            yield f"experts: none of the {self.num_layers} layers has any; see first_dense_layers and layer_frequency"
+        for token in (self.eod_id, *self.stop_ids):
+            if token >= self.vocab_size:
+                name = "eod_id" if token == self.eod_id else "stop_ids:"
+                yield f"{name} {token} is outside the vocabulary of {self.vocab_size}"
+
+    def with_value_head(self) -> ModelConfig:
+        """The reward model, or critic, of this size."""
+        return dataclasses.replace(self, value_head=True, tied_embedding=False)
+
+    @property
+    def num_domains(self) -> int:
+        """Groups of experts that texts of different domains go to."""
+        return self.experts.num_domains if self.experts else 1
+
+    def with_domain(self, domain: int | None) -> ModelConfig:
+        """This model, for texts of a domain; None: of the one it is for already.
+
+        Raises:
+            ConfigError: it has no such domain.
+        """
+        if domain is None:
+            return self
+        if problem := self.domain_problem(domain):
+            raise ConfigError(f"--domain {problem}")
+        return dataclasses.replace(self, experts=dataclasses.replace(self.mixture, domain=domain))
+
+    def domain_problem(self, domain: int) -> str | None:
+        """What is wrong with a domain, its number first."""
+        if self.num_domains == 1:
+            return f"{domain}: the experts of this model have no domains (num_domains of its configuration)"
+        if domain >= self.num_domains:
+            return f"{domain}: this model has {self.num_domains} domains, counted from 0"
+        return None
+
+    def domain_offset(self, domain: int | None) -> int:
+        """What is added to a token's id to say that it is of a domain (see `sporeloom.nn.moe.HashChoices`)."""
+        if domain is None:
+            return 0
+        return (domain - self.mixture.domain) % self.num_domains * self.vocab_size
+
+    @property
+    def output_std(self) -> float:
+        """Initial standard deviation of the two matrices of a layer that write to the residual stream."""
+        std = self.output_init_std
+        return self.init_std / math.sqrt(2 * self.num_layers) if std is None else std
+
+    @property
+    def flash_problem(self) -> str | None:
+        """Why FlashAttentionScore cannot compute this model's attention. Source: its documentation in MindSpore 2.9."""
+        if self.head_size % 16 or self.head_size > 512:
+            return f"heads of {self.head_size} features; it takes multiples of 16 up to 512"
+        if self.dropout_rate:
+            return f"dropout_rate {self.dropout_rate}; probabilities that are never kept are not dropped"
+        return None
+
+    @property
+    def attention_on_ascend(self) -> Literal["plain", "flash"]:
+        """What `attention` comes to on Ascend."""
+        if self.attention == "auto":
+            return "plain" if self.flash_problem or self.compute_dtype == "float32" else "flash"
+        return self.attention
+
+    @property
+    def rotated(self) -> int:
+        """Features of a head that RoPE turns."""
+        return self.rope_dim or self.head_size
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Path of each layer in the model."""
+        plain = self.num_layers - self.query_layer
+        return (*(f"layers.{i}" for i in range(plain)), *(["query_layer"] if self.query_layer else []))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer number `layer` has experts instead of an MLP."""
+        if self.experts is None or layer < self.experts.first_dense_layers:
+            return False
+        return layer < self.num_layers - self.query_layer and (layer + 1) % self.experts.layer_frequency == 0
+
+    @property
+    def mixture(self) -> ExpertConfig:
+        """`experts` of a model that has them."""
+        assert self.experts is not None
+        return self.experts
+
+    @property
+    def expert_size(self) -> int:
+        """Width of each expert."""
+        return (self.experts.ffn_hidden_size if self.experts else None) or self.ffn_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """As config.json has it."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
+        }
+
+
+def _choice_problems(config: Any, prefix: str = "") -> Iterator[str]:
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
+            yield f"{prefix}{name} must be one of {', '.join(get_args(hint))}, got {getattr(config, name)!r}"

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find a model family by name: a top-level package with config.py, model.py, weights.py and tokenizer.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
+from sporeloom.reader import fields_from, read_json
+
+FAMILIES = ("pangu", "codegeex", "palm")
+
+
+def family_module(family: str, part: str) -> Any:
+    """`part` (config, model, weights, tokenizer) of a family.
+
+    Raises:
+        ConfigError: there is no such family.
+    """
+    if family not in FAMILIES or find_spec(family) is None:
+        raise ConfigError(f"--model {family} is unknown{did_you_mean(family, FAMILIES)}; known: {', '.join(FAMILIES)}")
+    module: ModuleType = import_module(f"{family}.{part}")
+    return module
+
+
+def size_config(family: str, size: str) -> ModelConfig:
+    """The configuration of a published size.
+
+    Raises:
+        ConfigError: there is no such family or size.
+    """
+    sizes = family_module(family, "config").SIZES
+    if size not in sizes:
+        raise ConfigError(f"--size {size} is unknown{did_you_mean(size, sizes)}; {family} has: {', '.join(sizes)}")
+    return sizes[size]
+
+
+def config_with_file(path: Path, base: ModelConfig, family: str) -> ModelConfig:
+    """`base` with what a JSON file says of it; it may be the config.json of a checkpoint folder.
+
+    Raises:
+        ConfigError: what is wrong with it, or a model of another family.
+    """
+    document = read_json(path)
+    if document.mapping.get("family", family) != family:
+        raise ConfigError(f"{path}: a model of {document.mapping['family']}; give --model {document.mapping['family']}")
+    values = {name: value for name, value in document.mapping.items() if name not in ("family", "model_type")}
+    return fields_from(ModelConfig, dataclasses.replace(document, value=values), base)
+
+
+def with_precision(
+    model: ModelConfig, compute_dtype: ComputeDtype | None, attention: AttentionKernel | None
+) -> ModelConfig:
+    """`model`, computed in another type or by another kernel where one is given.
+
+    Raises:
+        ConfigError: the kernel is not for this model.
+    """
+    given: dict[str, Any] = {"compute_dtype": compute_dtype, "attention": attention}
+    return dataclasses.replace(model, **{name: value for name, value in given.items() if value is not None})
+
+
+def family_and_size(name: str) -> tuple[str, str]:
+    """What a shipped strategy is for, by its name: `pangu_13b_tp8`.
+
+    Raises:
+        ConfigError: it begins with no family and size.
+    """
+    sizes = [(family, size) for family in FAMILIES for size in family_module(family, "config").SIZES]
+    found = [(family, size) for family, size in sizes if name.startswith(f"{family}_{size}_")]
+    if not found:
+        raise ConfigError(f"{name}: begins with no FAMILY_SIZE_")
+    return max(found, key=lambda pair: len(pair[1]))
+
+
+@functools.cache
+def sources_hash() -> str:
+    """Of every source file that has a say in what is computed: this package's and the families'."""
+    digest = hashlib.sha256()
+    for package in ("sporeloom", *FAMILIES):
+        spec = find_spec(package)
+        root = Path(spec.origin).parent if spec and spec.origin else None
+        if spec and root is None and spec.submodule_search_locations:
+            root = Path(next(iter(spec.submodule_search_locations)))
+        if root is None:
+            continue
+        for path in sorted(root.rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

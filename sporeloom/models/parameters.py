@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every parameter of a decoder by name and shape: what checkpoints, converters and the planner go by.
+
+The Cells of `sporeloom.nn` make the same ones; a test holds both together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from sporeloom.models.config import ModelConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+EXPERTS = ".mlp.experts."
+"""In the names of experts' parameters, stacked over the experts in dim 0."""
+
+
+def parameter_shapes(config: ModelConfig) -> Shapes:
+    """Shape of each parameter of the model."""
+    tables = {"embedding.word.weight": (config.vocab_size, config.hidden_size)}
+    if config.position == "learned":
+        tables["embedding.position.weight"] = (config.seq_len, config.hidden_size)
+    if config.query_layer:
+        tables["query_embedding.table.weight"] = (config.seq_len, config.hidden_size)
+    if not config.tied_embedding:
+        tables["head.weight"] = (1 if config.value_head else config.vocab_size, config.hidden_size)
+    layers = {
+        f"{path}.{name}": shape
+        for layer, path in enumerate(config.layers)
+        for name, shape in layer_shapes(config, layer).items()
+    }
+    return {**tables, **layers, **dict(_norm("final_norm", config))}
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
+    """Shape of each parameter of layer number `layer`, by its name within the layer."""
+    attention = [
+        *_linear("attention.query", config.hidden_size, config.query_size, config.qkv_bias),
+        *_linear("attention.key", config.hidden_size, config.kv_size, config.qkv_bias),
+        *_linear("attention.value", config.hidden_size, config.kv_size, config.qkv_bias),
+        *_linear("attention.output", config.query_size, config.hidden_size, config.output_bias),
+    ]
+    mlp = _experts(config) if config.has_experts(layer) else _mlp("mlp", config, config.ffn_size)
+    names = {
+        "sequential": ("attention_norm", "mlp_norm"),
+        "parallel": ("attention_norm",),
+        "sandwich": ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm"),
+    }[config.block]
+    return dict([*(entry for name in names for entry in _norm(name, config)), *attention, *mlp])
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Of the whole model."""
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+
+
+def _linear(name: str, inner: int, outer: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (outer, inner)
+    if bias:
+        yield f"{name}.bias", (outer,)
+
+
+def _mlp(name: str, config: ModelConfig, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if config.gated_mlp:
+        yield from _linear(f"{name}.gate", config.hidden_size, width, config.mlp_bias)
+    yield from _linear(f"{name}.up", config.hidden_size, width, config.mlp_bias)
+    yield from _linear(f"{name}.down", width, config.hidden_size, config.mlp_bias)
+
+
+def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    experts = config.mixture
+    if experts.router != "hash":
+        yield "mlp.router.weight", (experts.num_experts, config.hidden_size)
+    if experts.balance_bias_rate:
+        yield "mlp.choices.balance_bias", (experts.num_experts,)
+    if experts.router_scale:
+        yield "mlp.weights.scale", (1, experts.num_experts)
+    for name, shape in _mlp(EXPERTS.strip("."), config, config.expert_size):
+        yield name, (experts.num_experts, *((1, *shape) if len(shape) == 1 else shape))
+    if experts.shared_ffn_hidden_size:
+        yield from _mlp("mlp.shared", config, experts.shared_ffn_hidden_size)
+
+
+def _norm(name: str, config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (config.hidden_size,)
+    if config.norm_bias and config.norm == "layer":
+        yield f"{name}.bias", (config.hidden_size,)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model is published on Hugging Face: its config.json and the names of its weights, in both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.parameters import Shapes, parameter_shapes
+
+LAYER = "{i}"
+"""In a name: the number of a layer."""
+BEHIND = "{n}"
+"""In a name: the number behind the last layer's."""
+EXPERT = "{e}"
+"""In a name: the number of an expert. Theirs lie apart, ours are one tensor with a dim for the expert."""
+
+
+class ParameterPart(NamedTuple):
+    """A parameter of ours, or what one expert has of it."""
+
+    name: str
+    expert: int | None = None
+
+    def shape(self, shapes: Shapes) -> tuple[int, ...]:
+        """Of it, by the shapes of all parameters."""
+        whole = shapes[self.name]
+        return whole if self.expert is None else whole[1:]
+
+
+@dataclass(frozen=True)
+class Published:
+    """One way in which a family's models are published."""
+
+    model_type: str
+    """As config.json says it."""
+    names: Mapping[str, tuple[str, ...]]
+    """Their name -> ours; of several the rows follow each other. What a model does not have is left out."""
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Their config.json -> fields of ours.
+
+    Raises:
+        ConfigError: a network that ours is not.
+    """
+    write: Callable[[ModelConfig], dict[str, Any]]
+    """Ours -> their config.json.
+
+    Raises:
+        ConfigError: a network that theirs is not.
+    """
+    ignored: str = r"(^|\.)(inv_freq|kv_cache_(scale|offset))$"
+    """Names that are no weights: buffers of RoPE, scales of caches in int8."""
+    first_layer: int = 0
+
+    def tensors(self, config: ModelConfig) -> dict[str, tuple[ParameterPart, ...]]:
+        """Their name -> our parameters, for one model.
+
+        Raises:
+            ConfigError: it has parameters that they have no name for.
+        """
+        shapes, result = parameter_shapes(config), {}
+        num_experts = config.experts.num_experts if config.experts else 0
+        for theirs, ours in self.names.items():
+            for layer in range(config.num_layers) if LAYER in theirs else (0,):
+                number = str(layer + self.first_layer if LAYER in theirs else config.num_layers + self.first_layer)
+                names = [name.replace(LAYER, str(layer)) for name in ours]
+                if names[0] not in shapes:
+                    continue
+                for expert in range(num_experts) if EXPERT in theirs else (None,):
+                    found = theirs.replace(LAYER, number).replace(BEHIND, number).replace(EXPERT, str(expert))
+                    result[found] = tuple(ParameterPart(name, expert) for name in names)
+        named = {part.name for parts in result.values() for part in parts}
+        if unnamed := [name for name in shapes if name not in named]:
+            raise ConfigError(
+                f"{self.model_type} has no name for {', '.join(unnamed[:4])}{', ...' * (len(unnamed) > 4)}"
+            )
+        return result
+
+    def shapes(self, config: ModelConfig) -> Shapes:
+        """Shape of each of their tensors."""
+        own = parameter_shapes(config)
+        return {
+            theirs: (sum(part.shape(own)[0] for part in parts), *parts[0].shape(own)[1:])
+            for theirs, parts in self.tensors(config).items()
+        }
+
+    def problems(self, found: Mapping[str, tuple[int, ...]], config: ModelConfig) -> list[str]:
+        """What is missing, unknown or of another shape in the tensors of a published folder."""
+        wanted = self.shapes(config)
+        problems = [f"{name} {shape} is missing" for name, shape in wanted.items() if name not in found]
+        for name, shape in found.items():
+            if name not in wanted:
+                if not re.search(self.ignored, name):
+                    problems.append(f"{name} {shape} is not known")
+            elif shape != wanted[name]:
+                problems.append(f"{name} is {shape}, its config.json makes it {wanted[name]}")
+        return problems
+
+
+def published_as(ways: tuple[Published, ...], model_type: str, source: str) -> Published:
+    """The way of that `model_type`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    known = [way.model_type for way in ways]
+    if model_type not in known:
+        raise ConfigError(
+            f"{source}: model_type {model_type!r} is unknown{did_you_mean(model_type, known)}; known: {', '.join(known)}"
+        )
+    return ways[known.index(model_type)]
+
+
+def only(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Hold keys of a config.json against the one value each that our networks have. A key that is absent is fine.
+
+    Raises:
+        ConfigError: another value.
+    """
+    wrong = [key for key, value in wanted.items() if values.get(key, value) not in (value, None)]
+    if wrong:
+        raise ConfigError(f"{key} is {values[key]!r}; only {wanted[key]!r} is built here" for key in wrong)
+
+
+def require(config: ModelConfig, parts: Mapping[str, Any], name: str) -> None:
+    """Hold a configuration against the parts that every model of a kind has.
+
+    Raises:
+        ConfigError: another part.
+    """
+    if wrong := [field for field, part in parts.items() if getattr(config, field) != part]:
+        told = ", ".join(f"{field} {getattr(config, field)!r} instead of {parts[field]!r}" for field in wrong[:3])
+        raise ConfigError(f"not a network that can be written as {name}: {told}")
+
+
+def rope_theta(values: Mapping[str, Any], default: float | None = None) -> float:
+    """Of a config.json, where transformers 4 and 5 write it.
+
+    Raises:
+        ConfigError: angles that are scaled.
+        KeyError: there is none, and no default.
+    """
+    rope = values.get("rope_parameters") or {}
+    only(rope, {"rope_type": "default"})
+    only(values, {"rope_scaling": None})
+    found = rope.get("rope_theta", values.get("rope_theta", default))
+    if found is None:
+        raise KeyError("rope_theta")
+    return float(found)
+
+
+def end_tokens(values: Mapping[str, Any], key: str = "eos_token_id") -> dict[str, Any]:
+    """eod_id, loss_ignore_id and stop_ids of a config.json, whose eos_token_id is one token or a list."""
+    found = values.get(key)
+    tokens = found if isinstance(found, list) else [] if found is None else [found]
+    return {"eod_id": tokens[0], "loss_ignore_id": tokens[0], "stop_ids": tokens[1:]} if tokens else {}
+
+
+def eos_token_id(config: ModelConfig) -> int | list[int]:
+    """As a config.json has it."""
+    return [config.eod_id, *config.stop_ids] if config.stop_ids else config.eod_id
+
+
+def llama_names(**more: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Names of Llama and its kin; `more` replaces or adds some of a layer, with __ for a dot."""
+    ours = "layers.{i}."
+    layer: dict[str, tuple[str, ...]] = {
+        "input_layernorm.weight": ("attention_norm.weight",),
+        "post_attention_layernorm.weight": ("mlp_norm.weight",),
+        "mlp.down_proj.weight": ("mlp.down.weight",),
+    }
+    for theirs, name in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output")):
+        for kind in ("weight", "bias"):
+            layer[f"self_attn.{theirs}_proj.{kind}"] = (f"attention.{name}.{kind}",)
+    layer |= {name.replace("__", "."): parts for name, parts in more.items()}
+    return {
+        "model.embed_tokens.weight": ("embedding.word.weight",),
+        **{"model.layers.{i}." + name: tuple(ours + part for part in parts) for name, parts in layer.items()},
+        "model.norm.weight": ("final_norm.weight",),
+        "lm_head.weight": ("head.weight",),
+    }

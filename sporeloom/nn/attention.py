@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head attention within documents, causal."""
+
+import math
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from sporeloom.models.config import ModelConfig
+from sporeloom.nn.cache import NoCache
+from sporeloom.nn.dropout import AttentionDropout, Dropout
+from sporeloom.nn.flash import FlashAttention, chooses_flash, on_ascend
+from sporeloom.nn.linear import Linear
+from sporeloom.nn.rotary import Rotary
+
+MASKED_SCORE = -10000.0  # the reference implementation's finite value: a row that may attend to nothing stays finite
+
+
+@ops.constexpr
+def _places(count):
+    """(N,): the places in a sequence, or the slots of a cache."""
+    return Tensor(np.arange(count, dtype=np.int32))
+
+
+@ops.constexpr
+def _column(count):
+    """(N, 1): the same."""
+    return Tensor(np.arange(count, dtype=np.int32)[:, None])
+
+
+class Mask(nn.Cell):
+    """Additive attention bias, 0 where a token may look and -10000 elsewhere; for FlashAttention 0 and 1."""
+
+    def __init__(self, flash=False):
+        super().__init__()
+        self.expand_positions, self.expand_bias = ops.ExpandDims(), ops.ExpandDims()
+        self.cast, self.hidden, self.scale = ops.Cast(), ops.Sub(), ops.Mul()
+        self.has_flash, self.negate = flash, ops.LogicalNot()
+
+    def construct(self, positions):  # (B, T) -> (B, 1, T, keys)
+        return self.bias(self.visible(self.expand_positions(positions, -1)))
+
+    def bias(self, visible):  # (B, T, keys) -> (B, 1, T, keys)
+        if self.has_flash and on_ascend():
+            return self.expand_bias(self.cast(self.negate(visible), mstype.uint8), 1)
+        return self.expand_bias(self.scale(self.hidden(1.0, self.cast(visible, mstype.float32)), MASKED_SCORE), 1)
+
+
+class DocumentMask(Mask):
+    """For whole sequences: a token sees what came before it in its document.
+
+    A token at index i with position p (counted from its document's start) sees the keys i-p .. i, so the positions
+    alone say where documents begin. Nothing of the size (T, T) is a constant: graphs of long sequences would hold it.
+    """
+
+    def __init__(self, flash=False):
+        super().__init__(flash)
+        self.first, self.last = ops.Sub(), ops.Add()
+        self.not_before, self.not_after, self.both = ops.LessEqual(), ops.LessEqual(), ops.LogicalAnd()
+
+    def visible(self, positions):  # (B, T, 1) -> (B, T, T)
+        length = positions.shape[1]
+        first = self.first(_column(length), positions)
+        last = self.last(first, positions)  # i, but no constant that MindSpore would compute with
+        return self.both(self.not_before(first, _places(length)), self.not_after(_places(length), last))
+
+
+class SlotMask(Mask):
+    """For tokens whose keys lie in the slots of a cache, slot i those of position i: a token sees the slots up to its own."""
+
+    def __init__(self, capacity):
+        super().__init__()
+        self.capacity = capacity
+        self.not_after = ops.LessEqual()
+
+    def visible(self, positions):  # (B, T, 1) -> (B, T, S)
+        return self.not_after(_places(self.capacity), positions)
+
+
+class Attention(nn.Cell):
+    """Softmax(Q K^T / sqrt(head_dim) + mask) V, then the output projection.
+
+    Keys and values go through `cache`, which may add those of earlier tokens. KV heads of keys and values serve H heads of
+    queries, H / KV each: the queries of such a group are rows of one product (B, KV, H/KV*T, D/H).
+    """
+
+    has_kernel = False
+    """Whether single queries over a cache are computed by a compiled kernel, which writes to the cache, too
+    (`sporeloom.inference.kernels`)."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+        super().__init__()
+        d, qkv_std, qkv_bias = config.hidden_size, config.qkv_init_std, config.qkv_bias
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_size
+        self.query_size, self.dtype = config.query_size, dtype
+        self.query = Linear(d, config.query_size, qkv_std, dtype, qkv_bias)
+        self.key = Linear(d, config.kv_size, qkv_std, dtype, qkv_bias)
+        self.value = Linear(d, config.kv_size, qkv_std, dtype, qkv_bias)
+        self.output = Linear(config.query_size, d, config.output_std, dtype, config.output_bias)
+        self.has_rotary = config.position == "rotary"
+        if self.has_rotary:
+            self.query_rotary, self.key_rotary = Rotary(config, dtype), Rotary(config, dtype)
+        self.group_size = config.num_heads // config.kv_heads
+        if self.group_size > 1:
+            self.key_input = ops.Identity()
+            self.group_queries, self.ungroup_scores = ops.Reshape(), ops.Reshape()
+            self.group_probs, self.ungroup_context = ops.Reshape(), ops.Reshape()
+        self.reshape = ops.Reshape()
+        self.query_transpose, self.key_transpose, self.value_transpose = (ops.Transpose() for _ in range(3))
+        self.merge_transpose = ops.Transpose()
+        self.scores, self.context = ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()
+        self.scale, self.mask_add, self.softmax = ops.Mul(), ops.Add(), ops.Softmax(-1)
+        self.cast = ops.Cast()
+        self.cache = NoCache()
+        self.has_flash = chooses_flash(config)
+        if self.has_flash:
+            self.flash = FlashAttention(config)
+        self.probs_dropout, self.dropout = AttentionDropout(config.dropout_rate), Dropout(config.dropout_rate)
+
+    def construct(self, query_input, x, bias, angles=None, slots=None, dropout_keys=None):
+        """query_input, x: (B*T, D), where queries and where keys and values come from; bias: (B, 1, T, keys), what `Mask`
+        gives; angles: of RoPE, for models that have it."""
+        batch, _, length, _ = bias.shape
+        of_queries = (batch, length, self.num_heads, self.head_dim)
+        of_keys = (batch, length, self.num_kv_heads, self.head_dim)
+        q = self.reshape(self.query(query_input, dropout_keys), of_queries)  # (B*T, H*D/H) -> (B, T, H, D/H)
+        if self.group_size > 1:
+            x = self.key_input(x)
+        k = self.reshape(self.key(x, dropout_keys), of_keys)
+        v = self.reshape(self.value(x, dropout_keys), of_keys)
+        if self.has_rotary:
+            cos, sin = angles
+            q, k = self.query_rotary(q, cos, sin), self.key_rotary(k, cos, sin)
+        q, k = self.query_transpose(q, (0, 2, 1, 3)), self.key_transpose(k, (0, 2, 1, 3))  # -> (B, H, T, D/H)
+        v = self.value_transpose(v, (0, 2, 1, 3))
+        if self.has_kernel and length == 1:
+            y = self.kernel(q, k, v, self.cache.keys, self.cache.values, slots, bias)
+        else:
+            k, v = self.cache(k, v, slots)  # (B, KV, T, D/H) -> (B, KV, keys, D/H)
+            y = (
+                self.flash(q, k, v, bias)
+                if self.has_flash and on_ascend()
+                else self.attend(q, k, v, bias, dropout_keys)
+            )
+        y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.query_size))  # (B, H, T, D/H) -> (B*T, D)
+        return self.dropout(self.output(y, dropout_keys), dropout_keys)
+
+    def operands(self):
+        return self.query.operands() + self.key.operands() + self.value.operands() + self.output.operands()
+
+    def attend(self, q, k, v, bias, dropout_keys):
+        """q (B, H, T, D/H), and k, v (B, KV, keys, D/H) -> (B, H, T, D/H)."""
+        batch, _, length, num_keys = bias.shape
+        rows = self.group_size * length
+        if self.group_size > 1:
+            q = self.group_queries(q, (batch, self.num_kv_heads, rows, self.head_dim))
+        scores = self.scores(q, k)
+        if self.group_size > 1:
+            scores = self.ungroup_scores(scores, (batch, self.num_heads, length, num_keys))
+        scores = self.cast(scores, mstype.float32)  # (B, H, T, keys)
+        scores = self.mask_add(self.scale(scores, 1.0 / math.sqrt(self.head_dim)), bias)
+        probs = self.cast(self.probs_dropout(self.softmax(scores), dropout_keys), self.dtype)
+        if self.group_size > 1:
+            probs = self.group_probs(probs, (batch, self.num_kv_heads, rows, num_keys))
+        y = self.context(probs, v)
+        if self.group_size > 1:
+            y = self.ungroup_context(y, (batch, self.num_heads, length, self.head_dim))
+        return y

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of a decoder: how attention and MLP stand on the residual stream x, (B*T, D).
+
+In a model with experts a layer is also given tokens (B, T), while training the shares of the loss, and the losses of the
+routers below; it returns x and the losses with its own (see `sporeloom.nn.moe`).
+"""
+
+from mindspore import dtype as mstype
+from mindspore import nn, ops
+
+from sporeloom.models.config import ModelConfig
+from sporeloom.nn.attention import Attention
+from sporeloom.nn.linear import MOST_ROWS
+from sporeloom.nn.mlp import MLP, GatedMLP
+from sporeloom.nn.moe import MoE
+from sporeloom.nn.norm import build_norm
+
+
+class Block(nn.Cell):
+    """What every layer has. Subclasses say in `whole` what it does with all the tokens it is given."""
+
+    has_kernel = False
+    """Whether few tokens, with a cache, go through a compiled kernel of the whole layer (`sporeloom.inference.kernels`)."""
+    drops_tokens = False
+    """Whether it sees the tokens only that are drawn for it (`sporeloom.nn.token_drop`)."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
+        super().__init__()
+        self.attention_norm = build_norm(config, dtype)
+        self.attention = Attention(config, dtype)
+        self.attention_add = ops.Add()
+        self.has_experts = config.has_experts(layer)
+        if self.has_experts:
+            self.mlp, self.losses_add = MoE(config, layer, dtype), ops.Add()
+        else:
+            self.mlp = (GatedMLP if config.gated_mlp else MLP)(config, dtype)
+        self.mlp_add = ops.Add()
+
+    def construct(
+        self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, kept=None
+    ):
+        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+            cos, sin = (bias, bias) if angles is None else angles
+            keys, values = self.attention.cache.keys, self.attention.cache.values
+            return self.kernel(x, bias, slots, cos, sin, keys, values, *self.operands(), self.plan)
+        if kept is None or not self.drops_tokens:
+            return self.whole(x, bias, angles, slots, dropout_keys, tokens, shares, losses)
+        part, bias, angles, dropout_keys = self.token_drop(x, kept, dropout_keys)
+        return self.token_drop.joined(self.whole(part, bias, angles, None, dropout_keys), x, kept)
+
+    def feed_forward(self, x, dropout_keys, tokens, shares, losses):
+        """The MLP or the experts on (N, D), and the routers' losses up to here."""
+        if not self.has_experts:
+            return self.mlp(x, dropout_keys), losses
+        y, own = self.mlp(x, tokens, shares, dropout_keys)
+        if own is None or losses is None:
+            return y, own if losses is None else losses
+        return y, self.losses_add(losses, own)
+
+
+class DecoderLayer(Block):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
+        super().__init__(config, dtype, layer)
+        self.mlp_norm = build_norm(config, dtype)
+
+    def whole(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
+        a = self.attention_norm(x)
+        x = self.attention_add(x, self.attention(a, a, bias, angles, slots, dropout_keys))
+        y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses)
+        x = self.mlp_add(x, y)
+        return x if tokens is None else (x, losses)
+
+    def operands(self):
+        """Parameters in the order of use, for a kernel."""
+        attention = self.attention_norm.operands() + self.attention.operands()
+        return attention + self.mlp_norm.operands() + self.mlp.operands()
+
+
+class OneNormLayer(Block):
+    """x + attention(norm(x)) + mlp(norm(x)), on one norm. Source: arXiv:2204.02311 section 2."""
+
+    def whole(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
+        a = self.attention_norm(x)
+        y, losses = self.feed_forward(a, dropout_keys, tokens, shares, losses)
+        x = self.attention_add(x, self.mlp_add(self.attention(a, a, bias, angles, slots, dropout_keys), y))
+        return x if tokens is None else (x, losses)
+
+    def operands(self):
+        return self.attention_norm.operands() + self.attention.operands() + self.mlp.operands()
+
+
+class SandwichLayer(Block):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). Source: arXiv:2504.07866 section 2.2."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
+        super().__init__(config, dtype, layer)
+        after_attention, after_mlp = config.sandwich_gains
+        self.attention_output_norm = build_norm(config, dtype, after_attention)
+        self.mlp_norm = build_norm(config, dtype)
+        self.mlp_output_norm = build_norm(config, dtype, after_mlp)
+
+    def whole(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
+        a = self.attention_norm(x)
+        a = self.attention_output_norm(self.attention(a, a, bias, angles, slots, dropout_keys))
+        x = self.attention_add(x, a)
+        y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses)
+        x = self.mlp_add(x, self.mlp_output_norm(y))
+        return x if tokens is None else (x, losses)
+
+    def operands(self):
+        attention = self.attention_norm.operands() + self.attention.operands() + self.attention_output_norm.operands()
+        return attention + self.mlp_norm.operands() + self.mlp.operands() + self.mlp_output_norm.operands()
+
+
+BLOCKS = {"sequential": DecoderLayer, "parallel": OneNormLayer, "sandwich": SandwichLayer}

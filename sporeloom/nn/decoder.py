@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder of the parts its configuration names, and the network that trains it.
+
+Shapes: B batch, T tokens, D hidden, V vocabulary. The residual stream is (B*T, D) from the embedding to the head.
+"""
+
+from mindspore import dtype as mstype
+from mindspore import nn, ops
+
+from sporeloom.models.config import ModelConfig
+from sporeloom.nn.attention import Attention, DocumentMask, SlotMask
+from sporeloom.nn.blocks import BLOCKS
+from sporeloom.nn.cache import KVCache
+from sporeloom.nn.dropout import number_dropouts
+from sporeloom.nn.embedding import TokenEmbedding
+from sporeloom.nn.flash import chooses_flash
+from sporeloom.nn.head import Head, TiedHead, ValueHead
+from sporeloom.nn.loss import CrossEntropy
+from sporeloom.nn.norm import build_norm
+from sporeloom.nn.rotary import Angles
+
+
+class Decoder(nn.Cell):
+    """Tokens (B, T) and their positions within documents (B, T) -> logits (B*T, V), or values (B*T, 1), float32.
+
+    `rows` picks the rows of (B*T) to give logits for, counted among those this device holds. With caches attached the
+    tokens continue what the caches hold, and `slots` says where theirs belong (see `KVCache`). `dropout_keys` (B, T) are
+    needed while training with dropout; a network for inference with several adapters is given each token's adapter in their
+    place (see `sporeloom.nn.multi_lora`).
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        dtype = getattr(mstype, config.compute_dtype)
+        self.config, self.tied_embedding = config, config.tied_embedding
+        self.has_experts = config.experts is not None
+        self.embedding = TokenEmbedding(config, dtype)
+        self.mask = DocumentMask(chooses_flash(config))
+        self.has_rotary = config.position == "rotary"
+        if self.has_rotary:
+            self.angles = Angles(config)
+        plain = [path for path in config.layers if path.startswith("layers.")]
+        self.layers = nn.CellList([BLOCKS[config.block](config, dtype, layer) for layer in range(len(plain))])
+        self.build_top(config, dtype)
+        self.final_norm = build_norm(config, dtype)
+        self.head = (ValueHead if config.value_head else TiedHead if config.tied_embedding else Head)(config, dtype)
+        number_dropouts(self)
+
+    def build_top(self, config, dtype):
+        """Parts that `top` uses besides the final norm; a decoder has none."""
+
+    @nn.Cell.compile_phase.setter
+    def compile_phase(self, value):
+        """MindSpore says it at each call, to hundreds of parts, which takes a millisecond: passed on when it is new."""
+        if value != self._compile_phase:
+            nn.Cell.compile_phase.fset(self, value)
+
+    def attach_caches(self, num_rows: int, capacity: int) -> None:
+        """Let attention keep the keys and values of `capacity` tokens for each of `num_rows` rows, in place of any before."""
+        self.mask = SlotMask(capacity)
+        shape = (num_rows, self.config.kv_heads, capacity, self.config.head_size)
+        for name, cell in self.cells_and_names():
+            if isinstance(cell, Attention):
+                cell.has_flash = False  # a few queries at a time have few scores
+                cell.cache = KVCache(shape, cell.dtype)
+                cell.cache.update_parameters_name(f"{name}.cache.")
+
+    def construct(self, tokens, positions, rows=None, slots=None, dropout_keys=None):
+        return self.logits_and_losses(tokens, positions, rows, slots, dropout_keys)[0]
+
+    def logits_and_losses(self, tokens, positions, rows=None, slots=None, dropout_keys=None, shares=None, kept=None):
+        """Logits, and with `shares` (see `sporeloom.nn.moe`) what the routers add to the loss, (1,), if anything."""
+        x, losses = self.hidden(tokens, positions, slots, dropout_keys, shares, kept)
+        return self.head(x, self.embedding.word.weight, rows), losses
+
+    def hidden(self, tokens, positions, slots=None, dropout_keys=None, shares=None, kept=None):
+        """What the head is given (B*T, D), and the losses of the routers. `kept`: what `draw_kept` of
+        `sporeloom.data.random_ltd` gives, where layers drop tokens."""
+        kept = None if kept is None else (*kept, positions)
+        bias = self.mask(positions)
+        angles = self.angles(positions) if self.has_rotary else None
+        x, losses = self.embedding(tokens, positions, dropout_keys), None
+        for layer in self.layers:
+            if self.has_experts:
+                x, losses = layer(x, bias, angles, slots, dropout_keys, tokens, shares, losses)
+            else:
+                x = layer(x, bias, angles, slots, dropout_keys, kept=kept)
+        return self.top(x, positions, bias, slots, dropout_keys), losses
+
+    def top(self, x, positions, bias, slots, dropout_keys):
+        """From the last of `layers` to the head."""
+        return self.final_norm(x)
+
+
+class DecoderWithLoss(nn.Cell):
+    """Training network: a batch in, one number out.
+
+    tokens, labels, positions: (B, T) int32; loss_weights: (B, T) float32, each token's share of the loss (see
+    `sporeloom.data.batch`). The weights already hold the denominator of the whole batch, so that the losses of its
+    microbatches simply add up. Further arrays: what the loss wants, (B, T); dropout_keys, (B, T), int32, with a dropout rate
+    above 0; and the two of `sporeloom.data.random_ltd.draw_kept` where layers drop tokens.
+
+    Args:
+        loss: of logits, labels, weights and what else it wants; without it, the cross-entropy. The losses of routers are
+            added to the cross-entropy only: they are of a batch of plain text.
+    """
+
+    def __init__(self, model: Decoder, loss: nn.Cell | None = None):
+        super().__init__()
+        self.model = model
+        self.loss = CrossEntropy(model.config.z_loss) if loss is None else loss
+        self.num_inputs = self.loss.num_inputs
+        self.has_router_losses = model.has_experts and loss is None
+        if self.has_router_losses:
+            self.group = model.config.mixture.capacity_group
+            self.by_group, self.share = ops.Reshape(), ops.ReduceSum()
+
+    def construct(self, tokens, labels, positions, loss_weights, *more):
+        inputs, rest = more[: self.num_inputs], more[self.num_inputs :]
+        dropout_keys = rest[0] if len(rest) % 2 else None
+        kept = rest[-2:] if len(rest) > 1 else None
+        if not self.has_router_losses:
+            logits, _ = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, None, kept)
+            return self.loss(logits, labels, loss_weights, *inputs)
+        length = self.group or tokens.shape[1]
+        shares = self.share(self.by_group(loss_weights, (-1, length)), 1)  # (G,)
+        logits, losses = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, shares)
+        return self.loss(logits, labels, loss_weights, losses)
+
+
+class DecoderWithValues(nn.Cell):
+    """Training network of a policy and its critic, which share all but their heads; see `DecoderWithLoss`."""
+
+    def __init__(self, model: Decoder, loss: nn.Cell):
+        super().__init__()
+        self.model, self.loss = model, loss
+        self.value_head = ValueHead(model.config, None)
+        self.num_inputs = loss.num_inputs
+
+    def construct(self, tokens, labels, positions, loss_weights, *more):
+        inputs, rest = more[: self.num_inputs], more[self.num_inputs :]
+        x, _ = self.model.hidden(tokens, positions, dropout_keys=rest[0] if rest else None)
+        logits = self.model.head(x, self.model.embedding.word.weight)
+        return self.loss(logits, self.value_head(x, None), labels, loss_weights, *inputs)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in one kernel that keeps no scores: MindSpore's FlashAttentionScore, which Ascend has.
+
+CPU processes partition the same graph and exchange its nodes for NumPy's arithmetic (`sporeloom.runtime.cpu.flash`).
+"""
+
+import math
+
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.ops.operations.nn_ops import FlashAttentionScore
+
+from sporeloom.models.config import ModelConfig
+
+NO_MASK_COMPRESSION = 0  # sparse_mode: the mask says of each query and key whether it counts
+
+
+@ops.constexpr
+def on_ascend():
+    """Whether what is being compiled is for Ascend, a virtual one included; it is not on one CPU device."""
+    return ms.get_context("device_target") == "Ascend"
+
+
+def chooses_flash(config: ModelConfig) -> bool:
+    """Whether a model that is built now has FlashAttention."""
+    if config.attention == "auto":
+        return config.attention_on_ascend == "flash" and ms.get_context("device_target") == "Ascend"
+    return config.attention == "flash"
+
+
+def has_flash(net: nn.Cell) -> bool:
+    """Whether attention is computed so in `net`, except on one CPU device."""
+    return any(isinstance(cell, FlashAttention) for _, cell in net.cells_and_names())
+
+
+class FlashAttention(nn.Cell):
+    """Softmax(Q K^T / sqrt(head_dim)) V of q (B, H, T, D/H) and k, v (B, KV, keys, D/H), except where `hidden`
+    (B, 1, T, keys), uint8, is 1."""
+
+    repeats_heads = False
+    """Whether each head of queries is given its own copy of its keys and values: where ranks share such a head."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.num_heads, self.head_dim = config.num_heads, config.head_size
+        self.num_kv_heads, self.group_size = config.kv_heads, config.num_heads // config.kv_heads
+        self.split_keys, self.split_values, self.merge = ops.ExpandDims(), ops.ExpandDims(), ops.Reshape()
+        self.repeat_keys, self.repeat_values = ops.Tile(), ops.Tile()
+        scale = 1.0 / math.sqrt(config.head_size)
+        self.attend = FlashAttentionScore(
+            config.num_heads, 1.0, scale, sparse_mode=NO_MASK_COMPRESSION, input_layout="BNSD"
+        )
+
+    def construct(self, q, k, v, hidden):
+        if self.repeats_heads:
+            shape, copies = (k.shape[0], self.num_heads, k.shape[2], self.head_dim), (1, 1, self.group_size, 1, 1)
+            k = self.merge(self.repeat_keys(self.split_keys(k, 2), copies), shape)
+            v = self.merge(self.repeat_values(self.split_values(v, 2), copies), shape)
+        return self.attend(q, k, v, None, None, None, hidden, None)[3]

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits over the vocabulary, or a value."""
+
+from mindspore import Parameter, nn, ops
+from mindspore import dtype as mstype
+from mindspore.common.initializer import Normal, initializer
+
+from sporeloom.models.config import ModelConfig
+from sporeloom.nn.linear import MOST_ROWS
+
+
+class TiedHead(nn.Cell):
+    """With the word embedding's own table."""
+
+    has_kernel = False
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.pick, self.matmul, self.cast = ops.Gather(), ops.MatMul(transpose_b=True), ops.Cast()
+        self.factor, self.scale_logits = config.logits_scale, ops.Mul()
+
+    def construct(self, x, word_table, rows=None):  # (B*T, D), (V, D) -> (B*T or len(rows), V) float32
+        if rows is not None:
+            x = self.pick(x, rows, 0)
+        return self.logits(x, word_table)
+
+    def logits(self, x, table):
+        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+            return self.scaled(self.kernel(x, table))
+        return self.scaled(self.cast(self.matmul(x, self.cast(table, self.dtype)), mstype.float32))
+
+    def scaled(self, logits):
+        return logits if self.factor == 1.0 else self.scale_logits(logits, self.factor)
+
+
+class Head(TiedHead):
+    """With a table of its own, (V, D)."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+        super().__init__(config, dtype)
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = Parameter(initializer(Normal(config.init_std), shape, mstype.float32))
+
+    def construct(self, x, word_table, rows=None):  # (B*T, D), unused -> (B*T or len(rows), V) float32
+        if rows is not None:
+            x = self.pick(x, rows, 0)
+        return self.logits(x, self.weight)
+
+
+class ValueHead(nn.Cell):
+    """One number in place of logits: what a reward model or a critic says of a token."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+        super().__init__()
+        self.weight = Parameter(initializer("zeros", (1, config.hidden_size), mstype.float32))
+        self.pick, self.project, self.dtype = ops.Gather(), ops.MatMul(transpose_b=True), dtype
+        self.cast = ops.Cast()
+
+    def construct(self, x, word_table, rows=None):  # (B*T, D), unused -> (B*T or len(rows), 1) float32
+        if rows is not None:
+            x = self.pick(x, rows, 0)
+        return self.project(self.cast(x, mstype.float32), self.weight)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feed-forward part of a layer and its activations."""
+
+import math
+
+from mindspore import dtype as mstype
+from mindspore import nn, ops
+
+from sporeloom.models.config import ModelConfig
+from sporeloom.nn.dropout import Dropout
+from sporeloom.nn.linear import Linear
+
+
+class ErfGelu(nn.Cell):
+    """x * Phi(x), exactly: 0.5 x (1 + erf(x / sqrt 2))."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.erf, self.shift, self.mul, self.half = ops.Mul(), ops.Erf(), ops.Add(), ops.Mul(), ops.Mul()
+
+    def construct(self, x):
+        phi = self.shift(self.erf(self.scale(x, 1 / math.sqrt(2.0))), 1.0)
+        return self.half(self.mul(x, phi), 0.5)
+
+
+class TanhGelu(nn.Cell):
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), MindSpore's nn.GELU()."""
+
+    def __init__(self):
+        super().__init__()
+        self.gelu = ops.GeLU()
+
+    def construct(self, x):
+        return self.gelu(x)
+
+
+class FastGelu(nn.Cell):
+    """x * sigmoid(1.702 x)."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.sigmoid, self.mul = ops.Mul(), ops.Sigmoid(), ops.Mul()
+
+    def construct(self, x):
+        return self.mul(x, self.sigmoid(self.scale(x, 1.702)))
+
+
+class SiLU(nn.Cell):
+    """x * sigmoid(x)."""
+
+    def __init__(self):
+        super().__init__()
+        self.sigmoid, self.mul = ops.Sigmoid(), ops.Mul()
+
+    def construct(self, x):
+        return self.mul(x, self.sigmoid(x))
+
+
+ACTIVATIONS = {"gelu": ErfGelu, "gelu_tanh": TanhGelu, "fast_gelu": FastGelu, "silu": SiLU}
+
+
+class MLP(nn.Cell):
+    """down(activation(up(x))), `width` features wide, or as the configuration says."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type, width: int | None = None):
+        super().__init__()
+        d, ffn, bias = config.hidden_size, width or config.ffn_size, config.mlp_bias
+        self.up = Linear(d, ffn, config.init_std, dtype, bias)
+        self.activation = ACTIVATIONS[config.activation]()
+        self.down = Linear(ffn, d, config.output_std, dtype, bias)
+        self.dropout = Dropout(config.dropout_rate)
+
+    def construct(self, x, dropout_keys=None):  # (N, D) -> (N, D)
+        return self.dropout(self.down(self.activation(self.up(x, dropout_keys)), dropout_keys), dropout_keys)
+
+    def operands(self):
+        return self.up.operands() + self.down.operands()
+
+
+class GatedMLP(MLP):
+    """down(activation(gate(x)) * up(x)). Source: arXiv:2002.05202."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type, width: int | None = None):
+        super().__init__(config, dtype, width)
+        self.gate = Linear(config.hidden_size, width or config.ffn_size, config.init_std, dtype, config.mlp_bias)
+        self.gate_mul = ops.Mul()
+
+    def construct(self, x, dropout_keys=None):  # (N, D) -> (N, D)
+        y = self.gate_mul(self.activation(self.gate(x, dropout_keys)), self.up(x, dropout_keys))
+        return self.dropout(self.down(y, dropout_keys), dropout_keys)
+
+    def operands(self):
+        return self.up.operands() + self.gate.operands() + self.down.operands()

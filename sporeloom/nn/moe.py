@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts in place of an MLP: a router, a way to the experts and back, the experts.
+
+Shapes: N rows (B*T), D hidden; tokens are counted in G groups of L neighbours (N = G*L); E experts, each with room for C
+tokens of a group; k choices of a token. Groups come from the configuration, so what is dropped is the same on every mesh.
+
+Source: arXiv:2101.03961 (Switch: capacity, balance loss), arXiv:2006.16668 (GShard: all first choices before all second
+ones), arXiv:2202.08906 (router z-loss), arXiv:2505.21411 (MoGE: grouped router), arXiv:2303.10845 (hash router).
+"""
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+from mindspore.common.initializer import Normal, initializer
+
+from sporeloom.models.config import ModelConfig
+from sporeloom.nn.counter import Counter
+from sporeloom.nn.dropout import Dropout
+from sporeloom.nn.mlp import ACTIVATIONS, MLP, GatedMLP
+
+TINY = 1e-9  # keeps a sum of weights from being 0
+COUNTS_BESIDE_EXPERTS = 2
+"""Numbers of a layer's `LoadCounter` behind one for each expert: choices dropped, and the entropy of the probabilities."""
+
+
+@ops.constexpr
+def _numbers(stop, step):
+    """(stop,): 0, step, 2 step, ..."""
+    return Tensor(np.arange(stop, dtype=np.int32) * step)
+
+
+class Scores(nn.Cell):
+    """Probability of each expert, (N, E) in float32, and the logits behind them."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        shape = (config.mixture.num_experts, config.hidden_size)
+        self.weight = Parameter(initializer(Normal(config.init_std), shape, mstype.float32))
+        self.cast, self.matmul = ops.Cast(), ops.MatMul(transpose_b=True)
+        self.activation = ops.Sigmoid() if config.mixture.router == "sigmoid" else ops.Softmax(-1)
+
+    def construct(self, x):
+        logits = self.matmul(self.cast(x, mstype.float32), self.weight)
+        return self.activation(logits), logits
+
+
+class Choices(nn.Cell):
+    """Which k experts a token is given to: (G, L, E) -> (G, L, k) int32, the first choice first."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        experts = config.mixture
+        self.experts, self.chosen = experts.num_experts, experts.experts_per_token
+        self.grouped = experts.router == "grouped"
+        self.has_bias = experts.balance_bias_rate > 0
+        if self.has_bias:
+            zeros = initializer("zeros", (experts.num_experts,), mstype.float32)
+            self.balance_bias = Parameter(zeros, requires_grad=False, parallel_optimizer=False)
+            self.add_bias = ops.Add()
+        if self.grouped:
+            self.split, self.argmax, self.shift = ops.Reshape(), ops.Argmax(-1, mstype.int32), ops.Add()
+        else:
+            self.top = ops.TopK()
+
+    def construct(self, probs):
+        groups, length, _ = probs.shape
+        if self.has_bias:
+            probs = self.add_bias(probs, self.balance_bias)
+        if not self.grouped:
+            return self.top(probs, self.chosen)[1]
+        size = self.experts // self.chosen
+        best = self.argmax(self.split(probs, (groups, length, self.chosen, size)))
+        return self.shift(best, _numbers(self.chosen, size))
+
+
+class HashChoices(nn.Cell):
+    """A fixed random expert for each token id, of the group of experts of the token's domain.
+
+    Ids from vocab_size on are of other domains: vocab_size further on, the same token of the next domain, and after the last
+    one comes the first. Source: arXiv:2303.10845 section 3.3, arXiv:2106.04426.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        experts, draw = config.mixture, np.random.default_rng(np.random.SeedSequence([config.mixture.hash_seed, layer]))
+        size = experts.num_experts // experts.num_domains
+        groups = [draw.permutation(config.vocab_size) % size + size * d for d in range(experts.num_domains)]
+        table = np.concatenate(groups[experts.domain :] + groups[: experts.domain])
+        self.table = Tensor(table.astype(np.int32))  # as many ids for each expert of a group
+        self.gather, self.reshape = ops.Gather(), ops.Reshape()
+
+    def construct(self, tokens, groups, length):  # (B, T) -> (G, L, 1)
+        return self.reshape(self.gather(self.table, tokens, 0), (groups, length, 1))
+
+
+class Places(nn.Cell):
+    """The place of each choice at its expert, and whose turn it is at each place.
+
+    (G, L, k) -> choices in their order (G, k*L), all first ones before all second ones; their experts as one-hot
+    (G, k*L, E); places (G, k*L), counted also beyond the capacity; whether they are within it; and the token at each place
+    of each expert (G, E*C), any token where there is none.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.experts, self.chosen = config.mixture.num_experts, config.mixture.experts_per_token
+        self.by_choice, self.in_order = ops.Transpose(), ops.Reshape()
+        self.one_hot, self.running = ops.OneHot(axis=-1), ops.CumSum()
+        self.before, self.own, self.own_sum = ops.Sub(), ops.Mul(), ops.ReduceSum()
+        self.to_place, self.is_kept, self.clip = ops.Cast(), ops.Less(), ops.Minimum()
+        self.first_place, self.slot = ops.Mul(), ops.Add()
+        self.count, self.forget, self.expand, self.shape_places = ops.ReduceSum(), ops.Mul(), ops.Reshape(), ops.Add()
+        self.to_index, self.flat, self.write = ops.Cast(), ops.Reshape(), ops.TensorScatterElements(axis=1)
+        self.owners, self.share, self.cut, self.join = ops.Mul(), ops.Add(), ops.StridedSlice(), ops.Reshape()
+        self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+
+    def construct(self, choices, capacity):
+        groups, length, _ = choices.shape
+        places = capacity + 1  # the last one of each expert takes what is dropped
+        chosen = self.in_order(self.by_choice(choices, (0, 2, 1)), (groups, self.chosen * length))
+        one_hot = self.one_hot(chosen, self.experts, self.on, self.off)
+        before = self.before(self.running(one_hot, 1), 1.0)
+        place = self.to_place(self.own_sum(self.own(before, one_hot), 2), mstype.int32)  # (G, k*L)
+        kept = self.is_kept(place, capacity)
+        slot = self.slot(self.first_place(chosen, places), self.clip(place, capacity))
+        empty = self.expand(self.forget(self.count(one_hot, 1), 0.0), (groups, self.experts, 1))
+        empty = self.to_index(self.shape_places(empty, _zeros(places)), mstype.int32)
+        owners = self.share(self.owners(chosen, 0), _tokens(self.chosen, length))
+        tokens = self.write(self.flat(empty, (groups, self.experts * places)), slot, owners)
+        tokens = self.cut(
+            self.expand(tokens, (groups, self.experts, places)), (0, 0, 0), (groups, self.experts, capacity), (1, 1, 1)
+        )
+        return chosen, one_hot, place, kept, self.join(tokens, (groups, self.experts * capacity))
+
+
+@ops.constexpr
+def _zeros(length):
+    return Tensor(np.zeros(length, np.float32))
+
+
+@ops.constexpr
+def _tokens(chosen, length):
+    """(k*L,): the token of each choice."""
+    return Tensor(np.tile(np.arange(length, dtype=np.int32), chosen))
+
+
+class ExpertLinear(nn.Cell):
+    """y = x W^T + b for each expert: (E, R, in) -> (E, R, out), with W (E, out, in) and b (E, 1, out)."""
+
+    def __init__(self, config: ModelConfig, in_features: int, out_features: int, std: float, dtype: mstype.Type):
+        super().__init__()
+        experts = config.mixture.num_experts
+        self.weight = Parameter(initializer(Normal(std), (experts, out_features, in_features), mstype.float32))
+        self.matmul, self.cast, self.dtype = ops.BatchMatMul(transpose_b=True), ops.Cast(), dtype
+        self.has_bias = config.mlp_bias
+        if self.has_bias:
+            self.bias = Parameter(initializer("zeros", (experts, 1, out_features), mstype.float32))
+            self.bias_add = ops.Add()
+
+    def construct(self, x):
+        y = self.matmul(x, self.cast(self.weight, self.dtype))
+        if self.has_bias:
+            y = self.bias_add(y, self.cast(self.bias, self.dtype))
+        return y
+
+
+class ExpertMLPs(nn.Cell):
+    """The MLP of each expert on its own rows, (E, R, D) -> (E, R, D)."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+        super().__init__()
+        d, ffn = config.hidden_size, config.expert_size
+        self.up = ExpertLinear(config, d, ffn, config.init_std, dtype)
+        self.is_gated = config.gated_mlp
+        if self.is_gated:
+            self.gate = ExpertLinear(config, d, ffn, config.init_std, dtype)
+            self.gate_mul = ops.Mul()
+        self.activation = ACTIVATIONS[config.activation]()
+        self.down = ExpertLinear(config, ffn, d, config.output_std, dtype)
+
+    def construct(self, x):
+        y = self.activation(self.gate(x) if self.is_gated else self.up(x))
+        if self.is_gated:
+            y = self.gate_mul(y, self.up(x))
+        return self.down(y)
+
+
+class RouterLosses(nn.Cell):
+    """Balance loss and z-loss of a layer, (1,), times what the configuration says and each group's part of the loss; None
+    where it asks for none.
+
+    `shares` (G,): the part of the loss that the tokens of each group have; they add up to 1 over the whole batch, so the
+    losses of microbatches simply add up, as those of the tokens do.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        experts = config.mixture
+        self.experts = experts.num_experts
+        self.over_batch, self.first_only = experts.balance_over == "batch", experts.balance == "first"
+        self.balance_factor, self.z_factor = experts.balance_loss, experts.router_z_loss
+        self.first, self.frequency, self.mean = ops.StridedSlice(), ops.ReduceMean(), ops.ReduceMean()
+        self.both, self.balance, self.scale = ops.Mul(), ops.ReduceSum(), ops.Mul()
+        # (1,), for MindSpore can neither cut a Reshape of a number without dims nor send one between stages.
+        self.both_batch, self.balance_batch, self.scale_batch = ops.Mul(), ops.ReduceSum(keep_dims=True), ops.Mul()
+        self.weigh, self.total = ops.Mul(), ops.ReduceSum(keep_dims=True)
+        self.max, self.shift, self.exp, self.sum = ops.ReduceMax(keep_dims=True), ops.Sub(), ops.Exp(), ops.ReduceSum()
+        self.less_one, self.log = ops.Sub(), ops.Log1p()  # not Log: see TokenLosses
+        self.log_sum, self.row, self.square = ops.Add(), ops.Reshape(), ops.Square()
+        self.by_group, self.z_mean, self.z_weigh = ops.Reshape(), ops.ReduceMean(), ops.Mul()
+        self.z_total, self.z_scale, self.add = ops.ReduceSum(keep_dims=True), ops.Mul(), ops.Add()
+
+    def construct(self, probs, logits, one_hot, shares):  # (G, L, E), (N, E), (G, k*L, E), (G,) -> (1,)
+        if self.balance_factor and self.z_factor:
+            return self.add(self.balance_loss(probs, one_hot, shares), self.z_loss(logits, probs.shape, shares))
+        if self.balance_factor:
+            return self.balance_loss(probs, one_hot, shares)
+        return self.z_loss(logits, probs.shape, shares) if self.z_factor else None
+
+    def balance_loss(self, probs, one_hot, shares):
+        groups, length, experts = probs.shape
+        if self.first_only:
+            one_hot = self.first(one_hot, (0, 0, 0), (groups, length, experts), (1, 1, 1))
+        if self.over_batch:
+            both = self.both_batch(self.frequency(one_hot, (0, 1)), self.mean(probs, (0, 1)))  # (E,)
+            balance = self.scale_batch(self.balance_batch(both, 0), self.total(shares, 0))
+        else:
+            both = self.both(self.frequency(one_hot, 1), self.mean(probs, 1))  # (G, E)
+            balance = self.total(self.weigh(self.balance(both, 1), shares), 0)
+        return self.scale(balance, self.balance_factor * self.experts)
+
+    def z_loss(self, logits, shape, shares):
+        largest = ops.stop_gradient(self.max(logits, 1))
+        log_sum = self.log(self.less_one(self.sum(self.exp(self.shift(logits, largest)), 1), 1.0))
+        log_sum = self.log_sum(log_sum, self.row(largest, (-1,)))
+        z = self.z_mean(self.by_group(self.square(log_sum), shape[:2]), 1)
+        return self.z_scale(self.z_total(self.z_weigh(z, shares), 0), self.z_factor)
+
+
+class LoadCounter(Counter):
+    """Counts how many choices each expert was given, dropped ones among them, how many were dropped, and the entropy of each
+    token's probabilities added up: (E + 2,)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config.mixture.num_experts + COUNTS_BESIDE_EXPERTS)
+        self.given, self.missed = ops.ReduceSum(), ops.Sub()
+        self.of_group, self.dropped = ops.ReduceSum(), ops.ReduceSum(True)
+        self.is_sum_one = config.mixture.router != "sigmoid"
+        self.total, self.normalize = ops.ReduceSum(True), ops.Div()
+        self.shift, self.inverse, self.less_one, self.log = ops.Add(), ops.Div(), ops.Sub(), ops.Log1p()
+        self.information, self.entropy_of_group, self.entropy = ops.Mul(), ops.ReduceSum(), ops.ReduceSum(True)
+        self.join = ops.Concat(0)
+
+    def construct(self, one_hot, kept, probs):  # (G, k*L, E), (G, k*L), (G, L, E) or None -> (1,), 0
+        dropped = self.dropped(self.of_group(self.missed(1.0, kept), 1), 0)
+        if probs is None:
+            entropy = self.shift(dropped, 0.0)
+        else:
+            if not self.is_sum_one:
+                probs = self.normalize(probs, self.total(probs, 2))
+            inverse = self.inverse(1.0, self.shift(probs, TINY))
+            information = self.information(probs, self.log(self.less_one(inverse, 1.0)))  # -p log p
+            entropy = self.entropy(self.entropy_of_group(information, (1, 2)), 0)
+        return self.carry(self.join((self.given(one_hot, (0, 1)), dropped, entropy)))
+
+
+class MoE(nn.Cell):
+    """Each token's k experts, weighted, and the shared one: (N, D) -> (N, D).
+
+    While training with `shares` also the losses of the router, (1,): see `RouterLosses`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: mstype.Type):
+        super().__init__()
+        experts = config.mixture
+        self.config, self.settings, self.dtype, self.hidden_size = config, experts, dtype, config.hidden_size
+        self.chosen = experts.experts_per_token
+        self.is_hashed, self.has_shared = experts.router == "hash", experts.shared_ffn_hidden_size > 0
+        self.input = ops.Identity()
+        if self.is_hashed:
+            self.hash = HashChoices(config, layer)
+        else:
+            self.router, self.choices = Scores(config), Choices(config)
+            self.losses, self.weights = RouterLosses(config), Weights(config)
+        self.places = Places(config)
+        self.by_group, self.probs_by_group = ops.Reshape(), ops.Reshape()
+        self.dispatch, self.split = ops.Gather(1), ops.Reshape()
+        self.to_experts, self.rows = ops.Transpose(), ops.Reshape()
+        self.experts = ExpertMLPs(config, dtype)
+        self.unrows, self.from_experts, self.merge = ops.Reshape(), ops.Transpose(), ops.Reshape()
+        self.first_place, self.clip, self.slot = ops.Mul(), ops.Minimum(), ops.Add()
+        self.collect, self.to_weight, self.expand = ops.Gather(1), ops.Cast(), ops.ExpandDims()
+        self.to_dtype, self.weigh, self.by_choice, self.add_up = ops.Cast(), ops.Mul(), ops.Reshape(), ops.ReduceSum()
+        self.output = ops.Reshape()
+        if self.has_shared:
+            self.shared = (GatedMLP if config.gated_mlp else MLP)(config, dtype, experts.shared_ffn_hidden_size)
+            self.shared.dropout = Dropout(0.0)  # of the sum there is one
+            self.shared_add = ops.Add()
+        self.dropout = Dropout(config.dropout_rate)
+        self.counter, self.counts, self.counts_add = LoadCounter(config), False, ops.Add()
+        self.balance_rate = experts.balance_bias_rate
+
+    def attach_counter(self, name: str) -> Parameter:
+        """Let training steps count, see `LoadCounter`. Returns the parameter of that name whose gradient tells."""
+        self.counts = True
+        return self.counter.attach(name)
+
+    def construct(self, x, tokens, shares=None, dropout_keys=None):
+        batch, length = tokens.shape
+        groups, capacity = batch, length
+        if self.training:
+            length = self.settings.capacity_group or length
+            groups, capacity = x.shape[0] // length, self.settings.capacity(length)
+        a, losses, probs = self.input(x), None, None
+        if self.is_hashed:
+            chosen, one_hot, place, kept, owners = self.places(self.hash(tokens, groups, length), capacity)
+            kept = self.to_weight(kept, mstype.float32)
+            weights = kept
+        else:
+            probs, logits = self.router(a)
+            probs = self.probs_by_group(probs, (groups, length, self.settings.num_experts))
+            choices = self.choices(ops.stop_gradient(probs))
+            chosen, one_hot, place, kept, owners = self.places(choices, capacity)
+            kept = self.to_weight(kept, mstype.float32)
+            weights = self.weights(probs, one_hot, kept)
+            if shares is not None:
+                losses = self.losses(probs, logits, one_hot, shares)
+        if self.counts and shares is not None:
+            counted = self.counter(one_hot, kept, probs)
+            losses = counted if losses is None else self.counts_add(losses, counted)
+        y = self.through_experts(a, weights, chosen, place, owners, (groups, length, capacity))
+        if self.has_shared:
+            y = self.shared_add(y, self.shared(a, dropout_keys))
+        return self.dropout(y, dropout_keys), losses
+
+    def through_experts(self, x, weights, chosen, place, owners, sizes):
+        """Rows (N, D) to their experts and back, weighted and added up."""
+        groups, length, capacity = sizes
+        experts, d = self.settings.num_experts, self.hidden_size
+        y = self.dispatch(self.by_group(x, (groups, length, d)), owners, 1)  # (G, E*C, D)
+        y = self.to_experts(self.split(y, (groups, experts, capacity, d)), (1, 0, 2, 3))  # (E, G, C, D)
+        y = self.experts(self.rows(y, (experts, groups * capacity, d)))
+        y = self.from_experts(self.unrows(y, (experts, groups, capacity, d)), (1, 0, 2, 3))
+        slot = self.slot(self.first_place(chosen, capacity), self.clip(place, capacity - 1))
+        y = self.collect(self.merge(y, (groups, experts * capacity, d)), slot, 1)  # (G, k*L, D)
+        y = self.weigh(y, self.expand(self.to_dtype(weights, self.dtype), 2))
+        y = self.add_up(self.by_choice(y, (groups, self.chosen, length, d)), 1)
+        return self.output(y, (-1, d))
+
+
+class Weights(nn.Cell):
+    """What each choice counts, 0 if it is dropped: probabilities (G, L, E), one-hot (G, k*L, E), kept (G, k*L); (G, k*L)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        experts = config.mixture
+        self.chosen, self.normalize = experts.experts_per_token, experts.normalize
+        self.factor = experts.routed_scaling_factor
+        self.has_scale = experts.router_scale
+        if self.has_scale:
+            self.scale = Parameter(initializer("ones", (1, experts.num_experts), mstype.float32))
+            self.scale_mul, self.scale_sum, self.scaled = ops.Mul(), ops.ReduceSum(), ops.Mul()
+        self.by_choice, self.expand = ops.Reshape(), ops.ExpandDims()
+        self.pick, self.pick_sum = ops.Mul(), ops.ReduceSum()
+        self.drop, self.of_token, self.sum = ops.Mul(), ops.Reshape(), ops.ReduceSum(keep_dims=True)
+        self.not_zero, self.divide, self.in_order, self.multiply = ops.Add(), ops.Div(), ops.Reshape(), ops.Mul()
+
+    def construct(self, probs, one_hot, kept):
+        groups, length, experts = probs.shape
+        by_choice = self.by_choice(one_hot, (groups, self.chosen, length, experts))
+        weights = self.pick_sum(self.pick(by_choice, self.expand(probs, 1)), 3)  # (G, k, L)
+        kept = self.of_token(kept, (groups, self.chosen, length))
+        if self.normalize == "after_drop":
+            weights = self.drop(weights, kept)
+        if self.normalize != "none":
+            weights = self.divide(weights, self.not_zero(self.sum(weights, 1), TINY))
+        if self.normalize != "after_drop":
+            weights = self.drop(weights, kept)
+        weights = self.in_order(weights, (groups, self.chosen * length))
+        if self.has_scale:
+            weights = self.scaled(weights, self.scale_sum(self.scale_mul(one_hot, self.scale), 2))
+        return weights if self.factor == 1.0 else self.multiply(weights, self.factor)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PanGu-alpha's top query layer: the last layer's queries are learned, one for each position."""
+
+from mindspore import dtype as mstype
+from mindspore import nn, ops
+from mindspore.common.initializer import TruncatedNormal
+
+from sporeloom.models.config import ModelConfig
+from sporeloom.nn.blocks import DecoderLayer
+from sporeloom.nn.decoder import Decoder
+from sporeloom.nn.embedding import Embedding
+
+
+class QueryLayer(DecoderLayer):
+    """A decoder layer whose queries are embeddings of the positions: neither normed nor added to the stream."""
+
+    def construct(self, x, query, bias, slots=None, dropout_keys=None):
+        a = self.attention(query, self.attention_norm(x), bias, None, slots, dropout_keys)
+        x = self.attention_add(x, a)
+        return self.mlp_add(x, self.mlp(self.mlp_norm(x), dropout_keys))
+
+
+class QueryEmbedding(nn.Cell):
+    """The learned query of each position, as rows beside the residual stream."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+        super().__init__()
+        self.table = Embedding(config.seq_len, config.hidden_size, TruncatedNormal(config.embedding_init_std))
+        self.hidden_size, self.dtype = config.hidden_size, dtype
+        self.cast, self.reshape = ops.Cast(), ops.Reshape()
+
+    def construct(self, positions):  # (B, T) -> (B*T, D)
+        return self.cast(self.reshape(self.table(positions), (-1, self.hidden_size)), self.dtype)
+
+
+class TopQueryDecoder(Decoder):
+    """A decoder that ends in a top query layer."""
+
+    def build_top(self, config, dtype):
+        self.query_embedding = QueryEmbedding(config, dtype)
+        self.query_layer = QueryLayer(config, dtype, config.num_layers - 1)
+        self.norm_first = config.final_norm == "before_query"
+
+    def top(self, x, positions, bias, slots, dropout_keys):
+        query = self.query_embedding(positions)
+        if self.norm_first:
+            return self.query_layer(self.final_norm(x), query, bias, slots, dropout_keys)
+        return self.final_norm(self.query_layer(x, query, bias, slots, dropout_keys))
+
+
+def decoder_of(config: ModelConfig) -> Decoder:
+    """The network a configuration describes."""
+    return TopQueryDecoder(config) if config.query_layer else Decoder(config)

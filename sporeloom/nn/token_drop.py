@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random layerwise token dropping: a layer sees some tokens of each sequence, the others go around it unchanged.
+
+Source: arXiv:2211.11586. What a layer sees is drawn outside (`sporeloom.data.random_ltd`), so it is the same on every mesh.
+"""
+
+from collections.abc import Sequence
+
+from mindspore import nn, ops
+
+from sporeloom.models.config import ModelConfig
+from sporeloom.nn.attention import Mask
+from sporeloom.nn.flash import chooses_flash
+from sporeloom.nn.rotary import Angles
+
+
+class KeptMask(Mask):
+    """For some tokens of each sequence: each sees those of them that came before it in its document."""
+
+    def __init__(self, flash=False):
+        super().__init__(flash)
+        self.expand_places, self.expand_keys, self.first = ops.ExpandDims(), ops.ExpandDims(), ops.Sub()
+        self.not_before, self.not_after, self.both = ops.LessEqual(), ops.LessEqual(), ops.LogicalAnd()
+
+    def construct(self, places, positions):  # (B, K) in the sequence, and in the document -> (B, 1, K, K)
+        queries, keys = self.expand_places(places, -1), self.expand_keys(places, 1)  # (B, K, 1), (B, 1, K)
+        first = self.first(queries, self.expand_positions(positions, -1))
+        return self.bias(self.both(self.not_before(first, keys), self.not_after(keys, queries)))
+
+
+class TokenDrop(nn.Cell):
+    """What one layer needs of the `number`-th of `count` draws.
+
+    `kept`: places (B, count*K) and ways back (B, count*T) as `draw_kept` gives them, and positions (B, T).
+    """
+
+    def __init__(self, config: ModelConfig, number: int, count: int):
+        super().__init__()
+        self.number, self.count, self.hidden_size = number, count, config.hidden_size
+        self.cut_places, self.cut_back = ops.StridedSlice(), ops.StridedSlice()
+        self.by_sequence, self.rows = ops.Reshape(), ops.Reshape()
+        self.all_by_sequence, self.all_rows = ops.Reshape(), ops.Reshape()
+        self.pick, self.pick_position, self.pick_key = ops.Gather(1), ops.Gather(1), ops.Gather(1)
+        self.kept_by_sequence, self.join, self.put_back = ops.Reshape(), ops.Concat(1), ops.Gather(1)
+        self.kept_mask = KeptMask(chooses_flash(config))
+        self.has_rotary = config.position == "rotary"
+        if self.has_rotary:
+            self.angles = Angles(config)
+
+    def construct(self, x, kept, dropout_keys):
+        """x (B*T, D) -> those that are kept (B*K, D), with their bias, angles and keys of dropout."""
+        places, _, positions = kept
+        batch, length = positions.shape
+        width = places.shape[1] // self.count
+        mine = self.cut_places(places, (0, self.number * width), (batch, (self.number + 1) * width), (1, 1))
+        x = self.pick(self.by_sequence(x, (batch, length, self.hidden_size)), mine, 1)  # (B, K, D)
+        positions = self.pick_position(positions, mine, 1)
+        angles = self.angles(positions) if self.has_rotary else None
+        keys = None if dropout_keys is None else self.pick_key(dropout_keys, mine, 1)
+        return self.rows(x, (-1, self.hidden_size)), self.kept_mask(mine, positions), angles, keys
+
+    def joined(self, y, x, kept):
+        """y (B*K, D), what the layer gave, and x (B*T, D), what it was given -> (B*T, D)."""
+        _, back, positions = kept
+        batch, length = positions.shape
+        mine = self.cut_back(back, (0, self.number * length), (batch, (self.number + 1) * length), (1, 1))
+        y = self.kept_by_sequence(y, (batch, -1, self.hidden_size))
+        x = self.all_by_sequence(x, (batch, length, self.hidden_size))
+        return self.all_rows(self.put_back(self.join((y, x)), mine, 1), (-1, self.hidden_size))
+
+
+def attach_token_drop(model: nn.Cell, layers: Sequence[int]) -> None:
+    """Let these layers of a decoder see the tokens that are drawn for them."""
+    for number, layer in enumerate(layers):
+        model.layers[layer].token_drop = TokenDrop(model.config, number, len(layers))
+        model.layers[layer].drops_tokens = True

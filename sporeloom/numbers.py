@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which numbers a setting takes, said in its type: `steps: Count`. Checked here for flags and files alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from sporeloom.errors import ConfigError
+
+MOST = 2**31 - 1
+"""Of anything that is counted: beyond it MindSpore's and NumPy's shapes end."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of a number. No number is infinite or NaN."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    without_low: bool = False
+    without_high: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (
+            math.isfinite(value)
+            and (value > self.low if self.without_low else value >= self.low)
+            and (value < self.high if self.without_high else value <= self.high)
+        )
+
+    def wanted(self, value: float) -> str:
+        """What to say of a value outside."""
+        if not math.isfinite(value):
+            return "must be a finite number"
+        if self.high <= 1 and math.isfinite(self.low):
+            left, right = "(" if self.without_low else "[", ")" if self.without_high else "]"
+            return f"must be in {left}{self.low:g}, {self.high:g}{right}"
+        if value >= self.high:
+            return f"must be at most {self.high:,.0f}"
+        return f"must be {'above' if self.without_low else 'at least'} {self.low:g}"
+
+
+Count = Annotated[int, Bounds(1, MOST)]
+Natural = Annotated[int, Bounds(0, MOST)]
+Amount = Annotated[int, Bounds(0, 2**53)]
+"""Of tokens, documents or bytes, of which there may be more than 2^31."""
+Seed = Annotated[int, Bounds(0, 2**64 - 1)]
+Number = Annotated[float, Bounds()]
+Positive = Annotated[float, Bounds(0, without_low=True)]
+NotNegative = Annotated[float, Bounds(0)]
+Share = Annotated[float, Bounds(0, 1)]
+Probability = Annotated[float, Bounds(0, 1, without_low=True)]
+Rate = Annotated[float, Bounds(0, 1, without_high=True)]
+
+_DEFAULT = {int: Bounds(-MOST, MOST), float: Bounds()}
+
+
+def number_problem(value: Any, hint: Any) -> str | None:
+    """What is wrong with a number of type `hint`, which may be optional, or each of a tuple or list of them; else None."""
+    if get_origin(hint) is Annotated:
+        kind, bounds = get_args(hint)[:2]
+        if isinstance(bounds, Bounds) and isinstance(value, int | float) and not isinstance(value, bool):
+            return None if value in bounds else bounds.wanted(value)
+        return number_problem(value, kind)
+    if get_origin(hint) in (types.UnionType, Union):
+        found = [number_problem(value, option) for option in get_args(hint) if option is not type(None)]
+        return next((problem for problem in found if problem), None)
+    if get_origin(hint) in (tuple, list) and isinstance(value, tuple | list):
+        return next((p for v in value if (p := number_problem(v, get_args(hint)[0]))), None)
+    if hint in _DEFAULT and isinstance(value, int | float) and not isinstance(value, bool):
+        return None if value in _DEFAULT[hint] else _DEFAULT[hint].wanted(value)
+    return None
+
+
+def as_flag(name: str) -> str:
+    """A field's flag."""
+    return "--" + name.rstrip("_").replace("_", "-")
+
+
+def number_problems(config: Any, shown: Callable[[str], str] = as_flag) -> Iterator[str]:
+    """Every number of a dataclass that is outside its bounds. `shown`: what a user calls a field."""
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if problem := number_problem(value, hints[field.name]):
+            got = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            yield f"{shown(field.name)} {problem}, got {got}"
+
+
+def parse_ranges(flag: str, texts: Iterable[str], counted: str, least: int = 1) -> tuple[range, ...]:
+    """`61-80` or `61`, first and last ones included.
+
+    Args:
+        counted: what the numbers are of, for messages.
+        least: the first number there is.
+
+    Raises:
+        ConfigError: something else.
+    """
+    found, problems = [], []
+    for text in texts:
+        first, dash, last = text.partition("-")
+        if not first.isdecimal() or not (last if dash else "1").isdecimal():
+            problems.append(f"{flag} {text}: give {counted} as 61-80, or one as 61")
+            continue
+        begin, end = int(first), int(last if dash else first)
+        if not least <= begin <= end <= MOST:
+            problems.append(f"{flag} {text}: {counted} are counted from {least}, the first one first")
+        found.append(range(begin, end + 1))
+    if problems:
+        raise ConfigError(problems)
+    return tuple(found)

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Apply a Strategy to any Cell, in a fixed order: shard, recompute, stages. Says what it did in a Report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved
+
+from sporeloom.errors import ConfigError
+from sporeloom.models.paths import path_matches
+from sporeloom.parallel.cells import ShardBatch
+from sporeloom.parallel.report import ParameterReport, Report
+from sporeloom.parallel.sharding import (
+    LARGE_OPERATORS,
+    UNKNOWN_OPERATORS,
+    Operator,
+    apply_rules,
+    operators,
+    parameter_uses,
+    parts_of_heads,
+    unmatched_rules,
+    with_parts_of_axes,
+)
+from sporeloom.strategy.config import Rule, Strategy
+from sporeloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
+from sporeloom.strategy.mesh import Mesh, part_of_axis
+from sporeloom.strategy.stages import layers_of_stages, offloaded_layers, part_of_layers, recomputed_layers
+
+
+def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
+    """Change `net`, a training or inference network written for one device, to run as `strategy` says.
+
+    `whole=False`: `net` is a part of what the rules are for (a model without its loss), so some may match nothing.
+
+    Optimizer parallel and the number of stages are MindSpore settings of the whole process: `runtime` makes them.
+
+    Raises:
+        ConfigError: a rule that matches nothing, a parameter that cannot be sharded, stages for which there are no layers.
+    """
+    found = operators(net)
+    kv_parts, group_parts = parts_of_heads(net, strategy.mesh)
+    rules = with_parts_of_axes(strategy.rules.operators, kv_parts, group_parts, strategy.mesh)
+    for _, cell in net.cells_and_names():
+        if hasattr(cell, "repeats_heads"):
+            cell.repeats_heads = bool(group_parts)
+    strategy = dataclasses.replace(strategy, rules=dataclasses.replace(strategy.rules, operators=rules))
+    layers = _matching(net, strategy.rules.layers)
+    _check(net, strategy, found, layers, whole)
+    owners = apply_rules(found, strategy.rules.operators, strategy.mesh)
+    recomputed = [layers[i] for i in recomputed_layers(len(layers), strategy)]
+    cells = dict(net.cells_and_names())
+    if strategy.recompute and strategy.recompute.kind == "selective":
+        _recompute_operators(strategy, found, recomputed)
+    else:
+        for path in recomputed:
+            cells[path].recompute()
+    for number in offloaded_layers(len(layers), strategy):
+        cells[layers[number]].offload()
+    stages = _assign_stages(net, strategy, layers)
+    ties, tied = all(getattr(cell, "tied_embedding", True) for _, cell in net.cells_and_names()), []
+    for parameter in net.get_parameters():
+        is_tied = ties and any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied)
+        is_sent = is_tied and strategy.stage_of_loss > 0
+        tied += [parameter.name] if is_sent else []
+        if is_sent or not parameter.shape:  # MindSpore dies of cutting a number
+            parameter.parallel_optimizer = False
+    net.parallel_report = Report(  # the engine holds it against the compiler
+        mesh=strategy.mesh,
+        parameters=_parameter_reports(net, strategy, found, owners, stages),
+        unmatched_rules=[
+            f"{rule.source}: {rule.pattern}"
+            for rule in strategy.rules.operators
+            if rule.optional and not any(path_matches(rule.pattern, operator.path) for operator in found)
+        ],
+        optimizer_parallel=strategy.optimizer_parallel is not None,
+        layers_of_stages=_layers_of_stages(layers, strategy),
+        stage_of_loss=strategy.stage_of_loss,
+        recomputed=recomputed,
+        tied=tied,
+    )
+    return net.parallel_report
+
+
+def _recompute_operators(strategy: Strategy, found: Sequence[Operator], layers: Sequence[str]) -> None:
+    """Of some layers the operators that the rules call `selective`.
+
+    Raises:
+        ConfigError: the rules call none so.
+    """
+    chosen = [
+        operator
+        for operator in found
+        if any(path_matches(pattern, operator.path) for pattern in strategy.rules.selective)
+        and any(operator.path.startswith(layer + ".") for layer in layers)
+    ]
+    if layers and not chosen:
+        raise ConfigError(
+            f"{strategy.at('recompute.kind')}: no operator matches `selective` of the rules; list some there, or use full"
+        )
+    for operator in chosen:
+        operator.primitive.recompute()
+
+
+def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
+    """What a training step is built around: the batch is split into microbatches first, in a pipeline or to save memory, and
+    these into copies that devices work on in turn.
+
+    Our own models are compiled once for all microbatches, in two thirds of the time; a user's network as it stands.
+    """
+    repeats = strategy.mesh.size > 1 and strategy.num_microbatches(accumulate) > 1
+    if repeats and not isinstance(net, ShardBatch):
+        keep_as_function(net)
+    if strategy.micro_batch_interleave > 1:
+        net = MicroBatchInterleaved(net, strategy.micro_batch_interleave)
+        if strategy.mesh.pp > 1:  # MindSpore 2.9 would order their collectives in a circle
+            for cut in net.interleave_inputs:
+                cut.strided_slice.del_prim_attr("interleave_num")
+    # What MindSpore does for virtual stages and to offload layers wants forward and backward as functions.
+    if strategy.pipeline.virtual_stages > 1 or (strategy.offload and strategy.offload.layers):
+        keep_as_function(net)
+    if strategy.mesh.pp > 1:
+        return nn.PipelineCell(net, strategy.pipeline.num_microbatches)
+    return GradAccumulation(net, accumulate) if accumulate > 1 and strategy.mesh.size > 1 else net
+
+
+def keep_as_function(net: nn.Cell) -> None:
+    """Let MindSpore compile a Cell once, however often it is called: what its decorator `lazy_inline` does to a class."""
+    net.cell_init_args = f"lazy_inline_{type(net).__name__}"
+
+
+def _matching(net: nn.Cell, patterns: Sequence[str]) -> list[str]:
+    """Paths of the cells that match, pattern by pattern, in the order the model holds them."""
+    paths = [path for path, _ in net.cells_and_names()]
+    return [path for pattern in patterns for path in paths if path_matches(pattern, path)]
+
+
+def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: Sequence[str], whole: bool) -> None:
+    problems = [
+        *_rule_problems(net, strategy, found, whole),
+        *_operator_problems(strategy, found),
+        *_lookup_problems(found, strategy.rules.operators, strategy.mesh),
+        *_mesh_problems(strategy, layers),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _rule_problems(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], whole: bool) -> list[str]:
+    """Rules against the network: those that match nothing, or shard a parameter that cannot be sharded so."""
+    rules = strategy.rules
+    problems = [
+        f"{rule.source}: {pattern} matches no operator of {type(net).__name__}; correct the path, "
+        "or write it with a trailing ? if it is for other models"
+        for rule, pattern in unmatched_rules(found, rules.operators)
+        if whole
+    ]
+    for use in parameter_uses(found):
+        for rule in rules.operators:
+            layout = use.layout(rule)
+            if layout is None or not path_matches(rule.pattern, use.operator.path):
+                continue
+            try:
+                local_shape(layout, tuple(use.parameter.shape), strategy.mesh)
+            except LayoutError as error:
+                problems.append(f"{rule.source}: {use.parameter.name}: {error}")
+    return problems
+
+
+def _operator_problems(strategy: Strategy, found: Sequence[Operator]) -> list[str]:
+    """Operators that MindSpore can do nothing with unless a rule says how."""
+    rules, mesh, problems = strategy.rules, strategy.mesh, list[str]()
+    if not mesh.derives_layouts:
+        problems += [
+            f"{strategy.at('mesh')}: {mesh}: MindSpore derives layouts on stages of 2^n ranks only, and no rule is for "
+            f"{o.path}; write one, or for our decoders take rules/decoder_spelled_out.yaml"
+            for o in found
+            if o.primitive.name in LARGE_OPERATORS and not any(path_matches(r.pattern, o.path) for r in rules.operators)
+        ][:3]
+    problems += [
+        f"{strategy.at('rules')}: MindSpore cannot partition {o.path}, a {o.primitive.name}, and no rule says that each rank "
+        "does its part: write one with `local: true`, or for our models with experts take rules/experts.yaml"
+        for o in found
+        if mesh.size > mesh.pp
+        and o.primitive.name in UNKNOWN_OPERATORS
+        and not any(r.local and path_matches(r.pattern, o.path) for r in rules.operators)
+    ][:1]
+    return problems
+
+
+def _mesh_problems(strategy: Strategy, layers: Sequence[str]) -> list[str]:
+    """Axes that no rule uses, and stages against layers."""
+    rules, mesh = strategy.rules.operators, strategy.mesh
+    cut = {part_of_axis(axis)[0] for rule in rules for layout in rule.inputs for dim in layout for axis in dim}
+    problems = [
+        f"{strategy.at('mesh.' + axis)} = {mesh.degree(axis)}, but no rule shards anything over {axis}: all its ranks would "
+        "do the same; write a rule for it, or leave it out"
+        for axis in mesh.sharding_axes
+        if axis != "dp" and axis not in cut
+    ]
+    if mesh.pp > 1 and not layers:
+        problems.append(
+            f"{strategy.at('rules')}: no cell matches `layers`, so there is nothing to deal out to {mesh.pp} stages"
+        )
+    elif strategy.num_virtual_stages > len(layers) > 0:
+        virtual = strategy.pipeline.virtual_stages
+        parts = f"{mesh.pp} stages{f' x {virtual} virtual ones' if virtual > 1 else ''}"
+        problems.append(f"{strategy.at('mesh.pp')} = {parts} are more than the {len(layers)} layers")
+    if strategy.recompute and not layers:
+        problems.append(f"{strategy.at('recompute')}: no cell matches `layers` of the rules")
+    return problems
+
+
+def _lookup_problems(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) -> Iterator[str]:
+    """Where the rows of a table are sharded, and its indices as well, MindSpore wants both together to use the whole mesh."""
+    for use in parameter_uses(found):
+        matching = [rule for rule in rules if path_matches(rule.pattern, use.operator.path)]
+        if use.operator.primitive.name != "Gather" or use.position != 0 or not matching or matching[-1].local:
+            continue
+        rule = matching[-1]
+        rows = rule.inputs[0][0] if rule.inputs and rule.inputs[0] else ()
+        of_indices = {axis for layout in rule.inputs[1:] for dim in layout for axis in dim if mesh.degree(axis) > 1}
+        missing = [axis for axis in mesh.sharding_axes if axis not in {*rows, *of_indices}]
+        if missing and of_indices and any(mesh.degree(axis) > 1 for axis in rows):
+            cut, together = ", ".join(rows), f"dp, {missing[0]}"
+            indices = f"[{together}]" if len(rule.inputs[1]) > 1 else f"[[{together}]]"
+            yield (
+                f"{rule.source}: {rule.pattern}: the rows of {use.parameter.name} are sharded over {cut}, so the indices "
+                f"must be sharded over {', '.join(missing)}, too: [[{cut}, ~], {indices}], or not at all"
+            )
+
+
+def _assign_stages(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> dict[str, int]:
+    """Set the pipeline stage, and virtual stage, of each named cell. Returns cell path -> stage."""
+    num_stages = strategy.mesh.pp
+    if num_stages == 1:
+        return {}
+    parts = dict(zip(layers, part_of_layers(len(layers), strategy), strict=True))
+    for patterns, part in (
+        (strategy.rules.first_stage, 0),
+        (strategy.rules.last_stage, strategy.num_virtual_stages - 1),
+    ):
+        found = _matching(net, patterns)  # `norm` is the end of layers.0.norm, too, which goes with its layer
+        parts |= {path: part for path in found if not any(path.startswith(f"{layer}.") for layer in layers)}
+    for path, cell in net.cells_and_names():
+        if path in parts:
+            cell.pipeline_stage = strategy.stage_of_part(parts[path])
+            if strategy.pipeline.virtual_stages > 1:
+                cell.pipeline_segment = parts[path] // num_stages
+    return {path: strategy.stage_of_part(part) for path, part in parts.items()}
+
+
+def _layers_of_stages(layers: Sequence[str], strategy: Strategy) -> list[list[str]]:
+    if not layers:
+        return []
+    return [[layers[number] for number in stage] for stage in layers_of_stages(len(layers), strategy)]
+
+
+def _parameter_reports(
+    net: nn.Cell, strategy: Strategy, found: Sequence[Operator], owners: dict[str, Rule], stages: dict[str, int]
+) -> list[ParameterReport]:
+    layouts: dict[str, tuple[Layout, str]] = {}
+    for use in parameter_uses(found):
+        rule = owners.get(use.operator.path)
+        layout = use.layout(rule) if rule else None
+        if rule and layout is not None:
+            layouts.setdefault(use.parameter.name, (layout, rule.source))
+    reports = []
+    for parameter in net.get_parameters():
+        whole: Shape = tuple(parameter.shape)
+        layout, rule_source = layouts.get(parameter.name, (((),) * len(whole), ""))
+        part = local_shape(layout, whole, strategy.mesh)
+        shards = _optimizer_shards(parameter, layout, part, strategy)
+        if shards > 1:
+            part = (part[0] // shards, *part[1:])
+        holders = [path for path in stages if parameter.name.startswith(path + ".")]
+        stage = stages[max(holders, key=len)] if holders else 0
+        reports.append(ParameterReport(parameter.name, whole, part, layout, shards, stage, rule_source))
+    return reports
+
+
+def _optimizer_shards(parameter: ms.Parameter, layout: Layout, part: Shape, strategy: Strategy) -> int:
+    """Over how many ranks MindSpore's optimizer parallel shards dim 0 further: all that hold the same part of it."""
+    zero, mesh = strategy.optimizer_parallel, strategy.mesh
+    if zero is None or not part or not parameter.parallel_optimizer:
+        return 1
+    cut = 1
+    for parts in degrees(layout, mesh):
+        cut *= parts
+    replicas = zero.shard_size or mesh.stage_size // cut
+    size = ms.dtype_to_nptype(parameter.dtype)().itemsize
+    for length in part:
+        size *= length
+    return replicas if part[0] % replicas == 0 and size >= zero.threshold_kb * 1024 else 1

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `parallelize` did: each parameter's part, and what the rules left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sporeloom.strategy.layout import Layout, Shape, local_shape, show
+from sporeloom.strategy.mesh import Mesh
+
+DERIVED = "derived"
+"""Instead of a rule: what MindSpore derived from the rules of other operators."""
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """One parameter under a strategy."""
+
+    name: str
+    global_shape: Shape
+    local_shape: Shape
+    """Of each rank that holds it, optimizer parallel included."""
+    layout: Layout
+    """By its operator's rule; optimizer parallel shards dim 0 further."""
+    optimizer_shards: int
+    """Ranks over which optimizer parallel shards dim 0 further; 1: not at all."""
+    stage: int
+    rule: str
+    """file:line of the rule that owns it; `derived`: no rule does, MindSpore's propagation sharded it; empty: every rank
+    holds it whole."""
+
+    @property
+    def num_parts(self) -> int:
+        """Different parts of the parameter among the ranks of its stage."""
+        return math.prod(self.global_shape) // math.prod(self.local_shape)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of `parallelize`, for people to read and tools to check."""
+
+    mesh: Mesh
+    parameters: list[ParameterReport]
+    unmatched_rules: list[str]
+    """Optional rules that matched nothing, with file:line."""
+    optimizer_parallel: bool
+    layers_of_stages: list[list[str]] = field(default_factory=list)
+    stage_of_loss: int = 0
+    """Pipeline stage that computes it."""
+    recomputed: list[str] = field(default_factory=list)
+    tied: list[str] = field(default_factory=list)
+    """Parameters that several stages of a pipeline hold. Training updates them where they belong, and sends them with each
+    step; the others' own are of no use until `Engine.refresh`."""
+
+    def norm_shares(self, names: Sequence[str], rank: int) -> tuple[float, ...]:
+        """How much of each gradient's square sum `rank` adds to the global norm, so that every entry counts once.
+
+        A tied parameter is held by several stages, but its whole gradient by the stage that owns it.
+        """
+        stage = self.mesh.coordinate(rank, "pp")
+        reports = [self.of(name) for name in names]
+        return tuple(p.num_parts / self.mesh.stage_size if p.stage == stage else 0.0 for p in reports)
+
+    def derive(self, name: str, layout: Layout, optimizer_shards: int) -> None:
+        """Learn how MindSpore sharded a parameter that no rule is for."""
+        whole = self.by_name[name]
+        part = list(local_shape(layout, whole.global_shape, self.mesh))
+        part[0] //= optimizer_shards
+        learned = dataclasses.replace(
+            whole, layout=layout, local_shape=tuple(part), optimizer_shards=optimizer_shards, rule=DERIVED
+        )
+        self.parameters[self.parameters.index(whole)] = self.by_name[name] = learned
+
+    def of(self, name: str) -> ParameterReport:
+        """The report of a parameter, or of the one an optimizer state `prefix.name` belongs to."""
+        return self.by_name[name] if name in self.by_name else self.by_name[name.partition(".")[2]]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, ParameterReport]:
+        return {p.name: p for p in self.parameters}
+
+    def to_dict(self) -> dict[str, object]:
+        values = dataclasses.asdict(self)
+        for parameter in values["parameters"]:
+            parameter["layout"] = show(parameter["layout"])
+        return values
+
+    def __str__(self) -> str:
+        lines = [f"mesh {self.mesh}; {len(self.parameters)} parameters"]
+        width = max((len(p.name) for p in self.parameters), default=0)
+        for p in self.parameters:
+            shards = f" /{p.optimizer_shards}" if p.optimizer_shards > 1 else ""
+            lines.append(
+                f"  {p.name:{width}}  {p.global_shape!s:>16} -> {p.local_shape!s:<16} {show(p.layout) + shards:<18} "
+                f"stage {p.stage}  {p.rule or 'whole on every rank'}"
+            )
+        for stage, layers in enumerate(self.layers_of_stages):
+            lines.append(f"  stage {stage}: {', '.join(layers)}")
+        if self.recomputed:
+            lines.append(f"  recomputed: {', '.join(self.recomputed)}")
+        for rule in self.unmatched_rules:
+            lines.append(f"  matched nothing: {rule}")
+        return "\n".join(lines)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step as a graph: loss, gradients, clipping by their global norm, update."""
+
+from __future__ import annotations
+
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import dtype as mstype
+
+square_sum = ops.MultitypeFuncGraph("square_sum")
+_scale = ops.MultitypeFuncGraph("scale")
+_add, _assign_sub = ops.Add(), ops.AssignSub()
+_clear, _keep = ops.MultitypeFuncGraph("clear"), ops.MultitypeFuncGraph("keep")
+_place, _balance = ops.MultitypeFuncGraph("place"), ops.MultitypeFuncGraph("balance")
+
+
+@square_sum.register("Float", "Tensor")
+def _square_sum_of(share, x):
+    return ops.ReduceSum()(ops.square(ops.cast(x, mstype.float32))) * share
+
+
+@_scale.register("Tensor", "Tensor")
+def _scale_by(factor, x):
+    return x * ops.cast(factor, x.dtype)
+
+
+@_clear.register("Tensor", "Tensor")
+def _clear_after(accumulated, gradient):
+    accumulated = ops.depend(accumulated, gradient)
+    return _assign_sub(accumulated, accumulated)  # zeros would be folded into a constant as large as the gradient
+
+
+@_keep.register("Tensor", "Tensor")
+def _keep_unless(overflow, gradient):
+    return ops.masked_fill(gradient, overflow, ops.cast(0.0, gradient.dtype))  # times 0 would keep NaN
+
+
+@_clear.register("Tensor", "Tensor", "Tensor")
+def _clear_overflown(overflow, accumulated, gradient):
+    accumulated = ops.depend(accumulated, gradient)
+    accumulated = ops.depend(accumulated, ops.assign(accumulated, _keep_unless(overflow, accumulated)))
+    return _assign_sub(accumulated, accumulated)
+
+
+@_place.register("Tensor", "Float", "Tensor")
+def _place_of(places, share, counted):
+    return ops.ReduceSum()(places * ops.expand_dims(counted * share, 1), 0)  # (n, all) * (n, 1) -> (all,)
+
+
+@_balance.register("Float", "Tensor", "Tensor")
+def _balance_by(rate, bias, counted):
+    load = counted[: bias.shape[0]]
+    return ops.assign_add(bias, rate * ops.sign(ops.ReduceMean(True)(load) - load))
+
+
+class TrainStep(nn.Cell):
+    """Batch -> (loss, norm of its gradients), with one update by `optimizer`, a Cell called with the gradients. For a
+    network with parts that count (see `sporeloom.nn.counter`) also what those counted, one after the other, of the whole
+    batch; `count_lengths` says how many numbers each of them.
+
+    Without `max_grad_norm` the norm is measured and nothing clipped. In a pipeline only the last stage knows the loss;
+    the others return 0.
+
+    Args:
+        report: what `parallelize` said of the network: how many ranks hold each gradient decides its share of the norm.
+        rank: of this process.
+        all_reduce: adds a number up over all ranks; None on one device.
+        scale: of loss and gradients; 1 / microbatches makes a mean of what a pipeline adds up.
+        accumulate: parts of the batch whose gradients are added up one after another, without a pipeline.
+        loss_scale: let gradients be computed of the loss times `loss_scale`, a parameter that the caller sets before a step.
+            Where one is not finite no rank updates anything, and the norm is not finite either.
+    """
+
+    def __init__(
+        self,
+        network,
+        optimizer,
+        report,
+        rank,
+        all_reduce=None,
+        max_grad_norm=None,
+        scale=1.0,
+        accumulate=1,
+        loss_scale=False,
+    ):
+        super().__init__(auto_prefix=False)
+        self.network = network.set_grad()
+        self.optimizer = optimizer
+        self.weights = optimizer.parameters
+        self.scales_loss = loss_scale
+        if loss_scale:
+            self.loss_scale = Parameter(Tensor(1.0, mstype.float32), name="optimizer_loss_scale", requires_grad=False)
+            self.is_finite, self.invert = ops.IsFinite(), ops.LogicalNot()
+        self.grad = ops.GradOperation(get_by_list=True, sens_param=loss_scale)
+        self.report = report
+        self.attach_counters(rank)
+        self.update_shares(rank)
+        self.all_reduce = all_reduce
+        self.scale = scale
+        self.clip = max_grad_norm is not None
+        self.max_norm = Tensor(max_grad_norm or 0.0, mstype.float32)
+        self.map = ops.HyperMap()
+        self.sqrt, self.add_n, self.maximum = ops.Sqrt(), ops.AddN(), ops.Maximum()
+        on_one_device = report.mesh.size == 1
+        self.num_parts = accumulate if on_one_device else 1
+        # The last stage is asked for the loss; where another has it all are told.
+        self.tells_loss, self.of_stage = report.stage_of_loss != report.mesh.pp - 1, 1.0 / report.mesh.stage_size
+        self.buffered = report.mesh.pp > 1 or (accumulate > 1 and not on_one_device)
+        self.optimizer_parallel = report.optimizer_parallel
+        if self.buffered:  # MindSpore's parallel passes add microbatches up in these, found by their name
+            self.accumulated = self.trained.clone(prefix="accu_grads", init="zeros")
+
+    def update_shares(self, rank):
+        """Say anew how much of each gradient's square sum `rank` adds to the norm: the report has learned more."""
+        self.shares = self.report.norm_shares([weight.name for weight in self.weights], rank)
+
+    def attach_counters(self, rank):
+        """Let parts that count do so: what each counted is a piece of the whole, given by the ranks of its stage."""
+        counting = [(path, c) for path, c in self.network.cells_and_names() if hasattr(c, "attach_counter")]
+        objectives = [entry for entry in counting if hasattr(entry[1], "metrics")]
+        counting = objectives[:1] or counting  # the outermost; it leaves out what routers add
+        counters = [cell.attach_counter(f"counter.{i}") for i, (_, cell) in enumerate(counting)]
+        mesh = self.report.mesh
+        layers = [layer for stage in self.report.layers_of_stages for layer in stage]
+        mine = self.report.layers_of_stages[mesh.coordinate(rank, "pp")] if mesh.pp > 1 else []
+        is_last = mesh.coordinate(rank, "pp") == self.report.stage_of_loss
+        held = [
+            any(f"{layer}." in path for layer in mine) if any(f"{layer}." in path for layer in layers) else is_last
+            for path, _ in counting
+        ]
+        self.num_weights, self.trained = len(self.weights), ParameterTuple([*self.weights, *counters])
+        self.counts = bool(counting)
+        self.less, self.to_float = ops.Less(), ops.Cast()
+        self.count_lengths = [counter.shape[0] for counter in counters]
+        places = np.split(np.eye(sum(self.count_lengths)), np.cumsum(self.count_lengths)[:-1])
+        self.ones = Tensor(np.ones(sum(self.count_lengths)), mstype.float32)
+        self.places = tuple(Tensor(rows, mstype.float32) for rows in places)
+        self.count_shares = tuple(float(own or mesh.pp == 1) / mesh.stage_size for own in held)
+        balancing = [cell for _, cell in counting if getattr(cell, "balance_rate", 0)]
+        self.balanced = [cell.choices for cell in balancing]
+        self.balance_rate = balancing[0].balance_rate if balancing else 0.0
+        self.biases = ParameterTuple([cell.balance_bias for cell in self.balanced])
+
+    def construct(self, *batch):
+        loss, gradients = self.in_parts(*batch) if self.num_parts > 1 else self.at_once(*batch)
+        if self.tells_loss:
+            loss = self.all_reduce(loss) * self.of_stage
+        accumulated = gradients
+        if self.buffered:
+            accumulated = ops.depend(self.accumulated, gradients)
+        used = gradients if self.optimizer_parallel else accumulated
+        if self.scales_loss:
+            used = self.map(ops.partial(_scale, 1.0 / self.loss_scale), used)
+        used, counted = used[: self.num_weights], used[self.num_weights :]
+        if self.scale != 1.0:
+            loss, used = loss * self.scale, self.map(ops.partial(_scale, Tensor(self.scale, mstype.float32)), used)
+        square = self.add_n(self.map(square_sum, self.shares, used))
+        if self.all_reduce is not None:
+            square = self.all_reduce(square)
+        norm, overflow = self.sqrt(square), None
+        if self.scales_loss:
+            overflow = self.invert(self.is_finite(square))
+            used = self.map(ops.partial(_keep, overflow), used)
+        if self.clip:
+            factor = self.max_norm / self.maximum(norm, self.max_norm)
+            if self.scales_loss:
+                factor = _keep_unless(overflow, factor)
+            used = self.map(ops.partial(_scale, factor), used)
+        updated = self.optimizer(used, overflow) if self.scales_loss else self.optimizer(used)
+        loss = ops.depend(loss, updated)
+        if not self.counts:
+            return self.cleared(loss, accumulated, gradients, overflow), norm
+        if self.balance_rate:
+            loads = self.map(ops.partial(_keep, overflow), counted) if self.scales_loss else counted
+            loss = ops.depend(loss, self.map(ops.partial(_balance, self.balance_rate), self.biases, loads))
+        # A stage without experts has its zeros from here: MindSpore would leave out an all-reduce of known numbers.
+        zero = self.to_float(self.less(square, 0.0), mstype.float32) * self.ones
+        counts = self.add_n((zero, *self.map(_place, self.places, self.count_shares, counted)))
+        if self.all_reduce is not None:
+            counts = self.all_reduce(counts)
+        return self.cleared(ops.depend(loss, counts), accumulated, gradients, overflow), norm, counts
+
+    def cleared(self, loss, accumulated, gradients, overflow):
+        """The loss, after the sums of microbatches are 0 again."""
+        if not self.buffered:
+            return loss
+        if self.scales_loss:
+            return ops.depend(loss, self.map(ops.partial(_clear, overflow), accumulated, gradients))
+        return ops.depend(loss, self.map(_clear, accumulated, gradients))
+
+    def at_once(self, *batch):
+        if self.scales_loss:
+            return self.network(*batch), self.grad(self.network, self.trained)(*batch, self.loss_scale * 1.0)
+        return self.network(*batch), self.grad(self.network, self.trained)(*batch)
+
+    def in_parts(self, *batch):
+        size = batch[0].shape[0] // self.num_parts
+        loss, gradients = 0.0, None
+        for i in range(self.num_parts):
+            part = ()
+            for x in batch:
+                x = x[i * size : (i + 1) * size]
+                part = (*part, x if gradients is None else ops.depend(x, gradients))  # one part after another
+            part_loss, part_gradients = self.at_once(*part)
+            loss = loss + part_loss
+            gradients = part_gradients if gradients is None else self.map(_add, gradients, part_gradients)
+        return loss, gradients

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder as the cost model sees it: dimensions, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sporeloom.errors import ConfigError
+from sporeloom.models.config import ExpertConfig, ModelConfig, Widths
+from sporeloom.numbers import Count, Natural, Positive, number_problems
+from sporeloom.reader import fields_from, read_yaml
+from sporeloom.strategy.config import Schedule, stage_of_part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions(Widths):
+    """A decoder-only transformer. Lengths in tokens, widths in features."""
+
+    num_layers: Count
+    """All of them; PanGu's top query layer counts as one."""
+    hidden_size: Count
+    num_heads: Count
+    vocab_size: Count
+    seq_len: Count
+    num_kv_heads: Natural = 0
+    """Heads of keys and values: 0 as many as of queries, fewer GQA, one MQA."""
+    ffn_hidden_size: Natural = 0
+    """Width of the MLP; 0: four times hidden_size."""
+    head_dim: Natural = 0
+    """Width of a head; 0: hidden_size / num_heads."""
+    gated_mlp: bool = False
+    """SwiGLU and its kin: three matrices instead of two."""
+    position_tables: Natural = 1
+    """Learned tables of positions: 0 with RoPE or ALiBi, 2 for PanGu and CodeGeeX (positions and top queries)."""
+    longest_seq_len: Natural = 0
+    """Rows of these tables, where sequences are shorter; 0: seq_len."""
+    tied_embedding: bool = True
+    """The head uses the word embedding's table."""
+    value_head: bool = False
+    """The head says one number of each token, as a reward model's, in place of logits."""
+    block: Literal["sequential", "parallel", "sandwich"] = "sequential"
+    """parallel: attention and MLP side by side on one norm, half the all-reduces; sandwich: two more norms."""
+    qkv_bias: bool = True
+    output_bias: bool = True
+    mlp_bias: bool = True
+    norm_bias: bool = True
+    num_experts: Natural = 0
+    """Of a layer; 0: there are none."""
+    experts_per_token: Natural = 0
+    expert_ffn_size: Natural = 0
+    """Width of each expert."""
+    shared_ffn_size: Natural = 0
+    """Width of the expert that every token is given to."""
+    expert_layers: Natural = 0
+    """Layers that have experts instead of an MLP."""
+    hash_router: bool = False
+    """Nothing is trained that chooses experts."""
+    router_scale: bool = False
+    """The router has a number for each expert besides its matrix."""
+    router_sums: Natural = 0
+    """Numbers that the losses and counters of a layer's router add up over the replicas."""
+    router_losses: Natural = 0
+    """How many losses a layer's router has: 0 to 2."""
+    expert_rows: Positive = 1.0
+    """Rows the experts compute for each that they are given: a capacity factor; E / k where there is room for all."""
+    expert_imbalance: Positive = 1.0
+    """Rows of the busiest rank's experts, times what balance would give them. Of fixed shapes, as our own, there is none."""
+    attention_matrices: Natural = 0
+    """Entries of one layer's attention matrices, where they are others than query, key, value and output (MLA)."""
+    dropout: bool = True
+    """Masks are kept for the backward pass."""
+    float32_softmax: bool = False
+    """Attention probabilities in float32 and masks as numbers, as our own models compute them; else 2 bytes and 1."""
+
+    def __post_init__(self) -> None:
+        if problems := list(number_problems(self, str)) or self.misfits():
+            raise ConfigError(problems)
+
+    @property
+    def position_table(self) -> int:
+        """Entries of a table of positions."""
+        return (self.longest_seq_len or self.seq_len) * self.hidden_size
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that the head says of each token."""
+        return 1 if self.value_head else self.vocab_size
+
+    @property
+    def mlp_matrices(self) -> int:
+        return 3 if self.gated_mlp else 2
+
+    @functools.cached_property
+    def kinds(self) -> tuple[Dimensions, Dimensions]:
+        """The model as if none of its layers had experts, and as if all had."""
+        if not self.num_experts:
+            return self, self
+        return dataclasses.replace(self, expert_layers=0), dataclasses.replace(self, expert_layers=self.num_layers)
+
+    @property
+    def expert_share(self) -> float:
+        """Layers that have experts, of all of them."""
+        return self.expert_layers / self.num_layers
+
+    @property
+    def always_used_ffn(self) -> int:
+        """Width of what every token passes in a layer besides its experts, mean of all layers."""
+        dense = (self.num_layers - self.expert_layers) * self.ffn_size
+        return (dense + self.expert_layers * self.shared_ffn_size) // self.num_layers
+
+    @property
+    def layer_matrices(self) -> int:
+        """Entries of one layer's matrices, without experts and router."""
+        h = self.hidden_size
+        attention = self.attention_matrices or 2 * h * (self.query_size + self.kv_size)
+        return attention + self.mlp_matrices * h * self.always_used_ffn
+
+    @property
+    def expert_parameters(self) -> int:
+        """Entries of one expert."""
+        biases = (self.mlp_matrices - 1) * self.expert_ffn_size + self.hidden_size
+        return self.mlp_matrices * self.hidden_size * self.expert_ffn_size + self.mlp_bias * biases
+
+    @property
+    def layer_router(self) -> int:
+        """Entries of the router, mean of all layers."""
+        width = 0 if self.hash_router else self.hidden_size + self.router_scale
+        return self.expert_layers * self.num_experts * width // self.num_layers
+
+    @property
+    def layer_kv(self) -> int:
+        """Entries of one layer's parameters that make keys and values."""
+        return 2 * self.kv_size * (self.hidden_size + self.qkv_bias)
+
+    @property
+    def layer_biases_cut(self) -> int:
+        """Entries of one layer's biases that tensor parallel shards, those of keys and values among them."""
+        qkv = self.qkv_bias * (self.query_size + 2 * self.kv_size)
+        return qkv + self.mlp_bias * (self.mlp_matrices - 1) * self.always_used_ffn
+
+    @property
+    def layer_biases_whole(self) -> int:
+        """Entries of one layer's biases that every tensor parallel rank holds."""
+        has_mlp = self.always_used_ffn > 0
+        return (self.output_bias + (self.mlp_bias and has_mlp)) * self.hidden_size
+
+    @property
+    def norm(self) -> int:
+        """Entries of a norm."""
+        return (1 + self.norm_bias) * self.hidden_size
+
+    @property
+    def num_norms(self) -> int:
+        """Of a layer."""
+        return {"sequential": 2, "parallel": 1, "sandwich": 4}[self.block]
+
+    @property
+    def layer_vectors_whole(self) -> int:
+        """Entries of one layer's norms, and of the biases that every tensor parallel rank holds."""
+        return self.num_norms * self.norm + self.layer_biases_whole + self.layer_router
+
+    @property
+    def num_parameters(self) -> int:
+        dense, sparse = (k.layer_matrices + k.layer_biases_cut + k.layer_vectors_whole for k in self.kinds)
+        layers = (self.num_layers - self.expert_layers) * dense + self.expert_layers * sparse
+        words = (self.vocab_size + (0 if self.tied_embedding else self.num_outputs)) * self.hidden_size
+        positions = self.position_tables * self.position_table
+        experts = self.expert_layers * self.num_experts * self.expert_parameters
+        return layers + experts + words + positions + self.norm
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token uses."""
+        unused = self.num_experts - self.experts_per_token
+        return self.num_parameters - self.expert_layers * unused * self.expert_parameters
+
+    def model_flops(self, tokens: float, causal: bool = False, frozen: bool = False) -> float:
+        """FLOPs of forward and backward of `tokens`, nothing computed twice; `causal` counts half of the attention, `frozen`
+        no gradients of weights.
+
+        Source: arXiv:2205.05198 appendix A, for the general layer: 6 a matrix entry and token, 12 seq_len for each feature
+        of the queries for the scores and the context.
+        """
+        attention = 12 * self.seq_len * self.query_size * self.num_layers * (0.5 if causal else 1.0)
+        dense, sparse = (kind.layer_matrices + kind.layer_router for kind in self.kinds)
+        matrices = (self.num_layers - self.expert_layers) * dense + self.expert_layers * sparse
+        matrices += self.expert_layers * self.experts_per_token * self.expert_parameters
+        matrices += self.num_outputs * self.hidden_size
+        return tokens * ((4.0 if frozen else 6.0) * matrices + attention)
+
+
+def of_decoder(config: ModelConfig, seq_len: int | None = None) -> Dimensions:
+    """A family's model, as the planner sees it, trained on sequences of `seq_len`; of its longest without one."""
+    return Dimensions(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        vocab_size=config.vocab_size,
+        seq_len=seq_len or config.seq_len,
+        longest_seq_len=config.seq_len,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_size,
+        ffn_hidden_size=config.ffn_size,
+        gated_mlp=config.gated_mlp,
+        **_of_experts(config),
+        position_tables=(config.position == "learned") + config.query_layer,
+        tied_embedding=config.tied_embedding,
+        value_head=config.value_head,
+        block=config.block,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        mlp_bias=config.mlp_bias,
+        norm_bias=config.norm_bias and config.norm == "layer",
+        dropout=config.dropout_rate > 0,
+        float32_softmax=True,
+    )
+
+
+def _of_experts(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    if experts is None:
+        return {}
+    room_for_all = experts.num_experts / experts.experts_per_token
+    return {
+        "num_experts": experts.num_experts,
+        "experts_per_token": experts.experts_per_token,
+        "expert_ffn_size": config.expert_size,
+        "shared_ffn_size": experts.shared_ffn_hidden_size,
+        "hash_router": experts.router == "hash",
+        "router_scale": experts.router_scale,
+        "router_sums": _router_sums(experts),
+        "router_losses": (experts.balance_loss > 0) + (experts.router_z_loss > 0),
+        "expert_layers": sum(map(config.has_experts, range(config.num_layers))),
+        "expert_rows": min(experts.capacity_factor or room_for_all, room_for_all),
+    }
+
+
+def _router_sums(experts: ExpertConfig) -> int:
+    """What each expert was given and what was dropped; the entropy; and the losses."""
+    balance = 2 * experts.num_experts + 1 if experts.balance_over == "batch" else 1
+    losses = (balance if experts.balance_loss else 0) + (experts.router_z_loss > 0)
+    return experts.num_experts + 1 + (experts.router != "hash") + losses
+
+
+def read_dimensions(path: Path) -> Dimensions:
+    """The dimensions in a YAML file, under the names of `Dimensions`.
+
+    Raises:
+        ConfigError: unreadable, an unknown or missing field, a wrong type.
+    """
+    return fields_from(Dimensions, read_yaml(path))
+
+
+Recomputation = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How a step is spread over devices: all the cost model needs of a strategy."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ulysses: bool = False
+    """cp swaps heads and tokens in all-to-alls; else it gathers keys and values."""
+    ep: int = 1
+    """Ranks along dp (and cp) that share out the experts."""
+    expert_tp: int = 0
+    """Parts into which tp shards each expert; 0: as many as tp."""
+    sends_once: bool = False
+    """A token goes to each node once, however many of its experts are there, from one tensor parallel rank, and what these
+    ranks compute is added up once a token, as libraries for experts do; else once for each expert, from all these ranks, as
+    our own engine does."""
+    virtual_stages: int = 1
+    """Parts of the layers each pipeline rank holds (interleaving)."""
+    schedule: Schedule = "1f1b"
+    microbatch: int = 1
+    """Sequences of one microbatch, on one replica."""
+    num_microbatches: int = 1
+    recompute: Recomputation = "none"
+    """selective: only what attention makes between its products."""
+    repeats_results: bool = False
+    """A layer that is computed again in full also adds up its last product over tp again, as PyTorch does. A graph leaves out
+    what nobody needs."""
+    recomputed_layers: tuple[int, ...] | None = None
+    """How many layers of each stage recompute; None: all of them."""
+    layers_of_stages: tuple[int, ...] | None = None
+    """None: as even as can be, leftovers to the first stages."""
+    expert_layers_of_stages: tuple[int, ...] | None = None
+    """Of them those that have experts; None: everywhere the same share."""
+    offloaded_layers: tuple[int, ...] = ()
+    """Of each stage, how many layers' activations wait in the host's memory; empty: none."""
+    optimizer_on_host: bool = False
+    zero: int = 0
+    """1: optimizer state sharded over the replicas; 2: and gradients; 3: and weights."""
+    zero_shards: int = 0
+    """Over how many replicas; 0: all."""
+    gathers: Literal["microbatch", "step"] = "microbatch"
+    """How often sharded weights are gathered, with zero 3."""
+    sequence_parallel: bool = False
+    scatter_gather: bool = False
+    """Tensor parallel ranks send a part each between stages and gather it there; implied by sequence parallel."""
+    flash_attention: bool = False
+    """Attention in one kernel that keeps no scores."""
+    mask_bytes: int = 0
+    """Of an entry of the attention mask, which is whole for each microbatch; 0: the kernel makes it."""
+    precision: Literal["fp16", "bf16", "fp32", "fp8"] = "bf16"
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 12
+    """Of a parameter. Mixed precision has 2, 4 and 12 (master weights, two moments); float32 weights 4, 4 and 8."""
+    fragmentation: float = 1.0
+    """Memory a dynamic allocator takes for each byte asked of it; graphs planned as a whole lose nothing."""
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def parts_of_expert(self) -> int:
+        """Into which tp shards each expert."""
+        return self.expert_tp or self.tp
+
+    @property
+    def last_stage(self) -> int:
+        """The one with the last layer and the head."""
+        return stage_of_part(self.pp * self.virtual_stages - 1, self.pp, self.schedule)
+
+    def neighbours(self, stage: int) -> int:
+        """To how many other stages' parts a stage passes each microbatch on."""
+        holders = [stage_of_part(part, self.pp, self.schedule) for part in range(self.pp * self.virtual_stages)]
+        return sum(this == stage != following for this, following in itertools.pairwise(holders))
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights."""
+        return self.dp * self.cp
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of an entry of the residual stream."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def shards(self) -> int:
+        return (self.zero_shards or self.replicas) if self.zero else 1
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.dp * self.microbatch * self.num_microbatches
+
+    def stages(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each stage."""
+        if self.layers_of_stages:
+            return self.layers_of_stages
+        least, more = divmod(num_layers, self.pp)
+        return tuple(least + (stage < more) for stage in range(self.pp))
+
+    def expert_layers(self, dims: Dimensions) -> tuple[int, ...]:
+        """Layers of each stage that have experts."""
+        if self.expert_layers_of_stages is not None:
+            return self.expert_layers_of_stages
+        if not dims.expert_layers:
+            return (0,) * self.pp
+        ends = itertools.accumulate(self.stages(dims.num_layers), initial=0)
+        return tuple(round(dims.expert_share * b) - round(dims.expert_share * a) for a, b in itertools.pairwise(ends))

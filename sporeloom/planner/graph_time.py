@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of a step of any compiled graph, from what is counted in it: for networks that no closed form knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sporeloom.planner.cluster import Cluster
+from sporeloom.planner.step_time import FLOAT32_SPEED, all_reduce, group_bandwidth
+
+HALVES = ("AllGather", "ReduceScatter")
+"""Collectives that are half of an all-reduce."""
+
+
+@dataclass(frozen=True)
+class GraphTime:
+    """Seconds of one step of one rank, one thing after the other; starting operators is not counted."""
+
+    matmul: float
+    memory: float
+    """Every other result written once and read once; operators that a chip fuses take less."""
+    communication: float
+    bubble: float
+    """Of a pipeline whose stages take equally long."""
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.memory + self.communication + self.bubble
+
+
+def graph_time(
+    flops: float,
+    passed_bytes: float,
+    collectives: Iterable[tuple[str, float, Sequence[int]]],
+    cluster: Cluster,
+    *,
+    in_float32: bool,
+    pp: int = 1,
+    microbatches: int = 1,
+) -> GraphTime:
+    """Time of a rank on `cluster`.
+
+    Args:
+        flops: of all matrix products.
+        passed_bytes: of the results of all other operators.
+        collectives: kind, bytes of the whole tensor a step, and the ranks that take part.
+        in_float32: products are; else in half precision.
+    """
+    fitted = cluster.fitted
+    matmul = flops / (cluster.peak_tflops * 1e12 * fitted.matmul * (FLOAT32_SPEED if in_float32 else 1.0))
+    memory = 2 * passed_bytes / (cluster.memory_gb_per_s * 1e9 * fitted.memory)
+    communication = sum(_seconds(kind, size, ranks, cluster) for kind, size, ranks in collectives)
+    bubble = (pp - 1) / microbatches * (matmul + memory)
+    return GraphTime(matmul, memory, communication, bubble)
+
+
+def _seconds(kind: str, num_bytes: float, ranks: Sequence[int], cluster: Cluster) -> float:
+    bandwidth = group_bandwidth(cluster, len(ranks), ranks[1] - ranks[0])
+    if kind in ("Send", "Receive"):
+        return num_bytes / bandwidth
+    if kind == "AlltoAll":
+        return (len(ranks) - 1) / len(ranks) * num_bytes / bandwidth
+    return all_reduce(num_bytes, len(ranks), bandwidth) / (2 if kind in HALVES else 1)

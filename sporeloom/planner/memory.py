@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes on each pipeline stage's devices, term by term. Derivations and sources: docs/planner.md."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from sporeloom.planner.dimensions import Dimensions, Parallelism
+
+MOMENTS = 8
+"""Bytes of AdamW's two for each parameter."""
+Stages = tuple[Dimensions, int, tuple[int, ...], tuple[int, ...], int]
+"""All that the parameters of stages depend on: model, tp, each stage's layers and layers of experts, the last stage."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one device of a stage, at its peak."""
+
+    parameters: int
+    """How many parameters the device computes with, before the optimizer's sharding."""
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Kept from forward to backward, for all microbatches on their way."""
+    working: float
+    """What one layer or the head needs while it is at work."""
+    fragmentation: float = 1.0
+    host_activations: float = 0.0
+    """Of offloaded layers, which `total` leaves out."""
+    beside: float = 0.0
+    """Of models and caches beside the one that is trained, see `sporeloom.planner.task`."""
+
+    @property
+    def total(self) -> float:
+        asked = self.weights + self.gradients + self.optimizer + self.activations + self.working + self.beside
+        return asked * self.fragmentation
+
+
+def layer_parameters(dims: Dimensions, tp: int) -> int:
+    """Parameters of one layer on one device."""
+    return layer_copies(dims, tp).total()
+
+
+def layer_copies(dims: Dimensions, tp: int) -> Counter[int]:
+    """Parameters of one layer on one device, by how many tensor parallel ranks hold the same ones.
+
+    Keys and values have a part for each of their heads at most.
+    """
+    kv_parts = math.gcd(tp, dims.kv_heads)
+    found = Counter({1: (dims.layer_matrices + dims.layer_biases_cut - dims.layer_kv) // tp})
+    found[tp // kv_parts] += dims.layer_kv // kv_parts
+    found[tp] += dims.layer_vectors_whole
+    return found
+
+
+def stage_copies(dims: Dimensions, job: Parallelism) -> tuple[Counter[int], ...]:
+    """Parameters of each stage on one of its devices, by how many tensor parallel ranks of it hold the same ones.
+
+    The first stage has the tables of words and positions, the last one the last norm, the queries' table and the
+    head's, which is a second copy of the words where they are tied and there is more than one stage. Not to be changed:
+    who asks again gets the same ones.
+    """
+    return _stage_copies(_stages_of(dims, job))
+
+
+def _stages_of(dims: Dimensions, job: Parallelism) -> Stages:
+    return dims, job.tp, job.stages(dims.num_layers), job.expert_layers(dims), job.last_stage
+
+
+@functools.lru_cache(maxsize=1024)  # a search asks the same of many jobs
+def _stage_copies(stages: Stages) -> tuple[Counter[int], ...]:
+    dims, tp, layers_of, expert_layers_of, last_stage = stages
+    words, table = dims.vocab_size * dims.hidden_size // tp, dims.position_table
+    dense, sparse = (layer_copies(kind, tp) for kind in dims.kinds)
+    counts = tuple(
+        Counter({copies: (layers - few) * dense[copies] + few * sparse[copies] for copies in {*dense, *sparse}})
+        for layers, few in zip(layers_of, expert_layers_of, strict=True)
+    )
+    first, last = counts[0], counts[last_stage]
+    first[1] += words
+    first[tp] += min(dims.position_tables, 1) * table
+    last[tp] += dims.norm + max(dims.position_tables - 1, 0) * table
+    if dims.value_head:
+        last[tp] += dims.hidden_size
+    elif not dims.tied_embedding or last_stage > 0:
+        last[1] += words
+    return counts
+
+
+def stage_parameters(dims: Dimensions, job: Parallelism) -> tuple[int, ...]:
+    """Parameters of each stage on one of its devices, before the optimizer's sharding."""
+    return _stage_parameters(_stages_of(dims, job))
+
+
+@functools.lru_cache(maxsize=1024)
+def _stage_parameters(stages: Stages) -> tuple[int, ...]:
+    return tuple(counts.total() for counts in _stage_copies(stages))
+
+
+def head_columns(dims: Dimensions, job: Parallelism) -> float:
+    """Numbers that a device says of each token."""
+    return 1 if dims.value_head else dims.vocab_size / job.tp
+
+
+@functools.lru_cache(maxsize=1024)
+def expert_parameters(dims: Dimensions, job: Parallelism) -> tuple[int, ...]:
+    """Parameters of each stage's experts on one of its devices, before the optimizer's sharding: no part of the others."""
+    whole = dims.mlp_bias * dims.hidden_size  # the bias of what is added up over the parts
+    part = (dims.expert_parameters - whole) // job.parts_of_expert + whole
+    return tuple(layers * dims.num_experts * part // job.ep for layers in job.expert_layers(dims))
+
+
+def expert_shards(job: Parallelism) -> int:
+    """Ranks over which the optimizer shards what it keeps of experts: those that hold the same ones."""
+    same = job.replicas * job.tp // (job.ep * job.parts_of_expert)
+    return max(1, min(job.shards, same)) if job.zero else 1
+
+
+def expert_activations(dims: Dimensions, job: Parallelism) -> float:
+    """Bytes one layer keeps of one microbatch for its experts: rows that were sent there, between their matrices, back."""
+    if not dims.num_experts:
+        return 0.0
+    tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+    rows = dims.expert_share * tokens * dims.experts_per_token * dims.expert_rows
+    spread = job.tp if job.parts_of_expert < job.tp else 1  # tp ranks that send a part each
+    wide = (3 if dims.gated_mlp else 2) * dims.expert_ffn_size / job.parts_of_expert
+    return rows / spread * width * (2 * dims.hidden_size + wide)
+
+
+def copied_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
+    """Of `stage_parameters` those that several tensor parallel ranks of the stage hold."""
+    return [counts.total() - counts[1] for counts in stage_copies(dims, job)]
+
+
+def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None = None) -> float:
+    """Bytes one layer keeps of one microbatch.
+
+    Source: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5 a s / (h t)), taken apart for other widths: whole on each tensor
+    parallel rank are the inputs of the norms and of the products after them (8 h) and two dropout masks (2 h); cut are
+    queries, keys and values, the context (2 bytes each), the MLP between its matrices, and per head and key the
+    scores' softmax, its dropout and mask (5).
+    """
+    recompute = recompute or job.recompute
+    tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+    h, spread = dims.hidden_size, job.tp if job.sequence_parallel else 1
+    if recompute == "full":
+        return tokens * width * h / spread
+    norms = dims.num_norms * width * h
+    whole = 2 * norms + (2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0)
+    cut = width * (2 * dims.query_size + 2 * dims.kv_size + (3 if dims.gated_mlp else 2) * dims.always_used_ffn)
+    if dims.float32_softmax:  # probabilities in float32 and, where it is another type, in that of the product; masks
+        kept = 4 + (width if width < 4 else 0) + (4 if dims.dropout else 0)
+    else:
+        kept = width + (1 + width if dims.dropout else 0)
+    scores = kept * dims.num_heads * dims.seq_len
+    if job.flash_attention:
+        scores = 0
+        if recompute == "selective":  # what is cheap to compute again: outputs of the norms and of the activation
+            whole, cut = whole - norms, cut - width * dims.always_used_ffn
+    elif recompute == "selective":
+        scores = 0
+    return tokens * (whole / spread + (cut + scores) / job.tp) + expert_activations(dims, job)
+
+
+def microbatches_in_flight(job: Parallelism, stage: int) -> float:
+    """Whole microbatches' worth of activations a stage holds: all under gpipe; else as few as 1F1B has, with interleaving
+    (p-1)/v more.
+
+    Source: arXiv:2205.05198 section 4.3, L (1 + (p-1)/(p v)) layers on the first stage.
+    """
+    if job.schedule == "gpipe":
+        return job.num_microbatches
+    if job.schedule == "zero_bubble_v":
+        return min(job.num_microbatches, job.pp)
+    more = (job.pp - 1) / job.virtual_stages if job.virtual_stages > 1 else 0
+    return min(job.num_microbatches, job.pp - stage + more)
+
+
+def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
+    """Memory of each stage's devices."""
+    tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+    spread = job.tp if job.sequence_parallel else 1
+    kept, full = layer_activations(dims, job), layer_activations(dims, job, "none")
+    layers, result = job.stages(dims.num_layers), []
+    of_experts, shards, on_host = expert_parameters(dims, job), expert_shards(job), moments_on_host(dims, job)
+    for stage, count in enumerate(stage_parameters(dims, job)):
+        experts = of_experts[stage]
+        flying = microbatches_in_flight(job, stage)
+        again = layers[stage] if job.recomputed_layers is None else min(job.recomputed_layers[stage], layers[stage])
+        away = job.offloaded_layers[stage] if job.offloaded_layers else 0
+        activations = flying * (again * kept + (layers[stage] - again - away) * full)
+        activations += flying * job.mask_bytes * tokens * dims.seq_len
+        working = max(full - kept if again else 0.0, full if away else 0.0)
+        if stage == 0 and dims.dropout:
+            mask = width if dims.float32_softmax else 1
+            activations += (
+                flying * tokens * mask * dims.hidden_size / job.tp
+            )  # of the embedding's dropout, as published
+        if stage == job.last_stage:  # input of the last norm and the head; logits in float32, and their gradient
+            activations += tokens * 2 * width * dims.hidden_size / spread
+            working = max(working, tokens * head_columns(dims, job) * 8)
+        weights = job.weight_bytes * _cut(count, experts, job.shards, shards, job.zero >= 3)
+        if job.zero == 3:
+            weights += _gathered_weights(dims, job, stage)
+            working += width * layer_parameters(dims, job.tp)  # one's gradient
+        moments = job.optimizer_bytes * _cut(count, experts, job.shards, shards, True)
+        result.append(
+            StageMemory(
+                parameters=count + experts,
+                weights=weights,
+                gradients=job.gradient_bytes * _cut(count, experts, job.shards, shards, job.zero >= 2),
+                optimizer=moments - on_host[stage],
+                activations=activations,
+                working=working,
+                host_activations=flying * away * full,
+                fragmentation=job.fragmentation,
+            )
+        )
+    return result
+
+
+def _gathered_weights(dims: Dimensions, job: Parallelism, stage: int) -> float:
+    """Bytes of whole weights that a device of a stage holds at once with ZeRO 3: two layers, and what belongs to none, whose
+    tables our own models look up in float32."""
+    dense, sparse = (layer_parameters(kind, job.tp) for kind in dims.kinds)
+    few = job.expert_layers(dims)[stage]
+    of_layers = (job.stages(dims.num_layers)[stage] - few) * dense + few * sparse
+    others = (stage_parameters(dims, job)[stage] - of_layers) * (4 if dims.float32_softmax else job.activation_bytes)
+    return 2 * job.activation_bytes * max(dense, sparse) + others
+
+
+def moments_on_host(dims: Dimensions, job: Parallelism) -> list[float]:
+    """Bytes of the optimizer's moments that lie in the host's memory, for each stage's device."""
+    if not job.optimizer_on_host:
+        return [0.0] * job.pp
+    of_experts, shards = expert_parameters(dims, job), expert_shards(job)
+    counts = enumerate(stage_parameters(dims, job))
+    return [MOMENTS * _cut(count, of_experts[stage], job.shards, shards, True) for stage, count in counts]
+
+
+def _cut(count: int, experts: int, shards: int, expert_shards: int, is_cut: bool) -> float:
+    return count / shards + experts / expert_shards if is_cut else count + experts
+
+
+def peak_memory(dims: Dimensions, job: Parallelism) -> float:
+    """Bytes on the fullest device."""
+    return max(stage.total for stage in stage_memory(dims, job))

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner found, for people, for programs, and as a strategy file."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from sporeloom.planner.closed_forms import PRECISIONS
+from sporeloom.planner.search import Option, PlanRequest, describe, why_slower
+from sporeloom.planner.task import models_beside
+from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Strategy
+from sporeloom.strategy.mesh import Mesh
+from sporeloom.strategy.text import strategy_text
+
+GB = 2**30
+TOO_MANY_ROWS = 2.0
+"""That experts compute for each that they are given, beyond which the table says so."""
+
+
+def as_dict(option: Option, best: Option) -> dict[str, Any]:
+    """An option as JSON: seconds, bytes and shares."""
+    return {
+        "strategy": {name: value for name, value in dataclasses.asdict(option.job).items() if value is not None},
+        "step_time_s": option.seconds,
+        "tokens_per_s": option.tokens_per_s,
+        "mfu": option.mfu,
+        "hfu": option.hfu,
+        "seconds": {**vars(option.time), "communication": option.time.communication},
+        "peak_bytes": option.peak_bytes,
+        "stages": [{**vars(stage), "total": stage.total} for stage in option.memory],
+        "why_slower": None if option is best else why_slower(option, best),
+    }
+
+
+def table(request: PlanRequest, options: list[Option]) -> str:
+    """The options, best first, and why each loses."""
+    best, dims = options[0], request.dims
+    used = f" ({dims.active_parameters / 1e9:.2f} G of them used by a token)" if dims.num_experts else ""
+    lines = [
+        f"{dims.num_parameters / 1e9:.2f} G parameters{used} on {request.devices} {request.cluster.chip}, "
+        f"{request.global_batch_size} sequences of {dims.seq_len} tokens a step, computed in {request.precision}",
+        *_of_task(request, best),
+        "",
+        f"{'':3} {'step s':>8} {'tokens/s':>11} {'MFU':>6} {'HFU':>6} {'memory':>7} {'bubble':>7} {'comm.':>6}  strategy",
+    ]
+    for number, option in enumerate(options, 1):
+        time = option.time
+        lines.append(
+            f"{number:3} {option.seconds:8.3f} {option.tokens_per_s:11,.0f} {option.mfu:6.1%} {option.hfu:6.1%} "
+            f"{option.peak_bytes / GB:5.1f}GB {time.bubble / option.seconds:7.1%} "
+            f"{time.communication / option.seconds:6.1%}  {describe(option.job)}"
+        )
+        if option is not best:
+            lines.append(f"{'':12} {option.seconds / best.seconds - 1:+.1%}: {why_slower(option, best)}")
+    shares = ", ".join(
+        f"{name.replace('_', ' ')} {seconds:.2f} s" for name, seconds in vars(best.time).items() if seconds > 0
+    )
+    stages = ", ".join(f"{stage.total / GB:.1f}" for stage in best.memory)
+    if dims.expert_rows > TOO_MANY_ROWS:
+        lines += [
+            "",
+            f"experts compute {dims.expert_rows:.1f} rows for each that they are given: they have room for every token; "
+            "give the model a capacity_factor",
+        ]
+    return "\n".join([*lines, "", f"the best one's step: {shares}", f"memory of its stages, GB: {stages}"])
+
+
+def _of_task(request: PlanRequest, best: Option) -> list[str]:
+    """What else there is than a model and plain text."""
+    if not (told := request.task.describe()):
+        return []
+    stages = models_beside(request.dims, best.job, request.task)
+    beside = {what: max(stage[what] for stage in stages) for what in stages[0]}
+    sizes = ", ".join(f"{what} {size / GB:.1f}" for what, size in beside.items())
+    times = "; times are of an update, without the sampling of texts" if request.task.samples else ""
+    return [f"{told}{times}" + (f"; GB of the best one's devices: {sizes}" if sizes else "")]
+
+
+def strategy_file(request: PlanRequest, option: Option, rules: str) -> str:
+    """The option as tools/train.py reads it."""
+    job, dims = option.job, request.dims
+    flags = f"--batch-size {job.global_batch_size // request.task.rows_per_unit} --seq-len {dims.seq_len}"
+    flags += f" --compute-dtype {next(name for name, short in PRECISIONS.items() if short == job.precision)}"
+    if not job.flash_attention and job.precision != "fp32":
+        flags += " --attention plain"
+    if job.pp == 1 and job.num_microbatches > 1:
+        flags += f" --accumulate {job.num_microbatches}"
+    head = [
+        f"# Planned for {request.devices} {request.cluster.chip}: step {option.seconds:.3f} s, "
+        f"{option.tokens_per_s:,.0f} tokens/s, "
+        f"MFU {option.mfu:.1%}, {option.peak_bytes / GB:.1f} GB of {request.cluster.memory_gb:g}.",
+        f"# sporeloom {'train' if request.task.name == 'pretraining' else request.task.name} {flags}",
+    ]
+    recompute = None
+    if job.recompute != "none":
+        kind: Literal["full", "selective"] = "selective" if job.recompute == "selective" else "full"
+        layers = None if job.recomputed_layers is None else list(job.recomputed_layers)
+        recompute = Recompute(kind=kind, per_stage=layers)
+    strategy = Strategy(
+        mesh=Mesh(pp=job.pp, dp=job.dp, cp=job.cp, tp=job.tp, ep=job.ep),
+        pipeline=Pipeline(num_microbatches=job.num_microbatches, virtual_stages=job.virtual_stages)
+        if job.pp > 1
+        else Pipeline(),
+        recompute=recompute,
+        optimizer_parallel=OptimizerParallel(
+            shard_size=job.shards if job.shards < job.replicas else None, reshard_after_forward=job.zero == 3
+        )
+        if job.zero
+        else None,
+        sequence_parallel=job.sequence_parallel,
+    )
+    return strategy_text(strategy, rules, head)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def validation_report(report: dict[str, Any]) -> str:
+    """The errors, for people."""
+    time, memory, fits = report["step_time"], report["memory"], report["fits"]
+    lines = [f"{'step time':40} {'rows':>5} {'median':>8} {'90th':>8} {'bias':>8}"]
+
+    def line(name: str, figures: dict[str, Any]) -> str:
+        return (
+            f"{name[:40]:40} {figures['rows']:5} {_percent(figures['median_abs_error']):>8} "
+            f"{_percent(figures['p90_abs_error']):>8} {_percent(figures['median_error']):>8}"
+        )
+
+    lines += [line("all", time)]
+    for kind in ("by_chip", "by_source"):
+        lines += ["", *(line("  " + name, figures) for name, figures in time[kind].items())]
+    lines += ["", line("memory, where measured", memory)]
+    lines.append(
+        f"fits or not: {fits['right']} of {fits['rows']} right; said it fits, wrongly: {fits['fits_wrong']}; "
+        f"said it does not, wrongly: {fits['does_not_fit_wrong']}"
+    )
+    lines += ["", "not predicted:", *(f"  {count:4}  {reason}" for reason, count in report["not_predicted"].items())]
+    return "\n".join(lines)

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ways to spread one step over a cluster, ranked by the cost model, with what each would cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from sporeloom.cli import check_numbers
+from sporeloom.errors import ConfigError
+from sporeloom.numbers import Bounds, Count
+from sporeloom.planner.closed_forms import Precision, optimizer_sharding
+from sporeloom.planner.cluster import Cluster
+from sporeloom.planner.dimensions import Dimensions, Parallelism, Recomputation
+from sporeloom.planner.memory import StageMemory
+from sporeloom.planner.step_time import StepTime, flops_per_device, step_time
+from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, adapter_parameters, task_memory
+from sporeloom.strategy.checks import MOST_DEVICES, divisors
+from sporeloom.strategy.mesh import Mesh
+
+Devices = Annotated[int, Bounds(1, MOST_DEVICES)]
+MICROBATCHES = (1, 2, 4, 8, 16)
+MOST_VIRTUAL_STAGES = 4
+FEWEST_TOKENS = 1024
+"""Of a sequence on a rank of cp: shorter parts save no memory worth gathering keys and values for."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way, and what it costs."""
+
+    dims: Dimensions
+    job: Parallelism
+    time: StepTime
+    memory: tuple[StageMemory, ...]
+    usable_bytes: float
+    peak_flops: float
+    is_frozen: bool = False
+    """Only adapters are trained."""
+
+    @property
+    def seconds(self) -> float:
+        return self.time.total
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(stage.total for stage in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.usable_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.job.global_batch_size * self.dims.seq_len / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Share of peak that the model's own FLOPs make up."""
+        return flops_per_device(self.dims, self.job, self.is_frozen)[0] / self.seconds / self.peak_flops
+
+    @property
+    def hfu(self) -> float:
+        """The same with what is computed twice."""
+        return flops_per_device(self.dims, self.job, self.is_frozen)[1] / self.seconds / self.peak_flops
+
+
+def evaluate(dims: Dimensions, job: Parallelism, cluster: Cluster, task: TrainedTask = PLAIN_TEXT) -> Option:
+    """What one way costs. Of tasks that sample, the time is that of an update."""
+    memory, adapters = tuple(task_memory(dims, job, task)), max(adapter_parameters(task, dims, job))
+    peak = cluster.peak_tflops * 1e12 * (2 if job.precision == "fp8" else 1)
+    return Option(
+        dims, job, step_time(dims, job, cluster, adapters=adapters), memory, cluster.usable_bytes, peak, adapters > 0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is to be planned."""
+
+    dims: Dimensions
+    cluster: Cluster
+    devices: Devices
+    global_batch_size: Count
+    interleave: bool = False
+    reshard_after_forward: bool = False
+    """Also with weights that are gathered twice. How much of that hides behind computing is known from other libraries' runs
+    only: none of MindSpore's with it is published."""
+    """Also pipelines with virtual stages."""
+    flash_attention: bool = False
+    recomputations: tuple[Recomputation, ...] = ("selective", "full")
+    """Kinds worth trying where memory is short."""
+    precision: Precision = "bf16"
+    """Of matrix products; master weights and moments are float32 in any case."""
+    task: TrainedTask = PLAIN_TEXT
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+def search(request: PlanRequest) -> list[Option]:
+    """All options: those that fit by time, then the others by memory.
+
+    Raises:
+        ConfigError: no mesh divides devices, model and batch.
+    """
+    options = [evaluate(request.dims, job, request.cluster, request.task) for job in _jobs(request)]
+    if not options:
+        raise ConfigError(
+            f"no dp x tp x pp = {request.devices} divides the model ({request.dims.num_heads} heads, hidden_size "
+            f"{request.dims.hidden_size}, vocab_size {request.dims.vocab_size}, {request.dims.num_layers} layers) and a "
+            f"global batch of {request.global_batch_size}; change the number of devices or the batch"
+        )
+    return sorted(options, key=lambda option: (not option.fits, option.seconds if option.fits else option.peak_bytes))
+
+
+def _jobs(request: PlanRequest) -> Iterator[Parallelism]:
+    dims, devices, batch = request.dims, request.devices, request.global_batch_size
+    for tp in divisors(devices):
+        if any(size % tp for size in (dims.num_heads, dims.vocab_size, *_widths(dims))):
+            continue
+        if dims.kv_heads % tp and tp % dims.kv_heads:
+            continue
+        for pp, cp in itertools.product(divisors(devices // tp), _context_degrees(request)):
+            dp, left = divmod(devices // tp, pp * cp)
+            if left or pp > dims.num_layers or batch % dp:
+                continue
+            if request.cluster.even_groups and request.cluster.refuses(Mesh(pp=pp, dp=dp, cp=cp, tp=tp)):
+                continue
+            for microbatch in MICROBATCHES:
+                if batch // dp % microbatch or (pp > 1 and batch // dp // microbatch < pp):
+                    continue
+                for ep in _expert_degrees(dims, dp):
+                    base = Parallelism(
+                        dp=dp,
+                        tp=tp,
+                        pp=pp,
+                        cp=cp,
+                        ep=ep,
+                        microbatch=microbatch,
+                        num_microbatches=batch // dp // microbatch,
+                        precision=request.precision,
+                    )
+                    yield from _variants(request, base)
+
+
+def _context_degrees(request: PlanRequest) -> list[int]:
+    """Numbers of ranks that can share out a sequence, keys and values gathered: none for experts, which count their tokens in
+    whole sequences, nor where texts are sampled a token at a time."""
+    if request.dims.num_experts or request.task.samples:
+        return [1]
+    length = request.dims.seq_len
+    return [cp for cp in divisors(length) if cp == 1 or (cp & (cp - 1) == 0 and length // cp >= FEWEST_TOKENS)]
+
+
+def _widths(dims: Dimensions) -> list[int]:
+    """Of MLPs and experts, which tp shards."""
+    dense = [] if dims.expert_layers == dims.num_layers else [dims.ffn_size]
+    return dense + ([dims.expert_ffn_size, dims.shared_ffn_size] if dims.num_experts else [])
+
+
+def _expert_degrees(dims: Dimensions, dp: int) -> list[int]:
+    """Numbers of ranks along dp that can share out the experts."""
+    return [ep for ep in divisors(dp) if dims.num_experts % ep == 0] if dims.num_experts else [1]
+
+
+def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
+    """Optimizer parallel, sequence parallel, virtual stages and recomputation of one mesh."""
+    dims = request.dims
+    cuts = [0]  # over how many replicas the optimizer is sharded
+    if (most := base.replicas) > 1:
+        cuts += sorted({most, *(size for size in (8, 16, 32, 64) if size < most and most % size == 0)})
+    most = dims.num_layers // base.pp
+    virtual = [1]
+    if request.interleave and base.pp > 1 and dims.num_layers % base.pp == 0 and base.num_microbatches % base.pp == 0:
+        virtual += [parts for parts in range(2, MOST_VIRTUAL_STAGES + 1) if most % parts == 0]
+    parallels = [False]
+    if base.tp > 1 and base.microbatch * dims.seq_len // base.cp % base.tp == 0:
+        parallels.append(True)
+    for shards in cuts:
+        for sequence_parallel in parallels:
+            for virtual_stages in virtual:
+                job = dataclasses.replace(
+                    base,
+                    zero_shards=shards,
+                    sequence_parallel=sequence_parallel,
+                    virtual_stages=virtual_stages,
+                    flash_attention=request.flash_attention,
+                    **optimizer_sharding(shards > 0, base.num_microbatches > 1, request.precision),
+                )
+                yield from _recomputations(request, job)
+
+
+def _recomputations(request: PlanRequest, job: Parallelism) -> Iterator[Parallelism]:
+    """Nothing twice; if that does not fit, as few layers of each stage as make it fit, of either kind, or all; or all with
+    their weights gathered twice, too."""
+    dims, usable = request.dims, request.cluster.usable_bytes
+    stages = task_memory(dims, job, request.task)
+    if max(stage.total for stage in stages) <= usable:
+        yield job
+        return
+    layers = job.stages(dims.num_layers)
+    for kind in request.recomputations:
+        whole = dataclasses.replace(job, recompute=kind)
+        needed = []
+        for stage, (without, every) in enumerate(zip(stages, task_memory(dims, whole, request.task), strict=True)):
+            saved = (without.activations - every.activations) / layers[stage]
+            over = without.total + (every.working - without.working) - usable
+            needed.append(min(layers[stage], max(0, -int(-over // saved))) if saved > 0 and over > 0 else 0)
+        if any(needed) and tuple(needed) != layers:
+            yield dataclasses.replace(whole, recomputed_layers=tuple(needed))
+        else:
+            yield whole
+    possible = job.zero and job.pp == job.num_microbatches == 1 and not dims.num_experts
+    if request.reshard_after_forward and possible and "full" in request.recomputations:
+        yield dataclasses.replace(
+            job, recompute="full", **optimizer_sharding(True, False, request.precision, again=True)
+        )
+
+
+def describe(job: Parallelism) -> str:
+    """One line."""
+    parts = [f"tp {job.tp}", f"pp {job.pp}", f"dp {job.dp}", f"microbatch {job.microbatch} x {job.num_microbatches}"]
+    if job.ep > 1:
+        parts[2] += f" (ep {job.ep})"
+    if job.cp > 1:
+        parts.insert(3, f"cp {job.cp}")
+    if job.virtual_stages > 1:
+        parts.append(f"{job.virtual_stages} virtual stages")
+    if job.zero:
+        over = f" over {job.shards}" if job.shards < job.replicas else ""
+        parts.append(f"optimizer parallel{over}{', weights gathered twice' if job.zero == 3 else ''}")
+    if job.sequence_parallel:
+        parts.append("sequence parallel")
+    if job.recompute != "none":
+        parts.append(f"recompute {job.recompute}{_which_layers(job.recomputed_layers)}")
+    return ", ".join(parts)
+
+
+def _which_layers(counts: tuple[int, ...] | None) -> str:
+    if counts is None:
+        return ""
+    runs = [(count, len(list(stages))) for count, stages in itertools.groupby(counts)]
+    if len(runs) == 1:
+        return f" of {counts[0]} layers" + (" a stage" if len(counts) > 1 else "")
+    return " of layers " + " ".join(f"{count}" if times == 1 else f"{count}(x{times})" for count, times in runs)
+
+
+def distinct(options: Sequence[Option]) -> list[Option]:
+    """Of options that differ in less than their mesh, microbatch and virtual stages the first."""
+    found: dict[tuple[int, ...], Option] = {}
+    for option in options:
+        job = option.job
+        found.setdefault((job.tp, job.pp, job.cp, job.ep, job.microbatch, job.virtual_stages), option)
+    return list(found.values())
+
+
+def why_slower(option: Option, best: Option) -> str:
+    """The terms that make `option` slower than `best`, the largest first, and what it gains."""
+    differences = {
+        name.replace("_", " "): value - getattr(best.time, name) for name, value in vars(option.time).items()
+    }
+    noted = [f"{name} {seconds:+.2f} s" for name, seconds in differences.items() if abs(seconds) > 0.005 * best.seconds]
+    noted.sort(key=lambda text: -abs(float(text.split()[-2])))
+    return ", ".join(noted[:3]) or "equal within half a percent"
+
+
+def smallest_changes(request: PlanRequest, options: list[Option]) -> list[str]:
+    """When nothing fits: by how much, and which more devices, memory or smaller batch would do."""
+    nearest = min(options, key=lambda option: option.peak_bytes)
+    lacking = nearest.peak_bytes - nearest.usable_bytes
+    lines = [
+        f"nothing fits: the nearest ({describe(nearest.job)}) needs {nearest.peak_bytes / 2**30:.1f} GB on a device that has "
+        f"{nearest.usable_bytes / 2**30:.1f} GB to use, {lacking / 2**30:.1f} GB too few",
+        f"devices with at least {nearest.peak_bytes / 2**30 + request.cluster.reserved_gb:.0f} GB would do",
+    ]
+    for factor in (2, 4, 8, 16, 32, 64):
+        larger = dataclasses.replace(request, devices=request.devices * factor)
+        try:
+            found = search(larger)[0]
+        except ConfigError:
+            continue
+        if found.fits:
+            lines.append(f"{larger.devices} devices would do: {describe(found.job)}")
+            break
+    for batch in sorted(
+        (d for d in divisors(request.global_batch_size) if d < request.global_batch_size), reverse=True
+    ):
+        try:
+            found = search(dataclasses.replace(request, global_batch_size=batch))[0]
+        except ConfigError:
+            continue
+        if found.fits:
+            lines.append(f"a global batch of {batch} would do: {describe(found.job)}")
+            break
+    return lines

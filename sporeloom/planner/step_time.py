@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of one training step, term by term, in closed form. Derivations and sources: docs/planner.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from sporeloom.planner.cluster import Cluster, Overlap
+from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.memory import (
+    MOMENTS,
+    expert_parameters,
+    expert_shards,
+    head_columns,
+    layer_activations,
+    moments_on_host,
+    stage_parameters,
+)
+
+FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
+GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
+SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
+MESSAGE_S = 2e-6  # to send one of an all-to-all's messages off, however short: published latencies of small messages
+KERNEL_HEAD = 128  # fused attention kernels take as long for narrower heads
+BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one microbatch in one layer (or the head) on one device."""
+
+    matmul: float
+    attention: float
+    memory: float
+    overhead: float
+    tensor_parallel: float
+    expert_parallel: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    def plus(self, other: LayerTime) -> LayerTime:
+        return LayerTime(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, on the slowest stage."""
+
+    matmul: float
+    attention: float
+    memory: float
+    overhead: float
+    tensor_parallel: float
+    expert_parallel: float
+    """All-to-alls between experts, what is not hidden."""
+    recompute: float
+    pipeline: float
+    """Sending activations and gradients between stages."""
+    bubble: float
+    gradients: float
+    """Collectives of gradients, what is not hidden."""
+    weights: float
+    """Gathering sharded weights, what is not hidden."""
+    optimizer: float
+    offload: float
+    """Moving optimizer state and activations to the host and back, what is not hidden."""
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    @property
+    def communication(self) -> float:
+        """Exposed."""
+        return self.tensor_parallel + self.expert_parallel + self.pipeline + self.gradients + self.weights
+
+
+def group_bandwidth(cluster: Cluster, size: int, stride: int) -> float:
+    """Bytes/s at which a ring through every `stride`-th device moves data, for one device.
+
+    Rings that leave a node share its links: of a group with k members in a node each member brings one device's link.
+    """
+    in_node = min(size, max(1, cluster.devices_per_node // stride))
+    intra = cluster.intra_node_gb_per_s * cluster.fitted.intra_node
+    if size <= in_node:
+        return intra * 1e9
+    return min(intra, in_node * cluster.inter_node_gb_per_s * cluster.fitted.inter_node) * 1e9
+
+
+def all_reduce(num_bytes: float, size: int, bandwidth: float) -> float:
+    """Seconds of a ring all-reduce; a reduce-scatter or an all-gather takes half."""
+    return 2 * (size - 1) / size * num_bytes / bandwidth
+
+
+def all_to_all(num_bytes: float, size: int, stride: int, rates: Rates, copies: int = 0) -> float:
+    """Seconds in which every device sends each of `size`, every `stride`-th, its part of `num_bytes`: within a node over its
+    links, to others over the device's own, each message after the other. `copies`: of what each row is among them, of which
+    a node is sent one."""
+    cluster = rates.cluster
+    in_node = min(size, max(1, cluster.devices_per_node // stride))
+    near = (in_node - 1) / size * num_bytes / (cluster.intra_node_gb_per_s * cluster.fitted.intra_node * 1e9)
+    nodes = size / in_node
+    if copies:
+        num_bytes *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+    far = (size - in_node) / size * num_bytes / (cluster.inter_node_gb_per_s * cluster.fitted.inter_node * 1e9)
+    return near + far + (size - 1) * MESSAGE_S
+
+
+class Rates:
+    """What one device and its tensor parallel group reach."""
+
+    def __init__(self, dims: Dimensions, job: Parallelism, cluster: Cluster):
+        fitted, self.cluster, self.experts = cluster.fitted, cluster, cluster.fitted_experts
+        faster = {"fp8": fitted.fp8, "fp32": FLOAT32_SPEED}.get(job.precision, 1.0)
+        self.flops = cluster.peak_tflops * 1e12 * fitted.matmul * faster
+        aligned = dims.head_size % cluster.alignment == 0
+        self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention * (1.0 if aligned else 1 / 12)
+        if dims.num_experts:
+            self.attention_flops *= self.experts.attention
+        self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
+        self.overhead = fitted.layer_overhead_us * 1e-6
+        self.tp = group_bandwidth(cluster, job.tp, 1)
+        self.width = job.activation_bytes
+        self.factor_width = 1 if job.precision == "fp8" else self.width
+
+    def matmul(self, m: float, n: float, k: float) -> float:
+        """Seconds of (m, k) x (k, n): the arithmetic, and then each matrix once through memory.
+
+        The second term makes products with a short side less efficient, as they are.
+        """
+        moved = self.factor_width * (m * k + k * n) + self.width * m * n
+        return 2 * m * n * k / self.flops + moved / self.bytes
+
+
+def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
+    """Forward of one layer for one microbatch."""
+    tokens, tp, h, q = job.microbatch * dims.seq_len / job.cp, job.tp, dims.hidden_size, dims.query_size
+    kv_parts = math.gcd(tp, dims.kv_heads)
+    matmul = rates.matmul(tokens, q / tp + 2 * dims.kv_size / kv_parts, h) + rates.matmul(tokens, h, q / tp)
+    ffn = dims.always_used_ffn
+    matmul += (dims.mlp_matrices - 1) * rates.matmul(tokens, ffn / tp, h) + rates.matmul(tokens, h, ffn / tp)
+    attention = 4 * tokens * dims.seq_len * q / tp / rates.attention_flops
+    if job.flash_attention:
+        attention *= 0.5 * max(1.0, KERNEL_HEAD / dims.head_size)
+    # Passes: two norms read and write, two residual additions read twice and write once, each with half a dropout mask.
+    passes = (3 + 4 * dims.num_norms) * tokens * h / (tp if job.sequence_parallel else 1)
+    passes += (2 * dims.mlp_matrices - 2) * tokens * ffn / tp  # the activation
+    if not job.flash_attention:
+        passes += SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / tp
+    reduced = (1 if dims.block == "parallel" else 2) * all_reduce(rates.width * tokens * h, tp, rates.tp)
+    if job.cp > 1:
+        reduced += 2 * rates.width * tokens * dims.kv_size / tp * (job.cp - 1) / rates.tp  # keys and values go round
+    part = LayerTime(matmul, attention, rates.width * passes / rates.bytes, rates.overhead, reduced)
+    if not dims.num_experts:
+        return part
+    whole = part.plus(experts_forward(dims, job, rates))
+    # Only interleaved stages have another microbatch's products at hand meanwhile.
+    hidden = rates.experts.overlap * (whole.matmul + whole.attention) if job.virtual_stages > 1 else 0.0
+    return dataclasses.replace(whole, expert_parallel=max(0.0, whole.expert_parallel - hidden))
+
+
+def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
+    """Forward of one layer's router and experts for one microbatch, mean of layers with and without.
+
+    A device has its share of the experts for the tokens of all that share them out, so as many rows as its own tokens make;
+    products of experts are less efficient than one product of all rows, and each reads its own weights. Rows go to their
+    experts and back: two all-to-alls.
+    """
+    fitted, share = rates.experts, dims.expert_share
+    tokens, h, parts = job.microbatch * dims.seq_len / job.cp, dims.hidden_size, job.parts_of_expert
+    rows = tokens * dims.experts_per_token * dims.expert_rows * dims.expert_imbalance * parts / job.tp
+    local = dims.num_experts / job.ep
+    each, width = rows / local, dims.expert_ffn_size / parts
+    products = (dims.mlp_matrices - 1) * rates.matmul(each, width, h) + rates.matmul(each, h, width)
+    matmul = rates.matmul(tokens, dims.num_experts, h) + local * products / fitted.products
+    passes = fitted.passes * rows * h + (2 * dims.mlp_matrices - 2) * rows * width
+    times = dims.experts_per_token if job.sends_once else 0
+    num_bytes = (
+        rates.width * rows * h / (parts if job.sends_once else 1)
+    )  # and tensor parallel ranks gather what each got
+    stride = job.cp * (job.tp if parts == job.tp else 1)  # ep is a part of dp, the outer axis
+    sent = 2 * all_to_all(num_bytes, job.ep, stride, rates, times) / fitted.all_to_all
+    added_up = tokens if job.sends_once else rows  # a token's experts first, or what the ranks have of each row
+    reduced = all_reduce(rates.width * added_up * h, parts, rates.tp) if parts > 1 else 0.0
+    return LayerTime(
+        matmul=share * matmul,
+        attention=0.0,
+        memory=share * rates.width * passes / rates.bytes,
+        overhead=share * fitted.layer_overhead_us * 1e-6,
+        tensor_parallel=share * reduced,
+        expert_parallel=share * sent,
+    )
+
+
+def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
+    """Seconds of what selective recomputation does again."""
+    tokens = job.microbatch * dims.seq_len / job.cp
+    if job.flash_attention:  # its kernel computes scores again anyway; two norms and the activation
+        spread = job.tp if job.sequence_parallel else 1
+        return rates.width * tokens * (4 * dims.hidden_size / spread + 3 * dims.ffn_size / job.tp) / rates.bytes
+    flops = 4 * tokens * dims.seq_len * dims.query_size / job.tp / rates.attention_flops
+    return flops + rates.width * SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
+
+
+def unneeded_result(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
+    """Seconds of adding up a layer's last product over tp, which a graph leaves out where the layer is computed again: no
+    gradient needs the sum. The norm behind it in a sandwich block does."""
+    if job.repeats_results or dims.num_experts or dims.block == "sandwich":
+        return 0.0
+    tokens = job.microbatch * dims.seq_len / job.cp
+    whole = all_reduce(rates.width * tokens * dims.hidden_size, job.tp, rates.tp)
+    return whole / 2 if job.sequence_parallel else whole
+
+
+def head_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
+    """Forward of the head and the loss for one microbatch."""
+    tokens, columns = job.microbatch * dims.seq_len / job.cp, head_columns(dims, job)
+    passes = 3 * 4 * tokens * columns
+    return LayerTime(rates.matmul(tokens, columns, dims.hidden_size), 0.0, passes / rates.bytes, rates.overhead, 0.0)
+
+
+def step_time(
+    dims: Dimensions, job: Parallelism, cluster: Cluster, overlap: Overlap | None = None, adapters: int = 0
+) -> StepTime:
+    """Time of one step of `job`. `adapters`: parameters that a device trains in place of its own, of which there are then no
+    gradients: a product is mirrored once backward, not twice.
+
+    The slowest stage sets the pace of all microbatches, the others add their own time once: with stage times t_i and m
+    microbatches, m max(t) + (sum(t) - max(t)) / v, where v virtual stages shorten filling and draining.
+    """
+    overlap = overlap or Overlap.fitted()
+    rates, m = Rates(dims, job, cluster), job.num_microbatches
+    layer, head = layer_forward(dims, job, rates), head_forward(dims, job, rates)
+    attention_backward = 2.5 if job.flash_attention else 2.0  # the kernel computes its scores again
+    products = 2 if adapters else 3
+    forward_backward = LayerTime(
+        products * layer.matmul,
+        (1 + attention_backward) * layer.attention,
+        (1 + BACKWARD_PASSES) * layer.memory,
+        3 * layer.overhead,
+        2 * layer.tensor_parallel,
+        2 * layer.expert_parallel,
+    )
+    full = layer.total - unneeded_result(dims, job, rates)
+    again = {"none": 0.0, "selective": attention_core(dims, job, rates), "full": full}[job.recompute]
+    stages = job.stages(dims.num_layers)
+    counts = stages if job.recomputed_layers is None else tuple(map(min, job.recomputed_layers, stages))
+    head_total = products * head.matmul + (1 + BACKWARD_PASSES) * head.memory + 3 * head.overhead
+    times = [
+        layers * forward_backward.total + (counts[i] * again) + (head_total if i == job.last_stage else 0.0)
+        for i, layers in enumerate(stages)
+    ]
+    slowest = max(range(job.pp), key=times.__getitem__)
+    layers, has_head = stages[slowest], slowest == job.last_stage
+    compute = m * times[slowest]
+    gradients, weights = _data_parallel(dims, job, cluster, compute, overlap, adapters)
+    return StepTime(
+        matmul=m * (layers * forward_backward.matmul + (products * head.matmul if has_head else 0.0)),
+        attention=m * layers * forward_backward.attention,
+        memory=m * (layers * forward_backward.memory + ((1 + BACKWARD_PASSES) * head.memory if has_head else 0.0)),
+        overhead=m * (layers * forward_backward.overhead + (3 * head.overhead if has_head else 0.0)),
+        tensor_parallel=m * layers * forward_backward.tensor_parallel,
+        expert_parallel=m * layers * forward_backward.expert_parallel,
+        recompute=m * counts[slowest] * again,
+        pipeline=_sends(dims, job, cluster),
+        bubble=(sum(times) - times[slowest]) / job.virtual_stages,
+        gradients=gradients,
+        weights=weights,
+        optimizer=_update(dims, job, rates, adapters),
+        offload=_offload(dims, job, cluster, compute, adapters),
+    )
+
+
+def _sends(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
+    """Activations forward and gradients back, for each microbatch and virtual stage."""
+    if job.pp == 1:
+        return 0.0
+    num_bytes = job.activation_bytes * job.microbatch * dims.seq_len / job.cp * dims.hidden_size
+    num_bytes /= job.tp if job.sequence_parallel or job.scatter_gather or job.virtual_stages > 1 else 1
+    bandwidth = group_bandwidth(cluster, 2, job.tp * job.replicas)
+    rounds = job.num_microbatches * job.virtual_stages + job.pp - 1
+    return 2 * rounds * num_bytes / bandwidth
+
+
+def _data_parallel(
+    dims: Dimensions, job: Parallelism, cluster: Cluster, compute: float, overlap: Overlap, adapters: int
+) -> tuple[float, float]:
+    """Exposed seconds of the gradients' collectives and of gathering sharded weights."""
+    if job.replicas == 1:
+        return 0.0, 0.0
+    parameters: float = max(stage_parameters(dims, job))
+    ring = (job.replicas - 1) / job.replicas / group_bandwidth(cluster, job.replicas, job.tp)
+    same = max(
+        1, job.replicas * job.tp // (job.ep * job.parts_of_expert)
+    )  # ranks that hold the same experts, far apart
+    experts = (same - 1) / same / group_bandwidth(cluster, same, job.devices // job.pp // same)
+    parameters += max(expert_parameters(dims, job)) * experts / ring  # as if they went the others' way
+    trained = adapters or parameters
+    backward = compute * 2 / 3
+    if job.zero == 3:
+        per_microbatch = job.gathers == "microbatch"
+        share, times = (overlap.weights, job.num_microbatches) if per_microbatch else (overlap.gradients, 1)
+        gathers = 2 if per_microbatch else 1  # again for the backward pass
+        moved, gathered = ring * trained * 2 * times, gathers * ring * parameters * 2 * times
+        return max(moved - share * backward, 0.0), max(gathered - share * compute * (1 + gathers) / 3, 0.0)
+    moved, gathered = ring * trained * GRADIENT_BYTES, ring * parameters * job.weight_bytes
+    last = backward / job.num_microbatches  # gradients are complete in the last microbatch
+    if job.zero == 2:  # implementations that shard gradients move each virtual stage's while the next is at work
+        moved, gathered = moved / job.virtual_stages, gathered / job.virtual_stages
+    if job.zero == 0:  # an all-reduce; with sharded optimizer state a reduce-scatter, and the new weights are gathered
+        return max(2 * moved - overlap.gradients * last, 0.0), 0.0
+    return max(moved - overlap.gradients * last, 0.0), gathered
+
+
+def _update(dims: Dimensions, job: Parallelism, rates: Rates, adapters: int) -> float:
+    """The optimizer reads and writes its state and weights, and reads gradients."""
+    whole = max(stage_parameters(dims, job)) / job.shards + max(expert_parameters(dims, job)) / expert_shards(job)
+    parameters = adapters or whole
+    return parameters * (2 * job.optimizer_bytes + job.gradient_bytes + 2 * job.weight_bytes) / rates.bytes
+
+
+def _offload(dims: Dimensions, job: Parallelism, cluster: Cluster, compute: float, adapters: int) -> float:
+    """Exposed seconds of the link to the host: moments there and back while the optimizer waits; activations one way behind
+    the forward passes, the other way behind the backward ones."""
+    link = cluster.host_gb_per_s * 1e9
+    away = max(job.offloaded_layers, default=0) * layer_activations(dims, job, "none") * job.num_microbatches / link
+    exposed = max(0.0, away - compute / 3) + max(0.0, away - compute * 2 / 3)
+    moments = MOMENTS * adapters if adapters and job.optimizer_on_host else max(moments_on_host(dims, job))
+    return exposed + 2 * moments / link
+
+
+def flops_per_device(dims: Dimensions, job: Parallelism, frozen: bool = False) -> tuple[float, float]:
+    """FLOPs a step needs of a device on average: the model's own, `frozen` or trained, and what it really computes with
+    recomputation.
+
+    Source: arXiv:2205.05198 appendix A.
+    """
+    tokens = job.global_batch_size * dims.seq_len
+    model = dims.model_flops(tokens, frozen=frozen)
+    layers = sum(job.stages(dims.num_layers))
+    share = 1.0 if job.recomputed_layers is None else sum(job.recomputed_layers) / layers
+    attention = 4 * dims.seq_len * dims.query_size * dims.num_layers * tokens
+    again = {
+        "none": 0.0,
+        "selective": attention,
+        "full": attention
+        + 2 * tokens * dims.num_layers * dims.layer_matrices
+        + 2 * tokens * dims.expert_layers * dims.experts_per_token * dims.expert_parameters,
+    }
+    return model / job.devices, (model + share * again[job.recompute]) / job.devices

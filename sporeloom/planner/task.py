@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step trains, as dry runs, plans and certificates are told: the task, adapters, and the models beside.
+
+A task of rewards holds more than a training step: a reference, a reward model, and keys and values of the texts it samples.
+The policy's weights are counted once: texts are sampled from them, the critic is a second head on them, and with adapters the
+reference is the policy without them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sporeloom.cli import option
+from sporeloom.errors import ConfigError, Problems
+from sporeloom.models.adapters import HEAD, LoRAConfig
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import size_config
+from sporeloom.models.slots import num_slots_for
+from sporeloom.numbers import Count
+from sporeloom.planner.closed_forms import parameter_bytes
+from sporeloom.planner.dimensions import Dimensions, Parallelism, of_decoder
+from sporeloom.planner.memory import MOMENTS, StageMemory, head_columns, layer_activations, stage_memory
+
+TaskName = Literal["pretraining", "sft", "reward", "dpo", "grpo", "ppo"]
+SAMPLING = ("grpo", "ppo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskFlags:
+    """What is trained, for tools that are not given data."""
+
+    task: TaskName = option("pretraining", "what the step trains: the verb that would run it")
+    lora_r: Count | None = option(None, "train adapters of this rank instead of the model")
+    lora_targets: tuple[str, ...] = option(("attention.query", "attention.value"), "matrices with an adapter")
+    reference: bool = option(False, "of grpo: with --beta, so a reference beside the model; ppo has one in any case")
+    reward_size: str | None = option(None, "of grpo and ppo: size of a reward model of the family beside the model")
+    seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
+
+
+@dataclass(frozen=True)
+class TrainedTask:
+    """What is trained. Without arguments: a model, on plain text."""
+
+    name: TaskName = "pretraining"
+    lora: LoRAConfig | None = None
+    model: ModelConfig | None = None
+    """Whose adapters they are."""
+    has_reference: bool = False
+    """Whether the model it begins with is asked, too."""
+    reward_model: ModelConfig | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether texts are sampled from the weights that are trained."""
+        return self.name in SAMPLING
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Sequences that belong together."""
+        return 2 if self.name in ("reward", "dpo") else 1
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the reference is a copy of the model; with adapters it is the model without them."""
+        return self.has_reference and self.lora is None
+
+    def of_reward_model(self, dims: Dimensions) -> Dimensions | None:
+        """The reward model, reading sequences as long."""
+        return of_decoder(self.reward_model, dims.seq_len) if self.reward_model else None
+
+    def about(self) -> dict[str, Any]:
+        """What its graph hangs on, as data."""
+        return {"name": self.name, "reference": self.has_reference, "lora": self.lora and dataclasses.asdict(self.lora)}
+
+    def describe(self) -> str:
+        """For people: nothing of plain text."""
+        parts: list[str] = [] if self.name == "pretraining" else [self.name]
+        parts += [f"adapters of rank {self.lora.r}"] if self.lora else []
+        parts += ["a reference beside it"] if self.has_copy else []
+        parts += ["a reward model beside it"] if self.reward_model else []
+        return ", ".join(parts)
+
+
+PLAIN_TEXT = TrainedTask()
+
+
+def task_from(about: Mapping[str, Any] | None, model: ModelConfig) -> TrainedTask:
+    """What `about` of a task said."""
+    if about is None:
+        return PLAIN_TEXT
+    lora = LoRAConfig(**about["lora"]) if about["lora"] else None
+    return TrainedTask(about["name"], lora, model, about["reference"])
+
+
+def task_problems(flags: TaskFlags, is_training: bool = True) -> list[str]:
+    """What does not fit together of the flags alone."""
+    problems = []
+    is_plain = flags.task == "pretraining"
+    if flags.lora_r and not is_training:
+        problems.append("--lora-r is for training: leave out --inference")
+    if not is_plain and not is_training:
+        problems.append(f"--task {flags.task} is for training: leave out --inference")
+    if flags.reference and flags.task != "grpo":
+        problems.append(f"--reference is of --task grpo, not of {flags.task}")
+    if flags.reward_size and flags.task not in SAMPLING:
+        problems.append(f"--reward-size is of --task grpo and ppo, not of {flags.task}")
+    return problems
+
+
+def task_of(flags: TaskFlags, family: str, model: ModelConfig) -> TrainedTask:
+    """The task that flags ask for. `model`: as it is trained, see `trained_model`.
+
+    Raises:
+        ConfigError: a pattern of --lora-targets that matches nothing, no such size.
+    """
+    problems, lora, reward_model = Problems(), None, None
+    if flags.lora_r:
+        lora = LoRAConfig(r=flags.lora_r, target_modules=flags.lora_targets)
+        problems.of(lora.targets, model)
+    if flags.reward_size and (found := problems.of(_reward_size, family, flags.reward_size)):
+        reward_model = dataclasses.replace(found.with_value_head(), compute_dtype=model.compute_dtype)
+        if reward_model.seq_len < (longest := flags.seq_len or model.seq_len):
+            problems.append(
+                f"--reward-size {flags.reward_size}: its context of {reward_model.seq_len} tokens is shorter than "
+                f"{longest}, of the texts it rewards (--seq-len)"
+            )
+    problems.tell()
+    return TrainedTask(flags.task, lora, model, flags.reference or flags.task == "ppo", reward_model)
+
+
+def _reward_size(family: str, size: str) -> ModelConfig:
+    try:
+        return size_config(family, size)
+    except ConfigError as error:
+        raise ConfigError(problem.replace("--size", "--reward-size") for problem in error.problems) from None
+
+
+def trained_model(flags: TaskFlags, model: ModelConfig) -> ModelConfig:
+    """The model that the task trains: without dropout, as its verb does by itself; with the head of a reward model, if that
+    is the task."""
+    if flags.task == "pretraining":
+        return model
+    model = dataclasses.replace(model, dropout_rate=0.0)
+    return model.with_value_head() if flags.task == "reward" else model
+
+
+def adapter_parameters(task: TrainedTask, dims: Dimensions, job: Parallelism) -> list[int]:
+    """Parameters that are trained of each stage in place of its own, on one device: whole matrices A and B at most."""
+    if task.lora is None:
+        return [0] * job.pp
+    assert task.model
+    paths, layers_of = task.model.layers, job.stages(dims.num_layers)
+    per_layer, head = [0] * len(paths), 0
+    for name, shape in task.lora.shapes(task.model).items():
+        if name == HEAD:
+            head = math.prod(shape)
+            continue
+        layer = next(number for number, path in enumerate(paths) if name.startswith(f"{path}."))
+        per_layer[layer] += math.prod(shape)
+    ends = list(itertools.accumulate(layers_of))
+    counts = [sum(per_layer[end - count : end]) for end, count in zip(ends, layers_of, strict=True)]
+    counts[job.last_stage] += head
+    return counts
+
+
+def task_memory(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[StageMemory]:
+    """Memory of each stage's devices while they train `task`: `stage_memory`, with what the task has otherwise.
+
+    Frozen weights have neither gradients nor moments. Whole batches are evaluated at once where log-probabilities must be
+    known before an update; nothing of that is kept, so the larger of both is the peak.
+    """
+    stages = stage_memory(dims, job)
+    if task.lora:
+        stages = [
+            dataclasses.replace(
+                stage,
+                gradients=job.gradient_bytes * count,
+                optimizer=_of_adapters(job, stage.optimizer, count),
+            )
+            for stage, count in zip(stages, adapter_parameters(task, dims, job), strict=True)
+        ]
+    evaluates, beside = task.name == "dpo" or task.samples, models_beside(dims, job, task)
+    if not evaluates and not any(beside):
+        return stages
+    evaluated = _evaluation(dims, job) if evaluates else [0.0] * job.pp
+    return [
+        dataclasses.replace(
+            stage, working=max(stage.working, evaluation - stage.activations), beside=sum(more.values())
+        )
+        for stage, evaluation, more in zip(stages, evaluated, beside, strict=True)
+    ]
+
+
+def _of_adapters(job: Parallelism, of_all: float, count: int) -> float:
+    """Master weights of all, and what the optimizer keeps of `count` adapters."""
+    if job.optimizer_on_host:  # where all moments are already
+        return of_all + (job.optimizer_bytes - MOMENTS) * count
+    return of_all * (job.optimizer_bytes - MOMENTS) / job.optimizer_bytes + job.optimizer_bytes * count
+
+
+def models_beside(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[dict[str, float]]:
+    """Bytes on a device of each stage of what stands beside the model that is trained: what -> how many."""
+    found: list[dict[str, float]] = [{} for _ in range(job.pp)]
+    if task.has_copy:  # parallelized as the policy is
+        for beside, size in zip(found, parameter_bytes(dims, job), strict=True):
+            beside["reference"] = size
+    if reward := task.of_reward_model(dims):  # under the same strategy
+        even = dataclasses.replace(job, layers_of_stages=None, expert_layers_of_stages=None)
+        for beside, size in zip(found, parameter_bytes(reward, even), strict=True):
+            beside["reward model"] = size
+    if task.samples:  # keys and values of all texts of a step
+        slots = num_slots_for(dims.seq_len) * _rows(job)
+        width = 2 * job.activation_bytes * dims.kv_size / math.gcd(job.tp, dims.kv_heads)
+        for beside, layers in zip(found, job.stages(dims.num_layers), strict=True):
+            beside["keys and values"] = layers * slots * width
+    return found
+
+
+def _rows(job: Parallelism) -> int:
+    """Sequences of a step on one replica."""
+    return job.microbatch * job.num_microbatches
+
+
+def _evaluation(dims: Dimensions, job: Parallelism) -> list[float]:
+    """Bytes at work on each stage while a whole batch is evaluated: one layer, or the head with its logits in float32."""
+    at_once = dataclasses.replace(job, microbatch=_rows(job), num_microbatches=1)
+    layer = layer_activations(dims, at_once, "none")
+    head = _rows(job) * dims.seq_len / job.cp * head_columns(dims, job) * 8
+    return [max(layer, head) if stage == job.last_stage else layer for stage in range(job.pp)]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the cost model's predictions are from what was published."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sporeloom.planner.memory import peak_memory
+from sporeloom.planner.published import Measured, PublishedRun, UnpredictableError, describe, measured, read_rows
+from sporeloom.planner.published_experts import describe_experts, is_of_experts, measured_experts, read_expert_rows
+from sporeloom.planner.step_time import step_time
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One row, predicted, and what was measured."""
+
+    run: PublishedRun
+    found: Measured
+    seconds: float
+    memory_bytes: float
+
+    @property
+    def time_error(self) -> float | None:
+        """Relative to the measured time."""
+        return self.seconds / self.found.seconds - 1 if self.found.seconds else None
+
+    @property
+    def memory_error(self) -> float | None:
+        return self.memory_bytes / self.found.memory_bytes - 1 if self.found.memory_bytes else None
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.run.cluster.usable_bytes
+
+
+def predict(rows: list[dict[str, str]], of_experts: bool = False) -> tuple[list[Prediction], Counter[str]]:
+    """Predictions of all rows that can be predicted, and how many could not be for which reason. `of_experts`: of a file of
+    runs with experts."""
+    predictions, reasons = [], Counter[str]()
+    for row in rows:
+        try:
+            run = describe_experts(row) if of_experts else describe(row)
+            found = measured_experts(row) if of_experts else measured(row, run)
+            time, memory = step_time(run.dims, run.job, run.cluster).total, peak_memory(run.dims, run.job)
+            predictions.append(Prediction(run, found, time, memory))
+        except UnpredictableError as reason:
+            reasons[str(reason)] += 1
+    return predictions, reasons
+
+
+def _figures(errors: list[float]) -> dict[str, Any]:
+    sizes = np.abs(errors)
+    return {
+        "rows": len(errors),
+        "median_abs_error": round(float(np.median(sizes)), 4) if errors else None,
+        "p90_abs_error": round(float(np.quantile(sizes, 0.9)), 4) if errors else None,
+        "median_error": round(float(np.median(errors)), 4) if errors else None,
+    }
+
+
+def _grouped(predictions: list[Prediction], key: Any) -> dict[str, Any]:
+    groups = defaultdict(list)
+    for prediction in predictions:
+        if prediction.time_error is not None:
+            groups[key(prediction)].append(prediction.time_error)
+    return {name: _figures(errors) for name, errors in sorted(groups.items(), key=lambda item: -len(item[1]))}
+
+
+def validate(path: Path) -> dict[str, Any]:
+    """Errors of step time and memory, and how often fits / does not fit was right, for a CSV of published runs.
+
+    Errors are fractions of the measured value; rows that cannot be predicted are counted with the reason.
+
+    Raises:
+        ConfigError: the file is not such a CSV.
+    """
+    of_experts = is_of_experts(path)
+    predictions, reasons = predict(read_expert_rows(path) if of_experts else read_rows(path), of_experts)
+    times = [p.time_error for p in predictions if p.time_error is not None]
+    memories = [p.memory_error for p in predictions if p.memory_error is not None]
+    judged = [p for p in predictions if p.found.fits is not None]
+    confusion = Counter(
+        ("fits" if p.fits else "does_not_fit") + ("_right" if p.fits == p.found.fits else "_wrong") for p in judged
+    )
+    right = confusion["fits_right"] + confusion["does_not_fit_right"]
+    return {
+        "step_time": {
+            **_figures(times),
+            "by_source": _grouped(predictions, lambda p: p.run.source),
+            "by_chip": _grouped(predictions, lambda p: p.run.cluster.chip),
+        },
+        "memory": _figures(memories),
+        "fits": {
+            "rows": len(judged),
+            "right": right,
+            "share_right": round(right / len(judged), 4) if judged else None,
+            **{
+                name: confusion[name]
+                for name in ("fits_right", "fits_wrong", "does_not_fit_right", "does_not_fit_wrong")
+            },
+        },
+        "not_predicted": dict(reasons.most_common()),
+        "predicted_without_time": sum(p.time_error is None for p in predictions),
+    }

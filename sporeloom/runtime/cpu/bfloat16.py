@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bfloat16 on CPUs, which have hardly a kernel for it: float32 holds the values of a partitioned graph, and what an operator
+gives is rounded to the nearest bfloat16. That is what a device computes whose products add up in float32.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from mindspore import dtype as mstype
+from numpy.typing import NDArray
+
+from sporeloom.errors import ConfigError
+from sporeloom.private_names import mind_ir, type_to_type_id
+
+Array = NDArray[Any]
+NARROW, WIDE = mind_ir.TensorProto.BFLOAT16, mind_ir.TensorProto.FLOAT
+NARROW_ID, WIDE_ID = int(type_to_type_id(mstype.bfloat16)), int(type_to_type_id(mstype.float32))
+"""The types as numbers, as operators take them."""
+TYPE_INPUTS = {"Cast": 1, "SumExt": 3, "MeanExt": 3, "ZerosLikeExt": 1, "OnesLikeExt": 1}
+"""Operators that are told the type of what they give, and by which input."""
+EXACT = frozenset(
+    (
+        *(
+            "Load",
+            "TensorMove",
+            "Depend",
+            "MakeTuple",
+            "TupleGetItem",
+            "UpdateState",
+            "Assign",
+            "ScatterNdUpdate",
+            "Send",
+            "Receive",
+            "Broadcast",
+        ),
+        *(
+            "AllGather",
+            "AllReduce",
+            "ReduceScatter",
+            "AlltoAll",
+            "AllToAll",
+            "Reshape",
+            "Transpose",
+            "ExpandDims",
+            "Squeeze",
+            "Split",
+            "Concat",
+        ),
+        *(
+            "StridedSlice",
+            "Gather",
+            "Neg",
+            "ZerosLike",
+            "ZerosLikeExt",
+            "OnesLike",
+            "OnesLikeExt",
+            "Tile",
+            "BroadcastTo",
+        ),
+    )
+)
+"""Operators that give numbers they were given, or a message's sums, which are rounded on their way."""
+
+
+class Widened:
+    """What `widen_bfloat16` did to a graph."""
+
+    def __init__(self) -> None:
+        self.values: set[str] = set()
+        """Names of the values that are bfloat16 in the graph as it was partitioned."""
+        self.parameters: set[str] = set()
+        """Parameters that were bfloat16, as the Cell names them."""
+        self.rounded: Counter[str] = Counter()
+        """Kinds of the operators whose results are rounded, and how many of each."""
+
+
+def widen_bfloat16(model: mind_ir.ModelProto) -> Widened:
+    """Let float32 hold all bfloat16 of `model`, in place, and round what operators give.
+
+    Raises:
+        ConfigError: an operator that is told to give bfloat16 in a way that is not known here.
+    """
+    done, graph = Widened(), model.graph
+    kinds = {f"REF::{p.name}": p.op_type for p in model.primitives}
+    for node in graph.node:
+        if any(tensor.data_type == NARROW for tensor in _tensors(node)):
+            done.values.add(node.output[0])
+    narrow_parameters = [p.name for p in graph.parameter if p.data_type == NARROW]
+    done.parameters = {name.rpartition(":")[2] for name in narrow_parameters}
+    done.values |= {*narrow_parameters}
+    if not done.values:
+        return done
+    to_round = [
+        node
+        for node in graph.node
+        if node.output[0] in done.values
+        and node.op_type != "Constant"
+        and kinds.get(node.op_type, node.op_type) not in EXACT
+    ]
+    wide, narrow = _type_constant("sporeloom_float32", WIDE_ID), _type_constant("sporeloom_bfloat16", NARROW_ID)
+    _tell_float32(model, kinds, done.values, wide.output[0])
+    for tensor in (*graph.parameter, *(t for node in graph.node for t in _tensors(node))):
+        if tensor.data_type == NARROW:
+            tensor.data_type = WIDE
+            tensor.raw_data = from_bits(tensor.raw_data)
+    if not to_round:  # a stage of a pipeline that only passes them on
+        return done
+    cast = next((p for p in model.primitives if p.op_type == "Cast"), None) or model.primitives.add(
+        name="sporeloom_cast", op_type="Cast", prim_type=mind_ir.PrimitiveProto.PRIMITIVE
+    )
+    after: dict[str, list[mind_ir.NodeProto]] = {}
+    for node in to_round:
+        kind = kinds.get(node.op_type, node.op_type)
+        done.rounded["FlashAttention" if kind == "Custom" else kind] += 1  # no message has been exchanged yet
+        after[node.output[0]] = _rounding(node, f"REF::{cast.name}", narrow.output[0], wide.output[0])
+    _put_behind(graph, after, [wide, narrow])
+    return done
+
+
+def in_bfloat16(run: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """`run`, a message, over bfloat16: half the bytes travel, and sums are rounded one after the other."""
+
+    def narrow(x: Array) -> Array:
+        return run(x.astype(ml_dtypes.bfloat16)).astype(np.float32)
+
+    return narrow
+
+
+def from_bits(raw: bytes) -> bytes:
+    """Bytes of float32 for those of bfloat16."""
+    return np.frombuffer(raw, ml_dtypes.bfloat16).astype(np.float32).tobytes()
+
+
+def _tensors(node: mind_ir.NodeProto) -> Iterator[Any]:
+    """Everything that a node says of the types of what it gives."""
+    stack = [attribute for attribute in node.attribute if attribute.name in ("shape", "value")]
+    while stack:
+        attribute = stack.pop()
+        yield from attribute.tensors
+        stack += attribute.values
+
+
+def _tell_float32(model: mind_ir.ModelProto, kinds: dict[str, str], narrow: set[str], wide: str) -> None:
+    """Let operators that are told to give bfloat16 give float32."""
+    told = {
+        node.output[0]
+        for node in model.graph.node
+        if node.op_type == "Constant"
+        and any(
+            a.name == "value" and a.type == mind_ir.AttributeProto.INT64 and a.i == NARROW_ID for a in node.attribute
+        )
+    }
+    for node in model.graph.node:
+        kind = kinds.get(node.op_type, node.op_type)
+        for place, name in enumerate(node.input) if node.output[0] in narrow else ():
+            if name not in told:
+                continue
+            if TYPE_INPUTS.get(kind) != place:
+                raise ConfigError(
+                    f"compute_dtype bfloat16: {kind} gives it as its input {place} says, which CPU processes are not taught; "
+                    "use float32 or float16 here"
+                )
+            node.input[place] = wide
+
+
+def _type_constant(name: str, number: int) -> mind_ir.NodeProto:
+    node = mind_ir.NodeProto(output=[name], name=name, op_type="Constant")
+    node.attribute.add(name="value", type=mind_ir.AttributeProto.INT64, i=number)
+    return node
+
+
+def _rounding(node: mind_ir.NodeProto, cast: str, narrow: str, wide: str) -> list[mind_ir.NodeProto]:
+    """To bfloat16, which MindSpore rounds to nearest even, and back."""
+    made, source = [], node.output[0]
+    for name, of, dtype in ((f"{source}.bfloat16", narrow, NARROW), (f"{source}.rounded", wide, WIDE)):
+        made.append(mind_ir.NodeProto(input=[source, of], output=[name], name=name, op_type=cast, domain=node.domain))
+        shape = made[-1].attribute.add(name="shape", type=mind_ir.AttributeProto.TENSORS)
+        shape.tensors.add(dims=next(_tensors(node)).dims, data_type=dtype)
+        source = name
+    return made
+
+
+def _put_behind(
+    graph: mind_ir.GraphProto, after: dict[str, list[mind_ir.NodeProto]], first: list[mind_ir.NodeProto]
+) -> None:
+    """Let all that takes a value take what the nodes put behind it give instead."""
+    renamed = {name: nodes[-1].output[0] for name, nodes in after.items()}
+    ordered = list(first)
+    for node in graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        ordered.append(mind_ir.NodeProto.FromString(node.SerializeToString()))
+        ordered += after.get(node.output[0], [])
+    for output in graph.output:
+        output.name = renamed.get(output.name, output.name)
+    del graph.node[:]
+    graph.node.extend(ordered)

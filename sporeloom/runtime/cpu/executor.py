@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Execute one rank's part of a Cell in a CPU process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+from numpy.typing import NDArray
+
+from sporeloom.runtime.cpu.find_nan import NanFinder
+from sporeloom.runtime.cpu.lowering import lower
+from sporeloom.runtime.cpu.partition import PartitionedGraph
+from sporeloom.runtime.cpu.transport import Transport
+from sporeloom.scratch import scratch_folder
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the value of a parameter is read from, as its attribute `source`."""
+
+    shape: tuple[int, ...]
+    read: Callable[[tuple[slice, ...]], NDArray[Any]]
+    """Gives a part of it."""
+
+    @classmethod
+    def of_zeros(cls, shape: Sequence[int]) -> Source:
+        """For what gets its values later."""
+        return cls(tuple(shape), lambda slices: np.zeros([s.stop - s.start for s in slices], np.float32))
+
+    @property
+    def whole(self) -> tuple[slice, ...]:
+        return tuple(slice(0, length) for length in self.shape)
+
+
+class Program:
+    """A partitioned graph, ready to run. Its parameters share storage with those of the Cell it came from."""
+
+    def __init__(
+        self,
+        graph: PartitionedGraph,
+        cell: nn.Cell,
+        transport: Transport,
+        name: str,
+        nan_finder: NanFinder | None = None,
+    ):
+        self.graph = graph
+        messages, self.widened = lower(graph.model, transport, graph.groups, name)
+        if nan_finder:
+            nan_finder.watch(graph.model, messages)
+        with scratch_folder() as folder:
+            path = folder / "rank.mindir"
+            path.write_bytes(graph.model.SerializeToString())
+            self.cell = nn.GraphCell(ms.load(str(path)))
+        owners = {parameter.name: parameter for parameter in cell.get_parameters()}
+        materialize(owners.values(), graph)
+        for name in self.widened.parameters:
+            owners[name] = _in_float32(owners[name])
+        # One storage from now on: a write by either is seen by both.
+        self._pairs = [(parameter, owners[parameter.name]) for parameter in self.cell.get_parameters()]
+        for parameter, owner in self._pairs:
+            parameter.set_data(owner)
+
+    def compile(self, inputs: Sequence[Tensor]) -> None:
+        """Let MindSpore choose the CPU kernels; the first `run` would do so."""
+        self.cell.phase = "graph_load_from_mindir"  # as GraphCell.__call__ sets it
+        self.cell._add_attr("graph_load_from_mindir", self.cell.graph)
+        self.cell.compile(*inputs)
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        for parameter, owner in self._pairs:
+            if parameter.data_ptr() != owner.data_ptr():  # the owner was given new data, as a learning rate is
+                parameter.set_data(owner)
+        return self.cell(*inputs)
+
+
+def _in_float32(parameter: Parameter) -> Parameter:
+    """What holds the values of a parameter in bfloat16, a cache say, for all programs that use it."""
+    if not hasattr(parameter, "in_float32"):
+        parameter.in_float32 = Parameter(parameter.astype(ms.float32), requires_grad=False)
+    return parameter.in_float32
+
+
+def materialize(parameters: Any, graph: PartitionedGraph) -> None:
+    """Give each parameter its initial value, then keep this rank's part of it.
+
+    All ranks draw all initial values in the same order, so they agree with each other and with one device. Of one that is to
+    be read (see `Source`), only this rank's part is, and nothing where its stage has no use for it.
+    """
+    held = graph.parameters
+    for parameter in parameters:
+        layout = graph.layouts.get(parameter.name) if parameter.name in held else None
+        if source := getattr(parameter, "source", None):  # MindSpore may have cut its shape already
+            if parameter.name in held:
+                slices = layout.slices(source.shape, graph.rank, graph.groups) if layout else source.whole
+                parameter.set_data(Tensor(source.read(slices), dtype=parameter.dtype), slice_shape=True)
+                parameter.init_mode = parameter.source = None
+            continue
+        if parameter.sliced:
+            continue
+        parameter.init_data()
+        if layout is not None:
+            keep_slice(parameter, layout.slices(tuple(parameter.shape), graph.rank, graph.groups))
+
+
+def keep_slice(parameter: Parameter, slices: tuple[slice, ...]) -> None:
+    """Reduce a whole parameter to one part of it, as MindSpore does on a device."""
+    parameter.set_data(Tensor(parameter.asnumpy()[slices].copy(), dtype=parameter.dtype), slice_shape=True)
+    parameter.sliced = True

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttentionScore and its gradient on CPUs, which have no such kernel: nodes of a partitioned graph are exchanged for
+NumPy's arithmetic, in float32. For proofs on small models: scores are made whole, once for each result of a node."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive
+
+Array = NDArray[Any]
+FORWARD, BACKWARD = "FlashAttentionScore", "FlashAttentionScoreGrad"
+INPUTS = {FORWARD: ((0, 1, 2, 6), 12), BACKWARD: ((0, 1, 2, 7, 3), 17)}
+"""Places of query, key, value and mask, and of the gradient of what came out; and of the scale. Source:
+gen_ops_prim.py of MindSpore 2.9 and the node it differentiates to."""
+
+
+def exchange_flash_attention(model: mind_ir.ModelProto) -> None:
+    """Replace every use of an output of such nodes, in place, and drop the nodes."""
+    kinds = {f"REF::{p.name}": p.op_type for p in model.primitives if p.op_type in INPUTS}
+    if not kinds:
+        return
+    nodes = {node.output[0]: node for node in model.graph.node}
+    items = {f"REF::{p.name}" for p in model.primitives if p.op_type == "TupleGetItem"} | {"TupleGetItem"}
+    for node in model.graph.node:
+        source = nodes.get(node.input[0]) if node.op_type in items else None
+        if source is None or source.op_type not in kinds:
+            continue
+        kind, which = kinds[source.op_type], _constant(nodes[node.input[1]]).i
+        places, scale = INPUTS[kind]
+        run = _function(kind, which, _constant(nodes[source.input[scale]]).f)
+        if run is None:  # what the forward node keeps for the other: it is not used
+            continue
+        node.op_type = add_pyfunc_primitive(model, run, len(places))
+        node.input[:] = [source.input[place] for place in places]
+    _drop_unused(model)
+
+
+def attention(q: Array, k: Array, v: Array, hidden: Array, scale: float) -> Array:
+    """Softmax(scale Q K^T) V where `hidden` is 0. q: (B, H, T, D), k, v: (B, KV, S, D), hidden: (B or 1, 1, T, S)."""
+    y = _probs(q, k, hidden, scale) @ _grouped(v, v)
+    return np.ascontiguousarray(y.reshape(q.shape).astype(q.dtype))
+
+
+def attention_gradient(q: Array, k: Array, v: Array, hidden: Array, dy: Array, scale: float, of: int) -> Array:
+    """Gradient of `attention` of q, k or v (`of` 0, 1, 2), from that of its result, (B, H, T, D)."""
+    probs, dy = _probs(q, k, hidden, scale), _grouped(dy, k)
+    if of == 2:
+        gradient = (probs.swapaxes(-1, -2) @ dy).sum(2)
+    else:
+        dprobs = dy @ _grouped(v, v).swapaxes(-1, -2)
+        dscores = probs * (dprobs - (dprobs * probs).sum(-1, keepdims=True)) * scale
+        gradient = dscores @ _grouped(k, k) if of == 0 else (dscores.swapaxes(-1, -2) @ _grouped(q, k)).sum(2)
+    like = (q, k, v)[of]
+    return np.ascontiguousarray(gradient.reshape(like.shape).astype(like.dtype))
+
+
+def _function(kind: str, which: int, scale: float) -> Callable[..., Array] | None:
+    if kind == FORWARD:
+        return functools.partial(attention, scale=scale) if which == 3 else None
+    return functools.partial(attention_gradient, scale=scale, of=which) if which < 3 else None
+
+
+def _grouped(x: Array, k: Array) -> Array:
+    """(B, H, T, D) -> (B, KV, H/KV, T, D), float32: the heads that share keys and values together."""
+    batch, heads, length, width = x.shape
+    return x.astype(np.float32).reshape(batch, k.shape[1], heads // k.shape[1], length, width)
+
+
+def _probs(q: Array, k: Array, hidden: Array, scale: float) -> Array:
+    """(B, KV, H/KV, T, S)."""
+    scores = _grouped(q, k) @ _grouped(k, k).swapaxes(-1, -2) * np.float32(scale)
+    scores = np.where(hidden[:, :, None] != 0, np.float32(-np.inf), scores)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.asarray(weights / weights.sum(-1, keepdims=True))
+
+
+def _constant(node: mind_ir.NodeProto) -> mind_ir.AttributeProto:
+    return next(attribute for attribute in node.attribute if attribute.name == "value")
+
+
+def _drop_unused(model: mind_ir.ModelProto) -> None:
+    nodes = {node.output[0]: node for node in model.graph.node}
+    needed, stack = set[str](), [output.name for output in model.graph.output]
+    while stack:
+        name = stack.pop()
+        if name in nodes and name not in needed:
+            needed.add(name)
+            stack += nodes[name].input
+    kept = [mind_ir.NodeProto.FromString(n.SerializeToString()) for n in model.graph.node if n.output[0] in needed]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write every call of a function out in the graph that calls it.
+
+MindSpore keeps a Cell that is said to be lazily inlined as a function: its forward function gives its result and its backward
+function, a closure over what was computed. Here the graph is evaluated with names for values: a call copies the function's
+nodes, and closures and the tuples that hold them are values of the evaluation alone. Nothing of them is left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sporeloom.private_names import mind_ir
+
+
+class InliningError(RuntimeError):
+    """The graph uses functions in a way that is not known here."""
+
+
+class Closure(NamedTuple):
+    """A function and the first of its arguments."""
+
+    function: str
+    captured: tuple[Value, ...]
+
+
+class Items(NamedTuple):
+    """A tuple that holds a closure, so that no node can make it."""
+
+    items: tuple[Value, ...]
+
+
+Value = str | Closure | Items
+"""The name of what a node gives, or something that no node can give."""
+
+
+def inline_functions(model: mind_ir.ModelProto) -> int:
+    """Replace all calls in `model`, in place. Returns how many there were.
+
+    Raises:
+        InliningError: a function is used in a way that is not known here.
+    """
+    return _Inliner(model).run() if model.functions else 0
+
+
+def calls_of_functions(model: mind_ir.ModelProto) -> Counter[str]:
+    """How often each function of a graph is called in a step, backward functions by the closures that forward ones give."""
+    functions, kinds = {f.name: f for f in model.functions}, {p.name: p.op_type for p in model.primitives}
+    nodes = [node for graph in (model.graph, *model.functions) for node in graph.node]
+    numbers = {node.output[0]: _number(node) for node in nodes if node.op_type == "Constant"}
+    known: dict[str, tuple[Value, Counter[str]]] = {}
+
+    def given_by(name: str) -> tuple[Value, Counter[str]]:
+        if name not in known:
+            known[name] = evaluate(functions[name])
+        return known[name]
+
+    def evaluate(graph: mind_ir.GraphProto) -> tuple[Value, Counter[str]]:
+        env, calls = dict[str, Value](), Counter[str]()
+        for node in graph.node:
+            target = node.op_type.removeprefix("REF::")
+            kind, given = kinds.get(target, node.op_type), [env.get(name, name) for name in node.input]
+            called = env.get(target, Closure(target, ()) if target in functions else target)
+            result: Value = node.output[0]
+            if isinstance(called, Closure):
+                result, within = given_by(called.function)
+                calls += Counter([called.function]) + within
+            elif kind == "Partial":
+                result = Closure(node.input[0], ())
+            elif kind == "MakeTuple":
+                result = Items(tuple(given))
+            elif kind == "TupleGetItem" and isinstance(given[0], Items):
+                result = given[0].items[numbers[node.input[1]]]
+            elif kind == "Depend":
+                result = given[0]
+            env[node.output[0]] = result
+        return env.get(graph.output[0].name, graph.output[0].name), calls
+
+    return evaluate(model.graph)[1]
+
+
+class _Inliner:
+    def __init__(self, model: mind_ir.ModelProto):
+        self.model = model
+        self.functions = {function.name: function for function in model.functions}
+        self.kinds = {p.name: p.op_type for p in model.primitives}
+        self.made: dict[str, mind_ir.NodeProto] = {}
+        """Nodes of the new graph, by what they give, in order."""
+        self.tuples: dict[str, Sequence[str]] = {}
+        """What tuples that nodes make hold."""
+        self.calls = 0
+
+    def run(self) -> int:
+        main = self.model.graph
+        # Constants stand where they are first used, and are used everywhere.
+        for graph in (main, *self.model.functions):
+            for node in graph.node:
+                if node.op_type == "Constant":
+                    self.made[node.output[0]] = _copy(node)
+        env = self._evaluate(main, {}, "")
+        for output in main.output:
+            value = env[output.name]
+            if not isinstance(value, str):
+                raise InliningError("the graph gives a function")
+            output.name = value
+        del main.node[:]
+        main.node.extend(self.made.values())
+        del self.model.functions[:]
+        return self.calls
+
+    def _evaluate(self, graph: mind_ir.GraphProto, env: dict[str, Value], suffix: str) -> dict[str, Value]:
+        for node in graph.node:
+            if node.op_type == "Constant":
+                continue
+            target = node.op_type.removeprefix("REF::")
+            arguments = [env.get(name, name) for name in node.input]
+            called = Closure(target, ()) if target in self.functions else env.get(target)
+            if isinstance(called, Closure):
+                result = self._call(called, arguments)
+            else:
+                result = self._operator(node, self.kinds.get(target, node.op_type), arguments, suffix)
+            env[node.output[0]] = result
+        return env
+
+    def _call(self, called: Closure, arguments: Sequence[Value]) -> Value:
+        function, given = self.functions[called.function], (*called.captured, *arguments)
+        if len(function.input) != len(given):
+            raise InliningError(f"{function.name} takes {len(function.input)} arguments, not {len(given)}")
+        self.calls += 1
+        env = {i.name: value for i, value in zip(function.input, given, strict=True)}
+        return self._evaluate(function, env, f"~{self.calls}").get(function.output[0].name, function.output[0].name)
+
+    def _operator(self, node: mind_ir.NodeProto, kind: str, arguments: Sequence[Value], suffix: str) -> Value:
+        if kind == "Partial":
+            return Closure(node.input[0], tuple(arguments[1:]))
+        names = [name for argument in arguments for name in ([argument] if isinstance(argument, str) else ())]
+        if kind == "TupleGetItem" and names and names[0] in self.tuples:
+            # Not a node that takes it out again: MindSpore's runtime would no longer see what an item of a tuple waits for.
+            return self.tuples[names[0]][_number(self.made[names[1]])]
+        if len(names) == len(arguments):
+            name = self._add(node, names, node.output[0] + suffix)
+            self.tuples |= {name: names} if kind == "MakeTuple" else {}
+            return name
+        if kind == "MakeTuple":
+            return Items(tuple(arguments))
+        if kind == "TupleGetItem" and isinstance(arguments[0], Items) and isinstance(arguments[1], str):
+            return arguments[0].items[_number(self.made[arguments[1]])]
+        if kind == "Depend":
+            needed = [leaf for argument in arguments[1:] for leaf in _leaves(argument)]
+            return self._after(arguments[0], needed, node, suffix)
+        if kind == "UpdateState":
+            return self._add(node, [leaf for a in arguments for leaf in _leaves(a)], node.output[0] + suffix)
+        raise InliningError(f"{kind} ({node.name}) takes a function")
+
+    def _add(self, node: mind_ir.NodeProto, inputs: Sequence[str], name: str) -> str:
+        copied = _copy(node)
+        copied.output[0] = copied.name = name
+        copied.input[:] = inputs
+        self.made[name] = copied
+        return name
+
+    def _after(self, value: Value, needed: Sequence[str], node: mind_ir.NodeProto, suffix: str) -> Value:
+        """`value`, which is not to be used before all that is needed is there."""
+        if isinstance(value, Items):
+            parts = (self._after(each, needed, node, f"{suffix}~{i}") for i, each in enumerate(value.items))
+            return Items(tuple(parts))
+        if isinstance(value, Closure):
+            return value
+        for i, name in enumerate(needed):
+            after = mind_ir.NodeProto(input=[value, name], op_type=node.op_type, domain=node.domain)
+            after.attribute.extend(self._shape(value))
+            value = f"{node.output[0]}{suffix}~{i}"
+            after.output.append(value)
+            after.name = value
+            self.made[value] = after
+        return value
+
+    def _shape(self, name: str) -> list[mind_ir.AttributeProto]:
+        """What says the shape and type of a value, of a constant its own."""
+        if name in self.made:
+            said = next((a for a in self.made[name].attribute if a.name in ("shape", "value")), None)
+            if said is None:
+                return []
+            if said.name == "shape" or not said.tensors:
+                return [said] if said.name == "shape" else []
+            tensor = said.tensors[0]
+        else:
+            graph = self.model.graph
+            parameter = next((p for p in graph.parameter if p.name == name), None)
+            tensor = parameter or next(i for i in graph.input if i.name == name).tensor[0]
+        shape = mind_ir.AttributeProto(name="shape", type=mind_ir.AttributeProto.TENSORS)
+        shape.tensors.add(dims=tensor.dims, data_type=tensor.data_type)
+        return [shape]
+
+
+def _copy(node: mind_ir.NodeProto) -> mind_ir.NodeProto:
+    return mind_ir.NodeProto.FromString(node.SerializeToString())
+
+
+def _number(node: mind_ir.NodeProto) -> int:
+    return next(a for a in node.attribute if a.name == "value").i
+
+
+def _leaves(value: Value) -> list[str]:
+    """What is there once a value is; of a call its results, and what its backward function keeps only if there are none."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Closure):
+        return [leaf for each in value.captured for leaf in _leaves(each)]
+    results = [item for item in value.items if not isinstance(item, Closure)] or value.items
+    return [leaf for item in results for leaf in _leaves(item)]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Partitioned graphs on disk: what one run compiled, the next one with the same key reads.
+
+A file is a line that names the format, a line with the SHA-256 of the rest, one line of JSON (key, layouts, groups), and the
+MindIR as MindSpore made it, before anything is lowered. Files appear whole or not at all; the least recently used go first
+when there are too many bytes; a damaged one is dropped with one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+
+from sporeloom.files import cache_folder, write_atomically
+from sporeloom.log import milestone
+from sporeloom.models.family import sources_hash
+from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu.partition import PartitionedGraph
+from sporeloom.runtime.layouts import ParameterLayout
+from sporeloom.strategy.config import Strategy
+
+SWITCH = "SPORELOOM_KEPT_GRAPHS"
+"""Environment: 0 keeps and reads none; anything else is the folder."""
+MOST_BYTES = 2 << 30
+FORMAT = b"sporeloom-graph 1\n"
+SUFFIX, LEFT_S = ".graph", 3600.0
+
+
+def folder() -> Path:
+    """Where graphs are kept: in the user's cache directory."""
+    if chosen := os.environ.get(SWITCH):
+        return Path(chosen)
+    return cache_folder() / "graphs"
+
+
+def kept_graph(key: Mapping[str, Any], make: Callable[[], PartitionedGraph]) -> PartitionedGraph:
+    """The graph of this key: read, or made and kept.
+
+    `key`: everything the graph depends on but the versions of MindSpore and of this package, which are added.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return make()
+    text = json.dumps({**key, "mindspore": ms.__version__, "sources": sources_hash()}, sort_keys=True, default=str)
+    path = folder() / (hashlib.sha256(text.encode()).hexdigest() + SUFFIX)
+    start = time.perf_counter()
+    if (graph := _read(path, start)) is not None:
+        return graph
+    graph = make()
+    header = {
+        "key": text,
+        "rank": graph.rank,
+        "groups": graph.groups,
+        "layouts": {name: asdict(layout) for name, layout in graph.layouts.items()},
+    }
+    body = json.dumps(header).encode() + b"\n" + graph.model.SerializeToString()
+    try:
+        write_atomically(path, lambda partial: _write(partial, body))
+        _remove_oldest()
+    except OSError as error:
+        milestone(f"the compiled graph is not kept: {error.filename or path}: {error.strerror}")
+    return graph
+
+
+def strategy_key(strategy: Strategy) -> str:
+    """All of a strategy that a graph depends on: not the file it was read from."""
+    return repr(replace(strategy, source="", lines={}))
+
+
+def clear() -> tuple[int, int]:
+    """Remove all. Returns how many there were, and their bytes."""
+    found = kept()
+    for path, _, _ in found:
+        path.unlink(missing_ok=True)
+    return len(found), sum(size for _, _, size in found)
+
+
+def kept() -> list[tuple[Path, float, int]]:
+    """(file, time of its last use, bytes), the oldest first."""
+    found = []
+    for path in folder().glob(f"*{SUFFIX}") if folder().is_dir() else ():
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # another process has just removed it
+        found.append((path, status.st_mtime, status.st_size))
+    return sorted(found, key=lambda entry: entry[1])
+
+
+def _write(path: Path, body: bytes) -> None:
+    path.write_bytes(FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+
+
+def _read(path: Path, start: float) -> PartitionedGraph | None:
+    try:
+        content = path.read_bytes()
+        os.utime(path)
+    except OSError:
+        return None
+    try:
+        name, digest, header, model = content.split(b"\n", 3)
+        if name + b"\n" != FORMAT or hashlib.sha256(header + b"\n" + model).hexdigest().encode() != digest:
+            raise ValueError("its content is not what was written")
+        values = json.loads(header)
+        layouts = {
+            name: ParameterLayout(**{key: _tuples(value) for key, value in layout.items()})
+            for name, layout in values["layouts"].items()
+        }
+        proto = mind_ir.ModelProto.FromString(model)
+        return PartitionedGraph(proto, layouts, values["groups"], values["rank"], time.perf_counter() - start)
+    except (ValueError, KeyError, TypeError) as error:
+        milestone(f"dropped the kept graph {path}: {str(error).splitlines()[0]}")
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _remove_oldest() -> None:
+    for path in folder().glob(f".*{SUFFIX}.*.partial"):  # of processes that were killed while they wrote
+        if time.time() - path.stat().st_mtime > LEFT_S:
+            path.unlink(missing_ok=True)
+    found = kept()
+    total = sum(size for _, _, size in found)
+    for path, _, size in found[:-1]:
+        if total <= MOST_BYTES:
+            return
+        path.unlink(missing_ok=True)
+        total -= size

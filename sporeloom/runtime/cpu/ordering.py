@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One order for all messages of a job, so that no two ranks ever wait for each other.
+
+MindSpore runs independent nodes of a graph in any order, each on a thread that a waiting collective holds. Ranks that
+wait in different collectives, all threads held, would wait for ever. Here all ranks join what their graphs say about
+the order of messages, sort it once, and each rank's messages become a chain in that order. Why that is enough, even with
+one thread: of the messages that are not through yet take the first in the order. All that comes before it is through, so
+no rank that takes part in it waits anywhere else, and nothing holds the threads they need to come to it. Sends are links of
+the chain too: a send never waits, but a receive that takes the only thread before it would keep it from its receiver.
+"""
+
+from __future__ import annotations
+
+import graphlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu.transport import Transport, TransportError
+
+
+class Message(NamedTuple):
+    """What a node of one rank has in common with its counterparts on other ranks."""
+
+    kind: str
+    """`collective`, `send` or `receive`."""
+    ranks: tuple[int, ...]
+    """The group; of a send or receive the source and the target."""
+    tag: str
+
+
+Dependencies = dict[Message, list[Message]]
+"""For each message of one rank those that must be through before it."""
+
+
+def order_messages(
+    model: mind_ir.ModelProto, messages: Mapping[str, Message], transport: Transport, program: str
+) -> None:
+    """Put the messages of this rank's graph in the order that all ranks of the job agree on.
+
+    `messages`: by the name of a node's output.
+
+    Raises:
+        TransportError: a message is sent twice or never, or the graphs wait for each other.
+    """
+    if twice := [m for m, count in Counter(messages.values()).items() if count > 1]:
+        raise TransportError(f"rank {transport.rank} holds {twice[0]} twice: one cannot be told from the other")
+    mine = to_lists(dependencies(model.graph, messages))
+    ranks = [from_lists(lists) for lists in transport.gather_values(mine, (program, "order"))]
+    chain(model, messages, common_order(ranks))
+
+
+def to_lists(rank: Dependencies) -> list[Any]:
+    """Dependencies as they travel: each message, and the numbers of those it needs."""
+    numbers = {message: number for number, message in enumerate(rank)}
+    return [[*message, [numbers[n] for n in needed]] for message, needed in rank.items()]
+
+
+def from_lists(lists: Sequence[Any]) -> Dependencies:
+    """The inverse of `to_lists`."""
+    messages = [Message(kind, tuple(ranks), tag) for kind, ranks, tag, _ in lists]
+    return {m: [messages[number] for number in entry[3]] for m, entry in zip(messages, lists, strict=True)}
+
+
+def dependencies(graph: mind_ir.GraphProto, messages: Mapping[str, Message]) -> Dependencies:
+    """What the graph of one rank says of the order."""
+    before: dict[str, frozenset[Message]] = {}
+    result: Dependencies = {}
+    for node in graph.node:  # MindSpore writes them in topological order
+        needed = frozenset().union(*(before.get(name, frozenset()) for name in node.input))
+        message = messages.get(node.output[0])
+        if message is not None:
+            result[message] = sorted(needed)
+            needed = frozenset([message])
+        before[node.output[0]] = needed
+    return result
+
+
+def common_order(ranks: Sequence[Dependencies]) -> list[Message]:
+    """An order that suits every rank, the same wherever it is computed.
+
+    Raises:
+        TransportError: there is none, or a rank waits for what another never does.
+    """
+    joined: dict[Message, dict[Message, None]] = {}
+    holders: dict[Message, list[int]] = {}
+    for rank, messages in enumerate(ranks):
+        for message, needed in messages.items():
+            holders.setdefault(message, []).append(rank)
+            joined.setdefault(message, {}).update(dict.fromkeys(needed))
+            if message.kind == "receive":
+                joined[message][message._replace(kind="send")] = None
+    for message in joined:
+        if message.kind == "collective" and holders[message] != sorted(message.ranks):
+            raise TransportError(f"only ranks {holders[message]} of {list(message.ranks)} do the {message.tag}")
+        if message.kind == "receive" and message._replace(kind="send") not in holders:
+            source, target = message.ranks
+            raise TransportError(
+                f"rank {target} waits for message {message.tag} of rank {source}, which never sends it: a weight that two "
+                "stages use has to be used in Cells that the rules name as layers, first_stage or last_stage"
+            )
+    try:
+        return list(graphlib.TopologicalSorter(joined).static_order())
+    except graphlib.CycleError as error:
+        raise TransportError(f"the graphs of the ranks wait for each other: {error.args[1]}") from None
+
+
+def chain(model: mind_ir.ModelProto, messages: Mapping[str, Message], order: Sequence[Message]) -> None:
+    """Make each message of the graph depend on the one before it in `order`."""
+    graph = model.graph
+    depend = model.primitives.add(name="sporeloom_depend", op_type="Depend", prim_type=mind_ir.PrimitiveProto.PRIMITIVE)
+    depend.attribute.add(name="side_effect_propagate", type=mind_ir.AttributeProto.INT64, i=1)
+    nodes = {messages[node.output[0]]: node for node in graph.node if node.output[0] in messages}
+    producers = {node.output[0]: node for node in graph.node}
+    added: list[mind_ir.NodeProto] = []
+    previous: mind_ir.NodeProto | None = None
+    for message in order:
+        if message not in nodes:
+            continue
+        node = nodes[message]
+        if previous is not None:
+            name = f"{node.output[0]}.turn"
+            after = mind_ir.NodeProto(input=[node.input[0], previous.output[0]], output=[name], name=name)
+            after.op_type, after.domain = f"REF::{depend.name}", node.domain
+            after.attribute.append(_shape(node.input[0], producers, graph))
+            node.input[0] = name
+            added.append(after)
+        previous = node
+    graph.node.extend(added)
+    _sort(graph)
+
+
+def _shape(name: str, producers: Mapping[str, mind_ir.NodeProto], graph: mind_ir.GraphProto) -> mind_ir.AttributeProto:
+    """Shape and type of a value, as MindIR notes them on a node."""
+    if name in producers:  # a constant has a value instead of a shape
+        tensor = next(a for a in producers[name].attribute if a.name in ("shape", "value")).tensors[0]
+    else:
+        tensor = next((p for p in graph.parameter if p.name == name), None)
+        tensor = tensor or next(i for i in graph.input if i.name == name).tensor[0]
+    shape = mind_ir.AttributeProto(name="shape", type=mind_ir.AttributeProto.TENSORS)
+    shape.tensors.add(dims=tensor.dims, data_type=tensor.data_type)
+    return shape
+
+
+def _sort(graph: mind_ir.GraphProto) -> None:
+    """Put each node behind those it needs: MindSpore reads them one after the other."""
+    outputs = {node.output[0] for node in graph.node}
+    needed = {node.output[0]: [i for i in node.input if i in outputs] for node in graph.node}
+    place = {name: i for i, name in enumerate(graphlib.TopologicalSorter(needed).static_order())}
+    graph.node.sort(key=lambda node: place[node.output[0]])

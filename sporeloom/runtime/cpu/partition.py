@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile a Cell for one rank of a virtual Ascend cluster: MindSpore's own partition of it, as data."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import linecache
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+from numpy.typing import NDArray
+
+from sporeloom.errors import ConfigError
+from sporeloom.private_names import cell_graph_executor, mind_ir
+from sporeloom.runtime.compiler import auto_parallel_context, faster_compilation
+from sporeloom.runtime.cpu.target import virtual_ascend
+from sporeloom.runtime.layouts import ParameterLayout, read_layouts
+from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.layout import Shape
+
+_phases = itertools.count()
+
+DECIDES_BY_DATA = (
+    "has an `if` or `while` on a Tensor, which MindSpore does not partition; compute every way "
+    "and choose with ops.where(condition, a, b), or let a number given to __init__ decide"
+)
+_FRAME = re.compile(r"In file (\S+?):(\d+)")
+_OUR_PLUMBING = (
+    str(Path(ms.__file__).parent),
+    *(str(Path(__file__).parents[2] / part) for part in ("runtime", "parallel")),
+)
+
+
+@dataclass(frozen=True)
+class PartitionedGraph:
+    """One rank's part of a Cell, before anything of it is executed."""
+
+    model: mind_ir.ModelProto = field(repr=False)
+    layouts: dict[str, ParameterLayout]
+    groups: dict[str, list[int]]
+    """Communication groups the compiler created: name -> ranks."""
+    rank: int
+    compile_s: float
+
+    @property
+    def held_layouts(self) -> dict[str, ParameterLayout]:
+        """Layouts of the parameters in this rank's graph."""
+        held = self.parameters
+        return {name: layout for name, layout in self.layouts.items() if name in held}
+
+    @property
+    def parameters(self) -> dict[str, Shape]:
+        """Local shape of each parameter in this rank's graph."""
+        return {p.name.rpartition(":")[2]: tuple(p.dims) for p in self.model.graph.parameter}
+
+
+def partition(
+    cell: nn.Cell,
+    strategy: Strategy,
+    rank: int,
+    inputs: Sequence[tuple[Shape, Any]],
+    layouts_file: Path | None = None,
+) -> PartitionedGraph:
+    """Let MindSpore partition `cell` for `rank`.
+
+    Args:
+        inputs: global shape and NumPy dtype of each input.
+        layouts_file: gets the layouts in MindSpore's own format, too.
+
+    The parameters are not materialised. Every front-end pass runs (sharding, pipeline split, gradients, optimizer
+    parallel, recompute); kernel selection does not.
+
+    Raises:
+        ConfigError: MindSpore cannot partition it.
+    """
+    start = time.perf_counter()
+    executor = cell_graph_executor._graph_executor
+    with (
+        faster_compilation(),
+        virtual_ascend(rank, strategy.mesh.size) as groups,
+        auto_parallel_context(strategy, rank, layouts_file),
+    ):
+        tensors = [Tensor(np.zeros(shape, dtype)) for shape, dtype in inputs]
+        # A phase of its own: MindSpore would give the graph of an earlier one again, whatever has changed in the Cell.
+        name = f"export.mindir.{rank}.{next(_phases)}"
+        try:
+            phase, _ = cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
+        except (RuntimeError, TypeError, ValueError) as error:
+            _remove_dump(rank)
+            raise ConfigError(_cannot_partition(error, strategy)) from None  # MindSpore's traceback is one of C++
+        raw_layouts = executor.get_parameter_layout(phase)
+        model = mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
+        layouts = read_layouts(raw_layouts)
+        used = _groups_in(model) | {layout.optimizer_group for layout in layouts.values()}
+        held = {name: ranks for name, ranks in groups.items() if name in used}
+    return PartitionedGraph(model, layouts, held, rank, time.perf_counter() - start)
+
+
+def _cannot_partition(error: Exception, strategy: Strategy) -> str:
+    """MindSpore's first line, and the last line of the network, not of MindSpore or of what we put around, that led there."""
+    said = str(error).strip()
+    first_line = (said or type(error).__name__).splitlines()[0]
+    message = f"{strategy.source}: MindSpore cannot partition the network: {first_line}"
+    if "has multiple users" in first_line:
+        message += "; operators that use it got different layouts: write a rule for each"
+    frames = [(file, int(line)) for file, line in _FRAME.findall(said) if not file.startswith(_OUR_PLUMBING)]
+    if not frames:
+        return message
+    code = linecache.getline(*frames[-1]).strip()
+    decides = code.startswith(("if ", "elif ", "while "))
+    return f"{message}; at {frames[-1][0]}:{frames[-1][1]}, {code}" + (f": it {DECIDES_BY_DATA}" if decides else "")
+
+
+def _remove_dump(rank: int) -> None:
+    """Of a graph that failed, which MindSpore leaves in whatever folder the process is in."""
+    folder = Path(f"rank_{rank}/om")
+    (folder / "analyze_fail.ir").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # there is none, or it holds something else
+        os.removedirs(folder)
+
+
+def _groups_in(model: mind_ir.ModelProto) -> set[str]:
+    """Names of the groups that a graph communicates over; a process that compiled other graphs knows theirs, too."""
+    return {a.s.decode() for p in model.primitives for a in p.attribute if a.name.startswith("group") and a.s}
+
+
+def describe_inputs(arrays: Sequence[NDArray[Any] | Tensor]) -> list[tuple[Shape, Any]]:
+    """Shape and NumPy dtype of each input."""
+    described = []
+    for array in arrays:
+        dtype = ms.dtype_to_nptype(array.dtype) if isinstance(array, Tensor) else np.asarray(array).dtype
+        described.append((tuple(array.shape), dtype))
+    return described

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes of a graph that call a Python function: `Custom` of kind pyfunc."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sporeloom.private_names import add_pyfunc, mind_ir
+
+_serial = itertools.count()
+_keep: list[Callable[..., Any]] = []  # C++ holds the functions by id only
+
+
+def add_pyfunc_primitive(
+    model: mind_ir.ModelProto, run: Callable[..., Any], num_inputs: int = 1, is_scalar: bool = False
+) -> str:
+    """Add a primitive that calls `run` with its inputs as arrays. Returns what a node names it by.
+
+    Its unique name keeps common-subexpression elimination away.
+    """
+
+    def call(*inputs: Any) -> Any:
+        result = run(*map(np.asarray, inputs))
+        return result.item() if is_scalar else result  # MindSpore takes a tensor without dims as a Python number only
+
+    _keep.append(call)
+    add_pyfunc(id(call), call)
+    serial = next(_serial)
+    primitive = model.primitives.add(name=f"sporeloom_pyfunc_{serial}", op_type="Custom")
+    proto = mind_ir.AttributeProto
+    values: dict[str, str | int] = {
+        "func_type": "pyfunc",
+        "fn_id": id(call),
+        "uniq_name": f"sporeloom_{serial}",
+        "func_name": "run",
+        "primitive_target": "CPU",
+        "inputs_num": num_inputs,
+        "multi_output": False,
+        "single_scalar_output": False,
+        "fake_output": False,
+        "autodiff": False,
+        "imply_path": "",
+        "no_eliminate": True,
+    }
+    for name, value in values.items():
+        attribute = primitive.attribute.add()
+        attribute.name = name
+        if isinstance(value, str):
+            attribute.type, attribute.s = proto.STRING, value.encode()
+        else:
+            attribute.type, attribute.i = proto.BOOL if isinstance(value, bool) else proto.INT64, int(value)
+    return f"REF::{primitive.name}"

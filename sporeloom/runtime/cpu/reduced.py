@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the compiler adds up every gradient over the ranks that saw other rows. MindSpore 2.9 forgets some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from sporeloom.errors import ConfigError
+from sporeloom.parallel.cells import MEAN_OF_OWN_ROWS
+from sporeloom.runtime.cpu.lowering import attributes
+from sporeloom.runtime.cpu.partition import PartitionedGraph
+from sporeloom.runtime.layouts import ParameterLayout
+from sporeloom.strategy.config import Strategy
+
+
+def check_reduced(
+    graph: PartitionedGraph, strategy: Strategy, trainable: Collection[str], trained: Collection[str] = ()
+) -> None:
+    """Hold a training graph against what data parallelism asks for: a parameter that several ranks hold is updated by the
+    sum of their gradients. MindSpore puts that sum before the operator that uses a parameter, and where a function of
+    several layers uses one, as in nn.MultiheadAttention, it finds the first layer's only.
+
+    In a pipeline the sum of a shared parameter may be another stage's, and is not looked for; see `lost_gradients`.
+
+    Args:
+        trainable: names of parameters of the network that want a gradient; what else a graph updates, the moments of an
+            optimizer or sums of gradients, is each rank's own business.
+        trained: names of parameters whose gradients the graph returns; those that it updates itself are found.
+
+    Raises:
+        ConfigError: a gradient is not added up.
+    """
+    if strategy.mesh.pp > 1:
+        return
+    read, updated, summed = _uses(graph)
+    forgotten = [
+        name
+        for name, layout in graph.held_layouts.items()
+        if name in trainable
+        and name in read
+        and (name in updated or name in trained)
+        and name not in summed
+        and _is_replicated(layout)
+    ]
+    if forgotten and (summed or strategy.mesh.dp > 1):  # tp alone: ranks that do the same need no sum
+        raise ConfigError(
+            f"{strategy.source}: MindSpore does not add up the gradient of {', '.join(forgotten[:8])} over the ranks, so "
+            "each would train on its own rows: a function that several layers call uses it, as in nn.MultiheadAttention; "
+            "use it in the Cell that holds it, as self.dense(x) with an nn.Dense or self.matmul(x, self.weight)"
+        )
+
+
+def lost_gradients(graph: PartitionedGraph, trainable: Collection[str]) -> list[str]:
+    """Parameters that the training graph of a pipeline's stage uses, and does not update: MindSpore gives the stage that does
+    no gradient of them where they are used in no Cell that has a stage."""
+    read, updated, _ = _uses(graph)
+    wanted = set(trainable)
+    return sorted(read & wanted - updated) if updated & wanted else []  # inference updates caches alone
+
+
+def check_lost(lost: Collection[str], strategy: Strategy) -> None:
+    """Refuse `lost_gradients` of any rank.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if lost:
+        raise ConfigError(
+            f"{strategy.source}: a stage uses {', '.join(sorted(lost)[:8])}, which another one trains, outside the Cells "
+            "that the rules name as layers, first_stage and last_stage, and MindSpore loses that gradient: use it in one, as "
+            "self.head(x, self.table.embedding_table) with head in last_stage"
+        )
+
+
+def check_means(graph: PartitionedGraph, strategy: Strategy) -> None:
+    """Refuse a loss that would be the mean of each rank's own rows.
+
+    Raises:
+        ConfigError: an operator of the graph takes such a mean.
+    """
+    if strategy.mesh.dp > 1 and any(p.op_type == MEAN_OF_OWN_ROWS for p in graph.model.primitives):
+        raise ConfigError(
+            f"{strategy.source}: ops.{MEAN_OF_OWN_ROWS} averages the rows of each rank alone; use ops.cross_entropy or "
+            "nn.CrossEntropyLoss, or make the operator in the __init__ of a Cell that holds it"
+        )
+
+
+def _uses(graph: PartitionedGraph) -> tuple[set[str], set[str], set[str]]:
+    """Names of the parameters that a graph reads, that it updates, and whose gradients it adds up."""
+    primitives = {p.name: p for p in graph.model.primitives}
+    updating = {name for name, p in primitives.items() if attributes(p).get("side_effect_mem")}
+    read: set[str] = set()
+    updated: set[str] = set()
+    summed: set[str] = set()
+    for function in (graph.model.graph, *graph.model.functions):
+        for node in function.node:
+            name = node.op_type.removeprefix("REF::")
+            given = [value.rpartition(":")[2] for value in node.input]
+            if name in updating:
+                updated.update(given[:1])
+            else:
+                read.update(given)
+            summed.update(a.s.decode() for a in node.primal_attr if a.name == "mirror_user_id")
+    return read, updated, summed
+
+
+def _is_replicated(layout: ParameterLayout) -> bool:
+    return not layout.optimizer_group and math.prod(layout.device_matrix) > math.prod(layout.shards)

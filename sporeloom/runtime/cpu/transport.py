@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tagged messages between the processes of one machine, and the collectives built on them.
+
+Sends never wait; receives wait with a time-out that names what is missing. When a process goes away without a word,
+every other one says which and ends, so that no job hangs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+from zmq.utils.monitor import recv_monitor_message
+
+from sporeloom.runtime.cpu.meeting_place import MeetingPlace
+
+RECEIVE_TIMEOUT_S = 600.0
+GOODBYE_S = 0.3
+SMALL_BYTES = 1 << 16  # up to here one exchange of whole arrays beats two exchanges of parts
+NUMBERS = "biufc"  # kinds of NumPy dtypes that a message may hold, besides bfloat16
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # not by its name, under which MindSpore has a type of its own
+
+Array = NDArray[Any]
+_IN = "in "
+WATCHDOG_S = 120.0
+_HELLO, _STEP, _BYE, _LOST, _WHERE, _VALUE, _ARRAY = "hello", "step", "bye", "lost", "where", "value", "array"
+
+
+class TransportError(RuntimeError):
+    """A message did not arrive, or a peer does something else."""
+
+
+class Transport:
+    """This rank's connections to all other ranks of `job`, a name only they share.
+
+    A message has two frames: a header in JSON, `[kind, source, tag, dtype, shape]`, and a body: the bytes of an array, or
+    a value in JSON. Nothing that arrives is ever executed; what does not parse is dropped with one line. Sockets lie in a
+    folder only their owner may enter, and only until all ranks are connected.
+
+    Raises:
+        ConfigError: somebody else owns that folder, or another job has this name just now.
+    """
+
+    def __init__(self, rank: int, size: int, job: str):
+        self.rank, self.size = rank, size
+        self.last_steps: dict[int, int | None] = dict.fromkeys(range(size))
+        self.on_lost: Callable[[str], None] = lambda line: None
+        """Told, in one line, that a peer is gone, before this process ends."""
+        self.watchdog_s = WATCHDOG_S
+        """Seconds within a collective after which every rank tells where it is; see `watched`."""
+        self._doing, self._since, self._told_at = "before its first collective", time.monotonic(), -math.inf
+        self._step: int | None = None
+        self._inbox: dict[tuple[int, str], queue.Queue[Any]] = {}
+        self._inbox_lock = threading.Lock()
+        self._absent = set(range(size)) - {rank}  # peers that did not say hello yet
+        self._left: set[int] = set()  # peers that ended in good order
+        self._closing = False
+        self._losing = threading.Lock()
+        self._lock = threading.Lock()
+        self._place = MeetingPlace(job, rank)
+        self._context = zmq.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.bind(f"ipc://{self._place.socket(rank)}")
+        self._peers: dict[int, zmq.Socket[bytes]] = {}
+        for peer in sorted(self._absent):
+            self._connect(peer)
+        if not self._absent:
+            self._place.leave()  # nobody will look for it
+        threading.Thread(target=self._receive_loop, daemon=True).start()
+
+    def _connect(self, peer: int) -> None:
+        socket = self._context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.SNDHWM, 0)  # never block a sender: in 1F1B both sides send before they receive
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(f"ipc://{self._place.socket(peer)}")
+        self._peers[peer] = socket
+        self._post(peer, _HELLO)
+        threading.Thread(target=self._watch, args=(peer, monitor), daemon=True).start()
+
+    def _watch(self, peer: int, monitor: Any) -> None:
+        try:
+            recv_monitor_message(monitor)
+        except zmq.ZMQError:
+            return  # we are closing
+        self._lose(peer)
+
+    def _lose(self, peer: int) -> None:
+        """Rank `peer` is gone: tell the others, who might otherwise name this rank, which ends for it; and end.
+
+        Not if it, or this one, has come to its end in good order.
+        """
+        if self._closing or peer in self._left:
+            return
+        if not self._losing.acquire(blocking=False):
+            return  # another thread is at it
+        step = self.last_steps[peer]
+        where = "before its first step" if step is None else f"its last step was {step}"
+        line = f"rank {peer} is gone ({where}); ending this job"
+        print(f"rank {self.rank}: {line}", file=sys.stderr, flush=True)
+        self._place.leave()
+        for other in self._peers.keys() - {peer}:
+            self._post(other, _LOST, str(peer))
+        self.on_lost(line)
+        time.sleep(GOODBYE_S)
+        os._exit(1)  # other threads wait inside C++ for messages that cannot come
+
+    def _receive_loop(self) -> None:
+        while True:
+            try:
+                frames = self._pull.recv_multipart(copy=False)
+            except zmq.ZMQError:
+                return  # we are closing
+            try:
+                self._take(frames)
+            except Exception as error:  # whatever it was, the next message may be a good one
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                print(
+                    f"rank {self.rank}: dropped a message that is none of ours ({reason})", file=sys.stderr, flush=True
+                )
+
+    def _take(self, frames: Sequence[zmq.Frame]) -> None:
+        """Put one message where it belongs.
+
+        Raises:
+            Exception: it is not what `_post` sends.
+        """
+        header, body = frames
+        kind, source, tag, dtype, shape = json.loads(header.bytes)
+        if type(source) is not int or source not in self._peers or not isinstance(tag, str):
+            raise ValueError(f"from {source!r}, tag {tag!r}")
+        if kind == _ARRAY:
+            self._queue(source, tag).put(_to_array(body, dtype, shape))
+        elif kind == _VALUE:
+            self._queue(source, tag).put(json.loads(body.bytes))
+        elif kind == _STEP:
+            self.last_steps[source] = int(tag)
+        elif kind == _WHERE:
+            print(json.loads(body.bytes), file=sys.stderr, flush=True)
+            self._tell_where()
+        elif kind == _BYE:
+            self._left.add(source)
+        elif kind == _LOST:
+            if (peer := int(tag)) not in self._peers:
+                raise ValueError(f"rank {peer} is no peer")
+            self._lose(peer)
+        elif kind == _HELLO:
+            self._absent.discard(source)
+            if not self._absent:
+                self._place.leave()  # all are connected: nobody needs the names any more
+        else:
+            raise ValueError(f"kind {kind!r}")
+
+    def _queue(self, source: int, tag: str) -> queue.Queue[Any]:
+        """Where messages wait. The one that comes and the one who waits for it may both be the first to ask: with two
+        queues they would miss each other."""
+        with self._inbox_lock:
+            return self._inbox.setdefault((source, tag), queue.Queue())
+
+    def _post(self, peer: int, kind: str, tag: str = "", body: Any = b"", array: Array | None = None) -> None:
+        described = ("", ()) if array is None else (_named(array.dtype), array.shape)
+        header = json.dumps((kind, self.rank, tag, *described)).encode()
+        with self._lock:
+            self._peers[peer].send_multipart([header, body], copy=False)
+
+    def send(self, peer: int, tag: Hashable, array: Array) -> None:
+        """Hand `array` over and return at once; the bytes are copied, so the caller may reuse them."""
+        self._post(peer, _ARRAY, _text(tag), array.tobytes(), array)
+
+    def send_value(self, peer: int, tag: Hashable, value: Any) -> None:
+        """As `send`, for a number, a text, or lists and mappings of such."""
+        self._post(peer, _VALUE, _text(tag), json.dumps(value).encode())
+
+    def receive(self, peer: int, tag: Hashable, timeout_s: float = RECEIVE_TIMEOUT_S) -> Any:
+        """The next message of `peer` under `tag`; lets other threads run while it waits.
+
+        Raises:
+            TransportError: nothing came within the time-out.
+        """
+        waiting, early = self._queue(peer, _text(tag)), min(self.watchdog_s, timeout_s)
+        if self._doing.startswith(_IN):  # elsewhere a rank may well wait long: for a request to serve, say
+            try:
+                return waiting.get(timeout=early)
+            except queue.Empty:
+                self._tell_where(f", for rank {peer}")
+        else:
+            early = 0.0
+        try:
+            return waiting.get(timeout=timeout_s - early)
+        except queue.Empty:
+            message = f"rank {self.rank} waited {timeout_s:.0f} s for rank {peer}, message {tag}"
+            print(message, file=sys.stderr, flush=True)
+            raise TransportError(message) from None
+
+    def watched(self, what: str, run: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        """`run`, a message of a graph, that says what it is to those who ask where this rank is."""
+
+        def call(x: Array) -> Array:
+            self._doing, self._since = f"{_IN}{what}", time.monotonic()
+            result = run(x)
+            self._doing, self._since = f"busy since {what}", time.monotonic()
+            return result
+
+        return call
+
+    def _tell_where(self, more: str = "") -> None:
+        """Once in a while, to all."""
+        now = time.monotonic()
+        if now - self._told_at < self.watchdog_s:
+            return
+        self._told_at = now
+        step = "no step done yet" if self._step is None else f"step {self._step} was its last"
+        line = f"rank {self.rank}: {self._doing}{more}, for {now - self._since:.0f} s; {step}"
+        print(line, file=sys.stderr, flush=True)
+        for peer in self._peers:
+            self._post(peer, _WHERE, body=json.dumps(line).encode())
+
+    def announce_step(self, step: int) -> None:
+        """Tell everybody which step this rank has finished; named should it be killed."""
+        self._step = step
+        for peer in self._peers:
+            self._post(peer, _STEP, str(step))
+
+    def gather_values(self, value: Any, tag: Hashable, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Everybody's value, in rank order."""
+        ranks = range(self.size) if ranks is None else ranks
+        for peer in ranks:
+            if peer != self.rank:
+                self.send_value(peer, tag, value)
+        return [value if peer == self.rank else self.receive(peer, tag) for peer in ranks]
+
+    def share_value(self, value: Any, source: int, tag: Hashable) -> Any:
+        """The value that rank `source` gave, on every rank."""
+        if self.rank != source:
+            return self.receive(source, tag)
+        for peer in self._peers:
+            self.send_value(peer, tag, value)
+        return value
+
+    def close(self) -> None:
+        """Say goodbye and leave; what was sent still arrives."""
+        if self._closing:
+            return
+        for peer in self._peers:
+            self._post(peer, _BYE)
+        self._closing = True
+        # The goodbye travels another way than the news of our end, which others act on at once: before msrun, which
+        # looks every second, ends them too.
+        time.sleep(GOODBYE_S)
+        for socket in self._peers.values():
+            socket.disable_monitor()
+            socket.close(linger=5000)
+        self._place.leave()
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _text(tag: Hashable) -> str:
+    """A tag as it travels."""
+    return json.dumps(tag)
+
+
+def _named(dtype: np.dtype[Any]) -> str:
+    return dtype.name if dtype == BFLOAT16 else dtype.str  # whose str is that of two bytes of anything
+
+
+def _to_array(body: zmq.Frame, dtype: str, shape: Sequence[int]) -> Array:
+    kind = BFLOAT16 if dtype == BFLOAT16.name else np.dtype(dtype)
+    if (kind.kind not in NUMBERS and kind != BFLOAT16) or math.prod(shape) * kind.itemsize != len(body):
+        raise ValueError(f"{len(body)} bytes for {shape} of {dtype}")
+    return np.frombuffer(body.buffer, kind).reshape(shape)
+
+
+class Collectives:
+    """Collectives of the ranks `group` under one tag. Sums run in rank order: every rank gets the same bits."""
+
+    def __init__(self, transport: Transport, group: Sequence[int], tag: Hashable):
+        self.transport, self.group, self.tag = transport, list(group), tag
+        self.place = self.group.index(transport.rank)
+
+    def exchange(self, parts: Sequence[Array], phase: str = "") -> list[Array]:
+        """Give part i to the i-th rank; return what each rank gave to this one."""
+        tag = (self.tag, phase)
+        for i, peer in enumerate(self.group):
+            if i != self.place:
+                self.transport.send(peer, tag, np.ascontiguousarray(parts[i]))
+        return [parts[i] if i == self.place else self.transport.receive(peer, tag) for i, peer in enumerate(self.group)]
+
+    def all_gather(self, array: Array) -> Array:
+        return np.concatenate(self.exchange([array] * len(self.group)))
+
+    def reduce_scatter(self, array: Array, reduce: Callable[..., Any] = np.add) -> Array:
+        return _fold(self.exchange(np.split(array, len(self.group))), reduce)
+
+    def all_reduce(self, array: Array, reduce: Callable[..., Any] = np.add) -> Array:
+        if array.nbytes <= SMALL_BYTES or len(self.group) == 2:
+            return _fold(self.exchange([array] * len(self.group)), reduce)
+        parts = np.array_split(array.reshape(-1), len(self.group))
+        mine = _fold(self.exchange(parts, "reduce"), reduce)
+        return np.concatenate(self.exchange([mine] * len(self.group), "gather")).reshape(array.shape)
+
+    def all_to_all(self, array: Array, split_dim: int, concat_dim: int) -> Array:
+        return np.concatenate(self.exchange(np.split(array, len(self.group), split_dim)), concat_dim)
+
+    def broadcast(self, array: Array, root: int) -> Array:
+        """`root`: place in the group of the rank whose array everybody gets."""
+        if self.place != root:
+            return self.transport.receive(self.group[root], self.tag)
+        for i, peer in enumerate(self.group):
+            if i != root:
+                self.transport.send(peer, self.tag, array)
+        return array
+
+
+def _fold(arrays: Sequence[Array], reduce: Callable[..., Any]) -> Array:
+    result = reduce(arrays[0], arrays[1]) if len(arrays) > 1 else arrays[0].copy()
+    for array in arrays[2:]:
+        reduce(result, array, out=result)
+    return result

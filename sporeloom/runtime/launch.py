@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start the processes of a job on this machine, and tell in one breath what went wrong when a worker fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+from sporeloom.errors import EXIT_BAD_INPUT
+from sporeloom.log import MARK
+from sporeloom.processes import FAST_MALLOC, LAUNCHER, MALLOC, end_with_parent
+from sporeloom.runtime.environment import devices
+from sporeloom.strategy.mesh import Mesh
+
+TOLD = MARK.encode(), b"error: "
+"""How lines begin that belong on stderr."""
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a job that was told to stop and did so in good order."""
+STOPPED_MARK = f"{MARK}stopped after step "
+LOOK_EVERY_S = 0.05
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+SPORELOOM = str(Path(__file__).resolve().parents[1] / "__main__.py")
+FORK = str(Path(__file__).with_name("fork.py"))
+ENGINE = "sporeloom.runtime.engine"
+
+
+def launch_verb(verb: str, argv: Sequence[str], mesh: Mesh, log_dir: Path, loads: str = ENGINE) -> int:
+    """`sporeloom VERB` again, in as many processes as the mesh has ranks; what its log rank prints. Returns the exit code."""
+    arguments = [verb, *(argument for argument in argv if argument != "--launch")]
+    return launch(SPORELOOM, arguments, mesh.size, log_dir, mesh.first_rank_of_last_stage, loads)
+
+
+def launch(
+    script: str, arguments: Sequence[str], num_processes: int, log_dir: Path, shown_rank: int, loads: str = ENGINE
+) -> int:
+    """Run `script` in `num_processes` workers; show what `shown_rank` prints. Returns the exit code.
+
+    `loads`: the module that it will load, and MindSpore with it; on CPUs that is done once for all workers. The logs of all
+    workers are in `log_dir`. After a failure the first failing rank's last lines are shown. The job ends with this process,
+    however that ends.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for old in log_dir.glob("worker_*.log"):
+        old.unlink()
+    bin_folder = Path(sys.executable).parent
+    path = f"{bin_folder}:{os.environ.get('PATH', '')}"
+    if devices():  # which want MindSpore's own launcher
+        command = [
+            str(bin_folder / "msrun"),
+            f"--worker_num={num_processes}",
+            f"--local_worker_num={num_processes}",
+            "--join=True",
+            f"--master_port={free_port()}",
+            f"--log_dir={log_dir}",
+            f"--tail_worker_log={num_processes}",  # of no rank: the one that is shown is read here
+        ]
+    else:
+        command = [sys.executable, FORK, loads, str(num_processes), str(free_port()), str(log_dir)]
+    job = subprocess.Popen(
+        [*command, script, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={MALLOC: FAST_MALLOC, **os.environ, "PATH": path, LAUNCHER: str(os.getpid())},
+        preexec_fn=partial(end_with_parent, os.getpid()),
+    )
+    before = signal.signal(signal.SIGTERM, lambda *_: _terminate_workers(job.pid))
+    shown = log_dir / f"worker_{shown_rank}.log"
+    try:
+        _show(shown, lambda: job.poll() is not None)
+        code = job.wait()
+    except KeyboardInterrupt:
+        job.send_signal(signal.SIGINT)  # it ends its workers
+        try:
+            job.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            job.kill()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    if not code:
+        return 0
+    said = shown.read_text(encoding="utf-8", errors="replace") if shown.exists() else ""
+    if STOPPED_MARK in said:
+        return STOPPED
+    report = failure_report(log_dir)
+    is_mistake = report.startswith("error: ")
+    if not (is_mistake and report in said):  # a user's mistake, every rank says, and one of them was shown
+        print(report, file=sys.stderr)
+    return EXIT_BAD_INPUT if is_mistake else 1
+
+
+def _terminate_workers(job: int) -> None:
+    """Pass SIGTERM on to the workers, who end in good order; what started them would end them at once."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended by itself
+        for pid in Path(f"/proc/{job}/task/{job}/children").read_text().split():
+            os.kill(int(pid), signal.SIGTERM)
+
+
+def _show(log: Path, has_ended: Callable[[], bool]) -> None:
+    """Print what a worker writes to its log until the job has ended.
+
+    A log mixes a worker's two streams; milestones, errors and progress bars belong on stderr, as without msrun.
+    """
+    in_progress_bar = False
+    rest = b""
+    for piece in _growing(log, has_ended):
+        *lines, rest = re.split(rb"(?<=[\r\n])", rest + piece)
+        for line in lines:
+            is_bar, in_progress_bar = in_progress_bar or line.endswith(b"\r"), line.endswith(b"\r")
+            _write(sys.stderr if is_bar or line.startswith(TOLD) else sys.stdout, line)
+        if rest and not any(mark.startswith(rest[: len(mark)]) for mark in TOLD) and not in_progress_bar:
+            _write(sys.stdout, rest)  # text that is made token by token waits for no end of line
+            rest = b""
+    _write(sys.stderr if in_progress_bar or rest.startswith(TOLD) else sys.stdout, rest)
+
+
+def _write(stream: TextIO, text: bytes) -> None:
+    stream.buffer.write(text)
+    stream.buffer.flush()
+
+
+def _growing(path: Path, has_ended: Callable[[], bool]) -> Iterator[bytes]:
+    """What is added to a file, until nothing more can be."""
+    while not path.exists():
+        if has_ended():
+            return
+        time.sleep(LOOK_EVERY_S)
+    with path.open("rb", buffering=0) as file:
+        while True:
+            is_last = has_ended()  # asked first: what is written meanwhile is still read
+            while piece := file.read(1 << 16):
+                yield piece
+            if is_last:
+                return
+            time.sleep(LOOK_EVERY_S)
+
+
+def failure_report(log_dir: Path) -> str:
+    """The lines of the workers' logs that say what went wrong, the rank that was lost first."""
+    gone, errors = [], []
+    for log in sorted(log_dir.glob("worker_*.log")):
+        text = log.read_text(encoding="utf-8", errors="replace")
+        gone += re.findall(r"^rank \d+: rank \d+ is gone.*$", text, re.M)
+        if "Traceback (most recent call last)" in text:
+            errors.append((log.stat().st_mtime, log, text[text.index("Traceback (most recent call last)") :]))
+        elif match := re.search(r"^error: .*(\n.*)*", text, re.M):
+            errors.append((log.stat().st_mtime, log, match.group(0)))
+    if errors:
+        _, log, text = min(errors)
+        if text.startswith("error: "):  # the user's mistake; every rank says the same
+            return text.strip()
+        return f"{log.stem} failed first ({log}):\n" + "\n".join(text.strip().splitlines()[:60])
+    return gone[0] if gone else f"the job failed; see the logs in {log_dir}"

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole weights of a user's parallel network in one file of MindSpore's own format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mindspore as ms
+from mindspore import Tensor, nn
+
+from sporeloom.errors import ConfigError
+from sporeloom.files import write_atomically
+from sporeloom.runtime.auto_parallel import parallel_of
+from sporeloom.runtime.gather import gather_whole
+
+FORMATS = ("ckpt", "safetensors")
+
+
+def save_checkpoint(network: nn.Cell, path: str | Path) -> None:
+    """Write the whole parameters of a network that `auto_parallel` returned, as one device would with `ms.save_checkpoint`,
+    which here would write each rank's parts. `ms.load_checkpoint(path, net)` reads them, before `auto_parallel(net, ...)` to
+    go on from there under any mesh. Every process calls it, the first one writes; all return when it is written.
+
+    Args:
+        path: ends with .ckpt or .safetensors, on a file system that all processes share.
+
+    Raises:
+        ConfigError: the suffix is another, the network is none of `auto_parallel`'s or was never called, or runs on devices,
+            where MindSpore's own function puts the parts together.
+    """
+    path, parallel = Path(path), parallel_of(network, "save_checkpoint")
+    if path.suffix[1:] not in FORMATS:
+        raise ConfigError(f"save_checkpoint: {path} has to end with {' or '.join(f'.{name}' for name in FORMATS)}")
+    engine, report, held = parallel.engine, parallel.report, list(parallel.network.get_parameters())
+    several = engine.strategy.mesh.size > 1
+    if several and not engine.partitions_itself:
+        raise ConfigError(
+            "save_checkpoint: on devices call ms.save_checkpoint(net, ..., integrated_save=True), a file a rank"
+        )
+    if several and not engine.backend.layouts:
+        raise ConfigError(
+            "save_checkpoint: the network has not run yet, so nothing was trained; call it after the first step"
+        )
+    if several and report.tied:
+        engine.refresh(parallel.whole, report)
+    names = {parameter.name for parameter in held} & report.by_name.keys()
+    whole = gather_whole(parallel.network, engine, report, path.with_name(f".{path.name}.parts"), names.__contains__)
+    if whole is not None:
+        # What no graph uses is whole on every rank.
+        entries = [
+            {"name": p.name, "data": Tensor(whole[p.name] if p.name in whole else p.asnumpy(), dtype=p.dtype)}
+            for p in held
+        ]
+        kind = path.suffix[1:]
+        write_atomically(path, lambda partial: _write(entries, partial, kind))
+    engine.largest(0)  # nobody reads before it is there
+
+
+def _write(entries: list[dict[str, object]], path: Path, kind: str) -> None:
+    named = path.with_name(f"{path.name}.{kind}")  # MindSpore adds the suffix where it is missing
+    try:
+        ms.save_checkpoint(entries, str(named), format=kind)
+        named.replace(path)
+    finally:
+        named.unlink(missing_ok=True)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `sporeloom serve` is told, and every mistake in it that can be found before MindSpore is loaded."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from sporeloom.checkpoint.adapters import Adapter, read_adapter
+from sporeloom.cli import argument, option
+from sporeloom.data.tokenizer import Tokenizer, folder_tokenizer
+from sporeloom.errors import ConfigError, Problems
+from sporeloom.inference.config import ComputeFlags
+from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import family_module
+from sporeloom.numbers import Count, Natural, Positive, number_problems
+from sporeloom.strategy.checks import launch_problems, model_problems
+from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
+from sporeloom.strategy.loader import load_strategy
+
+PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(ComputeFlags):
+    """One call of `sporeloom serve`."""
+
+    heading: ClassVar[str] = "server"
+
+    checkpoint: Path = argument("checkpoint folder")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's, better with --api-key")
+    port: Natural = option(8000, "port to listen on; 0: any that is free, told when it is ready")
+    api_key: str | None = option(None, "what clients must send as `Authorization: Bearer KEY`")
+    served_model_name: str | None = option(
+        None, "what clients call the model; without it the name of the folder, or of the run it lies in"
+    )
+    max_num_seqs: Count = option(8, "requests worked on at once; the others wait")
+    max_queue: Count = option(256, "requests that may wait; more are told to come again later (429)")
+    max_model_len: Count | None = option(None, "tokens of prompt and answer; the model's context without it")
+    prefill_chunk: Count | None = option(
+        None,
+        "tokens of a prompt that are worked through between two tokens of the others; 12 with compiled kernels, else 64",
+    )
+    request_timeout: Positive = option(600.0, "seconds after which a request is given up")
+    max_body_kb: Count = option(1024, "largest request, in KB")
+    drain_timeout: Positive = option(30.0, "seconds that open requests get to end when the server is told to stop")
+    lora_modules: tuple[str, ...] = option(
+        (), "NAME=FOLDER: adapters that clients choose by this name as their model; requests of all share the rows"
+    )
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What clients name as their model: the checkpoint's, or this with adapters."""
+
+    name: str
+    tokenizer: Tokenizer
+    adapter: int = 0
+    """Place among those of `ServeJob.adapters`, counted from 1; 0: none."""
+
+
+@dataclass(frozen=True)
+class ServeJob:
+    """A configuration that was found right, with what it refers to."""
+
+    config: ServeConfig
+    family: str
+    model: ModelConfig
+    strategy: Strategy
+    models: tuple[ServedModel, ...]
+    """By their numbers: the checkpoint's, then one for each of `adapters`."""
+    adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the checkpoint's model, for clients."""
+        return self.models[0].name
+
+    @property
+    def num_rows(self) -> int:
+        """Requests worked on at once; every replica takes as many as the others."""
+        dp = self.strategy.mesh.dp
+        return -(-self.config.max_num_seqs // dp) * dp
+
+    @property
+    def max_model_len(self) -> int:
+        return min(self.config.max_model_len or self.model.seq_len, self.model.seq_len)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(sorted({self.model.eod_id, *self.model.stop_ids}))
+
+
+def check(config: ServeConfig, num_processes: int | None) -> ServeJob:
+    """Everything the call refers to, read and held against each other.
+
+    Args:
+        num_processes: launched already; None: as many as the strategy needs will be.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    problems = Problems()
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        problems.append(f"{', '.join(missing)} missing: pip install -e '.[serve]'")
+    problems += number_problems(config)
+    family, model = problems.of(config.read_model, config.checkpoint) or (None, None)
+    strategy = problems.of(load_strategy, config.strategy, True) if config.strategy else SINGLE_DEVICE
+    if strategy:
+        problems += launch_problems(strategy, num_processes) if num_processes is not None else []
+        problems += model_problems(strategy, model) if model else []
+    models: list[ServedModel] = []
+    adapters: list[Adapter] = []
+    if family and model:
+        if tokenizer := problems.of(folder_tokenizer, family, config.checkpoint, model, config.tokenizer):
+            models.append(ServedModel(_name(config), tokenizer))
+        for word in config.lora_modules:
+            if found := problems.of(_read_module, word, config, family, model):
+                adapters.append(found[2])
+                models.append(ServedModel(*found[:2], len(adapters)))
+        if config.max_model_len and config.max_model_len > model.seq_len:
+            problems.append(
+                f"--max-model-len {config.max_model_len} is more than the model's context of {model.seq_len}"
+            )
+    if config.api_key is not None and not (config.api_key.isascii() and config.api_key.strip() == config.api_key != ""):
+        problems.append("--api-key must be of ASCII characters, without spaces around it")
+    if num_processes is None or num_processes == 1 or not config.launch:
+        problems.of(_can_listen, config)
+    names = [each.name for each in models]
+    problems += [f"--lora-modules: {name} names two models" for name in dict.fromkeys(names) if names.count(name) > 1]
+    problems.tell()
+    assert family and model and strategy and models
+    return ServeJob(config, family, model, strategy, tuple(models), tuple(adapters))
+
+
+def _name(config: ServeConfig) -> str:
+    """Of the checkpoint's model."""
+    folder = config.checkpoint.resolve()
+    return config.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name
+
+
+def _read_module(word: str, config: ServeConfig, family: str, model: ModelConfig) -> tuple[str, Tokenizer, Adapter]:
+    """Name, tokenizer and adapters of one word of --lora-modules.
+
+    Raises:
+        ConfigError: no such folder, or adapters of another model.
+    """
+    name, _, place = word.partition("=")
+    folder = Path(place)
+    if not name or not place:
+        raise ConfigError(f"--lora-modules {word}: write NAME=FOLDER")
+    if not is_adapter_folder(folder):
+        raise ConfigError(f"--lora-modules {word}: {folder / ADAPTER_CONFIG} is not there; a folder of adapters has it")
+    base = _base(folder)
+    if base and not base.samefile(config.checkpoint):
+        raise ConfigError(
+            f"--lora-modules {word}: adapters of {base}, and this server is of {config.checkpoint}; "
+            f"if those are the same, say so in {folder / ADAPTER_CONFIG}, base_model_name_or_path"
+        )
+    if is_reward_adapter(folder):
+        raise ConfigError(f"--lora-modules {word}: adapters of a reward model, which gives a number and no text")
+    adapter = read_adapter(folder, family, model)
+    if bad := [key for key, value in adapter.weights.items() if not np.isfinite(value).all()]:
+        raise ConfigError(
+            f"--lora-modules {word}: {bad[0]} holds NaN or infinity, which would spoil other answers, too"
+        )
+    own = any((folder / file).is_file() for file in family_module(family, "tokenizer").FILE_NAMES)
+    where = (folder, model) if own else (config.checkpoint, model, config.tokenizer)
+    return name, folder_tokenizer(family, *where), adapter
+
+
+def _base(folder: Path) -> Path | None:
+    """The model folder that adapters are for, if it is here."""
+    try:
+        return base_folder(folder)
+    except ConfigError:
+        return None
+
+
+def _can_listen(config: ServeConfig) -> None:
+    if config.port > 65535:
+        raise ConfigError(f"--port {config.port}: ports end at 65535")
+    try:
+        listen(config).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--host {config.host} --port {config.port}: cannot listen there: {error.strerror or error}; take another --port"
+        ) from None
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """A socket that listens where the configuration says."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind(address)
+        made.listen(1024)
+    except OSError:
+        made.close()
+        raise
+    return made

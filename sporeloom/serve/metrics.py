@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What /metrics tells, under vLLM's names behind our prefix, so that its dashboards need one replacement."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from sporeloom.inference.scheduler import NewToken
+from sporeloom.serve.service import Service
+
+PREFIX = "sporeloom:"
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+CHOICES = (1, 2, 5, 10, 20, 50, 100)
+
+
+@dataclass
+class Timing:
+    """When what of a text happened."""
+
+    started: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    last: float = 0.0
+    tokens: int = 0
+
+
+class Metrics:
+    """Counters and histograms of one server."""
+
+    def __init__(self, service: Service, model: str):
+        self.registry = CollectorRegistry()
+        self.names = {"model_name": model, "engine": "0"}
+        self._service = service
+        gauges = {
+            "num_requests_running": ("Texts worked on.", lambda: service.load.running),
+            "num_requests_waiting": ("Texts that wait for a row.", lambda: service.num_waiting),
+            "kv_cache_usage_perc": (
+                "Share of the KV cache that holds tokens, 0 to 1.",
+                lambda: service.load.used_slots,
+            ),
+        }
+        for name, (text, read) in gauges.items():
+            Gauge(PREFIX + name, text, [*self.names], registry=self.registry).labels(**self.names).set_function(read)
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.generated = self._counter("generation_tokens", "Generated tokens.")
+        self.queried = self._counter("prefix_cache_queries", "Tokens of prompts looked for in free rows.")
+        self.reused = self._counter("prefix_cache_hits", "Tokens of prompts that a free row held.")
+        self.ended = Counter(
+            f"{PREFIX}request_success", "Texts that ended.", [*self.names, "finished_reason"], registry=self.registry
+        )
+        self.first_token = self._histogram("time_to_first_token_seconds", "From request to first token.", SECONDS)
+        self.between = self._histogram("inter_token_latency_seconds", "Between two tokens of a text.", SECONDS)
+        self.per_token = self._histogram("request_time_per_output_token_seconds", "Mean of a text.", SECONDS)
+        self.whole = self._histogram("e2e_request_latency_seconds", "From request to last token.", SECONDS)
+        self.queued = self._histogram("request_queue_time_seconds", "From request to a free row.", SECONDS)
+        self.prefill = self._histogram("request_prefill_time_seconds", "From a free row to the first token.", SECONDS)
+        self.decode = self._histogram("request_decode_time_seconds", "From first to last token.", SECONDS)
+        self.prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.length = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self.params_n = self._histogram("request_params_n", "The n of requests.", CHOICES)
+        self.params_max = self._histogram("request_params_max_tokens", "The max_tokens of requests.", TOKENS)
+        self._reused_before = 0
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(PREFIX + name, text, [*self.names], registry=self.registry).labels(**self.names)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(PREFIX + name, text, [*self.names], registry=self.registry, buckets=buckets)
+        return made.labels(**self.names)
+
+    def asked(self, prompt_tokens: int, n: int, max_tokens: int) -> None:
+        """A text was asked for."""
+        self.prompt_tokens.inc(prompt_tokens)
+        self.queried.inc(prompt_tokens)
+        self.prompt_length.observe(prompt_tokens)
+        self.params_n.observe(n)
+        self.params_max.observe(max_tokens)
+
+    def token(self, timing: Timing, new: NewToken) -> None:
+        """A token came."""
+        now = time.perf_counter()
+        self.generated.inc()
+        timing.tokens += 1
+        if timing.first is None:
+            timing.first = now
+            self.first_token.observe(now - timing.started)
+            self.prefill.observe(new.seconds)
+            self.queued.observe(max(0.0, now - timing.started - new.seconds))
+        else:
+            self.between.observe(now - timing.last)
+        timing.last = now
+
+    def end(self, timing: Timing, reason: str) -> None:
+        """A text has ended: stop, length, abort or error."""
+        self.ended.labels(**self.names, finished_reason=reason).inc()
+        self.whole.observe(time.perf_counter() - timing.started)
+        self.length.observe(timing.tokens)
+        if timing.first is not None:
+            self.decode.observe(timing.last - timing.first)
+            if timing.tokens > 1:
+                self.per_token.observe((timing.last - timing.first) / (timing.tokens - 1))
+
+    def text(self) -> bytes:
+        """In Prometheus' form."""
+        reused = self._service.load.reused_tokens
+        self.reused.inc(reused - self._reused_before)
+        self._reused_before = reused
+        return generate_latest(self.registry)

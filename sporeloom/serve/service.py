@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model behind the server: a loop that every rank of the job runs, over one scheduler each.
+
+One rank has the HTTP server, in another thread. What that asks for goes into a queue; before each step the rank tells the
+others what came, so that all schedulers see one order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sporeloom.inference.mixed import cached, takes
+from sporeloom.inference.model import load_model
+from sporeloom.inference.sampling import Sampler, SamplingConfig, add_bias
+from sporeloom.inference.scheduler import Event, Request, Scheduler
+from sporeloom.log import counted, milestone
+from sporeloom.models.slots import num_slots_for
+from sporeloom.runtime.engine import Engine
+from sporeloom.serve.config import ServeJob
+
+CHUNK, MIXED_CHUNK = 64, 16
+"""Tokens of a prompt between two tokens of the others; in mixed batches as many as let these take at most twice as long, at
+350M on two cores (benchmarks/serve.py)."""
+HEARTBEAT_S = 60.0
+"""How long ranks wait for each other at most while nothing is asked for."""
+
+State = Literal["loading", "ready", "draining", "failed"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One text to be made."""
+
+    prompt: tuple[int, ...]
+    adapter: int
+    """See `ServedModel`."""
+    max_new_tokens: int
+    sampling: SamplingConfig
+    stream: int
+    """Sets its random numbers apart from those of other choices with the same seed."""
+    stop_ids: tuple[int, ...]
+    logit_bias: dict[int, float]
+    num_top: int
+    score_prompt: bool
+    is_finished: Callable[[Sequence[int]], bool]
+    """Asked on the rank with the server."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Instead of further events: why there are none."""
+
+    reason: str
+
+
+Notify = Callable[[Event | Failed], None]
+
+
+@dataclass
+class _Open:
+    """A text in the making, on the rank with the server."""
+
+    wanted: Wanted
+    notify: Notify
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy the service is."""
+
+    running: int
+    waiting: int
+    used_slots: float
+    """Share of the cache's slots that hold tokens."""
+    reused_tokens: int
+
+
+class Service:
+    """A checkpoint's model that makes texts for whoever asks.
+
+    `submit`, `cancel` and `stop` may be called from any thread of the rank with the server; `run` is the loop.
+    """
+
+    def __init__(self, job: ServeJob):
+        self.job = job
+        self.state: State = "loading"
+        self.progress = "starting"
+        """What is being done while loading, for people."""
+        self.failure = ""
+        self.load = Load(0, 0, 0.0, 0)
+        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._open: dict[int, _Open] = {}
+        self._numbers: dict[int, int] = {}  # ticket -> number in the schedulers
+        self._lock = threading.Lock()
+        self._tickets = itertools.count()
+        self._waiting = 0  # submitted, not seen by the loop yet
+        self._stop_at: float | None = None
+
+    # Called by the server
+
+    @property
+    def num_waiting(self) -> int:
+        return self.load.waiting + self._waiting
+
+    def submit(self, wanted: Wanted, notify: Notify) -> int:
+        """Queue a text; `notify` is called with what comes of it, from the loop's thread. Returns a ticket for `cancel`."""
+        ticket = next(self._tickets)
+        if self.failure:
+            notify(Failed(self.failure))
+        else:
+            self._book_waiting(1)
+            self._inbox.put(("submit", _Open(wanted, notify, ticket)))
+        return ticket
+
+    def _book_waiting(self, more: int) -> None:
+        with self._lock:
+            self._waiting += more
+
+    def cancel(self, ticket: int) -> None:
+        """Forget a text; its row is free before the next step."""
+        self._inbox.put(("cancel", ticket))
+
+    def stop(self, timeout_s: float) -> None:
+        """Let open texts end for so long, then leave `run`."""
+        self._inbox.put(("stop", timeout_s))
+
+    def fail(self, reason: str) -> None:
+        """Tell all who wait that nothing will come."""
+        self.state, self.failure = "failed", reason
+        waiting = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting.append(self._inbox.get_nowait())
+        for each in [*self._open.values(), *(value for kind, value in waiting if kind == "submit")]:
+            each.notify(Failed(reason))
+
+    # The loop
+
+    def open(self) -> None:
+        """Load and compile. Every rank does."""
+        job, config = self.job, self.job.config
+        self.engine = Engine.start(job.strategy)
+        self.engine.backend.on_lost_rank(self._lost)
+        shape = (job.num_rows, num_slots_for(job.max_model_len))
+        self._say("loading the weights")
+        is_int8 = config.weights == "int8"
+        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, is_int8, job.adapters)
+        chunk = config.prefill_chunk or (MIXED_CHUNK if takes(net, job.num_rows) else CHUNK)
+        decoding = cached(self.engine, net, job.model, *shape, chunk)
+        steps = list(decoding.shapes())
+        for done, (what, compile_step) in enumerate(steps, 1):
+            self._say(f"compiling {done} of {len(steps)}: {what}")
+            compile_step()
+        self.decoding = decoding
+        self.scheduler = Scheduler(decoding, self.engine)
+        self.state, self.progress = "ready", ""
+
+    def _say(self, progress: str) -> None:
+        self.progress = progress
+        if self.engine.is_log_rank:
+            milestone(progress)
+
+    def _lost(self, line: str) -> None:
+        self.fail(line)
+        time.sleep(1.0 if self._open else 0.0)  # the server's thread tells its clients meanwhile
+
+    def run(self) -> None:
+        """Make texts until it is stopped."""
+        source = self.job.strategy.mesh.first_rank_of_last_stage
+        while True:
+            commands, opened = self._collect() if self.engine.is_log_rank else ([], deque[_Open]())
+            for kind, value in self.engine.share(commands, source):
+                if kind == "submit":
+                    self._submit(value, opened)
+                elif kind == "cancel":
+                    self._cancel(value)
+                else:
+                    return
+            events = [] if self.scheduler.is_idle else self.scheduler.step()
+            self._measure()  # before anybody is told: who has a token sees its row counted
+            for event in events:
+                self._deliver(event)
+
+    def _collect(self) -> tuple[list[Any], deque[_Open]]:
+        """What was asked for since the last step, as all ranks are told it; and the new texts among it."""
+        cancelled: list[Any] = []
+        opened: dict[int, _Open] = {}
+        while True:
+            idle = self.scheduler.is_idle and not cancelled and not opened
+            try:
+                kind, value = self._inbox.get(timeout=self._patience()) if idle else self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            if kind == "stop":
+                self.state, self._stop_at = "draining", time.monotonic() + value
+            elif kind == "submit":
+                opened[value.ticket] = value
+            elif value in opened:
+                del opened[value]
+                self._book_waiting(-1)
+            elif value in self._numbers:
+                cancelled.append(["cancel", self._numbers[value]])
+        commands = cancelled + [["submit", _told(each.wanted)] for each in opened.values()]
+        is_done = not commands and self.scheduler.is_idle
+        if self._stop_at is not None and (is_done or time.monotonic() > self._stop_at):
+            if not is_done:
+                milestone(f"{counted(len(self._open), 'request', 'requests')} given up")
+            self.fail("the server is stopping")
+            for each in opened.values():
+                each.notify(Failed(self.failure))
+            return [["stop", None]], deque()
+        return commands, deque(opened.values())
+
+    def _patience(self) -> float:
+        return HEARTBEAT_S if self._stop_at is None else 0.01
+
+    def _submit(self, told: dict[str, Any], opened: deque[_Open]) -> None:
+        """Queue what a rank was told; the one with the server knows who asked."""
+        mine = opened.popleft() if opened else None
+        vocab_size, stop_ids = self.job.models[told["adapter"]].tokenizer.vocab_size, tuple(told["stop_ids"])
+        bias = {int(token): value for token, value in told["logit_bias"].items()}
+        sampling = SamplingConfig(**{**told["sampling"], "banned_tokens": ()})
+        request = Request(
+            prompt=told["prompt"],
+            max_new_tokens=told["max_new_tokens"],
+            sampler=Sampler(sampling, stop_ids, vocab_size, [add_bias(bias)] if bias else ()),
+            is_finished=mine.wanted.is_finished if mine else _never,
+            stream=told["stream"],
+            num_top=told["num_top"],
+            score_prompt=told["score_prompt"],
+            adapter=told["adapter"],
+        )
+        number = self.scheduler.submit(request)
+        if mine:
+            self._open[number], self._numbers[mine.ticket] = mine, number
+            self._book_waiting(-1)
+
+    def _cancel(self, number: int) -> None:
+        self.scheduler.cancel(number)
+        if mine := self._open.pop(number, None):
+            del self._numbers[mine.ticket]
+
+    def _deliver(self, event: Event) -> None:
+        mine = self._open.get(event.request)
+        if mine is None:
+            return
+        if event.finish_reason:
+            del self._open[event.request], self._numbers[mine.ticket]
+        mine.notify(event)
+
+    def _measure(self) -> None:
+        if self.engine.is_log_rank:
+            table, scheduler = self.decoding.slot_table, self.scheduler
+            used = float(table.lengths.sum()) / (table.capacity * table.num_rows)
+            self.load = Load(scheduler.num_running, scheduler.num_waiting, used, scheduler.reused_tokens)
+
+
+def _told(wanted: Wanted) -> dict[str, Any]:
+    """What all ranks are told of a text."""
+    values = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted)}
+    del values["is_finished"]
+    return {**values, "sampling": dataclasses.asdict(wanted.sampling)}
+
+
+def _never(tokens: Sequence[int]) -> bool:
+    return False

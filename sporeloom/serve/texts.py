@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The texts of one request: what is asked of the service, and what comes back, as one answer or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Send
+
+from sporeloom.inference.scheduler import Event, NewToken, PromptScores
+from sporeloom.serve import answers
+from sporeloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
+from sporeloom.serve.config import ServedModel
+from sporeloom.serve.metrics import Metrics, Timing
+from sporeloom.serve.requests import Asked, RequestError
+from sporeloom.serve.service import Failed, Service, Wanted
+
+
+class Texts:
+    """The texts of one request, submitted when they are asked for and cancelled when nobody asks any longer."""
+
+    def __init__(
+        self,
+        service: Service,
+        metrics: Metrics,
+        model: ServedModel,
+        asked: Asked,
+        choices: list[Choice],
+        rooms: list[int],
+    ):
+        self.service, self.metrics, self.model, self.asked = service, metrics, model, asked
+        self.choices, self.rooms, self.timeout_s = choices, rooms, service.job.config.request_timeout
+
+    async def events(self) -> AsyncGenerator[tuple[Choice, str], None]:
+        """A choice that has news, and its new text, until all have ended.
+
+        Raises:
+            RequestError: there is no answer, or none in time.
+        """
+        came: asyncio.Queue[tuple[Choice, Event | Failed] | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        notify = partial(_notify, loop, came)
+        tickets: dict[int, int] = {}
+        timings = {choice.index: Timing() for choice in self.choices}
+        # Not asyncio.wait_for: before Python 3.12 it may lose that its caller was cancelled.
+        too_late = loop.call_later(self.timeout_s, came.put_nowait, None)
+        try:
+            for choice, room in zip(self.choices, self.rooms, strict=True):
+                self.metrics.asked(len(choice.prompt), self.asked.num_choices, room)
+                if choice.echo is not None:
+                    yield choice, choice.echo
+                if wanted := self._wanted(choice, room):
+                    tickets[choice.index] = self.service.submit(wanted, partial(notify, choice))
+                else:
+                    choice.finish_reason = "length"
+                    yield choice, ""
+            while tickets:
+                if (news := await came.get()) is None:
+                    raise RequestError(504, f"not done within {self.timeout_s:g} s")
+                choice, event = news
+                yield choice, self._take(choice, event, timings[choice.index])
+                if choice.finish_reason:
+                    self.metrics.end(timings[choice.index], choice.finish_reason)
+                    del tickets[choice.index]
+        finally:
+            too_late.cancel()
+            for index, ticket in tickets.items():
+                self.service.cancel(ticket)
+                self.metrics.end(timings[index], "abort")
+
+    def _wanted(self, choice: Choice, room: int) -> Wanted | None:
+        score_prompt = choice.echo is not None and self.asked.num_top is not None
+        if score_prompt:
+            choice.scores.append(None)  # of the first token
+        if not room and not (score_prompt and len(choice.prompt) > 1):
+            return None
+        return Wanted(
+            prompt=tuple(choice.prompt),
+            adapter=self.model.adapter,
+            max_new_tokens=room,
+            sampling=self.asked.sampling,
+            stream=choice.index % self.asked.num_choices,
+            stop_ids=tuple(choice.stop.stop_ids),
+            logit_bias=self.asked.logit_bias,
+            num_top=self.asked.num_top or 0,
+            score_prompt=score_prompt,
+            is_finished=choice.stop.is_reached,
+        )
+
+    def _take(self, choice: Choice, event: Event | Failed, timing: Timing) -> str:
+        """Book what came. Returns the new text."""
+        if isinstance(event, NewToken):
+            self.metrics.token(timing, event)
+            return choice.add(event)
+        if isinstance(event, PromptScores):
+            choice.scores += event.scores
+            choice.finish_reason = event.finish_reason
+            return ""
+        raise RequestError(503, event.reason)
+
+
+def _notify(loop: asyncio.AbstractEventLoop, came: asyncio.Queue[Any], choice: Choice, event: Event | Failed) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
+        loop.call_soon_threadsafe(came.put_nowait, (choice, event))
+
+
+async def whole(texts: Texts) -> None:
+    async with contextlib.aclosing(texts.events()) as events:
+        async for _ in events:
+            pass
+
+
+class Events(StreamingResponse):
+    """A stream that ends what makes it when its client goes away, also between two events."""
+
+    body_iterator: AsyncGenerator[str, None]
+
+    async def stream_response(self, send: Send) -> None:
+        async with contextlib.aclosing(self.body_iterator):
+            await super().stream_response(send)
+
+
+async def stream(
+    texts: Texts, form: CompletionAnswer | ChatAnswer, prompts: list[tuple[int, ...]]
+) -> AsyncGenerator[str, None]:
+    """Server-sent events, one a token."""
+    try:
+        for first in form.opening(texts.choices):
+            yield event(first)
+        async with contextlib.aclosing(texts.events()) as events:
+            async for choice, text in events:
+                yield event(form.part(choice, text))
+        if texts.asked.with_usage:
+            yield event({**form.head, "choices": [], "usage": answers.usage(prompts, texts.choices)})
+    except RequestError as error:
+        yield event(error.body)
+    yield "data: [DONE]\n\n"
+
+
+def event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

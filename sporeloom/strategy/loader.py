@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a strategy file strictly: every unknown key, wrong type and wrong combination, all at once, with its line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sporeloom.errors import ConfigError
+from sporeloom.reader import Document, Keys, Reader, read_yaml, show_key
+from sporeloom.shipped import RULES, shipped_names, shipped_or_file
+from sporeloom.strategy.checks import strategy_problems
+from sporeloom.strategy.config import ContextMethod, Pipeline, Rule, Rules, Strategy
+from sporeloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout
+from sporeloom.strategy.mesh import AXES
+
+_RULES_KEYS = tuple(f.name for f in dataclasses.fields(Rules))
+SEQUENCE_AXIS = "sp"
+"""In a rule: tp where sequence parallel is on, nothing where it is off."""
+CONTEXT_AXES: dict[ContextMethod, str] = {"gather": "cp_tokens", "ulysses": "cp_heads"}
+"""In a rule: cp where `context_parallel` says this, nothing where it says the other."""
+Named = dict[str, tuple[str, ...]]
+"""Axis of a rule -> mesh axes."""
+PARTS = (KV_AXIS, GROUP_AXIS, EXPERT_AXIS, EXPERT_REPLICA_AXIS)
+"""In a rule: parts of an axis."""
+
+
+def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
+    """The strategy a YAML file describes, or the shipped one of that name.
+
+    `for_inference` leaves out what only training needs, sequence and context parallel, recompute and optimizer parallel: one
+    token a step leaves no sequence to shard, and weights sharded over the replicas would be gathered for every token. The
+    ranks of cp are further replicas then. Virtual stages are left out, too: a token would go around once for each.
+
+    Raises:
+        ConfigError: all problems of the file and of its rules file.
+    """
+    return _strategy(read_yaml(shipped_or_file(path)), for_inference)
+
+
+def strategy_of(settings: dict[str, Any], source: str = "auto_parallel") -> Strategy:
+    """The strategy that a script spells out: the keys of a strategy file. `rules` may be just its operators.
+
+    Raises:
+        ConfigError: all problems.
+    """
+    rules = settings.get("rules")
+    if isinstance(rules, dict) and not set(rules) & {"base", *_RULES_KEYS}:
+        settings = {**settings, "rules": {"operators": rules}}
+    return _strategy(Document(source, _plain(settings)))
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences of a script as a YAML file gives them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _strategy(document: Document, for_inference: bool = False) -> Strategy:
+    reader, given = Reader(document), document.mapping
+    values = reader.fields(given, Strategy, skip=("rules",))
+    named = _named_axes(
+        bool(values.get("sequence_parallel", False)) and not for_inference,
+        str(values.get("context_parallel", Strategy.context_parallel)),
+    )
+    rules = _strategys_rules(reader, given["rules"], named) if "rules" in given else Rules()
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    lines = {show_key(keys): line for keys, line in document.lines.items()}
+    strategy = Strategy(**values, rules=rules, source=document.source, lines=lines)
+    if problems := strategy_problems(strategy):
+        raise ConfigError(problems)
+    if for_inference:
+        mesh, pipeline = strategy.mesh.with_cp_as_replicas(), strategy.pipeline
+        return dataclasses.replace(
+            strategy,
+            mesh=mesh,
+            pipeline=Pipeline(num_microbatches=pipeline.num_microbatches) if pipeline.virtual_stages > 1 else pipeline,
+            sequence_parallel=False,
+            recompute=None,
+            offload=None,
+            optimizer_parallel=None,
+        )
+    return strategy
+
+
+def _named_axes(sequence_parallel: bool, context_parallel: str) -> Named:
+    """What the axes of rules that hang on a strategy's settings stand for."""
+    named: Named = dict.fromkeys((SEQUENCE_AXIS, *CONTEXT_AXES.values()), ())
+    named |= {SEQUENCE_AXIS: ("tp",)} if sequence_parallel else {}
+    return named | {axis: ("cp",) for method, axis in CONTEXT_AXES.items() if method == context_parallel}
+
+
+def load_rules(path: Path, like: Strategy) -> Rules:
+    """The rules of a rules file, as a strategy like this one reads them.
+
+    Raises:
+        ConfigError: all problems of the file.
+    """
+    problems: list[str] = []
+    rules = _whole_file(path, problems, _named_axes(like.sequence_parallel, like.context_parallel))
+    if problems:
+        raise ConfigError(problems)
+    return rules
+
+
+def _strategys_rules(reader: Reader, value: Any, named: Named) -> Rules:
+    """`rules:` of a strategy: the name of a rules file, or rules written in place, on top of `base`."""
+    keys: Keys = ("rules",)
+    if isinstance(value, str) and value:
+        return _rules_file(reader, value, keys, named)
+    if not isinstance(value, dict):
+        reader.problem(keys, "rules must be a file name or a mapping")
+        return Rules()
+    return _rules(reader, value, keys, named)
+
+
+def _rules_file(reader: Reader, name: str, keys: Keys, named: Named, above: tuple[Path, ...] = ()) -> Rules:
+    beside = Path(reader.document.source).parent / name
+    if not beside.is_file() and name not in shipped_names(RULES):
+        reader.problem(keys, f"rules: there is no file {beside}, and no rules of that name are shipped")
+        return Rules()
+    path = beside if beside.is_file() else shipped_or_file(name, RULES)
+    if path.resolve() in above:
+        reader.problem(keys, f"{show_key(keys)}: {path} is a base of itself")
+        return Rules()
+    return _whole_file(path, reader.problems, named, above)
+
+
+def _whole_file(path: Path, problems: list[str], named: Named, above: tuple[Path, ...] = ()) -> Rules:
+    try:
+        document = read_yaml(path)
+        return _rules(Reader(document, problems), document.mapping, (), named, (*above, path.resolve()))
+    except ConfigError as error:
+        problems += error.problems
+        return Rules()
+
+
+def _rules(reader: Reader, value: dict[str, Any], keys: Keys, named: Named, above: tuple[Path, ...] = ()) -> Rules:
+    """A mapping of rules, on top of the files that it calls its `base`: later ones win."""
+    given = reader.known(value, keys, ("base", *_RULES_KEYS))
+    names = given.get("base", [])
+    if not isinstance(names, str):
+        names = reader.value(names, list[str], (*keys, "base"))
+    names = [names] if isinstance(names, str) else names if isinstance(names, list) else []
+    bases = [_rules_file(reader, name, (*keys, "base"), named, above) for name in names]
+    rules = [rule for base in bases for rule in base.operators]
+    operators = given.get("operators")
+    if isinstance(operators, dict):
+        rules += [_rule(reader, value, (*keys, "operators", pattern), named) for pattern, value in operators.items()]
+    elif "operators" in given:
+        reader.problem((*keys, "operators"), "operators must be a mapping of path patterns")
+    cells: dict[str, tuple[str, ...]] = {}
+    for key in (key for key in _RULES_KEYS if key != "operators"):
+        found = reader.value(given[key], list[str], (*keys, key)) if key in given else None
+        of_bases = [patterns for base in bases if (patterns := getattr(base, key))]
+        cells[key] = tuple(found) if isinstance(found, list) else of_bases[-1] if of_bases else ()
+    return Rules(**cells, operators=tuple(rules))
+
+
+def _rule(reader: Reader, value: Any, keys: Keys, named: Named) -> Rule:
+    pattern = str(keys[-1])
+    inputs, outputs, local = value, None, False
+    if isinstance(value, dict):
+        given = reader.known(value, keys, ("in", "out", "local"))
+        local = "local" in given and bool(reader.value(given["local"], bool, (*keys, "local")))
+        missing = [key for key in ("in", "out") if key not in given and (key == "in" or local)]
+        if missing:
+            reader.problem(keys, f"{pattern}: {' and '.join(map(repr, missing))} is missing")
+            return Rule(pattern=pattern, inputs=())
+        inputs, outputs = given["in"], given.get("out")
+    return Rule(
+        pattern=pattern.removesuffix("?"),
+        optional=pattern.endswith("?"),
+        inputs=_layouts(reader, inputs, keys, named),
+        outputs=None if outputs is None else _layouts(reader, outputs, keys, named),
+        local=local,
+        source=reader.document.at(keys),
+    )
+
+
+def _layouts(reader: Reader, value: Any, keys: Keys, named: Named) -> tuple[Layout, ...]:
+    pattern, axes_of_layouts = keys[-1], (*AXES[1:], *named, *PARTS)
+    if not isinstance(value, list) or not all(isinstance(layout, list) for layout in value):
+        reader.problem(keys, f"{pattern}: a list with one layout per input is expected, e.g. [[dp, ~], [tp, ~]]")
+        return ()
+    layouts = []
+    for layout in value:
+        dims: list[Dim] = []
+        for dim in layout:
+            axes = [] if dim is None else dim if isinstance(dim, list) else [dim]
+            for axis in axes:
+                if axis not in axes_of_layouts:
+                    reader.problem(
+                        keys,
+                        f"{pattern}: {axis!r} is no mesh axis of a layout; use {', '.join(axes_of_layouts)} or ~",
+                    )
+            dims.append(tuple(name for axis in map(str, axes) for name in named.get(axis, (axis,))))
+        layouts.append(tuple(dims))
+    return tuple(layouts)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device mesh: which rank sits where, and which ranks form a group. All arithmetic of ranks is here."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sporeloom.numbers import Count
+
+AXES = ("pp", "dp", "cp", "tp")
+"""The usual order, outer to inner. A strategy file may order them otherwise. `ep` is no axis of its own: a part of dp."""
+
+
+SERVER, EVEN = 8, (1, 2, 4, 8)
+"""Devices of a server of the first Ascend 910, and how many of each that it touches MindSpore lets a group have there."""
+
+
+@functools.cache
+def _is_even(degree: int, stride: int) -> bool:
+    counts = set(Counter(place * stride // SERVER for place in range(degree)).values())
+    return len(counts) == 1 and counts <= set(EVEN)
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """Degrees of the mesh axes. Their order, outer to inner, is the order in which they are given: neighbouring ranks
+    differ in the last one, so it should have the fastest links.
+    """
+
+    pp: Count = 1
+    """Pipeline stages; always the outermost axis."""
+    dp: Count = 1
+    """Data parallel replicas: each takes a part of the batch."""
+    cp: Count = 1
+    """Context parallel ranks: each takes a part of every sequence. Shards what the rules shard over it."""
+    ep: Count = 1
+    """Expert parallel ranks: neighbours along dp, which ep divides, each with a part of the experts. Without dp, dp is ep."""
+    tp: Count = 1
+    """Tensor parallel ranks: each holds a part of every large matrix."""
+    order: tuple[str, ...] = field(default=AXES, metadata={"hidden": True})
+    """All axes, outer to inner."""
+
+    def __init__(self, *, order: Sequence[str] | None = None, **degrees: Any):
+        if unknown := set(degrees) - {*AXES, "ep"}:
+            raise TypeError(f"no axes of a mesh: {', '.join(sorted(unknown))}; there are {', '.join(AXES)}, ep")
+        object.__setattr__(self, "ep", degrees.get("ep", 1))
+        degrees = {"dp" if axis == "ep" and "dp" not in degrees else axis: n for axis, n in degrees.items()}
+        for axis in AXES:
+            object.__setattr__(self, axis, degrees.get(axis, 1))
+        cutting = [axis for axis in order or degrees if axis in AXES and degrees.get(axis, 1) != 1]
+        usual = [axis for axis in AXES if axis in cutting]
+        others = [axis for axis in AXES if axis not in cutting]  # of one rank: their place means nothing
+        object.__setattr__(self, "order", AXES if cutting == usual else (*cutting, *others))
+
+    @property
+    def size(self) -> int:
+        """Ranks of the job."""
+        return math.prod(self.degree(axis) for axis in AXES)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.size // self.pp
+
+    def with_cp_as_replicas(self) -> Mesh:
+        """The same ranks without context parallel: those of cp take sequences of their own."""
+        if self.cp == 1:
+            return self
+        order = tuple(axis for axis in self.order if axis != "cp")
+        return Mesh(order=order, pp=self.pp, dp=self.dp * self.cp, ep=self.ep, tp=self.tp)
+
+    @property
+    def first_rank_of_last_stage(self) -> int:
+        """The rank that speaks for all: it knows losses and logits."""
+        return self.ranks_of_stage(self.pp - 1).start
+
+    @property
+    def derives_layouts(self) -> bool:
+        """Whether MindSpore derives layouts from the rules of other operators: it does on stages of 2^n ranks only."""
+        return self.stage_size & (self.stage_size - 1) == 0
+
+    @property
+    def sharding_axes(self) -> dict[str, int]:
+        """Degrees above 1 of the axes within a stage, outer to inner: MindSpore's device matrix."""
+        return {axis: self.degree(axis) for axis in self.order if axis != "pp" and self.degree(axis) > 1}
+
+    @property
+    def uneven_groups(self) -> str:
+        """The axes within a stage whose groups MindSpore refuses on the first Ascend 910, and there alone; for people."""
+        axes = (f"{axis} {n}" for axis, n in self.sharding_axes.items() if not _is_even(n, self._stride(axis)))
+        return " and ".join(axes)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """What to show of it: pp, dp and tp, and every other above 1, outer to inner."""
+        shown = {axis: self.degree(axis) for axis in self.order if axis in ("pp", "dp", "tp") or self.degree(axis) > 1}
+        return {**shown, "ep": self.ep} if self.ep > 1 else shown
+
+    @property
+    def expert_axes(self) -> tuple[str, str]:
+        """dp as two: replicas of the same experts, outer, and the ranks that share them out, ep."""
+        return f"dp:{self.dp // self.ep}", f"dp/{self.dp // self.ep}"
+
+    def degree(self, axis: str) -> int:
+        """Of an axis, or of a part of one (see `parted`)."""
+        name, outer, inner = part_of_axis(axis)
+        degree: int = getattr(self, name)
+        return outer or (degree // inner if inner else degree)
+
+    def parted(self, axis: str, most: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """`axis` as two: what of it shards something of which there are `most`, and the rest, along which neighbours hold the
+        same. Either may be all of it or nothing; of tp 8 and `most` 2 they are `tp:2`, its two halves, and `tp/2`, the four
+        places in each.
+        """
+        parts = math.gcd(self.degree(axis), most)
+        if parts in (1, self.degree(axis)):
+            return ((), (axis,)) if parts == 1 else ((axis,), ())
+        return (f"{axis}:{parts}",), (f"{axis}/{parts}",)
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Place of `rank` along `axis`, or along a part of one."""
+        name, outer, inner = part_of_axis(self.expert_axes[1] if axis == "ep" else axis)
+        if outer or inner:
+            place, rest = self.coordinate(rank, name), self.degree(name) // (outer or inner)
+            return place // rest if outer else place % rest
+        return rank // self._stride(axis) % self.degree(axis)
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at a place; 0 along the axes that are not given."""
+        return sum(self._stride(axis) * place for axis, place in coordinates.items())
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that differ from `rank` in their places along `axes` only, ascending, itself among them."""
+        axes = tuple(axis for axis in axes if axis != "ep" or "dp" not in axes)  # a part of it
+        base = rank - sum(self._stride(axis) * self.coordinate(rank, axis) for axis in axes)
+        places = itertools.product(*(range(self.degree(axis)) for axis in axes))
+        return sorted(base + self.rank_at(dict(zip(axes, place, strict=True))) for place in places)
+
+    def ranks_of_stage(self, stage: int) -> range:
+        """The ranks of one pipeline stage."""
+        return range(stage * self.stage_size, (stage + 1) * self.stage_size)
+
+    def _stride(self, axis: str) -> int:
+        name, outer, _ = part_of_axis("dp" if axis == "ep" else axis)
+        inner = math.prod(self.degree(further) for further in self.order[self.order.index(name) + 1 :])
+        return inner * (self.degree(name) // outer if outer else 1)
+
+    def __str__(self) -> str:
+        parts = {axis: f"{axis} {degree}" for axis, degree in self.degrees.items() if axis != "ep"}
+        if self.ep > 1:
+            parts["dp"] += f" (ep {self.ep})"
+        return " x ".join(parts.values()) + f" = {self.size}"
+
+
+def part_of_axis(axis: str) -> tuple[str, int, int]:
+    """Name of an axis; N of `NAME:N`, its outer part; N of `NAME/N`, the rest. 0: not such a part."""
+    name, _, outer = axis.partition(":")
+    name, _, inner = name.partition("/")
+    return name, int(outer or 0), int(inner or 0)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A strategy as the text of its file, with flags of tools/train.py in a comment."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterable
+from typing import Any
+
+from sporeloom.shipped import DECODER, EXPERTS
+from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from sporeloom.strategy.mesh import Mesh
+
+FLAGS = "# tools/train.py "
+
+
+def fitting_rules(rules: str, mesh: Mesh) -> str:
+    """Of our own rules those of experts where there are some, and those with every operator where MindSpore derives no
+    layouts."""
+    if rules == DECODER and mesh.ep > 1:
+        return EXPERTS
+    return f"{DECODER}_spelled_out" if rules == DECODER and not mesh.derives_layouts else rules
+
+
+def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> str:
+    """A strategy file. `rules`: a file, or the name of shipped ones. `head`: comments at its top."""
+    rules = fitting_rules(rules, strategy.mesh)
+    lines = [
+        *head,
+        "mesh: {" + ", ".join(f"{axis}: {degree}" for axis, degree in strategy.mesh.degrees.items()) + "}",
+        f"rules: {rules}",
+    ]
+    if strategy.pipeline != Pipeline():
+        stages, others = strategy.pipeline.stages, dataclasses.replace(strategy.pipeline, stages="uniform")
+        dealt = [f"stages: {{{_fields(stages, Stages())}}}"] if isinstance(stages, Stages) else []
+        lines.append(f"pipeline: {{{', '.join([*filter(None, [_fields(others, Pipeline())]), *dealt])}}}")
+    if strategy.recompute:
+        lines.append(f"recompute: {{{_fields(strategy.recompute, Recompute()) or 'layers: all'}}}")
+    if strategy.offload:
+        lines.append(f"offload: {{{_fields(strategy.offload, Offload())}}}")
+    if strategy.optimizer_parallel:
+        fields = _fields(strategy.optimizer_parallel, OptimizerParallel())
+        lines.append(f"optimizer_parallel: {{axis: dp{', ' * bool(fields)}{fields}}}")
+    if strategy.sequence_parallel:
+        lines.append("sequence_parallel: true")
+    if strategy.context_parallel != Strategy.context_parallel:
+        lines.append(f"context_parallel: {strategy.context_parallel}")
+    if strategy.micro_batch_interleave > 1:
+        lines.append(f"micro_batch_interleave: {strategy.micro_batch_interleave}")
+    return "\n".join(lines) + "\n"
+
+
+def flags_comment(train: dict[str, Any]) -> str:
+    """Flags of tools/train.py, as a comment."""
+    words = list[str]()
+    for name, value in train.items():
+        if value is False or value is None:
+            continue
+        words += ["--" + name.replace("_", "-")]
+        words += [] if value is True else [str(v) for v in (value if isinstance(value, (list, tuple)) else [value])]
+    return FLAGS + shlex.join(words)
+
+
+def _fields(found: Any, default: Any) -> str:
+    """`name: value` of what is not at its default."""
+    changed = [(name, value) for name, value in vars(found).items() if value != getattr(default, name)]
+    return ", ".join(f"{name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in changed)

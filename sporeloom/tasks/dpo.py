@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Direct preference optimization: how likely texts were before is worked out once, and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mindspore import nn
+from numpy.typing import NDArray
+
+from sporeloom.data.examples import example_batch
+from sporeloom.errors import ConfigError
+from sporeloom.files import write_atomically
+from sporeloom.nn.objectives import Preference
+from sporeloom.parallel.step import TrainStep
+from sporeloom.tasks.preference import PairTask, both
+from sporeloom.tasks.tuning import batches_of
+
+
+class DPO(PairTask):
+    """The reference is the model the run begins with: nothing of it is kept but the log-probabilities of the pairs."""
+
+    objective = Preference
+    reference: NDArray[np.float32]
+    """(pairs, 2): of the learned tokens of each text, added up."""
+
+    def loss(self) -> nn.Cell:
+        return Preference(self.config.loss_type, self.config.beta, self.config.label_smoothing)
+
+    def graph_key(self) -> dict[str, Any]:
+        names = ("loss_type", "beta", "label_smoothing")
+        return {**super().graph_key(), **{name: getattr(self.config, name) for name in names}}
+
+    def data_state(self) -> dict[str, Any]:
+        names = ("loss_type", "beta", "label_smoothing")
+        return {**super().data_state(), **{name: getattr(self.config, name) for name in names}}
+
+    @property
+    def _kept(self) -> Path:
+        path: Path = self.config.output_dir / "reference.npy"
+        return path
+
+    def begin(self, step: TrainStep, steps_done: int) -> None:
+        if steps_done:
+            if not self._kept.is_file():
+                raise ConfigError(
+                    f"{self._kept} is missing: how likely the texts were before the run began; start anew"
+                )
+            try:
+                self.reference = np.load(self._kept, allow_pickle=False)
+            except (OSError, EOFError, ValueError) as error:
+                raise ConfigError(f"{self._kept}: cannot be read: {error}; start anew") from None
+            if self.reference.shape != (self.num_samples, 2):
+                raise ConfigError(f"{self._kept}: is not of this run's {self.num_samples} pairs; start anew")
+            return
+        size, length = 2 * self.config.batch_size, self.run.seq_len
+        sums = list[NDArray[np.float32]]()
+        for real, batch in batches_of(both(self.pairs), size, lambda part: example_batch([[e] for e in part], length)):
+            log_probs = self.evaluated(self.net, batch)
+            sums.append((log_probs * batch.loss_weights).sum(1)[:real])
+        self.reference = np.concatenate(sums).reshape(-1, 2)
+        if self.engine.rank == 0:
+            write_atomically(self._kept, self._write)
+
+    def _write(self, path: Path) -> None:
+        with path.open("wb") as file:
+            np.save(file, self.reference)
+
+    def batch(self, step: int) -> Sequence[NDArray[Any]]:
+        batch = example_batch([[example] for example in both(self.drawn(step))], self.run.seq_len)
+        # The sum stands at the first learned token: rows are added up.
+        first = np.argmax(batch.loss_weights > 0, axis=1)
+        reference = np.zeros_like(batch.loss_weights)
+        known = getattr(
+            self, "reference", np.zeros((self.num_samples, 2), np.float32)
+        )  # before `begin`: to compile for
+        reference[np.arange(len(first)), first] = known[self.samples(step)].reshape(-1)
+        return [*batch._replace(loss_weights=batch.loss_weights / np.float32(self.config.batch_size)), reference]
+
+
+TASK = DPO

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group relative policy optimization: texts that were better than others for the same prompt become likelier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import nn
+from numpy.typing import NDArray
+
+from sporeloom.align.advantages import group_advantages, token_weights
+from sporeloom.nn.objectives import Policy
+from sporeloom.tasks.policy import Collected, PolicyTask
+
+
+class GRPO(PolicyTask):
+    """Every token of a text has the text's advantage over its group."""
+
+    objective = Policy
+    flags = (
+        *("loss_type", "beta", "kl_estimator", "epsilon", "epsilon_high", "num_generations", "num_iterations"),
+        *("scale_rewards", "importance_sampling_level"),
+    )
+
+    def loss(self) -> nn.Cell:
+        config = self.config
+        is_of_text = config.importance_sampling_level == "sequence"
+        clip = (config.epsilon, config.epsilon_high)
+        return Policy(*clip, config.beta, config.kl_estimator, is_of_text, config.temperature)
+
+    def judged(
+        self, found: Collected, mask: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float32], NDArray[Any], Sequence[NDArray[Any]]]:
+        config = self.config
+        weights = token_weights(mask, config.loss_type, config.max_completion_length).astype(np.float32)
+        advantages = group_advantages(found.rewards, config.num_generations, config.scale_rewards)
+        return weights, advantages[:, None] * mask, ()
+
+
+TASK = GRPO

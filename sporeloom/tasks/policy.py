@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tasks have in common that sample texts, have them rewarded, and learn from that."""
+
+from __future__ import annotations
+
+import base64
+import io
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sporeloom.align.rewards import Reward, load_reward, rewards_of
+from sporeloom.data.batch import Batch
+from sporeloom.data.examples import Prompt, example_batch
+from sporeloom.errors import ConfigError
+from sporeloom.evaluation.reward import PREFIX, program_reward
+from sporeloom.nn.objectives import Objective, Policy, ValueLoss
+from sporeloom.parallel.step import TrainStep
+from sporeloom.tasks.judges import Judge, Reference
+from sporeloom.tasks.rollouts import Rollouts, Sampled
+from sporeloom.tasks.tuning import Tuning
+
+ARRAYS = ("rewards", "old", "reference", "sampled", "values")
+"""Of a round, as `Collected` has them."""
+
+
+@dataclass
+class Collected:
+    """Texts of one round, and all that updates need to know of them."""
+
+    number: int
+    """Of the round, counted from 0."""
+    texts: list[Sampled]
+    rewards: NDArray[np.float64]
+    """Of each text."""
+    old: NDArray[np.float32]
+    """(B, T): how likely the tokens were when they were sampled, as training computes it where it must be known."""
+    reference: NDArray[np.float32]
+    """(B, T): likewise, under the reference."""
+    sampled: NDArray[np.float32]
+    """(B, T): likewise, as sampling computed it."""
+    values: NDArray[np.float32]
+    """(B, T): what the critic said of the tokens then."""
+
+
+class PolicyTask(Tuning):
+    """A round samples texts, and some steps learn from it. Subclasses give `loss`, `flags` and `judged`."""
+
+    objective: type[Objective]
+    flags: tuple[str, ...] = ()
+    """Of the configuration, which graphs and resumed runs hang on."""
+
+    is_ahead = False
+    prompts: list[Prompt]
+    rollouts: Rollouts
+    reference: Reference | None = None
+    judge: Judge | None = None
+    collected: Collected | None = None
+
+    def graph_key(self) -> dict[str, Any]:
+        return {**super().graph_key(), **self._values("temperature", *self.flags)}
+
+    def data_state(self) -> dict[str, Any]:
+        return {**super().data_state(), **self._values("temperature", "max_completion_length", "reward", *self.flags)}
+
+    def _values(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self.config, name) for name in names}
+
+    def open_data(self) -> None:
+        config = self.config
+        self.functions = {name: _reward(name) for name in config.reward}
+        room = self.run.seq_len - config.max_completion_length
+        every = self.reading().prompts(self.run.data)
+        self.prompts = [prompt for prompt in every if len(prompt.tokens) <= room]
+        self.num_samples = len(self.prompts)
+        dropped = len(every) - len(self.prompts)
+        if not self.prompts:
+            raise ConfigError(
+                f"{config.data}: all prompts are longer than the {room} tokens that --seq-len {self.run.seq_len} leaves "
+                f"beside --max-completion-length {config.max_completion_length}"
+            )
+        self.text = f"{len(self.prompts):,} prompts" + (f", {dropped:,} dropped, too long" if dropped else "")
+
+    @property
+    def prompts_per_round(self) -> int:
+        count: int = self.config.batch_size // self.config.texts_per_prompt
+        return count
+
+    def describe(self) -> str:
+        rounds = -(-self.config.steps // self.config.updates_per_round)
+        return f"{self.config.data}: {self.text}; {rounds * self.prompts_per_round / self.num_samples:.2f} epochs"
+
+    def begin(self, step: TrainStep, steps_done: int) -> None:
+        config = self.config
+        self.rollouts = Rollouts(self.engine, self.run, self.net.model, self.tokenizer, config.batch_size)
+        if self.config.has_reference:
+            self.reference = Reference(self.engine, self.run, self.net, Policy(temperature=config.temperature))
+        if config.reward_model:
+            self.judge = Judge(self.engine, config.reward_model)
+
+    def shaped_inputs(self, step: int) -> list[NDArray[Any]]:
+        rows, length = self.run.sizes.of_step(step)
+        ints, floats = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.float32)
+        return self.with_dropout_keys(step, [ints, ints, ints, *[floats] * (1 + self.objective.num_inputs)])
+
+    def batch(self, step: int) -> Sequence[NDArray[Any]]:
+        number, update = divmod(step, self.config.updates_per_round)
+        if self.collected is None or self.collected.number != number:
+            self.collected = self.collect(number)
+        found = self.collected
+        batch = self.texts(found.texts)
+        weights, advantages, more = self.judged(found, batch.loss_weights)
+        is_first = np.full(batch.tokens.shape, update == 0, np.float32)
+        policy = [advantages, found.old, found.reference, is_first]
+        return [*batch._replace(loss_weights=weights), *(a.astype(np.float32) for a in (*policy, *more))]
+
+    @abstractmethod
+    def judged(
+        self, found: Collected, mask: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float32], NDArray[Any], Sequence[NDArray[Any]]]:
+        """Loss weights and advantages (B, T) of the tokens of a round, and what else the objective wants."""
+
+    def texts(self, texts: Sequence[Sampled]) -> Batch:
+        """Texts as a batch with a mask for weights."""
+        return example_batch([[text.example(self.prompts)] for text in texts], self.run.seq_len)
+
+    def collect(self, number: int) -> Collected:
+        """Sample and reward the texts of a round. All ranks get the same."""
+        config = self.config
+        chosen = self.samples(number, self.prompts_per_round)
+        numbers = np.repeat(chosen, config.texts_per_prompt)
+        first = number * len(numbers)
+        self.engine.refresh(self.net, self.net.parallel_report)
+        texts = self.rollouts.sample(self.prompts, numbers.tolist(), range(first, first + len(numbers)))
+        batch = self.texts(texts)
+        reference = np.zeros_like(batch.loss_weights)
+        if self.reference:
+            reference = self.evaluated(self.reference.net, batch) * batch.loss_weights
+        sampled = np.zeros_like(batch.loss_weights)
+        for row, text in enumerate(texts):
+            sampled[row, batch.loss_weights[row] > 0] = text.log_probs
+        old, values = self.before(batch)
+        return Collected(
+            number, texts, self.rewards(texts), sampled if old is None else old, reference, sampled, values
+        )
+
+    def before(self, batch: Batch) -> tuple[NDArray[np.float32] | None, NDArray[np.float32]]:
+        """How likely the tokens are before the first update, as training computes it, where it must be known; and the
+        critic's values, if there is one."""
+        mask = batch.loss_weights
+        return self.evaluated(self.net, batch) * mask if self.config.updates_per_round > 1 else None, 0 * mask
+
+    def rewards(self, texts: Sequence[Sampled]) -> NDArray[np.float64]:
+        """Of each text, added up over all that reward."""
+        values = np.zeros(len(texts))
+        if self.functions:
+            # One rank asks the functions, which may say something else each time, and tells the others.
+            told: Any = None
+            if self.engine.is_log_rank:
+                told = self._from_functions(texts)
+            source = self.run.strategy.mesh.first_rank_of_last_stage
+            told = self.engine.share(told, source)
+            if isinstance(told, str):
+                raise ConfigError(told)
+            values += told
+        if self.judge:
+            values += self.judge.rewards([text.example(self.prompts) for text in texts], self.run.seq_len)
+        return values
+
+    def _from_functions(self, texts: Sequence[Sampled]) -> list[float] | str:
+        prompts = [self.prompts[text.prompt] for text in texts]
+        completions = [self.tokenizer.decode(text.tokens[: -1 if text.has_ended else None]) for text in texts]
+        values = np.zeros(len(texts))
+        try:
+            for name, function in self.functions.items():
+                asked = [prompt.text for prompt in prompts]
+                values += rewards_of(name, function, asked, completions, [prompt.columns for prompt in prompts])
+        except ConfigError as error:
+            return error.problems[0]
+        return [float(value) for value in values]
+
+    def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
+        assert counts is not None and self.collected
+        found, rewards = self.collected, self.collected.rewards
+        texts, tokens = found.texts, sum(len(text.tokens) for text in found.texts)
+        told = dict(zip(self.objective.metrics, map(float, counts), strict=True))
+        told |= {name: told[name] / tokens for name in (*Policy.metrics, *ValueLoss.metrics) if name in told}
+        if found.old is not found.sampled:
+            told["sampling_difference"] = float(np.abs(found.old - found.sampled).sum() / tokens)
+        groups = rewards.reshape(-1, self.config.texts_per_prompt)
+        told |= {
+            "reward": float(rewards.mean()),
+            "reward_std": float(groups.std(1).mean() if self.config.texts_per_prompt > 1 else rewards.std()),
+            "completion_length": tokens / len(texts),
+            "ended": sum(text.has_ended for text in texts) / len(texts),
+        }
+        meaningless = {"kl": not self.config.has_reference, "sampling_difference": self.config.temperature != 1}
+        return {name: value for name, value in told.items() if not meaningless.get(name)}
+
+    def state(self) -> dict[str, Any]:
+        """The round that is being learned from, where it is not over."""
+        found = self.collected
+        if found is None or self.config.updates_per_round == 1:
+            return {}
+        arrays = {name: getattr(found, name) for name in ARRAYS}
+        tokens = [text.tokens for text in found.texts]
+        arrays |= {"tokens": np.concatenate(tokens), "lengths": np.asarray([len(text) for text in tokens])}
+        arrays |= {"prompts": np.asarray([text.prompt for text in found.texts])}
+        arrays |= {"has_ended": np.asarray([text.has_ended for text in found.texts])}
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **arrays)
+        return {"round": found.number, "npz": base64.b64encode(packed.getvalue()).decode()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if "round" not in state:
+            return
+        arrays = dict(np.load(io.BytesIO(base64.b64decode(state["npz"]))))
+        tokens = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
+        texts = [
+            Sampled(int(prompt), ids.tolist(), [], bool(has_ended))
+            for prompt, ids, has_ended in zip(arrays["prompts"], tokens, arrays["has_ended"], strict=True)
+        ]
+        self.collected = Collected(state["round"], texts, *(arrays[name] for name in ARRAYS))
+
+
+def _reward(name: str) -> Reward:
+    return program_reward(name) if name.startswith(PREFIX) else load_reward(name)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain text: every token is learned from those before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sporeloom.data.loader import Loader
+from sporeloom.data.random_ltd import draw_kept
+from sporeloom.train.data import describe, prepare_data
+from sporeloom.train.task import Arrays, Task
+
+
+class Pretraining(Task):
+    """Batches of a blend of token files."""
+
+    loader: Loader
+    layer_tokens = 0
+    """Tokens of all steps, counted once for each layer that saw them; with random-LTD."""
+
+    def open_data(self) -> None:
+        self.tokenizer, self.loader = prepare_data(self.run, self.engine.rank)
+
+    def describe(self) -> str:
+        told, dropping = describe(self.loader, self.run.config.steps), self.run.random_ltd
+        return f"{told}\n{dropping.describe(self.run.sizes, self.run.config.steps)}" if dropping else told
+
+    def data_state(self) -> dict[str, Any]:
+        config: Any = self.run.config
+        return {
+            "datasets": [
+                f"{d.tokens.info.content[:16]} x {d.weight:.6g}" + (f" + {d.offset}" if d.offset else "")
+                for d in self.loader.datasets
+            ],
+            "batch_size": config.batch_size,
+            "batch_size_ramp": [*config.batch_size_ramp, config.ramp_unit] if config.batch_size_ramp else [],
+            "seq_len": self.run.seq_len,
+            "seq_len_growth": [*config.seq_len_growth],
+            "seed": config.seed,
+            "packing": config.packing,
+            "curriculum": self.loader.curriculum and self.loader.curriculum.state(),
+            "random_ltd": self.run.random_ltd and dataclasses.asdict(self.run.random_ltd),
+        }
+
+    def batch(self, step: int) -> Sequence[NDArray[Any]]:
+        return self.loader.batch(step)
+
+    def inputs(self, step: int) -> Arrays:
+        arrays, dropping = super().inputs(step), self.run.random_ltd
+        batch, length = self.run.sizes.of_step(step)
+        if dropping and (kept := dropping.kept(step, length)) < length:
+            rows, seed = self.loader.rows(batch), self.run.config.seed
+            arrays += draw_kept(seed, step, dropping.layers, rows, (batch, length), kept)
+        return arrays
+
+    def shape(self, step: int) -> tuple[int, ...]:
+        batch, length = self.run.sizes.of_step(step)
+        kept = self.run.random_ltd.kept(step, length) if self.run.random_ltd else length
+        return (batch, length) if kept == length else (batch, length, kept)
+
+    def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
+        dropping, sizes = self.run.random_ltd, self.run.sizes
+        if not dropping:
+            return super().metrics(step, counts)
+        self.layer_tokens += dropping.layer_tokens(step, sizes)
+        return {"kept_tokens": dropping.kept(step, sizes.of_step(step)[1]), "consumed_layer_tokens": self.layer_tokens}
+
+    def state(self) -> dict[str, Any]:
+        return {"consumed_layer_tokens": self.layer_tokens} if self.run.random_ltd else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.layer_tokens = state.get("consumed_layer_tokens", 0)
+
+    def first_token(self, step: int) -> int:
+        return self.loader.first_token(step)
+
+
+TASK = Pretraining

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts sampled from the very weights that are trained: the same parameters, mesh and arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mindspore import nn
+
+from sporeloom.data.examples import Example, Prompt
+from sporeloom.inference.mixed import cached
+from sporeloom.inference.model import CACHE, build_model
+from sporeloom.inference.sampling import Sampler, SamplingConfig
+from sporeloom.inference.scheduler import Request, generate
+from sporeloom.models.slots import num_slots_for
+from sporeloom.runtime.engine import Engine
+from sporeloom.train.config import Run
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A text that was sampled."""
+
+    prompt: int
+    """Its number among all prompts."""
+    tokens: list[int]
+    """Without the prompt's."""
+    log_probs: list[float]
+    """Of each, under the model itself; empty once they are kept elsewhere."""
+    has_ended: bool
+    """By the model, not for being too long."""
+
+    def example(self, prompts: Sequence[Prompt]) -> Example:
+        """Prompt and text, of which the text is learned."""
+        before = prompts[self.prompt].tokens
+        return Example((*before, *self.tokens), (False,) * len(before) + (True,) * len(self.tokens))
+
+
+class Rollouts:
+    """Samples texts.
+
+    Args:
+        model: whose weights; trained by the same engine.
+        num_rows: texts worked on at once.
+    """
+
+    def __init__(self, engine: Engine, run: Run, model: nn.Cell, tokenizer: Any, num_rows: int):
+        self.engine, self.run, config = engine, run, run.config
+        shape = (num_rows, num_slots_for(run.seq_len))
+        net = build_model(run.family, run.model, run.strategy, shape, weights_of=model, lora=run.lora)
+        for parameter in net.get_parameters():
+            if CACHE in parameter.name:
+                parameter.init_data()
+        self.decoding = cached(engine, net, run.model, *shape)
+        self.stop_ids = (run.model.eod_id, *run.model.stop_ids)
+        sampling: Any = config
+        settings = SamplingConfig(temperature=sampling.temperature, seed=config.seed)
+        self.sampler = Sampler(settings, self.stop_ids, tokenizer.vocab_size)
+        self.most = sampling.max_completion_length
+
+    def sample(self, prompts: Sequence[Prompt], numbers: Sequence[int], streams: Sequence[int]) -> list[Sampled]:
+        """A text for each of `numbers`, prompts among `prompts`. `streams` sets their random numbers apart."""
+        ids = [prompts[number].tokens for number in numbers]
+        self.decoding.prepare([len(prompt) for prompt in ids], self.most)
+        requests = [
+            Request(prompt, self.most, self.sampler, self._is_finished, stream)
+            for prompt, stream in zip(ids, streams, strict=True)
+        ]
+        tokens: list[list[int]] = [[] for _ in requests]
+        log_probs: list[list[float]] = [[] for _ in requests]
+        ended = np.zeros(len(requests), bool)
+        for new in generate(self.decoding, self.engine, requests):
+            tokens[new.request].append(new.token)
+            log_probs[new.request].append(new.log_probability)
+            ended[new.request] = new.finish_reason == "stop"
+        return [
+            Sampled(int(number), tokens[place], log_probs[place], bool(ended[place]))
+            for place, number in enumerate(numbers)
+        ]
+
+    def _is_finished(self, generated: Sequence[int]) -> bool:
+        return generated[-1] in self.stop_ids

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tasks have in common that make an assistant of a base model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, nn
+from numpy.typing import NDArray
+
+from sporeloom.data.batch import Batch
+from sporeloom.data.examples import Reading, identity
+from sporeloom.data.sample_order import epoch_samples
+from sporeloom.train.task import Task
+from sporeloom.train.tuning import open_tokenizer
+
+
+class Tuning(Task):
+    """Reads lines of examples. Subclasses set `num_samples` in `open_data`."""
+
+    num_samples: int
+    """What `samples` draws from."""
+    text: str
+    """Of `describe`."""
+    net: nn.Cell
+    """Model and loss, as `network` made them."""
+
+    @property
+    def config(self) -> Any:
+        return self.run.config
+
+    def network(self) -> nn.Cell:
+        self.net = super().network()
+        return self.net
+
+    def reading(self, learn_all: bool = False) -> Reading:
+        """Open the tokenizer, and read with it."""
+        self.tokenizer = open_tokenizer(self.run)
+        return Reading(self.tokenizer, learn_all)
+
+    def describe(self) -> str:
+        steps, size = self.config.steps, self.config.batch_size
+        return f"{self.config.data}: {self.text}; {steps * size / self.num_samples:.2f} epochs"
+
+    def data_state(self) -> dict[str, Any]:
+        return {
+            "lines": hashlib.sha256(identity(self.run.data).encode()).hexdigest()[:16],
+            "batch_size": self.config.batch_size,
+            "seq_len": self.run.seq_len,
+            "seed": self.config.seed,
+        }
+
+    def samples(self, step: int, count: int | None = None) -> NDArray[np.int64]:
+        """Numbers of what a step draws: all once an epoch, in an order of its own."""
+        count = self.config.batch_size if count is None else count
+        key = int.from_bytes(hashlib.sha256(f"{self.config.seed} samples".encode()).digest()[:8], "big")
+        return epoch_samples(step * count, count, self.num_samples, key)
+
+    def evaluated(self, net: nn.Cell, batch: Batch, parts: int = 1) -> NDArray[np.float32]:
+        """What a network with an objective says of each token, by its present weights, on all ranks: (B, parts * T)."""
+        was_training = net.training
+        net.set_train(False)
+        try:
+            output = self.engine.run(net, *map(Tensor, batch))
+        finally:
+            net.set_train(was_training)
+        source = self.run.strategy.mesh.first_rank_of_last_stage
+        shape = (batch.tokens.shape[0], parts * batch.tokens.shape[1])
+        values = output.asnumpy().reshape(shape) if self.engine.rank == source else np.zeros(shape, np.float32)
+        return self.engine.broadcast(values.astype(np.float32), source)
+
+
+def batches_of(items: Sequence[Any], size: int, make: Callable[[Sequence[Any]], Batch]) -> Iterator[tuple[int, Batch]]:
+    """All items some at a time, the last batch filled up with the first item: (how many are real, batch)."""
+    for start in range(0, len(items), size):
+        part = list(items[start : start + size])
+        yield len(part), make(part + [items[0]] * (size - len(part)))

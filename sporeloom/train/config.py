@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run is told, and every mistake in it that can be found before MindSpore is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sporeloom.certificate import about_task, check_certificate, vouched_for
+from sporeloom.checkpoint.manifest import checkpoints
+from sporeloom.data.random_ltd import RandomLTD
+from sporeloom.data.sample_order import Sizes
+from sporeloom.data.tokenizer import find_tokenizer
+from sporeloom.errors import ConfigError, Problems
+from sporeloom.files import unwritable
+from sporeloom.models.adapters import LoRAConfig
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import with_precision
+from sporeloom.numbers import number_problems
+from sporeloom.reader import Document, fields_from
+from sporeloom.runtime.environment import is_first_process
+from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, launch_problems, model_problems
+from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
+from sporeloom.strategy.loader import load_strategy
+from sporeloom.train.flags import (
+    CheckpointFlags,
+    DataFlags,
+    FaultFlags,
+    ModelFlags,
+    OptimizerFlags,
+    ParallelFlags,
+    PrecisionFlags,
+    RunFlags,
+)
+from sporeloom.train.loss_scale import FLOAT16_INITIAL
+from sporeloom.train.spikes import parse_steps
+
+MOST_TOKENS = 1 << 28
+"""Of one step: more are a slip of the keyboard."""
+MOST_LENGTHS = 16
+"""Of what layers see with random-LTD: each is a graph to compile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(
+    CheckpointFlags,
+    FaultFlags,
+    PrecisionFlags,
+    OptimizerFlags,
+    ParallelFlags,
+    ModelFlags,
+    DataFlags,
+    RunFlags,
+    ABC,
+):
+    """One training run of any kind."""
+
+    task: ClassVar[str]
+    """Module of `sporeloom.tasks`."""
+    trains_values: ClassVar[bool] = False
+    """Whether the network gives a number of each token in place of logits."""
+    samples_texts: ClassVar[bool] = False
+    """Whether the model writes what it learns from."""
+    rows_per_unit: ClassVar[int] = 1
+    """Sequences for each thing that `batch_size` counts."""
+
+    @abstractmethod
+    def base_model(self) -> tuple[str, ModelConfig]:
+        """Family and configuration of the model.
+
+        Raises:
+            ConfigError: there is none, or what is wrong with it.
+        """
+
+    @abstractmethod
+    def model_name(self) -> str:
+        """For people."""
+
+    @abstractmethod
+    def read_data(self, model: ModelConfig | None, seq_len: int) -> Any:
+        """What the task trains on, as far as it can be read and checked without a tokenizer.
+
+        Raises:
+            ConfigError: what is wrong with it.
+        """
+
+    def sizes(self, seq_len: int) -> Sizes:
+        """How much each step takes.
+
+        Raises:
+            ConfigError: sizes that are impossible.
+        """
+        return Sizes((self.rows_per_unit * self.batch_size,), (seq_len,))
+
+    @abstractmethod
+    def default_rates(self) -> tuple[float, float]:
+        """Highest and lowest learning rate where the command line says none."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the task's own flags."""
+        return iter(())
+
+    def random_ltd(self, model: ModelConfig, sizes: Sizes) -> RandomLTD | None:
+        """Which layers drop tokens, and how many.
+
+        Raises:
+            ConfigError: layers that are none.
+        """
+        return None
+
+    def adapters(self) -> LoRAConfig | None:
+        """Adapters that are trained in place of the model."""
+        return None
+
+    def about_task(self, lora: LoRAConfig | None) -> dict[str, Any] | None:
+        """What certificates vouch for of the task."""
+        return about_task(self.task, lora, False, None)
+
+    def network_config(self, model: ModelConfig) -> ModelConfig:
+        """The network that is trained, given the model it begins with."""
+        return model
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training configuration that was found right, with what it refers to."""
+
+    config: TrainingConfig
+    family: str
+    model: ModelConfig
+    strategy: Strategy
+    data: Any = dataclasses.field(repr=False)
+    """What the configuration's `read_data` returned."""
+    lora: LoRAConfig | None
+    sizes: Sizes
+    learning_rate: float
+    min_learning_rate: float
+    warmup_steps: int
+    decay_steps: int
+    loss_scale: float | None
+    """At the beginning; None: gradients are computed of the loss itself."""
+    random_ltd: RandomLTD | None = None
+    """Where layers drop tokens."""
+
+    @property
+    def seq_len(self) -> int:
+        """Of the longest sequences."""
+        return self.sizes.longest
+
+
+def check(config: TrainingConfig, num_processes: int | None) -> Run:
+    """Everything the run refers to, read and held against each other.
+
+    `num_processes`: launched already; None: as many as the strategy needs will be.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    problems = Problems()
+    family, model = problems.of(_model_config, config) or ("", None)
+    if family:
+        config = problems.of(_with_own_tokenizer, config, family) or config
+    problems += _own_problems(config)
+    problems += config.problems()
+    strategy = problems.of(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
+    if config.tokenizer and not config.tokenizer.exists():
+        problems.append(f"--tokenizer {config.tokenizer}: there is no such tokenizer")
+    seq_len = (model.seq_len if model else 0) if config.seq_len is None else config.seq_len
+    if model and seq_len > model.seq_len:
+        problems.append(f"--seq-len {seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
+    is_sized = config.batch_size > 0 and seq_len > 0 and config.accumulate > 0
+    sizes = problems.of(config.sizes, seq_len) if is_sized else None
+    if sizes and (tokens := max(batch * length for batch, length in sizes.shapes())) > MOST_TOKENS:
+        problems.append(f"--batch-size {config.batch_size}: {tokens:,} tokens a step are more than {MOST_TOKENS:,}")
+        sizes = None
+    data = problems.of(config.read_data, model, seq_len)
+    lora = problems.of(config.adapters)
+    if lora and model:
+        problems.of(lora.targets, model)
+    problems += _base_problems(config, model, lora)
+    problems += _spike_problems(config)
+    loss_scale = problems.of(_loss_scale, config, model)
+    random_ltd = problems.of(config.random_ltd, model, sizes) if model and sizes else None
+    if random_ltd and model and sizes and strategy:
+        problems += _random_ltd_problems(config, random_ltd, model, sizes, strategy)
+    if strategy:
+        problems += _strategy_problems(config, strategy, model, sizes, num_processes)
+        problems += adapter_problems(strategy) if lora else []
+    if config.certificate and model and strategy:
+        rows = config.batch_size * config.rows_per_unit
+        task = problems.of(config.about_task, lora)
+        vouched = vouched_for(family, model, strategy, rows, seq_len, config.accumulate, task)
+        problems.of(check_certificate, config.certificate, vouched)
+    problems.tell()
+    assert model and strategy and sizes
+    high, low = config.default_rates()
+    return Run(
+        config=config,
+        family=family,
+        model=model,
+        strategy=strategy,
+        data=data,
+        lora=lora,
+        sizes=sizes,
+        learning_rate=high if config.learning_rate is None else config.learning_rate,
+        min_learning_rate=low if config.min_learning_rate is None else config.min_learning_rate,
+        warmup_steps=min(2000, config.steps // 10) if config.warmup_steps is None else config.warmup_steps,
+        decay_steps=config.decay_steps or config.steps,
+        loss_scale=loss_scale,
+        random_ltd=random_ltd,
+    )
+
+
+def _loss_scale(config: TrainingConfig, model: ModelConfig | None) -> float | None:
+    """At the beginning; float16 is not trained without one."""
+    is_half = bool(model and model.compute_dtype == "float16")
+    scale = FLOAT16_INITIAL if is_half and config.loss_scale is None else config.loss_scale
+    if scale and config.optimizer.startswith("adafactor"):
+        raise ConfigError("--optimizer adafactor knows no loss scale; use bfloat16 or float32, or adamw")
+    return scale
+
+
+def _with_own_tokenizer(config: TrainingConfig, family: str) -> TrainingConfig:
+    """With the tokenizer of the checkpoint it starts from, if no other is named."""
+    if config.from_checkpoint is None or config.tokenizer is not None:
+        return config
+    path = find_tokenizer(family, config.from_checkpoint)
+    return dataclasses.replace(config, tokenizer=path) if path.exists() else config
+
+
+def _model_config(config: TrainingConfig) -> tuple[str, ModelConfig]:
+    """Family and network."""
+    family, model = config.base_model()
+    if config.dropout is not None:
+        model = fields_from(ModelConfig, Document("--dropout", {"dropout_rate": config.dropout}), model)
+    return family, with_precision(config.network_config(model), config.compute_dtype, config.attention)
+
+
+def _optimizer_problems(config: TrainingConfig, strategy: Strategy) -> Iterator[str]:
+    if config.optimizer != "adafactor-factored":
+        return
+    if strategy.mesh.size > strategy.mesh.dp or strategy.optimizer_parallel:
+        yield (
+            f"--optimizer adafactor-factored needs whole matrices on every rank: dp alone, without optimizer_parallel, not "
+            f"{strategy.mesh}; use adafactor"
+        )
+
+
+def _place_problems(config: TrainingConfig) -> Iterator[str]:
+    if problem := unwritable(config.output_dir):
+        yield f"--output-dir {problem}"
+    elif (config.save_every or config.save_minutes) and (problem := unwritable(config.states_dir)):
+        yield problem.replace("no file", "no checkpoint")
+
+
+def _base_problems(config: TrainingConfig, model: ModelConfig | None, lora: LoRAConfig | None) -> Iterator[str]:
+    """The model that the run begins with, against what is trained."""
+    base = config.from_checkpoint
+    if lora and base and base.resolve() == config.checkpoint_dir.resolve():
+        yield f"--output-dir {config.output_dir}: adapters would take the place of the model they are for"
+    if model and model.value_head and not config.trains_values:
+        yield f"--from-checkpoint {base}: a reward model; only `sporeloom reward` goes on with it"
+
+
+def _strategy_problems(
+    config: TrainingConfig,
+    strategy: Strategy,
+    model: ModelConfig | None,
+    sizes: Sizes | None,
+    num_processes: int | None,
+) -> Iterator[str]:
+    """The strategy against everything else."""
+    yield from _optimizer_problems(config, strategy)
+    yield from launch_problems(strategy, num_processes) if num_processes is not None else []
+    yield from model_problems(strategy, model) if model else []
+    if config.samples_texts and strategy.mesh.cp > 1:
+        yield f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out"
+    if strategy.optimizer_on_host and not config.optimizer.startswith("adamw"):
+        yield f"{strategy.at('offload.optimizer')}: AdamW's moments can be moved, not those of --optimizer {config.optimizer}"
+    if strategy.pipeline.virtual_stages > 1 and config.task in ("dpo", "grpo", "ppo"):
+        yield (
+            f"{strategy.at('pipeline.virtual_stages')}: {config.task} also runs the model by itself, a stage after "
+            "the other; leave virtual stages out"
+        )
+    for batch_size, length in sizes.shapes() if sizes else []:
+        yield from batch_problems(strategy, batch_size // config.rows_per_unit, length, config.accumulate)
+        yield from group_problems(strategy, model, batch_size, length, config.accumulate) if model else []
+
+
+def _random_ltd_problems(
+    config: TrainingConfig, dropping: RandomLTD, model: ModelConfig, sizes: Sizes, strategy: Strategy
+) -> Iterator[str]:
+    if config.certificate:
+        yield f"--certificate {config.certificate}: it vouches for layers that see all tokens, not for random-LTD"
+    plain = sum(path.startswith("layers.") for path in model.layers)
+    if outside := [layer for layer in dropping.layers if layer >= plain]:
+        yield f"--random-ltd-layers: layer {outside[0]} is outside 0 .. {plain - 1}, the layers that can drop tokens"
+    if not dropping.layers:
+        yield f"--random-ltd-min-value: {model.num_layers} layers have none between the first and the last"
+    if model.experts:
+        yield "--random-ltd-min-value: experts count their tokens in whole sequences; leave it out"
+    if strategy.mesh.cp > 1:
+        yield f"{strategy.at('mesh.cp')}: --random-ltd-min-value wants whole sequences on every rank; leave cp out"
+    least, most, growth = dropping.min_value, dropping.max_value, dropping.seq_per_step
+    if least > most:
+        yield f"--random-ltd-min-value {least} is outside 1 .. {most}, the tokens of a sequence"
+    elif least % growth:
+        yield f"--random-ltd-min-value {least} is no multiple of --random-ltd-seq-per-step {growth}"
+    elif len(lengths := dropping.lengths(sizes, config.steps)) > MOST_LENGTHS:
+        enough = math.ceil((most - least) / (MOST_LENGTHS - 1))
+        yield (
+            f"--random-ltd-seq-per-step {growth}: {len(lengths)} lengths are as many graphs to compile; {enough} or more "
+            f"makes at most {MOST_LENGTHS}"
+        )
+    else:
+        for batch, length in sizes.shapes():
+            known = batch_problems(strategy, batch, length, config.accumulate)
+            for kept in lengths:
+                yield from (p for p in batch_problems(strategy, batch, kept, config.accumulate) if p not in known)
+
+
+def _spike_problems(config: TrainingConfig) -> Iterator[str]:
+    problems = Problems()
+    skipped = problems.of(parse_steps, config.skip_steps) or ()
+    yield from problems
+    if config.find_nan and not config.strategy:
+        yield "--find-nan looks into graphs of CPU processes: give a --strategy of several, such as pangu_tiny_dp2"
+    if any(config.steps in steps for steps in skipped):
+        yield f"--skip-steps: step {config.steps} is the last of the run, which cannot be left out; change --steps"
+    if (skipped or config.rewind_at_spike) and config.samples_texts:
+        yield f"--{'skip-steps' if skipped else 'rewind-at-spike'}: steps of {config.task} hang on those before them"
+    if config.rewind_at_spike and config.rewind_at_spike <= 1:
+        yield f"--rewind-at-spike must be above 1, or 0, got {config.rewind_at_spike:g}"
+    if config.rewind_at_spike and not (config.save_every or config.save_minutes):
+        yield "--rewind-at-spike goes back to a checkpoint: give --save-every or --save-minutes"
+
+
+def _own_problems(config: TrainingConfig) -> list[str]:
+    problems = list(number_problems(config))
+    if config.loss_scale_factor <= 1:
+        problems.append(f"--loss-scale-factor must be above 1, got {config.loss_scale_factor:g}")
+    if config.loss_scale is not None and not 1 <= config.loss_scale <= 2.0**120:
+        problems.append(f"--loss-scale must be from 1 to 2^120, got {config.loss_scale:g}")
+    place = list(_place_problems(config)) if is_first_process() else []
+    problems += place
+    has_checkpoints = not place and bool(checkpoints(config.states_dir))
+    if config.resume and not has_checkpoints:
+        problems.append(f"--resume: {config.states_dir} holds no checkpoint; start without --resume")
+    if has_checkpoints and (config.save_every or config.save_minutes) and not config.resume:
+        problems.append(
+            f"{config.states_dir} holds checkpoints of an earlier run; go on with --resume, or give another --output-dir"
+        )
+    return problems

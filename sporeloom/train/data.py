@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a run is told to read to its loader: text is tokenized first, by one process."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sporeloom.data.blend import BlendEntry, short_datasets
+from sporeloom.data.curriculum import Curriculum, check_index, read_curriculum
+from sporeloom.data.loader import Dataset, Loader, rows_of_rank
+from sporeloom.data.packing import Arrangement, BestFit, Shuffled, Stream, save_packing
+from sporeloom.data.sources import Source
+from sporeloom.data.token_file import TokenFile
+from sporeloom.data.tokenize import TokenizeJob, tokenize
+from sporeloom.data.tokenizer import Tokenizer, content_hash, folder_tokenizer, load_tokenizer
+from sporeloom.errors import ConfigError
+from sporeloom.files import made_once, write_atomically
+from sporeloom.models.family import family_module
+from sporeloom.train.config import Run
+
+
+def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
+    """Tokenizer and loader; what has to be made is made once, under names that say what it was made of.
+
+    Raises:
+        ConfigError: the tokenizer or the token files do not fit the model.
+    """
+    if run.data.parts is None:
+        tokenizer, part = _tokenized(run, rank)
+        parts = [part]
+        if problems := short_datasets(parts, run.seq_len):
+            raise ConfigError([*problems, "give more text, or a smaller --seq-len"])
+    else:
+        parts = run.data.parts
+        tokenizer = folder_tokenizer(run.family, parts[0].tokens.folder, run.model, run.config.tokenizer)
+    datasets = [
+        Dataset(
+            part.name,
+            part.tokens,
+            part.weight,
+            _ignored(run, rank, part.tokens),
+            _arrangement(run, rank, part),
+            run.model.domain_offset(part.domain),
+        )
+        for part in parts
+    ]
+    mesh = run.strategy.mesh
+    microbatches = run.strategy.num_microbatches(run.config.accumulate)
+    rows = rows_of_rank(mesh.dp, mesh.coordinate(rank, "dp"), microbatches)
+    ids = run.model.eod_id, run.model.loss_ignore_id
+    return tokenizer, Loader(datasets, run.sizes, run.config.seed, *ids, rows, _curriculum(run, parts))
+
+
+def describe(loader: Loader, steps: int) -> str:
+    """What a run of so many steps reads."""
+    weights, epochs = loader.shares.weights, loader.epochs(steps)
+    return "data: " + "; ".join(
+        f"{dataset.name} {weight:.1%}, {passes:.2f} epochs of {size:,} sequences"
+        + (f" ({told})" if (told := dataset.arrangement.describe()) else "")
+        for dataset, weight, passes, size in zip(loader.datasets, weights, epochs, loader.num_samples, strict=True)
+    )
+
+
+def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, BlendEntry]:
+    """Tokenizer and token files of the run's text."""
+    config, module = run.config, family_module(run.family, "tokenizer")
+    assert run.data.documents is not None
+    folder, first, documents = config.output_dir / "data", rank == 0, run.data.documents
+    content = hashlib.sha256("\x00".join(documents).encode())
+    if first:
+        folder.mkdir(parents=True, exist_ok=True)
+    path = config.tokenizer
+    if path is None:
+        name = Path(module.FILE_NAMES[0])
+        path = folder / f"{name.stem}-{content.hexdigest()[:16]}-{run.model.vocab_size}{name.suffix}"
+
+        def train_tokenizer(partial: Path) -> None:
+            partial.write_bytes(module.train_tokenizer(documents, run.model.vocab_size))
+
+        made_once(path, first, lambda path: write_atomically(path, train_tokenizer))
+    tokenizer = load_tokenizer(run.family, path, run.model)
+    if tokenizer.eod_id != run.model.eod_id:
+        raise ConfigError(
+            f"{path}: this tokenizer ends documents with token {tokenizer.eod_id}, the model with eod_id "
+            f"{run.model.eod_id}; set eod_id and loss_ignore_id in --config"
+        )
+    content.update(content_hash(path).encode())
+    job = TokenizeJob(Source((config.data,)), run.family, path)
+    tokens = folder / f"tokens-{content.hexdigest()[:16]}"
+    made_once(tokens, first, lambda out: tokenize(job, out, workers=0, show_progress=False))
+    return tokenizer, BlendEntry(str(config.data), TokenFile(tokens), 1.0)
+
+
+def _curriculum(run: Run, parts: list[BlendEntry]) -> Curriculum | None:
+    path, packing = run.config.curriculum, run.config.packing  # type: ignore[attr-defined]
+    if path is None:
+        return None
+    config = read_curriculum(path)
+    index = check_index(path, path.parent / config.index, run.seq_len, packing, parts[0].tokens.info.content)
+    curriculum = Curriculum(config, index, run.config.seed)
+    if problems := [f"{path}: {problem}" for problem in curriculum.problems()]:
+        raise ConfigError(problems)
+    return curriculum
+
+
+def _arrangement(run: Run, rank: int, part: BlendEntry) -> Arrangement:
+    """How the documents of a dataset become samples. A packing is worked out by one process and kept."""
+    packing, seq_len, info = run.config.packing, run.seq_len, part.tokens.info  # type: ignore[attr-defined]
+    if packing == "stream":
+        return Stream(part.tokens, seq_len)
+    if info.record_length:
+        raise ConfigError(f"{part.name}: cut into records already; give --packing stream")
+    if packing == "shuffled":
+        key = hashlib.sha256(f"{run.config.seed} documents {info.content}".encode()).digest()
+        return Shuffled(part.tokens, seq_len, int.from_bytes(key[:8], "big"))
+    path = run.config.output_dir / "data" / f"packing-{info.content[:16]}-{seq_len}.npz"
+    if rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    made_once(path, rank == 0, lambda path: save_packing(part.tokens, seq_len, path))
+    return BestFit(part.tokens, seq_len, path)
+
+
+def _ignored(run: Run, rank: int, tokens: TokenFile) -> NDArray[np.int64]:
+    """Where the token stands that is not trained on. Finding it takes a pass over the tokens, so one process does it."""
+    token = run.model.loss_ignore_id
+    if token == tokens.info.eod_id:
+        return tokens.places_of(token)
+    path = run.config.output_dir / "data" / f"places-{tokens.info.content[:16]}-{token}.npy"
+
+    def save(partial: Path) -> None:
+        with partial.open("wb") as file:
+            np.save(file, tokens.places_of(token))
+
+    made_once(path, rank == 0, lambda path: write_atomically(path, save))
+    places: NDArray[np.int64] = np.load(path, mmap_mode="r")
+    return places

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run leaves behind of each step: a line of metrics.jsonl, scalars for TensorBoard, the progress bar."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tqdm import tqdm
+
+from sporeloom.files import write_text_atomically
+
+SHOWN = {
+    "dropped_tokens": "{} dropped",
+    "rewards/accuracies": "accuracy {:.2f}",
+    "reward": "reward {:.3f}",
+    "kl": "KL {:.4f}",
+}
+"""What of a task's metrics the progress bar tells."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    learning_rate: float
+    grad_norm: float | None
+    """Global, before clipping; None: not finite, so that nothing was updated and the loss scale was lowered."""
+    step_time_s: float
+    tokens_per_s: float
+    """Of the whole job."""
+    loss_scale: float | None = None
+    """Where there is one: the one of this step."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What the task tells besides."""
+
+    def values(self) -> dict[str, Any]:
+        """What there is."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "more"}
+        return {name: value for name, value in {**given, **self.more}.items() if value is not None}
+
+
+def expert_metrics(counts: NDArray[np.float32], tokens: int) -> dict[str, Any]:
+    """Metrics of what the layers of experts counted in a step of so many tokens: (layers, E + 2), see
+    `sporeloom.nn.moe.LoadCounter`.
+
+    `dropped_tokens`: choices that found no room at their expert, in all layers. `busiest_expert`: tokens given to the expert
+    that was given most, in the layer where that is most: times what balance would give it. `router_entropy`: of the
+    probabilities of a token's experts, mean over tokens and layers, in nats.
+    """
+    given, dropped, entropy = counts[:, :-2], counts[:, -2], counts[:, -1]
+    return {
+        "dropped_tokens": round(float(dropped.sum())),
+        "busiest_expert": float((given.max(1) / given.mean(1)).max()),
+        "router_entropy": float(entropy.mean() / tokens),
+    }
+
+
+def _lines_up_to(step: int, path: Path) -> list[str]:
+    """Of earlier runs, up to a step; the last one may have been cut off."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] > step:
+                break
+        except ValueError:
+            break
+        kept.append(line)
+    return kept
+
+
+class MetricsWriter:
+    """Writes the metrics of one run; used by one rank. A context manager.
+
+    `steps_done`: of a run that is resumed; what was noted of later steps is taken back.
+    """
+
+    def __init__(self, folder: Path, total_steps: int, steps_done: int = 0):
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        kept = _lines_up_to(steps_done, path) if steps_done and path.exists() else []
+        write_text_atomically(path, "".join(line + "\n" for line in kept))
+        self._lines = path.open("a", encoding="utf-8")
+        self._events = EventFileWriter(str(folder / "tensorboard"))
+        self._bar = tqdm(
+            total=total_steps,
+            initial=steps_done,
+            unit="step",
+            file=sys.stdout,
+            ascii=True,
+            mininterval=1.0,
+            dynamic_ncols=True,
+        )
+
+    def write(self, metrics: StepMetrics) -> None:
+        values = metrics.values()
+        self._lines.write(json.dumps(values) + "\n")
+        self._lines.flush()
+        step = values.pop("step")
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        told = "".join(f", {text.format(metrics.more[name])}" for name, text in SHOWN.items() if name in metrics.more)
+        told += "" if metrics.loss_scale is None else f", scale {metrics.loss_scale:g}"
+        self._bar.set_postfix_str(f"loss {metrics.loss:.4f}{told}, {metrics.tokens_per_s:.0f} tokens/s", refresh=False)
+        self._bar.update()
+
+    def pass_over(self) -> None:
+        """A step that was left out."""
+        self._bar.update()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        self._events.close()
+        self._lines.close()

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `sporeloom train` is told: a model of plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
+
+from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.cli import option
+from sporeloom.data.blend import BLENDS, BlendEntry, read_blend, short_datasets
+from sporeloom.data.curriculum import read_curriculum
+from sporeloom.data.documents import read_documents
+from sporeloom.data.packing import Packing
+from sporeloom.data.random_ltd import RandomLTD
+from sporeloom.data.sample_order import MOST_STEPS, Sizes, growing_seq_lens, ramped_batch_sizes
+from sporeloom.data.token_file import is_token_file
+from sporeloom.data.tokenizer import content_hash, find_tokenizer
+from sporeloom.errors import ConfigError, Problems
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import config_with_file, family_module, size_config
+from sporeloom.numbers import Amount, Count, Natural, parse_ranges
+from sporeloom.train.config import TrainingConfig
+
+
+class PlainText(NamedTuple):
+    """What `sporeloom train` reads: one of both."""
+
+    documents: list[str] | None
+    """Text that is still to be tokenized."""
+    parts: list[BlendEntry] | None
+    """Token files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeFlags:
+    """Which network."""
+
+    heading: ClassVar[str] = "model"
+
+    model: str = option("pangu", "model family")
+    size: str = option("tiny", "one of the family's published sizes")
+    config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomLTDFlags:
+    """Layers that see fewer tokens. Names and schedule are DeepSpeed's."""
+
+    heading: ClassVar[str] = "random layerwise token dropping"
+
+    random_ltd_min_value: Natural = option(
+        0,
+        "random-LTD: of each sequence the middle layers see so many tokens at first, drawn anew in every step; 0: all",
+    )
+    random_ltd_require_steps: Count | None = option(
+        None, "steps after which they see all of them; the run's without it"
+    )
+    random_ltd_seq_per_step: Count = option(16, "tokens by which that number grows")
+    random_ltd_layers: tuple[str, ...] = option(
+        (), "those layers, as 1-22 or 3, counted from 0; all between the first and the last without it"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RandomLTDFlags, SizeFlags, TrainingConfig):
+    """The flags of `sporeloom train`: a model of plain text."""
+
+    task: ClassVar[str] = "pretraining"
+    heading: ClassVar[str] = "data"
+
+    data: Path = option(
+        ...,
+        "what to train on: a folder of token files, a .yaml file that blends several, or text as it is (.jsonl with a `text` "
+        "field, .txt with blank lines between documents, ...)",
+    )
+    packing: Packing = option(
+        "stream",
+        "how documents become sequences: windows of all tokens, of documents shuffled anew in each epoch, or best-fit: no "
+        "document is cut that fits into a sequence, and what stays free is padding",
+    )
+    curriculum: Path | None = option(
+        None, "YAML file: which samples a step may draw, by an index of sporeloom preprocess difficulty"
+    )
+    batch_size_ramp: tuple[Amount, ...] = option(
+        (), "START INCREMENT COUNT: grow from START to --batch-size by INCREMENT, evenly over the first COUNT sequences"
+    )
+    ramp_unit: Literal["sequences", "tokens"] = option("sequences", "what COUNT of --batch-size-ramp counts")
+    seq_len_growth: tuple[str, ...] = option((), "LENGTH:STEPS ...: shorter sequences for the first steps")
+    data_budget: bool = option(False, "print what the run would see of each dataset, and train nothing")
+
+    def base_model(self) -> tuple[str, ModelConfig]:
+        model = size_config(self.model, self.size)
+        if self.from_checkpoint:
+            family, model = load_config(self.from_checkpoint)
+            if family != self.model:
+                raise ConfigError(
+                    f"--from-checkpoint {self.from_checkpoint}: a checkpoint of {family}; give --model {family}"
+                )
+        return self.model, config_with_file(self.config, model, self.model) if self.config else model
+
+    def model_name(self) -> str:
+        return f"{self.model} {self.size}"
+
+    def read_data(self, model: ModelConfig | None, seq_len: int) -> PlainText:
+        if self.data.suffix not in BLENDS and not is_token_file(self.data):
+            return PlainText(read_documents(self.data), None)
+        parts = read_blend(self.data)
+        if model and (problems := _data_problems(self, model, parts, seq_len)):
+            raise ConfigError(problems)
+        return PlainText(None, parts)
+
+    def default_rates(self) -> tuple[float, float]:
+        rates: tuple[float, float] = family_module(self.model, "config").LEARNING_RATES[self.size]
+        return rates
+
+    def sizes(self, seq_len: int) -> Sizes:
+        return _sizes(self, seq_len)
+
+    def problems(self) -> Iterator[str]:
+        if self.packing == "best-fit" and self.seq_len_growth:
+            yield "--packing best-fit: sequences of one length only; leave out --seq-len-growth"
+        if self.curriculum:
+            found = Problems()
+            found.of(read_curriculum, self.curriculum)
+            yield from found
+            if self.packing == "shuffled":
+                yield f"--curriculum {self.curriculum}: shuffled documents make other samples in each epoch"
+            if self.data.suffix in BLENDS:
+                yield f"--curriculum {self.curriculum}: of one dataset only, not of a blend"
+
+    def random_ltd(self, model: ModelConfig, sizes: Sizes) -> RandomLTD | None:
+        given = parse_ranges("--random-ltd-layers", self.random_ltd_layers, "layers", 0)
+        if not self.random_ltd_min_value:
+            if given or self.random_ltd_require_steps:
+                raise ConfigError("--random-ltd-layers and --random-ltd-require-steps need --random-ltd-min-value")
+            return None
+        return RandomLTD(
+            layers=tuple(sorted({layer for part in given for layer in part}) or range(1, model.num_layers - 1)),
+            num_layers=model.num_layers,
+            min_value=self.random_ltd_min_value,
+            max_value=sizes.longest,
+            require_steps=self.random_ltd_require_steps or self.steps,
+            seq_per_step=self.random_ltd_seq_per_step,
+        )
+
+
+def _sizes(config: TrainConfig, seq_len: int) -> Sizes:
+    """How much each step takes."""
+    try:
+        growth = [(int(length), int(steps)) for length, steps in (entry.split(":") for entry in config.seq_len_growth)]
+        if sum(steps for _, steps in growth) > MOST_STEPS:
+            raise ConfigError(f"--seq-len-growth {' '.join(config.seq_len_growth)}: more than {MOST_STEPS:,} steps")
+        lengths = growing_seq_lens(growth, seq_len)
+    except ValueError as error:
+        reason = error if "grow" in str(error) else "give LENGTH:STEPS, as in 256:1000 512:1000"
+        raise ConfigError(f"--seq-len-growth {' '.join(config.seq_len_growth)}: {reason}") from None
+    batch_sizes: tuple[int, ...] = (config.batch_size,)
+    if config.batch_size_ramp:
+        ramp = " ".join(map(str, config.batch_size_ramp))
+        if len(config.batch_size_ramp) != 3:
+            raise ConfigError(f"--batch-size-ramp {ramp}: give START INCREMENT COUNT, as in 16 16 100000")
+
+        def counted(step: int) -> int:
+            return lengths[min(step, len(lengths) - 1)] if config.ramp_unit == "tokens" else 1
+
+        start, increment, count = config.batch_size_ramp
+        try:
+            batch_sizes = ramped_batch_sizes(start, increment, count, config.batch_size, counted)
+        except ValueError as error:
+            raise ConfigError(f"--batch-size-ramp {ramp}: {error}") from None
+    sizes = Sizes(batch_sizes, lengths)
+    if sizes.problems():
+        raise ConfigError([f"--seq-len-growth: {problem}" for problem in sizes.problems()])
+    return sizes
+
+
+def _data_problems(config: TrainConfig, model: ModelConfig, parts: list[BlendEntry], seq_len: int) -> list[str]:
+    """Token files against the model."""
+    info, problems = parts[0].tokens.info, short_datasets(parts, seq_len)
+    if info.family != config.model:
+        problems.append(f"{config.data}: tokens of {info.family}, not of --model {config.model}")
+    if info.vocab_size > model.vocab_size:
+        problems.append(f"{config.data}: {info.vocab_size} tokens do not fit the model's vocab_size {model.vocab_size}")
+    if info.eod_id != model.eod_id:
+        problems.append(
+            f"{config.data}: documents end with token {info.eod_id}, the model's with eod_id {model.eod_id}; set eod_id and "
+            "loss_ignore_id in --config"
+        )
+    problems += [
+        f"{config.data}: {part.name}, domain {problem}"
+        for part in parts
+        if part.domain is not None and (problem := model.domain_problem(part.domain))
+    ]
+    if config.tokenizer and config.tokenizer.exists():
+        kept = find_tokenizer(info.family, parts[0].tokens.folder)
+        if content_hash(config.tokenizer) not in (info.tokenizer, content_hash(kept)):
+            problems.append(f"--tokenizer {config.tokenizer} is not the one {config.data} was made with; leave it out")
+    return problems

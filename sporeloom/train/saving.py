@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When and how a run saves its state, and where a resumed one begins."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+from sporeloom.checkpoint.contents import FACTORED, MOMENTS, check_contents, state_shape
+from sporeloom.checkpoint.manifest import LATEST, MANIFEST, Manifest, checkpoints, read_manifest
+from sporeloom.checkpoint.model_folder import check_shapes, open_weights
+from sporeloom.checkpoint.sharded import (
+    CheckpointReader,
+    Slice,
+    damage,
+    finish,
+    remove_leftovers,
+    remove_old,
+    write_parts,
+)
+from sporeloom.errors import ConfigError
+from sporeloom.files import write_text_atomically
+from sporeloom.log import milestone
+from sporeloom.models.adapters import is_adapter
+from sporeloom.parallel.report import Report
+from sporeloom.runtime.cpu.executor import Source
+from sporeloom.runtime.engine import Engine
+
+WEIGHTS = "model."
+STATES = (WEIGHTS, "value_head.", *MOMENTS)
+"""How the names of parameters begin that make up the training state."""
+ACCUMULATED = "accu_grads."
+"""Sums of microbatches' gradients, which are 0 between steps."""
+BEGIN_AS_ZEROS = (*MOMENTS, ACCUMULATED)
+TEXT_BYTES = 1024
+
+
+def logical_name(name: str) -> str:
+    """A parameter's name in a checkpoint: the model's own, and `adam_m.` or `adam_v.` before it for its moments."""
+    return name.replace("model.", "", 1)
+
+
+def state_parameters(cell: nn.Cell) -> dict[str, Parameter]:
+    """What a run changes of a training step, by name: weights and moments; with adapters not the frozen weights."""
+    found = {p.name: p for p in cell.get_parameters() if p.name.startswith(STATES)}
+    if any(name.startswith(FACTORED) for name in found):  # there are places for what an optimizer has no state of
+        shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
+        found = {name: found[name] for name in found if _state_shape(name, shapes) is not None}
+    if not any(map(is_adapter, found)):
+        return found
+    return {
+        name: parameter for name, parameter in found.items() if parameter.requires_grad or not name.startswith("model.")
+    }
+
+
+def _state_shape(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Of a parameter, or of its state for an optimizer that factors its second moments; by the shapes of parameters."""
+    prefix = next((moment for moment in MOMENTS if name.startswith(moment)), "")
+    shape = shapes[name.removeprefix(prefix)]
+    return state_shape(prefix, shape, True) if prefix else shape
+
+
+def _whole_on_every_rank(parameters: Mapping[str, Parameter]) -> set[str]:
+    """Names of optimizer state that is no parameter's likeness, so that the compiler has no layout of it: second moments that
+    are factored, which only runs with whole matrices on every rank have."""
+    factored = any(name.startswith(FACTORED) for name in parameters)
+    return {name for name in parameters if factored and name.startswith(MOMENTS[1:])}
+
+
+def _whole_shape(name: str, report: Report) -> tuple[int, ...]:
+    """Of a parameter or its state, over all ranks."""
+    shape = tuple(report.of(name).global_shape)
+    prefix = next((factor for factor in FACTORED if name.startswith(factor)), "")
+    return (state_shape(prefix, shape, True) or shape) if prefix else shape
+
+
+class Saver:
+    """Saves the state of a run as its configuration asks, and when it is told to stop. All ranks take part.
+
+    Args:
+        about: the fields of the manifest besides step, tensors and files, as they are when it is called.
+        add_files: puts what else belongs to a checkpoint, the tokenizer, into its folder.
+    """
+
+    def __init__(
+        self,
+        cell: nn.Cell,
+        engine: Engine,
+        report: Report,
+        root: Path,
+        about: Callable[[], Mapping[str, Any]],
+        add_files: Callable[[Path], object],
+        *,
+        every: int = 0,
+        minutes: float = 0.0,
+        keep_last: int = 0,
+        in_background: bool = False,
+    ):
+        self.cell, self.engine, self.report, self.root = cell, engine, report, root
+        self.about, self.add_files = about, add_files
+        self.every, self.minutes, self.keep_last, self.in_background = every, minutes, keep_last, in_background
+        self.last_step: int | None = None
+        self.stop_requested = False
+        self._last_time = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        token = np.array([secrets.randbelow(1 << 30)], np.int32)
+        self.token = int(engine.broadcast(token, engine.strategy.mesh.first_rank_of_last_stage)[0])
+        if engine.rank == 0:
+            remove_leftovers(root)
+        signal.signal(signal.SIGTERM, self.request_stop)
+
+    def request_stop(self, *_: object) -> None:
+        self.stop_requested = True
+
+    def after_step(self, step: int) -> bool:
+        """Save if it is time to. Returns whether the run is to stop, which all ranks learn together."""
+        is_time = self.minutes > 0 and time.monotonic() - self._last_time >= 60 * self.minutes
+        wish = self.engine.largest(2 if self.stop_requested else int(is_time))
+        if wish or (self.every and step % self.every == 0):
+            self.save(step)
+        return wish == 2
+
+    def save(self, step: int) -> None:
+        """Save the state after `step` steps.
+
+        Raises:
+            ConfigError: a file cannot be written; the checkpoints there stay as they are.
+        """
+        if step == self.last_step:
+            return
+        self.wait()
+        slices, self.last_step, self._last_time = self._snapshot(), step, time.monotonic()
+        about = self.about()
+        if self.in_background:
+            self._thread = threading.Thread(target=self._write_and_remember, args=(step, slices, about))
+            self._thread.start()
+        else:
+            self._write(step, slices, about)
+
+    @contextlib.contextmanager
+    def saving_after_an_error(self, step: int) -> Iterator[None]:
+        """Save the state of `step` before an error inside ends the run. On one device: other ranks do not know of it."""
+        try:
+            yield
+        except Exception:
+            if self.engine.strategy.mesh.size == 1:
+                self.save(step)
+                self.wait()
+            raise
+
+    def wait(self) -> None:
+        """Until a save in the background is done.
+
+        Raises:
+            ConfigError: it could not write.
+        """
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._error:
+            error, self._error = self._error, None
+            raise error
+
+    def _snapshot(self) -> dict[str, Slice]:
+        """This rank's share of the state: what no other rank writes."""
+        result = {}
+        parameters = state_parameters(self.cell)
+        whole = _whole_on_every_rank(parameters)
+        for name, parameter in parameters.items():
+            shape = _whole_shape(name, self.report)
+            if name in whole:
+                slices = tuple(slice(0, length) for length in shape) if self.engine.rank == 0 else None
+            else:
+                slices = self.engine.slices_to_write(name, self.report.of(name))
+            if slices is not None:
+                start = tuple(s.start for s in slices)
+                array = parameter.asnumpy().copy()  # the graph writes on into its own
+                result[logical_name(name)] = Slice(array, start, shape)
+        return result
+
+    def _write_and_remember(self, step: int, slices: Mapping[str, Slice], about: Mapping[str, Any]) -> None:
+        try:
+            self._write(step, slices, about)
+        except Exception as error:
+            self._error = error
+
+    def _write(self, step: int, slices: Mapping[str, Slice], about: Mapping[str, Any]) -> None:
+        partial = self.root / f".step-{step:08d}.{self.token}.partial"
+        try:
+            write_parts(partial, self.engine.rank, slices)
+            if self.engine.rank == 0:
+                self.add_files(partial)
+                folder = finish(partial, self.root, self.engine.strategy.mesh.size, step, about)
+                milestone(f"state of step {step} in {folder}")
+                if self.keep_last:
+                    remove_old(self.root, self.keep_last)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise ConfigError(
+                f"{error.filename or partial}: the state of step {step} cannot be saved: {error.strerror or error}; "
+                "older checkpoints are untouched"
+            ) from None
+
+
+def newest_complete(
+    root: Path, engine: Engine, check: Callable[[Manifest, Path], None] = check_contents
+) -> tuple[Path, Manifest]:
+    """The newest checkpoint whose every byte is as it was written, and which holds what `check` expects.
+
+    All ranks take part, each reads its share of the files.
+
+    Damaged ones that are newer are named and renamed, so that nobody takes them for the newest again.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    damaged: list[Path] = []
+    newest_problem = "none"
+    for folder in checkpoints(root):
+        manifest, problem = None, None
+        try:
+            manifest = read_manifest(folder)
+            check(manifest, folder)
+            problem = damage(folder, manifest, slice(engine.rank, None, engine.strategy.mesh.size))
+        except ConfigError as error:
+            problem = error.problems[0]
+        finder = engine.largest(engine.rank + 1 if problem else 0)
+        if not finder:
+            assert manifest is not None
+            if engine.rank == 0:
+                _set_aside(damaged, root, folder)
+            return folder, manifest
+        told = _told_by(finder - 1, problem or "", engine)
+        if engine.is_log_rank:
+            milestone(f"skipped: {told}")
+        newest_problem = newest_problem if damaged else told
+        damaged.append(folder)
+    raise ConfigError(f"{root}: holds no complete checkpoint; the newest: {newest_problem}")
+
+
+def _told_by(rank: int, text: str, engine: Engine) -> str:
+    """The text of one rank, on all."""
+    encoded = np.zeros(TEXT_BYTES, np.int32)
+    content = np.frombuffer(text.encode()[:TEXT_BYTES], np.uint8)
+    encoded[: len(content)] = content
+    return bytes(engine.broadcast(encoded, rank).astype(np.uint8)).rstrip(b"\0").decode(errors="ignore")
+
+
+def _set_aside(damaged: Sequence[Path], root: Path, newest: Path) -> None:
+    for folder in damaged:
+        shutil.rmtree(root / f"damaged-{folder.name}", ignore_errors=True)
+        folder.rename(root / f"damaged-{folder.name}")
+    write_text_atomically(root / LATEST, newest.name + "\n")
+
+
+def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, manifest: Manifest) -> None:
+    """Give the weights and moments of a compiled step the values of a checkpoint, whatever mesh wrote it.
+
+    Raises:
+        ConfigError: a tensor is missing or has another shape.
+    """
+    reader, problems = CheckpointReader(folder, manifest), []
+    parameters = state_parameters(cell)
+    on_every_rank = _whole_on_every_rank(parameters)
+    for name, parameter in parameters.items():
+        logical, whole = logical_name(name), _whole_shape(name, report)
+        entry = manifest.tensors.get(logical)
+        if entry is None or entry.shape != whole:
+            found = "is missing" if entry is None else f"is {entry.shape}"
+            problems.append(f"{folder / MANIFEST}: {logical} {found}; the run's is {whole}")
+            continue
+        is_whole = name in on_every_rank
+        slices = tuple(slice(0, length) for length in whole) if is_whole else engine.held_slices(name, whole)
+        _hold(parameter, slices, partial(reader.read, logical))
+    known = {logical_name(name) for name in parameters}
+    problems += [f"{folder / MANIFEST}: {name} is no part of the run" for name in manifest.tensors if name not in known]
+    if problems:
+        raise ConfigError(problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else []))
+
+
+def leave_undrawn(parameters: Iterable[Parameter]) -> None:
+    """Let parameters begin as zeros, of which a CPU process has its part alone: moments, and weights that `start_from` or
+    `load_state` will give values."""
+    for parameter in parameters:
+        parameter.source = Source.of_zeros(parameter.shape)
+
+
+def start_from(
+    cell: nn.Cell,
+    engine: Engine,
+    report: Report,
+    folder: Path,
+    new: Sequence[str] = (),
+    prefix: str = WEIGHTS,
+    only_frozen: bool = False,
+) -> None:
+    """Give the weights of a compiled network, those whose names begin with `prefix`, the values of a checkpoint folder. A
+    rank reads what it holds, and looks at its share of a training checkpoint's hashes. All ranks take part.
+
+    `new`: weights that stay as they are unless the folder has such. `only_frozen`: those that are trained stay, too.
+
+    Raises:
+        ConfigError: they are missing, damaged, or another model's.
+    """
+    weights = open_weights(folder)
+    problem = weights.damage(slice(engine.rank, None, engine.strategy.mesh.size))
+    if finder := engine.largest(engine.rank + 1 if problem else 0):
+        raise ConfigError(_told_by(finder - 1, problem or "", engine))
+    found = dict(weights.shapes)
+    named = {p.name.removeprefix(prefix): p for p in cell.get_parameters() if p.name.startswith(prefix)}
+    parameters = {name: parameter for name, parameter in named.items() if not is_adapter(name)}
+    shapes = {name: tuple(report.of(parameter.name).global_shape) for name, parameter in parameters.items()}
+    for name in new:
+        if found.get(name) != shapes[name]:
+            found.pop(name, None)
+            del shapes[name]
+    check_shapes(found, shapes, str(folder))
+    for name, shape in shapes.items():
+        if only_frozen and parameters[name].requires_grad:
+            continue
+        _hold(parameters[name], engine.held_slices(parameters[name].name, shape), partial(weights.read, name))
+
+
+def _hold(parameter: Parameter, slices: tuple[slice, ...] | None, read: Callable[[tuple[slice, ...]], Any]) -> None:
+    """Give a parameter the part this rank computes with, if it has one."""
+    if slices is not None and tuple(parameter.shape) == tuple(s.stop - s.start for s in slices):
+        data = Tensor(np.ascontiguousarray(read(slices)), dtype=parameter.dtype)
+        parameter.set_data(data, slice_shape=parameter.sliced)  # else MindSpore would slice it again for the next graph
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    return {"mindspore": ms.__version__, "numpy": np.__version__}

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything up to the first step: network, data, optimizer, graph."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from mindspore import Tensor, nn
+from mindspore.nn.utils import no_init_parameters
+from numpy.typing import NDArray
+
+from sporeloom.data.loader import Prefetched
+from sporeloom.errors import ConfigError
+from sporeloom.log import milestone
+from sporeloom.models.adapters import is_adapter
+from sporeloom.models.parameters import num_parameters
+from sporeloom.nn.flash import has_flash
+from sporeloom.parallel.parallelize import parallelize, wrap
+from sporeloom.parallel.report import Report
+from sporeloom.parallel.step import TrainStep
+from sporeloom.runtime.cpu.drawing import drawing_later
+from sporeloom.runtime.engine import Engine
+from sporeloom.train.adafactor import Adafactor
+from sporeloom.train.config import Run, TrainingConfig
+from sporeloom.train.loss_scale import LossScale
+from sporeloom.train.optim import SGD, AdamW
+from sporeloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS, leave_undrawn
+from sporeloom.train.spikes import SpikeGuard
+from sporeloom.train.task import Task
+
+
+@dataclass
+class Training:
+    """Everything that one run holds while it goes on."""
+
+    run: Run
+    engine: Engine
+    task: Task
+    report: Report
+    step: TrainStep
+    optimizer: AdamW | SGD | Adafactor
+    batches: Prefetched[list[NDArray[Any]]]
+    """Inputs of each step."""
+    loss_scale: LossScale | None
+    guard: SpikeGuard | None = None
+    """Where spikes of the loss lead back to a checkpoint."""
+    compiled: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
+    """Batch shapes there are graphs for."""
+
+    def say(self, text: str) -> None:
+        """A milestone, once for all ranks."""
+        if self.engine.is_log_rank:
+            milestone(text)
+
+    def batch(self, index: int) -> list[Tensor]:
+        """Inputs of step `index`, counted from 0: the shape of the whole batch, this rank's rows filled in."""
+        return [Tensor(array) for array in (self.batches.get if self.task.is_ahead else self.task.inputs)(index)]
+
+
+def start(run: Run) -> Training:
+    """Everything up to the first step: network, data, graph."""
+    config = run.config
+    engine = Engine.start(run.strategy)
+    _check_target(run, engine)
+    engine.backend.watch_for(config.watchdog_s)
+    if config.find_nan:
+        engine.backend.look_for_nan()
+    task: Task = import_module(f"sporeloom.tasks.{config.task}").TASK(run, engine)
+    net = _network(run, engine, task)
+    report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
+    task.open_data()
+    training = _build_step(run, engine, task, net, report)
+    what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"
+    if run.lora:
+        trained = sum(map(math.prod, run.lora.shapes(run.model).values()))
+        what += f", frozen but for {trained:,} of adapters" + (" and head" if run.model.value_head else "")
+    training.say(f"{what} on {run.strategy.mesh}")
+    if has_flash(net):
+        training.say(f"attention: {_told_of_attention(engine, net)}")
+    for line in task.describe().splitlines():
+        training.say(line)
+    training.say(f"metrics, configuration and checkpoints go to {config.output_dir}")
+    return training
+
+
+def _network(run: Run, engine: Engine, task: Task) -> nn.Cell:
+    """The task's network. CPU processes draw no weights that are other stages' or that a checkpoint will give."""
+    if not engine.partitions_itself:
+        return task.network()
+    with drawing_later():
+        net = task.network()
+    if run.config.resume or run.config.from_checkpoint:
+        new = tuple(f"{WEIGHTS}{name}" for name in task.new_weights)
+        given = (p for p in net.get_parameters() if p.name.startswith(WEIGHTS) and p.name not in new)
+        leave_undrawn(parameter for parameter in given if not is_adapter(parameter.name))
+    return net
+
+
+def _check_target(run: Run, engine: Engine) -> None:
+    """What a run asks for against what this process computes on.
+
+    Raises:
+        ConfigError: it does not go together.
+    """
+    if engine.target == "Ascend" and run.model.attention == "flash" and run.model.compute_dtype == "float32":
+        raise ConfigError("attention flash: Ascend has it for float16 and bfloat16; give --compute-dtype")
+    if engine.target == "GPU" and run.model.attention == "flash":
+        raise ConfigError("attention flash: MindSpore has it for Ascend alone; write plain")
+
+
+def _told_of_attention(engine: Engine, net: nn.Cell) -> str:
+    """How attention is computed in a network that has FlashAttention."""
+    if engine.backend_of(net).partitions:
+        return "FlashAttentionScore, by NumPy here, which is slow"
+    return "FlashAttentionScore" if engine.target == "Ascend" else "plain; one CPU device has no FlashAttentionScore"
+
+
+def compile_for(training: Training, step: int) -> None:
+    """Compile for the batches of `step`, counted from 0, if their shape is new."""
+    shape = training.task.shape(step)
+    if shape in training.compiled:
+        return
+    begin = time.perf_counter()
+    # Not those made ahead: a task may still have to learn what belongs into them.
+    inputs = map(Tensor, training.task.shaped_inputs(step))
+    training.engine.prepare(training.step, *inputs)
+    training.compiled.add(shape)
+    for_what = f" for {shape[0]} sequences of {shape[1]}" if len(training.run.sizes.shapes()) > 1 else ""
+    seen = f"; {shape[2]} tokens of each in the layers that drop some" if shape[2:] else ""
+    training.say(f"compiled{for_what} in {time.perf_counter() - begin:.1f} s{seen}")
+    if (rounded := training.engine.rounded) and len(training.compiled) == 1:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in rounded.most_common())
+        training.say(
+            f"bfloat16: CPUs have no kernels; computed in float32, rounded after {rounded.total()} operators: {kinds}"
+        )
+
+
+def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Report) -> Training:
+    config = run.config
+    in_parts = engine.partitions_itself
+    with no_init_parameters() if in_parts else contextlib.nullcontext():
+        optimizer = _optimizer(run, engine, net, report)
+        step = TrainStep(
+            wrap(net, run.strategy, config.accumulate),
+            optimizer,
+            report,
+            engine.rank,
+            engine.all_reduce(),
+            max_grad_norm=config.max_grad_norm or None,
+            accumulate=config.accumulate,
+            loss_scale=run.loss_scale is not None,
+        )
+    if in_parts:
+        leave_undrawn(parameter for parameter in step.get_parameters() if parameter.name.startswith(BEGIN_AS_ZEROS))
+    step.graph_key = {
+        "family": run.family,
+        "model": run.model.to_dict(),
+        "optimizer": optimizer_settings(config),
+        "accumulate": config.accumulate,
+        "loss_scale": run.loss_scale is not None,
+        "lora": adapter_settings(run),
+        **task.graph_key(),
+    }
+    scale = None
+    if run.loss_scale is not None:
+        scale = LossScale(run.loss_scale, config.loss_scale_factor, config.loss_scale_window)
+    batches = Prefetched(task.inputs, config.steps)
+    guard = SpikeGuard(config.rewind_at_spike, config.spike_window) if config.rewind_at_spike else None
+    return Training(run, engine, task, report, step.set_train(), optimizer, batches, scale, guard)
+
+
+def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor:
+    weights = net.trainable_params()
+    if run.config.optimizer == "sgd":
+        return SGD(weights)
+    if run.config.optimizer.startswith("adafactor"):
+        return Adafactor(
+            weights,
+            report.norm_shares([weight.name for weight in weights], engine.rank),
+            engine.all_reduce(),
+            factored=run.config.optimizer == "adafactor-factored",
+            beta1=run.config.adam_beta1,
+            weight_decay=run.config.weight_decay,
+        )
+    return AdamW(
+        weights,
+        beta1=run.config.adam_beta1,
+        beta2=run.config.adam_beta2,
+        epsilon=run.config.adam_epsilon,
+        weight_decay=run.config.weight_decay,
+        bias_correction=run.config.optimizer == "adamw",
+        on_host=run.strategy.optimizer_on_host,
+    )
+
+
+def adapter_settings(run: Run) -> dict[str, Any]:
+    return dataclasses.asdict(run.lora) if run.lora else {}
+
+
+def optimizer_settings(config: TrainingConfig) -> dict[str, Any]:
+    return {
+        "name": config.optimizer,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_epsilon": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        "schedule": config.schedule,
+    }

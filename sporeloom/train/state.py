@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run needs to go on besides tensors, what saves it, and how it is taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sporeloom.checkpoint.contents import WEIGHTS_ALONE, model_of
+from sporeloom.checkpoint.manifest import Manifest
+from sporeloom.checkpoint.model_folder import write_config
+from sporeloom.errors import ConfigError
+from sporeloom.train.saving import Saver, load_state, newest_complete, versions
+from sporeloom.train.spikes import SpikeGuard
+from sporeloom.train.start import Training, adapter_settings, compile_for, optimizer_settings
+
+UNSAID = {"schedule": "cosine", "random_ltd": None, "packing": "stream", "curriculum": None}
+"""What checkpoints of earlier releases do not say."""
+SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")
+
+
+def make_saver(training: Training) -> Saver:
+    """What saves the run's state, as its configuration asks."""
+    run, config = training.run, training.run.config
+    about = {
+        "model": {"family": run.family, **run.model.to_dict()},
+        "strategy": {**dataclasses.asdict(run.strategy.mesh), "file": str(config.strategy or "")},
+        "versions": versions(),
+    }
+
+    def add_files(folder: Path) -> None:
+        training.task.add_files(folder)
+        write_config(folder, run.family, run.model)
+
+    return Saver(
+        training.step,
+        training.engine,
+        training.report,
+        config.states_dir,
+        lambda: {"state": _state(training), **about},
+        add_files,
+        every=config.save_every,
+        minutes=config.save_minutes,
+        keep_last=config.keep_last,
+        in_background=config.async_save,
+    )
+
+
+def _state(training: Training) -> dict[str, Any]:
+    """What besides tensors a run needs to go on. Sample order and learning rate are functions of these and the step."""
+    run, config = training.run, training.run.config
+    return {
+        "data": training.task.data_state(),
+        "optimizer": optimizer_settings(config),
+        "schedule": {name: getattr(run, name) for name in SCHEDULE},
+        "loss_scale": training.loss_scale and training.loss_scale.state(),
+        "lora": adapter_settings(run),
+        "beside": training.task.beside(),
+        "task": training.task.state(),
+    }
+
+
+def resume(training: Training) -> int:
+    """Load the newest complete checkpoint. Returns the steps done.
+
+    Raises:
+        ConfigError: there is none, or it belongs to a run that differs in more than its mesh.
+    """
+    run, config = training.run, training.run.config
+    folder, manifest = newest_complete(config.states_dir, training.engine)
+    if manifest.state.get(WEIGHTS_ALONE):
+        raise ConfigError(f"{folder}: weights alone, nothing to go on from; start from them with --from-checkpoint")
+    mine = {"model": {"family": run.family, **run.model.to_dict()}, **_state(training)}
+    family, model = model_of(manifest, folder)  # which fills in what earlier releases did not say
+    theirs = {"model": {"family": family, **model.to_dict()}, **manifest.state}
+    given = {name for name in SCHEDULE if getattr(config, name) is not None}
+    training.run = run = dataclasses.replace(
+        run, **{name: value for name, value in manifest.state["schedule"].items() if name not in given}
+    )
+    changed = [
+        f"{folder}: {part} {name} was {theirs[part].get(name)}, is {value}"
+        for part in ("model", "data", "optimizer", "lora")
+        for name, value in _plain(mine[part]).items()
+        if name != "attention"  # the kernel may be another, as the mesh may
+        if theirs.get(part, {}).get(name, UNSAID.get(name)) != value
+    ]
+    if manifest.step >= config.steps:
+        changed.append(f"{folder}: {manifest.step} steps are done, --steps {config.steps} leaves none")
+    if changed:
+        raise ConfigError(changed)
+    compile_for(training, manifest.step)  # which decides what this rank holds
+    _take_up(training, folder, manifest)
+    training.say(f"resumed after step {manifest.step} from {folder}")
+    return manifest.step
+
+
+def _take_up(training: Training, folder: Path, manifest: Manifest) -> None:
+    """Give everything that a step changes the values of a checkpoint."""
+    load_state(training.step, training.engine, training.report, folder, manifest)
+    if training.loss_scale and (saved := manifest.state.get("loss_scale")):
+        training.loss_scale.restore(saved)
+    training.task.restore(manifest.state.get("task") or {})
+
+
+def rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> None:
+    """Go back to the state of a checkpoint after a spike at `step`. All ranks take part.
+
+    Raises:
+        ConfigError: there is none to go back to.
+    """
+    engine, folder = training.engine, training.run.config.states_dir
+    saver.wait()
+    dropped = guard.to_drop(step, folder)
+    engine.largest(0)  # all have looked
+    for path in dropped if engine.rank == 0 else ():
+        shutil.rmtree(path)
+    engine.largest(0)
+    found, manifest = newest_complete(folder, engine)
+    _take_up(training, found, manifest)
+    training.say(f"step {step}: a spike of the loss; back to {found}, without steps {manifest.step + 1}-{step}")
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: data, model, engine, one step after another, metrics, checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sporeloom.checkpoint.adapters import Adapter, write_adapter
+from sporeloom.checkpoint.model_folder import load_config, save_checkpoint
+from sporeloom.files import write_text_atomically
+from sporeloom.locks import one_writer
+from sporeloom.models.parameters import parameter_shapes
+from sporeloom.parallel.report import Report
+from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.environment import is_first_process
+from sporeloom.runtime.gather import gather_whole
+from sporeloom.train.config import Run
+from sporeloom.train.metrics import MetricsWriter, StepMetrics
+from sporeloom.train.optim import set_number
+from sporeloom.train.rerun import run_twice
+from sporeloom.train.saving import Saver, start_from, versions
+from sporeloom.train.schedules import learning_rate
+from sporeloom.train.spikes import parse_steps
+from sporeloom.train.start import Training, compile_for, start
+from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind
+
+LEFTOVERS = (".checkpoint_parts-*", ".checkpoint.*.partial", ".*.json.*.partial", "data/.*.partial")
+"""What a run that was killed leaves in its folder, besides unfinished states and tokens."""
+
+
+def train(run: Run) -> Path | None:
+    """Train as `run` says. Returns the checkpoint folder; None if the run was told to stop before its end.
+
+    Raises:
+        ConfigError: another run writes to the same folder, or nothing can be written there.
+    """
+    if not is_first_process():
+        return _train(run)
+    with one_writer(run.config.output_dir):
+        for pattern in LEFTOVERS:
+            for path in run.config.output_dir.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+                path.unlink(missing_ok=True)
+        return _train(run)
+
+
+def _train(run: Run) -> Path | None:
+    config = run.config
+    training = start(run)
+    steps_done = resume(training) if config.resume else 0
+    compile_for(training, steps_done)
+    if training.engine.rank == 0:  # now that all layouts are known
+        _write_resolved(training.run, training.report)
+    if config.from_checkpoint and (run.lora or not config.resume):
+        start_from(
+            training.step,
+            training.engine,
+            training.report,
+            config.from_checkpoint,
+            training.task.new_weights,
+            only_frozen=config.resume,
+        )
+        training.say(f"weights from {config.from_checkpoint}")
+    training.task.begin(training.step, steps_done)
+    saver = make_saver(training)  # after the schedule that is resumed is known
+    if training.engine.is_log_rank:
+        with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:
+            done, first, last = run_steps(training, writer, saver, steps_done)
+    else:
+        done, first, last = run_steps(training, None, saver, steps_done)
+    if done == config.steps and (config.save_every or config.save_minutes):
+        saver.save(done)
+    saver.wait()
+    training.engine.largest(0)  # nobody leaves before all is written: msrun ends the others with the first
+    if done < config.steps:
+        training.say(f"stopped after step {done}; --resume goes on from there")
+        training.engine.largest(0)  # likewise: before it is told
+        return None
+    training.say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {config.steps - steps_done} steps")
+    _save(training, saver.token)
+    training.say(f"checkpoint in {config.checkpoint_dir}")
+    return config.checkpoint_dir
+
+
+def run_steps(
+    training: Training, writer: MetricsWriter | None, saver: Saver, steps_done: int
+) -> tuple[int, StepMetrics, StepMetrics]:
+    """All steps still to do. Returns the steps done then and the first and the last one's metrics, as this rank knows
+    them."""
+    run, guard, first, last, step = training.run, training.guard, None, None, steps_done
+    left_out, log_rank = parse_steps(run.config.skip_steps), run.strategy.mesh.first_rank_of_last_stage
+    for step in range(steps_done + 1, run.config.steps + 1):
+        if any(step in steps for steps in left_out):
+            if writer:
+                writer.pass_over()
+        else:
+            metrics = _one_step(training, step)
+            is_spike = guard is not None and training.engine.share(guard.is_spike(metrics.loss), log_rank)
+            with saver.saving_after_an_error(step):
+                if writer and np.isfinite(metrics.loss):
+                    writer.write(metrics)
+                training.engine.backend.announce_step(step)
+            if guard and is_spike:
+                rewind(training, guard, saver, step)
+                continue
+            first, last = first or metrics, metrics
+        if saver.after_step(step):
+            break
+    assert first and last
+    return step, first, last
+
+
+def _one_step(training: Training, step: int) -> StepMetrics:
+    """Step number `step`, counted from 1.
+
+    Raises:
+        FloatingPointError: loss or gradients are not finite; nothing was saved of that step.
+    """
+    compile_for(training, step - 1)
+    run, engine, start = training.run, training.engine, time.perf_counter()
+    high, low = run.learning_rate, run.min_learning_rate
+    rate = learning_rate(step, high, low, run.warmup_steps, run.decay_steps, run.config.schedule)
+    training.optimizer.prepare(step, rate)
+    scale = training.loss_scale
+    if scale:
+        set_number(training.step.loss_scale, scale.value)
+    used_scale = scale.value if scale else None
+    inputs = training.batch(step - 1)
+    if run.config.rerun_every and step % run.config.rerun_every == 0:
+        loss, norm, *counts = run_twice(engine, training.step, training.report, inputs, step)
+    else:
+        loss, norm, *counts = engine.run(training.step, *inputs)
+    values = float(loss.asnumpy().reshape(())), float(norm.asnumpy().reshape(()))
+    is_fine = bool(np.isfinite(values).all())
+    may_go_on = scale.follow(bool(np.isfinite(values[1]))) if scale else False
+    is_lost = not is_fine and not (may_go_on and np.isfinite(values[0]))  # the weights, too
+    if is_lost and training.guard is None:
+        raise FloatingPointError(_not_finite(engine, step, *values))
+    seconds = time.perf_counter() - start
+    batch_size, length = run.sizes.of_step(step - 1)
+    more = training.task.metrics(step - 1, counts[0].asnumpy() if counts else None)
+    norm_or_none = values[1] if is_fine else None
+    tokens = batch_size * length / seconds
+    told_loss = math.nan if is_lost else values[0]  # a spike, whatever the loss before the update was
+    return StepMetrics(step, told_loss, rate, norm_or_none, seconds, tokens, used_scale, more)
+
+
+def _not_finite(engine: Engine, step: int, loss: float, norm: float) -> str:
+    told = f"step {step}: loss {loss}, gradient norm {norm}"
+    found = engine.backend.first_not_finite()
+    if found is None:
+        more = ", or find the operator: --find-nan" if engine.partitions_itself else ""
+        return f"{told}; lower --learning-rate{more}"
+    return f"{told}; first not finite: {' and '.join(found) or 'no operator, so a weight was'}"
+
+
+def _save(training: Training, token: int) -> None:
+    """Write the whole model, or the adapters. `token` tells this run's parts from those of one that was killed here."""
+    run, config = training.run, training.run.config
+    shapes = run.lora.shapes(run.model) if run.lora else parameter_shapes(run.model)
+    wanted = {f"model.{name}" for name in shapes}
+    parts_folder = config.output_dir / f".checkpoint_parts-{token}"
+    whole = gather_whole(training.step, training.engine, training.report, parts_folder, wanted.__contains__)
+    if whole is None:
+        return
+    named = {name.removeprefix("model."): value for name, value in whole.items()}
+    if run.lora:
+        assert config.from_checkpoint
+        adapter, base = Adapter(run.lora, named), config.from_checkpoint
+        write_adapter(config.checkpoint_dir, adapter, *load_config(base), base, training.task.add_files)
+    else:
+        save_checkpoint(config.checkpoint_dir, named, run.family, run.model, training.task.add_files)
+
+
+def _write_resolved(run: Run, report: Report) -> None:
+    """What the run really used, beside its metrics."""
+    values: dict[str, Any] = {
+        # A run file that repeats it; what it was read from is all in it.
+        "train": {
+            k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(run.config).items() if k != "run"
+        },
+        "model": run.model.to_dict(),
+        "strategy": {k: v for k, v in dataclasses.asdict(run.strategy).items() if k not in ("rules", "lines")},
+        "resolved": {name: getattr(run, name) for name in ("seq_len", *SCHEDULE)},
+        "versions": versions(),
+        "parallel": report.to_dict(),
+    }
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    write_text_atomically(run.config.output_dir / "config.json", text)

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast a server with OpenAI's API answers, in vLLM's words: TTFT, TPOT, ITL, goodput.
+
+sporeloom bench-serve --base-url http://127.0.0.1:8000 --num-prompts 64 --request-rate 4
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from sporeloom.cli import check_numbers, parse_args
+from sporeloom.errors import ConfigError
+from sporeloom.files import write_text_atomically
+
+
+def main(argv: Sequence[str]) -> int:
+    if find_spec("httpx") is None:
+        raise ConfigError("httpx missing: pip install -e '.[serve]'")
+    from sporeloom.serve.bench import BenchServeConfig, bench  # noqa: PLC0415 (needs httpx)
+
+    config = parse_args(BenchServeConfig, __doc__, argv)
+    check_numbers(config)
+    told = asyncio.run(bench(config))
+    for name, value in told.items():
+        print(f"{name:24} {value:,.2f}" if isinstance(value, float) else f"{name:24} {value}")
+    if config.save_result:
+        write_text_atomically(config.save_result, json.dumps(told, indent=1))
+    return 1 if told["failed"] else 0

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One verdict before a cluster is booked: is this strategy right, does it fit, how fast will it be?
+
+    sporeloom certify --model pangu --size 13b --strategy pangu_13b_dp4_tp8_pp2 \\
+        --cluster ascend910b --fast --out certificate
+
+It checks the strategy, proves a small likeness of it (every axis, option and rule) equal to one device on real processes,
+compiles the first, the middle and the last rank at full size, and estimates time and memory. The folder gets
+certificate.json, for tools/train.py --certificate, and certificate.html, for people. Exit code 1: refused.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from sporeloom.certificate import CERTIFIED
+from sporeloom.certification.config import CertifyConfig, check
+from sporeloom.cli import parse_args
+from sporeloom.locks import one_writer
+from sporeloom.runtime.environment import prepare_environment
+
+SHOWN = 4
+
+
+def main(argv: Sequence[str]) -> int:
+    asked = check(parse_args(CertifyConfig, __doc__, argv))
+    prepare_environment()
+    with one_writer(asked.config.out):
+        values = import_module("sporeloom.certification.verdict").certify_decoder(asked)
+    for reason in values["reasons"][:SHOWN]:
+        print(f"refused: {reason}")
+    if len(values["reasons"]) > SHOWN:
+        print(f"refused: and {len(values['reasons']) - SHOWN} more such lines in the certificate")
+    if values["verdict"] == CERTIFIED:
+        print(f"certified: {asked.config.out / 'certificate.json'}")
+    print(f"read it: {asked.config.out / 'certificate.html'}")
+    return 0 if values["verdict"] == CERTIFIED else 1

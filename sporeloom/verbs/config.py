@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two configurations have different: run files, the config.json of runs, strategy files.
+
+    sporeloom config diff out/config.json other/config.json
+    sporeloom config diff small.yaml large.yaml
+
+Run files are read with what they are based on. Exit code 1 if something differs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sporeloom.cli import argument, parse_args
+from sporeloom.run_file import BASE, based_on
+from sporeloom.shipped import shipped_or_file
+
+ABSENT = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigDiff:
+    what: Literal["diff"] = argument("compare two")
+    first: Path = argument("run file, config.json of a run, or strategy")
+    second: Path = argument("the other one")
+
+
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(ConfigDiff, __doc__, argv)
+    first, second = (dict(settings(path)) for path in (config.first, config.second))
+    different = [key for key in {**first, **second} if first.get(key, ABSENT) != second.get(key, ABSENT)]
+    width = max(map(len, different), default=0)
+    for key in different:
+        print(f"{key:{width}}  {first.get(key, ABSENT)}  ->  {second.get(key, ABSENT)}")
+    if not different:
+        print(f"{config.first} and {config.second} say the same")
+    return 1 if different else 0
+
+
+def settings(path: Path) -> Iterator[tuple[str, Any]]:
+    """(key, value), keys of mappings in mappings joined by dots."""
+    for document in reversed(based_on(shipped_or_file(path))):
+        yield from _flat({key: value for key, value in document.mapping.items() if key != BASE}, "")
+
+
+def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks of a cluster would hold, send and compute: the real graph, partitioned by MindSpore, without a device.
+
+    sporeloom dry-run --model pangu --size 13b --strategy pangu_13b_dp4_tp8_pp2 --ranks 0,37,last
+    sporeloom dry-run --model pangu --size 200b --strategy pangu_200b_dp16_tp8_pp16 --fast
+    sporeloom dry-run explain query.weight --model pangu --size 13b --strategy pangu_13b_tp8
+
+Ranks of one pipeline stage have the same graph over other groups, so each stage is compiled once. Activation bytes are
+the memory model's (docs/planner.md); everything else is read from the compiled graph.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from sporeloom.cli import argument, option, parse_args
+from sporeloom.dry_run.config import DryRunConfig, check
+from sporeloom.dry_run.html import page
+from sporeloom.dry_run.pool import compile_ranks
+from sporeloom.dry_run.summary import summarize, text_report
+from sporeloom.files import write_text_atomically
+from sporeloom.models.family import size_config
+from sporeloom.runtime.environment import prepare_environment
+from sporeloom.strategy.loader import load_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainConfig:
+    name: str = argument("parameter or operator, or the end of its name")
+    model: str = option("pangu", "model family")
+    size: str = option("tiny", "one of the family's published sizes")
+    strategy: Path = option(..., "strategy file, or the name of a shipped one")
+
+
+def main(argv: Sequence[str]) -> int:
+    prepare_environment()
+    if argv[:1] == ["explain"]:
+        asked = parse_args(ExplainConfig, __doc__, argv[1:])
+        model, strategy = size_config(asked.model, asked.size), load_strategy(asked.strategy)
+        print(import_module("sporeloom.dry_run.explain").explain(asked.model, model, strategy, asked.name))
+        return 0
+    run = check(parse_args(DryRunConfig, __doc__, argv))
+    values = summarize(run, compile_ranks(run))
+    if run.config.html:
+        write_text_atomically(run.config.html, page(values))
+        print(f"report in {run.config.html}", file=sys.stderr)
+    print(json.dumps(values, indent=1) if run.config.json else text_report(values))
+    return 1 if values["job"].get("fits") is False else 0

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group relative policy optimization: sample texts, reward them, and make those likelier that were better than their group.
+
+sporeloom grpo --from-checkpoint sft/checkpoint --data prompts.jsonl --reward rewards.py:is_polite
+
+Lines of --data: {"prompt": ...} and what else the reward's function takes
+"""
+
+from collections.abc import Sequence
+
+from sporeloom.train.launch import run_training
+from sporeloom.train.tuning import GRPOConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    return run_training("grpo", GRPOConfig, __doc__, argv)

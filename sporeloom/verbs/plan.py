@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best strategy for a model, a cluster and a batch, with its reasons; without a device and without MindSpore.
+
+    sporeloom plan --model pangu --size 200b --cluster ascend910a \\
+        --devices 2048 --global-batch-size 2048 --out plan.yaml
+    sporeloom plan --config dims.yaml --cluster h100 --devices 64 --global-batch-size 512
+    sporeloom plan list                            strategies that are shipped, for --strategy NAME
+    sporeloom plan validate RUNS.csv --json        how far the cost model is from published runs
+
+--config takes a model by its dimensions alone: a YAML file with the fields of sporeloom.planner.dimensions.Dimensions.
+docs/planner.md derives every term.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sporeloom.cli import argument, check_numbers, option, parse_args
+from sporeloom.errors import ConfigError
+from sporeloom.files import write_text_atomically
+from sporeloom.models.family import size_config
+from sporeloom.numbers import Count
+from sporeloom.planner.closed_forms import PRECISIONS
+from sporeloom.planner.cluster import read_cluster
+from sporeloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
+from sporeloom.planner.report import as_dict, strategy_file, table, validation_report
+from sporeloom.planner.search import Devices, PlanRequest, distinct, search, smallest_changes
+from sporeloom.planner.task import PLAIN_TEXT, TaskFlags, task_of, task_problems, trained_model
+from sporeloom.planner.validate import validate
+from sporeloom.shipped import DECODER, EXPERTS, shipped_names
+from sporeloom.strategy.checks import POSSIBLE_SIZES, is_possible_size
+from sporeloom.strategy.loader import load_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(TaskFlags):
+    model: str | None = option(None, "model family")
+    size: str | None = option(None, "one of the family's published sizes")
+    config: Path | None = option(None, "YAML file with the dimensions of any decoder, instead of --model and --size")
+    cluster: Path = option(..., "cluster file, or the name of a shipped one")
+    devices: Devices = option(..., "devices of the job")
+    global_batch_size: Count = option(
+        ..., "sequences of one step, over all devices, two for each pair of reward and dpo"
+    )
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of matrix products")
+    interleave: bool = option(False, "also consider virtual stages")
+    reshard_after_forward: bool = option(False, "also consider weights that are gathered twice (ZeRO 3)")
+    top: Count = option(10, "options to show")
+    out: Path | None = option(None, "write the best one as a strategy file for tools/train.py")
+    json: bool = option(False, "JSON on stdout instead of the table")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateConfig:
+    runs: Path = argument("CSV file of published runs")
+    json: bool = option(False, "JSON on stdout instead of the summary")
+
+
+def main(argv: Sequence[str]) -> int:
+    if list(argv) == ["list"]:
+        print(shipped_table())
+        return 0
+    if argv[:1] == ["validate"]:
+        return check_against_runs(parse_args(ValidateConfig, __doc__, argv[1:]))
+    config = parse_args(PlanConfig, __doc__, argv)
+    request = requested(config)
+    if config.out and config.out.exists():
+        raise ConfigError(f"--out {config.out}: is there already; remove it or give another name")
+    if config.out and not config.model:
+        raise ConfigError("--out needs --model and --size: a strategy file names rules, which fit our own models")
+    if config.out and not is_possible_size(config.devices):
+        raise ConfigError(
+            f"--out writes what tools/train.py runs, on {POSSIBLE_SIZES} devices, as MindSpore takes no others; got "
+            f"--devices {config.devices}"
+        )
+    options = search(request)
+    if not options[0].fits:
+        raise ConfigError(smallest_changes(request, options))
+    shown = distinct([o for o in options if o.fits])[: config.top]
+    if config.json:
+        print(json.dumps([as_dict(o, shown[0]) for o in shown], indent=1))
+    else:
+        print(table(request, shown))
+    if config.out:
+        write_text_atomically(
+            config.out, strategy_file(request, shown[0], EXPERTS if request.dims.num_experts else DECODER)
+        )
+        print(f"strategy in {config.out}", file=sys.stderr)
+    return 0
+
+
+def requested(config: PlanConfig) -> PlanRequest:
+    """What the flags ask for.
+
+    Raises:
+        ConfigError: flags that exclude each other, files that are wrong.
+    """
+    if bool(config.config) == bool(config.model) or bool(config.model) != bool(config.size):
+        raise ConfigError("give either --model and --size, or --config FILE")
+    check_numbers(config)
+    if problems := task_problems(config):
+        raise ConfigError(problems)
+    cluster = read_cluster(config.cluster)
+    flash = cluster.flash_attention
+    dims: Dimensions
+    task = PLAIN_TEXT
+    if config.model and config.size:
+        model = dataclasses.replace(size_config(config.model, config.size), compute_dtype=config.compute_dtype)
+        model = trained_model(config, model)
+        task = task_of(config, config.model, model)
+        dims, flash = of_decoder(model), flash and model.attention_on_ascend == "flash"
+        longest = dims.seq_len
+        if config.seq_len and config.seq_len > longest:
+            raise ConfigError(f"--seq-len {config.seq_len} is beyond the model's longest context, {longest}")
+    else:
+        assert config.config
+        dims = read_dimensions(config.config)
+        if config.task != "pretraining" or config.lora_r:
+            raise ConfigError("--task and --lora-r are of our own models: give --model and --size, not --config")
+    if config.seq_len is not None:
+        dims = dataclasses.replace(dims, seq_len=config.seq_len)
+    return PlanRequest(
+        dims=dims,
+        cluster=cluster,
+        devices=config.devices,
+        global_batch_size=config.global_batch_size,
+        interleave=config.interleave,
+        reshard_after_forward=config.reshard_after_forward,
+        precision=PRECISIONS[config.compute_dtype],
+        flash_attention=flash,
+        task=task,
+        # Our own models recompute nothing else selectively than what FlashAttention does not keep.
+        recomputations=("full",) if flash and config.model else ("selective", "full"),
+    )
+
+
+def shipped_table() -> str:
+    """The strategies that come with the package, each with its mesh."""
+    strategies = {name: load_strategy(name) for name in shipped_names()}
+    width = max(map(len, strategies))
+    return "\n".join(f"{name:{width}}  {strategy.mesh}" for name, strategy in strategies.items())
+
+
+def check_against_runs(config: ValidateConfig) -> int:
+    report = validate(config.runs)
+    print(json.dumps(report, indent=1) if config.json else validation_report(report))
+    return 0

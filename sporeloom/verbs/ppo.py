@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proximal policy optimization: sample texts, reward them, and learn with a critic which tokens brought the rewards.
+
+sporeloom ppo --from-checkpoint sft/checkpoint --data prompts.jsonl --reward-model reward/checkpoint
+
+Lines of --data: {"prompt": ...} and what else the reward's function takes
+"""
+
+from collections.abc import Sequence
+
+from sporeloom.train.launch import run_training
+from sporeloom.train.tuning import PPOConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    return run_training("ppo", PPOConfig, __doc__, argv)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From raw text to token files, and a look at what a run reads of them.
+
+    sporeloom preprocess filter INPUT... --out clean.jsonl --min-chars 100 --scripts han latin
+    sporeloom preprocess dedup BEST.jsonl OTHER.jsonl --out unique/
+    sporeloom preprocess dedup-substrings INPUT... --out unique.jsonl --min-length 200
+    sporeloom preprocess decontaminate INPUT... --evaluation TEST.jsonl --evaluation-keys prompt --out training.jsonl
+    sporeloom preprocess tokenize INPUT... --tokenizer vocab.model --out tokens/
+    sporeloom preprocess difficulty tokens/ --metric vocabularyrarity --seq-len 1024 --out rarity.npz
+    sporeloom preprocess inspect THE FLAGS OF tools/train.py --step 100 --rows 0 1
+    sporeloom preprocess to-mindrecord tokens/ train.mindrecord --seq-len 1024
+    sporeloom preprocess from-mindrecord train.mindrecord --tokenizer vocab.model --out tokens/
+
+INPUT is .jsonl, .jsonl.gz or .jsonl.zst (a field `text`), .parquet (a column `text`), .txt (blank lines between documents),
+.warc and .wet, also .gz (pages and texts of the web), or a folder, in which each other file is a document.
+docs/guides/data.md has the whole story.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from sporeloom.cli import argument, check_numbers, option, parse_args
+from sporeloom.data.cluster import Cluster, Workers, leave
+from sporeloom.data.curriculum import Metric
+from sporeloom.data.decontaminate import DecontaminationSettings, make_decontaminator, read_evaluation
+from sporeloom.data.dedup import dedup
+from sporeloom.data.filters import FilterRules, make_filter
+from sporeloom.data.fim import FillInTheMiddle
+from sporeloom.data.mindrecord import COLUMN, read_mindrecord, write_mindrecord
+from sporeloom.data.minhash import MinHash
+from sporeloom.data.rewrite import SAMPLES, rewrite
+from sporeloom.data.sources import MAX_DOCUMENT_MB, SHARD_MB, Source
+from sporeloom.data.staging import staged
+from sporeloom.data.stores import DocumentPath
+from sporeloom.data.substrings import SubstringSettings, dedup_substrings
+from sporeloom.data.tokenize import TokenizeJob, tokenize
+from sporeloom.data.tokenizer import special_token
+from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.numbers import MOST, Bounds, Count, Natural, Positive, Probability, Seed, Share
+from sporeloom.runtime.environment import prepare_environment
+from sporeloom.train.difficulty import write_difficulty
+from sporeloom.train.inspection import InspectConfig, describe, inspect
+
+Length = Annotated[int, Bounds(8, MOST)]
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    inputs: tuple[DocumentPath, ...] = argument("files or folders of documents, or URLs as s3://BUCKET/FOLDER")
+    key: str = option("text", "field of JSON lines, or column of tables, that holds the text")
+    suffixes: tuple[str, ...] = option((), "take only files that end so from folders, as in .py .cpp")
+    on_error: Literal["stop", "skip"] = option(
+        "stop", "what to do with what cannot be read; skip counts it and goes on"
+    )
+    max_document_mb: Positive = option(MAX_DOCUMENT_MB, "a longer document cannot be read")
+    workers: Count = option(CORES, "processes; what is written does not depend on it")
+    engine: Literal["local", "ray"] = option(
+        "local", "where they run; ray: on a Ray cluster, a task for each shard of files"
+    )
+    shard_mb: Positive = option(
+        SHARD_MB,
+        "files are grouped, large .jsonl files cut to so much; such a group is worked on, and done again, alone",
+    )
+    address: str | None = option(None, "of the Ray cluster, auto or HOST:PORT; one is started here without it")
+    scratch: Path = option(
+        Path(), "folder in which what goes to object storage is made first; the nodes of a cluster see it, too"
+    )
+
+    def engine_for(self, out: Path) -> Workers:
+        """Raises:
+        ConfigError: an address without --engine ray.
+        """
+        if self.engine == "local":
+            if self.address:
+                raise ConfigError("--address is a Ray cluster's: give --engine ray")
+            return self.workers
+        scratch = out.resolve()
+        return Cluster(self.address, self.workers, scratch.with_name(f".{scratch.name}.shards"))
+
+    def source(self) -> Source:
+        return Source(
+            self.inputs,
+            self.key,
+            self.suffixes,
+            self.on_error,
+            self.max_document_mb,
+            self.shard_mb,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeConfig(Common):
+    out: DocumentPath = option(..., "folder for the token files")
+    model: str = option("pangu", "model family, whose tokenizer it is")
+    tokenizer: Path = option(..., "tokenizer of the family: a file, or a folder")
+    fim_rate: Share = option(0.0, "share of documents rearranged so that a model learns to fill in the middle")
+    fim_spm_rate: Share = option(0.5, "share of those in the order suffix, prefix, middle")
+    fim_tokens: tuple[str, ...] = option((), "names or ids of the tokens that announce prefix, suffix and middle")
+    fim_seed: Seed = option(1, "of which documents, and where they are cut")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DedupConfig(Common):
+    out: DocumentPath = option(..., "folder for the files of what stays, one for each input, and duplicates.jsonl")
+    threshold: Probability = option(0.8, "Jaccard similarity from which documents are near-duplicates")
+    shingle: Count = option(5, "characters of the pieces that are compared")
+    seed: Seed = option(1, "of the hash functions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubstringsConfig(Common):
+    out: DocumentPath = option(..., "file for what is left: .jsonl, .jsonl.gz or .jsonl.zst")
+    report: DocumentPath | None = option(None, "file for every cut: where, and what")
+    min_length: Length = option(200, "characters of a run that is cut out where it was there before")
+    min_rest: Natural = option(50, "characters, without white space, that must be left of a document that was cut")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecontaminateConfig(Common):
+    evaluation: tuple[Path, ...] = option(..., "files of the evaluation sets")
+    evaluation_keys: tuple[str, ...] = option(("text",), "their fields that must not be seen in training")
+    out: DocumentPath = option(..., "file for what is left: .jsonl, .jsonl.gz or .jsonl.zst")
+    report: DocumentPath | None = option(None, "file for every cut: where, what, and of which evaluation document")
+    ngram: Count = option(13, "words in a row that both must have")
+    margin: Natural = option(200, "characters cut away on each side of a match")
+    min_piece: Natural = option(200, "characters of a piece that is kept")
+    max_pieces: Count = option(10, "documents that fall into more are dropped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterConfig(Common):
+    out: DocumentPath = option(..., "file for what passes: .jsonl, .jsonl.gz or .jsonl.zst")
+    removed: DocumentPath | None = option(None, "file for what does not, with the rules it failed")
+    samples: DocumentPath | None = option(
+        None, "text file for a few documents of each rule that failed them, to be read"
+    )
+    min_chars: Natural = option(0, "characters at least")
+    max_chars: Natural = option(0, "characters at most; 0: any number")
+    min_letters: Share = option(0.0, "share of letters among what is not white space, at least")
+    scripts: tuple[str, ...] = option((), "scripts the letters must be of, as in: han latin")
+    min_script: Share = option(0.5, "share of the letters that must be of these scripts")
+    max_repeated_lines: Share = option(1.0, "share of lines that were there before in the document, at most")
+    max_repeated_ngrams: Share = option(1.0, "share of runs of 10 words that were there before, at most")
+    rules: tuple[str, ...] = option((), "rules of published corpora: gopher, gopher-repetition, mt-nlg, or single ones")
+    languages: tuple[str, ...] = option((), "ISO 639-1 codes of the languages that pass, as in: en zh")
+    min_language: Share = option(0.5, "how sure langid's model must be of the language")
+    edit: Path | None = option(
+        None, "Python file with a function edit(text): the text to go on with, or None to drop it; comes first"
+    )
+    classifier: Path | None = option(None, "Python file with a function score(text)")
+    min_score: float = option(0.0, "score at least")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DifficultyConfig:
+    tokens: Path = argument("folder of token files")
+    out: Path = option(..., "file for the index, which a curriculum names: .npz")
+    metric: Metric = option(
+        "vocabularyrarity", "rarity of a sample's tokens, its tokens that are no padding, or its loss by --checkpoint"
+    )
+    seq_len: Count = option(1024, "tokens of a sequence, as the run will have them")
+    packing: Literal["stream", "best-fit"] = option("stream", "likewise")
+    checkpoint: Path | None = option(None, "folder of the model whose loss is asked for")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToMindRecordConfig:
+    tokens: Path = argument("folder of token files")
+    out: Path = argument("MindRecord file to write")
+    seq_len: Count = option(1024, "tokens of a sequence; a record has one more")
+    column: str = option(COLUMN, "name of the column")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromMindRecordConfig:
+    files: tuple[Path, ...] = argument("MindRecord files of token ids")
+    out: Path = option(..., "folder for the token files")
+    model: str = option("pangu", "model family, whose tokenizer made the ids")
+    tokenizer: Path = option(..., "that tokenizer")
+    column: str = option(COLUMN, "name of the column")
+
+
+def run_tokenize(config: TokenizeConfig) -> dict[str, Any]:
+    job = TokenizeJob(config.source(), config.model, config.tokenizer, fill_in_the_middle(config))
+    return tokenize(job, config.out, config.engine_for(config.out))
+
+
+def fill_in_the_middle(config: TokenizeConfig) -> FillInTheMiddle | None:
+    """Raises:
+    ConfigError: tokens that are none.
+    """
+    if not config.fim_rate:
+        return None
+    if len(set(config.fim_tokens)) != 3:
+        raise ConfigError("--fim-rate needs --fim-tokens PREFIX SUFFIX MIDDLE: names or ids of three different tokens")
+    prefix, suffix, middle = (special_token(config.model, config.tokenizer, name) for name in config.fim_tokens)
+    return FillInTheMiddle(prefix, suffix, middle, config.fim_rate, config.fim_spm_rate, config.fim_seed)
+
+
+def run_dedup(config: DedupConfig) -> dict[str, Any]:
+    return dedup(
+        config.source(),
+        config.out,
+        MinHash(config.threshold, config.shingle, config.seed),
+        config.engine_for(config.out),
+    )
+
+
+def run_substrings(config: SubstringsConfig) -> dict[str, Any]:
+    settings = SubstringSettings(config.min_length, config.min_rest)
+    return dedup_substrings(config.source(), config.out, settings, config.engine_for(config.out), config.report)
+
+
+def run_decontaminate(config: DecontaminateConfig) -> dict[str, Any]:
+    settings = DecontaminationSettings(config.ngram, config.margin, config.min_piece, config.max_pieces)
+    short = read_evaluation(config.evaluation, config.evaluation_keys, config.ngram).num_short  # mistakes come first
+    source = config.source()
+    make_work = partial(make_decontaminator, source, config.evaluation, config.evaluation_keys, settings)
+    report = rewrite(source, config.out, make_work, config.engine_for(config.out), config.report)
+    return {**report, "evaluation_documents_too_short": short}
+
+
+def run_filter(config: FilterConfig) -> dict[str, Any]:
+    rules = FilterRules(**{name: getattr(config, name) for name in FilterRules.__dataclass_fields__})
+    rules.check()
+    source = config.source()
+    make_work = partial(make_filter, source, rules, config.removed is not None, SAMPLES if config.samples else 0)
+    return rewrite(source, config.out, make_work, config.engine_for(config.out), config.removed, config.samples)
+
+
+def run_inspect(config: InspectConfig) -> None:
+    found = inspect(config)
+    print(json.dumps(found, ensure_ascii=False) if config.json else describe(found, config.tokens))
+
+
+def run_difficulty(config: DifficultyConfig) -> dict[str, Any]:
+    return write_difficulty(config.tokens, config.out, config.metric, config.seq_len, config.packing, config.checkpoint)
+
+
+def run_to_mindrecord(config: ToMindRecordConfig) -> dict[str, Any]:
+    prepare_environment()
+    return {"records": write_mindrecord(config.tokens, config.out, config.seq_len, config.column)}
+
+
+def run_from_mindrecord(config: FromMindRecordConfig) -> dict[str, Any]:
+    prepare_environment()
+    return {"records": read_mindrecord(config.files, config.out, config.model, config.tokenizer, config.column)}
+
+
+COMMANDS: dict[str, tuple[type, Callable[[Any], dict[str, Any] | None]]] = {
+    "filter": (FilterConfig, run_filter),
+    "dedup": (DedupConfig, run_dedup),
+    "dedup-substrings": (SubstringsConfig, run_substrings),
+    "decontaminate": (DecontaminateConfig, run_decontaminate),
+    "tokenize": (TokenizeConfig, run_tokenize),
+    "difficulty": (DifficultyConfig, run_difficulty),
+    "inspect": (InspectConfig, run_inspect),
+    "to-mindrecord": (ToMindRecordConfig, run_to_mindrecord),
+    "from-mindrecord": (FromMindRecordConfig, run_from_mindrecord),
+}
+
+
+def _prepare(config: Common, work: Callable[[Any], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Work on documents, whose results may go to object storage."""
+    with staged(config, config.scratch) as local:
+        report = work(local)
+        if config.engine == "ray":
+            leave(local.engine_for(local.out))  # type: ignore[attr-defined]
+    return report
+
+
+def main(argv: Sequence[str]) -> None:
+    command = argv[0] if argv else "--help"
+    if command in ("-h", "--help"):
+        print(__doc__)
+        return
+    if command not in COMMANDS:
+        raise ConfigError(f"{command} is unknown{did_you_mean(command, COMMANDS)}; known: {', '.join(COMMANDS)}")
+    kind, work = COMMANDS[command]
+    config: Any = parse_args(kind, f"tools/preprocess.py {command}\n\n{__doc__}", argv[1:])
+    check_numbers(config)
+    report = _prepare(config, work) if isinstance(config, Common) else work(config)
+    if report is not None:
+        print(json.dumps(report, indent=1, ensure_ascii=False))

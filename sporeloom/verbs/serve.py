@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a model over HTTP, as OpenAI's API does, with a page at /.
+
+sporeloom serve out/checkpoint --port 8000
+sporeloom serve out/checkpoint --strategy FILE --launch
+msrun --worker_num=2 --local_worker_num=2 --join=True tools/serve.py CHECKPOINT --strategy ...
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from sporeloom.cli import parse_args
+from sporeloom.processes import end_later
+from sporeloom.runtime.environment import launched_processes, prepare_environment
+from sporeloom.runtime.launch import launch_verb
+from sporeloom.scratch import scratch_folder
+from sporeloom.serve.config import ServeConfig, check
+
+SERVER = "sporeloom.serve.main"
+TELLING_S = 2.0
+"""For ranks that go on after one was lost, to tell the clients."""
+
+
+def main(argv: Sequence[str]) -> int:
+    prepare_environment()
+    config = parse_args(ServeConfig, __doc__, argv)
+    job = check(config, None if config.launch else launched_processes())
+    if config.launch:
+        with scratch_folder() as folder:
+            return launch_verb("serve", argv, job.strategy.mesh, folder, SERVER)
+    if launched_processes() > 1:
+        end_later(TELLING_S)
+    return int(import_module(SERVER).run(job))  # loads MindSpore, which the checks above do without

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A strategy in other projects' words, with a report of what became of every key.
+
+    sporeloom translate run_pangualpha_13b.yaml --to ours --out parallel_configs/mine.yaml
+    sporeloom translate parallel_configs/pangu_13b_dp128_tp8.yaml --to mindformers1 --out mine.yaml
+    sporeloom translate pretrain.sh --to ours --out mine.yaml --devices 64
+
+    sporeloom translate ds_config.json --to ours --out mine.yaml --devices 64 --seq-len 2048
+
+Reads our strategy files, MindFormers 1.x and 2.x YAML, DeepSpeed's JSON and Megatron-LM's flags (any other file). The report
+says of every key: same, renamed, approximated, no effect, not expressible, unknown. docs/guides/mindformers.md has
+the tables.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sporeloom.cli import argument, check_numbers, option, parse_args
+from sporeloom.dialects import Settings, Translation, translate
+from sporeloom.errors import ConfigError
+from sporeloom.files import write_text_atomically
+from sporeloom.models.family import size_config
+from sporeloom.numbers import Count
+from sporeloom.planner.search import Devices
+from sporeloom.shipped import DECODER
+from sporeloom.strategy.config import SINGLE_DEVICE
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranslateConfig:
+    input: Path = argument("file to translate")
+    to: Literal["ours", "mindformers1", "mindformers2", "megatron"] = option(..., "dialect to write")
+    dialect: Literal["ours", "mindformers1", "mindformers2", "megatron", "deepspeed"] | None = option(
+        None, "dialect of the input; found out without this"
+    )
+    out: Path | None = option(None, "file to write; without it the text goes to stdout")
+    config_out: Path | None = option(
+        None,
+        "file to write with the configuration of the model, where the input describes one: for --config of other verbs",
+    )
+    devices: Devices | None = option(None, "devices of the job, where the input does not say its data parallel degree")
+    model: str | None = option(None, "model family, where --num-layers is that of a size")
+    size: str | None = option(None, "one of the family's sizes")
+    num_layers: Count | None = option(None, "layers of the model, where stages are counted from it")
+    batch_size: Count | None = option(None, "sequences of one step over all devices, where a strategy does not say it")
+    seq_len: Count | None = option(None, "tokens of a sequence")
+    rules: Path = option(Path(DECODER), "rules, a file or shipped ones by name, that a strategy of ours names")
+    json: bool = option(False, "the report as JSON on stdout")
+    strict: bool = option(False, "exit code 1 where anything is approximated, not expressible or unknown")
+
+
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(TranslateConfig, __doc__, argv)
+    check_numbers(config)
+    for path in filter(None, (config.out, config.config_out)):
+        if path.exists():
+            raise ConfigError(f"{path}: is there already; remove it or give another name")
+    if config.json and not config.out:
+        raise ConfigError("--json needs --out FILE: both would go to stdout")
+    done = translate(
+        config.input,
+        config.to,
+        config.rules,
+        config.out or Path.cwd() / "strategy.yaml",
+        known(config),
+        config.devices,
+        config.dialect,
+        config.config_out,
+    )
+    if config.config_out:
+        write_text_atomically(config.config_out, model_text(done.settings, config.input))
+    if config.out:
+        write_text_atomically(config.out, done.text)
+    else:
+        print(done.text, end="")
+    print(
+        json.dumps(report(done), indent=1) if config.json else table(done),
+        file=sys.stdout if config.out else sys.stderr,
+    )
+    return 1 if config.strict and done.losses else 0
+
+
+def model_text(settings: Settings, source: Path) -> str:
+    """The configuration of the model, as JSON.
+
+    Raises:
+        ConfigError: the input describes none.
+    """
+    if settings.network is None:
+        raise ConfigError(f"--config-out: {source} describes no model that is known here")
+    family, model = settings.network
+    return json.dumps({"family": family, **model.to_dict()}, indent=2) + "\n"
+
+
+def known(config: TranslateConfig) -> Settings:
+    """What the flags say besides the file."""
+    if bool(config.model) != bool(config.size):
+        raise ConfigError("give --model and --size together")
+    train: dict[str, Any] = {name: getattr(config, name) for name in ("batch_size", "seq_len") if getattr(config, name)}
+    num_layers = config.num_layers
+    if config.model and config.size:
+        train |= {"model": config.model, "size": config.size}
+        num_layers = num_layers or size_config(config.model, config.size).num_layers
+    return Settings(SINGLE_DEVICE, train, num_layers)
+
+
+def report(done: Translation) -> dict[str, Any]:
+    return {"notes": [asdict(note) for note in done.notes], "losses": len(done.losses)}
+
+
+def table(done: Translation) -> str:
+    lines = [str(note) for note in done.notes]
+    counts = {fate: sum(note.fate == fate for note in done.notes) for fate in dict.fromkeys(n.fate for n in done.notes)}
+    return "\n".join([*lines, ", ".join(f"{count} {fate}" for fate, count in counts.items())])

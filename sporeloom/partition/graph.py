@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A graph of operators on tensors as data, free of any framework: what is sharded, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sporeloom.strategy.layout import Dim, Shape
+
+Name = str
+Input = Name | tuple[Name, ...]
+"""A value; or several, where an operator takes a tuple."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape and element type of a value."""
+
+    shape: Shape
+    dtype: str
+    """NumPy's name, or bfloat16."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RankOffset:
+    """A number that depends on the rank: its index along `axes`, times `stride`."""
+
+    axes: Dim
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An operator, or a constant."""
+
+    kind: str
+    """The primitive's name; `Constant`; or one of `COLLECTIVES`."""
+    inputs: tuple[Input, ...]
+    outputs: tuple[Name, ...]
+    types: tuple[TensorType | None, ...]
+    """Of the outputs; None: not a tensor."""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    path: str = ""
+    """Of a forward operator, by which rules find it."""
+    value: Any = None
+    """Of a constant: a number, a tuple of numbers, None, an array or a `RankOffset`."""
+    origin: Any = None
+    """What it was read from."""
+
+    def flat_inputs(self) -> Iterator[Name]:
+        for each in self.inputs:
+            yield from (each,) if isinstance(each, str) else each
+
+
+COLLECTIVES = ("Slice over ranks", "AllReduce", "ReduceScatter", "AllGather", "AllToAll")
+
+
+@dataclass(slots=True)
+class Graph:
+    """Operators in an order in which they can run."""
+
+    parameters: dict[Name, TensorType]
+    """Their types are those of the whole tensors, in a sharded graph those of a rank's parts."""
+    inputs: dict[Name, TensorType]
+    nodes: list[Node]
+    outputs: list[Name]

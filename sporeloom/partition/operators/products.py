@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products: a contracted dim that is sharded leaves a sum pending."""
+
+from __future__ import annotations
+
+from sporeloom.partition.layout import NONE, ValueLayout
+from sporeloom.partition.operation import Handler, Operand, Operation, Plan
+from sporeloom.strategy.layout import Dim
+
+
+def _without(dim: Dim, used: frozenset[str]) -> Dim:
+    return tuple(axis for axis in dim if axis not in used)
+
+
+def _agreed(x: Dim, w: Dim) -> Dim:
+    """Axes that shard a dim which both operands have: as far as they agree, or those of the one that is sharded."""
+    if not x or not w:
+        return x or w
+    common = [a for a, b in zip(x, w, strict=False) if a == b]
+    return tuple(common) if common else x
+
+
+def matrix_product(op: Operation) -> Plan:
+    """(.., M, K) x (.., K, N) -> (.., M, N); inputs 3 and 4 say whether x and w are transposed."""
+    x, w = op.tensor(0), op.tensor(1)
+    transpose_x, transpose_w = bool(op.constant(2)), bool(op.constant(3))
+    return _product(op, x, w, transpose_x, transpose_w)
+
+
+def plain_product(op: Operation) -> Plan:
+    """The same of matrices that are not transposed."""
+    return _product(op, op.tensor(0), op.tensor(1), False, False)
+
+
+def _product(op: Operation, x: Operand, w: Operand, transpose_x: bool, transpose_w: bool) -> Plan:
+    if len(x.shape) < 2 or len(w.shape) < 2:
+        return _whole_product(op)
+    shape = op.output.shape
+    num_batch = len(shape) - 2
+    x_m, x_k = (-1, -2) if transpose_x else (-2, -1)
+    w_k, w_n = (-1, -2) if transpose_w else (-2, -1)
+    keep = _kept(op, x, w)
+    batch, used = _batch_dims(op, x, w, num_batch, keep)
+    k = _without(_agreed(x.dims[x_k], w.dims[w_k]), used)
+    (k,) = op.fit([k], (x.shape[x_k],), used)
+    used |= set(k)
+    m = _without(x.dims[x_m], used)
+    (m,) = op.fit([m], (shape[-2],), used)
+    used |= set(m)
+    (n,) = op.fit([_without(w.dims[w_n], used)], (shape[-1],), used)
+    wanted_x = _dims_of(x, batch, shape, {x_m: m, x_k: k})
+    wanted_w = _dims_of(w, batch, shape, {w_k: k, w_n: n})
+    return Plan(
+        op.as_they_are({0: ValueLayout(wanted_x, x.partial & keep), 1: ValueLayout(wanted_w, w.partial & keep)}),
+        (ValueLayout((*batch, m, n), frozenset(k) | keep),),
+    )
+
+
+def _kept(op: Operation, x: Operand, w: Operand) -> frozenset[str]:
+    """Sums of one operand that may stay pending: a product is linear in each. Not if the product is larger than it."""
+    if bool(x.partial) == bool(w.partial):
+        return NONE
+    operand, other = (x, w) if x.partial else (w, x)
+    assert operand.type is not None
+    if op.output.num_elements > operand.type.num_elements:
+        return NONE
+    return operand.partial - frozenset(axis for dim in (*other.dims, *operand.dims) for axis in dim)
+
+
+def _batch_dims(
+    op: Operation, x: Operand, w: Operand, num_batch: int, keep: frozenset[str]
+) -> tuple[tuple[Dim, ...], frozenset[str]]:
+    """Axes that shard the batch dims of the product, each once; and all of these, with those of `keep`."""
+    wanted: list[Dim] = []
+    used = keep
+    for position in range(num_batch):
+        dim: Dim = ()
+        for operand in (x, w):
+            at = position - num_batch + len(operand.shape) - 2
+            if at >= 0 and operand.shape[at] == op.output.shape[position] and not dim:
+                dim = _without(operand.dims[at], used)
+        wanted.append(dim)
+        used |= set(dim)
+    fitted = op.fit(wanted, op.output.shape[:num_batch], keep)
+    return fitted, keep | frozenset(axis for dim in fitted for axis in dim)
+
+
+def _dims_of(
+    operand: Operand, batch: tuple[Dim, ...], shape: tuple[int, ...], matrix: dict[int, Dim]
+) -> tuple[Dim, ...]:
+    """Of an operand: the batch dims that it has, where it is not broadcast, and those of its matrix."""
+    num_dims = len(operand.shape)
+    dims: list[Dim] = [()] * num_dims
+    for position in range(num_dims - 2):
+        at = position + len(batch) - (num_dims - 2)
+        if operand.shape[position] == shape[at]:
+            dims[position] = batch[at]
+    for at, dim in matrix.items():
+        dims[at + num_dims] = dim
+    return tuple(dims)
+
+
+def _whole_product(op: Operation) -> Plan:
+    """Of vectors: contracted along the last dim of x; only a pending sum is looked after."""
+    x, w = op.tensor(0), op.tensor(1)
+    return Plan(
+        op.as_they_are({0: ValueLayout(((),) * len(x.shape)), 1: ValueLayout(((),) * len(w.shape))}),
+        (ValueLayout(((),) * len(op.output.shape)),),
+    )
+
+
+HANDLERS: dict[str, Handler] = {
+    "MatMul": matrix_product,
+    "BatchMatMul": matrix_product,
+    "MatMulExt": plain_product,
+    "BatchMatMulExt": plain_product,
+}

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reductions: over a sharded dim a sum stays pending, a maximum is communicated at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from sporeloom.partition.graph import Input, Name, TensorType
+from sporeloom.partition.layout import NONE, ValueLayout
+from sporeloom.partition.operation import Emitter, Handler, Operand, Operation, Plan
+
+
+def reduced_dims(op: Operation, index: int = 1) -> frozenset[int]:
+    """The dims of the first input that are reduced, as the input at `index` says: none or an empty tuple are all."""
+    num_dims = len(op.tensor(0).shape)
+    given = op.constant(index) if index < len(op.operands) else None
+    if given is None or given == () or given == []:
+        return frozenset(range(num_dims))
+    dims = given if isinstance(given, tuple | list) else (given,)
+    return frozenset(int(dim) % max(num_dims, 1) for dim in dims)
+
+
+def _output_dims(op: Operation, dims: frozenset[int], layout: ValueLayout) -> tuple[tuple[str, ...], ...]:
+    keeps_dims = len(op.output.shape) == len(op.tensor(0).shape)
+    return tuple(() if dim in dims else axes for dim, axes in enumerate(layout.dims) if keeps_dims or dim not in dims)
+
+
+def sum_over(op: Operation) -> Plan:
+    """Sums over sharded dims are pending, and those of the input stay so."""
+    x, dims = op.tensor(0), reduced_dims(op)
+    assert x.layout is not None
+    pending = x.partial | {axis for dim in dims for axis in x.dims[dim]}
+    return Plan(op.as_they_are({0: x.layout}), (ValueLayout(_output_dims(op, dims, x.layout), pending),))
+
+
+def mean_over(op: Operation) -> Plan:
+    """A sum of each rank's mean, divided by the number of ranks: each rank's elements are as many."""
+    x, dims = op.tensor(0), reduced_dims(op)
+    assert x.layout is not None
+    over = frozenset(axis for dim in dims for axis in x.dims[dim])
+    output = ValueLayout(_output_dims(op, dims, x.layout), x.partial | over)
+    local = TensorType(output.local_shape(op.output.shape, op.grid), op.output.dtype)
+    rewrite = partial(_scaled_mean, op, local, 1.0 / op.grid.degree(over)) if over else None
+    return Plan(op.as_they_are({0: x.layout}), (output,), rewrite=rewrite)
+
+
+def _scaled_mean(
+    op: Operation, local: TensorType, factor: float, emit: Emitter, inputs: Sequence[Input]
+) -> Sequence[Name]:
+    (mean,) = emit.node(op.kind, inputs, [local], op.attributes)
+    return emit.node("Mul", [mean, emit.constant(factor, TensorType((), local.dtype))], [local])
+
+
+def extreme_over(op: Operation, reduction: str) -> Plan:
+    """Each rank's maximum (minimum, product), then that of all."""
+    x, dims = op.tensor(0), reduced_dims(op)
+    layout = ValueLayout(x.dims)
+    over = op.grid.in_order(axis for dim in dims for axis in x.dims[dim])
+    output = ValueLayout(_output_dims(op, dims, layout))
+    local = TensorType(output.local_shape(op.output.shape, op.grid), op.output.dtype)
+    rewrite = partial(_extreme_of_all, op, local, over, reduction) if over else None
+    return Plan(op.as_they_are({0: layout}), (output,), rewrite=rewrite)
+
+
+def _extreme_of_all(
+    op: Operation, local: TensorType, axes: tuple[str, ...], reduction: str, emit: Emitter, inputs: Sequence[Input]
+) -> Sequence[Name]:
+    (own,) = emit.node(op.kind, inputs, [local], op.attributes)
+    return emit.node("AllReduce", [own], [local], {"axes": axes, "op": reduction})
+
+
+def any_or_all(op: Operation) -> Plan:
+    """A logical reduction: no rank communicates truth values, so its dims are gathered."""
+    x, dims = op.tensor(0), reduced_dims(op)
+    layout = ValueLayout(tuple(() if dim in dims else axes for dim, axes in enumerate(x.dims)))
+    return Plan(op.as_they_are({0: layout}), (ValueLayout(_output_dims(op, dims, layout)),))
+
+
+def along_dim(op: Operation, index: int = 1) -> Plan:
+    """An operator whose outputs have the shape of its input, which it works through along one dim or several: those are
+    gathered, the others stay sharded. What is linear in it could keep its sums; few are."""
+    x = op.tensor(0)
+    dims = reduced_dims(op, index)
+    layout = ValueLayout(tuple(() if dim in dims else axes for dim, axes in enumerate(x.dims)))
+    outputs = tuple(layout if type is not None else None for type in op.types)
+    tensors = {i: layout for i, o in enumerate(op.operands) if isinstance(o, Operand) and o.type and o.shape == x.shape}
+    return Plan(op.as_they_are(tensors), outputs)
+
+
+def picked_along_dim(op: Operation, index: int = 1) -> Plan:
+    """An operator that takes one dim away, by position and not by value: argmax, or the maximum with where it is."""
+    x, dims = op.tensor(0), reduced_dims(op, index)
+    layout = ValueLayout(tuple(() if dim in dims else axes for dim, axes in enumerate(x.dims)))
+    output = ValueLayout(_output_dims(op, dims, layout))
+    return Plan(op.as_they_are({0: layout}), tuple(output for _ in op.types))
+
+
+def squares_summed(op: Operation) -> Plan:
+    """One number of all elements: the sum over every sharded dim is pending."""
+    x = op.tensor(0)
+    layout = ValueLayout(x.dims)
+    return Plan(op.as_they_are({0: layout}), (ValueLayout(((),) * len(op.output.shape), layout.axes or NONE),))
+
+
+HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys(("ReduceSum", "SumExt"), sum_over),
+    **dict.fromkeys(("ReduceMean", "MeanExt"), mean_over),
+    **dict.fromkeys(("ReduceMax", "AmaxExt"), partial(extreme_over, reduction="max")),
+    **dict.fromkeys(("ReduceMin", "AminExt"), partial(extreme_over, reduction="min")),
+    **dict.fromkeys(("ReduceProd", "ProdExt"), partial(extreme_over, reduction="prod")),
+    **dict.fromkeys(("ReduceAll", "ReduceAny"), any_or_all),
+    **dict.fromkeys(("CumSum", "CumsumExt", "CumProd", "Cummax", "Cummin"), along_dim),
+    "L2Loss": squares_summed,
+}

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that move elements and compute nothing: all are linear, so sums that are pending stay so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from sporeloom.partition.graph import Input, Name, TensorType
+from sporeloom.partition.layout import ValueLayout
+from sporeloom.partition.operation import Emitter, Handler, Operand, Operation, Plan
+from sporeloom.strategy.layout import Dim, Layout, Shape
+
+
+def _same_pending(op: Operation, dims: Layout) -> ValueLayout:
+    x = op.tensor(0)
+    return ValueLayout(dims, x.partial)
+
+
+def transpose(op: Operation) -> Plan:
+    x = op.tensor(0)
+    order = [int(dim) % len(x.shape) for dim in op.constant(1)]
+    dims = tuple(x.dims[dim] for dim in order)
+    return Plan(op.as_they_are({0: _same_pending(op, x.dims)}), (_same_pending(op, dims),))
+
+
+def expand_dims(op: Operation) -> Plan:
+    x = op.tensor(0)
+    position = int(op.constant(1))
+    position += len(x.shape) + 1 if position < 0 else 0
+    dims = (*x.dims[:position], (), *x.dims[position:])
+    return Plan(op.as_they_are({0: _same_pending(op, x.dims)}), (_same_pending(op, dims),))
+
+
+def groups_of_dims(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
+    """Dims of two shapes in the smallest runs that have one size: (2, 3, 4) and (6, 4) have (2, 3)-(6) and (4)-(4)."""
+    i = j = 0
+    while i < len(old) or j < len(new):
+        first_i, first_j = i, j
+        size_old = size_new = 1
+        if i < len(old):
+            size_old, i = old[i], i + 1
+        if j < len(new):
+            size_new, j = new[j], j + 1
+        while size_old != size_new:
+            if size_old < size_new:
+                size_old, i = size_old * old[i], i + 1
+            else:
+                size_new, j = size_new * new[j], j + 1
+        yield range(first_i, i), range(first_j, j)
+
+
+def reshape(op: Operation) -> Plan:
+    """Shards of the outermost dim of a run stay where they are, if they divide that of the other shape."""
+    x, new = op.tensor(0), op.output.shape
+    if 0 in x.shape or 0 in new:
+        return Plan(op.as_they_are({}), (ValueLayout(((),) * len(new)),))
+    source: list[Dim] = [()] * len(x.shape)
+    target: list[Dim] = [()] * len(new)
+    for olds, news in groups_of_dims(x.shape, new):
+        for old, at, axes in _followed(op, x, olds, news):
+            source[old], target[at] = axes, axes
+    output = _same_pending(op, tuple(target))
+    constants = {1: output.local_shape(new, op.grid)} if len(op.operands) > 1 else {}
+    return Plan(op.as_they_are({0: _same_pending(op, tuple(source))}), (output,), constants)
+
+
+def _followed(op: Operation, x: Operand, olds: range, news: range) -> Iterator[tuple[int, int, Dim]]:
+    """Old dim, new dim and axes for what stays sharded of one run of dims: the first that is longer than 1."""
+    long_olds = [dim for dim in olds if x.shape[dim] > 1]
+    long_news = [dim for dim in news if op.output.shape[dim] > 1]
+    if not long_olds or not long_news:
+        return
+    old, new = long_olds[0], long_news[0]
+    (axes,) = op.fit([x.dims[old]], (x.shape[old],))
+    (axes,) = op.fit([axes], (op.output.shape[new],))
+    yield old, new, axes
+
+
+def broadcast(op: Operation, index: int = 1) -> Plan:
+    """To a larger shape: dims that grow are not sharded."""
+    x, new = op.tensor(0), op.output.shape
+    offset = len(new) - len(x.shape)
+    dims = tuple(axes if x.shape[dim] == new[offset + dim] else () for dim, axes in enumerate(x.dims))
+    output = _same_pending(op, (((),) * offset) + dims)
+    return Plan(op.as_they_are({0: _same_pending(op, dims)}), (output,), {index: output.local_shape(new, op.grid)})
+
+
+def tile(op: Operation) -> Plan:
+    """Dims that are repeated are not sharded; the number of repetitions is the same on each rank."""
+    x, new = op.tensor(0), op.output.shape
+    offset = len(new) - len(x.shape)
+    dims = tuple(axes if x.shape[dim] == new[offset + dim] else () for dim, axes in enumerate(x.dims))
+    return Plan(op.as_they_are({0: _same_pending(op, dims)}), (_same_pending(op, ((),) * offset + dims),))
+
+
+def _joined(op: Operation, items: Sequence[Operand], free: int | None) -> tuple[Layout, frozenset[str]]:
+    """Dims and pending sums that several inputs of one rank can have alike, but for the dim `free`."""
+    keep = frozenset.intersection(*(item.partial for item in items))
+    keep -= frozenset(axis for item in items for dim in item.dims for axis in dim)
+    most_sharded = max(items, key=lambda item: len(item.layout.axes) if item.layout else 0)
+    wanted = [() if dim == free else axes for dim, axes in enumerate(most_sharded.dims)]
+    smallest = tuple(min(item.shape[dim] for item in items) for dim in range(len(wanted)))
+    return op.fit(wanted, smallest, keep), keep
+
+
+def concatenate(op: Operation) -> Plan:
+    """Along a dim that is not sharded."""
+    items = op.operands[0]
+    assert isinstance(items, tuple)
+    dim = int(op.constant(1)) % len(op.output.shape)
+    dims, keep = _joined(op, items, dim)
+    layout = ValueLayout(dims, keep)
+    rest = tuple(None for _ in op.operands[1:])
+    return Plan(((layout,) * len(items), *rest), (layout,))
+
+
+def stack(op: Operation) -> Plan:
+    items = op.operands[0]
+    assert isinstance(items, tuple)
+    position = int(op.constant(1) if len(op.operands) > 1 else op.attributes["axis"]) % len(op.output.shape)
+    dims, keep = _joined(op, items, None)
+    output = ValueLayout((*dims[:position], (), *dims[position:]), keep)
+    rest = tuple(None for _ in op.operands[1:])
+    return Plan(((ValueLayout(dims, keep),) * len(items), *rest), (output,))
+
+
+def split(op: Operation) -> Plan:
+    """Along a dim that is not sharded, into outputs of the same layout."""
+    x = op.tensor(0)
+    dim = int(op.constant(1)) % len(x.shape)
+    layout = _same_pending(op, tuple(() if i == dim else axes for i, axes in enumerate(x.dims)))
+    return Plan(op.as_they_are({0: layout}), tuple(layout for _ in op.types))
+
+
+def strided_slice(op: Operation) -> Plan:
+    """Dims that are taken as they are stay sharded, with a rank's own length; the others are gathered. Only of plain slices:
+    masks may drop or add dims."""
+    x, new = op.tensor(0), op.output.shape
+    begin, end, strides = (list(map(int, op.constant(i))) for i in (1, 2, 3))
+    masks = [op.constant(i) for i in range(4, len(op.operands))]
+    if any(masks) or len(new) != len(x.shape):
+        return Plan(op.as_they_are({}), (ValueLayout(((),) * len(new)),))
+    dims: list[Dim] = []
+    for dim, axes in enumerate(x.dims):
+        takes_all = dim >= len(begin) or (begin[dim] == 0 and end[dim] >= x.shape[dim] and strides[dim] == 1)
+        dims.append(axes if takes_all else ())
+    layout = _same_pending(op, tuple(dims))
+    local = layout.local_shape(x.shape, op.grid)
+    ends = tuple(local[dim] if dims[dim] else end[dim] for dim in range(len(end)))
+    return Plan(op.as_they_are({0: layout}), (layout,), {2: ends})
+
+
+def slice_of(op: Operation) -> Plan:
+    """`Slice(x, begin, size)`: the same."""
+    x = op.tensor(0)
+    begin, size = (list(map(int, op.constant(i))) for i in (1, 2))
+    takes_all = [b == 0 and s in (-1, n) for b, s, n in zip(begin, size, x.shape, strict=True)]
+    layout = _same_pending(op, tuple(axes if all_ else () for axes, all_ in zip(x.dims, takes_all, strict=True)))
+    local = layout.local_shape(op.output.shape, op.grid)
+    return Plan(op.as_they_are({0: layout}), (layout,), {2: local})
+
+
+def squeeze(op: Operation) -> Plan:
+    """Drops dims of length 1. As a reshape: a rank's own part of another dim may have length 1, too, and must stay."""
+    x, new = op.tensor(0), op.output.shape
+    long = iter([axes for axes, size in zip(x.dims, x.shape, strict=True) if size > 1])
+    output = _same_pending(op, tuple(next(long) if size > 1 else () for size in new))
+    local = TensorType(output.local_shape(new, op.grid), op.output.dtype)
+    return Plan(op.as_they_are({0: _same_pending(op, x.dims)}), (output,), rewrite=partial(_reshaped, local))
+
+
+def _reshaped(local: TensorType, emit: Emitter, inputs: Sequence[Input]) -> Sequence[Name]:
+    return emit.node("Reshape", [inputs[0], emit.constant(local.shape)], [local])
+
+
+def unchanged(op: Operation) -> Plan:
+    """Passes its first input through."""
+    x = op.tensor(0)
+    assert x.layout is not None
+    return Plan(op.as_they_are({0: x.layout}), (x.layout,))
+
+
+def reversed_along(op: Operation) -> Plan:
+    """Flips dims, which are gathered."""
+    x = op.tensor(0)
+    dims = {int(dim) % len(x.shape) for dim in op.constant(1)}
+    layout = _same_pending(op, tuple(() if dim in dims else axes for dim, axes in enumerate(x.dims)))
+    return Plan(op.as_they_are({0: layout}), (layout,))
+
+
+HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys(("Transpose", "TransposeExt"), transpose),
+    "ExpandDims": expand_dims,
+    **dict.fromkeys(("Reshape", "View"), reshape),
+    "BroadcastTo": partial(broadcast, index=1),
+    "Tile": tile,
+    **dict.fromkeys(("Concat", "ConcatV2"), concatenate),
+    "Stack": stack,
+    **dict.fromkeys(("Split", "SplitTensor"), split),
+    "StridedSlice": strided_slice,
+    "Slice": slice_of,
+    "Squeeze": squeeze,
+    **dict.fromkeys(("Load", "StopGradient"), unchanged),
+    "ReverseV2": reversed_along,
+}

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables: rows looked up by index, rows added up by index, indices as one-hot rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from sporeloom.partition.graph import Input, Name, RankOffset, TensorType
+from sporeloom.partition.layout import ValueLayout
+from sporeloom.partition.operation import Emitter, Handler, Operation, Plan
+from sporeloom.strategy.layout import Dim, Layout
+
+
+def _without(dims: Layout, used: frozenset[str]) -> Layout:
+    return tuple(tuple(axis for axis in dim if axis not in used) for dim in dims)
+
+
+def gather(op: Operation) -> Plan:
+    """Rows (or along another dim) of a table. Where the rows are sharded each rank looks up its own and gives zeros for the
+    others: the sum over the ranks is pending."""
+    table, indices = op.tensor(0), op.tensor(1)
+    batch_dims = int(op.constant(3)) if len(op.operands) > 3 else int(op.attributes.get("batch_dims", 0))
+    dim = int(op.constant(2)) % len(table.shape)
+    if batch_dims:
+        return _batched_gather(op, dim, batch_dims)
+    rows = table.dims[dim]
+    other = _without(table.dims, frozenset(rows))
+    used = frozenset(axis for i, axes in enumerate(other) for axis in axes if i != dim)
+    in_indices = {axis for axes in indices.dims for axis in axes}
+    if rows and dim == 0 and not in_indices & set(rows) and op.output.dtype.startswith(("float", "bfloat")):
+        wanted = _without(indices.dims, used)
+        output = ValueLayout((*wanted, *table.dims[1:]), frozenset(rows))
+        lookup = partial(_own_rows, op, rows, output)
+        return Plan(op.as_they_are({0: ValueLayout(table.dims), 1: ValueLayout(wanted)}), (output,), rewrite=lookup)
+    dims = tuple(() if i == dim else axes for i, axes in enumerate(table.dims))
+    wanted = _without(indices.dims, frozenset(axis for axes in dims for axis in axes))
+    output = ValueLayout((*dims[:dim], *wanted, *dims[dim + 1 :]))
+    return Plan(op.as_they_are({0: ValueLayout(dims), 1: ValueLayout(wanted)}), (output,))
+
+
+def _own_rows(op: Operation, rows: Dim, output: ValueLayout, emit: Emitter, inputs: Sequence[Input]) -> Sequence[Name]:
+    count = op.tensor(0).shape[0] // op.grid.degree(rows)
+    local = TensorType(output.local_shape(op.output.shape, op.grid), op.output.dtype)
+    offset = emit.constant(RankOffset(rows, count))
+    return emit.node("EmbeddingLookup", [inputs[0], inputs[1], offset], [local])
+
+
+def _batched_gather(op: Operation, dim: int, batch_dims: int) -> Plan:
+    """Each of the leading dims has indices of its own: these stay sharded, all else is replicated."""
+    table, indices = op.tensor(0), op.tensor(1)
+    batch = tuple(a or b for a, b in zip(table.dims[:batch_dims], indices.dims[:batch_dims], strict=True))
+    batch = op.fit(batch, op.output.shape[:batch_dims])
+    rest_of_table: list[Dim] = [()] * (len(table.shape) - batch_dims)
+    rest_of_indices: list[Dim] = [()] * (len(indices.shape) - batch_dims)
+    wanted = {0: ValueLayout((*batch, *rest_of_table)), 1: ValueLayout((*batch, *rest_of_indices))}
+    return Plan(op.as_they_are(wanted), (ValueLayout((*batch, *((),) * (len(op.output.shape) - batch_dims))),))
+
+
+def segment_sum(op: Operation) -> Plan:
+    """Rows added up by segment: each rank adds its own rows, and the sum over the ranks that share them is pending."""
+    x, ids = op.tensor(0), op.tensor(1)
+    num_row_dims = len(ids.shape)
+    rows = op.fit(x.dims[:num_row_dims], ids.shape)
+    columns = _without(x.dims[num_row_dims:], frozenset(axis for dim in rows for axis in dim))
+    wanted = {0: ValueLayout((*rows, *columns), x.partial), 1: ValueLayout(rows)}
+    over = frozenset(axis for dim in rows for axis in dim)
+    return Plan(op.as_they_are(wanted), (ValueLayout(((), *columns), over | x.partial),))
+
+
+def one_hot(op: Operation) -> Plan:
+    """Rows follow their indices; each rank makes all of the new dim."""
+    indices = op.tensor(0)
+    axis = op.constant(4) if len(op.operands) > 4 else op.attributes.get("axis", -1)
+    position = int(axis) % len(op.output.shape)
+    dims = (*indices.dims[:position], (), *indices.dims[position:])
+    return Plan(op.as_they_are({0: ValueLayout(indices.dims)}), (ValueLayout(dims),))
+
+
+HANDLERS: dict[str, Handler] = {"Gather": gather, "UnsortedSegmentSum": segment_sum, "OneHot": one_hot}

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one layout of a value to another: slices where a rank holds more than it needs, collectives where it holds less.
+
+Source: the algebra of shards and pending sums is that of GSPMD (arXiv:2105.04663) and PyTorch's DTensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from sporeloom.partition.grid import DeviceGrid
+from sporeloom.partition.layout import ValueLayout
+from sporeloom.strategy.layout import Dim, Shape
+
+T = TypeVar("T")
+StepKind = Literal["slice", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation that all ranks do."""
+
+    kind: StepKind
+    axes: Dim
+    """The group: ranks that differ along these. For a slice: whose index selects it."""
+    layout: ValueLayout
+    """Afterwards."""
+    dim: int = 0
+    """That is sliced, scattered or gathered; of an all-to-all the one that is gathered."""
+    to_dim: int = 0
+    """Of an all-to-all the one that is sharded."""
+
+    def sent_elements(self, shape: Shape, grid: DeviceGrid) -> int:
+        """Elements that a rank sends by the usual ring or pairwise algorithm, of a value of this global shape."""
+        ranks, held = grid.degree(self.axes), math.prod(self.layout.local_shape(shape, grid))
+        if self.kind == "slice":
+            return 0
+        if self.kind == "all_reduce":
+            return 2 * held * (ranks - 1) // ranks
+        if self.kind == "reduce_scatter":
+            return held * (ranks - 1)
+        return held * (ranks - 1) // ranks
+
+
+def redistribution(source: ValueLayout, target: ValueLayout, grid: DeviceGrid) -> list[Step]:
+    """Steps from `source` to `target`, in order; none if they are equal.
+
+    What needs no communication comes first, then what makes the value smaller or moves shards, and what makes it larger
+    last, so that little is sent. Sums that `target` leaves pending stay so.
+    """
+    assert target.partial <= source.partial and len(source.dims) == len(target.dims), (source, target)
+    walk = _Walk(source, target, grid)
+    while walk.dims != list(target.dims) or walk.due:
+        _ = walk.slices() or walk.scatters() or walk.moves() or walk.reduces() or walk.gathers()
+    return walk.steps
+
+
+class _Walk:
+    """The layout on its way. Each method takes one kind of step as far as it goes and returns whether it took any."""
+
+    def __init__(self, source: ValueLayout, target: ValueLayout, grid: DeviceGrid):
+        self.grid, self.target = grid, target
+        self.dims, self.pending = list(source.dims), source.partial
+        self.steps: list[Step] = []
+
+    @property
+    def due(self) -> frozenset[str]:
+        return self.pending - self.target.partial
+
+    def missing(self, dim: int) -> Dim:
+        """Axes by which the target shards a dim further; none if it shards it otherwise."""
+        have, want = self.dims[dim], self.target.dims[dim]
+        return want[len(have) :] if want[: len(have)] == have else ()
+
+    def take(self, kind: StepKind, axes: Dim, dim: int = 0, to_dim: int = 0) -> None:
+        layout = ValueLayout(tuple(self.dims), self.pending)
+        self.steps.append(Step(kind, axes, layout, dim, to_dim))
+
+    def slices(self) -> bool:
+        taken = False
+        for dim in range(len(self.dims)):
+            used = {axis for axes in self.dims for axis in axes} | self.pending
+            free = tuple(itertools.takewhile(lambda axis: axis not in used, self.missing(dim)))  # noqa: B023 (at once)
+            for run in self.grid.runs(free):
+                self.dims[dim] += run
+                self.take("slice", run, dim)
+                taken = True
+        return taken
+
+    def scatters(self) -> bool:
+        taken = False
+        for dim in range(len(self.dims)):
+            for run in self.grid.runs(_leading(self.missing(dim), self.due.__contains__)):
+                self.dims[dim] += run
+                self.pending -= set(run)
+                self.take("reduce_scatter", run, dim)
+                taken = True
+        return taken
+
+    def moves(self) -> bool:
+        """An axis that shards one dim and is to shard another next."""
+        for dim, have in enumerate(self.dims):
+            if not have or self.target.dims[dim][: len(have)] == have:
+                continue
+            for to_dim in range(len(self.dims)):
+                if to_dim != dim and self.missing(to_dim)[:1] == have[-1:]:
+                    self.dims[dim], self.dims[to_dim] = have[:-1], self.dims[to_dim] + have[-1:]
+                    self.take("all_to_all", have[-1:], dim, to_dim)
+                    return True
+        return False
+
+    def reduces(self) -> bool:
+        if not self.due:
+            return False
+        axes = self.grid.in_order(self.due)
+        self.pending -= self.due
+        self.take("all_reduce", axes)
+        return True
+
+    def gathers(self) -> bool:
+        for dim, have in enumerate(self.dims):
+            want = self.target.dims[dim]
+            common = len(_leading(list(zip(have, want, strict=False)), lambda pair: pair[0] == pair[1]))
+            if len(have) > common:
+                run = self.grid.runs(have[common:])[-1]  # the innermost first
+                self.dims[dim] = have[: len(have) - len(run)]
+                self.take("all_gather", run, dim)
+                return True
+        return False
+
+
+def _leading(items: Sequence[T], is_wanted: Callable[[T], bool]) -> tuple[T, ...]:
+    """Items up to the first that is not wanted."""
+    return tuple(itertools.takewhile(is_wanted, items))

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kinds of operators compute, in NumPy, as MindSpore defines them; and random inputs for each."""
+
+import math
+
+import numpy as np
+
+
+def axes_of(dims):
+    return None if dims is None or dims == () else (dims if isinstance(dims, int) else tuple(dims))
+
+
+def matmul(x, w, ta, tb):
+    return (np.swapaxes(x, -1, -2) if ta else x) @ (np.swapaxes(w, -1, -2) if tb else w)
+
+
+def layer_norm(x, gamma, beta, begin_norm, begin_params, epsilon):
+    axes = tuple(range(begin_norm % x.ndim, x.ndim))
+    mean, var = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
+    return (x - mean) / np.sqrt(var + epsilon) * gamma + beta, mean, var
+
+
+def layer_norm_grad(x, dy, var, mean, gamma, begin_norm, begin_params):
+    epsilon, n = 1e-5, math.prod(x.shape[begin_norm % x.ndim :])
+    axes, rows = tuple(range(begin_norm % x.ndim, x.ndim)), tuple(range(begin_norm % x.ndim))
+    inverse = 1 / np.sqrt(var + epsilon)
+    normal, d = (x - mean) * inverse, dy * gamma
+    dx = inverse * (d - d.mean(axes, keepdims=True) - normal * (d * normal).mean(axes, keepdims=True))
+    assert n
+    return dx, (dy * normal).sum(rows), dy.sum(rows)
+
+
+def rms_norm(x, gamma, epsilon):
+    inverse = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon)
+    return x * inverse * gamma, inverse
+
+
+def softmax(x, dim):
+    e = np.exp(x - x.max(dim, keepdims=True))
+    return e / e.sum(dim, keepdims=True)
+
+
+def softmax_backward(dy, y, dim):
+    return y * (dy - (dy * y).sum(dim, keepdims=True))
+
+
+def segment_sum(x, ids, count):
+    result = np.zeros((count, *x.shape[ids.ndim :]), x.dtype)
+    np.add.at(result, ids.reshape(-1), x.reshape(-1, *x.shape[ids.ndim :]))
+    return result
+
+
+def lookup(table, ids, offset):
+    inside = (ids >= offset) & (ids < offset + len(table))
+    return np.where(inside[(...,) + (None,) * (table.ndim - 1)], table[np.where(inside, ids - offset, 0)], 0)
+
+
+def gather(table, ids, dim, batch_dims=0):
+    if not batch_dims:
+        return np.take(table, ids, dim)
+    assert batch_dims == 1
+    return np.stack([np.take(t, i, dim - 1) for t, i in zip(table, ids, strict=True)])
+
+
+def one_hot(ids, depth, on, off, axis):
+    hot = np.where(ids[..., None] == np.arange(depth), on, off)
+    return np.moveaxis(hot, -1, axis)
+
+
+def strided_slice(x, begin, end, strides, *masks):
+    return x[tuple(slice(b, e, s) for b, e, s in zip(begin, end, strides, strict=True))]
+
+
+def slice_of(x, begin, size):
+    return x[tuple(slice(b, None if s == -1 else b + s) for b, s in zip(begin, size, strict=True))]
+
+
+COMPUTE = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Neg": np.negative,
+    "Mul": np.multiply,
+    "Muls": np.multiply,
+    "Div": np.divide,
+    "Exp": np.exp,
+    "Square": np.square,
+    "Tanh": np.tanh,
+    "Maximum": np.maximum,
+    "LessEqual": np.less_equal,
+    "Select": np.where,
+    "TanhGrad": lambda y, dy: dy * (1 - y * y),
+    "AddN": lambda items: sum(items[1:], items[0]),
+    "MatMul": matmul,
+    "BatchMatMul": matmul,
+    "ReduceSum": lambda x, dims, keep: np.sum(x, axes_of(dims), keepdims=bool(keep)),
+    "ReduceMean": lambda x, dims, keep: np.mean(x, axes_of(dims), keepdims=bool(keep)),
+    "ReduceMax": lambda x, dims, keep: np.max(x, axes_of(dims), keepdims=bool(keep)),
+    "ReduceProd": lambda x, dims, keep: np.prod(x, axes_of(dims), keepdims=bool(keep)),
+    "ReduceAny": lambda x, dims, keep: np.any(x, axes_of(dims), keepdims=bool(keep)),
+    "CumSum": lambda x, dim: np.cumsum(x, dim),
+    "Transpose": lambda x, order: np.transpose(x, order),
+    "Reshape": lambda x, shape: x.reshape(shape),
+    "ExpandDims": np.expand_dims,
+    "Squeeze": lambda x: np.squeeze(x),
+    "BroadcastTo": lambda x, shape: np.broadcast_to(x, shape),
+    "Tile": np.tile,
+    "Concat": lambda items, dim: np.concatenate(items, dim),
+    "Stack": lambda items, dim: np.stack(items, dim),
+    "Split": lambda x, dim, count: tuple(np.split(x, count, dim)),
+    "StridedSlice": strided_slice,
+    "Slice": slice_of,
+    "ReverseV2": lambda x, dims: np.flip(x, dims),
+    "Gather": gather,
+    "EmbeddingLookup": lookup,
+    "UnsortedSegmentSum": segment_sum,
+    "OneHot": one_hot,
+    "Softmax": softmax,
+    "SoftmaxBackward": softmax_backward,
+    "LayerNorm": layer_norm,
+    "LayerNormGrad": layer_norm_grad,
+    "RmsNorm": rms_norm,
+    "L2Loss": lambda x: (x * x).sum() / 2,
+}
+
+
+class Draw:
+    """Random inputs."""
+
+    def __init__(self, seed):
+        self.random = np.random.default_rng(seed)
+
+    def size(self):
+        return int(self.random.choice([1, 2, 3, 4, 6, 8, 12]))
+
+    def shape(self, least=1, most=4):
+        return tuple(self.size() for _ in range(self.random.integers(least, most + 1)))
+
+    def of(self, *shape):
+        """Whole numbers, so that sums of parts are exact."""
+        return self.random.integers(-3, 4, shape).astype(np.float64)
+
+    def dim(self, shape):
+        return int(self.random.integers(-len(shape), len(shape)))
+
+    def dims(self, shape):
+        count = int(self.random.integers(0, len(shape) + 1))
+        return tuple(int(d) for d in self.random.permutation(len(shape))[:count])
+
+    def flag(self):
+        return bool(self.random.integers(2))
+
+    def broadcast(self, shape):
+        """A shape that is broadcast to `shape`."""
+        kept = tuple(1 if self.random.random() < 0.3 else size for size in shape)
+        return kept[int(self.random.integers(0, len(shape) + 1)) if self.random.random() < 0.3 else 0 :]
+
+
+def binary(d):
+    shape = d.shape()
+    pair = [d.of(*shape), d.of(*d.broadcast(shape))]
+    return pair if d.flag() else pair[::-1]
+
+
+def quotient(d):
+    x, y = binary(d)
+    return [x, np.where(y == 0, 1.0, y)]
+
+
+def reduction(d):
+    x = d.of(*d.shape())
+    return [x, d.dims(x.shape), d.flag()]
+
+
+def reshaped(d):
+    x = d.of(*d.shape())
+    left, shape = x.size, []
+    while left > 1 and d.random.random() < 0.8:
+        divisors = [n for n in (1, 2, 3, 4, 6, 8, 12) if left % n == 0]
+        shape.append(int(d.random.choice(divisors)))
+        left //= shape[-1]
+    return [x, (*shape, left)]
+
+
+def product(d, batch=()):
+    m, k, n, ta, tb = d.size(), d.size(), d.size(), d.flag(), d.flag()
+    other = d.broadcast(batch) if batch and d.flag() else batch
+    return [d.of(*batch, *((k, m) if ta else (m, k))), d.of(*other, *((n, k) if tb else (k, n))), ta, tb]
+
+
+def norm_inputs(d):
+    rows, columns = d.shape(1, 2), d.size()
+    return [d.of(*rows, columns), d.of(columns), d.of(columns), -1, -1, 1e-5]
+
+
+def norm_grad(d):
+    x, gamma = norm_inputs(d)[:2]
+    return [x, d.of(*x.shape), x.var(-1, keepdims=True), x.mean(-1, keepdims=True), gamma, -1, -1]
+
+
+def items_of(d, dim=None):
+    shape = d.shape()
+    at = d.dim(shape) if dim is None else None
+    items = []
+    for _ in range(int(d.random.integers(2, 4))):
+        own = list(shape)
+        if at is not None:
+            own[at] = d.size()
+        items.append(d.of(*own))
+    return tuple(items), at
+
+
+def stridden(d):
+    x = d.of(*d.shape())
+    begin = [0 if d.flag() else int(d.random.integers(0, n)) for n in x.shape]
+    end = [n if d.flag() else int(d.random.integers(b + 1, n + 1)) for b, n in zip(begin, x.shape, strict=True)]
+    return [x, tuple(begin), tuple(end), tuple(int(d.random.integers(1, 3)) for _ in x.shape)]
+
+
+def sliced(d):
+    x, begin, end, _ = stridden(d)
+    return [x, begin, tuple(e - b for b, e in zip(begin, end, strict=True))]
+
+
+def looked_up(d):
+    table, ids = d.of(*d.shape(1, 3)), d.shape(0, 2)
+    dim = 0 if d.flag() else d.dim(table.shape)
+    return [table, d.random.integers(0, table.shape[dim], ids), dim, 0]
+
+
+def looked_up_by_row(d):
+    rows = d.size()
+    table = d.of(rows, d.size(), d.size())
+    return [table, d.random.integers(0, table.shape[1], (rows, d.size())), 1, 1]
+
+
+def segments(d):
+    ids, count = d.shape(1, 2), d.size()
+    return [d.of(*ids, *d.shape(0, 2)), d.random.integers(0, count, ids), count]
+
+
+def hot(d):
+    depth = d.size()
+    return [d.random.integers(0, depth, d.shape(1, 2)), depth, 1.0, 0.0, -1]
+
+
+def with_dim(d):
+    x = d.of(*d.shape())
+    return [x, d.dim(x.shape)]
+
+
+def split_inputs(d):
+    x = d.of(*d.shape())
+    dim = d.dim(x.shape)
+    return [x, dim, int(d.random.choice([n for n in (1, 2, 3, 4) if x.shape[dim] % n == 0]))]
+
+
+def broadcasts(d):
+    shape = d.shape()
+    return [d.of(*d.broadcast(shape)), shape]
+
+
+SAMPLES = {
+    **dict.fromkeys(("Add", "Sub", "Mul", "Maximum", "LessEqual"), binary),
+    "Muls": lambda d: [d.of(*d.shape()), 3.0],
+    "Div": quotient,
+    **dict.fromkeys(("Neg", "Exp", "Square", "Tanh", "L2Loss", "Squeeze"), lambda d: [d.of(*d.shape())]),
+    "Select": lambda d: (lambda x: [x[0] > x[1], d.of(*np.broadcast_shapes(x[0].shape, x[1].shape)), x[1]])(binary(d)),
+    "TanhGrad": lambda d: (lambda s: [d.of(*s), d.of(*s)])(d.shape()),
+    "AddN": lambda d: (lambda s: [tuple(d.of(*s) for _ in range(3))])(d.shape()),
+    "MatMul": product,
+    "BatchMatMul": lambda d: product(d, d.shape(1, 2)),
+    **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceMax", "ReduceProd"), reduction),
+    "ReduceAny": lambda d: (lambda r: [r[0] > 1, *r[1:]])(reduction(d)),
+    "CumSum": with_dim,
+    "Transpose": lambda d: (lambda x: [x, tuple(int(i) for i in d.random.permutation(x.ndim))])(d.of(*d.shape())),
+    "Reshape": reshaped,
+    "ExpandDims": lambda d: (lambda x: [x, int(d.random.integers(-x.ndim - 1, x.ndim + 1))])(d.of(*d.shape(1, 3))),
+    "BroadcastTo": broadcasts,
+    "Tile": lambda d: (lambda x: [x, tuple(int(d.random.choice([1, 1, 2])) for _ in x.shape)])(d.of(*d.shape())),
+    "Concat": lambda d: list(items_of(d)),
+    "Stack": lambda d: (lambda items: [items, d.dim((*items[0].shape, 1))])(items_of(d, dim=0)[0]),
+    "Split": split_inputs,
+    "StridedSlice": stridden,
+    "Slice": sliced,
+    "ReverseV2": lambda d: (lambda x: [x, d.dims(x.shape)])(d.of(*d.shape())),
+    "Gather": lambda d: looked_up(d) if d.flag() else looked_up_by_row(d),
+    "UnsortedSegmentSum": segments,
+    "OneHot": hot,
+    "Softmax": with_dim,
+    "SoftmaxBackward": lambda d: (lambda x: [d.of(*x[0].shape), softmax(x[0], x[1]), x[1]])(with_dim(d)),
+    "LayerNorm": norm_inputs,
+    "LayerNormGrad": norm_grad,
+    "RmsNorm": lambda d: (lambda n: [n[0], n[1], 1e-5])(norm_inputs(d)),
+}
+"""Kind -> what draws its inputs: arrays are tensors, tuples of arrays several; all else is known before the graph runs."""

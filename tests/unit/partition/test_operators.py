@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every handler, on random inputs in random layouts over random grids, with sums pending too: what the ranks compute together
+is what one device computes."""
+
+import numpy as np
+import pytest
+from kinds import COMPUTE, SAMPLES, Draw
+from ranks import communicated, gathered, redistributed, spread
+
+from sporeloom.partition.graph import RankOffset, TensorType
+from sporeloom.partition.grid import DeviceGrid
+from sporeloom.partition.layout import ValueLayout, fitted
+from sporeloom.partition.operation import Operand, Operation
+from sporeloom.partition.operators import HANDLERS, plan
+from sporeloom.partition.redistribute import redistribution
+
+GRIDS = [{"dp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 3}, {"dp": 2, "cp": 2, "tp": 2}]
+CASES = 100
+
+
+def is_tensor(value):
+    return isinstance(value, np.ndarray)
+
+
+def random_layout(value, grid, random, may_be_pending):
+    axes = list(random.permutation(list(grid.degrees)))
+    dims, pending = [[] for _ in value.shape], set()
+    for axis in axes:
+        place = int(random.integers(-1, value.ndim + 1))
+        if place == value.ndim:
+            if may_be_pending and value.dtype.kind == "f":
+                pending.add(str(axis))
+        elif place >= 0:
+            dims[place].append(str(axis))
+    return ValueLayout(fitted(dims, value.shape, grid), frozenset(pending))
+
+
+class Ranks:
+    """Computes what a handler emits, on all ranks at once; a name stands for what each rank holds."""
+
+    def __init__(self, grid):
+        self.grid, self.held = grid, {}
+
+    def keep(self, held):
+        name = f"v{len(self.held)}"
+        self.held[name] = held
+        return name
+
+    def constant(self, value, type=None):
+        if isinstance(value, RankOffset):
+            return self.keep([self.grid.index(rank, value.axes) * value.stride for rank in range(self.grid.size)])
+        return self.keep([value] * self.grid.size)
+
+    def values(self, name, rank):
+        return tuple(self.held[n][rank] for n in name) if isinstance(name, tuple) else self.held[name][rank]
+
+    def node(self, kind, inputs, types, attributes=None):
+        if kind == "AllReduce":
+            held = communicated("all_reduce", self.held[inputs[0]], attributes["axes"], self.grid, op=attributes["op"])
+            return (self.keep(held),)
+        results = []
+        for rank in range(self.grid.size):
+            result = COMPUTE[kind](*(self.values(name, rank) for name in inputs))
+            results.append(result if isinstance(result, tuple) else (result,))
+        for of_rank in results:
+            for each, type in zip(of_rank, types, strict=True):
+                assert np.shape(each) == type.shape, (kind, np.shape(each), type)
+        return tuple(self.keep([np.asarray(r[i]) for r in results]) for i in range(len(types)))
+
+
+def check(kind, arguments, grid, random):
+    """Returns how the ranks computed it."""
+    expected = COMPUTE[kind](*arguments)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    types = tuple(TensorType(np.shape(e), str(np.asarray(e).dtype)) for e in expected)
+    given, operands = [], []
+
+    def operand(value):
+        if not is_tensor(value):
+            return Operand(None, None, value, True), None
+        layout = random_layout(value, grid, random, may_be_pending=True)
+        return Operand(TensorType(value.shape, str(value.dtype)), layout), spread(value, layout, grid, random)
+
+    for value in arguments:
+        if isinstance(value, tuple) and value and is_tensor(value[0]):
+            pairs = [operand(v) for v in value]
+            operands.append(tuple(o for o, _ in pairs))
+            given.append(tuple(h for _, h in pairs))
+        else:
+            o, held = operand(value)
+            operands.append(o)
+            given.append(held)
+    op = Operation(kind, tuple(operands), types, {}, grid)
+    found = plan(op)
+    assert found is not None
+    ranks = Ranks(grid)
+
+    def moved(o, held, wanted):
+        return ranks.keep(redistributed(held, redistribution(o.layout, wanted, grid), grid))
+
+    names = []
+    for i, (o, held, wanted, value) in enumerate(zip(operands, given, found.inputs, arguments, strict=True)):
+        if i in found.constants:
+            names.append(ranks.constant(found.constants[i]))
+        elif isinstance(o, tuple):
+            names.append(tuple(moved(*each) for each in zip(o, held, wanted, strict=True)))
+        else:
+            names.append(ranks.constant(value) if o.type is None else moved(o, held, wanted))
+    local = [TensorType(y.local_shape(t.shape, grid), t.dtype) for y, t in zip(found.outputs, types, strict=True)]
+    outputs = found.rewrite(ranks, names) if found.rewrite else ranks.node(kind, names, local)
+    for name, layout, value in zip(outputs, found.outputs, expected, strict=True):
+        got = gathered_close(ranks.held[name], layout, grid)
+        np.testing.assert_allclose(got, value, rtol=1e-9, atol=1e-9, err_msg=f"{kind} {operands} -> {found}")
+    return found
+
+
+def gathered_close(held, layout, grid):
+    """As `gathered`, of floats: replicas agree to the bit, for they compute the same."""
+    held = [np.asarray(h).astype(np.float64) for h in held]
+    return gathered(held, layout, grid)
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_the_ranks_compute_what_one_device_does(kind):
+    seed = sum(map(ord, kind))
+    draw, random, sharded = Draw(seed), np.random.default_rng(seed), 0
+    for case in range(CASES):
+        found = check(kind, SAMPLES[kind](draw), DeviceGrid(GRIDS[case % len(GRIDS)]), random)
+        layouts = [*found.outputs, *(y for x in found.inputs for y in (x if isinstance(x, tuple) else (x,)))]
+        sharded += any(layout is not None and not layout.is_replicated for layout in layouts)
+    assert sharded > CASES // 10, f"anything was sharded in {sharded} of {CASES} cases only"
+
+
+def test_every_kind_with_a_handler_of_its_own_is_tried():
+    """Kinds that share a handler with one that is tried need no case; those that have one alone do."""
+    tried = {str(HANDLERS[kind]) for kind in SAMPLES}
+    alone = {kind for kind in HANDLERS if str(HANDLERS[kind]) not in tried}
+    assert alone <= {"RmsNormGrad", "Load", "StopGradient", "ReduceMin", "AminExt", "MatMulExt", "BatchMatMulExt"}, (
+        alone
+    )

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole graphs, sharded, then computed by all ranks at once in NumPy: they give what one device gives."""
+
+import numpy as np
+import pytest
+from kinds import COMPUTE, SAMPLES, Draw
+from ranks import communicated, shard
+
+from sporeloom.partition.graph import Graph, Node, RankOffset, TensorType
+from sporeloom.partition.grid import DeviceGrid
+from sporeloom.partition.layout import ValueLayout, fitted
+from sporeloom.partition.propagate import COLLECTIVE_OF, PartitionError, shard_graph
+
+STEP_OF = {kind: step for step, kind in COLLECTIVE_OF.items()}
+COMPUTE_ALL = {**COMPUTE, "Mystery": lambda x: np.sort(x, 0) * 2, "Assign": lambda _, value: value}
+
+
+def type_of(value):
+    return TensorType(np.shape(value), str(np.asarray(value).dtype))
+
+
+class Builder:
+    """Writes a graph, and computes it on one device meanwhile."""
+
+    def __init__(self):
+        self.graph, self.values = Graph({}, {}, [], []), {}
+
+    def tensor(self, name, value, is_parameter=False):
+        (self.graph.parameters if is_parameter else self.graph.inputs)[name] = type_of(value)
+        self.values[name] = value
+        return name
+
+    def constant(self, value):
+        name = f"c{len(self.values)}"
+        self.graph.nodes.append(Node("Constant", (), (name,), (None,), value=value))
+        self.values[name] = value
+        return name
+
+    def value(self, name):
+        return tuple(map(self.values.__getitem__, name)) if isinstance(name, tuple) else self.values[name]
+
+    def node(self, kind, *inputs, path="", **attributes):
+        names = [
+            i if isinstance(i, str) or (isinstance(i, tuple) and i and i[0] in self.values) else None for i in inputs
+        ]
+        names = [self.constant(i) if n is None else n for n, i in zip(names, inputs, strict=True)]
+        result = COMPUTE_ALL[kind](*map(self.value, names))
+        results = result if isinstance(result, tuple) else (result,)
+        outputs = tuple(f"{kind}{len(self.values)}.{i}" for i in range(len(results)))
+        self.values.update(zip(outputs, results, strict=True))
+        types = tuple(map(type_of, results))
+        self.graph.nodes.append(Node(kind, tuple(names), outputs, types, attributes, path))
+        return outputs[0]
+
+
+def on_all_ranks(sharded, builder, parameters, grid):
+    """What each rank holds of every value."""
+    held = {}
+    for name in builder.graph.parameters:
+        layout = ValueLayout(parameters.get(name, ((),) * np.ndim(builder.values[name])))
+        held[name] = [shard(builder.values[name], layout, rank, grid) for rank in range(grid.size)]
+    for name in builder.graph.inputs:
+        held[name] = [builder.values[name]] * grid.size
+
+    def given(name, rank):
+        return tuple(held[n][rank] for n in name) if isinstance(name, tuple) else held[name][rank]
+
+    for node in sharded.graph.nodes:
+        if node.kind == "Constant":
+            v = node.value
+            is_offset = isinstance(v, RankOffset)
+            held[node.outputs[0]] = [
+                grid.index(rank, v.axes) * v.stride if is_offset else v for rank in range(grid.size)
+            ]
+        elif node.kind in STEP_OF:
+            a = node.attributes
+            step = STEP_OF[node.kind]
+            held[node.outputs[0]] = communicated(
+                step, held[node.inputs[0]], a["axes"], grid, a.get("dim", 0), a.get("to_dim", 0), a.get("op", "sum")
+            )
+        else:
+            results = [COMPUTE_ALL[node.kind](*(given(n, rank) for n in node.inputs)) for rank in range(grid.size)]
+            results = [r if isinstance(r, tuple) else (r,) for r in results]
+            for position, name in enumerate(node.outputs):
+                held[name] = [r[position] for r in results]
+        for name, type in zip(node.outputs, node.types, strict=True):
+            assert type is None or np.shape(held[name][0]) == type.shape, (node, np.shape(held[name][0]))
+    return held
+
+
+def check(builder, outputs, grid, parameters=None, inputs=None, pinned=None):
+    """Every rank ends with what one device has."""
+    builder.graph.outputs = list(outputs)
+    sharded = shard_graph(builder.graph, grid, parameters or {}, inputs or {}, pinned)
+    held = on_all_ranks(sharded, builder, parameters or {}, grid)
+    for name, written in zip(outputs, sharded.graph.outputs, strict=True):
+        for of_rank in held[written]:
+            np.testing.assert_allclose(of_rank, builder.values[name], rtol=1e-9, atol=1e-9, err_msg=name)
+    return sharded
+
+
+def mlp_step(random):
+    """Forward and backward of x W1 tanh W2 and its squares, two layers by hand."""
+    b = Builder()
+    x = b.tensor("x", random.standard_normal((8, 4)))
+    w1 = b.tensor("w1", random.standard_normal((12, 4)), is_parameter=True)
+    w2 = b.tensor("w2", random.standard_normal((6, 12)), is_parameter=True)
+    h = b.node("MatMul", x, w1, False, True, path="up.matmul")
+    a = b.node("Tanh", h)
+    y = b.node("MatMul", a, w2, False, True, path="down.matmul")
+    loss = b.node("ReduceSum", b.node("Square", y), (), False)
+    dy = b.node("Muls", y, 2.0)
+    dw2 = b.node("MatMul", dy, a, True, False)
+    dh = b.node("TanhGrad", a, b.node("MatMul", dy, w2, False, False))
+    dw1 = b.node("MatMul", dh, x, True, False)
+    norm = b.node("AddN", tuple(b.node("ReduceSum", b.node("Square", g), (), False) for g in (dw1, dw2)))
+    return b, loss, dw1, dw2, norm
+
+
+MEGATRON = {"w1": (("tp",), ()), "w2": ((), ("tp",))}
+GRID = DeviceGrid({"dp": 2, "tp": 2})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        MEGATRON,
+        {"w1": (("tp", "dp"), ()), "w2": (("dp",), ("tp",))},
+        {"w1": ((), ("dp", "tp")), "w2": (("dp",), ())},
+    ],
+    ids=["replicated", "megatron", "zero", "odd"],
+)
+@pytest.mark.parametrize("batch", [("dp",), ("dp", "tp"), ()], ids=str)
+def test_a_training_step_gives_the_loss_gradients_and_norm_of_one_device(parameters, batch):
+    b, *outputs = mlp_step(np.random.default_rng(1))
+    check(b, outputs, GRID, parameters, {"x": (batch, ())})
+
+
+def test_megatrons_scheme_costs_one_sum_a_pass_and_one_a_gradient():
+    b, *outputs = mlp_step(np.random.default_rng(1))
+    sharded = check(b, outputs[:1], GRID, MEGATRON, {"x": (("dp",), ())})
+    kinds = [(c.kind, c.axes) for c in sharded.communications]
+    assert ("AllReduce", ("tp",)) in kinds
+    assert kinds.count(("AllReduce", ("dp",))) == 3  # two gradients, which the norm wants, and the loss
+
+
+def test_a_gradient_of_a_product_with_itself_over_the_batch_is_right():
+    """x^T x of a sharded batch, cubed: what MindSpore's pass adjust_all_reduce_mul_add gets wrong."""
+    random = np.random.default_rng(2)
+    b = Builder()
+    x, w = b.tensor("x", random.standard_normal((8, 4))), b.tensor("w", random.standard_normal((4, 4)), True)
+    h = b.node("MatMul", x, w, False, False)
+    gram = b.node("MatMul", h, h, True, False)
+    cubed = b.node("Mul", b.node("Square", gram), gram)
+    dgram = b.node("Muls", b.node("Square", gram), 3.0)
+    dh = b.node("AddN", (b.node("MatMul", h, dgram, False, True), b.node("MatMul", h, dgram, False, False)))
+    dw = b.node("MatMul", x, dh, True, False)
+    check(b, [b.node("ReduceSum", cubed, (), False), dw], GRID, {}, {"x": (("dp",), ())})
+    check(b, [dw], GRID, {"w": ((), ("tp",))}, {"x": (("dp",), ())})
+
+
+def test_an_unknown_operator_is_given_whole_inputs_and_reported():
+    b = Builder()
+    x = b.tensor("x", np.random.default_rng(3).standard_normal((8, 4)))
+    y = b.node("Mystery", b.node("Square", x))
+    sharded = check(b, [b.node("ReduceSum", y, (0,), False)], GRID, {}, {"x": (("dp",), ("tp",))})
+    assert sharded.unsharded == {"Mystery": 1}
+
+
+def test_a_pinned_operator_gets_the_layouts_that_its_rule_says():
+    b, *outputs = mlp_step(np.random.default_rng(1))
+    pinned = {"up.matmul": [(("dp", "tp"), ()), ((), ())]}
+    sharded = check(b, outputs, GRID, {}, {"x": (("dp",), ())}, pinned)
+    assert sharded.layouts["x"] == ValueLayout((("dp", "tp"), ()))
+
+
+def test_a_sharded_parameter_is_updated_by_its_own_part_of_a_gradient():
+    b, *_, dw1, dw2, _ = mlp_step(np.random.default_rng(1))
+    new = [
+        b.node("Assign", name, b.node("Sub", name, b.node("Muls", g, 0.1)), side_effect_mem=True)
+        for name, g in (("w1", dw1), ("w2", dw2))
+    ]
+    sharded = check(b, new, GRID, {"w1": (("tp", "dp"), ()), "w2": (("dp",), ("tp",))}, {"x": (("dp",), ())})
+    kinds = [c.kind for c in sharded.communications]
+    assert "ReduceScatter" in kinds
+
+
+def test_a_write_that_is_not_element_by_element_is_refused_of_a_sharded_parameter():
+    b = Builder()
+    w, rows = b.tensor("w", np.zeros((4, 2)), True), b.tensor("rows", np.ones((2, 2)))
+    b.graph.nodes.append(
+        Node("Scatter", (w, rows), ("y",), (TensorType((4, 2), "float64"),), {"side_effect_mem": True})
+    )
+    b.graph.outputs = ["y"]
+    with pytest.raises(PartitionError, match="leave that parameter unsharded"):
+        shard_graph(b.graph, GRID, {"w": (("dp",), ())}, {})
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_graphs_in_random_layouts(seed):
+    """A dozen operators, each on values that are there: sums stay pending over several of them."""
+    draw, random = Draw(seed), np.random.default_rng(seed)
+    grid = DeviceGrid([{"dp": 2}, {"dp": 2, "tp": 2}, {"tp": 3, "dp": 2}, {"dp": 2, "cp": 2, "tp": 2}][seed % 4])
+    axes = list(grid.degrees)
+    b = Builder()
+    names = [b.tensor(f"x{i}", draw.of(12, 12)) for i in range(2)]
+    names += [b.tensor(f"w{i}", draw.of(12, 12), True) for i in range(2)]
+
+    def random_dims():
+        places = {axis: int(random.integers(-1, 2)) for axis in axes}
+        wanted = [[a for a in axes if places[a] == dim] for dim in range(2)]
+        return fitted(wanted, (12, 12), grid)
+
+    for _ in range(12):
+        kind = str(random.choice(["Add", "Sub", "Mul", "MatMul", "AddN", "Transpose", "Tanh", "Maximum", "Scaled"]))
+        x, y, z = (str(n) for n in random.choice(names, 3))
+        if kind == "MatMul":
+            names.append(b.node("Tanh", b.node("MatMul", x, y, draw.flag(), draw.flag())))
+            names.append(b.node("MatMul", x, y, draw.flag(), draw.flag()))
+        elif kind == "AddN":
+            names.append(b.node("AddN", (x, y, z)))
+        elif kind == "Transpose":
+            names.append(b.node("Transpose", x, (1, 0)))
+        elif kind == "Scaled":
+            names.append(b.node("Mul", x, b.node("ReduceSum", y, (int(random.integers(2)),), True)))
+        else:
+            names.append(b.node(kind, x) if kind == "Tanh" else b.node(kind, x, y))
+        if np.abs(b.values[names[-1]]).max() > 1e4:
+            names.append(b.node("Tanh", names.pop()))
+    parameters = {name: random_dims() for name in b.graph.parameters}
+    check(b, names[4:], grid, parameters, {name: random_dims() for name in b.graph.inputs})
+
+
+def test_the_samples_of_all_kinds_are_computed_here_too():
+    assert set(SAMPLES) <= set(COMPUTE)

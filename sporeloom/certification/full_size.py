@@ -20,6 +20,7 @@ from sporeloom.planner.search import evaluate
 from sporeloom.planner.task import adapter_parameters
 from sporeloom.planner.task_traffic import objective_bytes, task_traffic
 from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.schedule import idle_microbatches
 
 LIMIT = 0.01
 """Of bytes: tables of the closed forms leave out what is a few bytes a step."""
@@ -92,7 +93,9 @@ def _bounds(least: float, most: float) -> str:
 
 def own_estimate(ranks: Sequence[dict[str, Any]], strategy: Strategy, rows: int, cluster: Cluster) -> dict[str, Any]:
     """Time of a step of `rows` of a user's network, of the slowest of its compiled ranks."""
-    rows = rows_on_the_whole_mesh(strategy, rows)
+    rows, pipeline, microbatches = rows_on_the_whole_mesh(strategy, rows), strategy.pipeline, strategy.num_parts()
+    order = strategy.mesh.pp, microbatches, pipeline.virtual_stages, pipeline.schedule
+    idle = idle_microbatches(*order) / microbatches if strategy.mesh.pp > 1 else 0.0
     times = [
         graph_time(
             sum(rank["flops"].values()),
@@ -100,8 +103,7 @@ def own_estimate(ranks: Sequence[dict[str, Any]], strategy: Strategy, rows: int,
             [(c["kind"], c["count"] * c["bytes_each"], rank["groups"][c["group"]]) for c in rank["collectives"]],
             cluster,
             in_float32=rank["in_float32"],
-            pp=strategy.mesh.pp,
-            microbatches=strategy.num_parts(),
+            idle=idle,
         )
         for rank in ranks
     ]

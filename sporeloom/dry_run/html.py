@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from sporeloom.dry_run.schedule import LASTS, times
 from sporeloom.dry_run.summary import GB, describe_layout
+from sporeloom.strategy.schedule import times
 
 PARTS = (
     ("parameter_bytes", "parameters", "#4878a8"),
@@ -22,6 +22,7 @@ SHOWN_MICROBATCHES = 12
 COLORS = {
     "forward": ("#78a8d0", "#a8c8e4", "#5888b8", "#c8dcf0"),
     "backward": ("#90c070", "#b4d89c", "#70a050", "#d0e8c0"),
+    "weights": ("#d8b060", "#ecd4a0"),
 }
 """Of the parts that a stage holds, in turn."""
 STYLE = """body{font:14px system-ui,sans-serif;margin:2em;max-width:75em}table{border-collapse:collapse;width:100%}
@@ -76,24 +77,24 @@ def memory_bars(ranks: Sequence[dict[str, Any]], limit: float = 0.0) -> str:
 
 def _pipeline(job: dict[str, Any]) -> str:
     num_stages, virtual, schedule = len(job["stages"]), job["virtual_stages"], job["schedule"]
-    shown = min(job["num_microbatches"], max(SHOWN_MICROBATCHES, num_stages))
+    fewest = 2 * num_stages if schedule == "zero_bubble_v" else num_stages
+    shown = min(job["num_microbatches"], max(SHOWN_MICROBATCHES, fewest))
     rows = [(s["stage"], s["layers"], f"{s['total_bytes'] / GB:.2f} GB", f"{s['flops']:.3e}") for s in job["stages"]]
     stages_table = table(("stage", "layers", "memory of a device", "FLOPs of a device"), rows)
-    if schedule == "zero_bubble_v":
-        return f"{stages_table}<p>zero_bubble_v, whose backward passes MindSpore takes apart: not drawn</p>"
     stages, unit, cells = times(num_stages, shown, virtual, schedule), 16, []
     for stage, drawn in enumerate(stages):
         y = 4 + 22 * stage
         cells.append(f"<text x='0' y='{y + 14}'>stage {stage}</text>")
-        for (kind, part, i), start in drawn:
-            width, color = unit * LASTS[kind], COLORS[kind][part % len(COLORS[kind])]
+        for (kind, part, i), start, end in drawn:
+            width, color = unit * (end - start), COLORS[kind][part % len(COLORS[kind])]
             x = 70 + unit * start
-            cells.append(f"<rect x='{x}' y='{y}' width='{width - 1}' height='18' fill='{color}'/>")
-            cells.append(f"<text x='{x + 2}' y='{y + 13}' font-size='10'>{i}</text>")
-    end = max(start + LASTS[one.kind] for drawn in stages for one, start in drawn)
+            cells.append(f"<rect x='{x:g}' y='{y}' width='{width - 1:g}' height='18' fill='{color}'/>")
+            cells.append(f"<text x='{x + 2:g}' y='{y + 13}' font-size='10'>{i}</text>")
+    last = max(drawn[-1][2] for drawn in stages)
     note = f"{schedule}, forward blue, backward green, {shown} of {job['num_microbatches']} microbatches"
+    note += "; gradients of weights that are computed later yellow" if schedule == "zero_bubble_v" else ""
     note += f"; the {virtual} parts of a stage in shades" if virtual > 1 else ""
-    size = f"width='{80 + unit * end}' height='{8 + 22 * num_stages}'"
+    size = f"width='{80 + unit * last:g}' height='{8 + 22 * num_stages}'"
     return f"{stages_table}<p>{note}</p><div style='overflow-x:auto'><svg {size}>{''.join(cells)}</svg></div>"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from sporeloom.models.config import ModelConfig
-from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.dimensions import Dimensions, Parallelism, PartLayers
 from sporeloom.planner.memory import (
     copied_parameters,
     expert_parameters,
@@ -19,7 +19,13 @@ from sporeloom.planner.memory import (
     stage_parameters,
 )
 from sporeloom.strategy.config import Strategy
-from sporeloom.strategy.stages import layers_per_stage, offloaded_layers, recomputed_layers, stage_of_layers
+from sporeloom.strategy.stages import (
+    layers_per_stage,
+    offloaded_layers,
+    part_of_layers,
+    recomputed_layers,
+    stage_of_layers,
+)
 
 Precision = Literal["fp16", "bf16", "fp32"]
 PRECISIONS: dict[str, Precision] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -66,6 +72,7 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         offloaded_layers=_of_stages(offloaded_layers(config.num_layers, strategy), stages, mesh.pp),
         optimizer_on_host=strategy.optimizer_on_host,
         layers_of_stages=tuple(layers_per_stage(config.num_layers, strategy)),
+        layers_of_parts=_layers_of_parts(config.num_layers, strategy),
         expert_layers_of_stages=tuple(
             sum(config.has_experts(layer) for layer, of_stage in enumerate(stages) if of_stage == stage)
             for stage in range(mesh.pp)
@@ -80,6 +87,17 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
             strategy.gathers_twice,
         ),
     )
+
+
+def _layers_of_parts(num_layers: int, strategy: Strategy) -> tuple[tuple[PartLayers, ...], ...]:
+    """By stage, its virtual stages in their order."""
+    chosen = (range(num_layers), recomputed_layers(num_layers, strategy), offloaded_layers(num_layers, strategy))
+    part_of = part_of_layers(num_layers, strategy)
+    counts = [Counter(part_of[layer] for layer in layers) for layers in chosen]
+    found: list[list[PartLayers]] = [[] for _ in range(strategy.mesh.pp)]
+    for part in range(strategy.num_virtual_stages):
+        found[strategy.stage_of_part(part)].append(PartLayers(*(count[part] for count in counts)))
+    return tuple(map(tuple, found))
 
 
 def _of_stages(layers: Sequence[int], stages: Sequence[int], num_stages: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig, Widths
@@ -259,6 +259,14 @@ def read_dimensions(path: Path) -> Dimensions:
 Recomputation = Literal["none", "selective", "full"]
 
 
+class PartLayers(NamedTuple):
+    """Layers of a virtual stage."""
+
+    layers: int
+    recomputed: int
+    offloaded: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """How a step is spread over devices: all the cost model needs of a strategy."""
@@ -294,6 +302,9 @@ class Parallelism:
     """None: as even as can be, leftovers to the first stages."""
     expert_layers_of_stages: tuple[int, ...] | None = None
     """Of them those that have experts; None: everywhere the same share."""
+    layers_of_parts: tuple[tuple[PartLayers, ...], ...] | None = None
+    """Of each stage, its virtual stages in their order; None: as even as can be, the first layers recomputed, the last ones
+    offloaded."""
     offloaded_layers: tuple[int, ...] = ()
     """Of each stage, how many layers' activations wait in the host's memory; empty: none."""
     optimizer_on_host: bool = False
@@ -359,8 +370,20 @@ class Parallelism:
         """Layers of each stage."""
         if self.layers_of_stages:
             return self.layers_of_stages
-        least, more = divmod(num_layers, self.pp)
-        return tuple(least + (stage < more) for stage in range(self.pp))
+        return _even_stages(num_layers, self.pp)
+
+    def recomputed(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each stage that are computed again."""
+        stages = self.stages(num_layers)
+        return stages if self.recomputed_layers is None else tuple(map(min, self.recomputed_layers, stages))
+
+    def parts(self, num_layers: int) -> tuple[tuple[PartLayers, ...], ...]:
+        """The virtual stages of each stage."""
+        if self.layers_of_parts:
+            return self.layers_of_parts
+        offloaded = self.offloaded_layers or (0,) * self.pp
+        counts = zip(self.stages(num_layers), self.recomputed(num_layers), offloaded, strict=True)
+        return tuple(even_parts(*count, self.virtual_stages) for count in counts)
 
     def expert_layers(self, dims: Dimensions) -> tuple[int, ...]:
         """Layers of each stage that have experts."""
@@ -370,3 +393,22 @@ class Parallelism:
             return (0,) * self.pp
         ends = itertools.accumulate(self.stages(dims.num_layers), initial=0)
         return tuple(round(dims.expert_share * b) - round(dims.expert_share * a) for a, b in itertools.pairwise(ends))
+
+
+@functools.lru_cache(maxsize=1024)
+def _even_stages(num_layers: int, pp: int) -> tuple[int, ...]:
+    least, more = divmod(num_layers, pp)
+    return tuple(least + (stage < more) for stage in range(pp))
+
+
+@functools.lru_cache(maxsize=4096)
+def even_parts(layers: int, recomputed: int, offloaded: int, num_parts: int) -> tuple[PartLayers, ...]:
+    """Layers as even as can be, leftovers to the first parts; the first ones recomputed, the last ones offloaded."""
+    least, more = divmod(layers, num_parts)
+    parts, before = [], 0
+    for part in range(num_parts):
+        count = least + (part < more)
+        again, kept = (min(count, max(0, limit - before)) for limit in (recomputed, layers - offloaded))
+        parts.append(PartLayers(count, again, count - kept))
+        before += count
+    return tuple(parts)

@@ -36,8 +36,7 @@ def graph_time(
     cluster: Cluster,
     *,
     in_float32: bool,
-    pp: int = 1,
-    microbatches: int = 1,
+    idle: float = 0.0,
 ) -> GraphTime:
     """Time of a rank on `cluster`.
 
@@ -46,13 +45,13 @@ def graph_time(
         passed_bytes: of the results of all other operators.
         collectives: kind, bytes of the whole tensor a step, and the ranks that take part.
         in_float32: products are; else in half precision.
+        idle: for what share of its work a stage waits in a pipeline.
     """
     fitted = cluster.fitted
     matmul = flops / (cluster.peak_tflops * 1e12 * fitted.matmul * (FLOAT32_SPEED if in_float32 else 1.0))
     memory = 2 * passed_bytes / (cluster.memory_gb_per_s * 1e9 * fitted.memory)
     communication = sum(_seconds(kind, size, ranks, cluster) for kind, size, ranks in collectives)
-    bubble = (pp - 1) / microbatches * (matmul + memory)
-    return GraphTime(matmul, memory, communication, bubble)
+    return GraphTime(matmul, memory, communication, idle * (matmul + memory))
 
 
 def _seconds(kind: str, num_bytes: float, ranks: Sequence[int], cluster: Cluster) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections import Counter
 from dataclasses import dataclass
 
-from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.dimensions import Dimensions, Parallelism, PartLayers
+from sporeloom.strategy.schedule import held_parts, microbatches_held
 
 MOMENTS = 8
 """Bytes of AdamW's two for each parameter."""
@@ -168,42 +170,82 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
 
 
 def microbatches_in_flight(job: Parallelism, stage: int) -> float:
-    """Whole microbatches' worth of activations a stage holds: all under gpipe; else as few as 1F1B has, with interleaving
-    (p-1)/v more.
+    """Microbatches that a stage holds at its peak, as its schedule has it; one held in one of v parts counts as 1/v."""
+    return microbatches_held(stage, job.pp, job.num_microbatches, job.virtual_stages, job.schedule)
 
-    Source: arXiv:2205.05198 section 4.3, L (1 + (p-1)/(p v)) layers on the first stage.
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a device keeps of one microbatch from its forward to its backward pass."""
+
+    full: float
+    """Of a layer."""
+    recomputed: float
+    """Of a layer that is computed again."""
+    mask: float
+    """Of the attention mask, once a stage."""
+    embedding: float
+    """Of the embedding's dropout, on the first stage."""
+    logits: float
+    """On the last stage."""
+
+    @classmethod
+    def of(cls, dims: Dimensions, job: Parallelism) -> Kept:
+        tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+        dropout = dims.dropout * (width if dims.float32_softmax else 1)  # as published: a byte
+        return cls(
+            full=layer_activations(dims, job, "none"),
+            recomputed=layer_activations(dims, job),
+            mask=job.mask_bytes * tokens * dims.seq_len,
+            embedding=tokens * dropout * dims.hidden_size / job.tp,
+            logits=tokens * head_columns(dims, job) * 4,
+        )
+
+
+def held_activations(job: Parallelism, kept: Kept, stage: int, parts: tuple[PartLayers, ...]) -> float:
+    """Bytes of activations on a stage's device when it holds most of them.
+
+    The mask and the embedding go with a microbatch's first part on the stage, the logits with the last. Logits of one
+    microbatch are at work, not held.
     """
-    if job.schedule == "gpipe":
-        return job.num_microbatches
-    if job.schedule == "zero_bubble_v":
-        return min(job.num_microbatches, job.pp)
-    more = (job.pp - 1) / job.virtual_stages if job.virtual_stages > 1 else 0
-    return min(job.num_microbatches, job.pp - stage + more)
+    sizes = [
+        part.recomputed * (kept.recomputed - kept.full) + (part.layers - part.offloaded) * kept.full for part in parts
+    ]
+    sizes[0] += kept.mask + (kept.embedding if stage == 0 else 0.0)
+    moments = _moments(job, stage)
+    totals = [sum(map(operator.mul, moment, sizes)) for moment in moments]
+    if stage == job.last_stage:
+        totals = [total + max(0, moment[-1] - 1) * kept.logits for total, moment in zip(totals, moments, strict=True)]
+    return max(totals)
+
+
+def _moments(job: Parallelism, stage: int) -> tuple[tuple[int, ...], ...]:
+    return held_parts(stage, job.pp, job.num_microbatches, job.virtual_stages, job.schedule)
+
+
+def _offloaded(job: Parallelism, kept: Kept, stage: int, parts: tuple[PartLayers, ...]) -> float:
+    """Bytes of activations that wait in the host's memory, at most."""
+    if not any(part.offloaded for part in parts):
+        return 0.0
+    counts = (sum(n * part.offloaded for n, part in zip(moment, parts, strict=True)) for moment in _moments(job, stage))
+    return max(counts) * kept.full
 
 
 def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
     """Memory of each stage's devices."""
     tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
     spread = job.tp if job.sequence_parallel else 1
-    kept, full = layer_activations(dims, job), layer_activations(dims, job, "none")
-    layers, result = job.stages(dims.num_layers), []
+    kept, parts_of, result = Kept.of(dims, job), job.parts(dims.num_layers), []
     of_experts, shards, on_host = expert_parameters(dims, job), expert_shards(job), moments_on_host(dims, job)
     for stage, count in enumerate(stage_parameters(dims, job)):
         experts = of_experts[stage]
-        flying = microbatches_in_flight(job, stage)
-        again = layers[stage] if job.recomputed_layers is None else min(job.recomputed_layers[stage], layers[stage])
-        away = job.offloaded_layers[stage] if job.offloaded_layers else 0
-        activations = flying * (again * kept + (layers[stage] - again - away) * full)
-        activations += flying * job.mask_bytes * tokens * dims.seq_len
-        working = max(full - kept if again else 0.0, full if away else 0.0)
-        if stage == 0 and dims.dropout:
-            mask = width if dims.float32_softmax else 1
-            activations += (
-                flying * tokens * mask * dims.hidden_size / job.tp
-            )  # of the embedding's dropout, as published
+        parts = parts_of[stage]
+        activations = held_activations(job, kept, stage, parts)
+        again, away = any(part.recomputed for part in parts), any(part.offloaded for part in parts)
+        working = max(kept.full - kept.recomputed if again else 0.0, kept.full if away else 0.0)
         if stage == job.last_stage:  # input of the last norm and the head; logits in float32, and their gradient
             activations += tokens * 2 * width * dims.hidden_size / spread
-            working = max(working, tokens * head_columns(dims, job) * 8)
+            working = max(working, 2 * kept.logits)
         weights = job.weight_bytes * _cut(count, experts, job.shards, shards, job.zero >= 3)
         if job.zero == 3:
             weights += _gathered_weights(dims, job, stage)
@@ -217,7 +259,7 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
                 optimizer=moments - on_host[stage],
                 activations=activations,
                 working=working,
-                host_activations=flying * away * full,
+                host_activations=_offloaded(job, kept, stage, parts),
                 fragmentation=job.fragmentation,
             )
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,8 @@ from sporeloom.errors import ConfigError
 from sporeloom.numbers import Bounds, Count
 from sporeloom.planner.closed_forms import Precision, optimizer_sharding
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.dimensions import Dimensions, Parallelism, Recomputation
-from sporeloom.planner.memory import StageMemory
+from sporeloom.planner.dimensions import Dimensions, Parallelism, Recomputation, even_parts
+from sporeloom.planner.memory import Kept, StageMemory, held_activations
 from sporeloom.planner.step_time import StepTime, flops_per_device, step_time
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, adapter_parameters, task_memory
 from sporeloom.strategy.checks import MOST_DEVICES, divisors
@@ -205,11 +206,10 @@ def _recomputations(request: PlanRequest, job: Parallelism) -> Iterator[Parallel
     layers = job.stages(dims.num_layers)
     for kind in request.recomputations:
         whole = dataclasses.replace(job, recompute=kind)
-        needed = []
+        needed, kept = [], Kept.of(dims, whole)
         for stage, (without, every) in enumerate(zip(stages, task_memory(dims, whole, request.task), strict=True)):
-            saved = (without.activations - every.activations) / layers[stage]
             over = without.total + (every.working - without.working) - usable
-            needed.append(min(layers[stage], max(0, -int(-over // saved))) if saved > 0 and over > 0 else 0)
+            needed.append(_fewest_layers(whole, kept, stage, layers[stage], over) if over > 0 else 0)
         if any(needed) and tuple(needed) != layers:
             yield dataclasses.replace(whole, recomputed_layers=tuple(needed))
         else:
@@ -219,6 +219,16 @@ def _recomputations(request: PlanRequest, job: Parallelism) -> Iterator[Parallel
         yield dataclasses.replace(
             job, recompute="full", **optimizer_sharding(True, False, request.precision, again=True)
         )
+
+
+def _fewest_layers(job: Parallelism, kept: Kept, stage: int, layers: int, num_bytes: float) -> int:
+    """How many of a stage's layers, its first ones, to recompute for `num_bytes` less; all of them if that is not enough."""
+
+    def held(count: int) -> float:
+        return held_activations(job, kept, stage, even_parts(layers, count, 0, job.virtual_stages))
+
+    limit = held(0) - num_bytes
+    return bisect.bisect_left(range(layers), True, key=lambda count: held(count) <= limit)
 
 
 def describe(job: Parallelism) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sporeloom.planner.cluster import Cluster, Overlap
 from sporeloom.planner.dimensions import Dimensions, Parallelism
@@ -18,6 +20,7 @@ from sporeloom.planner.memory import (
     moments_on_host,
     stage_parameters,
 )
+from sporeloom.strategy.schedule import Pass, idle_microbatches, times
 
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
@@ -229,8 +232,7 @@ def step_time(
     """Time of one step of `job`. `adapters`: parameters that a device trains in place of its own, of which there are then no
     gradients: a product is mirrored once backward, not twice.
 
-    The slowest stage sets the pace of all microbatches, the others add their own time once: with stage times t_i and m
-    microbatches, m max(t) + (sum(t) - max(t)) / v, where v virtual stages shorten filling and draining.
+    The slowest stage sets the pace of all microbatches, and the schedule adds its bubble, see `_bubble`.
     """
     overlap = overlap or Overlap.fitted()
     rates, m = Rates(dims, job, cluster), job.num_microbatches
@@ -248,15 +250,17 @@ def step_time(
     full = layer.total - unneeded_result(dims, job, rates)
     again = {"none": 0.0, "selective": attention_core(dims, job, rates), "full": full}[job.recompute]
     stages = job.stages(dims.num_layers)
-    counts = stages if job.recomputed_layers is None else tuple(map(min, job.recomputed_layers, stages))
+    counts = job.recomputed(dims.num_layers)
     head_total = products * head.matmul + (1 + BACKWARD_PASSES) * head.memory + 3 * head.overhead
-    times = [
+    busy = [
         layers * forward_backward.total + (counts[i] * again) + (head_total if i == job.last_stage else 0.0)
         for i, layers in enumerate(stages)
     ]
-    slowest = max(range(job.pp), key=times.__getitem__)
+    slowest = max(range(job.pp), key=busy.__getitem__)
     layers, has_head = stages[slowest], slowest == job.last_stage
-    compute = m * times[slowest]
+    compute = m * busy[slowest]
+    of_layer = PassTimes(layer.total, forward_backward.total - layer.total, (products - 2) * layer.matmul)
+    of_head = PassTimes(head.total, head_total - head.total, (products - 2) * head.matmul)
     gradients, weights = _data_parallel(dims, job, cluster, compute, overlap, adapters)
     return StepTime(
         matmul=m * (layers * forward_backward.matmul + (products * head.matmul if has_head else 0.0)),
@@ -267,12 +271,46 @@ def step_time(
         expert_parallel=m * layers * forward_backward.expert_parallel,
         recompute=m * counts[slowest] * again,
         pipeline=_sends(dims, job, cluster),
-        bubble=(sum(times) - times[slowest]) / job.virtual_stages,
+        bubble=_bubble(dims, job, busy, (of_layer, of_head, again)),
         gradients=gradients,
         weights=weights,
         optimizer=_update(dims, job, rates, adapters),
         offload=_offload(dims, job, cluster, compute, adapters),
     )
+
+
+class PassTimes(NamedTuple):
+    """Seconds of a microbatch's passes."""
+
+    forward: float
+    backward: float
+    weights: float
+    """Of the backward pass, for the gradients of weights."""
+
+
+def _bubble(
+    dims: Dimensions, job: Parallelism, busy: Sequence[float], parts: tuple[PassTimes, PassTimes, float]
+) -> float:
+    """Seconds that the slowest stage waits, with each stage's `busy` seconds for a microbatch. `parts`: of a layer, of the
+    head, and what a recomputed layer adds.
+
+    Filling and draining takes the other stages' time once, a v-th of it with v virtual stages. zero_bubble_v is counted out,
+    pass by pass.
+    """
+    if job.pp == 1:
+        return 0.0
+    order = job.pp, job.num_microbatches, job.virtual_stages, job.schedule
+    if job.schedule != "zero_bubble_v":
+        return (sum(busy) - max(busy)) / (job.pp - 1) * idle_microbatches(*order)
+    (layer, head, again), stages = parts, job.parts(dims.num_layers)
+
+    def seconds(stage: int, one: Pass) -> float:
+        of, has_head = stages[stage][one.part], stage == job.last_stage and one.part == job.virtual_stages - 1
+        repeated = of.recomputed * again if one.kind == "backward" else 0.0
+        return of.layers * getattr(layer, one.kind) + repeated + (getattr(head, one.kind) if has_head else 0.0)
+
+    ends = [drawn[-1][2] for drawn in times(*order, seconds)]
+    return max(ends) - job.num_microbatches * max(busy)
 
 
 def _sends(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:

@@ -12,6 +12,7 @@ from mindspore import nn
 
 from pangu.model import PanGuWithLoss
 from sporeloom.cli import parse_args
+from sporeloom.dry_run import compile as compilation_of_rank
 from sporeloom.dry_run.by_depth import full_depth, small_depths
 from sporeloom.dry_run.compile import compile_rank
 from sporeloom.dry_run.config import DryRunConfig, check
@@ -20,6 +21,7 @@ from sporeloom.inference.model import build_model
 from sporeloom.models.family import family_module, size_config
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.step import TrainStep
+from sporeloom.planner.task import PLAIN_TEXT
 from sporeloom.runtime.cpu import partition as compilation
 from sporeloom.runtime.cpu.lowering import attributes, collective_nodes
 from sporeloom.runtime.cpu.partition import partition
@@ -127,13 +129,9 @@ def order_of_passes(path):
     strategy, found = load_strategy(path), []
     config = dataclasses.replace(size_config("pangu", "tiny"), num_layers=strategy.num_virtual_stages)
     for stage in range(strategy.mesh.pp):
-        rank = strategy.mesh.ranks_of_stage(stage)[0]
-        net = PanGuWithLoss(config)
-        report = parallelize(net, strategy)
-        step = TrainStep(wrap(net, strategy), SGD(net.trainable_params()), report, rank).set_train()
-        shape = (strategy.pipeline.num_microbatches, 16)
-        graph = partition(step, strategy, rank, [(shape, np.int32)] * 3 + [(shape, np.float32)])
-        found.append(_chained_calls(graph.model))
+        rank, batch = strategy.mesh.ranks_of_stage(stage)[0], (strategy.pipeline.num_microbatches, 16)
+        step, _, inputs, _ = compilation_of_rank._cell("pangu", config, strategy, rank, batch, False, 1, PLAIN_TEXT)
+        found.append(_chained_calls(partition(step, strategy, rank, inputs).model))
     return found
 
 
@@ -153,4 +151,8 @@ def _chained_calls(model):
         before[name] = set().union(*(before.get(i, set()) | ({i} & calls.keys()) for i in needed))
     chained = sorted(calls, key=lambda name: len(before[name]))
     assert [len(before[name]) for name in chained] == list(range(len(chained)))  # one order is possible
-    return [calls[name] for name in chained]
+    order: list[list] = []
+    for name in chained:  # a second backward function is of the gradients of weights
+        kind, part, microbatch = calls[name]
+        order.append(["weights" if calls[name] in order else kind, part, microbatch])
+    return order

@@ -10,12 +10,12 @@ import pytest
 from conftest import CONFIGS, call, run, tool
 
 from sporeloom.dry_run.config import parse_ranks
-from sporeloom.dry_run.schedule import passes
 from sporeloom.errors import ConfigError
 from sporeloom.models.family import size_config
 from sporeloom.planner.closed_forms import collective_bytes, job_of, parameter_bytes
 from sporeloom.planner.dimensions import of_decoder
 from sporeloom.strategy.loader import load_strategy
+from sporeloom.strategy.schedule import passes
 
 RULES = f"rules: {CONFIGS / 'rules/decoder.yaml'}\n"
 STRATEGIES = {
@@ -330,6 +330,9 @@ def test_rules_that_leave_layouts_to_mindspore_are_refused_where_it_derives_none
         "pp: 2}\npipeline: {num_microbatches: 3}",
         "pp: 2}\npipeline: {num_microbatches: 5, virtual_stages: 2}",
         "pp: 4}\npipeline: {num_microbatches: 4, virtual_stages: 2, schedule: gpipe}",
+        "pp: 4}\npipeline: {num_microbatches: 10, virtual_stages: 2, schedule: seqpipe}",
+        "pp: 2}\npipeline: {num_microbatches: 5, virtual_stages: 2, schedule: zero_bubble_v}",
+        "pp: 4}\npipeline: {num_microbatches: 9, virtual_stages: 2, schedule: zero_bubble_v}",
     ],
 )
 def test_stages_work_in_the_order_that_is_drawn(write, pipeline):

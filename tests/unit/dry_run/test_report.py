@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-from itertools import pairwise
-
 import pytest
 
-from sporeloom.dry_run.schedule import LASTS, times
 from sporeloom.dry_run.summary import describe_layout, translate_group
 from sporeloom.strategy.mesh import Mesh
 
@@ -34,33 +31,6 @@ def test_groups_of_another_rank_of_the_stage(members, of_rank, to_rank, expected
 def test_groups_that_go_across_the_axes(members, expected):
     """Of a parameter that all 24 ranks hold, sharded over 4 of them."""
     assert translate_group(Mesh(dp=8, tp=3), members, 0, 13) == expected
-
-
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 2), (4, 4), (4, 9), (8, 8)])
-@pytest.mark.parametrize(("virtual_stages", "schedule"), [(1, "1f1b"), (2, "1f1b"), (3, "seqpipe"), (2, "gpipe")])
-def test_a_drawn_schedule_does_one_thing_at_a_time_and_each_after_what_it_needs(
-    num_stages, num_microbatches, virtual_stages, schedule
-):
-    stages = times(num_stages, num_microbatches, virtual_stages, schedule)
-    starts = {
-        (one.kind, one.microbatch, one.part * num_stages + stage): start
-        for stage, drawn in enumerate(stages)
-        for one, start in drawn
-    }
-    assert len(starts) == 2 * num_stages * virtual_stages * num_microbatches
-    for (kind, i, part), start in starts.items():
-        before = ("forward", i, part - 1) if kind == "forward" else ("backward", i, part + 1)
-        before = before if before in starts or kind == "forward" else ("forward", i, part)
-        if before in starts:
-            assert start >= starts[before] + LASTS[before[0]]
-    for drawn in stages:
-        spans = sorted((start, start + LASTS[one.kind]) for one, start in drawn)
-        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    if schedule != "gpipe" and num_microbatches % num_stages == 0:
-        end = max(start + LASTS[kind] for (kind, _, _), start in starts.items())
-        assert end == 3 * (
-            virtual_stages * num_microbatches + num_stages - 1
-        )  # the bubble: a part of the stages but one
 
 
 def test_layouts_are_shown():

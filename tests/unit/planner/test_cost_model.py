@@ -8,7 +8,7 @@ from conftest import shared
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import num_parameters
 from sporeloom.planner.cluster import Cluster, Overlap
-from sporeloom.planner.dimensions import Dimensions, Parallelism, of_decoder
+from sporeloom.planner.dimensions import Dimensions, Parallelism, PartLayers, of_decoder
 from sporeloom.planner.memory import (
     expert_parameters,
     layer_activations,
@@ -18,7 +18,9 @@ from sporeloom.planner.memory import (
     stage_memory,
     stage_parameters,
 )
+from sporeloom.planner.search import PlanRequest, describe, search
 from sporeloom.planner.step_time import flops_per_device, group_bandwidth, step_time
+from sporeloom.strategy.schedule import passes
 
 GPT = {"vocab_size": 51200, "seq_len": 2048}
 MODELS = {  # arXiv:2205.05198 table 3: dimensions and virtual stages
@@ -146,6 +148,104 @@ def test_the_bubble_is_that_of_1f1b():
     assert time.bubble / working == pytest.approx(7 / 16, rel=0.01)
     interleaved = step_time(dims, dataclasses.replace(job, virtual_stages=3), A100)
     assert interleaved.bubble == pytest.approx(time.bubble / 3)
+
+
+def test_the_bubble_of_zero_bubble_v_is_its_own():
+    """Of equal stages its order leaves (p - 1) x 2 x the gradients of a part's inputs, where these take longer than its
+    forward pass and the gradients of its weights."""
+    dims = dataclasses.replace(MODELS["175B"][0], vocab_size=8)
+    job = Parallelism(tp=8, pp=8, num_microbatches=32, virtual_stages=2)
+    interleaved, found = (
+        step_time(dims, dataclasses.replace(job, schedule=schedule), A100) for schedule in ("1f1b", "zero_bubble_v")
+    )
+    work = sum(getattr(found, name) for name in ("matmul", "attention", "memory", "overhead", "tensor_parallel"))
+    assert interleaved.bubble == pytest.approx(7 * work / 2 / 32, rel=0.01)
+    weights = found.matmul / 3  # forward, gradients of inputs, gradients of weights
+    forward = weights + found.attention / 3 + found.memory / 2.5 + found.overhead / 3 + found.tensor_parallel / 2
+    inputs = work - forward - weights
+    assert inputs > max(forward, weights)
+    assert found.bubble == pytest.approx(7 * 2 * inputs / 2 / 32, rel=0.01)
+    assert found.bubble < interleaved.bubble
+
+
+def test_no_schedule_is_faster_than_its_slowest_stage():
+    """zero_bubble_v has the head on stage 0, and stages of other lengths."""
+    dims = MODELS["22B"][0]
+    even = Parallelism(tp=8, pp=4, num_microbatches=16, virtual_stages=2, schedule="zero_bubble_v")
+    for job in (even, dataclasses.replace(even, layers_of_stages=(9, 13, 13, 13), recompute="full")):
+        assert step_time(dims, job, A100).bubble > 0
+
+
+def replayed(dims, job, stage, parts):
+    """Bytes that a stage holds at its fullest, by its order of passes; `parts`: (layers, recomputed) of each."""
+    tokens = job.microbatch * dims.seq_len
+    sizes = [
+        (layers - again) * layer_activations(dims, job, "none") + again * layer_activations(dims, job)
+        for layers, again in parts
+    ]
+    if stage == 0:
+        sizes[0] += tokens * dims.hidden_size / job.tp * dims.dropout
+    order = passes(stage, job.pp, job.num_microbatches, job.virtual_stages, job.schedule)
+    late = {(one.part, one.microbatch) for one in order if one.kind == "weights"}
+    held = most = 0.0
+    for one in order:
+        if one.kind == "forward":
+            held += sizes[one.part]
+        elif one.kind == "weights" or (one.part, one.microbatch) not in late:
+            held -= sizes[one.part]
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "seqpipe", "zero_bubble_v"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_parts_of_other_lengths_are_held_as_the_order_says(schedule, recompute):
+    dims = dataclasses.replace(MODELS["22B"][0], num_layers=16)
+    layers = {0: ((1, 1), (6, 0)), 1: ((5, 2), (4, 1))}
+    job = Parallelism(
+        pp=2,
+        num_microbatches=6,
+        virtual_stages=2,
+        schedule=schedule,
+        recompute=recompute,
+        layers_of_stages=(7, 9),
+        recomputed_layers=(1, 3),
+        layers_of_parts=tuple(tuple(PartLayers(*one, 0) for one in parts) for parts in layers.values()),
+    )
+    for stage, memory in enumerate(stage_memory(dims, job)):
+        head = 2 * 2 * dims.hidden_size * dims.seq_len if stage == job.last_stage else 0
+        assert memory.activations - head == pytest.approx(replayed(dims, job, stage, layers[stage]))
+
+
+def test_under_gpipe_the_logits_of_all_microbatches_wait():
+    dims, job = MODELS["22B"][0], Parallelism(tp=8, pp=2, num_microbatches=6, virtual_stages=2)
+    together, in_turn = (
+        stage_memory(dims, dataclasses.replace(job, schedule=schedule))[1] for schedule in ("gpipe", "1f1b")
+    )
+    layers = (6 - microbatches_in_flight(job, 1)) * 24 * layer_activations(dims, job)
+    logits = 5 * 4 * dims.seq_len * dims.vocab_size / 8
+    assert together.activations - in_turn.activations == pytest.approx(layers + logits)
+
+
+def test_the_plan_of_2048_devices_with_virtual_stages_fits_as_the_order_of_passes_has_it():
+    config = dataclasses.replace(size_config("pangu", "200b"), compute_dtype="bfloat16")
+    cluster = Cluster.of_chip("ascend910a")
+    dims = dataclasses.replace(of_decoder(config), float32_softmax=False)
+    options = search(PlanRequest(dims=dims, cluster=cluster, devices=2048, global_batch_size=2048, interleave=True))
+    fitting = [option for option in options if option.fits and option.job.virtual_stages > 1]
+    assert len(fitting) > 100 and {option.job.virtual_stages for option in fitting} == {2, 3, 4} & {
+        option.job.virtual_stages for option in options
+    }
+    for option in [*fitting[:6], *fitting[6::120]]:
+        job, each = option.job, dims.num_layers // option.job.pp // option.job.virtual_stages
+        for stage, memory in enumerate(option.memory):
+            again = (0,) * job.pp if job.recompute == "none" else job.recomputed_layers or job.stages(dims.num_layers)
+            parts = [(each, min(each, max(0, again[stage] - part * each))) for part in range(job.virtual_stages)]
+            spread = job.tp if job.sequence_parallel else 1
+            tokens = job.microbatch * dims.seq_len
+            head = 2 * 2 * dims.hidden_size * tokens / spread if stage == job.last_stage else 0
+            assert memory.activations - head == pytest.approx(replayed(dims, job, stage, parts)), describe(job)
+            assert memory.total <= cluster.usable_bytes
 
 
 def test_time_adds_up_and_answers_to_what_it_should():

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which the stages of a pipeline work on microbatches, as MindSpore's schedulers chain it, and what follows
+from it: the microbatches that a stage holds, and how long it is idle.
+
+`tests/configs/test_dry_run.py` compares the order with compiled graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+from sporeloom.strategy.config import Schedule
+
+
+class Pass(NamedTuple):
+    """A microbatch in a part of the model."""
+
+    kind: Literal["forward", "backward", "weights"]
+    """weights: the gradients of weights, where the backward pass gave those of its inputs alone."""
+    part: int
+    """Of those its stage holds."""
+    microbatch: int
+
+
+Seconds = Callable[[int, Pass], float]
+"""Of a stage's pass, given that its backward pass is whole."""
+DRAWN: dict[str, int] = {"forward": 1, "backward": 2}
+"""How long a pass takes in a drawing."""
+WHOLE_GROUPS = 3
+"""Of interleaved microbatches, after which a stage holds nothing that it has not held before."""
+
+
+def passes(
+    stage: int, num_stages: int, num_microbatches: int, virtual_stages: int = 1, schedule: Schedule = "1f1b"
+) -> list[Pass]:
+    """What a stage does, in order. Virtual stages take microbatches in groups of about as many as there are stages; after
+    some forward passes a forward and a backward one follow each other."""
+    if schedule == "zero_bubble_v":
+        return _zero_bubble_v(stage, num_stages, num_microbatches)
+    groups, parts = _groups(num_stages, num_microbatches, schedule), range(virtual_stages)
+    forward = [Pass("forward", part, i) for group in groups for part in parts for i in group]
+    backward = [Pass("backward", part, i) for group in groups for part in reversed(parts) for i in group]
+    if schedule == "gpipe":
+        return forward + backward
+    behind = num_stages - stage - 1
+    ahead = behind + 1 if virtual_stages == 1 else 2 * behind + (virtual_stages - 1) * len(groups[0]) + 1
+    order = forward[:ahead]
+    for i, one in enumerate(backward):
+        order += [one, *forward[ahead + i : ahead + i + 1]]
+    return order
+
+
+def _groups(num_stages: int, num_microbatches: int, schedule: Schedule) -> list[range]:
+    """Microbatches that pass through a part together. Those left over go to the first group; seqpipe's to the first ones, one
+    each."""
+    if schedule == "gpipe" or num_microbatches < num_stages:
+        return [range(num_microbatches)]
+    count, left = divmod(num_microbatches, num_stages)
+    sizes = [num_stages + (left if number == 0 else 0) for number in range(count)]
+    if schedule == "seqpipe":
+        each, more = divmod(left, count)
+        sizes = [num_stages + each + (number < more) for number in range(count)]
+    ends = [0, *itertools.accumulate(sizes)]
+    return [range(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def _zero_bubble_v(stage: int, num_stages: int, num_microbatches: int) -> list[Pass]:
+    """Both parts of a stage in turn. The first backward passes of part 1 and the last ones of both parts leave the gradients
+    of weights for later; stage 0, which sends nothing back from part 0, computes the last ones at the very end."""
+    behind, last = num_stages - stage - 1, num_microbatches - 1
+    late = [{last - i for i in range(num_stages - (stage + 1) // 2)}, {last - i for i in range((stage + 1) // 2)}]
+    counts = dict.fromkeys(itertools.product(("forward", "backward", "weights"), (0, 1)), 0)
+    order: list[Pass] = []
+
+    def do(times: int, *steps: tuple[Literal["forward", "backward"], int]) -> None:
+        for _, (kind, part) in itertools.product(range(times), steps):
+            order.append(Pass(kind, part, counts[kind, part]))
+            counts[kind, part] += 1
+
+    do(2 * behind, ("forward", 0))
+    do(stage + 1, ("forward", 0), ("forward", 1))
+    for _ in range(behind):
+        do(1, ("backward", 1))
+        order.append(order[-1]._replace(kind="weights"))
+        do(1, ("forward", 1))
+    do(num_microbatches - num_stages - behind, ("backward", 1), ("forward", 0), ("backward", 0), ("forward", 1))
+    do(behind, ("backward", 1), ("backward", 0), ("forward", 1))
+    do(stage + 1, ("backward", 1), ("backward", 0))
+    left = [Pass("weights", part, i) for part in (0, 1) for i in sorted(late[part])]
+    for _ in range(behind):
+        if stage > 0 and left and left[0].part == 0:
+            order.append(left.pop(0))
+        do(1, ("backward", 0))
+    return order + left
+
+
+def split_passes(order: list[Pass]) -> set[Pass]:
+    """The backward passes of a stage's order that leave the gradients of weights for later."""
+    return {one._replace(kind="backward") for one in order if one.kind == "weights"}
+
+
+def times(
+    num_stages: int,
+    num_microbatches: int,
+    virtual_stages: int = 1,
+    schedule: Schedule = "1f1b",
+    seconds: Seconds | None = None,
+) -> list[list[tuple[Pass, float, float]]]:
+    """Each stage's passes, when they start and when they end, if sending takes nothing. Of a backward pass that leaves the
+    gradients of weights for later `seconds` is asked of these and subtracted.
+
+    Without `seconds` a forward pass takes 1, a backward one 2, and gradients of weights half of it.
+    """
+    lasts = seconds or (lambda stage, one: DRAWN.get(one.kind, 1))
+    orders = [passes(stage, num_stages, num_microbatches, virtual_stages, schedule) for stage in range(num_stages)]
+    ends: dict[Pass, float] = {}  # parts counted over all stages here
+    last, clock = num_stages * virtual_stages - 1, [0.0] * num_stages
+    result: list[list[tuple[Pass, float, float]]] = [[] for _ in orders]
+    split = [split_passes(order) for order in orders]
+    todo = [iter(order) for order in orders]
+    waiting = [next(order, None) for order in todo]
+    while any(waiting):
+        before = sum(map(len, result))
+        for stage in range(num_stages):
+            while one := waiting[stage]:
+                place = _place(one.part, stage, num_stages, schedule)
+                needed = _needed(one._replace(part=place), last)
+                if needed and needed not in ends:
+                    break
+                duration = lasts(stage, one)
+                if one in split[stage]:
+                    duration -= lasts(stage, one._replace(kind="weights"))
+                start = max(clock[stage], ends[needed] if needed else 0.0)
+                clock[stage] = ends[one._replace(part=place)] = start + duration
+                result[stage].append((one, start, clock[stage]))
+                waiting[stage] = next(todo[stage], None)
+        assert sum(map(len, result)) > before, "stages wait for each other"
+    return result
+
+
+def _place(part: int, stage: int, num_stages: int, schedule: Schedule) -> int:
+    """Which part of the model a stage's part is."""
+    if schedule == "zero_bubble_v" and part == 1:
+        return 2 * num_stages - 1 - stage
+    return part * num_stages + stage
+
+
+def _needed(one: Pass, last: int) -> Pass | None:
+    """The pass whose result another needs; parts counted over all stages."""
+    if one.kind == "forward":
+        return one._replace(part=one.part - 1) if one.part else None
+    if one.kind == "weights":
+        return one._replace(kind="backward")
+    return one._replace(kind="forward") if one.part == last else one._replace(part=one.part + 1)
+
+
+@functools.cache
+def held_parts(
+    stage: int, num_stages: int, num_microbatches: int, virtual_stages: int, schedule: Schedule
+) -> tuple[tuple[int, ...], ...]:
+    """How many microbatches a stage holds in each of its parts, from the forward pass until all of the backward pass is done,
+    at the moments when it holds most: of two such moments neither has more of every part."""
+    if schedule == "gpipe":
+        return ((num_microbatches,) * virtual_stages,)
+    if virtual_stages == 1:
+        return ((min(num_microbatches, num_stages - stage),),)
+    if schedule == "1f1b":  # the rest repeats
+        num_microbatches = min(num_microbatches, num_microbatches % num_stages + WHOLE_GROUPS * num_stages)
+    order = passes(stage, num_stages, num_microbatches, virtual_stages, schedule)
+    moments = set(_moments(order, virtual_stages))
+    return tuple(sorted(m for m in moments if not any(_exceeds(other, m) for other in moments)))
+
+
+def _moments(order: list[Pass], virtual_stages: int) -> Iterator[tuple[int, ...]]:
+    """What is held after each forward pass that a backward one follows."""
+    counts, split = [0] * virtual_stages, split_passes(order)
+    for one, following in itertools.pairwise(order):
+        if one.kind == "forward":
+            counts[one.part] += 1
+            if following.kind != "forward":
+                yield tuple(counts)
+        elif one not in split:
+            counts[one.part] -= 1
+
+
+def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return one != other and all(a >= b for a, b in zip(one, other, strict=True))
+
+
+def microbatches_held(
+    stage: int, num_stages: int, num_microbatches: int, virtual_stages: int, schedule: Schedule
+) -> float:
+    """Microbatches in flight on a stage at its peak; one that it holds in one of v parts counts as 1/v."""
+    moments = held_parts(stage, num_stages, num_microbatches, virtual_stages, schedule)
+    return max(map(sum, moments)) / virtual_stages
+
+
+@functools.cache
+def idle_microbatches(num_stages: int, num_microbatches: int, virtual_stages: int, schedule: Schedule) -> float:
+    """For how many microbatches' time a stage waits in a step, if all parts take equally long: the bubble.
+
+    Filling and draining takes p - 1 of a part. Fewer microbatches than stages also wait before each further part. The last
+    stage of zero_bubble_v waits as its order has it, a forward pass taking as long as either half of a backward one.
+    """
+    if schedule == "zero_bubble_v":
+        drawn = times(num_stages, num_microbatches, virtual_stages, schedule)
+        return max(stage[-1][2] for stage in drawn) / (3 * virtual_stages) - num_microbatches
+    short = max(0, num_stages - num_microbatches) * (virtual_stages - 1)
+    return (num_stages - 1 + short) / virtual_stages

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fit what layers of experts make of a chip on published runs, beside the fit of dense models.
 
-    python benchmarks/fit_experts.py published_moe_runs.csv [--hold-out 100]
+    python benchmarks/fit_experts.py published_moe_runs.csv
 
 Chips that no dense run is known of get the efficiencies of H100, their products scaled by one more number. Writes the
-`experts` of sporeloom/planner/fitted.yaml; with --hold-out also the errors on rows a fit has not seen, to
-benchmarks/results/planner_experts.md.
+`experts` of sporeloom/planner/fitted.yaml. Errors on runs that a fit has not seen: planner_errors.py.
 """
 
 import argparse
@@ -14,17 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from report import write_report
 from scipy.optimize import least_squares
 
-from sporeloom.planner.cluster import FITTED, ExpertEfficiency, chips, fitted_efficiency
+from sporeloom.planner.cluster import FITTED, ExpertEfficiency, Overlap, chips, fitted_efficiency
 from sporeloom.planner.published import UnpredictableError
 from sporeloom.planner.published_experts import describe_experts, measured_experts, read_expert_rows
-from sporeloom.planner.report import validation_report
 from sporeloom.planner.step_time import step_time
-from sporeloom.planner.validate import validate
 
-RESULTS = Path(__file__).parent / "results" / "planner_experts.md"
 NEWER = ("b200", "b300", "gb200", "gb300")
 """Chips without dense runs among the published ones: each has a number of its own."""
 NUMBERS = {  # where the fit begins, and its spread
@@ -51,9 +46,8 @@ def newer_chips(dense):
     return [chip for chip in chips() if chip not in dense]
 
 
-def unpack(vector, newer):
+def unpack(vector, newer, base):
     values = dict(zip(NUMBERS, map(float, np.exp(vector)), strict=True))
-    base = fitted_efficiency(LIKE)
     speed, own = values.pop("newer"), {chip: values.pop(chip) for chip in NEWER}
     common = {
         "fp8": float(np.clip(values.pop("newer_fp8"), 1.0, 2.0)),
@@ -67,85 +61,57 @@ def unpack(vector, newer):
     return ExpertEfficiency(**values), efficiencies
 
 
-def log_errors(pairs, experts, newer):
+def log_errors(pairs, experts, efficiencies, overlap):
     errors = []
     for run, seconds in pairs:
-        more = {"efficiency": newer[run.cluster.chip]} if run.cluster.chip in newer else {}
-        cluster = dataclasses.replace(run.cluster, experts=experts, **more)
-        errors.append(np.log(step_time(run.dims, run.job, cluster).total / seconds))
+        cluster = dataclasses.replace(run.cluster, experts=experts, efficiency=efficiencies[run.cluster.chip])
+        errors.append(np.log(step_time(run.dims, run.job, cluster, overlap).total / seconds))
     return np.array(errors)
 
 
-def fit(pairs, newer):
+def fit(pairs, newer, dense, overlap):
+    """`dense`: efficiencies of the chips that dense runs are known of, by a fit of these, like `overlap`."""
     start, spread = np.log(START), np.array(SPREAD)
 
     def residuals(vector):
-        rows = log_errors(pairs, *unpack(vector, newer)) / ROW
+        experts, of_newer = unpack(vector, newer, dense[LIKE])
+        rows = log_errors(pairs, experts, dense | of_newer, overlap) / ROW
         rows = np.sign(rows) * np.sqrt(2 * (np.sqrt(1 + rows**2) - 1))
         return np.concatenate([rows, (vector - start) / spread])
 
-    return unpack(least_squares(residuals, start, max_nfev=200, x_scale=0.1).x, newer)
+    return unpack(least_squares(residuals, start, max_nfev=200, x_scale=0.1).x, newer, dense[LIKE])
 
 
-def held_out_errors(pairs, newer, seed):
-    order, count = np.random.default_rng(seed).permutation(len(pairs)), len(pairs) * 3 // 10
-    held_out, rest = ([pairs[i] for i in part] for part in (order[:count], order[count:]))
-    return np.abs(np.expm1(log_errors(held_out, *fit(rest, newer))))
+def pairs_of(path):
+    """The rows that can be predicted."""
+    pairs = []
+    for row in read_expert_rows(path):
+        try:
+            pairs.append((describe_experts(row), measured_experts(row).seconds))
+        except UnpredictableError as reason:
+            print(row["id"], reason)
+    return pairs
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--hold-out", type=int, default=0, metavar="FITS")
     arguments = parser.parse_args()
-    pairs = []
-    for row in read_expert_rows(arguments.runs):
-        try:
-            pairs.append((describe_experts(row), measured_experts(row).seconds))
-        except UnpredictableError as reason:
-            print(row["id"], reason)
+    pairs = pairs_of(arguments.runs)
     head, _, text = FITTED.read_text().partition("\n")
     fitted = yaml.safe_load(text)
     newer = newer_chips({c for c in fitted["chips"] if c not in fitted.get("like_" + LIKE, [])})
-    experts, efficiencies = fit(pairs, newer)
+    dense, overlap = {c: fitted_efficiency(c) for c in chips() if c not in newer}, Overlap.fitted()
+    experts, efficiencies = fit(pairs, newer, dense, overlap)
     fitted["experts"] = {k: round(v, 3) for k, v in dataclasses.asdict(experts).items()}
     fitted["like_" + LIKE] = newer
     fitted["chips"] |= {c: {k: round(v, 3) for k, v in dataclasses.asdict(e).items()} for c, e in efficiencies.items()}
-    errors = log_errors(pairs, experts, efficiencies)
+    errors = log_errors(pairs, experts, dense | efficiencies, overlap)
     for (run, seconds), error in sorted(zip(pairs, errors, strict=True), key=lambda pair: pair[1]):
         print(f"{run.id:45} {seconds:8.2f} s {np.expm1(error):+.0%}")
     print(fitted["experts"], efficiencies[newer[0]] if newer else "")
     print(f"{len(pairs)} runs, median {np.median(np.abs(np.expm1(errors))):.1%}")
-    if arguments.hold_out:
-        every = [held_out_errors(pairs, newer, seed) for seed in range(arguments.hold_out)]
-        medians, highs = np.median(every, axis=1), np.quantile(every, 0.9, axis=1)
-        (low, median, high), (least, p90, most) = (np.quantile(q, (0.25, 0.5, 0.75)) for q in (medians, highs))
-        lines = [
-            f"{len(every)} splits, each a fit that does not see {len(every[0])} rows (30 %). Of their errors of step time:",
-            "",
-            "| | median of a split's rows | 90th percentile of a split's rows |",
-            "|---|---|---|",
-            f"| split in the middle | {median:.1%} | {p90:.1%} |",
-            f"| middle half of the splits | {low:.1%} .. {high:.1%} | {least:.1%} .. {most:.1%} |",
-            f"| rows of all splits together | {np.median(every):.1%} | {np.quantile(every, 0.9):.1%} |",
-        ]
-        print(*lines, sep="\n")
-        fitted["error_of_experts"] = {"median": round(float(median), 3), "p90": round(float(p90), 3)}
     FITTED.write_text(head + "\n" + yaml.safe_dump(fitted, sort_keys=False))
-    if arguments.hold_out:
-        shown = validation_report(validate(arguments.runs)).splitlines()
-        lines += [
-            "",
-            f"All rows of {arguments.runs.name}, fitted on all of them:",
-            "",
-            *(f"    {line}" for line in shown),
-        ]
-        write_report(
-            RESULTS,
-            "The planner against published runs with experts",
-            f"fit_experts.py RUNS.csv --hold-out {arguments.hold_out}",
-            lines,
-        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits the planner's few physical parameters per chip on published step times, and writes them.
 
-python benchmarks/fit_planner.py RUNS.csv                writes sporeloom/planner/fitted.yaml
-python benchmarks/fit_planner.py RUNS.csv --hold-out 6   and the errors of six fits on the 30 % of rows each has not seen,
-                                                         with those of the whole fit, to benchmarks/results/planner.md
+python benchmarks/fit_planner.py RUNS.csv    writes sporeloom/planner/fitted.yaml
 
 What is minimised: the absolute errors of log time of all rows (the squares of small ones), and how far each
-chip's parameters are from those common to all, so that a chip with few rows stays near the others.
+chip's parameters are from those common to all, so that a chip with few rows stays near the others. Errors on runs that a
+fit has not seen: planner_errors.py.
 """
 
 from __future__ import annotations
@@ -19,16 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from report import write_report
 from scipy.optimize import least_squares
 
 from sporeloom.planner.cluster import FITTED, Efficiency, Overlap, chips
 from sporeloom.planner.published import Measured, PublishedRun, UnpredictableError, describe, measured, read_rows
-from sporeloom.planner.report import validation_report
 from sporeloom.planner.step_time import step_time
-from sporeloom.planner.validate import validate
-
-RESULTS = Path(__file__).parent / "results" / "planner.md"
 
 START = {"matmul": 0.7, "attention": 0.35, "memory": 0.7, "intra_node": 0.6, "inter_node": 0.5}
 START |= {"layer_overhead_us": 60.0, "fp8": 1.4}
@@ -101,35 +95,10 @@ def fit(pairs: list[Pair]) -> tuple[dict[str, Efficiency], Overlap]:
     return unpack(least_squares(residuals, start, max_nfev=60, x_scale=0.1).x)
 
 
-def held_out_errors(pairs: list[Pair], seed: int) -> np.ndarray:
-    """Relative errors on a random 30 % of the rows, with parameters fitted on the others."""
-    order, count = np.random.default_rng(seed).permutation(len(pairs)), len(pairs) * 3 // 10
-    held_out, rest = ([pairs[i] for i in part] for part in (order[:count], order[count:]))
-    return np.abs(np.expm1(log_errors(held_out, *fit(rest))))
-
-
-def write_results(pairs: list[Pair], runs: Path, fits: int) -> dict[str, float]:
-    """The errors on rows a fit has not seen, for several splits, and of the fit of all rows. Returns the medians of the
-    splits' medians and 90th percentiles."""
-    found = []
-    lines = ["| 30 % held out, seed | rows | median error of step time | 90th percentile |", "|---|---|---|---|"]
-    for seed in range(fits):
-        errors = held_out_errors(pairs, seed)
-        found.append((np.median(errors), np.quantile(errors, 0.9)))
-        lines.append(f"| {seed} | {len(errors)} | {np.median(errors):.1%} | {np.quantile(errors, 0.9):.1%} |")
-        print(lines[-1], flush=True)
-    shown = validation_report(validate(runs)).splitlines()
-    lines += ["", f"All rows of {runs.name}, fitted on all of them:", "", *(f"    {line}" for line in shown)]
-    write_report(RESULTS, "The planner against published runs", "fit_planner.py RUNS.csv --hold-out 6", lines)
-    median, p90 = np.median(found, axis=0)
-    return {"median": round(float(median), 3), "p90": round(float(p90), 3)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path)
     parser.add_argument("--out", type=Path, default=FITTED)
-    parser.add_argument("--hold-out", type=int, default=0, metavar="FITS")
     arguments = parser.parse_args()
     pairs = pairs_of(read_rows(arguments.runs))
     efficiencies, overlap = fit(pairs)
@@ -141,9 +110,6 @@ def main() -> None:
         if chip not in values["like_h100"]:
             values["chips"][chip] = {k: round(v, 3) for k, v in dataclasses.asdict(efficiency).items()}
     arguments.out.write_text(head + yaml.safe_dump(values, sort_keys=False))
-    if arguments.hold_out:  # which reads what was just written
-        values["error"] = write_results(pairs, arguments.runs, arguments.hold_out)
-        arguments.out.write_text(head + yaml.safe_dump(values, sort_keys=False))
     print(f"{len(pairs)} runs, median error {np.median(errors):.1%}, 90th percentile {np.quantile(errors, 0.9):.1%}")
 
 

@@ -12,7 +12,7 @@ from sporeloom.dry_run.config import DryRun
 from sporeloom.dry_run.pool import compile_ranks
 from sporeloom.dry_run.summary import GB, summarize
 from sporeloom.planner.closed_forms import job_of, parameter_bytes
-from sporeloom.planner.cluster import Cluster, published_error
+from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import of_decoder
 from sporeloom.planner.graph_time import graph_time
 from sporeloom.planner.report import as_dict
@@ -122,13 +122,10 @@ def memory_problems(values: dict[str, Any], usable_bytes: float) -> Iterator[str
 
 
 def estimate(asked: Certification) -> dict[str, Any]:
-    """Time and memory of a step by the planner, with its published error."""
+    """Time and memory of a step by the planner, with the interval of the time."""
     full = asked.full
     dims = of_decoder(full.model, full.seq_len)
     job = job_of(full.strategy, full.model, full.batch_size, full.config.accumulate)
     option = evaluate(dims, job, asked.cluster, full.task)
-    values = as_dict(option, option)
-    return {
-        **{key: value for key, value in values.items() if key != "why_slower"},
-        "error": published_error(bool(dims.num_experts)),
-    }
+    values = as_dict(option, option, asked.cluster)
+    return {key: value for key, value in values.items() if key != "why_slower"}

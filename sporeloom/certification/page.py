@@ -66,8 +66,8 @@ def _in_short(values: dict[str, Any]) -> str:
     if "rows_per_s" in estimate:
         return f"It trains as on one device; a step has {estimate['step_time_s']:.3g} s of work."
     return (
-        f"It trains as on one device, fits, and a step should take {estimate['step_time_s']:.3g} s: "
-        f"{estimate['tokens_per_s']:,.0f} tokens/s."
+        f"It trains as on one device and fits. Estimated: a step of {estimate['step_time_s']:.3g} s "
+        f"({interval_text(estimate)}), {estimate['tokens_per_s']:,.0f} tokens/s."
     )
 
 
@@ -134,7 +134,8 @@ def _curves(proof: dict[str, Any]) -> str:
 def _memory(values: dict[str, Any]) -> str:
     usable = values["full_size"]["usable_bytes"] / GB
     cluster = values["cluster"]
-    text = f"<p>{escape(cluster['chip'])} has {cluster['memory_gb']:g} GB, of which {usable:.1f} are to be used.</p>"
+    text = f"<p>{escape(cluster['chip'])} has {cluster['memory_gb']:g} GB, of which {usable:.1f} are to be used. "
+    text += "Parameters, moments and gradients are read from the compiled graphs; the rest is by closed form.</p>"
     return text + memory_bars(values["full_size"]["ranks"], values["full_size"]["usable_bytes"])
 
 
@@ -187,15 +188,21 @@ def _time(values: dict[str, Any]) -> str:
     if "rows_per_s" in estimate:
         return (
             f"<p>{estimate['step_time_s']:.3g} s, {estimate['rows_per_s']:,.0f} rows/s on {estimate['chip']}: what the "
-            "compiled graph computes, moves and sends, one after the other; starting operators is not counted. Not held "
-            f"against measured runs.</p>{drawn}"
+            "compiled graph computes, moves and sends, one after the other; starting operators is not counted. No interval "
+            f"is known: such estimates were never compared with measured runs.</p>{drawn}"
         )
-    error = estimate["error"]
     return (
-        f"<p>{estimate['step_time_s']:.3g} s, {estimate['tokens_per_s']:,.0f} tokens/s, MFU {estimate['mfu']:.1%}. On "
-        f"published runs it has not seen the planner is {error['median']:.1%} off by the median, {error['p90']:.0%} for one "
-        f"run in ten.</p>{drawn}"
+        f"<p>{estimate['step_time_s']:.3g} s ({interval_text(estimate)}), {estimate['tokens_per_s']:,.0f} tokens/s, MFU "
+        f"{estimate['mfu']:.1%}. The interval: {escape(estimate['interval']['meaning'])}.</p>{drawn}"
     )
+
+
+def interval_text(estimate: dict[str, Any]) -> str:
+    """Between which times a step of published runs lies."""
+    bounds = estimate["step_time_interval_s"]
+    if bounds is None:
+        return "no interval known"
+    return f"{bounds[0]:.3g} to {bounds[1]:.3g} s for {estimate['interval']['coverage']:.0%} of published runs on plain text"
 
 
 def _vouched(values: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from sporeloom.certificate import (
 )
 from sporeloom.certification import full_size
 from sporeloom.certification.config import Certification
-from sporeloom.certification.page import page
+from sporeloom.certification.page import interval_text, page
 from sporeloom.certification.proof import LIMITS, Proof, prove, timed
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
@@ -93,9 +93,8 @@ def _at_full_size(asked: Certification, checks: Checks, seconds: dict[str, float
     what = "; ".join([*checks["collectives"], *checks["memory"]][:1]) or "as the strategy implies, and it fits"
     milestone(f"3/4 ranks {ranks} of {asked.full.strategy.mesh.size}: {what} ({seconds['full_size']:.0f} s)")
     estimate = full_size.estimate(asked)
-    known = " on runs of plain text" if asked.config.task != "pretraining" else ""
     milestone(
-        f"4/4 estimated: a step of {estimate['step_time_s']:.3g} s (+-{estimate['error']['median']:.0%}{known}), "
+        f"4/4 estimated: a step of {estimate['step_time_s']:.3g} s ({interval_text(estimate)}), "
         f"{estimate['tokens_per_s']:,.0f} tokens/s, {max(s['total'] for s in estimate['stages']) / 2**30:.1f} GB a device"
     )
     usable = {"implied": expected, "usable_bytes": asked.cluster.usable_bytes}

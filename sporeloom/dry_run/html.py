@@ -14,10 +14,11 @@ PARTS = (
     ("parameter_bytes", "parameters", "#4878a8"),
     ("optimizer_bytes", "optimizer", "#78a850"),
     ("gradient_bytes", "gradients", "#d8a038"),
-    ("computing_copy_bytes", "computing copies", "#9870b0"),
-    ("activation_bytes", "activations", "#c85850"),
-    ("beside_bytes", "models and caches beside", "#78a0a8"),
+    ("computing_copy_bytes", "computing copies (closed form)", "#9870b0"),
+    ("activation_bytes", "activations (closed form)", "#c85850"),
+    ("beside_bytes", "models and caches beside (closed form)", "#78a0a8"),
 )
+"""Of a rank's memory; what is not by closed form is read from its graph."""
 SHOWN_MICROBATCHES = 12
 COLORS = {
     "forward": ("#78a8d0", "#a8c8e4", "#5888b8", "#c8dcf0"),

@@ -223,12 +223,15 @@ def _rank_lines(rank: dict[str, Any]) -> list[str]:
         + (f"from {' and '.join(map(str, few))} of them, " if few else "")
         + f"compiled in {rank['compile_s']:.1f} s"
     ]
-    parts = ("parameter", "optimizer", "gradient", "computing_copy", "activation", "total")
-    in_gb = {part.replace("_", " "): rank[f"{part}_bytes"] for part in parts[:-1]}
-    in_gb |= {**rank["beside"], "total": rank["total_bytes"]}
-    sizes = "  ".join(f"{part} {size / GB:.3f}" for part, size in in_gb.items())
+    in_graph = {part: rank[f"{part}_bytes"] for part in ("parameter", "optimizer", "gradient")}
+    by_formula = {part.replace("_", " "): rank[f"{part}_bytes"] for part in ("computing_copy", "activation")}
+    graph, formula = (
+        "  ".join(f"{part} {size / GB:.3f}" for part, size in sizes.items())
+        for sizes in (in_graph, {**by_formula, **rank["beside"]})
+    )
+    verdict = "" if "fits" not in rank else "  fits" if rank["fits"] else "  DOES NOT FIT"
     lines.append(
-        f"  memory, GB: {sizes}" + ("" if "fits" not in rank else "  fits" if rank["fits"] else "  DOES NOT FIT")
+        f"  memory, GB: in the graph {graph}; by closed form {formula}; total {rank['total_bytes'] / GB:.3f}{verdict}"
     )
     if rank["host_optimizer_bytes"] or rank["moved_bytes"]:
         lines.append(

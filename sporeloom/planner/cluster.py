@@ -127,11 +127,6 @@ def fitted_efficiency(chip: str) -> Efficiency:
     return Efficiency(**_fitted()["chips"][chip])
 
 
-def published_error(with_experts: bool = False) -> dict[str, float]:
-    """How far step times are from published runs the fit has not seen: `median` and `p90` of the absolute error."""
-    return dict(_fitted()["error_of_experts" if with_experts else "error"])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
     """Shares of the computation behind which collectives hide; fitted, the same for all chips."""

@@ -37,6 +37,10 @@ COLUMNS = (
         "iter_s",
     ),
 )
+PERFORMANCE = ("tflops_per_device", "mfu_pct", "hfu_pct")
+"""Columns that also say that a run ran; a file need not have them."""
+SPEEDS = ("tps_dev", "tok_s", "derived_tps_dev", "derived_tok_s")
+"""The same, in notes."""
 ZERO = {"": 0, "dist-opt": 1, "FSDP": 3, "ms-opt-parallel": 3}
 ASSUMED_VOCABULARY = 50_000
 CAPACITY_FACTOR = 1.5
@@ -62,6 +66,8 @@ class PublishedRun:
     dims: Dimensions
     job: Parallelism
     cluster: Cluster
+    assumed: tuple[str, ...] = ()
+    """What decides the memory and is not published: filled in by the rules here."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Measured:
     seconds: float | None
     memory_bytes: float | None
     fits: bool | None
+    """Whether it ran; None: nothing says so."""
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -89,7 +96,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     missing = [name for name in COLUMNS if not rows or name not in rows[0]]
     if missing:
         raise ConfigError(f"{path}: no rows, or columns are missing: {', '.join(missing)}")
-    return [{name: row[name] or "" for name in COLUMNS} for row in rows]  # a short row leaves the last ones out
+    return [
+        {name: row.get(name) or "" for name in (*COLUMNS, *PERFORMANCE)} for row in rows
+    ]  # short rows lack the last
 
 
 def noted(row: dict[str, str], key: str) -> str:
@@ -116,7 +125,8 @@ def describe(row: dict[str, str]) -> PublishedRun:
         raise UnpredictableError(f"not a number: {error}") from None
     except ConfigError as error:
         raise UnpredictableError(str(error)) from None
-    return PublishedRun(row["id"], row["source"], dims, job, cluster)
+    assumed = tuple(name for name in ("recompute", "zero", "microbatch", "precision") if not row[name])
+    return PublishedRun(row["id"], row["source"], dims, job, cluster, assumed)
 
 
 def _whole(text: str) -> int:
@@ -277,4 +287,6 @@ def measured(row: dict[str, str], run: PublishedRun) -> Measured:
         2e12 if run.job.precision == "fp8" else 1e12
     ):
         raise UnpredictableError("measured faster than the chip's peak")
-    return Measured(seconds, memory, False if failed else True if memory else None)
+    speeds = [*(row[name] for name in PERFORMANCE), *(noted(row, name) for name in SPEEDS)]
+    performed = bool(seconds or memory or any(speeds))
+    return Measured(seconds, memory, False if failed else True if performed else None)

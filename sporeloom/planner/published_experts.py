@@ -22,6 +22,8 @@ LATENT = re.compile(r"MLA\(q (\d+), kv (\d+)\)")
 ROPE_DIM, VALUE_DIM = 64, 128
 """Of a head of DeepSeek's latent attention; its queries have both."""
 ASCEND = "MindFormers"
+ASSUMED = ("recompute", "zero")
+"""What decides the memory and has no column."""
 
 
 def is_of_experts(path: Path) -> bool:
@@ -53,7 +55,8 @@ def describe_experts(row: dict[str, str]) -> PublishedRun:
         UnpredictableError: with the reason.
     """
     try:
-        return PublishedRun(row["id"], row["source"], _dimensions(row), _parallelism(row), _cluster(row["chip"]))
+        run = row["id"], row["source"], _dimensions(row), _parallelism(row), _cluster(row["chip"])
+        return PublishedRun(*run, ASSUMED)
     except ValueError as error:
         raise UnpredictableError(f"not a number: {error}") from None
     except ConfigError as error:
@@ -61,13 +64,14 @@ def describe_experts(row: dict[str, str]) -> PublishedRun:
 
 
 def measured_experts(row: dict[str, str]) -> Measured:
-    """Its seconds.
+    """Its seconds, which say that it ran.
 
     Raises:
         UnpredictableError: not a number.
     """
     try:
-        return Measured(float(row["iter_s"] or 0) or None, None, None)
+        seconds = float(row["iter_s"] or 0) or None
+        return Measured(seconds, None, True if seconds else None)
     except ValueError as error:
         raise UnpredictableError(f"not a number: {error}") from None
 

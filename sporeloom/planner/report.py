@@ -7,6 +7,8 @@ import dataclasses
 from typing import Any, Literal
 
 from sporeloom.planner.closed_forms import PRECISIONS
+from sporeloom.planner.cluster import Cluster
+from sporeloom.planner.errors import NoInterval, TimeInterval, interval_values, time_interval
 from sporeloom.planner.search import Option, PlanRequest, describe, why_slower
 from sporeloom.planner.task import models_beside
 from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Strategy
@@ -14,15 +16,19 @@ from sporeloom.strategy.mesh import Mesh
 from sporeloom.strategy.text import strategy_text
 
 GB = 2**30
+INTERVAL = 14
+"""Characters of an interval in the table."""
 TOO_MANY_ROWS = 2.0
 """That experts compute for each that they are given, beyond which the table says so."""
 
 
-def as_dict(option: Option, best: Option) -> dict[str, Any]:
+def as_dict(option: Option, best: Option, cluster: Cluster) -> dict[str, Any]:
     """An option as JSON: seconds, bytes and shares."""
+    interval = time_interval(option.dims, option.job, cluster, option.is_frozen)
     return {
         "strategy": {name: value for name, value in dataclasses.asdict(option.job).items() if value is not None},
         "step_time_s": option.seconds,
+        **interval_values(interval, option.seconds),
         "tokens_per_s": option.tokens_per_s,
         "mfu": option.mfu,
         "hfu": option.hfu,
@@ -36,18 +42,21 @@ def as_dict(option: Option, best: Option) -> dict[str, Any]:
 def table(request: PlanRequest, options: list[Option]) -> str:
     """The options, best first, and why each loses."""
     best, dims = options[0], request.dims
+    interval = time_interval(dims, best.job, request.cluster, best.is_frozen)
     used = f" ({dims.active_parameters / 1e9:.2f} G of them used by a token)" if dims.num_experts else ""
     lines = [
         f"{dims.num_parameters / 1e9:.2f} G parameters{used} on {request.devices} {request.cluster.chip}, "
         f"{request.global_batch_size} sequences of {dims.seq_len} tokens a step, computed in {request.precision}",
         *_of_task(request, best),
         "",
-        f"{'':3} {'step s':>8} {'tokens/s':>11} {'MFU':>6} {'HFU':>6} {'memory':>7} {'bubble':>7} {'comm.':>6}  strategy",
+        f"{'':3} {'step s':>8} {'interval':>{INTERVAL}} {'tokens/s':>11} {'MFU':>6} {'HFU':>6} {'memory':>7} {'bubble':>7} "
+        f"{'comm.':>6}  strategy",
     ]
     for number, option in enumerate(options, 1):
         time = option.time
         lines.append(
-            f"{number:3} {option.seconds:8.3f} {option.tokens_per_s:11,.0f} {option.mfu:6.1%} {option.hfu:6.1%} "
+            f"{number:3} {option.seconds:8.3f} {_bounds(interval, option.seconds)} {option.tokens_per_s:11,.0f} "
+            f"{option.mfu:6.1%} {option.hfu:6.1%} "
             f"{option.peak_bytes / GB:5.1f}GB {time.bubble / option.seconds:7.1%} "
             f"{time.communication / option.seconds:6.1%}  {describe(option.job)}"
         )
@@ -63,7 +72,14 @@ def table(request: PlanRequest, options: list[Option]) -> str:
             f"experts compute {dims.expert_rows:.1f} rows for each that they are given: they have room for every token; "
             "give the model a capacity_factor",
         ]
-    return "\n".join([*lines, "", f"the best one's step: {shares}", f"memory of its stages, GB: {stages}"])
+    lines += ["", f"the best one's step: {shares}", f"memory of its stages, GB: {stages}"]
+    return "\n".join([*lines, f"interval: {interval.explain()}"])
+
+
+def _bounds(interval: TimeInterval | NoInterval, seconds: float) -> str:
+    if isinstance(interval, NoInterval):
+        return f"{'-':>{INTERVAL}}"
+    return f"{'{:.3g} to {:.3g}'.format(*interval.of(seconds)):>{INTERVAL}}"
 
 
 def _of_task(request: PlanRequest, best: Option) -> list[str]:
@@ -86,8 +102,10 @@ def strategy_file(request: PlanRequest, option: Option, rules: str) -> str:
         flags += " --attention plain"
     if job.pp == 1 and job.num_microbatches > 1:
         flags += f" --accumulate {job.num_microbatches}"
+    interval = time_interval(dims, job, request.cluster, option.is_frozen)
     head = [
-        f"# Planned for {request.devices} {request.cluster.chip}: step {option.seconds:.3f} s, "
+        f"# Planned for {request.devices} {request.cluster.chip}: step {option.seconds:.3f} s "
+        f"({interval.describe(option.seconds)}), "
         f"{option.tokens_per_s:,.0f} tokens/s, "
         f"MFU {option.mfu:.1%}, {option.peak_bytes / GB:.1f} GB of {request.cluster.memory_gb:g}.",
         f"# sporeloom {'train' if request.task.name == 'pretraining' else request.task.name} {flags}",
@@ -113,6 +131,21 @@ def strategy_file(request: PlanRequest, option: Option, rules: str) -> str:
     return strategy_text(strategy, rules, head)
 
 
+def _fits_report(fits: dict[str, Any]) -> list[str]:
+    def line(name: str, counts: dict[str, Any]) -> str:
+        return (
+            f"{name:40} {counts['right']:5} of {counts['rows']} right; said it fits, wrongly: {counts['fits_wrong']} of "
+            f"{counts['fits_wrong'] + counts['does_not_fit_right']}; said it does not, wrongly: "
+            f"{counts['does_not_fit_wrong']} of {counts['does_not_fit_wrong'] + counts['fits_right']}"
+        )
+
+    lines = [line("fits or not, of runs that ran or failed", fits)]
+    lines.append(line("  all that decides memory is published", fits["all_published"]))
+    lines.append(line("  some of it is assumed", fits["partly_assumed"]))
+    lines.append(f"  not judged, as nothing says whether they ran: {fits['not_judged']}, and those not predicted")
+    return lines
+
+
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
@@ -132,9 +165,6 @@ def validation_report(report: dict[str, Any]) -> str:
     for kind in ("by_chip", "by_source"):
         lines += ["", *(line("  " + name, figures) for name, figures in time[kind].items())]
     lines += ["", line("memory, where measured", memory)]
-    lines.append(
-        f"fits or not: {fits['right']} of {fits['rows']} right; said it fits, wrongly: {fits['fits_wrong']}; "
-        f"said it does not, wrongly: {fits['does_not_fit_wrong']}"
-    )
+    lines += _fits_report(fits)
     lines += ["", "not predicted:", *(f"  {count:4}  {reason}" for reason, count in report["not_predicted"].items())]
     return "\n".join(lines)

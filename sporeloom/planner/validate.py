@@ -72,10 +72,37 @@ def _grouped(predictions: list[Prediction], key: Any) -> dict[str, Any]:
     return {name: _figures(errors) for name, errors in sorted(groups.items(), key=lambda item: -len(item[1]))}
 
 
+def _judged(predictions: list[Prediction]) -> dict[str, Any]:
+    """How often fits or not was right: of all runs, of those that publish all that decides memory, and of the others."""
+    judged = [p for p in predictions if p.found.fits is not None]
+    return {
+        **_counts(judged),
+        "all_published": _counts([p for p in judged if not p.run.assumed]),
+        "partly_assumed": _counts([p for p in judged if p.run.assumed]),
+        "said_not_to_fit_but_ran": [p.run.id for p in judged if p.found.fits and not p.fits],
+        "not_judged": len(predictions) - len(judged),
+    }
+
+
+def _counts(judged: list[Prediction]) -> dict[str, Any]:
+    confusion = Counter(
+        ("fits" if p.fits else "does_not_fit") + ("_right" if p.fits == p.found.fits else "_wrong") for p in judged
+    )
+    right = confusion["fits_right"] + confusion["does_not_fit_right"]
+    names = ("fits_right", "fits_wrong", "does_not_fit_right", "does_not_fit_wrong")
+    return {
+        "rows": len(judged),
+        "right": right,
+        "share_right": round(right / len(judged), 4) if judged else None,
+        **{name: confusion[name] for name in names},
+    }
+
+
 def validate(path: Path) -> dict[str, Any]:
     """Errors of step time and memory, and how often fits / does not fit was right, for a CSV of published runs.
 
-    Errors are fractions of the measured value; rows that cannot be predicted are counted with the reason.
+    Errors are fractions of the measured value; rows that cannot be predicted are counted with the reason. Of memory all runs
+    are judged: what has a time, a speed or a memory ran, so it fitted; what failed did not.
 
     Raises:
         ConfigError: the file is not such a CSV.
@@ -84,11 +111,6 @@ def validate(path: Path) -> dict[str, Any]:
     predictions, reasons = predict(read_expert_rows(path) if of_experts else read_rows(path), of_experts)
     times = [p.time_error for p in predictions if p.time_error is not None]
     memories = [p.memory_error for p in predictions if p.memory_error is not None]
-    judged = [p for p in predictions if p.found.fits is not None]
-    confusion = Counter(
-        ("fits" if p.fits else "does_not_fit") + ("_right" if p.fits == p.found.fits else "_wrong") for p in judged
-    )
-    right = confusion["fits_right"] + confusion["does_not_fit_right"]
     return {
         "step_time": {
             **_figures(times),
@@ -96,15 +118,7 @@ def validate(path: Path) -> dict[str, Any]:
             "by_chip": _grouped(predictions, lambda p: p.run.cluster.chip),
         },
         "memory": _figures(memories),
-        "fits": {
-            "rows": len(judged),
-            "right": right,
-            "share_right": round(right / len(judged), 4) if judged else None,
-            **{
-                name: confusion[name]
-                for name in ("fits_right", "fits_wrong", "does_not_fit_right", "does_not_fit_wrong")
-            },
-        },
+        "fits": _judged(predictions),
         "not_predicted": dict(reasons.most_common()),
         "predicted_without_time": sum(p.time_error is None for p in predictions),
     }

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import csv
-import importlib.util
 
-import numpy as np
 import pytest
 from conftest import ROOT, shared
 
 from sporeloom.errors import ConfigError
-from sporeloom.planner.published import UnpredictableError, describe, read_rows
+from sporeloom.planner.published import UnpredictableError, describe, measured, read_rows
 from sporeloom.planner.validate import predict, validate
 
 MEASURED = ("iter_s", "tflops_per_device", "mfu_pct", "hfu_pct")
@@ -26,9 +24,39 @@ def test_step_time_and_memory_of_the_published_runs():
     assert time["p90_abs_error"] <= 0.35
     assert sum(group["rows"] for group in time["by_source"].values()) == time["rows"]
     assert sum(group["rows"] for group in time["by_chip"].values()) == time["rows"]
-    assert report["fits"]["share_right"] >= 0.95
-    assert report["fits"]["does_not_fit_right"] > 0
     assert report["not_predicted"]
+
+
+def test_memory_is_judged_of_every_run_that_ran_or_failed(rows):
+    """Counted here from the columns, not from what was measured of memory alone."""
+    fits = validate(shared("facts/published_runs.csv"))["fits"]
+    predictions, _ = predict(rows)
+    by_id = {row["id"]: row for row in rows}
+    failed, ran = set(), set()
+    for one in predictions:
+        row = by_id[one.run.id]
+        speeds = [row[name] for name in ("iter_s", "tflops_per_device", "mfu_pct", "hfu_pct")]
+        told = any(f"{word}=" in row["note"] for word in ("measured_mem_gb", "derived_iter_s_eq3", "tps_dev", "tok_s"))
+        if "OOM" in row["note"] or "FAILED" in row["note"]:
+            failed.add(one.run.id)
+        elif told or any(speeds):
+            ran.add(one.run.id)
+    assert fits["rows"] == len(ran) + len(failed) > 330 and fits["not_judged"] == len(predictions) - fits["rows"]
+    too_large = {one.run.id for one in predictions if one.memory_bytes > one.run.cluster.usable_bytes}
+    assert set(fits["said_not_to_fit_but_ran"]) == ran & too_large
+    assert fits["does_not_fit_wrong"] == len(ran & too_large) <= 35
+    assert fits["fits_wrong"] == len(failed - too_large) <= 1
+    parts = fits["all_published"], fits["partly_assumed"]
+    for name in ("rows", "right", "fits_right", "fits_wrong", "does_not_fit_right", "does_not_fit_wrong"):
+        assert sum(part[name] for part in parts) == fits[name]
+
+
+def test_a_run_with_nothing_but_a_speed_ran(rows):
+    row = next(row for row in rows if row["id"] == "mcore_h100_70b")
+    assert measured(row, describe(row)).fits
+    without = {**row, "tflops_per_device": "", "mfu_pct": "", "hfu_pct": ""}
+    assert measured(without, describe(without)).fits is None
+    assert measured({**without, "note": "OOM"}, describe(without)).fits is False
 
 
 def test_mt_nlg_is_within_eight_percent(rows):
@@ -49,19 +77,6 @@ def test_predictions_do_not_look_at_what_was_measured(rows):
         assert describe(changed) == run
         described += 1
     assert described > 300
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_fit_holds_for_rows_it_has_not_seen(rows, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    spec = importlib.util.spec_from_file_location("fit_planner", ROOT / "benchmarks" / "fit_planner.py")
-    fit_planner = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fit_planner)
-    errors = fit_planner.held_out_errors(fit_planner.pairs_of(rows), seed=0)
-    assert len(errors) > 90
-    assert np.median(errors) <= 0.12
-    assert np.quantile(errors, 0.9) <= 0.35
 
 
 def test_rows_that_cannot_be_predicted_say_why(rows):

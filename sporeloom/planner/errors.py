@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the step times of published runs say of a predicted one: an interval. The figures: benchmarks/planner_errors.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sporeloom.planner.cluster import Cluster
+from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.reader import read_yaml
+
+ERRORS = Path(__file__).with_name("errors.yaml")
+
+
+@dataclass(frozen=True)
+class TimeInterval:
+    """Between which multiples of a predicted step time measured ones lie."""
+
+    low: float
+    high: float
+    coverage: float
+    """Share of the runs that do, at least."""
+    runs: str
+    """Which runs these are."""
+    median_error: float
+    """Of predicted times, relative to measured ones."""
+
+    def of(self, seconds: float) -> tuple[float, float]:
+        return self.low * seconds, self.high * seconds
+
+    def describe(self, seconds: float) -> str:
+        """The bounds of a predicted time."""
+        low, high = self.of(seconds)
+        return f"{low:.3g} to {high:.3g} s for {self.coverage:.0%} of runs"
+
+    def explain(self) -> str:
+        """What the bounds mean."""
+        return (
+            f"{self.coverage:.0%} of {self.runs} took {self.low:.2f} to {self.high:.2f} times what is predicted without the "
+            f"runs of their publisher, whose median error is {self.median_error:.0%}"
+        )
+
+
+@dataclass(frozen=True)
+class NoInterval:
+    """No published run says how far the time of such a step is off."""
+
+    why: str
+
+    def describe(self, seconds: float) -> str:
+        return "no interval known"
+
+    def explain(self) -> str:
+        return f"no interval is known: {self.why}"
+
+
+@functools.cache
+def published_errors() -> dict[str, Any]:
+    """All figures, by kind of model and chip."""
+    return read_yaml(ERRORS).mapping
+
+
+def time_interval(
+    dims: Dimensions, job: Parallelism, cluster: Cluster, is_frozen: bool = False
+) -> TimeInterval | NoInterval:
+    """The interval of a job's step time, or why there is none. `is_frozen`: adapters alone are trained."""
+    if cluster.efficiency or (cluster.experts and dims.num_experts):
+        return NoInterval("the cluster file gives efficiencies in place of those fitted on published runs")
+    if job.precision == "fp32":
+        return NoInterval("none of the published runs computes in float32")
+    if job.schedule != "1f1b":
+        return NoInterval(f"none of the published runs has the schedule {job.schedule}")
+    if is_frozen:
+        return NoInterval("none of the published runs trains adapters alone")
+    if job.optimizer_on_host or any(job.offloaded_layers):
+        return NoInterval("none of the published runs with a time uses the host's memory")
+    errors, kind = published_errors(), "experts" if dims.num_experts else "dense"
+    of_all, own = errors[kind]["all"], errors[kind].get(cluster.chip)
+    models = f"{'models with experts' if dims.num_experts else 'dense models'} on plain text"
+    if own and not own["joined_with_all"]:
+        runs = f"{own['rows']} published runs of {models} on {cluster.chip}"
+    else:
+        number = own["publishers"] if own else 0
+        few = {0: "no run", 1: f"{own['rows']} of one publisher" if own else ""}.get(number, f"{number} publishers")
+        runs = f"{of_all['rows']} published runs of {models} on all chips ({few} on {cluster.chip})"
+    shown = own or of_all
+    return TimeInterval(shown["low"], shown["high"], errors["coverage"], runs, shown["median"])
+
+
+def interval_values(interval: TimeInterval | NoInterval, seconds: float) -> dict[str, Any]:
+    """As JSON, of a step of `seconds`."""
+    if isinstance(interval, NoInterval):
+        return {"step_time_interval_s": None, "interval": {"meaning": interval.explain()}}
+    return {
+        "step_time_interval_s": interval.of(seconds),
+        "interval": {**dataclasses.asdict(interval), "meaning": interval.explain()},
+    }

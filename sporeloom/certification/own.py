@@ -85,7 +85,9 @@ def certify(
     values["ranks"] = ranks
     if chips and ranks and not checks["ranks"]:
         values["estimate"] = full_size.own_estimate(ranks, large, len(inputs[0]), chips)
-        milestone(f"estimated: {values['estimate']['step_time_s']:.3g} s of work in a step on {chips.chip}")
+        milestone(
+            f"estimated: {values['estimate']['step_time_s']:.3g} s of work in a step on {chips.chip} (no interval known)"
+        )
     values |= {"subject": f"{name} of {file.name}", "strategy_file": str(strategy or "given in Python")}
     return write(folder, values)
 

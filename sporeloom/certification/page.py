@@ -64,7 +64,7 @@ def _in_short(values: dict[str, Any]) -> str:
         return "It trains as on one device."
     estimate = values["estimate"]
     if "rows_per_s" in estimate:
-        return f"It trains as on one device; a step has {estimate['step_time_s']:.3g} s of work."
+        return f"It trains as on one device; a step has {estimate['step_time_s']:.3g} s of work (no interval known)."
     return (
         f"It trains as on one device and fits. Estimated: a step of {estimate['step_time_s']:.3g} s "
         f"({interval_text(estimate)}), {estimate['tokens_per_s']:,.0f} tokens/s."

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sporeloom.log import counted
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions, Parallelism
 from sporeloom.reader import read_yaml
@@ -40,8 +41,8 @@ class TimeInterval:
     def explain(self) -> str:
         """What the bounds mean."""
         return (
-            f"{self.coverage:.0%} of {self.runs} took {self.low:.2f} to {self.high:.2f} times what is predicted without the "
-            f"runs of their publisher, whose median error is {self.median_error:.0%}"
+            f"at least {self.coverage:.0%} of {self.runs} took {self.low:.2f} to {self.high:.2f} times what is predicted "
+            f"without the runs of their publisher (median error {self.median_error:.0%})"
         )
 
 
@@ -84,9 +85,10 @@ def time_interval(
     if own and not own["joined_with_all"]:
         runs = f"{own['rows']} published runs of {models} on {cluster.chip}"
     else:
-        number = own["publishers"] if own else 0
-        few = {0: "no run", 1: f"{own['rows']} of one publisher" if own else ""}.get(number, f"{number} publishers")
-        runs = f"{of_all['rows']} published runs of {models} on all chips ({few} on {cluster.chip})"
+        runs = f"{of_all['rows']} published runs of {models} on all chips"
+        few = f"and of the {counted(own['rows'], 'run', 'runs')}" if own else "none of them"
+        publishers = counted(own["publishers"], "publisher", "publishers") if own else ""
+        runs += f", {few} on {cluster.chip}{f' of {publishers}' if own else ''},"
     shown = own or of_all
     return TimeInterval(shown["low"], shown["high"], errors["coverage"], runs, shown["median"])
 

@@ -338,7 +338,7 @@ class Parallelism:
         """Into which tp shards each expert."""
         return self.expert_tp or self.tp
 
-    @property
+    @functools.cached_property
     def last_stage(self) -> int:
         """The one with the last layer and the head."""
         return stage_of_part(self.pp * self.virtual_stages - 1, self.pp, self.schedule)

@@ -225,8 +225,6 @@ def _moments(job: Parallelism, stage: int) -> tuple[tuple[int, ...], ...]:
 
 def _offloaded(job: Parallelism, kept: Kept, stage: int, parts: tuple[PartLayers, ...]) -> float:
     """Bytes of activations that wait in the host's memory, at most."""
-    if not any(part.offloaded for part in parts):
-        return 0.0
     counts = (sum(n * part.offloaded for n, part in zip(moment, parts, strict=True)) for moment in _moments(job, stage))
     return max(counts) * kept.full
 
@@ -236,13 +234,13 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
     tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
     spread = job.tp if job.sequence_parallel else 1
     kept, parts_of, result = Kept.of(dims, job), job.parts(dims.num_layers), []
+    again, away = job.recomputed(dims.num_layers), job.offloaded_layers or (0,) * job.pp
     of_experts, shards, on_host = expert_parameters(dims, job), expert_shards(job), moments_on_host(dims, job)
     for stage, count in enumerate(stage_parameters(dims, job)):
         experts = of_experts[stage]
         parts = parts_of[stage]
         activations = held_activations(job, kept, stage, parts)
-        again, away = any(part.recomputed for part in parts), any(part.offloaded for part in parts)
-        working = max(kept.full - kept.recomputed if again else 0.0, kept.full if away else 0.0)
+        working = max(kept.full - kept.recomputed if again[stage] else 0.0, kept.full if away[stage] else 0.0)
         if stage == job.last_stage:  # input of the last norm and the head; logits in float32, and their gradient
             activations += tokens * 2 * width * dims.hidden_size / spread
             working = max(working, 2 * kept.logits)
@@ -259,7 +257,7 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
                 optimizer=moments - on_host[stage],
                 activations=activations,
                 working=working,
-                host_activations=_offloaded(job, kept, stage, parts),
+                host_activations=_offloaded(job, kept, stage, parts) if away[stage] else 0.0,
                 fragmentation=job.fragmentation,
             )
         )

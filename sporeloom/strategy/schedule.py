@@ -162,7 +162,8 @@ def held_parts(
     stage: int, num_stages: int, num_microbatches: int, virtual_stages: int, schedule: Schedule
 ) -> tuple[tuple[int, ...], ...]:
     """How many microbatches a stage holds in each of its parts, from the forward pass until all of the backward pass is done,
-    at the moments when it holds most: of two such moments neither has more of every part."""
+    at the moments when it may hold most, whatever the size of a part: at no other it has more of every part, and those on
+    the way from one such moment to the next in equal steps are left out."""
     if schedule == "gpipe":
         return ((num_microbatches,) * virtual_stages,)
     if virtual_stages == 1:
@@ -171,7 +172,10 @@ def held_parts(
         num_microbatches = min(num_microbatches, num_microbatches % num_stages + WHOLE_GROUPS * num_stages)
     order = passes(stage, num_stages, num_microbatches, virtual_stages, schedule)
     moments = set(_moments(order, virtual_stages))
-    return tuple(sorted(m for m in moments if not any(_exceeds(other, m) for other in moments)))
+    fullest = sorted(m for m in moments if not any(_exceeds(other, m) for other in moments))
+    steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(fullest)]
+    turns = [m for m, before, after in zip(fullest[1:], steps, steps[1:], strict=False) if before != after]
+    return tuple(dict.fromkeys([fullest[0], *turns, fullest[-1]]))
 
 
 def _moments(order: list[Pass], virtual_stages: int) -> Iterator[tuple[int, ...]]:

@@ -45,8 +45,11 @@ def test_a_stage_holds_what_its_order_of_passes_says(p, m, v, schedule):
         assert microbatches_in_flight(job, stage) == most / v
         fullest = held_parts(stage, p, m, v, schedule)
         assert set(fullest) <= set(moments)
-        for moment in moments:  # no other holds more of a part than all of these
-            assert any(all(a <= b for a, b in zip(moment, full, strict=True)) for full in fullest)
+        for sizes in ([1] * v, range(v), range(v, 0, -1), [1, *[0] * (v - 1)], [*[0] * (v - 1), 1], [7, *range(v - 1)]):
+            peaks = (
+                max(sum(a * b for a, b in zip(m, sizes, strict=True)) for m in which) for which in (moments, fullest)
+            )
+            assert len(set(peaks)) == 1  # whatever the size of a part
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,11 @@ def optimizer_sharding(cut: bool, gradients_add_up: bool, precision: Precision, 
     }
 
 
+def bytes_of_mask(flash: bool) -> int:
+    """Of an entry of the attention mask that our own models make: a number, or a byte for the kernel."""
+    return 1 if flash else 4
+
+
 def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate: int = 1) -> Parallelism:
     """What the cost model needs of a strategy. `batch_size`: sequences of a step, over all replicas."""
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
@@ -64,7 +69,7 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         virtual_stages=strategy.pipeline.virtual_stages,
         schedule=strategy.pipeline.schedule,
         flash_attention=flash,
-        mask_bytes=1 if flash else 4,
+        mask_bytes=bytes_of_mask(flash),
         recompute="none" if flash and kind == "selective" else kind,  # of what is never made
         recomputed_layers=_of_stages(recomputed_layers(config.num_layers, strategy), stages, mesh.pp)
         if strategy.recompute

@@ -374,6 +374,8 @@ class Parallelism:
 
     def recomputed(self, num_layers: int) -> tuple[int, ...]:
         """Layers of each stage that are computed again."""
+        if self.recompute == "none":
+            return (0,) * self.pp
         stages = self.stages(num_layers)
         return stages if self.recomputed_layers is None else tuple(map(min, self.recomputed_layers, stages))
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from sporeloom.cli import check_numbers
 from sporeloom.errors import ConfigError
-from sporeloom.numbers import Bounds, Count
+from sporeloom.numbers import Bounds, Count, Natural
 from sporeloom.planner.closed_forms import Precision, optimizer_sharding
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions, Parallelism, Recomputation, even_parts
@@ -92,6 +92,8 @@ class PlanRequest:
     only: none of MindSpore's with it is published."""
     """Also pipelines with virtual stages."""
     flash_attention: bool = False
+    mask_bytes: Natural = 0
+    """Of an entry of the attention mask; 0: the kernel makes it."""
     recomputations: tuple[Recomputation, ...] = ("selective", "full")
     """Kinds worth trying where memory is short."""
     precision: Precision = "bf16"
@@ -190,6 +192,7 @@ def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
                     sequence_parallel=sequence_parallel,
                     virtual_stages=virtual_stages,
                     flash_attention=request.flash_attention,
+                    mask_bytes=request.mask_bytes,
                     **optimizer_sharding(shards > 0, base.num_microbatches > 1, request.precision),
                 )
                 yield from _recomputations(request, job)

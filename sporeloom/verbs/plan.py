@@ -24,7 +24,7 @@ from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
 from sporeloom.models.family import size_config
 from sporeloom.numbers import Count
-from sporeloom.planner.closed_forms import PRECISIONS
+from sporeloom.planner.closed_forms import PRECISIONS, bytes_of_mask
 from sporeloom.planner.cluster import read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
 from sporeloom.planner.report import as_dict, strategy_file, table, validation_report
@@ -132,6 +132,7 @@ def requested(config: PlanConfig) -> PlanRequest:
         reshard_after_forward=config.reshard_after_forward,
         precision=PRECISIONS[config.compute_dtype],
         flash_attention=flash,
+        mask_bytes=bytes_of_mask(flash) if config.model else 0,
         task=task,
         # Our own models recompute nothing else selectively than what FlashAttention does not keep.
         recomputations=("full",) if flash and config.model else ("selective", "full"),

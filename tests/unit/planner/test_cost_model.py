@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from conftest import shared
 
+from sporeloom.cli import parse_args
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import num_parameters
 from sporeloom.planner.cluster import Cluster, Overlap
@@ -18,9 +19,10 @@ from sporeloom.planner.memory import (
     stage_memory,
     stage_parameters,
 )
-from sporeloom.planner.search import PlanRequest, describe, search
+from sporeloom.planner.search import describe, search
 from sporeloom.planner.step_time import flops_per_device, group_bandwidth, step_time
 from sporeloom.strategy.schedule import passes
+from sporeloom.verbs.plan import PlanConfig, requested
 
 GPT = {"vocab_size": 51200, "seq_len": 2048}
 MODELS = {  # arXiv:2205.05198 table 3: dimensions and virtual stages
@@ -183,8 +185,9 @@ def replayed(dims, job, stage, parts):
         (layers - again) * layer_activations(dims, job, "none") + again * layer_activations(dims, job)
         for layers, again in parts
     ]
+    sizes[0] += tokens * dims.seq_len * job.mask_bytes
     if stage == 0:
-        sizes[0] += tokens * dims.hidden_size / job.tp * dims.dropout
+        sizes[0] += tokens * dims.hidden_size / job.tp * dims.dropout * (2 if dims.float32_softmax else 1)
     order = passes(stage, job.pp, job.num_microbatches, job.virtual_stages, job.schedule)
     late = {(one.part, one.microbatch) for one in order if one.kind == "weights"}
     held = most = 0.0
@@ -228,10 +231,11 @@ def test_under_gpipe_the_logits_of_all_microbatches_wait():
 
 
 def test_the_plan_of_2048_devices_with_virtual_stages_fits_as_the_order_of_passes_has_it():
-    config = dataclasses.replace(size_config("pangu", "200b"), compute_dtype="bfloat16")
-    cluster = Cluster.of_chip("ascend910a")
-    dims = dataclasses.replace(of_decoder(config), float32_softmax=False)
-    options = search(PlanRequest(dims=dims, cluster=cluster, devices=2048, global_batch_size=2048, interleave=True))
+    """The command of the guide with --interleave."""
+    flags = "--model pangu --size 200b --cluster ascend910a --devices 2048 --global-batch-size 2048 --interleave"
+    request = requested(parse_args(PlanConfig, "", flags.split()))
+    assert request.mask_bytes == 4  # numbers, as the models make them without a fused kernel
+    dims, cluster, options = request.dims, request.cluster, search(request)
     fitting = [option for option in options if option.fits and option.job.virtual_stages > 1]
     assert len(fitting) > 100 and {option.job.virtual_stages for option in fitting} == {2, 3, 4} & {
         option.job.virtual_stages for option in options

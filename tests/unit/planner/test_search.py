@@ -5,7 +5,7 @@ import pytest
 
 from sporeloom.errors import ConfigError
 from sporeloom.models.family import size_config
-from sporeloom.planner.closed_forms import job_of, optimizer_sharding
+from sporeloom.planner.closed_forms import bytes_of_mask, job_of, optimizer_sharding
 from sporeloom.planner.cluster import Cluster, read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
 from sporeloom.planner.report import strategy_file
@@ -19,7 +19,7 @@ from sporeloom.planner.search import (
     smallest_changes,
     why_slower,
 )
-from sporeloom.planner.task import TrainedTask
+from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, task_memory
 from sporeloom.strategy.checks import batch_problems, model_problems
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.strategy.mesh import Mesh
@@ -204,3 +204,35 @@ def test_cluster_and_dimension_files(write):
         read_dimensions(write("d.yaml", "num_layers: 2\nhidden_size: 8\nnum_heads: 2\nseq_len: 4\n"))
     with pytest.raises(ConfigError, match="hidden_size 9 is not divisible by num_heads 2"):
         read_dimensions(write("d.yaml", "num_layers: 2\nhidden_size: 9\nnum_heads: 2\nseq_len: 4\nvocab_size: 5\n"))
+
+
+@pytest.mark.parametrize("chip", ["ascend910a", "ascend910b"])
+def test_a_plan_and_a_dry_run_of_its_file_have_the_same_memory(chip, tmp_path):
+    """Of the options that fit, the best with each number of virtual stages, recomputed layers and all."""
+    cluster = Cluster.of_chip(chip)
+    config = dataclasses.replace(size_config("pangu", "13b"), compute_dtype="bfloat16")
+    flash = cluster.flash_attention and config.attention_on_ascend == "flash"
+    if not flash:
+        config = dataclasses.replace(config, attention="plain")
+    request = PlanRequest(
+        dims=of_decoder(config),
+        cluster=cluster,
+        devices=128,
+        global_batch_size=256,
+        interleave=True,
+        flash_attention=flash,
+        mask_bytes=bytes_of_mask(flash),
+        recomputations=("full",) if flash else ("selective", "full"),
+    )
+    fitting = [option for option in search(request) if option.fits and option.job.pp > 1]
+    chosen = {(option.job.virtual_stages, option.job.recompute): option for option in reversed(fitting)}
+    assert {virtual for virtual, _ in chosen} == {1, 2, 4}
+    for option in chosen.values():
+        path = tmp_path / "plan.yaml"
+        path.write_text(strategy_file(request, option, "decoder"))
+        strategy = load_strategy(path)
+        job = job_of(strategy, config, option.job.global_batch_size)
+        assert job.layers_of_parts == option.job.parts(config.num_layers)
+        found, planned = task_memory(of_decoder(config), job, PLAIN_TEXT), option.memory
+        for name in ("weights", "gradients", "optimizer", "activations", "working", "total"):
+            assert [getattr(stage, name) for stage in found] == pytest.approx([getattr(s, name) for s in planned]), name

@@ -127,5 +127,5 @@ def estimate(asked: Certification) -> dict[str, Any]:
     dims = of_decoder(full.model, full.seq_len)
     job = job_of(full.strategy, full.model, full.batch_size, full.config.accumulate)
     option = evaluate(dims, job, asked.cluster, full.task)
-    values = as_dict(option, option, asked.cluster)
+    values = as_dict(option, option, asked.cluster, full.task)
     return {key: value for key, value in values.items() if key != "why_slower"}

@@ -12,9 +12,12 @@ from typing import Any
 from sporeloom.log import counted
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
 from sporeloom.reader import read_yaml
 
 ERRORS = Path(__file__).with_name("errors.yaml")
+LIKE_PLAIN_TEXT = ("pretraining", "sft")
+"""Tasks whose steps compute what published runs compute."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +69,19 @@ def published_errors() -> dict[str, Any]:
 
 
 def time_interval(
-    dims: Dimensions, job: Parallelism, cluster: Cluster, is_frozen: bool = False
+    dims: Dimensions, job: Parallelism, cluster: Cluster, task: TrainedTask = PLAIN_TEXT
 ) -> TimeInterval | NoInterval:
-    """The interval of a job's step time, or why there is none. `is_frozen`: adapters alone are trained."""
+    """The interval of a job's step time, or why there is none."""
     if cluster.efficiency or (cluster.experts and dims.num_experts):
         return NoInterval("the cluster file gives efficiencies in place of those fitted on published runs")
     if job.precision == "fp32":
         return NoInterval("none of the published runs computes in float32")
     if job.schedule != "1f1b":
         return NoInterval(f"none of the published runs has the schedule {job.schedule}")
-    if is_frozen:
+    if task.lora:
         return NoInterval("none of the published runs trains adapters alone")
+    if task.name not in LIKE_PLAIN_TEXT:
+        return NoInterval(f"none of the published runs is of the task {task.name}")
     if job.optimizer_on_host or any(job.offloaded_layers):
         return NoInterval("none of the published runs with a time uses the host's memory")
     errors, kind = published_errors(), "experts" if dims.num_experts else "dense"

@@ -10,7 +10,7 @@ from sporeloom.planner.closed_forms import PRECISIONS
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.errors import NoInterval, TimeInterval, interval_values, time_interval
 from sporeloom.planner.search import Option, PlanRequest, describe, why_slower
-from sporeloom.planner.task import models_beside
+from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, models_beside
 from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Strategy
 from sporeloom.strategy.mesh import Mesh
 from sporeloom.strategy.text import strategy_text
@@ -22,9 +22,9 @@ TOO_MANY_ROWS = 2.0
 """That experts compute for each that they are given, beyond which the table says so."""
 
 
-def as_dict(option: Option, best: Option, cluster: Cluster) -> dict[str, Any]:
+def as_dict(option: Option, best: Option, cluster: Cluster, task: TrainedTask = PLAIN_TEXT) -> dict[str, Any]:
     """An option as JSON: seconds, bytes and shares."""
-    interval = time_interval(option.dims, option.job, cluster, option.is_frozen)
+    interval = time_interval(option.dims, option.job, cluster, task)
     return {
         "strategy": {name: value for name, value in dataclasses.asdict(option.job).items() if value is not None},
         "step_time_s": option.seconds,
@@ -42,7 +42,7 @@ def as_dict(option: Option, best: Option, cluster: Cluster) -> dict[str, Any]:
 def table(request: PlanRequest, options: list[Option]) -> str:
     """The options, best first, and why each loses."""
     best, dims = options[0], request.dims
-    interval = time_interval(dims, best.job, request.cluster, best.is_frozen)
+    interval = time_interval(dims, best.job, request.cluster, request.task)
     used = f" ({dims.active_parameters / 1e9:.2f} G of them used by a token)" if dims.num_experts else ""
     lines = [
         f"{dims.num_parameters / 1e9:.2f} G parameters{used} on {request.devices} {request.cluster.chip}, "
@@ -102,7 +102,7 @@ def strategy_file(request: PlanRequest, option: Option, rules: str) -> str:
         flags += " --attention plain"
     if job.pp == 1 and job.num_microbatches > 1:
         flags += f" --accumulate {job.num_microbatches}"
-    interval = time_interval(dims, job, request.cluster, option.is_frozen)
+    interval = time_interval(dims, job, request.cluster, request.task)
     head = [
         f"# Planned for {request.devices} {request.cluster.chip}: step {option.seconds:.3f} s "
         f"({interval.describe(option.seconds)}), "

@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(smallest_changes(request, options))
     shown = distinct([o for o in options if o.fits])[: config.top]
     if config.json:
-        print(json.dumps([as_dict(o, shown[0], request.cluster) for o in shown], indent=1))
+        print(json.dumps([as_dict(o, shown[0], request.cluster, request.task) for o in shown], indent=1))
     else:
         print(table(request, shown))
     if config.out:

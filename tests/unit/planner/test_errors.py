@@ -11,11 +11,13 @@ import math
 import pytest
 from conftest import ROOT, shared
 
+from sporeloom.models.adapters import LoRAConfig
 from sporeloom.planner.cluster import Cluster, chips
 from sporeloom.planner.dimensions import Dimensions, Parallelism
 from sporeloom.planner.errors import ERRORS, NoInterval, TimeInterval, interval_values, published_errors, time_interval
 from sporeloom.planner.report import as_dict, strategy_file, table
 from sporeloom.planner.search import PlanRequest, search
+from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
 
 RECORDED = ROOT / "benchmarks/results/planner_errors.json"
 DENSE = Dimensions(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=50_000, seq_len=1024)
@@ -111,19 +113,26 @@ CLUSTER = Cluster.of_chip("ascend910b")
 
 
 @pytest.mark.parametrize(
-    ("job", "cluster", "frozen", "why"),
+    ("job", "cluster", "task", "why"),
     [
-        (Parallelism(precision="fp32"), CLUSTER, False, "float32"),
-        (Parallelism(pp=2, virtual_stages=2, schedule="zero_bubble_v"), CLUSTER, False, "the schedule zero_bubble_v"),
-        (Parallelism(pp=2, virtual_stages=2, schedule="gpipe"), CLUSTER, False, "the schedule gpipe"),
-        (Parallelism(optimizer_on_host=True), CLUSTER, False, "the host's memory"),
-        (Parallelism(offloaded_layers=(2,)), CLUSTER, False, "the host's memory"),
-        (Parallelism(), dataclasses.replace(CLUSTER, efficiency=CLUSTER.fitted), False, "the cluster file"),
-        (Parallelism(), CLUSTER, True, "adapters alone"),
+        (Parallelism(precision="fp32"), CLUSTER, PLAIN_TEXT, "float32"),
+        (
+            Parallelism(pp=2, virtual_stages=2, schedule="zero_bubble_v"),
+            CLUSTER,
+            PLAIN_TEXT,
+            "the schedule zero_bubble_v",
+        ),
+        (Parallelism(pp=2, virtual_stages=2, schedule="gpipe"), CLUSTER, PLAIN_TEXT, "the schedule gpipe"),
+        (Parallelism(optimizer_on_host=True), CLUSTER, PLAIN_TEXT, "the host's memory"),
+        (Parallelism(offloaded_layers=(2,)), CLUSTER, PLAIN_TEXT, "the host's memory"),
+        (Parallelism(), dataclasses.replace(CLUSTER, efficiency=CLUSTER.fitted), PLAIN_TEXT, "the cluster file"),
+        (Parallelism(), CLUSTER, TrainedTask("sft", lora=LoRAConfig(r=4)), "adapters alone"),
+        (Parallelism(), CLUSTER, TrainedTask("dpo"), "the task dpo"),
+        (Parallelism(), CLUSTER, TrainedTask("grpo"), "the task grpo"),
     ],
 )
-def test_what_no_published_run_is_like_has_no_interval(job, cluster, frozen, why):
-    found = time_interval(DENSE, job, cluster, frozen)
+def test_what_no_published_run_is_like_has_no_interval(job, cluster, task, why):
+    found = time_interval(DENSE, job, cluster, task)
     assert isinstance(found, NoInterval) and why in found.explain()
     assert interval_values(found, 1.0)["step_time_interval_s"] is None
 

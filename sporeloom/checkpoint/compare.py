@@ -31,7 +31,7 @@ def compare(first: Path, manifest: Manifest, second: Path, other: Manifest) -> l
     Raises:
         ConfigError: a damaged file.
     """
-    readers = CheckpointReader(first, manifest), CheckpointReader(second, other)
+    readers = CheckpointReader(first, manifest, False), CheckpointReader(second, other, False)
     found = []
     for name in sorted({*manifest.tensors, *other.tensors}):
         a, b = manifest.tensors.get(name), other.tensors.get(name)

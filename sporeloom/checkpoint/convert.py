@@ -13,6 +13,7 @@ import mindspore as ms
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.checkpoint.finite import check_finite, narrow
 from sporeloom.checkpoint.model_folder import load_weights
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_atomically
@@ -111,7 +112,7 @@ def to_ours(tensors: Tensors, names: Mapping[str, Name], source: str) -> Tensors
     """Rename (and transpose) tensors of another code to ours.
 
     Raises:
-        ConfigError: a tensor the model needs is missing, or one is there that nobody knows.
+        ConfigError: a tensor the model needs is missing, one is there that nobody knows, or one does not fit into float32.
     """
     foreign = {other.name for other in names.values()}
     missing = [other.name for other in names.values() if other.name not in tensors]
@@ -121,12 +122,13 @@ def to_ours(tensors: Tensors, names: Mapping[str, Name], source: str) -> Tensors
     ]
     if problems:
         raise ConfigError(problems[:8] + ([f"{source}: and {len(problems) - 8} more"] if len(problems) > 8 else []))
-    return {
-        ours: np.ascontiguousarray(
-            (tensors[other.name].T if other.transposed else tensors[other.name]).astype(np.float32)
-        )
-        for ours, other in names.items()
-    }
+    found = {}
+    for ours, other in names.items():
+        value = tensors[other.name]
+        check_finite({other.name: value}, source)
+        value = narrow(value, np.dtype(np.float32), f"{source}: {other.name}")
+        found[ours] = np.ascontiguousarray(value.T if other.transposed else value)
+    return found
 
 
 def from_ours(tensors: Tensors, names: Mapping[str, Name]) -> Tensors:

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from sporeloom.checkpoint.adapters import merge, read_adapter
 from sporeloom.checkpoint.contents import MOMENTS, check_contents
+from sporeloom.checkpoint.finite import check_finite
 from sporeloom.checkpoint.manifest import MANIFEST, read_manifest
 from sporeloom.checkpoint.sharded import CheckpointReader, damage
 from sporeloom.checkpoint.shards import Slices, whole
@@ -42,7 +43,12 @@ def save_checkpoint(
     add_files: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a checkpoint folder; an older one of this name is replaced only when the new one is complete. `add_files` puts
-    what else belongs there, the tokenizer, into it."""
+    what else belongs there, the tokenizer, into it.
+
+    Raises:
+        ConfigError: weights that are not finite.
+    """
+    check_finite(weights, f"{folder}: the weights to write")
     with replaced_folder(folder) as partial:
         save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, partial / WEIGHTS)
         write_config(partial, family, config)
@@ -113,7 +119,7 @@ class Weights:
     """A part of one.
 
     Raises:
-        ConfigError: the file is damaged."""
+        ConfigError: the file is damaged, or numbers of it are not finite."""
     damage: Callable[[slice], str | None] = lambda share: None
     """The first thing that is not as it was written, or None. Takes which of the parts to look at."""
 
@@ -160,7 +166,7 @@ def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
     """All tensors of a checkpoint folder, whole.
 
     Raises:
-        ConfigError: a file is missing or damaged.
+        ConfigError: a file is missing or damaged, or numbers are not finite.
     """
     weights = open_weights(folder)
     if problem := weights.damage(slice(None)):
@@ -172,9 +178,10 @@ def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tupl
     """Hold tensors against the model's parameters.
 
     Raises:
-        ConfigError: missing or unexpected names, or other shapes.
+        ConfigError: missing or unexpected names, other shapes, numbers that are not finite.
     """
     check_shapes({name: tuple(value.shape) for name, value in weights.items()}, shapes, source)
+    check_finite(weights, source)
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:

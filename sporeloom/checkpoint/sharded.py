@@ -17,8 +17,9 @@ import safetensors
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.content_hash import MASK, content_hash
+from sporeloom.checkpoint.finite import is_finite
 from sporeloom.checkpoint.manifest import FOLDER, LATEST, Manifest, Part, TensorEntry, checkpoints
-from sporeloom.checkpoint.tensor_files import Described, write_tensor_by_tensor
+from sporeloom.checkpoint.tensor_files import Described, not_finite_tensors, write_tensor_by_tensor
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
 from sporeloom.reader import read_json
@@ -130,10 +131,13 @@ def _flush(path: Path) -> None:
 
 
 class CheckpointReader:
-    """Slices of the tensors of a checkpoint; of the files only what is asked for is read."""
+    """Slices of the tensors of a checkpoint; of the files only what is asked for is read.
 
-    def __init__(self, folder: Path, manifest: Manifest):
-        self.folder, self.manifest = folder, manifest
+    `only_finite`: NaN and infinity are an error.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, only_finite: bool = True):
+        self.folder, self.manifest, self.only_finite = folder, manifest, only_finite
         self._files: dict[str, Any] = {}
         self._bytes_mapped = 0
 
@@ -141,7 +145,7 @@ class CheckpointReader:
         """One part of a tensor, put together from whatever parts the files hold.
 
         Raises:
-            ConfigError: a damaged file.
+            ConfigError: a damaged file, or numbers that are not finite.
         """
         entry = self.manifest.tensors[name]
         for part in entry.parts:  # one that holds it all spares a copy
@@ -179,13 +183,14 @@ class CheckpointReader:
         try:
             if part.file not in self._files:
                 self._files[part.file] = safetensors.safe_open(path, framework="numpy")
-            if not slices:
-                return np.asarray(self._files[part.file].get_tensor(name))
-            array: NDArray[Any] = self._files[part.file].get_slice(name)[slices]
+            file = self._files[part.file]
+            array: NDArray[Any] = file.get_slice(name)[slices] if slices else np.asarray(file.get_tensor(name))
             self._bytes_mapped += array.nbytes
-            return array
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise ConfigError(f"{path}: {name} cannot be read: {str(error).splitlines()[0]}") from None
+        if self.only_finite and not is_finite(array):
+            raise ConfigError(list(not_finite_tensors(self.folder / file for file in self.manifest.files)))
+        return array
 
 
 def damage(folder: Path, manifest: Manifest, share: slice = slice(None)) -> str | None:

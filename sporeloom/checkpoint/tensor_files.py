@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.checkpoint.finite import describe, is_finite, narrow, not_finite
 from sporeloom.errors import ConfigError
 from sporeloom.models.adapters import ADAPTER_CONFIG
 from sporeloom.reader import Document, parse_json, read_json
@@ -28,6 +29,7 @@ DTYPES = {
     **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"},
     **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL"},
 }
+FLOATS = ("float64", "float32", "float16", BFLOAT16)
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 LARGEST_HEADER = 100_000_000
 """As the format has it."""
@@ -55,6 +57,7 @@ class Stored(NamedTuple):
     """Where a tensor lies."""
 
     path: Path
+    name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
@@ -174,7 +177,7 @@ def _read_header(path: Path) -> dict[str, Stored]:
             raise ConfigError(f"{path}: {name}: {end - start} bytes are not {dtype} {shape}")
         if 8 + length + end > size:
             raise ConfigError(f"{path}: damaged: it ends before the bytes of {name} do")
-        found[name] = Stored(path, dtype, shape, 8 + length + start)
+        found[name] = Stored(path, name, dtype, shape, 8 + length + start)
     return found
 
 
@@ -182,7 +185,7 @@ def read_float32(tensor: Stored) -> NDArray[np.float32]:
     """A tensor of floating-point numbers, widened or narrowed.
 
     Raises:
-        ConfigError: it holds no such numbers, or cannot be read.
+        ConfigError: it holds no such numbers, or some that are not finite or too large; it cannot be read.
     """
     found: NDArray[np.float32] = _read(tensor, 0, math.prod(tensor.shape), "float32").reshape(tensor.shape)
     return found
@@ -192,7 +195,7 @@ def read_rows(tensor: Stored, start: int, stop: int, dtype: str, rest: Sequence[
     """Rows of a tensor of floating-point numbers in another type, some at a time; of its other dims what `rest` says.
 
     Raises:
-        ConfigError: it holds no such numbers, or cannot be read.
+        ConfigError: it holds no such numbers, or some that are not finite or too large; it cannot be read.
     """
     width = math.prod(tensor.shape[1:])
     step = max(1, CHUNK_NUMBERS // width)
@@ -207,12 +210,15 @@ def read_rows(tensor: Stored, start: int, stop: int, dtype: str, rest: Sequence[
 
 def _read(tensor: Stored, start: int, count: int, dtype: str) -> NDArray[Any]:
     """Numbers of a tensor."""
+    return _checked(tensor, _read_raw(tensor, start, count), dtype)
+
+
+def _read_raw(tensor: Stored, start: int, count: int) -> NDArray[Any]:
     kind = _number_kind(tensor)
     try:
-        raw = np.fromfile(tensor.path, kind, count, offset=tensor.offset + start * kind.itemsize)
+        return np.fromfile(tensor.path, kind, count, offset=tensor.offset + start * kind.itemsize)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{tensor.path}: cannot be read: {error}") from None
-    return raw.astype(numpy_dtype(dtype), copy=False)
 
 
 def _read_slices(tensor: Stored, slices: tuple[slice, ...], dtype: str) -> NDArray[Any]:
@@ -221,11 +227,43 @@ def _read_slices(tensor: Stored, slices: tuple[slice, ...], dtype: str) -> NDArr
         mapped = np.memmap(tensor.path, _number_kind(tensor), "r", tensor.offset, tensor.shape)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{tensor.path}: cannot be read: {error}") from None
-    return np.array(mapped[slices], numpy_dtype(dtype))
+    return _checked(tensor, np.array(mapped[slices]), dtype)
+
+
+def _checked(tensor: Stored, raw: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Numbers of a tensor in another type.
+
+    Raises:
+        ConfigError: not all are finite, or fit into that type. Names every such tensor that belongs together.
+    """
+    if is_finite(raw):
+        return narrow(raw, numpy_dtype(dtype), f"{tensor.path}: {tensor.name}")
+    raise ConfigError(list(not_finite_tensors(_files_with(tensor.path))))
+
+
+def not_finite_tensors(paths: Iterable[Path]) -> Iterator[str]:
+    """Of each file that has tensors with NaN or infinity, their names. Reads it all."""
+    for path in paths:
+        found = {}
+        for name, tensor in _read_header(path).items():
+            if tensor.dtype in FLOATS:
+                numbers = math.prod(tensor.shape)
+                starts = range(0, numbers, CHUNK_NUMBERS)
+                pieces = (_read_raw(tensor, start, min(CHUNK_NUMBERS, numbers - start)) for start in starts)
+                if text := describe(pieces, tensor.shape):
+                    found[name] = text
+        if found:
+            yield not_finite(path, found)
+
+
+def _files_with(path: Path) -> list[Path]:
+    """The files of the model that one is a part of."""
+    files = model_files(path.parent) if not (path.parent / ADAPTER_CONFIG).exists() else []
+    return files if path in files else [path]
 
 
 def _number_kind(tensor: Stored) -> np.dtype[Any]:
-    if tensor.dtype not in ("float64", "float32", "float16", BFLOAT16):
+    if tensor.dtype not in FLOATS:
         raise ConfigError(f"{tensor.path}: {tensor.dtype} numbers are no weights")
     return numpy_dtype(tensor.dtype)
 

@@ -267,12 +267,14 @@ def _set_aside(damaged: Sequence[Path], root: Path, newest: Path) -> None:
 
 
 def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, manifest: Manifest) -> None:
-    """Give the weights and moments of a compiled step the values of a checkpoint, whatever mesh wrote it.
+    """Give the weights and moments of a compiled step the values of a checkpoint, whatever mesh wrote it. All ranks take
+    part.
 
     Raises:
-        ConfigError: a tensor is missing or has another shape.
+        ConfigError: a tensor is missing or has another shape, a file is damaged.
     """
     reader, problems = CheckpointReader(folder, manifest), []
+    parts: list[Part] = []
     parameters = state_parameters(cell)
     on_every_rank = _whole_on_every_rank(parameters)
     for name, parameter in parameters.items():
@@ -284,11 +286,12 @@ def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, mani
             continue
         is_whole = name in on_every_rank
         slices = tuple(slice(0, length) for length in whole) if is_whole else engine.held_slices(name, whole)
-        _hold(parameter, slices, partial(reader.read, logical))
+        parts.append((parameter, slices, partial(reader.read, logical)))
     known = {logical_name(name) for name in parameters}
     problems += [f"{folder / MANIFEST}: {name} is no part of the run" for name in manifest.tensors if name not in known]
     if problems:
         raise ConfigError(problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else []))
+    _hold_all(parts, engine)
 
 
 def leave_undrawn(parameters: Iterable[Parameter]) -> None:
@@ -328,10 +331,30 @@ def start_from(
             found.pop(name, None)
             del shapes[name]
     check_shapes(found, shapes, str(folder))
-    for name, shape in shapes.items():
-        if only_frozen and parameters[name].requires_grad:
-            continue
-        _hold(parameters[name], engine.held_slices(parameters[name].name, shape), partial(weights.read, name))
+    wanted = [name for name in shapes if not (only_frozen and parameters[name].requires_grad)]
+    held = {name: engine.held_slices(parameters[name].name, shapes[name]) for name in wanted}
+    _hold_all([(parameters[name], held[name], partial(weights.read, name)) for name in wanted], engine)
+
+
+Part = tuple[Parameter, tuple[slice, ...] | None, Callable[[tuple[slice, ...]], Any]]
+"""A parameter, what this rank holds of it, and what reads that."""
+
+
+def _hold_all(parts: Iterable[Part], engine: Engine) -> None:
+    """`_hold` of many parameters.
+
+    Raises:
+        ConfigError: what any rank could not read; on all of them.
+    """
+    problems: list[str] = []
+    try:
+        for part in parts:
+            _hold(*part)
+    except ConfigError as error:
+        problems = error.problems
+    if finder := engine.largest(engine.rank + 1 if problems else 0):
+        told = _told_by(finder - 1, "\n".join(problems), engine)
+        raise ConfigError(problems or told.splitlines())
 
 
 def _hold(parameter: Parameter, slices: tuple[slice, ...] | None, read: Callable[[tuple[slice, ...]], Any]) -> None:

@@ -112,3 +112,18 @@ def test_what_was_saved_is_loaded(make_saver):
     load_state(saver.cell, saver.engine, saver.report, folder, manifest)
     values = {p.name: float(p.asnumpy()[0, 0]) for p in saver.cell.get_parameters()}
     assert values == {"model.a": 3.0, "adam_m.model.a": 3.0, "optimizer_rate": 4.0}
+
+
+def test_a_state_that_is_not_finite_is_not_gone_on_from(make_saver, capsys):
+    saver = make_saver()
+    for step, value in ((1, 3.0), (2, np.inf)):
+        saver.cell.fill(value)
+        saver.save(step)
+    newest = checkpoints(saver.root)[0]
+    with pytest.raises(
+        ConfigError, match=r"not finite: a \(6 infinite of 6, the first at \[0, 0\]\), adam_m\.a \(6 infinite"
+    ):
+        load_state(saver.cell, saver.engine, saver.report, newest, read_manifest(newest))
+    folder, manifest = newest_complete(Path(saver.root), saver.engine, lambda *_: None)
+    assert manifest.step == 1 and "skipped: " in capsys.readouterr().err
+    load_state(saver.cell, saver.engine, saver.report, folder, manifest)

@@ -11,15 +11,24 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from sporeloom.checkpoint.tensor_files import Described, read_float32, stored_tensors, write_tensor_by_tensor
+from sporeloom.checkpoint.finite import FLOAT32_MAX, FLOAT32_TINY, check_finite, is_finite
+from sporeloom.checkpoint.peft_config import PeftConfig, read_peft_config
+from sporeloom.checkpoint.tensor_files import (
+    Described,
+    numpy_dtype,
+    read_float32,
+    stored_tensors,
+    write_tensor_by_tensor,
+)
 from sporeloom.errors import ConfigError
 from sporeloom.files import replaced_folder
 from sporeloom.models.adapters import (
@@ -37,32 +46,18 @@ from sporeloom.models.adapters import (
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
-from sporeloom.reader import Document, fields_from, read_json
+from sporeloom.reader import read_json
 
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 SCORE = f"{PREFIX}score.weight"
-SAVED_OF_REWARD = {"score", "classifier"}
-"""PEFT's `modules_to_save` of a reward model: names that its head may have."""
-PLAIN = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "use_dora": False,
-    "use_qalora": False,
-    "use_bdlora": None,
-    "lora_bias": False,
-    "layer_replication": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "alora_invocation_tokens": None,
-}
-"""What adapters of other kinds have otherwise. Any other value is an error; how A and B were drawn at first is not asked."""
 MINDFORMERS = {
     **{"wq": "attention.query", "wk": "attention.key", "wv": "attention.value", "wo": "attention.output"},
     **{"w1": "mlp.gate", "w2": "mlp.down", "w3": "mlp.up"},
 }
 """Leaves of MindFormers' Llama -> ours."""
+IGNORED = (".lora_velora_embed",)
+"""How names of tensors end that only training uses."""
 Weights = dict[str, NDArray[np.float32]]
 
 
@@ -79,40 +74,34 @@ def read_adapter(folder: Path, family: str, model: ModelConfig) -> Adapter:
     """The adapters of a folder, for the model that is their base.
 
     Raises:
-        ConfigError: another kind of adapter, tensors that match no matrix or are of another shape, matrices without theirs.
+        ConfigError: another kind of adapter, tensors that match no matrix or are of another shape, matrices without theirs,
+            numbers that are not finite; all at once.
     """
     document = read_json(folder / ADAPTER_CONFIG)
-    if wrong := [key for key, value in PLAIN.items() if document.mapping.get(key, value) != value]:
-        raise ConfigError(
-            f"{document.source}: {key} is {document.mapping[key]!r}; only {PLAIN[key]!r} is built here" for key in wrong
-        )
-    if not set(document.mapping.get("modules_to_save") or ()) <= SAVED_OF_REWARD:
-        raise ConfigError(
-            f"{document.source}: modules_to_save is {document.mapping['modules_to_save']!r}; only a reward model's score is "
-            "read here"
-        )
-    names = _modules(family, model)
+    config = read_peft_config(document)
+    spellings = _spellings(family, model)
+    names = {name: ours for spelling in spellings for name, ours in spelling.items()}
     weights: Weights = {}
-    head, problems = {}, []
+    head: Weights = {}
+    modules: dict[str, str] = {}  # our path -> the module that its tensors are named after
+    problems: list[str] = []
     for key, tensor in stored_tensors([folder / TENSORS]).items():
         if key == SCORE and tensor.shape == (1, model.hidden_size):
             head = {HEAD: read_float32(tensor)}
             continue
         found = _parts(key, names)
         if not found:
-            problems.append(f"{folder / TENSORS}: {key} {tensor.shape} matches no matrix of the model")
+            if not key.endswith(IGNORED):
+                problems.append(f"{folder / TENSORS}: {key} {tensor.shape} matches no matrix of the model")
             continue
-        value = read_float32(tensor)
-        weights |= _split(value, found, model)
-    lora = _described(document, weights, names)
-    shapes = {name: tuple(value.shape) for name, value in weights.items()}
-    wanted = parameter_shapes(model)
-    for path in sorted({name.rpartition(".")[0] for name in weights}):
-        outer, inner = wanted[f"{path}.weight"]
-        rank = lora.r_of(path)
-        for end, shape in ((LORA_A, (rank, inner)), (LORA_B, (outer, rank))):
-            if shapes.get(path + end) != shape:
-                problems.append(f"{folder}: {path}{end} is {shapes.get(path + end)}, the model wants {shape}")
+        end, paths, module = found
+        if twice := [path for path in paths if path + end in weights]:
+            problems.append(f"{folder / TENSORS}: {key}: {twice[0]}{end} is given twice")
+            continue
+        modules |= dict.fromkeys(paths, module)
+        weights |= _split(read_float32(tensor), (end, paths), model)
+    problems += _shape_problems(folder, config, modules, weights, model)
+    problems += _target_problems(document.source, config, modules, spellings)
     if is_reward_adapter(folder) != bool(head):
         problems.append(
             f"{document.source}: task_type is {document.mapping.get('task_type')}, {SCORE} (1, {model.hidden_size}) is "
@@ -120,7 +109,38 @@ def read_adapter(folder: Path, family: str, model: ModelConfig) -> Adapter:
         )
     if problems or not weights:
         raise ConfigError(problems[:8] or [f"{folder / TENSORS}: holds no adapters"])
-    return Adapter(lora, {**weights, **head})
+    adapter = Adapter(_lora(config, modules), {**weights, **head})
+    if problems := [f"{folder}: {problem}" for problem in _number_problems(adapter, model)]:
+        raise ConfigError(problems[:8])
+    return adapter
+
+
+def _shape_problems(
+    folder: Path, config: PeftConfig, modules: Mapping[str, str], weights: Weights, model: ModelConfig
+) -> Iterator[str]:
+    """Tensors that are not of the rank that the configuration says, or not of the model's shapes."""
+    wanted = parameter_shapes(model)
+    for path, module in sorted(modules.items()):
+        outer, inner = wanted[f"{path}.weight"]
+        rank = config.rank(module)
+        for end, shape in ((LORA_A, (rank, inner)), (LORA_B, (outer, rank))):
+            found = tuple(weights[path + end].shape) if path + end in weights else None
+            if found != shape:
+                yield f"{folder}: {path}{end} is {found}, the model wants {shape} at rank {rank} of {ADAPTER_CONFIG}"
+
+
+def _target_problems(
+    source: str, config: PeftConfig, modules: Mapping[str, str], spellings: Sequence[Mapping[str, tuple[str, ...]]]
+) -> Iterator[str]:
+    """Tensors that PEFT would not use, and matrices that it would look for tensors of."""
+    given = set(modules.values())
+    spelling = next((each for each in spellings if given <= each.keys()), None)
+    if config.target_modules is None or spelling is None:  # MindFormers' names
+        return
+    if unused := sorted(module for module in given if not config.is_target(module)):
+        yield f"{source}: target_modules and what goes with it leave out {_some(unused)}, of which there are tensors"
+    if missing := sorted(module for module in spelling.keys() - given if config.is_target(module)):
+        yield f"{source}: target_modules names {_some(missing)}, of which there are no tensors"
 
 
 def write_adapter(
@@ -135,9 +155,13 @@ def write_adapter(
     matrix; a family without one keeps ours. An older folder of this name is replaced when the new one is complete.
 
     `add_files` puts what else belongs there, the tokenizer, into it.
+
+    Raises:
+        ConfigError: numbers that are not finite.
     """
+    check_finite(adapter.weights, f"{folder}: the adapters to write")
     paths = adapter.lora.targets(model)
-    theirs = _published_names(family, model, paths)
+    theirs, every = _published_names(family, model, paths)
     ends = {LORA_A: ".lora_A.weight", LORA_B: ".lora_B.weight"}
     tensors = {PREFIX + theirs[path] + ends[end]: adapter.weights[path + end] for path in paths for end in ends}
     is_reward = HEAD in adapter.weights
@@ -151,7 +175,7 @@ def write_adapter(
         "lora_alpha": adapter.lora.lora_alpha,
         "lora_dropout": adapter.lora.lora_dropout,
         "use_rslora": adapter.lora.use_rslora,
-        "target_modules": _short_names([theirs[path] for path in paths], list(theirs.values())),
+        "target_modules": _short_names([theirs[path] for path in paths], every),
         "rank_pattern": {theirs[path]: rank for path, rank in adapter.lora.ranks.items()},
         "alpha_pattern": {theirs[path]: alpha for path, alpha in adapter.lora.alphas.items()},
         "bias": "none",
@@ -168,13 +192,19 @@ def write_adapter(
 
 
 def merge(weights: Mapping[str, NDArray[Any]], adapter: Adapter, sign: float = 1.0) -> dict[str, NDArray[Any]]:
-    """Weights W + scale * B A; with `sign` -1 adapters are taken out again."""
+    """Weights W + scale * B A; with `sign` -1 adapters are taken out again.
+
+    Raises:
+        ConfigError: the sum is more than float32 holds.
+    """
     result = dict(weights)
     for name in adapter.weights:
         if name.endswith(LORA_A):
             path = name.removesuffix(LORA_A)
             change = adapter.weights[path + LORA_B] @ adapter.weights[name]
             result[f"{path}.weight"] = result[f"{path}.weight"] + np.float32(sign * adapter.lora.scale(path)) * change
+            if not is_finite(result[f"{path}.weight"]):
+                raise ConfigError(f"{path}.weight with its adapter merged in is not finite in float32")
     return result | {name: value for name, value in adapter.weights.items() if name == HEAD}
 
 
@@ -189,7 +219,11 @@ def ranks_of_several(adapters: Sequence[Adapter]) -> dict[str, list[int]]:
 
 def put_side_by_side(adapters: Sequence[Adapter]) -> Weights:
     """The parameters of `sporeloom.nn.multi_lora`: each adapter's part of the rows of A and of the columns of B, and a table
-    that says which part is whose, its first row for no adapter."""
+    that says which part is whose, its first row for no adapter.
+
+    Raises:
+        ConfigError: numbers that are not finite, which would reach the tokens of other adapters, too.
+    """
     result: Weights = {}
     for path, ranks in ranks_of_several(adapters).items():
         having = [adapter for adapter, rank in zip(adapters, ranks, strict=True) if rank]
@@ -198,35 +232,42 @@ def put_side_by_side(adapters: Sequence[Adapter]) -> Weights:
         result[path + LORA_B] = np.concatenate(scaled, axis=1)
         owners = np.repeat(np.arange(1, 1 + len(adapters)), ranks)
         result[path + LORA_MASK] = (np.arange(1 + len(adapters))[:, None] == owners).astype(np.float32)
+    check_finite(result, "adapters, B with their scales")
     return result
 
 
-def _modules(family: str, model: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Every name a matrix of the model is known by -> our paths, of which several are its rows."""
+def _spellings(family: str, model: ModelConfig) -> list[dict[str, tuple[str, ...]]]:
+    """The matrices' names, ours first, then as each publication has them -> our paths, of which several are its rows."""
     linear = linear_paths(model)
-    names: dict[str, tuple[str, ...]] = {path: (path,) for path in linear}
+    spellings: list[dict[str, tuple[str, ...]]] = [{path: (path,) for path in linear}]
     for way in family_module(family, "weights").PUBLISHED:
         try:
             tensors = way.tensors(model)
         except ConfigError:
             continue  # a network of this family that is not published so
-        for theirs, parts in tensors.items():
-            ours = tuple(part.name.removesuffix(".weight") for part in parts)
-            if set(ours) <= set(linear) and theirs.endswith(".weight"):
-                names[theirs.removesuffix(".weight")] = ours
-    return names
+        names = {
+            theirs: tuple(part.name.removesuffix(".weight") for part in parts) for theirs, parts in tensors.items()
+        }
+        spellings.append(
+            {
+                theirs.removesuffix(".weight"): ours
+                for theirs, ours in names.items()
+                if set(ours) <= set(linear) and theirs.endswith(".weight")
+            }
+        )
+    return spellings
 
 
-def _parts(key: str, names: Mapping[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...]] | None:
-    """(end of our name, our paths) of a tensor's name, if there is such a matrix."""
+def _parts(key: str, names: Mapping[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...], str] | None:
+    """(end of our name, our paths, the module they are of) of a tensor's name, if there is such a matrix."""
     if peft := re.fullmatch(re.escape(PREFIX) + r"(.+)\.lora_([AB])(?:\.[^.]+)?\.weight", key):
         ours = names.get(peft[1])
-        return (LORA_A if peft[2] == "A" else LORA_B, ours) if ours else None
+        return (LORA_A if peft[2] == "A" else LORA_B, ours, peft[1]) if ours else None
     if theirs := re.fullmatch(
         r"(?:model\.)*layers\.(\d+)\.(?:attention|feed_forward)\.(\w+)\.\w+_delta_lora_([ab])", key
     ):
         path = f"layers.{theirs[1]}.{MINDFORMERS.get(theirs[2])}"
-        return (LORA_A if theirs[3] == "a" else LORA_B, (path,)) if path in names else None
+        return (LORA_A if theirs[3] == "a" else LORA_B, (path,), key.rpartition(".")[0]) if path in names else None
     return None
 
 
@@ -243,27 +284,41 @@ def _split(value: NDArray[np.float32], found: tuple[str, tuple[str, ...]], model
     return result
 
 
-def _described(document: Document, weights: Weights, names: Mapping[str, tuple[str, ...]]) -> LoRAConfig:
-    """What adapter_config.json says, the ranks as they are in the tensors."""
-    values = document.mapping
-    known = ("r", "lora_alpha", "lora_dropout", "use_rslora")
-    given = {key: values[key] for key in known if values.get(key) is not None}
-    plain = fields_from(LoRAConfig, Document(document.source, given))
-    paths = sorted({name.rpartition(".")[0] for name in weights})
-    ranks = {path: weights[path + LORA_A].shape[0] for path in paths if path + LORA_A in weights}
-    alphas = {
-        path: float(alpha)
-        for pattern, alpha in (values.get("alpha_pattern") or {}).items()
-        for theirs, ours in names.items()
-        for path in ours
-        if re.search(rf"(^|\.){pattern}$", theirs) and path in paths
-    }
-    ranks = {path: rank for path, rank in ranks.items() if rank != plain.r}
-    return dataclasses.replace(plain, target_modules=tuple(paths), ranks=ranks, alphas=alphas)
+def _lora(config: PeftConfig, modules: Mapping[str, str]) -> LoRAConfig:
+    """Our adapters' configuration: of each path what the module says that its tensors are named after."""
+    ranks = {path: config.rank(module) for path, module in sorted(modules.items())}
+    alphas = {path: float(config.alpha(module)) for path, module in sorted(modules.items())}
+    return dataclasses.replace(
+        config.lora,
+        target_modules=tuple(ranks),
+        ranks={path: rank for path, rank in ranks.items() if rank != config.lora.r},
+        alphas={path: alpha for path, alpha in alphas.items() if alpha != config.lora.lora_alpha},
+    )
 
 
-def _published_names(family: str, model: ModelConfig, paths: list[str]) -> dict[str, str]:
-    """Our path -> the matrix' name where the model is published, of all matrices that have one of their own there."""
+def _number_problems(adapter: Adapter, model: ModelConfig) -> Iterator[str]:
+    """What would not be finite, of the numbers that are computed with: scale, B with the scale, B A with it."""
+    largest = float(ml_dtypes.finfo(numpy_dtype(model.compute_dtype)).max)
+    for path in [name.removesuffix(LORA_A) for name in adapter.weights if name.endswith(LORA_A)]:
+        scale, rank = adapter.lora.scale(path), adapter.lora.r_of(path)
+        if not FLOAT32_TINY <= scale <= FLOAT32_MAX:
+            yield f"{path}: lora_alpha and rank {rank} make a scale of {scale}"
+            continue
+        a, b = (float(np.abs(adapter.weights[path + end]).max(initial=0)) for end in (LORA_A, LORA_B))
+        if (top := max(a, scale * b)) > largest:
+            yield f"{path}: numbers up to {top:.3g} in A or scale * B; {model.compute_dtype} ends at {largest:.3g}"
+        elif scale * rank * a * b > FLOAT32_MAX and (found := _largest_change(adapter, path)) > FLOAT32_MAX:
+            yield f"{path}: scale * B A is up to {found:.3g}; float32 ends at {FLOAT32_MAX:.3g}"
+
+
+def _largest_change(adapter: Adapter, path: str) -> float:
+    b, a = (adapter.weights[path + end].astype(np.float64) for end in (LORA_B, LORA_A))
+    return float(np.abs(adapter.lora.scale(path) * (b @ a)).max())
+
+
+def _published_names(family: str, model: ModelConfig, paths: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Our path -> the matrix' name where the model is published, of all matrices that have one of their own there; and the
+    names of all modules there."""
     for way in family_module(family, "weights").PUBLISHED:
         try:
             way.write(model)
@@ -276,8 +331,10 @@ def _published_names(family: str, model: ModelConfig, paths: list[str]) -> dict[
             if len(parts) == 1 and theirs.endswith(".weight")
         }
         if all(path in whole for path in paths):
-            return {path: whole[path] for path in linear_paths(model) if path in whole}
-    return {path: path for path in linear_paths(model)}
+            modules = [name.removesuffix(".weight") for name in tensors]
+            return {path: whole[path] for path in linear_paths(model) if path in whole}, modules
+    modules = [name.removesuffix(".weight") for name in parameter_shapes(model)]
+    return {path: path for path in linear_paths(model)}, modules
 
 
 def _short_names(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
@@ -285,3 +342,7 @@ def _short_names(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
     leaves = {name.rpartition(".")[2] for name in chosen}
     whole = {leaf for leaf in leaves if all(name in chosen for name in every if name.rpartition(".")[2] == leaf)}
     return sorted(whole | {name for name in chosen if name.rpartition(".")[2] not in whole})
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -11,8 +11,9 @@ from mindspore.common.initializer import initializer
 class AdaptedProduct(nn.Cell):
     """What every kind of `Linear` has: room for adapters beside its matrix W (out, in).
 
-    y = x W^T + (x A^T * m) B^T. A (R, in) and B (out, R) hold those of all adapters, one after another, B with their scales
-    in it; a token's m (R,) is 1 where its adapter stands, and 0 elsewhere. What a token gets depends on its own row alone.
+    y = x W^T + (x A^T where m, else 0) B^T. A (R, in) and B (out, R) hold those of all adapters, one after another, B with
+    their scales in it; a token's m (R,) is 1 where its adapter stands, and 0 elsewhere. What a token gets depends on its own
+    row alone, and on its own adapter alone even where another one's x A^T is infinite; B is finite.
     """
 
     has_adapters = False
@@ -27,13 +28,14 @@ class AdaptedProduct(nn.Cell):
         self.lora_mask = Parameter(initializer("zeros", (1 + len(widths), total), mstype.float32), requires_grad=False)
         self.lora_down, self.lora_up = ops.MatMul(transpose_b=True), ops.MatMul(transpose_b=True)
         self.lora_ids, self.lora_pick = ops.Reshape(), ops.Gather()
-        self.lora_choose, self.lora_add, self.lora_cast = ops.Mul(), ops.Add(), ops.Cast()
+        self.lora_others, self.lora_choose = ops.Equal(), ops.MaskedFill()
+        self.lora_add, self.lora_cast = ops.Add(), ops.Cast()
 
     def with_adapters(self, y, x, adapter_ids):
         """y (N, out) of x (N, in), and what the adapters of the N tokens add; adapter_ids: (B, T), 0 for none."""
         mask = self.lora_pick(self.lora_mask, self.lora_ids(adapter_ids, (-1,)), 0)  # (N, R)
         narrow = self.lora_down(x, self.lora_cast(self.lora_a, self.dtype))
-        narrow = self.lora_choose(narrow, self.lora_cast(mask, self.dtype))
+        narrow = self.lora_choose(narrow, self.lora_others(mask, 0.0), 0.0)
         return self.lora_add(y, self.lora_up(narrow, self.lora_cast(self.lora_b, self.dtype)))
 
 

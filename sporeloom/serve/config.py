@@ -9,8 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-
 from sporeloom.checkpoint.adapters import Adapter, read_adapter
 from sporeloom.cli import argument, option
 from sporeloom.data.tokenizer import Tokenizer, folder_tokenizer
@@ -166,10 +164,6 @@ def _read_module(word: str, config: ServeConfig, family: str, model: ModelConfig
     if is_reward_adapter(folder):
         raise ConfigError(f"--lora-modules {word}: adapters of a reward model, which gives a number and no text")
     adapter = read_adapter(folder, family, model)
-    if bad := [key for key, value in adapter.weights.items() if not np.isfinite(value).all()]:
-        raise ConfigError(
-            f"--lora-modules {word}: {bad[0]} holds NaN or infinity, which would spoil other answers, too"
-        )
     own = any((folder / file).is_file() for file in family_module(family, "tokenizer").FILE_NAMES)
     where = (folder, model) if own else (config.checkpoint, model, config.tokenizer)
     return name, folder_tokenizer(family, *where), adapter

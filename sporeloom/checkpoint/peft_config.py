@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an adapter_config.json of PEFT says, field by field: honoured, without effect on what is computed, or refused.
+
+Source: PEFT 0.21.2: tuners/lora/config.py, `LoraLayer.update_layer`, `check_target_module_exists`, `get_pattern_key`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sporeloom.errors import Problems
+from sporeloom.models.adapters import LoRAConfig
+from sporeloom.reader import Document, fields_from
+
+PLAIN_FIELDS = ("r", "lora_alpha", "lora_dropout", "use_rslora")
+"""Those that are ours, too."""
+TARGETS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+HONOURED = (
+    *PLAIN_FIELDS,
+    *TARGETS,
+    *("rank_pattern", "alpha_pattern", "init_lora_weights"),
+    *("modules_to_save", "base_model_name_or_path", "task_type"),
+)
+"""Fields that are read, here and in `sporeloom.models.adapters`."""
+REFUSED: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "lora_bias": False,
+    "layer_replication": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+}
+"""Fields of other computations -> the one value that means none of them."""
+IRRELEVANT = (
+    *("auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config"),
+    *("megatron_config", "megatron_core"),  # of Megatron's layers, which a published model has none of
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # of an `init_lora_weights`
+    *("velora_config",),  # of the backward pass
+    *("qalora_group_size",),  # of use_qalora
+    *("ensure_weight_tying",),  # of embeddings, which cannot have adapters here
+)
+"""Fields that say nothing of what trained adapters compute."""
+PLAIN_INITS = (True, False, None, "true", "false", "gaussian", "eva", "orthogonal", "mica")
+"""`init_lora_weights` that leave the base model's weights as they are."""
+CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""How those begin that take what the adapters begin with off the base model's weights, when PEFT opens such a folder, too."""
+SAVED_OF_REWARD = {"score", "classifier"}
+"""`modules_to_save` of a reward model: names that its head may have."""
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """A configuration that was found right."""
+
+    lora: LoRAConfig
+    """What holds for every matrix that no pattern matches."""
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    target_modules: str | list[str] | None
+    exclude_modules: str | list[str] | None
+    layers_to_transform: int | list[int] | None
+    layers_pattern: str | list[str] | None
+
+    def rank(self, module: str) -> int:
+        """Of the adapter of a module, by its path in the base model."""
+        return _first_match(self.rank_pattern, module, self.lora.r)
+
+    def alpha(self, module: str) -> float:
+        """Likewise its lora_alpha."""
+        return _first_match(self.alpha_pattern, module, self.lora.lora_alpha)
+
+    def is_target(self, module: str) -> bool:
+        """Whether PEFT gives a linear module an adapter. Without target_modules it goes by a table of its own; here by the
+        tensors."""
+        if self.exclude_modules and _names(self.exclude_modules, module):
+            return False
+        targets = self.target_modules
+        if targets is None or (isinstance(targets, str) and targets.lower() == "all-linear"):
+            return True
+        if isinstance(targets, str) or module in targets:
+            return _names(targets, module)
+        return _names(targets, module) and self._is_chosen_layer(module)
+
+    def _is_chosen_layer(self, module: str) -> bool:
+        chosen = self.layers_to_transform
+        if chosen is None or chosen == []:
+            return True
+        names = self.layers_pattern or []
+        names = [names] if isinstance(names, str) else names
+        begins = [rf"(?:^|.*?\.){name}" for name in names] or [r".*?\.[^.]*"]
+        found = next(filter(None, (re.match(rf"{begin}\.(?P<layer>\d+)\.", module) for begin in begins)), None)
+        return found is not None and int(found["layer"]) in ([chosen] if isinstance(chosen, int) else chosen)
+
+
+def read_peft_config(document: Document) -> PeftConfig:
+    """The configuration of adapters, every field looked at.
+
+    Raises:
+        ConfigError: values that are none, and adapters that are not W + scale * B A of the base model's W.
+    """
+    values, problems = document.mapping, Problems()
+    given = {name: values[name] for name in PLAIN_FIELDS if values.get(name) is not None}
+    lora = problems.of(fields_from, LoRAConfig, Document(document.source, given, document.lines))
+    problems += [f"{document.source}: {problem}" for problem in (*_wrong_values(values), *_other_kinds(values))]
+    problems.tell()
+    assert lora
+    ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
+    return PeftConfig(lora, ranks, alphas, **{name: values.get(name) for name in TARGETS})
+
+
+def _other_kinds(values: Mapping[str, Any]) -> Iterator[str]:
+    """Fields that make PEFT compute something else."""
+    for name, plain in REFUSED.items():
+        if values.get(name, plain) != plain:
+            yield f"{name} is {values[name]!r}; only {plain!r} is built here"
+    known = (*HONOURED, *REFUSED, *IRRELEVANT)
+    for name in [name for name, value in values.items() if name not in known and value]:
+        yield f"{name} is {values[name]!r}, a field that is not known here; remove it if it changes nothing"
+    begin = values.get("init_lora_weights", True)
+    word = begin.lower() if isinstance(begin, str) else begin
+    if isinstance(word, str) and word.startswith(CHANGED_BASES):
+        yield (
+            f"init_lora_weights is {begin!r}: the adapters belong to a base model whose weights were changed when their "
+            "training began; write them for the original one with PEFT's save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...), or the merged model with merge_and_unload()"
+        )
+    elif word not in PLAIN_INITS:
+        yield f"init_lora_weights is {begin!r}, which is not known here"
+    saved = values.get("modules_to_save") or ()
+    if not isinstance(saved, list | tuple) or not set(map(str, saved)) <= SAVED_OF_REWARD:
+        yield f"modules_to_save is {saved!r}; only a reward model's score is read here"
+
+
+def _wrong_values(values: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("rank_pattern", "alpha_pattern"):
+        found = values.get(name) or {}
+        if not isinstance(found, dict):
+            yield f"{name} must be a mapping of patterns, got {found!r}"
+            continue
+        for pattern, value in found.items():
+            if problem := _number_problem(value, whole=name == "rank_pattern"):
+                yield f"{name}: {pattern} {problem}, got {value!r}"
+            yield from _pattern_problems(name, pattern)
+    for name in ("target_modules", "exclude_modules", "layers_pattern"):
+        found = values.get(name)
+        is_list = isinstance(found, list) and all(isinstance(entry, str) for entry in found)
+        if found is not None and not isinstance(found, str) and not is_list:
+            yield f"{name} must be a text or a list of texts, got {found!r}"
+        elif name == "layers_pattern" or isinstance(found, str):
+            for pattern in [found] if isinstance(found, str) else found or ():
+                yield from _pattern_problems(name, pattern)
+    chosen = values.get("layers_to_transform")
+    if not all(type(layer) is int for layer in (chosen if isinstance(chosen, list) else [chosen or 0])):
+        yield f"layers_to_transform must be numbers of layers, got {chosen!r}"
+    if isinstance(values.get("target_modules"), str) and (chosen is not None or values.get("layers_pattern")):
+        yield "layers_to_transform and layers_pattern go with a list of target_modules, not with a pattern"
+
+
+def _number_problem(value: Any, whole: bool) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        return "must be a whole number" if whole else "must be a number"
+    return None if math.isfinite(value) and value > 0 else "must be above 0 and finite"
+
+
+def _pattern_problems(name: str, pattern: str) -> Iterator[str]:
+    try:
+        re.compile(f"({pattern})")
+    except re.error as error:
+        yield f"{name}: {pattern!r} is not a regular expression: {error}"
+
+
+def _first_match(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+    """The value of the first pattern, in the file's order, that matches the end of a module's path."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return otherwise
+
+
+def _names(targets: str | list[str], module: str) -> bool:
+    """Whether a regular expression matches a module's whole path, or one of several names its end."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return any(module == target or module.endswith(f".{target}") for target in targets)

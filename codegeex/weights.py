@@ -6,12 +6,22 @@ and 4: config.json and modeling_chatglm.py of THUDM/codegeex2-6b and THUDM/codeg
 network.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from codegeex.config import GLM
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.published import Published, end_tokens, eos_token_id, llama_names, only, require, rope_theta
+from sporeloom.models.published import (
+    Published,
+    end_tokens,
+    eos_token_id,
+    llama_names,
+    only,
+    read_rope,
+    require,
+    rope_theta,
+)
 from sporeloom.models.weight_names import decoder_tables
 
 TABLES = decoder_tables(word_and_position="backbone.embedding.")
@@ -62,6 +72,7 @@ def _read_chatglm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_chatglm(config: ModelConfig) -> dict[str, Any]:
     _check(config)
+    require(config, {"rotated": config.head_size // 2}, "CodeGeeX2 or CodeGeeX4")
     return {
         "architectures": ["ChatGLMForConditionalGeneration"],
         "model_type": "chatglm",
@@ -89,8 +100,8 @@ def _write_chatglm(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_glm(values: Mapping[str, Any]) -> dict[str, Any]:
-    only(values, {"hidden_act": "silu", "attention_dropout": 0.0})
-    rotary = values.get("rope_parameters") or values
+    only(values, {"hidden_act": ("silu", "swish"), "attention_dropout": 0.0})
+    rope = read_rope(values)
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     return {
         **GLM,
@@ -104,8 +115,8 @@ def _read_glm(values: Mapping[str, Any]) -> dict[str, Any]:
         "ffn_hidden_size": values["intermediate_size"],
         "seq_len": values["max_position_embeddings"],
         "layer_norm_epsilon": values["rms_norm_eps"],
-        "rope_theta": rope_theta(values),
-        "rope_dim": int(head_dim * rotary.get("partial_rotary_factor", 0.5)),
+        "rope_theta": rope_theta(rope),
+        "rope_dim": int(head_dim * (0.5 if rope.rotated is None else rope.rotated)),
         "qkv_bias": values["attention_bias"],
         "tied_embedding": bool(values.get("tie_word_embeddings", False)),
     }
@@ -127,7 +138,7 @@ def _write_glm(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.seq_len,
         "rms_norm_eps": config.layer_norm_epsilon,
         "rope_theta": config.rope_theta,
-        "partial_rotary_factor": config.rotated / config.head_size,
+        "partial_rotary_factor": _share(config.rotated, config.head_size),
         "attention_bias": config.qkv_bias,
         "tie_word_embeddings": config.tied_embedding,
         "eos_token_id": eos_token_id(config),
@@ -136,12 +147,18 @@ def _write_glm(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _share(part: int, whole: int) -> float:
+    """Part / whole, such that int(whole * it) is the part again: the product may come to a little less."""
+    share = part / whole
+    return share if int(whole * share) == part else math.nextafter(share, 1.0)
+
+
 def _check(config: ModelConfig) -> None:
     """Raises:
-    ConfigError: not the network that CodeGeeX2 and 4 are.
+    ConfigError: not the network that CodeGeeX2 and 4 are, but for how much of a head is turned.
     """
     parts = {name: part for name, part in GLM.items() if not name.endswith("_std")}
-    fixed = {"block": "sequential", "rotated": config.head_size // 2, "logits_scale": 1.0}
+    fixed = {"block": "sequential", "logits_scale": 1.0}
     require(config, {**parts, **fixed}, "CodeGeeX2 or CodeGeeX4")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from palm.config import PALM
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.published import Published, end_tokens, only, require
+from sporeloom.models.published import Published, end_tokens, eos_token_id, only, require
 from sporeloom.models.weight_names import Name
 
 TABLES: dict[str, dict[str, Name]] = {}
@@ -52,7 +52,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embedding,
         "logits_scale": config.logits_scale,
         "z_loss_coef": config.z_loss,
-        "eos_token_id": config.eod_id,
+        "eos_token_id": eos_token_id(config),
     }
 
 

@@ -12,7 +12,16 @@ from typing import Any
 from pangu.config import OPEN_PANGU, PRO_MOE
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.published import Published, end_tokens, eos_token_id, llama_names, only, require, rope_theta
+from sporeloom.models.published import (
+    Published,
+    end_tokens,
+    eos_token_id,
+    llama_names,
+    only,
+    read_rope,
+    require,
+    rope_theta,
+)
 from sporeloom.models.weight_names import decoder_tables
 
 TABLES = decoder_tables(word_and_position="backbone.")
@@ -27,9 +36,13 @@ ALIASES = {
 }
 
 
-def _read(values: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of openPangu-Embedded, or of a Llama with `attention_bias`."""
-    only(values, {"hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0.0})
+def _read(values: Mapping[str, Any], width: str = "intermediate_size", theta: float = 10000.0) -> dict[str, Any]:
+    """config.json of openPangu-Embedded, or of a Llama with `attention_bias`. `width`: the key of the MLP's; `theta`: of RoPE
+    where it is not said."""
+    only(values, {"hidden_act": ("silu", "swish"), "mlp_bias": False, "attention_dropout": 0.0})
+    rope = read_rope(values)
+    if rope.rotated not in (None, 1.0):
+        raise ConfigError(f"partial_rotary_factor is {rope.rotated}; only 1 is built here")
     if values.get("param_sink_number"):
         raise ConfigError("param_sink_number: a network with sink tokens (openPangu-R), which is not built here")
     biases = bool(values.get("bias", values.get("attention_bias", False)))
@@ -43,10 +56,10 @@ def _read(values: Mapping[str, Any]) -> dict[str, Any]:
         "num_heads": values["num_attention_heads"],
         "num_kv_heads": values.get("num_key_value_heads"),
         "head_dim": values.get("head_dim"),
-        "ffn_hidden_size": values["intermediate_size"],
+        "ffn_hidden_size": values[width],
         "seq_len": values.get("max_position_embeddings", 2048),
         "layer_norm_epsilon": values.get("rms_norm_eps", 1e-6),
-        "rope_theta": rope_theta(values, 10000.0),
+        "rope_theta": rope_theta(rope, theta),
         "qkv_bias": biases,
         "output_bias": biases,
         "tied_embedding": bool(values.get("tie_word_embeddings", False)),
@@ -66,9 +79,8 @@ def _read_moe(values: Mapping[str, Any]) -> dict[str, Any]:
         "shared_ffn_hidden_size": values["shared_expert_intermediate_size"],
         "balance_loss": values.get("router_aux_loss_coef", 0.001),
     }
-    dense = {**values, "intermediate_size": values["moe_intermediate_size"]}
     biases = {"qkv_bias": values.get("attention_bias", True), "output_bias": values.get("attention_bias", True)}
-    return {**_read(dense), **biases, "rope_theta": rope_theta(values, 1.6e7), "experts": experts}
+    return {**_read(values, "moe_intermediate_size", 1.6e7), **biases, "experts": experts}
 
 
 def _write_moe(config: ModelConfig) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from sporeloom.log import milestone
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES, family_module
 from sporeloom.models.parameters import parameter_shapes
-from sporeloom.models.published import ParameterPart, Published, published_as
+from sporeloom.models.published import ParameterPart, Published, published_as, read_config
 from sporeloom.reader import Document, fields_from, read_json
 
 Dtype = Literal["float32", "bfloat16"]
@@ -102,14 +102,34 @@ def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
     family, way = known[model_type]
     model = _model(way, document)
     tensors = stored_tensors(model_files(folder))
+    if model.tied_embedding:
+        _drop_tied_head(way, tensors, folder)
     if problems := way.problems({name: tensor.shape for name, tensor in tensors.items()}, model):
         raise ConfigError(f"{folder}: {problem}" for problem in problems)
     return PublishedFolder(folder, family, way, model, tensors)
 
 
+def _drop_tied_head(way: Published, tensors: dict[str, Stored], folder: Path) -> None:
+    """Leave out a head that is stored beside the embedding that is used for it.
+
+    Raises:
+        ConfigError: it is another matrix.
+    """
+    word, head = (tensors.get(str(way.name_of(name))) for name in ("embedding.word.weight", "head.weight"))
+    if not word or not head:
+        return
+    rows = zip(*(read_rows(each, 0, each.shape[0], "float32") for each in (word, head)), strict=False)
+    if word.shape != head.shape or not all(np.array_equal(*pair) for pair in rows):
+        raise ConfigError(
+            f"{folder / CONFIG}: tie_word_embeddings is true, but {head.name} is not {word.name}: remove it from the file if "
+            "the embedding is to be used, or write false"
+        )
+    del tensors[head.name]
+
+
 def _model(way: Published, document: Document) -> ModelConfig:
     try:
-        fields = way.read(document.mapping)
+        fields, unknown = read_config(way, document.mapping)
     except ConfigError as error:
         raise ConfigError(f"{document.source}: {problem}" for problem in error.problems) from None
     except KeyError as error:
@@ -119,6 +139,8 @@ def _model(way: Published, document: Document) -> ModelConfig:
     if "eod_id" not in fields:
         eod_id = ModelConfig.eod_id
         milestone(f"{document.source}: no eos_token_id; documents end with token {eod_id} unless eod_id says otherwise")
+    if unknown:
+        milestone(f"{document.source}: keys that are not known here and change nothing here: {', '.join(unknown)}")
     given = {name: value for name, value in fields.items() if value is not None}
     return fields_from(ModelConfig, Document(document.source, given))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ DTYPES = {
 }
 FLOATS = ("float64", "float32", "float16", BFLOAT16)
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
+_OF_A_MODEL = re.compile(r"model(?:-\d+-of-(\d+))?\.safetensors")
+"""Names of files that hold a model's weights: one of so many, or the only one. Others may lie beside them."""
 LARGEST_HEADER = 100_000_000
 """As the format has it."""
 CHUNK_NUMBERS = 1 << 23
@@ -122,21 +125,36 @@ def model_files(folder: Path) -> list[Path]:
     """The files of a model folder that hold its tensors: those of its index, model.safetensors, or all there are.
 
     Raises:
-        ConfigError: an index that cannot be used.
+        ConfigError: an index that cannot be used, or files of another model's weights beside them.
     """
     if (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(
             f"{folder}: holds adapters; make a model of them first: sporeloom export-checkpoint {folder} OUT"
         )
-    if not (folder / INDEX).exists():
-        found = sorted(folder.glob("*.safetensors"))
-        return [folder / WEIGHTS] if (folder / WEIGHTS) in found or not found else found
-    names = read_json(folder / INDEX).mapping.get("weight_map")
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    index = folder / INDEX
+    names = _indexed(index) if index.exists() else [WEIGHTS] if WEIGHTS in found or not found else found
+    others = [name for name in found if name not in names and _OF_A_MODEL.fullmatch(name)]
+    if others:
+        what = f"{INDEX} names {', '.join(names[:2])}{', ...' * (len(names) > 2)}" if index.exists() else WEIGHTS
+        raise ConfigError(
+            f"{folder}: two sets of weights: {what}, and beside {'it' if index.exists() else 'that'} there is "
+            f"{', '.join(others[:2])}{', ...' * (len(others) > 2)}; remove the one that is not the model's"
+        )
+    sets = {match[1] for name in names if (match := _OF_A_MODEL.fullmatch(name))}
+    if not index.exists() and len(sets) > 1:
+        raise ConfigError(f"{folder}: two sets of weights: {', '.join(names)}; remove the one that is not the model's")
+    return [folder / name for name in names]
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names."""
+    names = read_json(index).mapping.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ConfigError(f"{folder / INDEX}: no `weight_map` that says which file holds which tensor")
+        raise ConfigError(f"{index}: no `weight_map` that says which file holds which tensor")
     if outside := [name for name in names.values() if Path(name).name != name or name.startswith(".")]:
-        raise ConfigError(f"{folder / INDEX}: {outside[0]!r} is no file of this folder")
-    return [folder / name for name in sorted(set(names.values()))]
+        raise ConfigError(f"{index}: {outside[0]!r} is no file of this folder")
+    return sorted(set(names.values()))
 
 
 def stored_tensors(paths: Iterable[Path]) -> dict[str, Stored]:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.errors import ConfigError, Problems, did_you_mean
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import Shapes, parameter_shapes
+from sporeloom.models.published_keys import AskedKeys, key_problems, unknown_keys
 
 LAYER = "{i}"
 """In a name: the number of a layer."""
@@ -80,6 +81,10 @@ class Published:
             )
         return result
 
+    def name_of(self, ours: str) -> str | None:
+        """Their name of a parameter that has one of its own and is of no layer."""
+        return next((theirs for theirs, parts in self.names.items() if parts == (ours,)), None)
+
     def shapes(self, config: ModelConfig) -> Shapes:
         """Shape of each of their tensors."""
         own = parameter_shapes(config)
@@ -115,15 +120,32 @@ def published_as(ways: tuple[Published, ...], model_type: str, source: str) -> P
     return ways[known.index(model_type)]
 
 
+def read_config(way: Published, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Fields of ours of a config.json; and its keys that nothing is known of here.
+
+    Raises:
+        ConfigError: a network that ours is not, by any of its keys.
+        KeyError: a key that is needed is missing.
+    """
+    asked, problems = AskedKeys(values), Problems()
+    fields = problems.of(way.read, asked)
+    problems += key_problems(asked)
+    problems.tell()
+    assert fields is not None
+    return fields, unknown_keys(asked)
+
+
 def only(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Hold keys of a config.json against the one value each that our networks have. A key that is absent is fine.
+    """Hold keys of a config.json against the one value each that our networks have, or a tuple of ones that mean the same.
+    A key that is absent is fine.
 
     Raises:
         ConfigError: another value.
     """
-    wrong = [key for key, value in wanted.items() if values.get(key, value) not in (value, None)]
+    choices = {key: value if isinstance(value, tuple) else (value,) for key, value in wanted.items()}
+    wrong = [key for key, fine in choices.items() if values.get(key, fine[0]) not in (*fine, None)]
     if wrong:
-        raise ConfigError(f"{key} is {values[key]!r}; only {wanted[key]!r} is built here" for key in wrong)
+        raise ConfigError(f"{key} is {values[key]!r}; only {choices[key][0]!r} is built here" for key in wrong)
 
 
 def require(config: ModelConfig, parts: Mapping[str, Any], name: str) -> None:
@@ -137,20 +159,65 @@ def require(config: ModelConfig, parts: Mapping[str, Any], name: str) -> None:
         raise ConfigError(f"not a network that can be written as {name}: {told}")
 
 
-def rope_theta(values: Mapping[str, Any], default: float | None = None) -> float:
-    """Of a config.json, where transformers 4 and 5 write it.
+class Rope(NamedTuple):
+    """What a config.json says of rotary positions."""
+
+    theta: float | None
+    rotated: float | None
+    """Share of each head's features that is turned."""
+
+
+def read_rope(values: Mapping[str, Any]) -> Rope:
+    """Of a config.json, wherever transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`, which counts where
+    both are there) write it.
 
     Raises:
-        ConfigError: angles that are scaled.
-        KeyError: there is none, and no default.
+        ConfigError: angles that are scaled, or one thing said twice.
     """
-    rope = values.get("rope_parameters") or {}
-    only(rope, {"rope_type": "default"})
-    only(values, {"rope_scaling": None})
-    found = rope.get("rope_theta", values.get("rope_theta", default))
-    if found is None:
+    problems: list[str] = []
+    inner: dict[str, dict[str, Any]] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        given = values.get(key) or {}
+        if isinstance(given, dict):
+            problems += _scaling_problems(key, given)
+            inner[key] = given
+        else:
+            problems.append(f"{key} must be a mapping of keys, got {given!r}")
+    found = []
+    for name in ("rope_theta", "partial_rotary_factor"):
+        outer = values.get(name)
+        said = {f"{key}.{name}": given[name] for key, given in inner.items() if given.get(name) is not None}
+        if len(set(map(str, said.values()))) > 1:
+            told = " and ".join(f"{place} {value!r}" for place, value in said.items())
+            problems.append(f"{told} contradict each other; leave one")
+        found.append(next(iter(said.values()), outer))
+    if problems:
+        raise ConfigError(problems)
+    return Rope(*(None if number is None else float(number) for number in found))
+
+
+def _scaling_problems(key: str, given: Mapping[str, Any]) -> Iterator[str]:
+    """What makes angles other than position * theta^(-2 i / d)."""
+    identity = given.get("factor") in (None, 1)
+    plain = ("default", "linear") if identity and "factor" in given else ("default",)
+    for name, value in given.items():
+        if name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings") or value is None:
+            continue
+        if name in ("rope_type", "type"):
+            if value not in plain:
+                yield f"{key}.{name} is {value!r}; only 'default' is built here"
+        elif value != 1:
+            yield f"{key}.{name} is {value!r}; only angles that are not scaled are built here"
+
+
+def rope_theta(rope: Rope, default: float | None = None) -> float:
+    """Raises:
+    KeyError: there is none, and no default.
+    """
+    theta = default if rope.theta is None else rope.theta
+    if theta is None:
         raise KeyError("rope_theta")
-    return float(found)
+    return theta
 
 
 def end_tokens(values: Mapping[str, Any], key: str = "eos_token_id") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from sporeloom import __version__
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
+from sporeloom.json_text import json_text
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import sources_hash
@@ -80,7 +81,7 @@ def hashes_of(vouched: Mapping[str, Any]) -> dict[str, str]:
 def write_certificate(path: Path, values: Mapping[str, Any]) -> None:
     """Write a certificate with its seal, the hash of all the rest."""
     plain = _without_infinity(values)
-    text = json.dumps({**plain, SEAL: _hash(plain)}, indent=1, ensure_ascii=False) + "\n"
+    text = json_text({**plain, SEAL: _hash(plain)}, indent=1, ensure_ascii=False) + "\n"
     write_text_atomically(path, text)
 
 
@@ -98,7 +99,7 @@ def check_certificate(path: Path, vouched: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path}: was edited after it was made; make it again with tools/certify.py")
     if values["verdict"] != CERTIFIED:
         raise ConfigError(f"{path}: the strategy was refused: {'; '.join(values.get('reasons', []))}")
-    changed = list(_differences(values["vouched_for"], json.loads(json.dumps(vouched)), ""))
+    changed = list(_differences(values["vouched_for"], json.loads(json_text(vouched)), ""))
     if changed:
         raise ConfigError([*(f"{path}: {line}" for line in changed), f"{path}: make it again with tools/certify.py"])
 
@@ -111,7 +112,7 @@ def _differences(before: Any, now: Any, key: str) -> Iterator[str]:
         if before != now:
             yield "the sources of sporeloom or of a model family have changed"
     elif before != now:
-        yield f"{key} was {json.dumps(before)[:80]}, is {json.dumps(now)[:80]}"
+        yield f"{key} was {json_text(before)[:80]}, is {json_text(now)[:80]}"
 
 
 def _without_infinity(values: Any) -> Any:
@@ -124,4 +125,4 @@ def _without_infinity(values: Any) -> Any:
 
 
 def _hash(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json_text(values, sort_keys=True).encode()).hexdigest()

@@ -18,6 +18,7 @@ CORE = {
     "cli",
     "errors",
     "files",
+    "json_text",
     "locks",
     "log",
     "models",
@@ -106,6 +107,22 @@ def test_private_names_of_mindspore_stand_in_one_module():
             text = path.read_text(encoding="utf-8")
             lines = [line for line in text.splitlines() if re.match(r"\s*(from|import) mindspore", line)]
             assert not [line for line in lines if private.search(line)], path
+
+
+INTERNAL_JSON = (
+    *("runtime/*", "runtime/cpu/*", "certification/*", "data/*", "locks.py", "json_text.py", "integrations/trainer.py"),
+    *("evaluation/config.py", "evaluation/jail.py", "evaluation/sandbox.py", "checkpoint/adapters.py"),
+    *("checkpoint/huggingface.py", "checkpoint/model_folder.py", "checkpoint/sharded.py", "checkpoint/tensor_files.py"),
+)
+"""Where JSON goes from process to process, is a document that came as JSON, or holds configurations: finite numbers."""
+
+
+def test_what_others_read_as_json_is_written_by_one_writer_that_knows_no_nan():
+    for path in modules("sporeloom"):
+        if not any(path.match(f"sporeloom/{pattern}") for pattern in INTERNAL_JSON):
+            assert not re.search(r"\bjson\.dumps?\(", path.read_text(encoding="utf-8")), (
+                f"{path}: write it by json_text"
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,7 +7,6 @@ model's names, whatever the mesh was.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from bisect import bisect_left
@@ -21,6 +20,7 @@ import numpy as np
 from sporeloom.checkpoint.tensor_files import DTYPES
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
+from sporeloom.json_text import json_text
 from sporeloom.reader import read_json
 
 FORMAT, VERSION = "sporeloom-checkpoint", 1
@@ -83,7 +83,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         values = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        write_text_atomically(folder / MANIFEST, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+        write_text_atomically(folder / MANIFEST, json_text(values, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:

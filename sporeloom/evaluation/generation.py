@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tqdm import tqdm
 from sporeloom.evaluation.config import SAMPLES_FILE, SETTINGS_FILE, Evaluation, Wanted
 from sporeloom.files import write_text_atomically
 from sporeloom.inference.session import Completion, open_session
+from sporeloom.json_text import json_text
 from sporeloom.log import milestone
 from sporeloom.reader import parse_json
 from sporeloom.runtime.engine import Engine
@@ -38,7 +38,7 @@ def make_samples(evaluation: Evaluation) -> Engine:
     path = evaluation.folder / SAMPLES_FILE
     if engine.is_log_rank:
         _repair(path)
-        settings = json.dumps(evaluation.settings(), indent=1, ensure_ascii=False)
+        settings = json_text(evaluation.settings(), indent=1, ensure_ascii=False)
         write_text_atomically(evaluation.folder / SETTINGS_FILE, settings)
     session = None
     for language in evaluation.problems:
@@ -97,4 +97,4 @@ def _append(path: Path, evaluation: Evaluation, language: str, wanted: Wanted, c
         "finish_reason": completion.finish_reason,
     }
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        file.write(json_text(sample, ensure_ascii=False) + "\n")

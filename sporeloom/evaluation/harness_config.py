@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,6 +12,7 @@ from sporeloom.errors import ConfigError, Problems
 from sporeloom.files import unwritable
 from sporeloom.inference import config as inference
 from sporeloom.inference.config import ComputeFlags, GenerateConfig, GenerateJob
+from sporeloom.json_text import json_text
 from sporeloom.numbers import Count, Natural, number_problems
 from sporeloom.reader import read_json
 from sporeloom.runtime.environment import is_first_process
@@ -114,4 +114,4 @@ def table(results: dict[str, Any], earlier: dict[str, Any] | None = None) -> str
 def as_json(results: dict[str, Any], samples: dict[str, Any], config: HarnessConfig) -> str:
     """What --output holds."""
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(config).items()}
-    return json.dumps({"results": results, "samples": samples, "asked": asked}, indent=1, default=str) + "\n"
+    return json_text({"results": results, "samples": samples, "asked": asked}, indent=1, default=str) + "\n"

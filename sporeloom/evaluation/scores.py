@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from sporeloom.evaluation.programs import Problem, extract, program
 from sporeloom.evaluation.sandbox import Limits
 from sporeloom.evaluation.toolchains import MissingToolchainError, find_toolchain
 from sporeloom.files import write_text_atomically
+from sporeloom.json_text import json_text
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def _score(
 
 def _write(evaluation: Evaluation, scores: Sequence[LanguageScore], lines: Sequence[dict[str, Any]]) -> None:
     texts = {
-        RESULTS_FILE: "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines),
-        SUMMARY_FILE: json.dumps([asdict(score) for score in scores], indent=1) + "\n",
+        RESULTS_FILE: "".join(json_text(line, ensure_ascii=False) + "\n" for line in lines),
+        SUMMARY_FILE: json_text([asdict(score) for score in scores], indent=1) + "\n",
     }
     for name, text in texts.items():
         try:

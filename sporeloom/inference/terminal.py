@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from typing import Any
 
 from sporeloom.inference.config import GenerateJob, in_form, prompt_problems
 from sporeloom.inference.session import Completion, Session, open_session
+from sporeloom.json_text import json_text
 from sporeloom.log import counted, milestone
 from sporeloom.runtime.engine import Engine
 
@@ -42,7 +42,7 @@ def _print_json(session: Session, job: GenerateJob) -> None:
         if job.config.logprobs:
             values["log_probabilities"] = completion.log_probabilities
         if session.engine.is_log_rank:
-            print(json.dumps(values, ensure_ascii=False), flush=True)
+            print(json_text(values, ensure_ascii=False), flush=True)
 
 
 def _print_text(session: Session, job: GenerateJob, prompts: list[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Send
 
 from sporeloom.inference.scheduler import Event, NewToken, PromptScores
+from sporeloom.json_text import json_text
 from sporeloom.serve import answers
 from sporeloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
 from sporeloom.serve.config import ServedModel
@@ -144,4 +144,4 @@ async def stream(
 
 
 def event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    return f"data: {json_text(value, ensure_ascii=False)}\n\n"

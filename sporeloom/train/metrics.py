@@ -19,6 +19,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tqdm import tqdm
 
 from sporeloom.files import write_text_atomically
+from sporeloom.json_text import json_text
 
 SHOWN = {
     "dropped_tokens": "{} dropped",
@@ -36,6 +37,7 @@ class StepMetrics:
     step: int
     """Counted from 1."""
     loss: float
+    """NaN, in the file null: a spike that took the weights with it, too."""
     learning_rate: float
     grad_norm: float | None
     """Global, before clipping; None: not finite, so that nothing was updated and the loss scale was lowered."""
@@ -107,7 +109,7 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         values = metrics.values()
-        self._lines.write(json.dumps(values) + "\n")
+        self._lines.write(json_text(values) + "\n")
         self._lines.flush()
         step = values.pop("step")
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])

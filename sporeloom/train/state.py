@@ -13,6 +13,7 @@ from sporeloom.checkpoint.contents import WEIGHTS_ALONE, model_of
 from sporeloom.checkpoint.manifest import Manifest
 from sporeloom.checkpoint.model_folder import write_config
 from sporeloom.errors import ConfigError
+from sporeloom.json_text import json_text
 from sporeloom.train.saving import Saver, load_state, newest_complete, versions
 from sporeloom.train.spikes import SpikeGuard
 from sporeloom.train.start import Training, adapter_settings, compile_for, optimizer_settings
@@ -125,5 +126,5 @@ def rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> No
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """As JSON gives it back."""
-    plain: dict[str, Any] = json.loads(json.dumps(values))
+    plain: dict[str, Any] = json.loads(json_text(values))
     return plain

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shutil
 import time
@@ -16,6 +15,7 @@ import numpy as np
 from sporeloom.checkpoint.adapters import Adapter, write_adapter
 from sporeloom.checkpoint.model_folder import load_config, save_checkpoint
 from sporeloom.files import write_text_atomically
+from sporeloom.json_text import json_text
 from sporeloom.locks import one_writer
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.parallel.report import Report
@@ -105,7 +105,7 @@ def run_steps(
             metrics = _one_step(training, step)
             is_spike = guard is not None and training.engine.share(guard.is_spike(metrics.loss), log_rank)
             with saver.saving_after_an_error(step):
-                if writer and np.isfinite(metrics.loss):
+                if writer:
                     writer.write(metrics)
                 training.engine.backend.announce_step(step)
             if guard and is_spike:
@@ -193,5 +193,5 @@ def _write_resolved(run: Run, report: Report) -> None:
         "versions": versions(),
         "parallel": report.to_dict(),
     }
-    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    text = json_text(values, indent=2, ensure_ascii=False) + "\n"
     write_text_atomically(run.config.output_dir / "config.json", text)

@@ -5,13 +5,13 @@ sporeloom bench-serve --base-url http://127.0.0.1:8000 --num-prompts 64 --reques
 """
 
 import asyncio
-import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 from sporeloom.cli import check_numbers, parse_args
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
+from sporeloom.json_text import json_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,5 +25,5 @@ def main(argv: Sequence[str]) -> int:
     for name, value in told.items():
         print(f"{name:24} {value:,.2f}" if isinstance(value, float) else f"{name:24} {value}")
     if config.save_result:
-        write_text_atomically(config.save_result, json.dumps(told, indent=1))
+        write_text_atomically(config.save_result, json_text(told, indent=1))
     return 1 if told["failed"] else 0

@@ -9,7 +9,6 @@ Ranks of one pipeline stage have the same graph over other groups, so each stage
 the memory model's (docs/planner.md); everything else is read from the compiled graph.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from sporeloom.dry_run.html import page
 from sporeloom.dry_run.pool import compile_ranks
 from sporeloom.dry_run.summary import summarize, text_report
 from sporeloom.files import write_text_atomically
+from sporeloom.json_text import json_text
 from sporeloom.models.family import size_config
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.loader import load_strategy
@@ -47,5 +47,5 @@ def main(argv: Sequence[str]) -> int:
     if run.config.html:
         write_text_atomically(run.config.html, page(values))
         print(f"report in {run.config.html}", file=sys.stderr)
-    print(json.dumps(values, indent=1) if run.config.json else text_report(values))
+    print(json_text(values, indent=1) if run.config.json else text_report(values))
     return 1 if values["job"].get("fits") is False else 0

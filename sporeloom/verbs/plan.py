@@ -12,7 +12,6 @@ docs/planner.md derives every term.
 """
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from typing import Literal
 from sporeloom.cli import argument, check_numbers, option, parse_args
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
+from sporeloom.json_text import json_text
 from sporeloom.models.family import size_config
 from sporeloom.numbers import Count
-from sporeloom.planner.closed_forms import PRECISIONS, bytes_of_mask
+from sporeloom.planner.closed_forms import PRECISIONS
 from sporeloom.planner.cluster import read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
 from sporeloom.planner.report import as_dict, strategy_file, table, validation_report
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(smallest_changes(request, options))
     shown = distinct([o for o in options if o.fits])[: config.top]
     if config.json:
-        print(json.dumps([as_dict(o, shown[0], request.cluster, request.task) for o in shown], indent=1))
+        print(json_text([as_dict(o, shown[0], request.cluster, request.task) for o in shown], indent=1))
     else:
         print(table(request, shown))
     if config.out:
@@ -148,5 +148,5 @@ def shipped_table() -> str:
 
 def check_against_runs(config: ValidateConfig) -> int:
     report = validate(config.runs)
-    print(json.dumps(report, indent=1) if config.json else validation_report(report))
+    print(json_text(report, indent=1) if config.json else validation_report(report))
     return 0

@@ -16,7 +16,6 @@ INPUT is .jsonl, .jsonl.gz or .jsonl.zst (a field `text`), .parquet (a column `t
 docs/guides/data.md has the whole story.
 """
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from sporeloom.data.substrings import SubstringSettings, dedup_substrings
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.data.tokenizer import special_token
 from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.json_text import json_text
 from sporeloom.numbers import MOST, Bounds, Count, Natural, Positive, Probability, Seed, Share
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.train.difficulty import write_difficulty
@@ -236,7 +236,7 @@ def run_filter(config: FilterConfig) -> dict[str, Any]:
 
 def run_inspect(config: InspectConfig) -> None:
     found = inspect(config)
-    print(json.dumps(found, ensure_ascii=False) if config.json else describe(found, config.tokens))
+    print(json_text(found, ensure_ascii=False) if config.json else describe(found, config.tokens))
 
 
 def run_difficulty(config: DifficultyConfig) -> dict[str, Any]:
@@ -287,4 +287,4 @@ def main(argv: Sequence[str]) -> None:
     check_numbers(config)
     report = _prepare(config, work) if isinstance(config, Common) else work(config)
     if report is not None:
-        print(json.dumps(report, indent=1, ensure_ascii=False))
+        print(json_text(report, indent=1, ensure_ascii=False))

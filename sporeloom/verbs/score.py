@@ -4,10 +4,10 @@
     sporeloom score --checkpoint out/checkpoint --ids ids.npy --logits-out logits.npy
 
 ids.npy holds (B, N) token ids; N may be one more than the model's context, the last column then being labels only.
-Prints {"loss": ..., "num_tokens": ..., "shape": [...]} and writes the logits (B, T, V).
+Prints {"loss": ..., "num_tokens": ..., "shape": [...]} and writes the logits (B, T, V). A loss of null is not finite.
 """
 
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +20,8 @@ from sporeloom.checkpoint.model_folder import load_text_config
 from sporeloom.cli import check_numbers, option, parse_args
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_atomically
+from sporeloom.json_text import json_text
+from sporeloom.log import milestone
 from sporeloom.models.family import family_module
 from sporeloom.numbers import Natural
 from sporeloom.runtime.environment import launched_processes, prepare_environment
@@ -70,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
     scorer = import_module("sporeloom.inference.score").Scorer(engine, config.checkpoint, family, model)
     result = scorer.score(ids, config.eod_id)
     if result is not None:
+        if not math.isfinite(result.loss):
+            milestone(f"the loss is {result.loss}: numbers of the model overflow in {model.compute_dtype}")
         if config.logits_out:
             write_atomically(config.logits_out, lambda path: np.save(path.open("wb"), result.logits))
-        print(json.dumps({"loss": result.loss, "num_tokens": result.num_tokens, "shape": list(result.logits.shape)}))
+        print(json_text({"loss": result.loss, "num_tokens": result.num_tokens, "shape": list(result.logits.shape)}))
     return 0

@@ -12,7 +12,6 @@ says of every key: same, renamed, approximated, no effect, not expressible, unkn
 the tables.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from sporeloom.cli import argument, check_numbers, option, parse_args
 from sporeloom.dialects import Settings, Translation, translate
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
+from sporeloom.json_text import json_text
 from sporeloom.models.family import size_config
 from sporeloom.numbers import Count
 from sporeloom.planner.search import Devices
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(done.text, end="")
     print(
-        json.dumps(report(done), indent=1) if config.json else table(done),
+        json_text(report(done), indent=1) if config.json else table(done),
         file=sys.stdout if config.out else sys.stderr,
     )
     return 1 if config.strict and done.losses else 0
@@ -93,7 +93,7 @@ def model_text(settings: Settings, source: Path) -> str:
     if settings.network is None:
         raise ConfigError(f"--config-out: {source} describes no model that is known here")
     family, model = settings.network
-    return json.dumps({"family": family, **model.to_dict()}, indent=2) + "\n"
+    return json_text({"family": family, **model.to_dict()}, indent=2) + "\n"
 
 
 def known(config: TranslateConfig) -> Settings:

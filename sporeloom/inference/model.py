@@ -7,13 +7,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn
 from mindspore.nn.utils import no_init_parameters
+from numpy.typing import NDArray
 
 from sporeloom.checkpoint.adapters import Adapter, put_side_by_side, ranks_of_several
-from sporeloom.checkpoint.model_folder import check_shapes, open_weights
+from sporeloom.checkpoint.finite import narrow
+from sporeloom.checkpoint.model_folder import Read, check_shapes, open_weights
+from sporeloom.checkpoint.shards import Slices
 from sporeloom.checkpoint.tensor_files import WEIGHTS
 from sporeloom.errors import ConfigError
 from sporeloom.inference.kernels import kernel_library, rows_are_alone, use_kernels
@@ -91,7 +96,7 @@ def load_model(
     each reads what it holds when the first graph is compiled.
 
     Raises:
-        ConfigError: the weights are missing, damaged, or not this model's.
+        ConfigError: the weights are missing, damaged, not finite, or not this model's.
     """
     weights = open_weights(folder)
     if problem := weights.damage(slice(None)):
@@ -101,7 +106,8 @@ def load_model(
     shapes = {parameter.name: tuple(parameter.shape) for parameter in plain.get_parameters()}
     check_shapes(weights.shapes, shapes, str(folder / WEIGHTS))
     net = build_model(family, config, strategy, caches, int8, ranks=ranks_of_several(adapters))
-    read, beside = quantized_weights(net, weights.read) if int8 else weights.read, put_side_by_side(adapters)
+    exact = _fitting(weights.read, config, folder)
+    read, beside = quantized_weights(net, exact) if int8 else exact, put_side_by_side(adapters)
     on_cpu = ms.get_context("device_target") == "CPU"
     parameters = list(net.get_parameters())
     places = side_by_side(parameters) if on_cpu and strategy.mesh.size == 1 else []
@@ -119,3 +125,18 @@ def load_model(
         else:
             parameter.set_data(Tensor(source.read(source.whole), dtype=parameter.dtype))
     return net
+
+
+def _fitting(read: Read, config: ModelConfig, folder: Path) -> Read:
+    """What reads weights that are computed in the model's type.
+
+    Raises:
+        ConfigError: when it reads one that would be infinite in float16.
+    """
+
+    def read_and_check(name: str, slices: Slices) -> NDArray[Any]:
+        value = read(name, slices)
+        narrow(value, np.dtype(np.float16), f"{folder}: {name}")
+        return value
+
+    return read_and_check if config.compute_dtype == "float16" else read

@@ -24,7 +24,7 @@ from sporeloom.files import write_text_atomically
 from sporeloom.json_text import json_text
 from sporeloom.models.family import size_config
 from sporeloom.numbers import Count
-from sporeloom.planner.closed_forms import PRECISIONS
+from sporeloom.planner.closed_forms import PRECISIONS, bytes_of_mask
 from sporeloom.planner.cluster import read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
 from sporeloom.planner.report import as_dict, strategy_file, table, validation_report

@@ -245,11 +245,12 @@ class Fitted:
         return told + (f"; {self.num_dropped:,} dropped, too long to learn from" if self.num_dropped else "")
 
 
-def fitted(examples: Sequence[Example], seq_len: int) -> Fitted:
-    """Examples of at most `seq_len` + 1 tokens, so that inputs and labels fit."""
-    result = Fitted([])
+def fitted(examples: Sequence[Example], seq_len: int, is_scored: bool = False) -> Fitted:
+    """Examples that fit into rows of `seq_len` inputs. Their last token is only a label, so they may have one more; not where
+    they are scored there (`is_scored`), for which it is an input, too."""
+    result, most = Fitted([]), seq_len + (not is_scored)
     for example in examples:
-        cut = Example(example.tokens[: seq_len + 1], example.learned[: seq_len + 1])
+        cut = Example(example.tokens[:most], example.learned[:most])
         if not any(cut.learned[1:]):
             result.num_dropped += 1
             continue
@@ -258,11 +259,11 @@ def fitted(examples: Sequence[Example], seq_len: int) -> Fitted:
     return result
 
 
-def fitted_pairs(pairs: Sequence[Pair], seq_len: int) -> Fitted:
-    """The same of pairs; one goes with the other."""
+def fitted_pairs(pairs: Sequence[Pair], seq_len: int, is_scored: bool = True) -> Fitted:
+    """The same of pairs, which a reward model scores at their last tokens; one text goes with the other."""
     result = Fitted([])
     for pair in pairs:
-        both = fitted([pair.chosen, pair.rejected], seq_len)
+        both = fitted([pair.chosen, pair.rejected], seq_len, is_scored)
         if both.num_dropped:
             result.num_dropped += 1
             continue
@@ -296,13 +297,15 @@ def example_batch(rows: Sequence[Sequence[Example]], seq_len: int) -> Batch:
 
 
 def ended_batch(examples: Sequence[Example], seq_len: int) -> Batch:
-    """An example a row, whole as inputs, and a mask that is 1 at the last token of each: what sees all of it."""
+    """An example a row, whole as inputs, and a mask that is 1 at the last token of each: what sees all of it. None is longer
+    than a row."""
     shape = (len(examples), seq_len)
     tokens, positions = (np.zeros(shape, np.int32) for _ in range(2))
     mask = np.zeros(shape, np.float32)
     for row, example in enumerate(examples):
-        length = min(len(example.tokens), seq_len)
-        tokens[row, :length] = example.tokens[:length]
+        length = len(example.tokens)
+        assert 0 < length <= seq_len, (length, seq_len)
+        tokens[row, :length] = example.tokens
         positions[row, :length], positions[row, length:] = np.arange(length), np.arange(seq_len - length)
         mask[row, length - 1] = 1
     return Batch(tokens, np.zeros(shape, np.int32), positions, mask)

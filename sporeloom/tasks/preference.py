@@ -22,7 +22,8 @@ class PairTask(Tuning):
     objective: type[Objective]
 
     def open_data(self) -> None:
-        found = fitted_pairs(self.reading().pairs(self.run.data), self.run.seq_len)
+        pairs, is_scored = self.reading().pairs(self.run.data), self.config.trains_values
+        found = fitted_pairs(pairs, self.run.seq_len, is_scored)
         if not found.examples:
             raise ConfigError(f"{self.config.data}: all pairs are longer than --seq-len {self.run.seq_len}")
         self.pairs, self.num_samples = found.examples, len(found.examples)

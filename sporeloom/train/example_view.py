@@ -33,7 +33,7 @@ def view(run: Run, count: int, in_colour: bool) -> Iterator[str]:
             yield f"\n{number}: {len(prompt.tokens)} tokens\n{prompt.text}"
         return
     if isinstance(config, PairConfig):
-        found = fitted_pairs(reading.pairs(run.data), run.seq_len)
+        found = fitted_pairs(reading.pairs(run.data), run.seq_len, config.trains_values)
         both = ("chosen", "rejected")
         texts = [(f"{n}, {name}", getattr(pair, name)) for n, pair in _numbered(found, count) for name in both]
         kind = "pairs"

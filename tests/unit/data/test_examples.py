@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from sporeloom.data.chat_template import ChatTemplate, TemplatedTokenizer
-from sporeloom.data.examples import Example, Reading, ended_batch, example_batch, fitted, packed, read_lines
+from sporeloom.data.examples import (
+    Example,
+    Pair,
+    Reading,
+    ended_batch,
+    example_batch,
+    fitted,
+    fitted_pairs,
+    packed,
+    read_lines,
+)
 from sporeloom.errors import ConfigError
 
 EOD = 3
@@ -136,10 +146,47 @@ def test_packed_examples_begin_anew_and_none_teaches_the_next_ones_start():
 
 
 def test_what_is_rewarded_ends_with_its_last_token():
-    batch = ended_batch([example(3), example(9)], 5)
+    batch = ended_batch([example(3), example(5)], 5)
     assert batch.tokens.tolist() == [[10, 11, 12, 0, 0], [10, 11, 12, 13, 14]]
     assert batch.loss_weights.tolist() == [[0, 0, 1, 0, 0], [0, 0, 0, 0, 1]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+
+
+LONGEST, END = 8, 3
+
+
+def text_of(length):
+    """A text of so many tokens, the last of them its end."""
+    return Example((*range(10, 9 + length), END), (False, *(True,) * (length - 1)))
+
+
+@pytest.mark.parametrize("length", [LONGEST - 1, LONGEST, LONGEST + 1, LONGEST + 2])
+def test_the_end_of_a_text_is_learned_or_scored_or_the_text_told_to_be_truncated(length):
+    """A label needs no input of its own, so one more token fits where the end is only learned."""
+    learned = fitted([text_of(length)], LONGEST)
+    batch = example_batch([learned.examples], LONGEST)
+    assert learned.num_truncated == (length > LONGEST + 1)
+    assert (batch.labels[0][batch.loss_weights[0] > 0][-1] == END) == (length <= LONGEST + 1)
+    assert (batch.loss_weights > 0).sum() == min(length - 1, LONGEST)
+
+    pair = Pair(text_of(4), text_of(length), 0.0)
+    preferred = fitted_pairs([pair], LONGEST, is_scored=False)  # of DPO
+    assert preferred.num_truncated == (length > LONGEST + 1)
+    assert preferred.examples[0].rejected == learned.examples[0] and preferred.examples[0].chosen == pair.chosen
+
+    scored = fitted_pairs([pair], LONGEST)  # of a reward model
+    assert scored.num_truncated == (length > LONGEST)
+    assert scored.describe("pairs") == ("1 pairs, 1 truncated" if length > LONGEST else "1 pairs")
+    for each in (scored.examples[0].chosen, scored.examples[0].rejected):
+        batch = ended_batch([each], LONGEST)
+        assert batch.loss_weights.sum() == 1
+        assert (batch.tokens[0, batch.loss_weights[0].argmax()] == END) == (each.tokens[-1] == END)
+    assert (scored.examples[0].rejected.tokens[-1] == END) == (length <= LONGEST)
+
+
+def test_what_is_longer_than_a_row_is_not_scored_somewhere_else():
+    with pytest.raises(AssertionError):
+        ended_batch([text_of(LONGEST + 1)], LONGEST)
 
 
 def test_files_of_the_example_can_be_read():

@@ -16,6 +16,8 @@ from sporeloom.errors import ConfigError
 Reward = Callable[..., Sequence[float]]
 """Called by keywords: `prompts` and `completions`, a text each, and columns of the prompts' lines, a list each; returns a
 number for each completion. One that takes `**columns` gets all there are."""
+RESERVED = ("prompts", "completions", "completion_ids")
+"""Names that no column may have: what functions are given besides columns, here or by TRL."""
 
 
 def load_reward(name: str) -> Reward:
@@ -43,14 +45,25 @@ def load_reward(name: str) -> Reward:
     return reward
 
 
+def reserved_problem(column: str) -> str:
+    """What to say of a column with a reserved name."""
+    return (
+        f"column {column!r} has the name of what reward functions are given besides columns ({', '.join(RESERVED)}); give it "
+        f"another name, such as reference_{column}"
+    )
+
+
 def rewards_of(
     name: str, reward: Reward, prompts: Sequence[str], completions: Sequence[str], lines: Sequence[Mapping[str, Any]]
 ) -> list[float]:
     """What a function says of each completion.
 
     Raises:
-        ConfigError: it fails, wants a column that the lines do not have, or gives no number for each.
+        ConfigError: it fails, wants a column that the lines do not have, or gives no number for each; a column has a
+            reserved name.
     """
+    if clashes := sorted({key for line in lines for key in line if key in RESERVED}):
+        raise ConfigError(f"--reward {name}: {reserved_problem(clashes[0])}")
     wanted = inspect.signature(reward).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in wanted.values())
     columns = {key for line in lines for key in line} - {"prompt"}

@@ -27,6 +27,8 @@ from sporeloom.errors import ConfigError
 # Words in lower case without punctuation; a character of a script without spaces is a word.
 WORD = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]|[\p{L}\p{M}\p{N}_]+")
 OTHER_WORD = -1
+PIECE = "piece"
+"""Field of a piece's number."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,15 @@ def read_evaluation(paths: tuple[Path, ...], keys: tuple[str, ...], ngram: int) 
 def make_decontaminator(
     source: Source, paths: tuple[Path, ...], keys: tuple[str, ...], settings: DecontaminationSettings
 ) -> Callable[[Batch], Rewritten]:
-    """Work for `rewrite`: documents without what was cut; every cut as a note."""
+    """Work for `rewrite`: documents without what was cut; every cut as a note.
+
+    Raises:
+        ConfigError: the text's field has the name of the one that numbers pieces; evaluation sets that cannot be read.
+    """
+    if source.key == PIECE:
+        raise ConfigError(
+            f"--key {PIECE}: pieces of a document are numbered in a field of that name; rename the text's"
+        )
     evaluation = read_evaluation(paths, keys, settings.ngram)
 
     def work(batch: Batch) -> Rewritten:
@@ -138,7 +148,7 @@ def make_decontaminator(
                 continue
             left = pieces(document.text, cuts, settings)
             for number, piece in enumerate(left):
-                done.lines.append(with_text(document, source.key, piece, piece=number))
+                done.lines.append(with_text(document, source.key, piece, **{PIECE: number}))
             done.notes += [_note(document.place, cut) for cut in cuts]
             done.counts += Counter(cut=1, dropped=int(not left), pieces=len(left), matches=len(cuts))
         done.counts += Counter(documents=len(parsed.documents)) + parsed.skipped

@@ -89,7 +89,7 @@ def read_lines(path: Path, wanted: Sequence[Sequence[str]]) -> list[Line]:
     if not lines and not problems:
         problems = [f"{path}: holds no lines"]
     if problems:
-        raise ConfigError(_shortened(path, problems))
+        raise ConfigError(shortened(path, problems))
     return lines
 
 
@@ -137,7 +137,7 @@ class Reading:
             except ConfigError as error:
                 problems += [p if p.startswith(line.place) else f"{line.place}: {p}" for p in error.problems]
         if problems:
-            raise ConfigError(_shortened(Path(lines[0].place.rpartition(":")[0]), problems))
+            raise ConfigError(shortened(Path(lines[0].place.rpartition(":")[0]), problems))
         return found
 
     def _example(self, line: Line) -> Example:
@@ -223,7 +223,8 @@ def _messages(value: Any, place: str) -> list[ChatMessage]:
     return messages
 
 
-def _shortened(path: Path, problems: list[str]) -> list[str]:
+def shortened(path: Path, problems: list[str]) -> list[str]:
+    """The first few problems of a file, and how many more there are."""
     more = len(problems) - MOST_PROBLEMS
     return problems[:MOST_PROBLEMS] + ([f"{path}: and {more} more lines like these"] if more > 0 else [])
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from sporeloom.align.advantages import KL, LossType, Scale
+from sporeloom.align.rewards import RESERVED, reserved_problem
 from sporeloom.certificate import about_task
 from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.cli import option
 from sporeloom.data.chat_template import ChatTemplate, TemplatedTokenizer
-from sporeloom.data.examples import Line, read_lines
+from sporeloom.data.examples import Line, read_lines, shortened
 from sporeloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, folder_tokenizer
 from sporeloom.errors import ConfigError
 from sporeloom.models.adapters import LoRAConfig
@@ -186,6 +187,14 @@ class PolicyConfig(TuningConfig):
     reward_model: Path | None = option(None, "checkpoint of `sporeloom reward`, whose rewards are added")
     max_completion_length: Count = option(64, "tokens sampled for each text")
     temperature: Positive = option(1.0, "of sampling; 1: the model as it is")
+
+    def read_data(self, model: ModelConfig | None, seq_len: int) -> list[Line]:
+        lines = super().read_data(model, seq_len)
+        if self.reward:
+            clashes = [(line.place, key) for line in lines for key in RESERVED if key in line.values]
+            if clashes:
+                raise ConfigError(shortened(self.data, [f"{at}: {reserved_problem(key)}" for at, key in clashes]))
+        return lines
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -39,6 +39,24 @@ def test_a_function_gets_the_columns_it_names_or_all(reward):
     assert asked(*reward("by_all")) == [3.0, 4.0]  # completions and wanted
 
 
+@pytest.mark.parametrize("column", ["completions", "prompts", "completion_ids"])
+@pytest.mark.parametrize("name", ["by_column", "by_all"])
+def test_no_column_takes_the_place_of_what_was_sampled(reward, name, column):
+    lines = [{"prompt": "a", "wanted": "x"}, {"prompt": "b", "wanted": "y", column: "a reference"}]
+    path, function = reward(name)
+    with pytest.raises(ConfigError, match=rf"--reward .*: column '{column}' has the name of .*reference_{column}"):
+        rewards_of(path, function, ["a", "b"], ["x!", "x?"], lines)
+
+
+def test_a_column_with_another_name_near_those_is_one(reward):
+    lines = [
+        {"prompt": "a", "wanted": "x", "completion": "y"},
+        {"prompt": "b", "wanted": "y", "reference_completions": 1},
+    ]
+    assert rewards_of(*reward("by_column"), ["a", "bb"], ["x!", "x?"], lines) == [1.0, 0.0]
+    assert rewards_of(*reward("by_all"), ["a", "bb"], ["x!", "x?"], lines) == [5.0, 6.0]
+
+
 @pytest.mark.parametrize(
     ("name", "told"), [("short", "gave 1 numbers for 2 texts"), ("fails", "TypeError: unsupported operand")]
 )

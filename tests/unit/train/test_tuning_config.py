@@ -106,6 +106,20 @@ def test_a_slip_of_the_keyboard_is_not_allocated(common):
     assert "tokens a step are more than" in problems(SFTConfig(**common, batch_size=10_000_000))[0]
 
 
+@pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig])
+@pytest.mark.parametrize("column", ["completions", "prompts", "completion_ids"])
+def test_columns_with_the_names_of_what_functions_are_given_are_told(common, tmp_path, kind, column):
+    lines = [{"prompt": "a", "near": "b"}, {"prompt": "c", column: "d"}]
+    common["data"].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = problems(kind(**common, reward=("rewards.py:f",)))
+    assert found[0].startswith(f"{common['data']}:2: column '{column}' has the name of what reward functions are given")
+    assert f"give it another name, such as reference_{column}" in found[0]
+    judge = dataclasses.replace(size_config("pangu", "tiny"), value_head=True, tied_embedding=False)
+    (tmp_path / "judge").mkdir()
+    write_config(tmp_path / "judge", "pangu", judge)
+    assert check(kind(**common, reward_model=tmp_path / "judge"), 1).data  # which is given no columns
+
+
 def test_lines_of_another_task_are_told(common):
     common["data"].write_text('{"text": "a"}\n')
     assert problems(SFTConfig(**common))[0].endswith(":1: has text; wanted: messages or prompt, completion")

@@ -38,6 +38,28 @@ MODELS = {
     "codegeex4": ("codegeex", "4_tiny", {}),
     "palm": ("palm", "tiny", {}),
 }
+FEW = {"num_experts": 4, "experts_per_token": 2, "ffn_hidden_size": 48, "normalize": "before_drop"}
+EXPERTS = {
+    "switch": ("pangu", "switch_tiny", {"num_layers": 4}),
+    "gshard": ("pangu", "gshard_tiny", {"num_layers": 4}),
+    "grouped": (
+        "pangu",
+        "embedded_tiny",
+        {"experts": {**FEW, "router": "grouped", "shared_ffn_hidden_size": 32, "first_dense_layers": 1}},
+    ),
+    "sandwich": (
+        "pangu",
+        "embedded_tiny",
+        {"block": "sandwich", "num_layers": 4, "experts": {**FEW, "layer_frequency": 2, "capacity_factor": 0.5}},
+    ),
+    "parallel": ("palm", "tiny", {"num_layers": 3, "experts": {**FEW, "router": "sigmoid", "layer_frequency": 3}}),
+}
+"""Models of which some layers have experts, and others the kernel."""
+ADAPTERS = {
+    "none": {},
+    "one": {"lora": LoRAConfig(r=2, lora_alpha=2.0, target_modules=("layers.1.attention.query",))},
+    "several": {"ranks": {"layers.0.attention.query": (2, 3), "layers.1.attention.value": (2, 0)}},
+}
 ROWS, SLOTS = 3, 32
 
 
@@ -47,13 +69,13 @@ def engine():
     return Engine.start(SINGLE_DEVICE)
 
 
-def logits_of(engine, family, config, int8, monkeypatch, switch):
+def logits_of(engine, family, config, int8, monkeypatch, switch, adapters="none"):
     """Of five tokens of three rows, one after the other, that begin at different places of their caches; then of four tokens
     of one row at once."""
     monkeypatch.setenv("SPORELOOM_KERNELS", switch)
-    net = build_model(family, config, SINGLE_DEVICE, (ROWS, SLOTS), int8)
+    net = build_model(family, config, SINGLE_DEVICE, (ROWS, SLOTS), int8, **ADAPTERS[adapters])
     draw = np.random.default_rng(5)
-    plain = build_model(family, config, SINGLE_DEVICE)
+    plain = build_model(family, config, SINGLE_DEVICE, **ADAPTERS[adapters])
     weights = {p.name: draw.normal(0, 0.3, p.shape).astype(np.float32) for p in plain.get_parameters()}
 
     def read(name, slices):
@@ -74,7 +96,8 @@ def logits_of(engine, family, config, int8, monkeypatch, switch):
         slots = np.zeros((ROWS, config.kv_heads, 1, 3), np.int32)
         slots[..., 0], slots[..., 2] = np.arange(ROWS)[:, None, None], positions[:, :, None]
         slots[..., 1] = np.arange(config.kv_heads)[:, None]
-        inputs = (tokens, positions, np.arange(ROWS, dtype=np.int32), slots)
+        inputs = [tokens, positions, np.arange(ROWS, dtype=np.int32), slots]
+        inputs += [np.asarray([[0], [1], [2]], np.int32)] if adapters == "several" else []
         found.append(engine.run(net, *map(ms.Tensor, inputs)).asnumpy())
     tokens, positions = (
         np.asarray([[5, 9, 2, 8]], np.int32),
@@ -83,7 +106,9 @@ def logits_of(engine, family, config, int8, monkeypatch, switch):
     slots = np.zeros((1, config.kv_heads, 4, 3), np.int32)
     slots[..., 0], slots[..., 2] = 2, positions
     slots[..., 1] = np.arange(config.kv_heads)[:, None]
-    found.append(engine.run(net, *map(ms.Tensor, (tokens, positions, np.arange(4, dtype=np.int32), slots))).asnumpy())
+    inputs = [tokens, positions, np.arange(4, dtype=np.int32), slots]
+    inputs += [np.full((1, 4), 2, np.int32)] if adapters == "several" else []
+    found.append(engine.run(net, *map(ms.Tensor, inputs)).asnumpy())
     return np.concatenate(found)
 
 
@@ -106,5 +131,27 @@ def test_a_layer_gives_what_its_operators_give(engine, monkeypatch, name, int8):
     config = dataclasses.replace(size_config(family, size), **{**SMALL, **changes})
     got = logits_of(engine, family, config, int8, monkeypatch, "1")
     wanted = logits_of(engine, family, config, int8, monkeypatch, "0")
+    assert np.abs(wanted).max() > 0.1
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "int8", "adapters"),
+    [
+        ("switch", False, "none"),
+        ("sandwich", False, "none"),
+        ("parallel", True, "none"),
+        ("grouped", True, "one"),
+        ("gshard", False, "several"),
+    ],
+)
+def test_so_does_a_model_with_experts_in_some_layers(engine, monkeypatch, name, int8, adapters):
+    """A token's experts depend on it alone, so nothing tells the two ways apart."""
+    family, size, changes = EXPERTS[name]
+    config = dataclasses.replace(size_config(family, size), **{**SMALL, **changes})
+    some = [config.has_experts(layer) for layer in range(config.num_layers - config.query_layer)]
+    assert any(some) and not all(some)
+    got = logits_of(engine, family, config, int8, monkeypatch, "1", adapters)
+    wanted = logits_of(engine, family, config, int8, monkeypatch, "0", adapters)
     assert np.abs(wanted).max() > 0.1
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())

@@ -101,11 +101,11 @@ class Adafactor(nn.Cell):
         self.places = tuple(Tensor(row) for row in np.eye(len(parameters), dtype=np.float32))
         self.map, self.add_n = ops.HyperMap(), ops.AddN()
 
-    def prepare(self, step: int, learning_rate: float) -> None:
-        """Set the numbers of `step`, counted from 1."""
+    def prepare(self, update: int, learning_rate: float) -> None:
+        """Set the numbers of an update, counted from 1; steps that update nothing are not counted."""
         set_number(self.rate, learning_rate)
         set_number(self.decay, self.weight_decay * learning_rate**2)
-        set_number(self.beta2, 1.0 - step**-0.8)
+        set_number(self.beta2, 1.0 - update**-0.8)
 
     def construct(self, gradients):
         weight_sums = self.summed(self.parameters)

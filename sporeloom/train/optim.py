@@ -85,11 +85,11 @@ class AdamW(nn.Cell):
         self.decayed = tuple(is_decayed(parameter.name) for parameter in parameters)
         self.map = ops.HyperMap()
 
-    def prepare(self, step: int, learning_rate: float) -> None:
-        """Set the numbers of `step`, counted from 1."""
+    def prepare(self, update: int, learning_rate: float) -> None:
+        """Set the numbers of an update, counted from 1; steps that update nothing are not counted."""
         scale1, scale2 = 1.0, 1.0
         if self.bias_correction:
-            scale1, scale2 = 1 - self.beta1**step, math.sqrt(1 - self.beta2**step)
+            scale1, scale2 = 1 - self.beta1**update, math.sqrt(1 - self.beta2**update)
         set_number(self.rate, learning_rate * scale2 / scale1)
         set_number(self.adapted_epsilon, self.epsilon * scale2)
         set_number(self.decay, self.weight_decay * scale1 / scale2)
@@ -114,8 +114,8 @@ class SGD(nn.Cell):
         self.rate = optimizer_number("rate")
         self.map = ops.HyperMap()
 
-    def prepare(self, step: int, learning_rate: float) -> None:
-        """Set the numbers of `step`, counted from 1."""
+    def prepare(self, update: int, learning_rate: float) -> None:
+        """Set the numbers of an update, counted from 1; steps that update nothing are not counted."""
         set_number(self.rate, learning_rate)
 
     def construct(self, gradients, overflow=None):

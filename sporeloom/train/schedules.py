@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rate as a function of the step."""
+"""Learning rate as a function of the updates of the weights; a step that updates nothing does not count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def learning_rate(
     """Linear warm-up to `high`, then a cosine that reaches `low` at `decay_steps` and stays there; or `high` until
     `decay_steps`, and from there high * sqrt(decay_steps / step), at least `low`.
 
-    `step` counts from 1. The cosine is evaluated at the absolute step, not after the warm-up, as in the reference
+    `step` counts updates, from 1. The cosine is evaluated at the absolute step, not after the warm-up, as in the reference
     implementation. Source: CodeGeeX codegeex/mindspore/src/utils.py LearningRate; arXiv:2204.02311 section 5.
     """
     if step < warmup_steps:

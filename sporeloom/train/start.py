@@ -52,6 +52,8 @@ class Training:
     """Where spikes of the loss lead back to a checkpoint."""
     compiled: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     """Batch shapes there are graphs for."""
+    updates: int = 0
+    """Of the weights, so far: fewer than steps where some were skipped. The optimizer and the learning rate count these."""
 
     def say(self, text: str) -> None:
         """A milestone, once for all ranks."""

@@ -57,6 +57,7 @@ def _state(training: Training) -> dict[str, Any]:
         "data": training.task.data_state(),
         "optimizer": optimizer_settings(config),
         "schedule": {name: getattr(run, name) for name in SCHEDULE},
+        "updates": training.updates,
         "loss_scale": training.loss_scale and training.loss_scale.state(),
         "lora": adapter_settings(run),
         "beside": training.task.beside(),
@@ -101,6 +102,7 @@ def resume(training: Training) -> int:
 def _take_up(training: Training, folder: Path, manifest: Manifest) -> None:
     """Give everything that a step changes the values of a checkpoint."""
     load_state(training.step, training.engine, training.report, folder, manifest)
+    training.updates = int(manifest.state.get("updates", manifest.step))  # earlier releases counted every step
     if training.loss_scale and (saved := manifest.state.get("loss_scale")):
         training.loss_scale.restore(saved)
     training.task.restore(manifest.state.get("task") or {})

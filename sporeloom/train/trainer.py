@@ -126,9 +126,9 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     """
     compile_for(training, step - 1)
     run, engine, start = training.run, training.engine, time.perf_counter()
-    high, low = run.learning_rate, run.min_learning_rate
-    rate = learning_rate(step, high, low, run.warmup_steps, run.decay_steps, run.config.schedule)
-    training.optimizer.prepare(step, rate)
+    high, low, update = run.learning_rate, run.min_learning_rate, training.updates + 1
+    rate = learning_rate(update, high, low, run.warmup_steps, run.decay_steps, run.config.schedule)
+    training.optimizer.prepare(update, rate)
     scale = training.loss_scale
     if scale:
         set_number(training.step.loss_scale, scale.value)
@@ -140,6 +140,7 @@ def _one_step(training: Training, step: int) -> StepMetrics:
         loss, norm, *counts = engine.run(training.step, *inputs)
     values = float(loss.asnumpy().reshape(())), float(norm.asnumpy().reshape(()))
     is_fine = bool(np.isfinite(values).all())
+    training.updates += bool(np.isfinite(values[1]))  # as the step itself decides, on every rank
     may_go_on = scale.follow(bool(np.isfinite(values[1]))) if scale else False
     is_lost = not is_fine and not (may_go_on and np.isfinite(values[0]))  # the weights, too
     if is_lost and training.guard is None:

@@ -34,7 +34,7 @@ def dry_run(asked: Certification) -> dict[str, Any]:
 def implied(full: DryRun) -> dict[str, Any]:
     """By stage, what the strategy implies: parameter bytes and bytes of collectives, by the closed forms; of adapters also
     the least there can be."""
-    dims = of_decoder(full.model, full.seq_len)
+    dims = of_decoder(full.model, full.seq_len, full.task.has_drops)
     job = job_of(full.strategy, full.model, full.batch_size, full.config.accumulate)
     sizes, adapters = parameter_bytes(dims, job), adapter_parameters(full.task, dims, job)
     bounds = [task_traffic(full.task, dims, job, stage) for stage in range(job.pp)]
@@ -124,7 +124,7 @@ def memory_problems(values: dict[str, Any], usable_bytes: float) -> Iterator[str
 def estimate(asked: Certification) -> dict[str, Any]:
     """Time and memory of a step by the planner, with the interval of the time."""
     full = asked.full
-    dims = of_decoder(full.model, full.seq_len)
+    dims = of_decoder(full.model, full.seq_len, full.task.has_drops)
     job = job_of(full.strategy, full.model, full.batch_size, full.config.accumulate)
     option = evaluate(dims, job, asked.cluster, full.task)
     values = as_dict(option, option, asked.cluster, full.task)

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.models.config import NO_LABEL
+
 
 class Batch(NamedTuple):
-    """Four (B, T) arrays, in the order of `DecoderWithLoss.construct`."""
+    """Four (B, T) arrays, in the order of `DecoderWithLoss.construct`; labels are `NO_LABEL` where there is padding."""
 
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32]
@@ -47,7 +49,8 @@ def make_batch(
         np.ones(tokens.shape, np.float64) if loss_ignore_id is None else (tokens != loss_ignore_id).astype(np.float64)
     )
     if counts is not None:
-        mask *= np.arange(tokens.shape[1]) < counts[:, None] - 1
+        has_label = np.arange(tokens.shape[1]) < counts[:, None] - 1
+        mask, labels = mask * has_label, np.where(has_label, labels, np.int32(NO_LABEL))
     total = mask.sum() if num_trained is None else num_trained
     weights = (mask / (total + 1e-5)).astype(np.float32)
     return Batch(tokens, labels, document_positions(tokens, eod_id), weights)

@@ -26,6 +26,7 @@ from sporeloom.data.documents import decode_text
 from sporeloom.data.packing import best_fit
 from sporeloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt
 from sporeloom.errors import ConfigError
+from sporeloom.models.config import NO_LABEL
 from sporeloom.reader import parse_json
 
 ROLES = ("system", "user", "assistant")
@@ -280,10 +281,11 @@ def packed(examples: Sequence[Example], seq_len: int) -> list[list[int]]:
 
 def example_batch(rows: Sequence[Sequence[Example]], seq_len: int) -> Batch:
     """Rows of examples, each row's one after another, as inputs of a network whose loss weights are a mask: 1 where the label
-    is to be learned. Positions begin anew with each example, so attention stays within it."""
+    is to be learned, and whose labels are `NO_LABEL` where there is padding. Positions begin anew with each example, so
+    attention stays within it."""
     shape = (len(rows), seq_len)
-    tokens, labels, positions = (np.zeros(shape, np.int32) for _ in range(3))
-    mask = np.zeros(shape, np.float32)
+    tokens, positions = (np.zeros(shape, np.int32) for _ in range(2))
+    labels, mask = np.full(shape, NO_LABEL, np.int32), np.zeros(shape, np.float32)
     for row, examples in enumerate(rows):
         start = 0
         for example in examples:

@@ -56,7 +56,7 @@ def _moved(places: list[int], wanted: int) -> list[int]:
 
 
 def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
-    dims = of_decoder(run.model, run.seq_len)
+    dims = of_decoder(run.model, run.seq_len, run.task.has_drops)
     job = _job_of(run)
     memory = task_memory(dims, job, run.task)[report.stage]
     beside = models_beside(dims, job, run.task)[report.stage]
@@ -96,7 +96,7 @@ def _job_of(run: DryRun) -> Parallelism:
 
 def _stages(run: DryRun) -> list[dict[str, Any]]:
     """Every stage, compiled or not, by the closed forms that the compiled ones are tested against."""
-    dims = of_decoder(run.model, run.seq_len)
+    dims = of_decoder(run.model, run.seq_len, run.task.has_drops)
     job = _job_of(run)
     sizes = parameter_bytes(dims, job)
     wholes = [sum(both) for both in zip(stage_parameters(dims, job), expert_parameters(dims, job), strict=True)]

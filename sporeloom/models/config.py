@@ -16,6 +16,9 @@ Activation = Literal["gelu", "gelu_tanh", "fast_gelu", "silu"]
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 AttentionKernel = Literal["auto", "plain", "flash"]
 
+NO_LABEL = -1
+"""In place of the token that follows, where none does: there is padding, which experts do not see."""
+
 
 class Widths:
     """Widths that follow from others, for what says those. Of a number that is left out there is None or 0."""
@@ -264,6 +267,11 @@ class ModelConfig(Widths):
     def with_value_head(self) -> ModelConfig:
         """The reward model, or critic, of this size."""
         return dataclasses.replace(self, value_head=True, tied_embedding=False)
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token that only fills up samples; None where `loss_ignore_id` is the end of documents, a part of them."""
+        return None if self.loss_ignore_id == self.eod_id else self.loss_ignore_id
 
     @property
     def num_domains(self) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of a decoder: how attention and MLP stand on the residual stream x, (B*T, D).
 
-In a model with experts a layer is also given tokens (B, T), while training the shares of the loss, and the losses of the
-routers below; it returns x and the losses with its own (see `sporeloom.nn.moe`).
+In a model with experts every layer is also given tokens (B, T), while training the shares of the loss, groups of tokens and
+the losses of the routers below; it returns x and the losses with its own (see `sporeloom.nn.moe`).
 """
 
 from mindspore import dtype as mstype
@@ -37,7 +37,17 @@ class Block(nn.Cell):
         self.mlp_add = ops.Add()
 
     def construct(
-        self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, kept=None
+        self,
+        x,
+        bias,
+        angles=None,
+        slots=None,
+        dropout_keys=None,
+        tokens=None,
+        shares=None,
+        losses=None,
+        groups=None,
+        kept=None,
     ):
         if self.has_kernel and x.shape[0] <= MOST_ROWS:
             cos, sin = (bias, bias) if angles is None else angles
@@ -45,15 +55,15 @@ class Block(nn.Cell):
             x = self.kernel(x, bias, slots, cos, sin, keys, values, *self.operands(), self.plan)
             return x if tokens is None else (x, losses)
         if kept is None or not self.drops_tokens:
-            return self.whole(x, bias, angles, slots, dropout_keys, tokens, shares, losses)
+            return self.whole(x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups)
         part, bias, angles, dropout_keys = self.token_drop(x, kept, dropout_keys)
         return self.token_drop.joined(self.whole(part, bias, angles, None, dropout_keys), x, kept)
 
-    def feed_forward(self, x, dropout_keys, tokens, shares, losses):
+    def feed_forward(self, x, dropout_keys, tokens, shares, losses, groups):
         """The MLP or the experts on (N, D), and the routers' losses up to here."""
         if not self.has_experts:
             return self.mlp(x, dropout_keys), losses
-        y, own = self.mlp(x, tokens, shares, dropout_keys)
+        y, own = self.mlp(x, tokens, shares, dropout_keys, groups)
         if own is None or losses is None:
             return y, own if losses is None else losses
         return y, self.losses_add(losses, own)
@@ -66,10 +76,12 @@ class DecoderLayer(Block):
         super().__init__(config, dtype, layer)
         self.mlp_norm = build_norm(config, dtype)
 
-    def whole(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
+    def whole(
+        self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, groups=None
+    ):
         a = self.attention_norm(x)
         x = self.attention_add(x, self.attention(a, a, bias, angles, slots, dropout_keys))
-        y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses)
+        y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses, groups)
         x = self.mlp_add(x, y)
         return x if tokens is None else (x, losses)
 
@@ -82,9 +94,11 @@ class DecoderLayer(Block):
 class OneNormLayer(Block):
     """x + attention(norm(x)) + mlp(norm(x)), on one norm. Source: arXiv:2204.02311 section 2."""
 
-    def whole(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
+    def whole(
+        self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, groups=None
+    ):
         a = self.attention_norm(x)
-        y, losses = self.feed_forward(a, dropout_keys, tokens, shares, losses)
+        y, losses = self.feed_forward(a, dropout_keys, tokens, shares, losses, groups)
         x = self.attention_add(x, self.mlp_add(self.attention(a, a, bias, angles, slots, dropout_keys), y))
         return x if tokens is None else (x, losses)
 
@@ -102,11 +116,13 @@ class SandwichLayer(Block):
         self.mlp_norm = build_norm(config, dtype)
         self.mlp_output_norm = build_norm(config, dtype, after_mlp)
 
-    def whole(self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None):
+    def whole(
+        self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, groups=None
+    ):
         a = self.attention_norm(x)
         a = self.attention_output_norm(self.attention(a, a, bias, angles, slots, dropout_keys))
         x = self.attention_add(x, a)
-        y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses)
+        y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses, groups)
         x = self.mlp_add(x, self.mlp_output_norm(y))
         return x if tokens is None else (x, losses)
 

@@ -16,6 +16,7 @@ from sporeloom.nn.embedding import TokenEmbedding
 from sporeloom.nn.flash import chooses_flash
 from sporeloom.nn.head import Head, TiedHead, ValueHead
 from sporeloom.nn.loss import CrossEntropy
+from sporeloom.nn.moe import TokenGroups
 from sporeloom.nn.norm import build_norm
 from sporeloom.nn.rotary import Angles
 
@@ -68,12 +69,15 @@ class Decoder(nn.Cell):
     def construct(self, tokens, positions, rows=None, slots=None, dropout_keys=None):
         return self.logits_and_losses(tokens, positions, rows, slots, dropout_keys)[0]
 
-    def logits_and_losses(self, tokens, positions, rows=None, slots=None, dropout_keys=None, shares=None, kept=None):
-        """Logits, and with `shares` (see `sporeloom.nn.moe`) what the routers add to the loss, (1,), if anything."""
-        x, losses = self.hidden(tokens, positions, slots, dropout_keys, shares, kept)
+    def logits_and_losses(
+        self, tokens, positions, rows=None, slots=None, dropout_keys=None, shares=None, groups=None, kept=None
+    ):
+        """Logits, and with `shares` and `groups` (see `sporeloom.nn.moe`) what the routers add to the loss, (1,), if
+        anything."""
+        x, losses = self.hidden(tokens, positions, slots, dropout_keys, shares, groups, kept)
         return self.head(x, self.embedding.word.weight, rows), losses
 
-    def hidden(self, tokens, positions, slots=None, dropout_keys=None, shares=None, kept=None):
+    def hidden(self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None):
         """What the head is given (B*T, D), and the losses of the routers. `kept`: what `draw_kept` of
         `sporeloom.data.random_ltd` gives, where layers drop tokens."""
         kept = None if kept is None else (*kept, positions)
@@ -82,7 +86,7 @@ class Decoder(nn.Cell):
         x, losses = self.embedding(tokens, positions, dropout_keys), None
         for layer in self.layers:
             if self.has_experts:
-                x, losses = layer(x, bias, angles, slots, dropout_keys, tokens, shares, losses)
+                x, losses = layer(x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups)
             else:
                 x = layer(x, bias, angles, slots, dropout_keys, kept=kept)
         return self.top(x, positions, bias, slots, dropout_keys), losses
@@ -95,14 +99,15 @@ class Decoder(nn.Cell):
 class DecoderWithLoss(nn.Cell):
     """Training network: a batch in, one number out.
 
-    tokens, labels, positions: (B, T) int32; loss_weights: (B, T) float32, each token's share of the loss (see
-    `sporeloom.data.batch`). The weights already hold the denominator of the whole batch, so that the losses of its
-    microbatches simply add up. Further arrays: what the loss wants, (B, T); dropout_keys, (B, T), int32, with a dropout rate
-    above 0; and the two of `sporeloom.data.random_ltd.draw_kept` where layers drop tokens.
+    tokens, labels, positions: (B, T) int32; a label is `NO_LABEL` where there is padding, which experts do not see.
+    loss_weights: (B, T) float32, each token's share of the loss (see `sporeloom.data.batch`). The weights already hold the
+    denominator of the whole batch, so that the losses of its microbatches simply add up. Further arrays: what the loss
+    wants, (B, T); dropout_keys, (B, T), int32, with a dropout rate above 0; and the two of
+    `sporeloom.data.random_ltd.draw_kept` where layers drop tokens.
 
     Args:
         loss: of logits, labels, weights and what else it wants; without it, the cross-entropy. The losses of routers are
-            added to the cross-entropy only: they are of a batch of plain text.
+            added to the cross-entropy only, and only there do experts drop what is beyond their capacity.
     """
 
     def __init__(self, model: Decoder, loss: nn.Cell | None = None):
@@ -112,7 +117,7 @@ class DecoderWithLoss(nn.Cell):
         self.num_inputs = self.loss.num_inputs
         self.has_router_losses = model.has_experts and loss is None
         if self.has_router_losses:
-            self.group = model.config.mixture.capacity_group
+            self.token_groups = TokenGroups(model.config)
             self.by_group, self.share = ops.Reshape(), ops.ReduceSum()
 
     def construct(self, tokens, labels, positions, loss_weights, *more):
@@ -120,11 +125,11 @@ class DecoderWithLoss(nn.Cell):
         dropout_keys = rest[0] if len(rest) % 2 else None
         kept = rest[-2:] if len(rest) > 1 else None
         if not self.has_router_losses:
-            logits, _ = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, None, kept)
+            logits, _ = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, kept=kept)
             return self.loss(logits, labels, loss_weights, *inputs)
-        length = self.group or tokens.shape[1]
-        shares = self.share(self.by_group(loss_weights, (-1, length)), 1)  # (G,)
-        logits, losses = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, shares)
+        groups = self.token_groups(labels, tokens)
+        shares = self.share(self.by_group(loss_weights, groups[0].shape), 1)  # (G,)
+        logits, losses = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, shares, groups)
         return self.loss(logits, labels, loss_weights, losses)
 
 

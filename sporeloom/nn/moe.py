@@ -3,6 +3,7 @@
 
 Shapes: N rows (B*T), D hidden; tokens are counted in G groups of L neighbours (N = G*L); E experts, each with room for C
 tokens of a group; k choices of a token. Groups come from the configuration, so what is dropped is the same on every mesh.
+Padding is no token: it takes no capacity, and no loss or count includes it (`is_token` (G, L), 1 or 0).
 
 Source: arXiv:2101.03961 (Switch: capacity, balance loss), arXiv:2006.16668 (GShard: all first choices before all second
 ones), arXiv:2202.08906 (router z-loss), arXiv:2505.21411 (MoGE: grouped router), arXiv:2303.10845 (hash router).
@@ -13,7 +14,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import Normal, initializer
 
-from sporeloom.models.config import ModelConfig
+from sporeloom.models.config import NO_LABEL, ModelConfig
 from sporeloom.nn.counter import Counter
 from sporeloom.nn.dropout import Dropout
 from sporeloom.nn.mlp import ACTIVATIONS, MLP, GatedMLP
@@ -27,6 +28,43 @@ COUNTS_BESIDE_EXPERTS = 2
 def _numbers(stop, step):
     """(stop,): 0, step, 2 step, ..."""
     return Tensor(np.arange(stop, dtype=np.int32) * step)
+
+
+class TokenGroups(nn.Cell):
+    """Which of a batch are tokens, by groups: labels, tokens (B, T) -> (G, L), 1, or 0 where there is padding; how many a
+    group has, (G,); and how many of these an expert takes, (G, 1).
+
+    Padding is what has no label, and the token that the tokenizer pads with. What an expert takes follows from the tokens
+    there are, so that the same texts in longer rows lose the same ones.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        experts = config.mixture
+        self.group, self.vocab_size, self.pad_id = experts.capacity_group, config.vocab_size, config.pad_id
+        self.has_domains, self.has_capacity = config.num_domains > 1, experts.capacity_factor is not None
+        longest = max(self.group or 0, config.seq_len)
+        self.capacities = Tensor(np.array([experts.capacity(n) for n in range(longest + 1)], np.int32))
+        self.has_label, self.token_of, self.is_text, self.both = (
+            ops.NotEqual(),
+            ops.FloorMod(),
+            ops.NotEqual(),
+            ops.LogicalAnd(),
+        )
+        self.to_float, self.by_group, self.count, self.to_int = ops.Cast(), ops.Reshape(), ops.ReduceSum(), ops.Cast()
+        self.capacity_of, self.column = ops.Gather(), ops.ExpandDims()
+
+    def construct(self, labels, tokens):
+        is_token = self.has_label(labels, NO_LABEL)
+        if self.pad_id is not None:
+            tokens = self.token_of(tokens, self.vocab_size) if self.has_domains else tokens
+            is_token = self.both(is_token, self.is_text(tokens, self.pad_id))
+        is_token = self.by_group(self.to_float(is_token, mstype.float32), (-1, self.group or tokens.shape[1]))
+        num_tokens = self.count(is_token, 1)
+        limit = self.to_int(num_tokens, mstype.int32)
+        if self.has_capacity:
+            limit = self.capacity_of(self.capacities, limit, 0)
+        return is_token, num_tokens, self.column(limit, 1)
 
 
 class Scores(nn.Cell):
@@ -99,6 +137,9 @@ class Places(nn.Cell):
     (G, L, k) -> choices in their order (G, k*L), all first ones before all second ones; their experts as one-hot
     (G, k*L, E); places (G, k*L), counted also beyond the capacity; whether they are within it; and the token at each place
     of each expert (G, E*C), any token where there is none.
+
+    `is_choice` (G, k*L): 0 where a choice is that of padding, whose one-hot is 0 and which is never kept. `limit` (G, 1):
+    how many are kept of a group, where that is fewer than the capacity that shapes have.
     """
 
     def __init__(self, config: ModelConfig):
@@ -112,16 +153,23 @@ class Places(nn.Cell):
         self.count, self.forget, self.expand, self.shape_places = ops.ReduceSum(), ops.Mul(), ops.Reshape(), ops.Add()
         self.to_index, self.flat, self.write = ops.Cast(), ops.Reshape(), ops.TensorScatterElements(axis=1)
         self.owners, self.share, self.cut, self.join = ops.Mul(), ops.Add(), ops.StridedSlice(), ops.Reshape()
+        self.each, self.leave_out, self.is_within = ops.ExpandDims(), ops.Mul(), ops.Less()
+        self.is_padding, self.times_capacity, self.put_last = ops.Sub(), ops.Mul(), ops.Add()
         self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
 
-    def construct(self, choices, capacity):
+    def construct(self, choices, capacity, is_choice=None, limit=None):
         groups, length, _ = choices.shape
         places = capacity + 1  # the last one of each expert takes what is dropped
         chosen = self.in_order(self.by_choice(choices, (0, 2, 1)), (groups, self.chosen * length))
         one_hot = self.one_hot(chosen, self.experts, self.on, self.off)
+        if is_choice is not None:
+            one_hot = self.leave_out(one_hot, self.each(is_choice, 2))
         before = self.before(self.running(one_hot, 1), 1.0)
-        place = self.to_place(self.own_sum(self.own(before, one_hot), 2), mstype.int32)  # (G, k*L)
-        kept = self.is_kept(place, capacity)
+        place = self.own_sum(self.own(before, one_hot), 2)
+        if is_choice is not None:  # padding, whose place would be the first one
+            place = self.put_last(place, self.times_capacity(self.is_padding(1.0, is_choice), capacity))
+        place = self.to_place(place, mstype.int32)  # (G, k*L)
+        kept = self.is_kept(place, capacity) if limit is None else self.is_within(place, limit)
         slot = self.slot(self.first_place(chosen, places), self.clip(place, capacity))
         empty = self.expand(self.forget(self.count(one_hot, 1), 0.0), (groups, self.experts, 1))
         empty = self.to_index(self.shape_places(empty, _zeros(places)), mstype.int32)
@@ -131,6 +179,16 @@ class Places(nn.Cell):
             self.expand(tokens, (groups, self.experts, places)), (0, 0, 0), (groups, self.experts, capacity), (1, 1, 1)
         )
         return chosen, one_hot, place, kept, self.join(tokens, (groups, self.experts * capacity))
+
+
+@ops.constexpr
+def _ones(rows, columns):
+    return Tensor(np.ones((rows, columns), np.float32))
+
+
+@ops.constexpr
+def _numbers_alike(count, number):
+    return Tensor(np.full(count, number, np.float32))
 
 
 @ops.constexpr
@@ -190,7 +248,7 @@ class RouterLosses(nn.Cell):
     where it asks for none.
 
     `shares` (G,): the part of the loss that the tokens of each group have; they add up to 1 over the whole batch, so the
-    losses of microbatches simply add up, as those of the tokens do.
+    losses of microbatches simply add up, as those of the tokens do. Means are over the tokens of a group, `counts` (G,).
     """
 
     def __init__(self, config: ModelConfig):
@@ -198,48 +256,63 @@ class RouterLosses(nn.Cell):
         experts = config.mixture
         self.experts = experts.num_experts
         self.over_batch, self.first_only = experts.balance_over == "batch", experts.balance == "first"
+        self.choices = 1 if self.first_only else experts.experts_per_token
         self.balance_factor, self.z_factor = experts.balance_loss, experts.router_z_loss
-        self.first, self.frequency, self.mean = ops.StridedSlice(), ops.ReduceMean(), ops.ReduceMean()
+        self.first, self.each, self.keep = ops.StridedSlice(), ops.ExpandDims(), ops.Mul()
+        self.given, self.likely = ops.ReduceSum(), ops.ReduceSum()
         self.both, self.balance, self.scale = ops.Mul(), ops.ReduceSum(), ops.Mul()
+        self.at_least, self.square_count, self.divide = ops.Maximum(), ops.Square(), ops.Div()
         # (1,), for MindSpore can neither cut a Reshape of a number without dims nor send one between stages.
         self.both_batch, self.balance_batch, self.scale_batch = ops.Mul(), ops.ReduceSum(keep_dims=True), ops.Mul()
+        self.count_batch, self.at_least_batch = ops.ReduceSum(keep_dims=True), ops.Maximum()
+        self.square_batch, self.divide_batch = ops.Square(), ops.Div()
         self.weigh, self.total = ops.Mul(), ops.ReduceSum(keep_dims=True)
         self.max, self.shift, self.exp, self.sum = ops.ReduceMax(keep_dims=True), ops.Sub(), ops.Exp(), ops.ReduceSum()
         self.less_one, self.log = ops.Sub(), ops.Log1p()  # not Log: see TokenLosses
         self.log_sum, self.row, self.square = ops.Add(), ops.Reshape(), ops.Square()
-        self.by_group, self.z_mean, self.z_weigh = ops.Reshape(), ops.ReduceMean(), ops.Mul()
+        self.by_group, self.z_keep, self.z_sum, self.z_divide = ops.Reshape(), ops.Mul(), ops.ReduceSum(), ops.Div()
+        self.z_at_least, self.z_weigh = ops.Maximum(), ops.Mul()
         self.z_total, self.z_scale, self.add = ops.ReduceSum(keep_dims=True), ops.Mul(), ops.Add()
 
-    def construct(self, probs, logits, one_hot, shares):  # (G, L, E), (N, E), (G, k*L, E), (G,) -> (1,)
+    def construct(self, probs, logits, one_hot, shares, is_token, counts):
+        """(G, L, E), (N, E), (G, k*L, E), (G,), (G, L), (G,) -> (1,)"""
         if self.balance_factor and self.z_factor:
-            return self.add(self.balance_loss(probs, one_hot, shares), self.z_loss(logits, probs.shape, shares))
+            return self.add(
+                self.balance_loss(probs, one_hot, shares, is_token, counts),
+                self.z_loss(logits, shares, is_token, counts),
+            )
         if self.balance_factor:
-            return self.balance_loss(probs, one_hot, shares)
-        return self.z_loss(logits, probs.shape, shares) if self.z_factor else None
+            return self.balance_loss(probs, one_hot, shares, is_token, counts)
+        return self.z_loss(logits, shares, is_token, counts) if self.z_factor else None
 
-    def balance_loss(self, probs, one_hot, shares):
+    def balance_loss(self, probs, one_hot, shares, is_token, counts):
         groups, length, experts = probs.shape
         if self.first_only:
             one_hot = self.first(one_hot, (0, 0, 0), (groups, length, experts), (1, 1, 1))
+        probs = self.keep(probs, self.each(is_token, 2))
         if self.over_batch:
-            both = self.both_batch(self.frequency(one_hot, (0, 1)), self.mean(probs, (0, 1)))  # (E,)
-            balance = self.scale_batch(self.balance_batch(both, 0), self.total(shares, 0))
+            both = self.both_batch(self.given(one_hot, (0, 1)), self.likely(probs, (0, 1)))  # (E,)
+            counts = self.square_batch(self.at_least_batch(self.count_batch(counts, 0), 1.0))
+            balance = self.divide_batch(self.balance_batch(both, 0), counts)
+            balance = self.scale_batch(balance, self.total(shares, 0))
         else:
-            both = self.both(self.frequency(one_hot, 1), self.mean(probs, 1))  # (G, E)
-            balance = self.total(self.weigh(self.balance(both, 1), shares), 0)
-        return self.scale(balance, self.balance_factor * self.experts)
+            both = self.both(self.given(one_hot, 1), self.likely(probs, 1))  # (G, E)
+            balance = self.divide(self.balance(both, 1), self.square_count(self.at_least(counts, 1.0)))
+            balance = self.total(self.weigh(balance, shares), 0)
+        return self.scale(balance, self.balance_factor * self.experts / self.choices)
 
-    def z_loss(self, logits, shape, shares):
+    def z_loss(self, logits, shares, is_token, counts):
         largest = ops.stop_gradient(self.max(logits, 1))
         log_sum = self.log(self.less_one(self.sum(self.exp(self.shift(logits, largest)), 1), 1.0))
         log_sum = self.log_sum(log_sum, self.row(largest, (-1,)))
-        z = self.z_mean(self.by_group(self.square(log_sum), shape[:2]), 1)
+        z = self.z_sum(self.z_keep(self.by_group(self.square(log_sum), is_token.shape), is_token), 1)
+        z = self.z_divide(z, self.z_at_least(counts, 1.0))
         return self.z_scale(self.z_total(self.z_weigh(z, shares), 0), self.z_factor)
 
 
 class LoadCounter(Counter):
     """Counts how many choices each expert was given, dropped ones among them, how many were dropped, and the entropy of each
-    token's probabilities added up: (E + 2,)."""
+    token's probabilities added up, which says nothing of a hash router: (E + 2,). Padding is in none of them."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config.mixture.num_experts + COUNTS_BESIDE_EXPERTS)
@@ -248,11 +321,13 @@ class LoadCounter(Counter):
         self.is_sum_one = config.mixture.router != "sigmoid"
         self.total, self.normalize = ops.ReduceSum(True), ops.Div()
         self.shift, self.inverse, self.less_one, self.log = ops.Add(), ops.Div(), ops.Sub(), ops.Log1p()
+        self.each, self.keep = ops.ExpandDims(), ops.Mul()
         self.information, self.entropy_of_group, self.entropy = ops.Mul(), ops.ReduceSum(), ops.ReduceSum(True)
         self.join = ops.Concat(0)
 
-    def construct(self, one_hot, kept, probs):  # (G, k*L, E), (G, k*L), (G, L, E) or None -> (1,), 0
-        dropped = self.dropped(self.of_group(self.missed(1.0, kept), 1), 0)
+    def construct(self, one_hot, kept, probs, is_choice, is_token):
+        """(G, k*L, E), (G, k*L), (G, L, E) or None, (G, k*L), (G, L) -> (1,), 0"""
+        dropped = self.dropped(self.of_group(self.missed(is_choice, kept), 1), 0)
         if probs is None:
             entropy = self.shift(dropped, 0.0)
         else:
@@ -260,6 +335,7 @@ class LoadCounter(Counter):
                 probs = self.normalize(probs, self.total(probs, 2))
             inverse = self.inverse(1.0, self.shift(probs, TINY))
             information = self.information(probs, self.log(self.less_one(inverse, 1.0)))  # -p log p
+            information = self.keep(information, self.each(is_token, 2))
             entropy = self.entropy(self.entropy_of_group(information, (1, 2)), 0)
         return self.carry(self.join((self.given(one_hot, (0, 1)), dropped, entropy)))
 
@@ -267,7 +343,10 @@ class LoadCounter(Counter):
 class MoE(nn.Cell):
     """Each token's k experts, weighted, and the shared one: (N, D) -> (N, D).
 
-    While training with `shares` also the losses of the router, (1,): see `RouterLosses`.
+    With `shares`, where a model learns from plain text, also the losses of the router, (1,) (see `RouterLosses`), and while
+    training experts take no more than their capacity. Nowhere else is anything dropped: what a token gets depends on no other
+    then, so that a policy, its reference, what samples from it and what scores it later are one function. `groups`: what
+    `TokenGroups` gives; without it there is no padding.
     """
 
     def __init__(self, config: ModelConfig, layer: int, dtype: mstype.Type):
@@ -283,6 +362,7 @@ class MoE(nn.Cell):
             self.router, self.choices = Scores(config), Choices(config)
             self.losses, self.weights = RouterLosses(config), Weights(config)
         self.places = Places(config)
+        self.expand_tokens, self.each_choice, self.in_order = ops.ExpandDims(), ops.Mul(), ops.Reshape()
         self.by_group, self.probs_by_group = ops.Reshape(), ops.Reshape()
         self.dispatch, self.split = ops.Gather(1), ops.Reshape()
         self.to_experts, self.rows = ops.Transpose(), ops.Reshape()
@@ -305,33 +385,42 @@ class MoE(nn.Cell):
         self.counts = True
         return self.counter.attach(name)
 
-    def construct(self, x, tokens, shares=None, dropout_keys=None):
-        batch, length = tokens.shape
-        groups, capacity = batch, length
-        if self.training:
+    def construct(self, x, tokens, shares=None, dropout_keys=None, groups=None):
+        count, length = tokens.shape
+        capacity, limit, is_token, is_choice, num_tokens = length, None, None, None, None
+        if shares is not None:
             length = self.settings.capacity_group or length
-            groups, capacity = x.shape[0] // length, self.settings.capacity(length)
-        a, losses, probs = self.input(x), None, None
+            count = x.shape[0] // length
+            is_token, num_tokens = _ones(count, length), _numbers_alike(count, length)
+            if groups is not None:
+                is_token, num_tokens, limit = groups
+            is_choice = self.of_choices(is_token, count, length)
+            capacity = self.settings.capacity(length) if self.training else length
+            limit = limit if self.training else None
+        a, losses, probs, logits = self.input(x), None, None, None
         if self.is_hashed:
-            chosen, one_hot, place, kept, owners = self.places(self.hash(tokens, groups, length), capacity)
-            kept = self.to_weight(kept, mstype.float32)
-            weights = kept
+            choices = self.hash(tokens, count, length)
         else:
             probs, logits = self.router(a)
-            probs = self.probs_by_group(probs, (groups, length, self.settings.num_experts))
+            probs = self.probs_by_group(probs, (count, length, self.settings.num_experts))
             choices = self.choices(ops.stop_gradient(probs))
-            chosen, one_hot, place, kept, owners = self.places(choices, capacity)
-            kept = self.to_weight(kept, mstype.float32)
-            weights = self.weights(probs, one_hot, kept)
-            if shares is not None:
-                losses = self.losses(probs, logits, one_hot, shares)
+        chosen, one_hot, place, kept, owners = self.places(choices, capacity, is_choice, limit)
+        kept = self.to_weight(kept, mstype.float32)
+        weights = kept if self.is_hashed else self.weights(probs, one_hot, kept)
+        if shares is not None and not self.is_hashed:
+            losses = self.losses(probs, logits, one_hot, shares, is_token, num_tokens)
         if self.counts and shares is not None:
-            counted = self.counter(one_hot, kept, probs)
+            counted = self.counter(one_hot, kept, probs, is_choice, is_token)
             losses = counted if losses is None else self.counts_add(losses, counted)
-        y = self.through_experts(a, weights, chosen, place, owners, (groups, length, capacity))
+        y = self.through_experts(a, weights, chosen, place, owners, (count, length, capacity))
         if self.has_shared:
             y = self.shared_add(y, self.shared(a, dropout_keys))
         return self.dropout(y, dropout_keys), losses
+
+    def of_choices(self, is_token, groups, length):
+        """The same of each choice: (G, L) -> (G, k*L)."""
+        is_choice = self.each_choice(self.expand_tokens(is_token, 1), _ones(self.chosen, 1))  # (G, k, L)
+        return self.in_order(is_choice, (groups, self.chosen * length))
 
     def through_experts(self, x, weights, chosen, place, owners, sizes):
         """Rows (N, D) to their experts and back, weighted and added up."""

@@ -194,8 +194,9 @@ class Dimensions(Widths):
         return tokens * ((4.0 if frozen else 6.0) * matrices + attention)
 
 
-def of_decoder(config: ModelConfig, seq_len: int | None = None) -> Dimensions:
-    """A family's model, as the planner sees it, trained on sequences of `seq_len`; of its longest without one."""
+def of_decoder(config: ModelConfig, seq_len: int | None = None, has_drops: bool = True) -> Dimensions:
+    """A family's model, as the planner sees it, trained on sequences of `seq_len`; of its longest without one. `has_drops`:
+    experts take no more than their capacity, as in training on plain text."""
     return Dimensions(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -207,7 +208,7 @@ def of_decoder(config: ModelConfig, seq_len: int | None = None) -> Dimensions:
         head_dim=config.head_size,
         ffn_hidden_size=config.ffn_size,
         gated_mlp=config.gated_mlp,
-        **_of_experts(config),
+        **_of_experts(config, has_drops),
         position_tables=(config.position == "learned") + config.query_layer,
         tied_embedding=config.tied_embedding,
         value_head=config.value_head,
@@ -221,7 +222,7 @@ def of_decoder(config: ModelConfig, seq_len: int | None = None) -> Dimensions:
     )
 
 
-def _of_experts(config: ModelConfig) -> dict[str, Any]:
+def _of_experts(config: ModelConfig, has_drops: bool) -> dict[str, Any]:
     experts = config.experts
     if experts is None:
         return {}
@@ -236,13 +237,15 @@ def _of_experts(config: ModelConfig) -> dict[str, Any]:
         "router_sums": _router_sums(experts),
         "router_losses": (experts.balance_loss > 0) + (experts.router_z_loss > 0),
         "expert_layers": sum(map(config.has_experts, range(config.num_layers))),
-        "expert_rows": min(experts.capacity_factor or room_for_all, room_for_all),
+        "expert_rows": min((has_drops and experts.capacity_factor) or room_for_all, room_for_all),
     }
 
 
 def _router_sums(experts: ExpertConfig) -> int:
     """What each expert was given and what was dropped; the entropy; and the losses."""
-    balance = 2 * experts.num_experts + 1 if experts.balance_over == "batch" else 1
+    balance = (
+        2 * experts.num_experts + 2 if experts.balance_over == "batch" else 1
+    )  # the tokens there are, and the loss
     losses = (balance if experts.balance_loss else 0) + (experts.router_z_loss > 0)
     return experts.num_experts + 1 + (experts.router != "hash") + losses
 

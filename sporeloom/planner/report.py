@@ -70,7 +70,7 @@ def table(request: PlanRequest, options: list[Option]) -> str:
         lines += [
             "",
             f"experts compute {dims.expert_rows:.1f} rows for each that they are given: they have room for every token; "
-            "give the model a capacity_factor",
+            + ("give the model a capacity_factor" if request.task.has_drops else f"{request.task.name} drops none"),
         ]
     lines += ["", f"the best one's step: {shares}", f"memory of its stages, GB: {stages}"]
     return "\n".join([*lines, f"interval: {interval.explain()}"])

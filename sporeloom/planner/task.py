@@ -55,6 +55,12 @@ class TrainedTask:
     reward_model: ModelConfig | None = None
 
     @property
+    def has_drops(self) -> bool:
+        """Whether experts drop what is beyond their capacity: only where a model learns from plain text or examples (see
+        `sporeloom.nn.moe`)."""
+        return self.name in ("pretraining", "sft")
+
+    @property
     def samples(self) -> bool:
         """Whether texts are sampled from the weights that are trained."""
         return self.name in SAMPLING

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from sporeloom.files import write_text_atomically
 from sporeloom.json_text import json_text
+from sporeloom.models.config import ExpertConfig
 
 SHOWN = {
     "dropped_tokens": "{} dropped",
@@ -55,20 +56,20 @@ class StepMetrics:
         return {name: value for name, value in {**given, **self.more}.items() if value is not None}
 
 
-def expert_metrics(counts: NDArray[np.float32], tokens: int) -> dict[str, Any]:
-    """Metrics of what the layers of experts counted in a step of so many tokens: (layers, E + 2), see
-    `sporeloom.nn.moe.LoadCounter`.
+def expert_metrics(counts: NDArray[np.float32], experts: ExpertConfig) -> dict[str, Any]:
+    """Metrics of what the layers of experts counted in a step: (layers, E + 2), see `sporeloom.nn.moe.LoadCounter`.
 
     `dropped_tokens`: choices that found no room at their expert, in all layers. `busiest_expert`: tokens given to the expert
     that was given most, in the layer where that is most: times what balance would give it. `router_entropy`: of the
-    probabilities of a token's experts, mean over tokens and layers, in nats.
+    probabilities of a token's experts, mean over tokens and layers, in nats; a hash router has none.
     """
     given, dropped, entropy = counts[:, :-2], counts[:, -2], counts[:, -1]
-    return {
+    tokens = given.sum(1) / experts.experts_per_token
+    told = {
         "dropped_tokens": round(float(dropped.sum())),
         "busiest_expert": float((given.max(1) / given.mean(1)).max()),
-        "router_entropy": float(entropy.mean() / tokens),
     }
+    return told if experts.router == "hash" else {**told, "router_entropy": float((entropy / tokens).mean())}
 
 
 def _lines_up_to(step: int, path: Path) -> list[str]:

@@ -112,8 +112,8 @@ class Task(ABC):
         here its experts."""
         if counts is None:
             return {}
-        rows, length = self.run.sizes.of_step(step)
-        return expert_metrics(counts.reshape(-1, self.run.model.mixture.num_experts + 2), rows * length)
+        experts = self.run.model.mixture
+        return expert_metrics(counts.reshape(-1, experts.num_experts + 2), experts)
 
     def beside(self) -> dict[str, tuple[int, ...]]:
         """Weights that are trained but are no part of the model: name -> shape."""

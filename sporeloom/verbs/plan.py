@@ -112,7 +112,7 @@ def requested(config: PlanConfig) -> PlanRequest:
         model = dataclasses.replace(size_config(config.model, config.size), compute_dtype=config.compute_dtype)
         model = trained_model(config, model)
         task = task_of(config, config.model, model)
-        dims, flash = of_decoder(model), flash and model.attention_on_ascend == "flash"
+        dims, flash = of_decoder(model, has_drops=task.has_drops), flash and model.attention_on_ascend == "flash"
         longest = dims.seq_len
         if config.seq_len and config.seq_len > longest:
             raise ConfigError(f"--seq-len {config.seq_len} is beyond the model's longest context, {longest}")

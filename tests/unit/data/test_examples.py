@@ -140,7 +140,7 @@ def test_packing_fills_rows_and_loses_nothing():
 def test_packed_examples_begin_anew_and_none_teaches_the_next_ones_start():
     batch = example_batch([[example(4), example(3)]], 8)
     assert batch.tokens[0].tolist() == [10, 11, 12, 10, 11, 0, 0, 0]
-    assert batch.labels[0].tolist() == [11, 12, 13, 11, 12, 0, 0, 0]
+    assert batch.labels[0].tolist() == [11, 12, 13, 11, 12, -1, -1, -1]  # where nothing follows there is padding
     assert batch.positions[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     assert batch.loss_weights[0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
 

@@ -122,6 +122,7 @@ def test_weights_count_what_is_trained_on_and_ranks_read_the_same(tokens, packed
             np.testing.assert_array_equal(batch.labels[row, :count], expected[1:])
             np.testing.assert_array_equal(batch.loss_weights[row, :count] > 0, expected[:-1] != IGNORED)
             assert not batch.loss_weights[row, count:].any()
+            assert (batch.labels[row, count:] == -1).all()
             assert (batch.tokens[row, count + 1 :] == EOD).all()
         trained = (batch.loss_weights > 0).sum()
         np.testing.assert_allclose(batch.loss_weights.sum(), trained / (trained + 1e-5), rtol=1e-6)

@@ -34,6 +34,7 @@ MOGE = {
     "experts_per_token": 2,
     "router": "grouped",
     "router_scale": True,
+    "balance_over": "batch",
     "shared_ffn_hidden_size": 64,
     "balance_bias_rate": 0.1,
 }

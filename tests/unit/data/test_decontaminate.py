@@ -98,6 +98,12 @@ def test_twelve_words_are_not_a_match():
     assert found.num_short == 1
 
 
+def test_the_field_that_numbers_pieces_does_not_take_the_place_of_the_text(write):
+    source = Source((write("train.jsonl", '{"piece": "a text"}\n'),), key="piece")
+    with pytest.raises(ConfigError, match="--key piece: pieces of a document are numbered in a field of that name"):
+        make_decontaminator(source, (write("test.jsonl", "{}\n"),), ("text",), DecontaminationSettings())
+
+
 def test_files_are_rewritten_and_every_cut_reported(tmp_path, write):
     leaked = " ".join(WORDS[:20])
     write(

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from sporeloom.models.adapters import LoRAConfig
+from sporeloom.models.config import ExpertConfig
 from sporeloom.models.family import size_config
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Parallelism, of_decoder
@@ -26,6 +27,16 @@ def beside(task, job=JOB):
 def test_plain_text_has_nothing_beside():
     assert beside(PLAIN_TEXT) == [{}, {}]
     assert task_memory(DIMS, JOB, PLAIN_TEXT)[0].beside == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("pretraining", 1.25), ("sft", 1.25), *((name, 4.0) for name in ("reward", "dpo", "grpo", "ppo"))],
+)
+def test_experts_have_room_for_every_token_where_models_are_compared(name, rows):
+    experts = {"num_experts": 8, "experts_per_token": 2, "capacity_factor": 1.25}
+    model = dataclasses.replace(size_config("pangu", "tiny"), experts=ExpertConfig(**experts))
+    assert of_decoder(model, has_drops=TrainedTask(name).has_drops).expert_rows == rows
 
 
 def test_the_reference_is_counted_unless_adapters_make_it_the_policy_itself():

@@ -87,9 +87,7 @@ def start(run: Run) -> Training:
         training.say(f"attention: {_told_of_attention(engine, net)}")
     if (experts := run.model.experts) and experts.capacity_factor and not getattr(net, "has_router_losses", False):
         more = run.seq_len / experts.capacity(run.seq_len)
-        training.say(
-            f"experts take every token: what is compared drops none; {more:.1f} times the work of their capacity"
-        )
+        training.say(f"experts drop no token where models are compared: {more:.1f} times the work of capacity_factor")
     for line in task.describe().splitlines():
         training.say(line)
     training.say(f"metrics, configuration and checkpoints go to {config.output_dir}")

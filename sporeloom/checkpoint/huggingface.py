@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.contents import WEIGHTS_ALONE
+from sporeloom.checkpoint.generation_config import GENERATION_CONFIG, end_tokens, with_end_tokens
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest
 from sporeloom.checkpoint.model_folder import CONFIG, check_shapes, load_config, write_config
 from sporeloom.checkpoint.reshard import new_folder, publish_new
@@ -44,7 +46,7 @@ BESIDE = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "generation_config.json",
+    GENERATION_CONFIG,
     TEMPLATE,
 )
 """Files that go along as they are; published folders hold much else."""
@@ -100,7 +102,7 @@ def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
             known.setdefault(way.model_type, (name, way))
     published_as(tuple(way for _, way in known.values()), model_type, document.source)
     family, way = known[model_type]
-    model = _model(way, document)
+    model = _model(way, document, folder)
     tensors = stored_tensors(model_files(folder))
     if model.tied_embedding:
         _drop_tied_head(way, tensors, folder)
@@ -127,7 +129,7 @@ def _drop_tied_head(way: Published, tensors: dict[str, Stored], folder: Path) ->
     del tensors[head.name]
 
 
-def _model(way: Published, document: Document) -> ModelConfig:
+def _model(way: Published, document: Document, folder: Path) -> ModelConfig:
     try:
         fields, unknown = read_config(way, document.mapping)
     except ConfigError as error:
@@ -136,13 +138,18 @@ def _model(way: Published, document: Document) -> ModelConfig:
         raise ConfigError(f"{document.source}: {error.args[0]} is missing") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{document.source}: {error}") from None
-    if "eod_id" not in fields:
-        eod_id = ModelConfig.eod_id
-        milestone(f"{document.source}: no eos_token_id; documents end with token {eod_id} unless eod_id says otherwise")
     if unknown:
         milestone(f"{document.source}: keys that are not known here and change nothing here: {', '.join(unknown)}")
     given = {name: value for name, value in fields.items() if value is not None}
-    return fields_from(ModelConfig, Document(document.source, given))
+    model = fields_from(ModelConfig, Document(document.source, given))
+    if "eod_id" in fields:
+        return with_end_tokens(model, folder)
+    if tokens := end_tokens(folder, model.vocab_size):
+        return dataclasses.replace(model, eod_id=tokens[0], loss_ignore_id=tokens[0], stop_ids=tokens[1:])
+    milestone(
+        f"{document.source}: no eos_token_id; documents end with token {model.eod_id} unless eod_id says otherwise"
+    )
+    return model
 
 
 def import_shards(

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from sporeloom.checkpoint.adapters import merge, read_adapter
 from sporeloom.checkpoint.contents import MOMENTS, check_contents
 from sporeloom.checkpoint.finite import check_finite
+from sporeloom.checkpoint.generation_config import with_end_tokens
 from sporeloom.checkpoint.manifest import MANIFEST, read_manifest
 from sporeloom.checkpoint.sharded import CheckpointReader, damage
 from sporeloom.checkpoint.shards import Slices, whole
@@ -63,7 +64,7 @@ def write_config(folder: Path, family: str, config: ModelConfig) -> None:
 
 
 def load_config(folder: Path) -> tuple[str, ModelConfig]:
-    """Model family and configuration of a checkpoint folder.
+    """Model family and configuration of a checkpoint folder, with the end tokens of its generation_config.json.
 
     Raises:
         ConfigError: no such folder, or a configuration that cannot be used.
@@ -72,13 +73,14 @@ def load_config(folder: Path) -> tuple[str, ModelConfig]:
         raise ConfigError(f"{folder}: there is no such checkpoint folder")
     if is_adapter_folder(folder):
         family, model = load_config(base_folder(folder))
+        model = with_end_tokens(model, folder)
         return family, model.with_value_head() if is_reward_adapter(folder) else model
     document = read_json(folder / CONFIG)
     document.value = {name: value for name, value in document.mapping.items() if name != "model_type"}
     family = document.value.pop("family", "")
     if family not in FAMILIES:
         raise ConfigError(f"{document.at(('family',))}: family is {family!r}; known: {', '.join(FAMILIES)}")
-    return family, fields_from(ModelConfig, document)
+    return family, with_end_tokens(fields_from(ModelConfig, document), folder)
 
 
 def load_text_config(folder: Path) -> tuple[str, ModelConfig]:

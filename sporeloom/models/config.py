@@ -264,6 +264,11 @@ class ModelConfig(Widths):
                 name = "eod_id" if token == self.eod_id else "stop_ids:"
                 yield f"{name} {token} is outside the vocabulary of {self.vocab_size}"
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """All tokens that end a generated text."""
+        return tuple(dict.fromkeys((self.eod_id, *self.stop_ids)))
+
     def with_value_head(self) -> ModelConfig:
         """The reward model, or critic, of this size."""
         return dataclasses.replace(self, value_head=True, tied_embedding=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from sporeloom.checkpoint.adapters import Adapter, read_adapter
+from sporeloom.checkpoint.generation_config import with_end_tokens
 from sporeloom.cli import argument, option
 from sporeloom.data.tokenizer import Tokenizer, folder_tokenizer
 from sporeloom.errors import ConfigError, Problems
@@ -59,6 +60,8 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+    """Tokens that end its texts."""
     adapter: int = 0
     """Place among those of `ServeJob.adapters`, counted from 1; 0: none."""
 
@@ -90,10 +93,6 @@ class ServeJob:
     def max_model_len(self) -> int:
         return min(self.config.max_model_len or self.model.seq_len, self.model.seq_len)
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return tuple(sorted({self.model.eod_id, *self.model.stop_ids}))
-
 
 def check(config: ServeConfig, num_processes: int | None) -> ServeJob:
     """Everything the call refers to, read and held against each other.
@@ -117,11 +116,11 @@ def check(config: ServeConfig, num_processes: int | None) -> ServeJob:
     adapters: list[Adapter] = []
     if family and model:
         if tokenizer := problems.of(folder_tokenizer, family, config.checkpoint, model, config.tokenizer):
-            models.append(ServedModel(_name(config), tokenizer))
+            models.append(ServedModel(_name(config), tokenizer, model.end_ids))
         for word in config.lora_modules:
             if found := problems.of(_read_module, word, config, family, model):
-                adapters.append(found[2])
-                models.append(ServedModel(*found[:2], len(adapters)))
+                adapters.append(found[-1])
+                models.append(ServedModel(*found[:-1], len(adapters)))
         if config.max_model_len and config.max_model_len > model.seq_len:
             problems.append(
                 f"--max-model-len {config.max_model_len} is more than the model's context of {model.seq_len}"
@@ -143,8 +142,10 @@ def _name(config: ServeConfig) -> str:
     return config.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name
 
 
-def _read_module(word: str, config: ServeConfig, family: str, model: ModelConfig) -> tuple[str, Tokenizer, Adapter]:
-    """Name, tokenizer and adapters of one word of --lora-modules.
+def _read_module(
+    word: str, config: ServeConfig, family: str, model: ModelConfig
+) -> tuple[str, Tokenizer, tuple[int, ...], Adapter]:
+    """Name, tokenizer, stop ids and adapters of one word of --lora-modules.
 
     Raises:
         ConfigError: no such folder, or adapters of another model.
@@ -166,7 +167,7 @@ def _read_module(word: str, config: ServeConfig, family: str, model: ModelConfig
     adapter = read_adapter(folder, family, model)
     own = any((folder / file).is_file() for file in family_module(family, "tokenizer").FILE_NAMES)
     where = (folder, model) if own else (config.checkpoint, model, config.tokenizer)
-    return name, folder_tokenizer(family, *where), adapter
+    return name, folder_tokenizer(family, *where), with_end_tokens(model, folder).end_ids, adapter
 
 
 def _base(folder: Path) -> Path | None:

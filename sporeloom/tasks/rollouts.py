@@ -55,7 +55,7 @@ class Rollouts:
             if CACHE in parameter.name:
                 parameter.init_data()
         self.decoding = cached(engine, net, run.model, *shape)
-        self.stop_ids = (run.model.eod_id, *run.model.stop_ids)
+        self.stop_ids = run.model.end_ids
         sampling: Any = config
         settings = SamplingConfig(temperature=sampling.temperature, seed=config.seed)
         self.sampler = Sampler(settings, self.stop_ids, tokenizer.vocab_size)

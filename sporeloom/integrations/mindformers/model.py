@@ -127,7 +127,12 @@ class FamilyModel(mindformers.PreTrainedModel):
         chosen = SamplingConfig(**sampling)
         problems = list(chosen.problems(config.vocab_size))
         given = options.get("eos_token_id")
-        stops = [config.eod_id, *(given if isinstance(given, (list, tuple)) else [given] if given is not None else [])]
+        stops = [
+            *config.end_ids,
+            *(given if isinstance(given, (list, tuple)) else [given] if given is not None else []),
+        ]
+        if not problems and chosen.leaves_none(stops, config.vocab_size):
+            problems.append("generate: eos_token_id and min_new_tokens leave no token to choose")
         sampler, requests = Sampler(chosen, sorted(set(stops)), config.vocab_size), []
         for number, prompt in enumerate(prompts):
             most = options.get("max_new_tokens") or (options.get("max_length") or config.seq_len) - len(prompt)

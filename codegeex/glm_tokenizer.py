@@ -19,6 +19,7 @@ from pathlib import Path
 import tiktoken
 import tokenizers
 
+from codegeex.byte_level import bytes_of
 from sporeloom.data.pieces import PieceTokenizer, encode_with
 from sporeloom.data.tokenizer import ChatMessage
 from sporeloom.errors import ConfigError
@@ -50,6 +51,10 @@ class GLM2Tokenizer(PieceTokenizer):
     @property
     def vocab_size(self) -> int:
         return self.pieces.get_piece_size() + len(GLM2_SPECIAL)
+
+    def token_name(self, token: int) -> str | None:
+        place = token - self.pieces.get_piece_size()
+        return GLM2_SPECIAL[place] if 0 <= place < len(GLM2_SPECIAL) else super().token_name(token)
 
     def chat(self, messages: Sequence[ChatMessage]) -> str:
         """Rounds of questions and answers, up to where the last answer begins."""
@@ -105,6 +110,18 @@ class GLM4Tokenizer:
         """The text; special tokens are left out."""
         own = [int(i) for i in ids if int(i) < self._size and int(i) not in self._names]
         return self._whole.decode(own) if self.file_name == "tokenizer.json" else self._bpe.decode(own)
+
+    def token_bytes(self, token: int) -> bytes:
+        if token in self._names or not 0 <= token < self._size:
+            return b""
+        if self.file_name == "tokenizer.json":
+            return bytes_of(self._whole.id_to_token(token)) if self._whole.decode([token]) else b""
+        return self._bpe.decode_single_token_bytes(token)
+
+    def token_name(self, token: int) -> str | None:
+        return self._names.get(token) or (
+            self._whole.id_to_token(token) if self.file_name == "tokenizer.json" else None
+        )
 
     def save(self, folder: Path) -> None:
         """Copy the file into a checkpoint folder."""

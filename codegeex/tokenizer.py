@@ -17,6 +17,7 @@ import regex
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from codegeex.byte_level import bytes_of
 from codegeex.glm_tokenizer import GLM2Tokenizer, GLM4Tokenizer, is_glm4
 from sporeloom.errors import ConfigError
 
@@ -102,6 +103,14 @@ class CodeGeeXTokenizer:
             else:
                 segment.append(int(i))
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        name = self._whole.id_to_token(token)
+        return b"" if name is None else bytes_of(name)
+
+    def token_name(self, token: int) -> str | None:
+        name: str | None = self._whole.id_to_token(token)
+        return name
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, and what Hugging Face's AutoTokenizer wants beside it."""

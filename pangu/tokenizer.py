@@ -27,6 +27,8 @@ from sporeloom.errors import ConfigError
 SPACE, NEWLINE = "\u2582", "\u2583"
 # Ids 0..9 of the released vocabulary, in order; a trained one keeps them.
 SPECIAL = ("<unk>", "<s>", "</s>", NEWLINE, SPACE, "<sep>", "<pad>", "<mask>", "<eod>", "<eot>")
+_WHITE = str.maketrans({" ": "", SPACE: " ", NEWLINE: "\n"})
+"""What pieces say about white space, and what it was: their own spaces stand between jieba's words."""
 NUM_BYTES = 256
 # What jieba takes for one block, in which it looks for words; everything else is words of one character.
 _BLOCKS = re.compile(r"([\u4E00-\u9FD5a-zA-Z0-9+#&\._%\-]+)")
@@ -48,7 +50,12 @@ class PanGuTokenizer(PieceTokenizer):
         return super().encode_text(segment(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return super().decode(ids).replace(" ", "").replace(SPACE, " ").replace(NEWLINE, "\n")
+        return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        found = super().token_bytes(token)
+        is_half = not found.isascii() and self.pieces.is_byte(token)
+        return found if is_half else found.decode().translate(_WHITE).encode()
 
 
 def segment(text: str) -> str:

@@ -54,12 +54,24 @@ class PieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; tokens that stand for none are left out. What does not begin as a text does continues one: a space in
-        front of its first word is kept."""
+        """The text; tokens that stand for none are left out. What does not begin as a text does continues one: spaces in
+        front of its first word are kept."""
+        if [int(i) for i in ids[: len(self.prefix)]] != self.prefix:
+            return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", "replace")
         own = [int(i) for i in ids if 0 <= int(i) < self.pieces.get_piece_size()]
         text: str = self.pieces.decode(own)
-        continues = [int(i) for i in ids[: len(self.prefix)]] != self.prefix
-        return f" {text}" if continues and own and self.pieces.id_to_piece(own[0]).startswith(SPACE) else text
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        if not 0 <= token < self.pieces.get_piece_size() or self.pieces.is_control(token):
+            return b""
+        piece: str = self.pieces.id_to_piece(token)
+        if self.pieces.is_byte(token):
+            return bytes([int(piece[1:-1], 16)])  # <0xE9>
+        return str(self.pieces.decode([token]) if self.pieces.is_unknown(token) else piece.replace(SPACE, " ")).encode()
+
+    def token_name(self, token: int) -> str | None:
+        return self.pieces.id_to_piece(token) if 0 <= token < self.pieces.get_piece_size() else None
 
     def save(self, folder: Path) -> None:
         """Copy the SentencePiece model into a checkpoint folder."""

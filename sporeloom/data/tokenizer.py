@@ -47,6 +47,15 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int]) -> str: ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to the UTF-8 text in whose middle it stands, of which it may be half a character; nothing where
+        `decode` leaves it out."""
+        ...
+
+    def token_name(self, token: int) -> str | None:
+        """What the vocabulary calls a token."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write `file_name` into a folder, from which such a tokenizer is loaded, and what else readers expect beside it."""
 

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from sporeloom.data.tokenizer import Tokenizer
-from sporeloom.inference.sampling import TokenScore
+from sporeloom.inference.sampling import TokenScore, finite
 from sporeloom.inference.scheduler import NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.config import ServedModel
 from sporeloom.serve.requests import ChatAsked, CompletionAsked
+from sporeloom.serve.token_texts import token_by_id, token_offsets, token_text
 
 
 @dataclass
@@ -30,8 +33,14 @@ class Choice:
     scores: list[TokenScore | None] = field(default_factory=list)
     """Of the tokens of the answer; None: the first of a prompt."""
     finish_reason: str | None = None
-    sent_scores: int = 0
-    text_offset: int = 0
+    num_sent: int = 0
+    """Of `scores`."""
+    position: int = field(init=False)
+    """Characters of the answer that the generated tokens so far make."""
+
+    def __post_init__(self) -> None:
+        self.position = len(self.echo or "")
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, new: NewToken) -> str:
         """Book a token. Returns the text that is certain now."""
@@ -44,47 +53,60 @@ class Choice:
     def text(self) -> str:
         return (self.echo or "") + self.completion.text
 
-    def new_scores(self) -> list[TokenScore | None]:
-        """Those that were not taken yet."""
-        scores, self.sent_scores = self.scores[self.sent_scores :], len(self.scores)
-        return scores
+    def token_bytes(self, token: int) -> bytes:
+        """What a generated token adds to the text; one that ends it, nothing."""
+        return b"" if token in self.stop.stop_ids else self.stop.tokenizer.token_bytes(token)
+
+    def new_scores(self) -> Iterator[tuple[TokenScore | None, int]]:
+        """Those that were not taken yet, and where in the text their tokens begin, in characters."""
+        for score in self.scores[self.num_sent :]:
+            offset = self.position
+            if self.num_sent < len(self._prompt_offsets):
+                offset = self._prompt_offsets[self.num_sent]
+            elif score:
+                self.position += len(self._characters.decode(self.token_bytes(score.token)))
+            self.num_sent += 1
+            yield score, offset
+
+    @cached_property
+    def _prompt_offsets(self) -> list[int]:
+        return [] if self.echo is None else token_offsets(self.stop.tokenizer, self.prompt, self.echo)
 
 
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token alone; one that no tokenizer has (padding of the vocabulary) by its number."""
-    return tokenizer.decode([token]) if token < tokenizer.vocab_size else f"<{token}>"
-
-
-def completion_logprobs(choice: Choice, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def completion_logprobs(choice: Choice, num_top: int) -> dict[str, Any]:
     """Of the tokens that were not told yet, as /v1/completions says them."""
     told: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-    first = choice.prompt[0] if choice.echo is not None else 0
-    for score in choice.new_scores():
-        text = token_text(tokenizer, score.token if score else first)
-        told["text_offset"].append(choice.text_offset)
-        choice.text_offset += len(text)
-        told["tokens"].append(text)
-        told["token_logprobs"].append(score and score.log_probability)
-        if score is None or not num_top:
-            told["top_logprobs"].append(None if score is None else {text: score.log_probability})
-            continue
-        top: dict[str, float] = {}
-        for token, log_probability in (*score.top, (score.token, score.log_probability)):
-            top.setdefault(token_text(tokenizer, token), log_probability)  # of equal texts the likeliest
-        told["top_logprobs"].append(top)
+    tokenizer = choice.stop.tokenizer
+    for score, offset in choice.new_scores():
+        told["text_offset"].append(offset)
+        told["tokens"].append(token_text(tokenizer, score.token if score else choice.prompt[0]))
+        told["token_logprobs"].append(score and finite(score.log_probability))
+        told["top_logprobs"].append(score and _by_text(tokenizer, score, num_top))
     return told
 
 
-def chat_logprobs(choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
+def _by_text(tokenizer: Tokenizer, score: TokenScore, num_top: int) -> dict[str, float]:
+    """A token and the likeliest ones, by their texts. Of several with one text the token itself, or else the likeliest, has
+    it; the others go by their ids."""
+    found = dict(score.top[:num_top])
+    found.setdefault(score.token, score.log_probability)
+    names = {token_text(tokenizer, score.token): score.token}
+    for token in found:
+        names.setdefault(token_text(tokenizer, token), token)
+    texts = {token: text for text, token in names.items()}
+    return {texts.get(token, token_by_id(token)): finite(value) for token, value in found.items()}
+
+
+def chat_logprobs(choice: Choice) -> dict[str, Any]:
     """Of the tokens that were not told yet, as /v1/chat/completions says them."""
 
     def entry(token: int, log_probability: float) -> dict[str, Any]:
-        text = token_text(tokenizer, token)
-        return {"token": text, "logprob": log_probability, "bytes": list(text.encode())}
+        text = token_text(choice.stop.tokenizer, token)
+        return {"token": text, "logprob": finite(log_probability), "bytes": list(choice.token_bytes(token))}
 
     content = [
         entry(score.token, score.log_probability) | {"top_logprobs": [entry(*pair) for pair in score.top]}
-        for score in choice.new_scores()
+        for score, _ in choice.new_scores()
         if score
     ]
     return {"content": content, "refusal": None}
@@ -112,7 +134,7 @@ class CompletionAnswer:
 
     def __init__(self, model: ServedModel, asked: CompletionAsked):
         self.model, self.asked = model, asked
-        self.head = head("text_completion", "cmpl", model.name, asked.sampling.seed)
+        self.head = head("text_completion", "cmpl", model.name, asked.seed)
 
     def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
         told = [self._choice(choice, choice.text) for choice in choices]
@@ -127,7 +149,7 @@ class CompletionAnswer:
     def _choice(self, choice: Choice, text: str) -> dict[str, Any]:
         logprobs = None
         if self.asked.num_top is not None:
-            logprobs = completion_logprobs(choice, self.asked.num_top, self.model.tokenizer)
+            logprobs = completion_logprobs(choice, self.asked.num_top)
         return {
             "index": choice.index,
             "text": text,
@@ -143,7 +165,7 @@ class ChatAnswer:
     def __init__(self, model: ServedModel, asked: ChatAsked):
         self.model, self.asked = model, asked
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        self.head = head(kind, "chatcmpl", model.name, asked.sampling.seed)
+        self.head = head(kind, "chatcmpl", model.name, asked.seed)
 
     def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
         told = [self._choice(c, "message", {"role": "assistant", "content": c.text}) for c in choices]
@@ -160,5 +182,5 @@ class ChatAnswer:
         return {**self.head, "choices": [self._choice(choice, "delta", {"content": text})]}
 
     def _choice(self, choice: Choice, name: str, value: dict[str, Any]) -> dict[str, Any]:
-        logprobs = None if self.asked.num_top is None else chat_logprobs(choice, self.model.tokenizer)
+        logprobs = None if self.asked.num_top is None else chat_logprobs(choice)
         return {"index": choice.index, name: value, "logprobs": logprobs, "finish_reason": choice.finish_reason}

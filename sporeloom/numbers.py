@@ -52,6 +52,10 @@ Seed = Annotated[int, Bounds(0, 2**64 - 1)]
 Number = Annotated[float, Bounds()]
 Positive = Annotated[float, Bounds(0, without_low=True)]
 NotNegative = Annotated[float, Bounds(0)]
+MIN_TEMPERATURE = 1e-5
+"""Sampling at a lower temperature is greedy: quotients would overflow, and no other token has a chance worth a draw."""
+SamplingTemperature = Annotated[float, Bounds(MIN_TEMPERATURE)]
+"""Where greedy decoding makes no sense."""
 Share = Annotated[float, Bounds(0, 1)]
 Probability = Annotated[float, Bounds(0, 1, without_low=True)]
 Rate = Annotated[float, Bounds(0, 1, without_high=True)]

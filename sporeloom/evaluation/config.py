@@ -183,8 +183,10 @@ def _own_problems(config: EvaluateConfig, languages: tuple[str, ...]) -> list[st
         problems.append("nothing to do: give --checkpoint to make samples, --allow-execution to judge them")
     if config.translate_from and _language(config.translate_from) in languages:
         problems.append(f"--translate-from {config.translate_from} is one of the languages to write")
-    if config.num_samples > 1 and config.temperature == 0:
-        problems.append(f"--num-samples {config.num_samples} at temperature 0 are all the same; set --temperature")
+    if config.num_samples > 1 and config.is_greedy:
+        problems.append(
+            f"--num-samples {config.num_samples} at temperature {config.temperature:g} are all the same; set --temperature"
+        )
     return problems
 
 

@@ -106,7 +106,7 @@ class GenerateJob:
 
     @property
     def stop_ids(self) -> list[int]:
-        return sorted({self.model.eod_id, *self.model.stop_ids, *self.config.stop_ids})
+        return sorted({*self.model.end_ids, *self.config.stop_ids})
 
 
 def check(
@@ -136,6 +136,8 @@ def check(
     named = prompts
     if named is None and strategy:
         named = [] if config.interactive else problems.of(read_prompts, config, strategy)
+    if tokenizer and model and config.leaves_none((*model.end_ids, *config.stop_ids), tokenizer.vocab_size):
+        problems.append("--banned-tokens, and stop tokens with --min-new-tokens, leave no token to choose")
     if language and named:
         named = [(name, language.tagged(prompt)) for name, prompt in named]
     if tokenizer and problems.of(in_form, config, tokenizer, "") is not None:

@@ -15,6 +15,7 @@ from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from sporeloom.inference.cache import CacheFullError, SlotTable, cache_bytes
+from sporeloom.inference.model import CACHE
 from sporeloom.models.config import ModelConfig
 from sporeloom.runtime.engine import Engine
 
@@ -54,6 +55,9 @@ class Decoding(Protocol):
 
     def trim(self, row: int, length: int) -> None:
         """Forget what a row holds beyond `length` tokens."""
+
+    def clear(self, row: int) -> None:
+        """Forget all that a row holds, and leave no trace: a mask hides finite numbers, but not NaN. Every rank calls it."""
 
     def use_adapter(self, row: int, adapter: int) -> None:
         """What a row is given from now on goes through this adapter, counted from 1; 0: through none."""
@@ -136,6 +140,17 @@ class WithCache(Rows):
 
     def trim(self, row: int, length: int) -> None:
         self.slot_table.trim(row, length)
+
+    def clear(self, row: int) -> None:
+        self.trim(row, 0)
+        shape = self.num_rows, self.config.kv_heads, self.slot_table.num_slots, self.config.head_size
+        for parameter in self.net.get_parameters():
+            held = self.engine.held_slices(parameter.name, shape) if CACHE in parameter.name else None
+            if held and held[0].start <= row < held[0].stop:
+                parameter = getattr(parameter, "in_float32", parameter)  # where no kernel computes in its own type
+                values = parameter.asnumpy().copy()
+                values[row - held[0].start] = 0
+                parameter.set_data(Tensor(values, dtype=parameter.dtype), slice_shape=parameter.sliced)
 
 
 class Cached(WithCache):
@@ -271,6 +286,9 @@ class Uncached(Rows):
 
     def trim(self, row: int, length: int) -> None:
         del self.tokens[row][length:]
+
+    def clear(self, row: int) -> None:
+        self.trim(row, 0)
 
     def use_adapter(self, row: int, adapter: int) -> None:
         assert adapter == 0, adapter

@@ -14,9 +14,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.cli import option
-from sporeloom.numbers import Natural, NotNegative, Number, Positive, Probability, Seed, number_problems
+from sporeloom.errors import ConfigError
+from sporeloom.numbers import (
+    MIN_TEMPERATURE,
+    Natural,
+    NotNegative,
+    Number,
+    Positive,
+    Probability,
+    Seed,
+    number_problems,
+)
 
 Logits = NDArray[np.float64]
+MIN_REPETITION_PENALTY, MAX_PENALTY = 1e-200, 1e200
+"""What is beyond counts as these: with a model's logits nothing overflows in float64, and the order of tokens is the same."""
+
+
+class NoTokenError(ConfigError):
+    """A request forbids every token."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no token is left to choose: banned tokens, and stop tokens before the minimum of new ones, are all"
+        )
+
+
+class BadLogitsError(ConfigError):
+    """A model's logits are no distribution."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's logits are NaN or infinite: its weights hold such numbers or its arithmetic overflows"
+        )
 
 
 @dataclass(frozen=True)
@@ -36,7 +66,9 @@ class SamplingConfig:
 
     heading: ClassVar[str] = "sampling"
 
-    temperature: NotNegative = option(0.0, "divides the logits; 0 takes the likeliest token (greedy)")
+    temperature: NotNegative = option(
+        0.0, f"divides the logits; 0, and whatever is below {MIN_TEMPERATURE:g}, takes the likeliest token (greedy)"
+    )
     top_k: Natural = option(0, "choose among the k likeliest tokens only; 0: all")
     top_p: Probability = option(1.0, "choose among the likeliest tokens that together have this probability")
     frequency_penalty: Number = option(0.0, "taken off a token's logit for each time it was generated")
@@ -48,6 +80,10 @@ class SamplingConfig:
     banned_tokens: tuple[Natural, ...] = option((), "ids that are never generated")
     seed: Seed = option(0, "same seed, same samples")
 
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE
+
     def problems(self, vocab_size: int | None) -> Iterator[str]:
         """What is out of range, by flag; None: the vocabulary is not known."""
         yield from number_problems(self)
@@ -56,15 +92,19 @@ class SamplingConfig:
         for token in self.banned_tokens:
             if token >= vocab_size:
                 yield f"--banned-tokens: {token} is outside the vocabulary of {vocab_size}"
-        if len(set(self.banned_tokens)) >= vocab_size:
-            yield "--banned-tokens leaves no token to choose"
+
+    def leaves_none(self, stop_ids: Sequence[int], vocab_size: int) -> bool:
+        """Whether all tokens of a vocabulary are forbidden at first."""
+        forbidden = {*self.banned_tokens, *(stop_ids if self.min_new_tokens else ())}
+        return sum(token < vocab_size for token in forbidden) >= vocab_size
 
 
 def ban(tokens: Sequence[int]) -> Processor:
-    """Never choose these."""
+    """Never choose these; a model may have more tokens than its tokenizer, whose logits these are."""
+    ids = np.asarray(tokens, np.int64)
 
     def process(logits: Logits, history: History) -> Logits:
-        logits[list(tokens)] = -np.inf
+        logits[ids[ids < len(logits)]] = -np.inf
         return logits
 
     return process
@@ -89,9 +129,11 @@ def add_bias(bias: Mapping[int, float]) -> Processor:
 
 def penalize_repetition(penalty: float) -> Processor:
     """See `SamplingConfig.repetition_penalty`."""
+    penalty = min(max(penalty, MIN_REPETITION_PENALTY), MAX_PENALTY)
 
     def process(logits: Logits, history: History) -> Logits:
         seen = np.unique(np.asarray([*history.prompt, *history.generated], np.int64))
+        seen = seen[seen < len(logits)]
         logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
         return logits
 
@@ -103,7 +145,8 @@ def penalize_frequency(frequency: float, presence: float) -> Processor:
 
     def process(logits: Logits, history: History) -> Logits:
         tokens, counts = np.unique(np.asarray(history.generated, np.int64), return_counts=True)
-        logits[tokens] -= frequency * counts + presence
+        with np.errstate(over="ignore"):
+            logits[tokens] -= np.clip(frequency * counts + presence, -MAX_PENALTY, MAX_PENALTY)
         return logits
 
     return process
@@ -149,7 +192,7 @@ def processors(config: SamplingConfig, stop_ids: Sequence[int]) -> list[Processo
             penalize_frequency(config.frequency_penalty, config.presence_penalty),
         ),
     ]
-    if config.temperature > 0:
+    if not config.is_greedy:
         steps += [
             (config.temperature != 1, scale(config.temperature)),
             (config.top_k, keep_top_k(config.top_k)),
@@ -177,11 +220,21 @@ class Sampler:
         self.processors = [*first, *processors(config, stop_ids)]
 
     def choose(self, logits: NDArray[np.floating[Any]], history: History, stream: int = 0) -> int:
-        """The next token. `stream` sets the random numbers of one prompt apart from those of another."""
+        """The next token. `stream` sets the random numbers of one prompt apart from those of another.
+
+        Raises:
+            BadLogitsError: NaN or infinity among the logits.
+            NoTokenError: every token is forbidden.
+        """
+        check_logits(logits)
         changed = logits[: self.vocab_size].astype(np.float64)
         for process in self.processors:
             changed = process(changed, history)
-        if self.config.temperature == 0:
+        highest = changed.max()
+        if highest == -np.inf:
+            raise NoTokenError
+        assert np.isfinite(highest), (highest, self.config)
+        if self.config.is_greedy:
             return int(np.argmax(changed))
         generator = np.random.Generator(
             np.random.Philox(key=self.config.seed, counter=[0, 0, stream, len(history.generated)])
@@ -190,6 +243,14 @@ class Sampler:
         cumulated = np.cumsum(_probabilities(changed[possible]))
         place = int(np.searchsorted(cumulated, generator.random() * cumulated[-1], side="right"))
         return int(possible[min(place, len(possible) - 1)])
+
+
+def check_logits(logits: NDArray[np.floating[Any]]) -> None:
+    """Raises:
+    BadLogitsError: the logits (V,) are no distribution: one is NaN or +inf, or all are -inf.
+    """
+    if not np.isfinite(logits.max()):  # which is NaN where one is
+        raise BadLogitsError
 
 
 @dataclass(frozen=True)
@@ -203,11 +264,27 @@ class TokenScore:
     """The likeliest tokens and their log-probabilities."""
 
 
+UNLIKELY = -9999.0
+"""Stands for a log-probability of -inf, which JSON does not have, as in OpenAI's API."""
+
+
+def finite(log_probability: float) -> float:
+    """A log-probability as JSON can hold it."""
+    return UNLIKELY if log_probability == -np.inf else log_probability
+
+
 def score_token(logits: NDArray[np.floating[Any]], token: int, num_top: int = 0) -> TokenScore:
-    """Score `token` and name the `num_top` likeliest; of equals those with the lower ids."""
-    shifted = logits.astype(np.float64) - logits.max()
+    """Score `token` and name the `num_top` likeliest; of equals those with the lower ids.
+
+    Raises:
+        BadLogitsError: NaN or infinity among the logits.
+    """
+    check_logits(logits)
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max()
     log_sum = np.log(np.exp(shifted).sum())
     top: tuple[tuple[int, float], ...] = ()
+    num_top = min(num_top, len(shifted))
     if num_top:
         enough = np.flatnonzero(shifted >= np.partition(shifted, -num_top)[-num_top])
         likeliest = enough[np.argsort(-shifted[enough], kind="stable")][:num_top]

@@ -9,18 +9,31 @@ from __future__ import annotations
 
 import itertools
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
+from sporeloom.errors import ConfigError
 from sporeloom.inference.decoding import Decoding, Logits
-from sporeloom.inference.sampling import History, Sampler, TokenScore, score_token
+from sporeloom.inference.sampling import BadLogitsError, History, NoTokenError, Sampler, TokenScore, score_token
+from sporeloom.log import milestone
 from sporeloom.runtime.engine import Engine
 
 FinishReason = Literal["stop", "length"]
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
+
+
+class InternalError(ConfigError):
+    """A fault of ours while a request was served; the log of the rank that chooses says which."""
+
+    def __init__(self) -> None:
+        super().__init__("a fault of sporeloom ended this text; the log says which")
+
+
+_ERRORS = (NoTokenError, BadLogitsError, InternalError)
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,15 @@ class PromptScores:
     """Set where no token is wanted."""
 
 
-Event = NewToken | PromptScores
+@dataclass(frozen=True)
+class Failure:
+    """The last event of a request that cannot go on, on every rank. The others go on."""
+
+    request: int
+    error: ConfigError
+
+
+Event = NewToken | PromptScores | Failure
 
 
 @dataclass
@@ -84,6 +105,8 @@ class _Row:
     since: float
     generated: list[int] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
+    error: Exception | None = None
+    """Why its prompt could not be scored; on the rank that chooses."""
 
     @property
     def to_read(self) -> Sequence[int]:
@@ -151,8 +174,7 @@ class Scheduler:
         if not chunks and not decoded:
             return []
         logits = self.decoding.step(chunks, decoded, every)
-        events, ended = self._book(chunks, every, logits)
-        return [*events, *self._choose([*ended, *decoded], logits)]
+        return self._choose([*self._book(chunks, every, logits), *decoded], logits)
 
     def _admit(self) -> None:
         for number, request in list(self._waiting.items()):
@@ -179,11 +201,13 @@ class Scheduler:
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         return same // unit * unit
 
-    def _release(self, row: int) -> None:
+    def _release(self, row: int, failed: bool = False) -> None:
         state, unit = self._rows.pop(row), self.decoding.reusable
         done = len(state.request.prompt) - len(state.left)
         held: Sequence[int] = ()
-        if unit == 1:  # the last token that was chosen has not been given to the model
+        if failed:  # NaN among its keys and values would go over to the next request, though it is hidden there
+            self.decoding.clear(row)
+        elif unit == 1:  # the last token that was chosen has not been given to the model
             held = [*state.request.prompt[:done], *state.generated[:-1]]
         elif unit:
             held = state.request.prompt[: done // unit * unit]
@@ -200,12 +224,8 @@ class Scheduler:
         alike = {row: state.to_read for row, state in waiting.items() if state.request.score_prompt == every}
         return self.decoding.next_chunks(alike, is_alone), every
 
-    def _book(
-        self, chunks: Mapping[int, Sequence[int]], every: bool, logits: dict[int, Logits] | None
-    ) -> tuple[list[Event], list[int]]:
-        """Book parts of prompts. Returns the scores of prompts that ended, and the rows of those that a token is wanted for;
-        of these only the logits of the last token are left."""
-        events: list[Event] = []
+    def _book(self, chunks: Mapping[int, Sequence[int]], every: bool, logits: dict[int, Logits] | None) -> list[int]:
+        """Book parts of prompts. Returns the rows of those that ended; only the logits of their last tokens are left."""
         ended = []
         for row, chunk in chunks.items():
             state = self._rows[row]
@@ -214,71 +234,109 @@ class Scheduler:
                 if logits is not None:
                     logits[row] = logits[row][-1]
             state.left = state.left[len(chunk) :]
-            if state.to_read:
-                continue
-            is_over = every and not state.request.max_new_tokens
-            if every:
-                events.append(PromptScores(state.id, state.scores, "length" if is_over else None))
-            if is_over:
-                self._release(row)
-            else:
+            if not state.to_read:
                 ended.append(row)
-        return events, ended
+        return ended
 
     def _score(self, state: _Row, chunk: Sequence[int], logits: Logits | None) -> None:
         """Book how likely the tokens after those of a chunk are."""
         if logits is None or not self.engine.is_log_rank:
             return
         followers = list(state.left[1 : len(chunk) + 1])
-        state.scores += [
-            score_token(row, token, state.request.num_top) for row, token in zip(logits, followers, strict=False)
-        ]
+        try:
+            state.scores += [
+                score_token(row, token, state.request.num_top) for row, token in zip(logits, followers, strict=False)
+            ]
+        except Exception as error:  # of this request alone
+            state.error = state.error or error
 
-    def _choose(self, rows: Sequence[int], logits: Mapping[int, Logits] | None) -> list[NewToken]:
-        """The next token of each row: chosen by one rank, told to all."""
+    def _choose(self, rows: Sequence[int], logits: Mapping[int, Logits] | None) -> list[Event]:
+        """What becomes of rows whose prompts have been read: decided by one rank, told to all."""
         if not rows:
             return []
-        told = np.zeros((3, len(rows)), np.int32)  # token, log-probability as bits, why it ended
+        told = np.zeros((3, len(rows)), np.int32)  # token, log-probability as bits, why it ended or, negative, failed
         tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
         if logits is not None and self.engine.is_log_rank:
             for place, row in enumerate(rows):
-                state = self._rows[row]
-                request, history = state.request, History(state.request.prompt, state.generated)
-                token = request.sampler.choose(logits[row], history, stream=request.stream)
-                score = score_token(logits[row], token, request.num_top)
-                tops[place] = score.top
-                ended = _REASONS.index(_finish_reason(request, [*state.generated, token]))
-                told[:, place] = token, np.float32(score.log_probability).view(np.int32), ended
+                try:
+                    token, score, reason = _next_token(self._rows[row], logits[row])
+                except Exception as error:  # whatever it is, the other requests go on
+                    told[2, place] = -1 - _kind_of(error)
+                    continue
+                if score:
+                    tops[place], told[:2, place] = score.top, (token, np.float32(score.log_probability).view(np.int32))
+                told[2, place] = _REASONS.index(reason)
         told = self.engine.broadcast(told, self.engine.strategy.mesh.first_rank_of_last_stage)
-        now, new = time.perf_counter(), []
+        now, events = time.perf_counter(), list[Event]()
         for place, row in enumerate(rows):
-            state, (token, bits, ended) = self._rows[row], told[:, place]
-            state.generated.append(int(token))
-            reason = _REASONS[ended]
-            new.append(
-                NewToken(state.id, int(token), float(bits.view(np.float32)), now - state.since, reason, tops[place])
-            )
+            token, bits, code = told[:, place]
+            events += self._tell(row, now, (int(token), float(bits.view(np.float32)), int(code)), tops[place])
+        return events
+
+    def _tell(
+        self, row: int, now: float, told: tuple[int, float, int], top: tuple[tuple[int, float], ...]
+    ) -> Iterator[Event]:
+        """The events of a row that the ranks were told of; it is free again where it has ended."""
+        token, log_probability, code = told
+        state = self._rows[row]
+        if code < 0:
+            self._release(row, failed=True)
+            yield Failure(state.id, _ERRORS[-1 - code]())
+            return
+        reason = _REASONS[code]
+        if state.request.score_prompt and not state.generated:
+            yield PromptScores(state.id, state.scores, None if state.request.max_new_tokens else reason)
+        if state.request.max_new_tokens:
+            state.generated.append(token)
+            yield NewToken(state.id, token, log_probability, now - state.since, reason, top)
             state.since = now
-            if reason:
-                self._release(row)
-        return new
+        if reason:
+            self._release(row)
 
 
 def generate(decoding: Decoding, engine: Engine, requests: Sequence[Request]) -> Iterator[NewToken]:
     """Tokens of all requests, numbered by their places, in the order they are made. Every rank of a job yields the same.
 
     Rows left unfinished, when the caller stops early, are free again.
+
+    Raises:
+        ConfigError: a request cannot go on; on every rank.
     """
     scheduler = Scheduler(decoding, engine)
     for request in requests:
         scheduler.submit(request)
     try:
         while not scheduler.is_idle:
-            yield from (event for event in scheduler.step() if isinstance(event, NewToken))
+            for event in scheduler.step():
+                if isinstance(event, Failure):
+                    raise ConfigError(f"text {event.request + 1} of {len(requests)}: {event.error}")
+                if isinstance(event, NewToken):
+                    yield event
     finally:
         scheduler.cancel_all()
         for row in range(decoding.num_rows):
             decoding.trim(row, 0)
+
+
+def _next_token(state: _Row, logits: Logits) -> tuple[int, TokenScore | None, FinishReason | None]:
+    """The token after what a row holds, how likely it is, and why it is the last one; where only the prompt is to be
+    scored, none."""
+    request = state.request
+    if state.error:
+        raise state.error
+    if not request.max_new_tokens:
+        return 0, None, "length"
+    token = request.sampler.choose(logits, History(request.prompt, state.generated), stream=request.stream)
+    return token, score_token(logits, token, request.num_top), _finish_reason(request, [*state.generated, token])
+
+
+def _kind_of(error: Exception) -> int:
+    """Which of `_ERRORS` the ranks are told; what is none of them is logged here."""
+    for place, kind in enumerate(_ERRORS):
+        if isinstance(error, kind):
+            return place
+    milestone(f"a text failed: {''.join(traceback.format_exception(error))}")
+    return _ERRORS.index(InternalError)
 
 
 def _finish_reason(request: Request, generated: Sequence[int]) -> FinishReason | None:

@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 from sporeloom.inference.config import GenerateJob, in_form, prompt_problems
+from sporeloom.inference.sampling import finite
 from sporeloom.inference.session import Completion, Session, open_session
 from sporeloom.json_text import json_text
 from sporeloom.log import counted, milestone
@@ -40,7 +41,7 @@ def _print_json(session: Session, job: GenerateJob) -> None:
             "cache_bytes": session.decoding.cache_bytes,
         }
         if job.config.logprobs:
-            values["log_probabilities"] = completion.log_probabilities
+            values["log_probabilities"] = [finite(value) for value in completion.log_probabilities]
         if session.engine.is_log_rank:
             print(json_text(values, ensure_ascii=False), flush=True)
 

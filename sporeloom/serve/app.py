@@ -23,7 +23,6 @@ from sporeloom.errors import ConfigError
 from sporeloom.inference.config import language_tags
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.log import milestone
-from sporeloom.serve import answers
 from sporeloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
 from sporeloom.serve.config import ServedModel, ServeJob
 from sporeloom.serve.metrics import Metrics
@@ -39,6 +38,7 @@ from sporeloom.serve.requests import (
 )
 from sporeloom.serve.service import Service
 from sporeloom.serve.texts import Events, Texts, stream, whole
+from sporeloom.serve.token_texts import token_text
 
 BODY_TIMEOUT_S = 30.0
 OPEN_PATHS = ("/", "/health")
@@ -161,7 +161,7 @@ class Server:
 
     async def tokenizer_info(self, request: Request) -> Response:
         tokenizer = self.job.models[0].tokenizer
-        eos = answers.token_text(tokenizer, tokenizer.eod_id)
+        eos = token_text(tokenizer, tokenizer.eod_id)
         return JSONResponse({"tokenizer_class": type(tokenizer).__name__, "eos_token": eos, "bos_token": None})
 
     async def tokenize(self, request: Request) -> Response:
@@ -187,12 +187,13 @@ class Server:
         model = self._model(fields)
         asked = read_completion(fields, model.tokenizer.vocab_size)
         self._check_state(fields, request)
+        stop = self._stop(model, asked)
         prompts = [await run_in_threadpool(_prompt, model, prompt, asked.suffix) for prompt in asked.prompts]
         choices = [
             Choice(
                 index=number * asked.num_choices + choice,
                 prompt=prompt,
-                stop=self._stop(model, asked),
+                stop=stop,
                 completion=Completion(""),
                 echo=_text(model, asked.prompts[number]) if asked.echo else None,
             )
@@ -210,11 +211,10 @@ class Server:
             )
         asked = read_chat(fields, model.tokenizer.vocab_size)
         self._check_state(fields, request)
+        stop = self._stop(model, asked)
         text = chat_prompt(model.tokenizer, asked.messages)
         prompt = tuple(await run_in_threadpool(model.tokenizer.encode, text))
-        choices = [
-            Choice(index, prompt, self._stop(model, asked), Completion("")) for index in range(asked.num_choices)
-        ]
+        choices = [Choice(index, prompt, stop, Completion("")) for index in range(asked.num_choices)]
         return await self._answer(request, asked, [prompt], choices, ChatAnswer(model, asked))
 
     async def _fields(self, request: Request) -> Fields:
@@ -262,7 +262,12 @@ class Server:
             raise RequestError(503, said, headers={"Retry-After": "1"})
 
     def _stop(self, model: ServedModel, asked: Asked) -> StopConditions:
-        stop_ids = (() if asked.ignore_eos else self.job.stop_ids) + asked.stop_ids
+        """Raises:
+        RequestError: no token would be left to choose.
+        """
+        stop_ids = (() if asked.ignore_eos else model.stop_ids) + asked.stop_ids
+        if asked.sampling.leaves_none(stop_ids, model.tokenizer.vocab_size):
+            raise RequestError(400, "min_tokens and stop_token_ids leave no token to choose", "min_tokens")
         return StopConditions(model.tokenizer, stop_ids, asked.stop)
 
     def _room(self, prompt: tuple[int, ...], asked: Asked) -> int:

@@ -18,6 +18,8 @@ from sporeloom.log import milestone
 
 MAX_TOP, MAX_CHOICES, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 20, 128, 16, 128, 1024
 DEFAULT_MAX_TOKENS = 16
+MAX_DRAWN_SEED = 2**53
+"""What is drawn stays below: numbers of JavaScript, in which the page and many clients read answers, are exact up to it."""
 ROLES = ("system", "user", "assistant")
 
 
@@ -41,6 +43,8 @@ class Asked:
     """What a completion and a chat have in common."""
 
     sampling: SamplingConfig
+    seed: int
+    """As it was sent, or drawn."""
     max_tokens: int | None
     """None: as many as there is room for."""
     num_choices: int
@@ -197,7 +201,7 @@ def _common(
     options = fields.take("stream_options", dict, {})
     if options and not stream:
         raise RequestError(400, "stream_options goes with stream: true", "stream_options")
-    seed = fields.integer("seed", -(2**63), 2**64 - 1, None)
+    seed = fields.integer("seed", -(2**63), 2**64 - 1, secrets.randbelow(MAX_DRAWN_SEED))
     stop = fields.take("stop", (str, list), [])
     stops = [text_of(text, "stop") for text in ([stop] if isinstance(stop, str) else stop)]
     if len(stops) > MAX_STOPS or "" in stops:
@@ -211,8 +215,9 @@ def _common(
             presence_penalty=fields.number("presence_penalty", -10, 10, 0),
             repetition_penalty=_repetition_penalty(fields),
             min_new_tokens=fields.integer("min_tokens", 0, 2**31 - 1, 0),
-            seed=secrets.randbits(63) if seed is None else seed % 2**64,
+            seed=seed % 2**64,
         ),
+        "seed": seed,
         "max_tokens": most,
         "num_choices": fields.integer("n", 1, MAX_CHOICES, 1),
         "stop": tuple(stops),

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from sporeloom.inference.mixed import cached, takes
 from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig, add_bias
-from sporeloom.inference.scheduler import Event, Request, Scheduler
+from sporeloom.inference.scheduler import Event, Failure, InternalError, Request, Scheduler
 from sporeloom.log import counted, milestone
 from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
@@ -227,10 +227,23 @@ class Service:
     def _submit(self, told: dict[str, Any], opened: deque[_Open]) -> None:
         """Queue what a rank was told; the one with the server knows who asked."""
         mine = opened.popleft() if opened else None
+        try:
+            number = self.scheduler.submit(self._request(told, mine))
+        except Exception as error:  # on every rank, as all make the same of it; the loop is for all requests
+            if mine:
+                self._book_waiting(-1)
+                milestone(f"a request failed: {type(error).__name__}: {error}")
+                mine.notify(Failure(-1, InternalError()))
+            return
+        if mine:
+            self._open[number], self._numbers[mine.ticket] = mine, number
+            self._book_waiting(-1)
+
+    def _request(self, told: dict[str, Any], mine: _Open | None) -> Request:
         vocab_size, stop_ids = self.job.models[told["adapter"]].tokenizer.vocab_size, tuple(told["stop_ids"])
         bias = {int(token): value for token, value in told["logit_bias"].items()}
         sampling = SamplingConfig(**{**told["sampling"], "banned_tokens": ()})
-        request = Request(
+        return Request(
             prompt=told["prompt"],
             max_new_tokens=told["max_new_tokens"],
             sampler=Sampler(sampling, stop_ids, vocab_size, [add_bias(bias)] if bias else ()),
@@ -240,10 +253,6 @@ class Service:
             score_prompt=told["score_prompt"],
             adapter=told["adapter"],
         )
-        number = self.scheduler.submit(request)
-        if mine:
-            self._open[number], self._numbers[mine.ticket] = mine, number
-            self._book_waiting(-1)
 
     def _cancel(self, number: int) -> None:
         self.scheduler.cancel(number)
@@ -254,7 +263,7 @@ class Service:
         mine = self._open.get(event.request)
         if mine is None:
             return
-        if event.finish_reason:
+        if isinstance(event, Failure) or event.finish_reason:
             del self._open[event.request], self._numbers[mine.ticket]
         mine.notify(event)
 

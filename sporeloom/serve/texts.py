@@ -12,7 +12,8 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from sporeloom.inference.scheduler import Event, NewToken, PromptScores
+from sporeloom.inference.sampling import NoTokenError
+from sporeloom.inference.scheduler import Event, Failure, NewToken, PromptScores
 from sporeloom.json_text import json_text
 from sporeloom.serve import answers
 from sporeloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
@@ -102,6 +103,8 @@ class Texts:
             choice.scores += event.scores
             choice.finish_reason = event.finish_reason
             return ""
+        if isinstance(event, Failure):
+            raise RequestError(400 if isinstance(event.error, NoTokenError) else 500, str(event.error))
         raise RequestError(503, event.reason)
 
 

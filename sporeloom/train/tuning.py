@@ -20,7 +20,16 @@ from sporeloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, fo
 from sporeloom.errors import ConfigError
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
-from sporeloom.numbers import Count, Natural, NotNegative, Positive, Probability, Rate
+from sporeloom.numbers import (
+    MIN_TEMPERATURE,
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    Probability,
+    Rate,
+    SamplingTemperature,
+)
 from sporeloom.train.config import Run, TrainingConfig
 
 
@@ -186,7 +195,9 @@ class PolicyConfig(TuningConfig):
     )
     reward_model: Path | None = option(None, "checkpoint of `sporeloom reward`, whose rewards are added")
     max_completion_length: Count = option(64, "tokens sampled for each text")
-    temperature: Positive = option(1.0, "of sampling; 1: the model as it is")
+    temperature: SamplingTemperature = option(
+        1.0, f"temperature of sampling, at least {MIN_TEMPERATURE:g}; 1: the model as it is"
+    )
 
     def read_data(self, model: ModelConfig | None, seq_len: int) -> list[Line]:
         lines = super().read_data(model, seq_len)

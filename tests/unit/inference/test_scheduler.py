@@ -30,7 +30,7 @@ class Chunked:
         self.num_rows = num_rows
         self.rows = {row: [] for row in range(num_rows)}
         self.adapters = dict.fromkeys(range(num_rows), 0)
-        self.calls = []
+        self.calls, self.cleared = [], []
 
     def next_chunks(self, waiting, is_alone):
         row = next(iter(waiting))
@@ -51,6 +51,10 @@ class Chunked:
 
     def trim(self, row, length):
         del self.rows[row][length:]
+
+    def clear(self, row):
+        self.trim(row, 0)
+        self.cleared.append(row)
 
     def use_adapter(self, row, adapter):
         self.adapters[row] = adapter

@@ -60,6 +60,9 @@ class Script:
         if not self.rows[row]:
             del self.rows[row]
 
+    def clear(self, row):
+        self.trim(row, 0)
+
     def use_adapter(self, row, adapter):
         assert adapter == 0
 

@@ -2,19 +2,22 @@
 """Answers over a service that makes no text by itself: what is given up is cancelled, whenever that happens."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from sporeloom.inference.sampling import SamplingConfig
-from sporeloom.inference.scheduler import NewToken
+from sporeloom.inference.sampling import BadLogitsError, NoTokenError, SamplingConfig
+from sporeloom.inference.scheduler import Failure, InternalError, NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.answers import Choice, CompletionAnswer
 from sporeloom.serve.metrics import Metrics
-from sporeloom.serve.requests import CompletionAsked, RequestError
+from sporeloom.serve.requests import CompletionAsked, Fields, RequestError, read_completion
 from sporeloom.serve.texts import Events, Texts, stream, whole
 
-TOKENIZER = SimpleNamespace(vocab_size=4, eod_id=0, encode=lambda text: [1], decode=lambda ids: "a" * len(ids))
+TOKENIZER = SimpleNamespace(
+    token_bytes=lambda token: b"a", vocab_size=4, eod_id=0, encode=lambda text: [1], decode=lambda ids: "a" * len(ids)
+)
 MODEL = SimpleNamespace(name="town", tokenizer=TOKENIZER, adapter=0)
 
 
@@ -37,10 +40,13 @@ class Service:
     def tell(self, finish_reason=None):
         self.notify(NewToken(0, 1, -1.0, 0.01, finish_reason))
 
+    def fail(self, error):
+        self.notify(Failure(0, error))
+
 
 def texts_of(service):
     asked = CompletionAsked(
-        **{"sampling": SamplingConfig(), "max_tokens": 9, "num_choices": 1, "stop": (), "stop_ids": ()},
+        **{"sampling": SamplingConfig(), "seed": 0, "max_tokens": 9, "num_choices": 1, "stop": (), "stop_ids": ()},
         **{"ignore_eos": True, "num_top": None, "logit_bias": {}, "stream": True, "with_usage": False},
         **{"prompts": ("a",), "suffix": None, "echo": False},
     )
@@ -100,3 +106,50 @@ def test_an_answer_that_takes_too_long_is_given_up():
         assert service.cancelled == [7]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (NoTokenError(), 400, "invalid_request_error"),
+        (BadLogitsError(), 500, "server_error"),
+        (InternalError(), 500, "server_error"),
+    ],
+)
+def test_a_request_that_failed_is_told_why_in_an_answer_and_in_a_stream(error, status, kind):
+    async def scenario():
+        service = Service()
+        answer = asyncio.ensure_future(whole(texts_of(service)))
+        await turns(3)
+        service.tell()
+        service.fail(error)
+        with pytest.raises(RequestError, match=str(error)) as raised:
+            await answer
+        assert raised.value.status == status
+        texts = texts_of(service)
+        events = stream(texts, CompletionAnswer(MODEL, texts.asked), [(1,)])
+        first = asyncio.ensure_future(anext(events))
+        await turns(3)
+        service.tell()
+        service.fail(error)
+        told = [json.loads((await first).removeprefix("data: "))]
+        told += [json.loads(event.removeprefix("data: ")) async for event in events if "[DONE]" not in event]
+        assert told[0]["choices"][0]["text"] == "a"
+        assert told[1:] == [{"error": {"message": str(error), "type": kind, "param": None, "code": status}}]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("sent", "used"), [(0, 0), (-5, 2**64 - 5), (2**53 + 1, 2**53 + 1), (2**64 - 1, 2**64 - 1)])
+def test_a_seed_is_told_as_it_was_sent(sent, used):
+    asked = read_completion(Fields({"prompt": "a", "seed": sent}), 4)
+    assert (CompletionAnswer(MODEL, asked).head["seed"], asked.sampling.seed) == (sent, used)
+
+
+def test_a_seed_that_is_drawn_is_a_number_of_javascript():
+    seeds = [CompletionAnswer(MODEL, read_completion(Fields({"prompt": "a"}), 4)).head["seed"] for _ in range(2000)]
+    assert all(0 <= seed < 2**53 and int(float(seed)) == seed for seed in seeds)
+    assert max(seeds) > 2**52 and len(set(seeds)) == 2000
+    for seed in seeds[:50]:  # which the page sends again as it read it
+        again = read_completion(Fields(json.loads(json.dumps({"prompt": "a", "seed": int(float(seed))}))), 4)
+        assert again.sampling.seed == seed

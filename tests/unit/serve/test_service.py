@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop behind the server, on a model that breaks for some requests: it goes on for the others."""
+
+import queue
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from sporeloom.inference.cache import SlotTable
+from sporeloom.inference.sampling import BadLogitsError, NoTokenError, SamplingConfig
+from sporeloom.inference.scheduler import Failure, InternalError, NewToken, Scheduler
+from sporeloom.serve.service import Failed, Service, Wanted
+from sporeloom.strategy.config import SINGLE_DEVICE
+
+VOCAB, OVERFLOWS = 8, 7
+
+
+class Decoding:
+    """Rows whose logits are NaN once they have seen OVERFLOWS."""
+
+    num_rows, reusable = 2, 1
+
+    def __init__(self):
+        self.slot_table = SlotTable(2, 1, 64, SINGLE_DEVICE.mesh)
+        self.rows = {0: [], 1: []}
+
+    def next_chunks(self, waiting, is_alone):
+        return dict(waiting)
+
+    def step(self, chunks, tokens, every=False):
+        found = {}
+        for row, ids in {**chunks, **{row: [token] for row, token in tokens.items()}}.items():
+            self.rows[row] += ids
+            logits = np.arange(VOCAB, dtype=np.float32) * (np.nan if OVERFLOWS in self.rows[row] else -1)
+            found[row] = np.stack([logits] * len(ids)) if every and row in chunks else logits
+        return found
+
+    def trim(self, row, length):
+        del self.rows[row][length:]
+
+    def clear(self, row):
+        self.trim(row, 0)
+
+    def use_adapter(self, row, adapter):
+        pass
+
+
+def wanted(prompt=(1,), is_finished=lambda tokens: False, **more):
+    values = {"adapter": 0, "max_new_tokens": 3, "sampling": SamplingConfig(), "stream": 0, "stop_ids": ()}
+    values |= {"logit_bias": {}, "num_top": 0, "score_prompt": False}
+    return Wanted(prompt=prompt, is_finished=is_finished, **{**values, **more})
+
+
+@pytest.fixture
+def service():
+    model = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=VOCAB))
+    made = Service(SimpleNamespace(models=[model], strategy=SINGLE_DEVICE))
+    made.engine = SimpleNamespace(
+        strategy=SINGLE_DEVICE,
+        is_log_rank=True,
+        in_last_stage=True,
+        broadcast=lambda array, source: array,
+        share=lambda value, source: value,
+    )
+    made.decoding = Decoding()
+    made.scheduler = Scheduler(made.decoding, made.engine)
+    made.state = "ready"
+    loop = threading.Thread(target=made.run, daemon=True)
+    loop.start()
+    yield made
+    made.stop(5.0)
+    loop.join(10)
+    assert not loop.is_alive()
+
+
+def events_of(came):
+    """What a request got, to its last event."""
+    found = []
+    while not found or (isinstance(found[-1], NewToken) and not found[-1].finish_reason):
+        found.append(came.get(timeout=10))
+    return found
+
+
+FAILING = [
+    (wanted(stop_ids=tuple(range(VOCAB)), sampling=SamplingConfig(min_new_tokens=1)), NoTokenError),
+    (wanted((1, OVERFLOWS)), BadLogitsError),
+    (wanted((OVERFLOWS,), sampling=SamplingConfig(temperature=1.0), num_top=3), BadLogitsError),
+    (wanted((1, OVERFLOWS, 2), score_prompt=True, max_new_tokens=0), BadLogitsError),
+    (wanted(is_finished=lambda tokens: tokens[5]), InternalError),
+    (wanted(logit_bias={"no number": 1.0}), InternalError),
+    (wanted(sampling=SamplingConfig(), logit_bias={VOCAB + 3: 1.0}), InternalError),
+    (wanted(()), InternalError),
+]
+
+
+def test_a_request_that_breaks_is_told_so_and_the_loop_goes_on(service):
+    for failing, kind in FAILING:
+        mine, others = queue.Queue(), queue.Queue()
+        service.submit(wanted((1, 2), max_new_tokens=20), others.put)
+        service.submit(failing, mine.put)
+        last = events_of(mine)[-1]
+        assert isinstance(last, Failure) and type(last.error) is kind, last
+        events = events_of(others)
+        assert [event.token for event in events] == [0] * 20 and events[-1].finish_reason == "length"
+        assert (service.num_waiting, service.state, service.scheduler.num_running) == (0, "ready", 0)
+    assert not service._open and not service._numbers
+    after = queue.Queue()
+    service.submit(wanted(), after.put)
+    assert [type(event) for event in events_of(after)] == [NewToken] * 3
+    assert not isinstance(after, Failed)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +19,7 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import sources_hash
 from sporeloom.models.parameters import num_parameters
+from sporeloom.numbers import without_infinity
 from sporeloom.reader import read_json
 from sporeloom.strategy.config import Strategy
 
@@ -80,7 +80,7 @@ def hashes_of(vouched: Mapping[str, Any]) -> dict[str, str]:
 
 def write_certificate(path: Path, values: Mapping[str, Any]) -> None:
     """Write a certificate with its seal, the hash of all the rest."""
-    plain = _without_infinity(values)
+    plain = without_infinity(values)
     text = json_text({**plain, SEAL: _hash(plain)}, indent=1, ensure_ascii=False) + "\n"
     write_text_atomically(path, text)
 
@@ -113,15 +113,6 @@ def _differences(before: Any, now: Any, key: str) -> Iterator[str]:
             yield "the sources of sporeloom or of a model family have changed"
     elif before != now:
         yield f"{key} was {json_text(before)[:80]}, is {json_text(now)[:80]}"
-
-
-def _without_infinity(values: Any) -> Any:
-    """JSON knows no inf and nan, which a wrong strategy may give: they become texts."""
-    if isinstance(values, Mapping):
-        return {key: _without_infinity(value) for key, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        return [_without_infinity(value) for value in values]
-    return str(values) if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def _hash(values: Any) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -118,3 +118,12 @@ def parse_ranges(flag: str, texts: Iterable[str], counted: str, least: int = 1) 
     if problems:
         raise ConfigError(problems)
     return tuple(found)
+
+
+def without_infinity(values: Any) -> Any:
+    """JSON knows no inf and nan: they become texts."""
+    if isinstance(values, Mapping):
+        return {key: without_infinity(value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [without_infinity(value) for value in values]
+    return str(values) if isinstance(values, float) and not math.isfinite(values) else values

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ import lm_eval.tasks
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from sporeloom.data.tokenizer import ChatMessage, chat_prompt
 from sporeloom.errors import ConfigError
 from sporeloom.evaluation.harness_config import Harness
+from sporeloom.evaluation.harness_options import read_options
 from sporeloom.inference.config import GenerateJob
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import PromptScores, Request, Scheduler
+from sporeloom.inference.scheduler import Failure, PromptScores, Request, Scheduler
 from sporeloom.inference.session import Session, open_session
 from sporeloom.runtime.engine import Engine
 
@@ -47,12 +48,29 @@ class HarnessModel(TemplateLM):
     def eot_token_id(self) -> int:
         return self.job.tokenizer.eod_id
 
+    @cached_property
+    def own_prefix(self) -> list[int]:
+        """What the tokenizer puts in front of every text."""
+        return self.job.tokenizer.encode("")
+
+    @property
+    def prefix(self) -> list[int]:
+        """What a text is read after, no part of it: the tokenizer's own prefix, or else the token that ends documents."""
+        return self.own_prefix or [self.eot_token_id]
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.prefix[-1]
+
     @property
     def tokenizer_name(self) -> str:
         return str(self.job.config.checkpoint)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self.job.tokenizer.encode(string)
+        """Token ids; with the tokenizer's prefix once, unless that is declined."""
+        ids, count = self.job.tokenizer.encode(string), len(self.own_prefix)
+        has_two = add_special_tokens is None and ids[count : 2 * count] == self.own_prefix  # one is the text's own
+        return ids[count:] if has_two or add_special_tokens is False else ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return chat_prompt(self.job.tokenizer, [ChatMessage(each["role"], each["content"]) for each in chat_history])
@@ -60,39 +78,67 @@ class HarnessModel(TemplateLM):
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return "" if chat_template else None
 
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return self.scored([self._pair(*request.args) for request in requests])
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of a context and of what follows it.
+
+        Raises:
+            ConfigError: no token of what follows is left, or more than the model reads.
+        """
+        if context == "":
+            before, after = self.prefix, self.tok_encode(continuation, add_special_tokens=False)
+            if after[: len(before)] == before:  # written out at the start of the text
+                after = after[len(before) :]
+        else:
+            before, after = self._encode_pair(context, continuation)
+        if continuation and not after:
+            raise ConfigError(
+                f"{continuation[:40]!r} after {context[-40:]!r}: the tokenizer leaves no token of it to score; let the task "
+                "put white space between them (target_delimiter)"
+            )
+        if len(after) > self.job.model.seq_len:
+            raise ConfigError(
+                f"{continuation[:40]!r}...: {len(after)} tokens to score; the model's context is {self.job.model.seq_len}"
+            )
+        return before or self.prefix, after
+
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        asked = [(context, continuation) for _, context, continuation in requests]
-        return self.scored(asked)
+        return self.scored([(context, continuation) for _, context, continuation in requests])
 
     def scored(self, asked: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """How likely continuations are after their contexts, and whether they are what greedy decoding gives."""
+        """How likely continuations are after their contexts, and whether they are what greedy decoding gives.
+
+        Raises:
+            ConfigError: the model gives no numbers.
+        """
         longest = self.job.model.seq_len
         sampler = Sampler(SamplingConfig(), self.job.stop_ids, self.job.tokenizer.vocab_size)
         scheduler = Scheduler(self.session.decoding, self.engine)
-        wanted: dict[int, int] = {}
-        for context, continuation in asked:
-            # The last token is read only as a label, so one more fits.
-            tokens = [*context, *continuation][-(longest + 1) :]
-            wanted[scheduler.submit(_question(tokens, sampler))] = min(len(continuation), len(tokens) - 1)
-        found: dict[int, tuple[float, bool]] = {}
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(asked)  # of no token
+        places: dict[int, int] = {}
+        for place, (context, continuation) in enumerate(asked):
+            if continuation:  # whose last token is read only as a label, so one more fits
+                tokens = [*context, *continuation][-(longest + 1) :]
+                places[scheduler.submit(_question(tokens, sampler))] = place
         while not scheduler.is_idle:
             for event in scheduler.step():
+                if isinstance(event, Failure):
+                    raise ConfigError(f"{self.job.config.checkpoint}: {event.error}")
                 if isinstance(event, PromptScores) and event.scores:
-                    last = event.scores[-wanted[event.request] :]
+                    place = places[event.request]
+                    last = event.scores[-len(asked[place][1]) :]
                     total = sum(score.log_probability for score in last)
-                    found[event.request] = (total, all(score.top[0][0] == score.token for score in last))
-        told: list[Any] = [found[number] for number in range(len(asked))] if self.engine.is_log_rank else []
-        told = self.engine.share(told, self.engine.strategy.mesh.first_rank_of_last_stage)
+                    found[place] = total, all(score.top[0][0] == score.token for score in last)
+        told: list[Any] = self.engine.share(found, self.engine.strategy.mesh.first_rank_of_last_stage)
         return [(float(total), bool(is_greedy)) for total, is_greedy in told]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        longest, windows = self.job.model.seq_len, list[list[Any]]()
-        for request in requests:
-            tokens = self.tok_encode(request.args[0])
-            rolling = get_rolling_token_windows(tokens, self.prefix_token_id, longest, context_len=1)
-            windows.append([make_disjoint_window(window) for window in rolling])
+        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
+        windows = [list(rolling_windows(tokens, self.prefix, self.job.model.seq_len)) for tokens in texts]
         scores = iter(self.scored([window for text in windows for window in text]))
         return [sum(next(scores)[0] for _ in text) for text in windows]
 
@@ -101,35 +147,39 @@ class HarnessModel(TemplateLM):
         alike: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             alike.setdefault(repr(sorted(request.args[1].items())), []).append(place)
-        for places in alike.values():
-            settings = dict(requests[places[0]].args[1])
-            until = settings.get("until") or []
-            stop = [until] if isinstance(until, str) else [text for text in until if text]
-            most = int(settings.get("max_gen_toks", self.job.config.max_new_tokens))
-            temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
-            sampling = SamplingConfig(temperature=temperature, top_p=float(settings.get("top_p", 1.0)))
-            self.session.stop = dataclasses.replace(self.stop, stop_texts=tuple(stop))
-            prompts = [self._fitting(requests[place].args[0], most) for place in places]
-            for place, completion in zip(places, self.session.complete(prompts, sampling, most), strict=True):
+        asked = [(read_options(requests[places[0]].args[1], self.job), places) for places in alike.values()]
+        for options, places in asked:
+            self.session.stop = dataclasses.replace(self.stop, stop_texts=options.until)
+            prompts = [self._fitting(requests[place].args[0], options.max_new_tokens) for place in places]
+            made = self.session.complete(prompts, options.sampling, options.max_new_tokens, places)
+            for place, completion in zip(places, made, strict=True):
                 answers[place] = completion.text
         self.session.stop = self.stop
         return answers
 
-    def _fitting(self, text: str, most: int) -> str:
-        """The end of a text that leaves room for an answer."""
-        room = self.job.model.seq_len - most
-        if room < 1:
-            raise ConfigError(f"a task wants answers of {most} tokens; the model's context is {self.job.model.seq_len}")
-        ids = self.tok_encode(text)
+    def _fitting(self, text: str, most: int) -> list[int]:
+        """Tokens of a text, of a long one those of its end, that leave room for an answer; the tokenizer's prefix stays."""
+        ids, room = self.tok_encode(text), self.job.model.seq_len - most
         if len(ids) > room:
-            text = self.job.tokenizer.decode(ids[-room:])
-        while len(ids := self.tok_encode(text)) > room:  # what is decoded may be read as more tokens
-            text = text[len(ids) - room :]
-        return text
+            ids = [*self.own_prefix, *ids[len(ids) - (room - len(self.own_prefix)) :]]
+        return ids or self.prefix
 
 
 def _question(tokens: list[int], sampler: Sampler) -> Request:
     return Request(tokens, 0, sampler, lambda generated: True, num_top=1, score_prompt=True)
+
+
+def rolling_windows(
+    tokens: Sequence[int], prefix: Sequence[int], longest: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(context, continuation) by which each token of a text is scored once: the first after the prefix, those of a further
+    window after as much of the text as the model reads. With a prefix of one token these are the harness's windows."""
+    first = longest - len(prefix) + 1
+    if tokens:
+        yield [*prefix], [*tokens[:first]]
+    for start in range(first, len(tokens), longest):
+        end = min(start + longest, len(tokens))
+        yield [*tokens[max(0, end - longest - 1) : start]], [*tokens[start:end]]
 
 
 def find_tasks(names: Sequence[str], include_path: Path | None) -> tuple[TaskManager, list[str]]:

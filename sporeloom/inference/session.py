@@ -104,16 +104,22 @@ class Session:
     def __init__(self, engine: Engine, decoding: Decoding, stop: StopConditions):
         self.engine, self.decoding, self.stop = engine, decoding, stop
 
-    def complete(self, prompts: Sequence[str], sampling: SamplingConfig, max_new_tokens: int) -> list[Completion]:
+    def complete(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingConfig,
+        max_new_tokens: int,
+        streams: Sequence[int] | None = None,
+    ) -> list[Completion]:
         """All prompts to their end, in the order given."""
         completions: dict[int, Completion] = {}
-        for piece in self.stream(prompts, sampling, max_new_tokens):
+        for piece in self.stream(prompts, sampling, max_new_tokens, streams):
             completions[piece.place] = piece.completion
         return [completions[place] for place in range(len(prompts))]
 
     def stream(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[str | Sequence[int]],
         sampling: SamplingConfig,
         max_new_tokens: int | Sequence[int],
         streams: Sequence[int] | None = None,
@@ -121,19 +127,20 @@ class Session:
         """Text as it is made, of all prompts together. Texts that may be the start of a stop text wait for the next token.
 
         Args:
+            prompts: texts or token ids.
             max_new_tokens: of every prompt, or of each.
             streams: what sets the random numbers of each prompt apart; without it, its place.
         """
         stop = self.stop
         sampler = Sampler(sampling, stop.stop_ids, stop.tokenizer.vocab_size)
-        ids = [stop.tokenizer.encode(prompt) for prompt in prompts]
+        ids = [stop.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         most = [max_new_tokens] * len(ids) if isinstance(max_new_tokens, int) else max_new_tokens
         self.decoding.prepare([len(prompt) for prompt in ids], max(most, default=0))
         requests = [
             Request(tokens, limit, sampler, stop.is_reached, stream)
             for tokens, limit, stream in zip(ids, most, streams or range(len(ids)), strict=True)
         ]
-        completions = [Completion(prompt) for prompt in prompts]
+        completions = [Completion(prompt if isinstance(prompt, str) else "") for prompt in prompts]
         for new in generate(self.decoding, self.engine, requests):
             completion = completions[new.request]
             yield Piece(new.request, stop.add(completion, new), completion)

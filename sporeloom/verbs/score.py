@@ -4,7 +4,7 @@
     sporeloom score --checkpoint out/checkpoint --ids ids.npy --logits-out logits.npy
 
 ids.npy holds (B, N) token ids; N may be one more than the model's context, the last column then being labels only.
-Prints {"loss": ..., "num_tokens": ..., "shape": [...]} and writes the logits (B, T, V). A loss of null is not finite.
+Prints {"loss": ..., "num_tokens": ..., "shape": [...]} and writes the logits (B, T, V).
 """
 
 import math
@@ -21,7 +21,6 @@ from sporeloom.cli import check_numbers, option, parse_args
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_atomically
 from sporeloom.json_text import json_text
-from sporeloom.log import milestone
 from sporeloom.models.family import family_module
 from sporeloom.numbers import Natural
 from sporeloom.runtime.environment import launched_processes, prepare_environment
@@ -73,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     result = scorer.score(ids, config.eod_id)
     if result is not None:
         if not math.isfinite(result.loss):
-            milestone(f"the loss is {result.loss}: numbers of the model overflow in {model.compute_dtype}")
+            raise ConfigError(f"{config.checkpoint}: the loss is {result.loss}: weights or arithmetic overflow")
         if config.logits_out:
             write_atomically(config.logits_out, lambda path: np.save(path.open("wb"), result.logits))
         print(json_text({"loss": result.loss, "num_tokens": result.num_tokens, "shape": list(result.logits.shape)}))

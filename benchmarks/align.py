@@ -22,6 +22,7 @@ from sporeloom.data.examples import Reading, example_batch, read_lines
 from sporeloom.data.tokenizer import find_tokenizer, load_tokenizer
 from sporeloom.inference.model import load_model
 from sporeloom.inference.score import negative_log_likelihood
+from sporeloom.lines import file_lines, split_lines
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
@@ -56,11 +57,11 @@ RUNS = {
 
 def answers(checkpoint, folder):
     """Greedy answers to all prompts."""
-    prompts = [json.loads(line)["prompt"][0]["content"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    prompts = [json.loads(line)["prompt"][0]["content"] for line in file_lines(folder / "prompts.jsonl")]
     asked = folder / "asked.jsonl"
     asked.write_text("".join(json.dumps({"prompt": f"user: {text}\nassistant:"}) + "\n" for text in prompts))
     said = sporeloom("generate", "--checkpoint", checkpoint, "--prompt-file", asked, "--max-new-tokens", 48, "--json")
-    found = [json.loads(line)["text"] for line in said.splitlines() if line.startswith("{")]
+    found = [json.loads(line)["text"] for line in split_lines(said) if line.startswith("{")]
     assert len(found) == len(prompts)
     return found
 
@@ -122,7 +123,7 @@ def main():
                 rows[name].append((*greedy, *sampled, max(s["kl"] for s in steps), last[-1]["kl"]))
             print(name, seed, rows[name][-1], f"{seconds[name]:.0f} s", flush=True)
     plot(curves)
-    write_report(RESULT, "What fine-tuning teaches", "align.py", text(rows, seconds, adapters(curves)).splitlines())
+    write_report(RESULT, "What fine-tuning teaches", "align.py", text(rows, seconds, adapters(curves)).split("\n"))
 
 
 def adapters(curves):

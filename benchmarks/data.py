@@ -20,6 +20,7 @@ from sporeloom.data.loader import Dataset, Loader
 from sporeloom.data.packing import Stream
 from sporeloom.data.sample_order import Sizes
 from sporeloom.data.token_file import TokenFile
+from sporeloom.lines import file_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -54,7 +55,7 @@ def family(pid: int) -> list[int]:
 def resident_gb(pid: int) -> float:
     """Memory of one process; pages of mapped files, which can be given back at any time, left out."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = file_lines(Path(f"/proc/{pid}/status"))
     except OSError:
         return 0.0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) / 1e6

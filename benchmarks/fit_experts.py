@@ -15,6 +15,7 @@ import numpy as np
 import yaml
 from scipy.optimize import least_squares
 
+from sporeloom.lines import first_line
 from sporeloom.planner.cluster import FITTED, ExpertEfficiency, Overlap, chips, fitted_efficiency
 from sporeloom.planner.published import UnpredictableError
 from sporeloom.planner.published_experts import describe_experts, measured_experts, read_expert_rows
@@ -94,7 +95,7 @@ def pairs_of(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=first_line(__doc__))
     parser.add_argument("runs", type=Path)
     arguments = parser.parse_args()
     pairs = pairs_of(arguments.runs)

@@ -20,6 +20,7 @@ import numpy as np
 import yaml
 from scipy.optimize import least_squares
 
+from sporeloom.lines import first_line
 from sporeloom.planner.cluster import FITTED, Efficiency, Overlap, chips
 from sporeloom.planner.published import Measured, PublishedRun, UnpredictableError, describe, measured, read_rows
 from sporeloom.planner.step_time import step_time
@@ -96,7 +97,7 @@ def fit(pairs: list[Pair]) -> tuple[dict[str, Efficiency], Overlap]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=first_line(__doc__))
     parser.add_argument("runs", type=Path)
     parser.add_argument("--out", type=Path, default=FITTED)
     arguments = parser.parse_args()

@@ -20,6 +20,7 @@ from sporeloom.evaluation.judge import judge_all
 from sporeloom.evaluation.programs import NAMES, program
 from sporeloom.evaluation.sandbox import Limits
 from sporeloom.evaluation.toolchains import MissingToolchainError, find_toolchain
+from sporeloom.lines import first_line
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "humaneval_x.md"
@@ -68,7 +69,7 @@ def solutions(data: Path) -> list[str]:
         verdicts = {sources[s]: verdict for s, verdict in judge_all(list(sources), toolchain, Limits(), 20.0)}
         seconds = time.perf_counter() - start
         failed = sorted(task for task, verdict in verdicts.items() if not verdict.passed)
-        version = subprocess.run(VERSIONS[language], capture_output=True, text=True).stdout.splitlines()[0]
+        version = first_line(subprocess.run(VERSIONS[language], capture_output=True, text=True).stdout)
         passed = f"{len(verdicts) - len(failed)} of {len(verdicts)}"
         rows.append(f"| {language} | {passed} | {seconds:.0f} | {', '.join(failed)} | {version} |")
         print(rows[-1], flush=True)

@@ -21,6 +21,7 @@ from sporeloom.data.batch import make_batch
 from sporeloom.data.tokenizer import find_tokenizer, load_tokenizer
 from sporeloom.inference.model import load_model
 from sporeloom.inference.score import negative_log_likelihood
+from sporeloom.lines import file_lines
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE
 
@@ -79,7 +80,7 @@ def held_out_loss(engine, checkpoint, texts):
 def main():
     set_device("CPU")
     engine, folder = Engine.start(SINGLE_DEVICE), Path(tempfile.mkdtemp(prefix="random-ltd-"))
-    lines = TEXT.read_text().splitlines()
+    lines = file_lines(TEXT)
     cut = len(lines) * 9 // 10
     text, held_out = folder / "train.jsonl", [json.loads(line)["text"] for line in lines[cut:]]
     text.write_text("".join(line + "\n" for line in lines[:cut]))

@@ -28,6 +28,8 @@ from pathlib import Path
 import psutil
 from report import write_report
 
+from sporeloom.lines import file_lines
+
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ROOT / "examples" / "small_town.txt"
 STRATEGY = ROOT / "parallel_configs" / "pangu_tiny_dp2_tp2_zero.yaml"
@@ -90,7 +92,7 @@ def train(out, *more):
 
 def losses(out):
     """The last loss that was noted for each step."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    lines = [json.loads(line) for line in file_lines(out / "metrics.jsonl") if line.endswith("}")]
     return {line["step"]: line["loss"] for line in lines}
 
 

@@ -9,6 +9,8 @@ import sys
 from datetime import date
 from pathlib import Path
 
+from sporeloom.lines import file_lines
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -27,7 +29,7 @@ def sporeloom(*arguments, **environment):
 
 
 def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in file_lines(folder / "metrics.jsonl")]
 
 
 def write_report(path: Path, title: str, script: str, lines: list[str]) -> None:

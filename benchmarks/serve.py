@@ -25,6 +25,7 @@ from report import write_report
 
 from sporeloom.checkpoint.model_folder import save_checkpoint
 from sporeloom.data.tokenizer import load_tokenizer
+from sporeloom.lines import file_lines, first_line, stream_lines
 from sporeloom.models.family import family_module, size_config
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.runtime.launch import free_port
@@ -39,7 +40,7 @@ PEERS = ("torch", "transformers", "fastapi")
 def random_checkpoint(folder, size):
     config, draw = size_config("pangu", size), np.random.default_rng(0)
     train = family_module("pangu", "tokenizer").train_tokenizer
-    (folder / "tokenizer.model").write_bytes(train(TEXT.read_text(encoding="utf-8").splitlines(), 800))
+    (folder / "tokenizer.model").write_bytes(train(file_lines(TEXT), 800))
     weights = {
         name: (draw.standard_normal(shape, np.float32) * 0.02) + name.endswith("norm.weight")
         for name, shape in parameter_shapes(config).items()
@@ -64,7 +65,7 @@ async def gaps_of_a_stream(url, others):
         body = {"prompt": [50] * INPUT, "max_tokens": 48, "temperature": 0, "ignore_eos": True, "stream": True}
         came = []
         async with client.stream("POST", "/v1/completions", json=body) as answer:
-            async for line in answer.aiter_lines():
+            async for line in stream_lines(answer.aiter_bytes()):
                 if line.startswith("data: {"):
                     came.append(time.perf_counter())
         return np.diff(came), np.asarray(came[1:]), await later if later else None
@@ -142,7 +143,7 @@ def theirs(folder, size):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=first_line(__doc__))
     parser.add_argument("--size", default="350m")
     parser.add_argument("--prefill-chunk", default="16")
     arguments = parser.parse_args()

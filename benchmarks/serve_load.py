@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 from report import write_report
 
+from sporeloom.lines import first_line
+
 RESULTS = Path(__file__).parent / "results" / "serve_load.md"
 TEXT = (Path(__file__).parents[1] / "examples" / "small_town.txt").read_text(encoding="utf-8")
 
@@ -68,7 +70,7 @@ async def load(url, pid, clients, minutes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=first_line(__doc__))
     parser.add_argument("checkpoint")
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--clients", type=int, default=64)

@@ -23,6 +23,7 @@ from codegeex.byte_level import bytes_of
 from sporeloom.data.pieces import PieceTokenizer, encode_with
 from sporeloom.data.tokenizer import ChatMessage
 from sporeloom.errors import ConfigError
+from sporeloom.lines import first_line, split_lines
 
 GLM2_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 GLM4_SPECIAL = (
@@ -162,12 +163,12 @@ def _open_json(path: Path) -> tokenizers.Tokenizer:
         whole.encode_special_tokens = True  # names of special tokens are text unless we say otherwise
         return whole
     except Exception as error:  # the library raises plain exceptions
-        raise ConfigError(f"{path}: not a tokenizer: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{path}: not a tokenizer: {first_line(error)}") from None
 
 
 def _read_places(path: Path) -> dict[bytes, int]:
     places = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(split_lines(path.read_bytes()), 1):
         if not line:
             continue
         try:

@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from codegeex.byte_level import bytes_of
 from codegeex.glm_tokenizer import GLM2Tokenizer, GLM4Tokenizer, is_glm4
 from sporeloom.errors import ConfigError
+from sporeloom.lines import file_lines, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_EXTRA = 143
@@ -152,13 +153,13 @@ def _load(path: Path) -> tokenizers.Tokenizer:
     except OSError as error:
         raise ConfigError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
     except Exception as error:  # the library raises plain exceptions; JSON and UTF-8 errors are ValueErrors
-        raise ConfigError(f"{path}: not a CodeGeeX tokenizer: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{path}: not a CodeGeeX tokenizer: {first_line(error)}") from None
 
 
 def _from_released_files(folder: Path) -> tokenizers.Tokenizer:
     plain = folder / "vocab.json"
     content = plain.read_bytes() if plain.exists() else gzip.decompress((folder / "vocab.json.gz").read_bytes())
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    lines = file_lines(folder / "merges.txt")
     merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     return _with_extra_tokens(tokenizers.Tokenizer(models.BPE(vocab=json.loads(content), merges=merges)))
 

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, 
 import yaml
 
 from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.lines import first_line
 from sporeloom.numbers import number_problem
 
 T = TypeVar("T")
@@ -200,7 +201,7 @@ class _Yaml:
             raise ConfigError(f"{self.source}:{line}: not YAML: {error.problem}") from None
         except yaml.YAMLError as error:
             line = text.count("\n", 0, getattr(error, "position", 0)) + 1
-            raise ConfigError(f"{self.source}:{line}: not YAML: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"{self.source}:{line}: not YAML: {first_line(error)}") from None
         value = None if node is None else self._value(node, ())
         if self.problems:
             raise ConfigError(self.problems)

@@ -19,6 +19,7 @@ CORE = {
     "errors",
     "files",
     "json_text",
+    "lines",
     "locks",
     "log",
     "models",
@@ -127,7 +128,7 @@ def test_what_others_read_as_json_is_written_by_one_writer_that_knows_no_nan():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_imports_only_model_parts(family):
-    allowed = ("sporeloom.nn", "sporeloom.data", "sporeloom.models", "sporeloom.errors")
+    allowed = ("sporeloom.nn", "sporeloom.data", "sporeloom.models", "sporeloom.errors", "sporeloom.lines")
     for path in modules(family):
         for name in imports(path):
             if name.split(".")[0] == "sporeloom":

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.certification.shrink import FULL_SIZE, SUBJECT
+from sporeloom.lines import split_lines
 from sporeloom.processes import end_with_parent
 from sporeloom.runtime.launch import failure_report, launch
 from sporeloom.strategy.config import Strategy
@@ -118,7 +119,7 @@ def _job(folder: Path, numbers: Sequence[int], size: int, small: Sequence[Strate
 
 def _last_line(text: str) -> str:
     """The line of a traceback or message that says what happened."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("-")]
+    lines = [line.strip() for line in split_lines(text) if line.strip() and not line.startswith("-")]
     errors = [line for line in lines if "Error: " in line or line.startswith("error: ")]
     return (errors or lines or ["it said nothing"])[-1][:400]
 

@@ -17,6 +17,7 @@ from sporeloom.checkpoint.finite import check_finite, narrow
 from sporeloom.checkpoint.model_folder import load_weights
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_atomically
+from sporeloom.lines import first_line
 from sporeloom.models.weight_names import Name
 from sporeloom.scratch import scratch_folder
 
@@ -47,8 +48,7 @@ def read_tensors(path: Path) -> Tensors:
         if path.suffix == ".ckpt":
             return {name: value.asnumpy() for name, value in ms.load_checkpoint(str(path)).items()}
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{path}: cannot be read as {path.suffix}: {first_line}") from None
+        raise ConfigError(f"{path}: cannot be read as {path.suffix}: {first_line(error)}") from None
     raise ConfigError(
         f"{path}: {path.suffix or 'a file without suffix'} is not read here; give .npz, .ckpt or a folder of ours"
     )
@@ -74,8 +74,7 @@ def read_rank_files(folder: Path, layouts: Path) -> Tensors:
             ms.transform_checkpoints(str(folder), f"{scratch}/whole", "whole", str(layouts), None)
             (whole,) = scratch.glob("whole/rank_0/*.ckpt")
         except Exception as error:  # of many kinds: MindSpore checks little before it computes
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ConfigError(f"{folder}: MindSpore cannot put these files together: {lines[0]}") from None
+            raise ConfigError(f"{folder}: MindSpore cannot put these files together: {first_line(error)}") from None
         return read_tensors(whole)
 
 

@@ -22,6 +22,7 @@ from sporeloom.checkpoint.manifest import FOLDER, LATEST, Manifest, Part, Tensor
 from sporeloom.checkpoint.tensor_files import Described, not_finite_tensors, write_tensor_by_tensor
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
+from sporeloom.lines import first_line
 from sporeloom.reader import read_json
 
 WAIT_S = 1800.0
@@ -187,7 +188,7 @@ class CheckpointReader:
             array: NDArray[Any] = file.get_slice(name)[slices] if slices else np.asarray(file.get_tensor(name))
             self._bytes_mapped += array.nbytes
         except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise ConfigError(f"{path}: {name} cannot be read: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"{path}: {name} cannot be read: {first_line(error)}") from None
         if self.only_finite and not is_finite(array):
             raise ConfigError(list(not_finite_tensors(self.folder / file for file in self.manifest.files)))
         return array

@@ -28,6 +28,7 @@ from sporeloom.data.stores import stamp
 from sporeloom.data.workers import WorkersLostError, ordered_map
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_atomically
+from sporeloom.lines import first_line
 from sporeloom.log import counted, milestone
 
 Item = TypeVar("Item")
@@ -240,7 +241,7 @@ def _connected(cluster: Cluster) -> Any:
                 if cluster.address
                 else "Ray cannot be started here"
             )
-            raise ConfigError(f"{what}: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"{what}: {first_line(error)}") from None
     return ray
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sporeloom.data.sources import Raw, Source, parse
 from sporeloom.errors import ConfigError
+from sporeloom.lines import split_lines
 
 
 def read_documents(path: Path) -> list[str]:
@@ -53,7 +54,7 @@ def json_lines(path: Path, text: str, key: str) -> list[tuple[int, str]]:
         ConfigError: lines that are not such objects.
     """
     found, problems = list[tuple[int, str]](), list[str]()
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(split_lines(text), 1):
         if line.strip():
             try:
                 found.append((number, parse(Raw(f"{path}:{number}", line.encode(), "json"), key).text))

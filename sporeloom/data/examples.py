@@ -26,6 +26,7 @@ from sporeloom.data.documents import decode_text
 from sporeloom.data.packing import best_fit
 from sporeloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt
 from sporeloom.errors import ConfigError
+from sporeloom.lines import split_lines
 from sporeloom.models.config import NO_LABEL
 from sporeloom.reader import parse_json
 
@@ -73,7 +74,7 @@ def read_lines(path: Path, wanted: Sequence[Sequence[str]]) -> list[Line]:
         ConfigError: missing, not UTF-8, no JSON, lines without these keys; the first few are named.
     """
     lines, problems = list[Line](), list[str]()
-    for number, text in enumerate(decode_text(path).split("\n"), 1):
+    for number, text in enumerate(split_lines(decode_text(path)), 1):
         if not text.strip():
             continue
         place = f"{path}:{number}"

@@ -29,6 +29,7 @@ from sporeloom.data.token_file import (
 )
 from sporeloom.data.tokenizer import Tokenizer, content_hash, open_tokenizer
 from sporeloom.errors import ConfigError
+from sporeloom.lines import first_line
 
 COLUMN = "input_ids"
 BATCH = 1000
@@ -62,7 +63,7 @@ def write_mindrecord(folder: Path, out: Path, seq_len: int, column: str = COLUMN
             for file in Path(temporary).iterdir():  # the records and their index
                 file.replace(out.parent / file.name)
     except (RuntimeError, OSError) as error:
-        raise ConfigError(f"{out}: cannot be written: {str(error).strip().splitlines()[0]}") from None
+        raise ConfigError(f"{out}: cannot be written: {first_line(error)}") from None
     return count
 
 
@@ -138,9 +139,7 @@ def _records(path: Path, column: str) -> Iterator[NDArray[Any]]:
     try:
         reader = mindrecord.FileReader(str(path))
     except RuntimeError as error:
-        raise ConfigError(
-            f"{path}: not a MindRecord file that can be read: {str(error).strip().splitlines()[0]}"
-        ) from None
+        raise ConfigError(f"{path}: not a MindRecord file that can be read: {first_line(error)}") from None
     try:
         for record in reader.get_next():
             if column not in record:

@@ -22,6 +22,7 @@ from typing import IO, Any, Literal, NamedTuple
 from sporeloom.data.stores import open_document
 from sporeloom.data.web import WEB, extract_text, read_records
 from sporeloom.errors import ConfigError, Problems
+from sporeloom.lines import first_line
 from sporeloom.reader import parse_json
 
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -382,7 +383,7 @@ def _rows(piece: Piece, key: str, all_columns: bool) -> Iterator[Raw]:
     try:
         table = parquet.ParquetFile(open_document(path))
     except arrow.ArrowInvalid as error:
-        yield Raw(str(path), b"", "json", f"not a Parquet file: {str(error).splitlines()[0]}")
+        yield Raw(str(path), b"", "json", f"not a Parquet file: {first_line(error)}")
         return
     names = table.schema_arrow.names
     if key not in names:
@@ -401,7 +402,7 @@ def _rows(piece: Piece, key: str, all_columns: bool) -> Iterator[Raw]:
                     yield Raw(f"{path}:{number}", content, "json")
                     number += 1
         except (OSError, arrow.ArrowException) as error:
-            yield Raw(f"{path}:{number}", b"", "json", f"damaged from here on: {str(error).splitlines()[0]}")
+            yield Raw(f"{path}:{number}", b"", "json", f"damaged from here on: {first_line(error)}")
             return
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from sporeloom.errors import ConfigError
+from sporeloom.lines import first_line
 from sporeloom.log import counted, milestone
 
 Config = TypeVar("Config")
@@ -67,4 +68,4 @@ def _move(path: Path, target: Any) -> None:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return f"{type(error).__name__}: {first_line(str(error)) if str(error) else ''}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from sporeloom.errors import ConfigError
+from sporeloom.lines import first_line
 
 BUFFER_BYTES = 1 << 20
 
@@ -44,7 +45,7 @@ def open_url(text: str) -> Any:
         path = open_path(text)
         path.fs  # noqa: B018  # opens the store
     except (ImportError, ValueError) as error:  # a package of its own, as s3fs; a scheme that nobody knows
-        raise ConfigError(f"{text}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{text}: {first_line(error)}") from None
     except Exception as error:  # what stores say of wrong settings
         raise ConfigError(f"{text}: cannot be opened: {type(error).__name__}: {error}") from None
     return path

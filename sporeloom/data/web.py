@@ -16,6 +16,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 from sporeloom.data.stores import open_document
 from sporeloom.errors import ConfigError
+from sporeloom.lines import first_line
 
 WEB = (".warc", ".warc.gz", ".wet", ".wet.gz")
 GZIP = b"\x1f\x8b"
@@ -56,9 +57,7 @@ def read_records(path: Path, max_bytes: int) -> Iterator[Record]:
                     content = b"" if problem else _in_utf8(content, record)
                     yield Record(content, form, {k: v for k, v in about.items() if v}, problem)
         except failed as error:
-            yield Record(
-                b"", "text", {}, f"damaged from here on: {(str(error).strip() or 'it ends early').splitlines()[0]}"
-            )
+            yield Record(b"", "text", {}, f"damaged from here on: {first_line(str(error).strip() or 'it ends early')}")
 
 
 def is_archive(file: IO[bytes]) -> bool:

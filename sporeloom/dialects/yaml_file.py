@@ -11,6 +11,7 @@ import yaml
 
 from sporeloom.dialects.settings import Given
 from sporeloom.errors import ConfigError
+from sporeloom.lines import first_line
 from sporeloom.reader import Document, Keys, read_yaml
 
 VALUES = (
@@ -94,4 +95,4 @@ def _lines(values: Mapping[str, Any], indent: str) -> Iterator[str]:
                 yield from rest
         else:
             shown = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"))
-            yield f"{indent}{key}: {shown.splitlines()[0]}"
+            yield f"{indent}{key}: {first_line(shown)}"

@@ -74,7 +74,7 @@ def answer_program(problem: Problem, language: str, text: str) -> str:
     if language == "java":
         block = _in_class(block, before.partition(CLASS)[2] if missing else "")
         missing = []
-    lines = before.splitlines(keepends=True)
+    lines = re.findall(r".+\n?|\n", before)
     kept = lines if missing else [line for line in lines if TAKEN_IN.match(line)]
     if language == "go":
         block = _without_imports(block)

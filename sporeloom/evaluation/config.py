@@ -19,6 +19,7 @@ from sporeloom.inference import config as inference
 from sporeloom.inference.config import ComputeFlags, GenerateConfig, GenerateJob
 from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.inference.stopping import StopCondition
+from sporeloom.lines import split_lines
 from sporeloom.numbers import Bounds, Count, Positive, number_problems
 from sporeloom.reader import parse_json, read_json
 from sporeloom.runtime.environment import is_first_process
@@ -152,7 +153,7 @@ def read_problems(data: Path, language: str) -> dict[str, Problem]:
         raise ConfigError(f"{data}: holds no {name}; --data names the folder of HumanEval-X")
     found: dict[str, Problem] = {}
     try:
-        for number, line in enumerate(gzip.decompress(path.read_bytes()).decode().splitlines(), 1):
+        for number, line in enumerate(split_lines(gzip.decompress(path.read_bytes()).decode()), 1):
             problem = parse_json(line, f"{path}:{number}")
             if missing := [key for key in PROBLEM_FIELDS if not isinstance(problem, dict) or key not in problem]:
                 raise ConfigError(f"{path}:{number}: no field {', '.join(missing)}")

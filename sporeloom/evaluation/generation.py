@@ -14,6 +14,7 @@ from sporeloom.evaluation.config import SAMPLES_FILE, SETTINGS_FILE, Evaluation,
 from sporeloom.files import write_text_atomically
 from sporeloom.inference.session import Completion, open_session
 from sporeloom.json_text import json_text
+from sporeloom.lines import split_lines
 from sporeloom.log import milestone
 from sporeloom.reader import parse_json
 from sporeloom.runtime.engine import Engine
@@ -26,8 +27,8 @@ def read_samples(path: Path) -> list[Sample]:
     """The samples of a file; a last line that was cut off is left out."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines[:-1], 1)]
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    return [parse_json(line, f"{path}:{number}") for number, line in enumerate(split_lines(whole), 1)]
 
 
 def make_samples(evaluation: Evaluation) -> Engine:

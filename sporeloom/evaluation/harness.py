@@ -25,9 +25,9 @@ from sporeloom.inference.config import GenerateJob
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import Failure, PromptScores, Request, Scheduler
 from sporeloom.inference.session import Session, open_session
+from sporeloom.lines import first_line
 from sporeloom.runtime.engine import Engine
 
-NEWLINE = "\n"
 OWN_TASKS = Path(__file__).parent / "tasks"
 NAME = re.compile(rb"""^["']?task["']?:[ \t]*["']?([^\s"'#]+)["']?[ \t]*(?:#.*)?\r?$""", re.M)
 """The line of a task file that names its one task."""
@@ -243,5 +243,5 @@ def evaluate(harness: Harness) -> dict[str, Any] | None:
             bootstrap_iters=1000,
         )
     except (FileNotFoundError, ConnectionError, ValueError) as error:
-        raise ConfigError(f"--tasks {' '.join(config.tasks)}: {str(error).strip().partition(NEWLINE)[0]}") from None
+        raise ConfigError(f"--tasks {' '.join(config.tasks)}: {first_line(error)}") from None
     return found if engine.is_log_rank else None

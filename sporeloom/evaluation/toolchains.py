@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sporeloom.evaluation.programs import ALL_TESTS_RAN
 from sporeloom.evaluation.sandbox import Step
+from sporeloom.lines import split_lines
 
 COMPILE_S = 60.0
 DEBIAN_GO_PATH = Path("/usr/share/gocode")
@@ -87,7 +88,7 @@ def _prepare(command: Sequence[str], folder: Path, environment: Mapping[str, str
     """Run a command of ours, not of a model's."""
     done = subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
     if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        lines = [line for line in split_lines(done.stderr) if line.strip()] or ["no message"]
         raise MissingToolchainError(f"{what} cannot be had: {lines[-1].strip()} ({' '.join(command[:2])})")
 
 

@@ -16,6 +16,7 @@ from sporeloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt, folder
 from sporeloom.errors import ConfigError, Problems, did_you_mean
 from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
+from sporeloom.lines import split_lines
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.slots import num_slots_for
@@ -220,7 +221,7 @@ def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, 
         if path.suffix == ".jsonl":
             named = [(f"{path}:{number}", value) for number, value in json_lines(path, text, "prompt")]
         else:
-            named = [(f"{path}:{n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+            named = [(f"{path}:{n}", line) for n, line in enumerate(split_lines(text), 1) if line.strip()]
         if not named:
             raise ConfigError(f"{path}: holds no prompt")
         return named
@@ -229,7 +230,7 @@ def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, 
     if sys.stdin.isatty():
         raise ConfigError("no prompt; give --prompt, --prompt-file or --interactive, or pipe a text in")
     try:
-        return [("standard input", sys.stdin.buffer.read().decode("utf-8").removesuffix("\n"))]
+        return [("standard input", sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r"))]
     except UnicodeDecodeError as error:
         raise ConfigError(f"standard input: not UTF-8 text ({error.reason} at byte {error.start})") from None
 

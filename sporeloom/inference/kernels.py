@@ -17,6 +17,7 @@ from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
 from sporeloom.files import cache_folder, write_atomically
+from sporeloom.lines import first_line, split_lines
 from sporeloom.log import milestone
 from sporeloom.nn.attention import Attention
 from sporeloom.nn.blocks import Block, DecoderLayer, OneNormLayer, SandwichLayer
@@ -58,7 +59,7 @@ def kernel_library() -> Path | None:
         ctypes.CDLL(str(path)).use_threads(num_threads())
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        milestone(f"kernels.c cannot be used, decoding is slower: {str(said).strip().splitlines()[0]}")
+        milestone(f"kernels.c cannot be used, decoding is slower: {first_line(said)}")
         return None
     return path
 
@@ -79,7 +80,7 @@ def _fingerprint(compiler: str) -> str:
     found = (
         Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace") if Path("/proc/cpuinfo").exists() else ""
     )
-    cpu = next((line for line in found.splitlines() if line.startswith(("flags", "Features"))), platform.machine())
+    cpu = next((line for line in split_lines(found) if line.startswith(("flags", "Features"))), platform.machine())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     return hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, version, cpu]).encode()).hexdigest()[:32]
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import sys
 from typing import Any
 
 from sporeloom.inference.config import GenerateJob, in_form, prompt_problems
@@ -90,9 +92,11 @@ def _summary(completions: list[Completion], session: Session) -> str:
 
 def _converse(session: Session, job: GenerateJob) -> None:
     milestone("one text a line; end with Ctrl-D")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(newline="\n")  # as in files, see `sporeloom.lines`
     while True:
         try:
-            prompt = input("> ")
+            prompt = input("> ").removesuffix("\r")
         except EOFError:
             print()
             return

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from sporeloom.errors import EXIT_BAD_INPUT
+from sporeloom.lines import split_lines
 from sporeloom.log import MARK
 from sporeloom.processes import FAST_MALLOC, LAUNCHER, MALLOC, end_with_parent
 from sporeloom.runtime.environment import devices
@@ -166,5 +167,5 @@ def failure_report(log_dir: Path) -> str:
         _, log, text = min(errors)
         if text.startswith("error: "):  # the user's mistake; every rank says the same
             return text.strip()
-        return f"{log.stem} failed first ({log}):\n" + "\n".join(text.strip().splitlines()[:60])
+        return f"{log.stem} failed first ({log}):\n" + "\n".join(split_lines(text.strip())[:60])
     return gone[0] if gone else f"the job failed; see the logs in {log_dir}"

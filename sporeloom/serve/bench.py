@@ -17,6 +17,7 @@ import numpy as np
 from sporeloom.cli import option
 from sporeloom.data.documents import decode_text, json_lines
 from sporeloom.errors import ConfigError
+from sporeloom.lines import stream_lines
 from sporeloom.numbers import Count, Natural, NotNegative, Positive, Seed
 
 LIMITS = ("ttft", "tpot", "e2el")
@@ -171,7 +172,7 @@ async def _ask(client: httpx.AsyncClient, config: BenchServeConfig, model: str, 
             if answer.status_code != 200:
                 timed.error = f"{answer.status_code} {(await answer.aread()).decode(errors='replace')[:200]}"
                 return timed
-            async for line in answer.aiter_lines():
+            async for line in stream_lines(answer.aiter_bytes()):
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 event = json.loads(line[6:])

@@ -14,6 +14,7 @@ from typing import Any
 
 from sporeloom.data.tokenizer import ChatMessage
 from sporeloom.inference.sampling import SamplingConfig
+from sporeloom.lines import first_line
 from sporeloom.log import milestone
 
 MAX_TOP, MAX_CHOICES, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 20, 128, 16, 128, 1024
@@ -137,7 +138,7 @@ def read_json(body: bytes) -> Fields:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is no JSON: {str(error).splitlines()[0][:200]}") from None
+        raise RequestError(400, f"the body is no JSON: {first_line(error)[:200]}") from None
     if not isinstance(value, dict):
         raise RequestError(400, f"the body must be a JSON object, got {_shown(value)}")
     return Fields(value)

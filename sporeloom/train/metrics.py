@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from sporeloom.files import write_text_atomically
 from sporeloom.json_text import json_text
+from sporeloom.lines import file_lines
 from sporeloom.models.config import ExpertConfig
 
 SHOWN = {
@@ -75,7 +76,7 @@ def expert_metrics(counts: NDArray[np.float32], experts: ExpertConfig) -> dict[s
 def _lines_up_to(step: int, path: Path) -> list[str]:
     """Of earlier runs, up to a step; the last one may have been cut off."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in file_lines(path):
         try:
             if json.loads(line)["step"] > step:
                 break

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from sporeloom.data.loader import Prefetched
 from sporeloom.errors import ConfigError
+from sporeloom.lines import split_lines
 from sporeloom.log import milestone
 from sporeloom.models.adapters import is_adapter
 from sporeloom.models.parameters import num_parameters
@@ -88,7 +89,7 @@ def start(run: Run) -> Training:
     if (experts := run.model.experts) and experts.capacity_factor and not getattr(net, "has_router_losses", False):
         more = run.seq_len / experts.capacity(run.seq_len)
         training.say(f"experts drop no token where models are compared: {more:.1f} times the work of capacity_factor")
-    for line in task.describe().splitlines():
+    for line in split_lines(task.describe()):
         training.say(line)
     training.say(f"metrics, configuration and checkpoints go to {config.output_dir}")
     return training

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from sporeloom.cli import parse_args
 from sporeloom.errors import ConfigError
+from sporeloom.lines import first_line
 from sporeloom.runtime.environment import devices, prepare_environment
 from sporeloom.runtime.launch import free_port
 from sporeloom.scratch import scratch_folder
@@ -99,7 +100,7 @@ def mindspore() -> str:
     try:
         version = import_module("mindspore").__version__
     except Exception as error:  # whatever its libraries die of
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = first_line(error)
         raise MissingError(f"cannot be imported: {first}; pip install 'mindspore>=2.9,<2.11'") from None
     return str(version)
 

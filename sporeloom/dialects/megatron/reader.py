@@ -25,6 +25,7 @@ from sporeloom.dialects.megatron.keys import (
 from sporeloom.dialects.rows import read_rows
 from sporeloom.dialects.settings import Book, Fate, Given, Note, Settings
 from sporeloom.errors import ConfigError
+from sporeloom.lines import file_lines
 from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
 
@@ -100,7 +101,7 @@ def _precision(book: Book, train: dict[str, Any]) -> None:
 def _flags(path: Path) -> dict[str, Given]:
     """Every `--flag value ...` of a script; continuation lines and comments are understood, variables are not."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = file_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     given: dict[str, Given] = {}

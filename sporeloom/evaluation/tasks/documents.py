@@ -11,6 +11,8 @@ from typing import Any
 
 from datasets import Dataset
 
+from sporeloom.lines import file_lines
+
 NLI = ("entailment", "neutral", "contradiction")
 CLUE = Path("data/clue")
 NEWS = {
@@ -64,7 +66,7 @@ def c3(**_: Any) -> dict[str, Dataset]:
 def chid(**_: Any) -> dict[str, Dataset]:
     """A document for each blank: the text with each of ten idioms in it, the right ones in its other blanks."""
     answers = _read("chid", "dev_answer.json")
-    lines = (CLUE / "chid" / "dev.json").read_text(encoding="utf-8").splitlines()
+    lines = file_lines(CLUE / "chid" / "dev.json")
     return {"validation": Dataset.from_list([row for line in lines for row in _blanks(json.loads(line), answers)])}
 
 

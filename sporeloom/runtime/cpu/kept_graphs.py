@@ -20,6 +20,7 @@ from typing import Any
 import mindspore as ms
 
 from sporeloom.files import cache_folder, write_atomically
+from sporeloom.lines import first_line
 from sporeloom.log import milestone
 from sporeloom.models.family import sources_hash
 from sporeloom.private_names import mind_ir
@@ -116,7 +117,7 @@ def _read(path: Path, start: float) -> PartitionedGraph | None:
         proto = mind_ir.ModelProto.FromString(model)
         return PartitionedGraph(proto, layouts, values["groups"], values["rank"], time.perf_counter() - start)
     except (ValueError, KeyError, TypeError) as error:
-        milestone(f"dropped the kept graph {path}: {str(error).splitlines()[0]}")
+        milestone(f"dropped the kept graph {path}: {first_line(error)}")
         path.unlink(missing_ok=True)
         return None
 

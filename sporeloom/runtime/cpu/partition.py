@@ -20,6 +20,7 @@ from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from sporeloom.errors import ConfigError
+from sporeloom.lines import first_line
 from sporeloom.private_names import cell_graph_executor, mind_ir
 from sporeloom.runtime.compiler import auto_parallel_context, faster_compilation
 from sporeloom.runtime.cpu.target import virtual_ascend
@@ -108,9 +109,9 @@ def partition(
 def _cannot_partition(error: Exception, strategy: Strategy) -> str:
     """MindSpore's first line, and the last line of the network, not of MindSpore or of what we put around, that led there."""
     said = str(error).strip()
-    first_line = (said or type(error).__name__).splitlines()[0]
-    message = f"{strategy.source}: MindSpore cannot partition the network: {first_line}"
-    if "has multiple users" in first_line:
+    first = first_line(error)
+    message = f"{strategy.source}: MindSpore cannot partition the network: {first}"
+    if "has multiple users" in first:
         message += "; operators that use it got different layouts: write a rule for each"
     frames = [(file, int(line)) for file, line in _FRAME.findall(said) if not file.startswith(_OUR_PLUMBING)]
     if not frames:

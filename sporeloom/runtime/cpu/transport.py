@@ -24,6 +24,7 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
+from sporeloom.lines import first_line
 from sporeloom.runtime.cpu.meeting_place import MeetingPlace
 
 RECEIVE_TIMEOUT_S = 600.0
@@ -125,7 +126,7 @@ class Transport:
             try:
                 self._take(frames)
             except Exception as error:  # whatever it was, the next message may be a good one
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                reason = first_line(f"{type(error).__name__}: {error}")
                 print(
                     f"rank {self.rank}: dropped a message that is none of ours ({reason})", file=sys.stderr, flush=True
                 )

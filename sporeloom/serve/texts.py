@@ -51,6 +51,7 @@ class Texts:
         timings = {choice.index: Timing() for choice in self.choices}
         # Not asyncio.wait_for: before Python 3.12 it may lose that its caller was cancelled.
         too_late = loop.call_later(self.timeout_s, came.put_nowait, None)
+        reason = "abort"
         try:
             for choice, room in zip(self.choices, self.rooms, strict=True):
                 self.metrics.asked(len(choice.prompt), self.asked.num_choices, room)
@@ -69,11 +70,14 @@ class Texts:
                 if choice.finish_reason:
                     self.metrics.end(timings[choice.index], choice.finish_reason)
                     del tickets[choice.index]
+        except RequestError:
+            reason = "error"
+            raise
         finally:
             too_late.cancel()
             for index, ticket in tickets.items():
                 self.service.cancel(ticket)
-                self.metrics.end(timings[index], "abort")
+                self.metrics.end(timings[index], reason)
 
     def _wanted(self, choice: Choice, room: int) -> Wanted | None:
         score_prompt = choice.echo is not None and self.asked.num_top is not None

@@ -14,7 +14,8 @@ from sporeloom.serve.bench import BenchServeConfig, bench
 
 @pytest.fixture
 def server():
-    """(address, bodies it was sent); it answers chats with two pieces of text and counts no tokens."""
+    """(address, bodies it was sent); it answers chats with two pieces of text, whose characters are no ends of lines, and
+    counts no tokens."""
     bodies = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -22,10 +23,15 @@ def server():
             bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()
-            for delta in ({"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}, {}):
+            for delta in (
+                {"role": "assistant", "content": ""},
+                {"content": "a\u2028\x85"},
+                {"content": "\x0c\r\n"},
+                {},
+            ):
                 event = {"choices": [{"index": 0, "delta": delta}]}
-                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-            self.wfile.write(b"data: [DONE]\n\n")
+                self.wfile.write(f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\r\n\r\n")
 
         def log_message(self, *words):
             pass

@@ -48,6 +48,8 @@ def test_a_reward_model_has_a_head_of_its_own(common):
     [
         (DPOConfig, {"label_smoothing": 0.6, "loss_type": "hinge"}, ["is for sigmoid and robust", "must be below 0.5"]),
         (GRPOConfig, {"num_generations": 5, "reward": ("x.py:f",)}, ["--batch-size 32 is no whole number of groups"]),
+        (GRPOConfig, {"temperature": 1e-308}, ["--temperature must be at least 1e-05"]),
+        (PPOConfig, {"temperature": 0.0}, ["--temperature must be at least 1e-05"]),
         (GRPOConfig, {}, ["no reward: give --reward FILE.py:FUNCTION"]),
         (PPOConfig, {"reward": ("humaneval-x:python",)}, ["give --allow-execution, too"]),
         (

@@ -11,6 +11,7 @@ from sporeloom.inference.sampling import BadLogitsError, NoTokenError, SamplingC
 from sporeloom.inference.scheduler import Failure, InternalError, NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.answers import Choice, CompletionAnswer
+from sporeloom.serve.app import Server
 from sporeloom.serve.metrics import Metrics
 from sporeloom.serve.requests import CompletionAsked, Fields, RequestError, read_completion
 from sporeloom.serve.texts import Events, Texts, stream, whole
@@ -153,3 +154,24 @@ def test_a_seed_that_is_drawn_is_a_number_of_javascript():
     for seed in seeds[:50]:  # which the page sends again as it read it
         again = read_completion(Fields(json.loads(json.dumps({"prompt": "a", "seed": int(float(seed))}))), 4)
         assert again.sampling.seed == seed
+
+
+@pytest.mark.parametrize(
+    ("body", "is_refused"),
+    [
+        ({"min_tokens": 1, "stop_token_ids": [1, 2, 3]}, True),  # token 0 ends texts anyway
+        ({"min_tokens": 1, "stop_token_ids": [0, 1, 2, 3], "ignore_eos": True}, True),
+        ({"min_tokens": 1, "stop_token_ids": [1, 2, 3], "ignore_eos": True}, False),
+        ({"min_tokens": 1, "stop_token_ids": [1, 2]}, False),
+        ({"min_tokens": 0, "stop_token_ids": [0, 1, 2, 3]}, False),
+    ],
+)
+def test_what_leaves_no_token_to_choose_is_refused_at_once(body, is_refused):
+    asked = read_completion(Fields({"prompt": "a", "max_tokens": 3, **body}), 4)
+    model = SimpleNamespace(tokenizer=TOKENIZER, stop_ids=(0,))
+    if not is_refused:
+        assert set(Server._stop(None, model, asked).stop_ids) >= set(body["stop_token_ids"])
+        return
+    with pytest.raises(RequestError, match="leave no token to choose") as raised:
+        Server._stop(None, model, asked)
+    assert (raised.value.status, raised.value.param) == (400, "min_tokens")

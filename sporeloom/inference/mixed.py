@@ -93,6 +93,9 @@ class Mixed(WithCache):
             picked[: len(feed)] = np.cumsum([len(ids) for ids in feed.values()]) - 1
         return tokens[:, None], positions[:, None], picked, self.slot_table.indices(rows, slots[:, None])
 
+    def clear(self, row: int) -> None:
+        self.trim(row, 0)  # the kernels read no slot that is hidden
+
     def use_adapter(self, row: int, adapter: int) -> None:
         assert adapter == 0, adapter
 

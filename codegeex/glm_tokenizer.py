@@ -20,7 +20,8 @@ import tiktoken
 import tokenizers
 
 from codegeex.byte_level import bytes_of
-from sporeloom.data.pieces import PieceTokenizer, encode_with
+from sporeloom.data.pieces import PieceTokenizer, described, has_bytes
+from sporeloom.data.special_tokens import Span, SpecialTokens, content, template
 from sporeloom.data.tokenizer import ChatMessage
 from sporeloom.errors import ConfigError
 from sporeloom.lines import first_line, split_lines
@@ -35,6 +36,7 @@ GLM4_PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "observation"}
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s*")
 
 
@@ -43,9 +45,15 @@ class GLM2Tokenizer(PieceTokenizer):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
+        _check_class(self.path)
+        if self.pieces.bos_id() < 0 or self.pieces.eos_id() < 0 or not has_bytes(self.file):
+            raise ConfigError(
+                f"{path}: not ChatGLM2's tokenizer, which has <s>, </s> and a piece for each byte, but {described(self.file)}"
+            )
         count = self.pieces.get_piece_size()
         ids = {name: count + i for i, name in enumerate(GLM2_SPECIAL)}
         self.special = {name: i for name, i in ids.items() if name.startswith("[")}  # sop and eop may be words
+        self._added = {i: name for name, i in ids.items()}
         self.prefix = [ids["[gMASK]"], ids["sop"]]
         self.eod_id: int = self.pieces.eos_id()
 
@@ -53,23 +61,27 @@ class GLM2Tokenizer(PieceTokenizer):
     def vocab_size(self) -> int:
         return self.pieces.get_piece_size() + len(GLM2_SPECIAL)
 
-    def token_name(self, token: int) -> str | None:
-        place = token - self.pieces.get_piece_size()
-        return GLM2_SPECIAL[place] if 0 <= place < len(GLM2_SPECIAL) else super().token_name(token)
+    @property
+    def token_names(self) -> dict[int, str]:
+        return {**super().token_names, **self._added}
 
-    def chat(self, messages: Sequence[ChatMessage]) -> str:
+    def token_name(self, token: int) -> str | None:
+        return self._added.get(token) or super().token_name(token)
+
+    def chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> list[Span]:
         """Rounds of questions and answers, up to where the last answer begins."""
-        text, number = "", 1
+        spans: list[Span] = []
+        number = 1
         for message in messages:
             if message.role == "assistant":
-                text += f"{message.content}\n\n"
+                spans += [content(message.content), template("\n\n")]
             else:
-                text += f"[Round {number}]\n\n问：{message.content}\n\n答："
+                spans += [template(f"[Round {number}]\n\n问："), content(message.content), template("\n\n答：")]
                 number += 1
-        return text
+        return spans
 
 
-class GLM4Tokenizer:
+class GLM4Tokenizer(SpecialTokens):
     """Reads GLM-4's tokenizer.model (tiktoken's lines of a token and its rank) or its tokenizer.json. Every text begins with
     [gMASK]<sop>."""
 
@@ -81,46 +93,46 @@ class GLM4Tokenizer:
         self.file_name = "tokenizer.json" if self.path.suffix == ".json" else "tokenizer.model"
         if self.file_name == "tokenizer.json":
             self._whole = _open_json(self.path)
-            ids = {name: self._whole.token_to_id(name) for name in GLM4_SPECIAL}
-            self.special = {name: i for name, i in ids.items() if i is not None}
+            added = self._whole.get_added_tokens_decoder().items()
+            self.special = {token.content: i for i, token in added if token.special}
             self._size = self._whole.get_vocab_size()
         else:
+            _check_class(self.path)
             places = _read_places(self.path)
             self.special = {name: len(places) + i for i, name in enumerate(GLM4_SPECIAL)}
             self._bpe = tiktoken.Encoding(
                 "glm4", pat_str=GLM4_PIECES, mergeable_ranks=places, special_tokens=self.special
             )
             self._size = len(places) + len(GLM4_SPECIAL)
+        if missing := [name for name in ("[gMASK]", "<sop>", "<|endoftext|>") if name not in self.special]:
+            raise ConfigError(f"{path}: not GLM-4's tokenizer: it has no special token {missing[0]}")
         self.prefix = [self.special["[gMASK]"], self.special["<sop>"]]
         self.eod_id: int = self.special["<|endoftext|>"]
-        self._names = {i: name for name, i in self.special.items()}
 
     @property
     def vocab_size(self) -> int:
         return self._size
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids; names of special tokens in the text are these tokens."""
-        return self.prefix + encode_with(text, self.special, self._encode_text)
-
-    def encode_document(self, text: str) -> list[int]:
-        """Token ids of a text of a corpus, in which a name of a special token is text."""
-        return self.prefix + self._encode_text(text)
+    @property
+    def variables(self) -> dict[str, str]:
+        """Special tokens as chat templates call them, where no file beside says otherwise."""
+        return {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text; special tokens are left out."""
-        own = [int(i) for i in ids if int(i) < self._size and int(i) not in self._names]
+        names = self.token_names
+        own = [int(i) for i in ids if int(i) < self._size and int(i) not in names]
         return self._whole.decode(own) if self.file_name == "tokenizer.json" else self._bpe.decode(own)
 
     def token_bytes(self, token: int) -> bytes:
-        if token in self._names or not 0 <= token < self._size:
+        if token in self.token_names or not 0 <= token < self._size:
             return b""
         if self.file_name == "tokenizer.json":
             return bytes_of(self._whole.id_to_token(token)) if self._whole.decode([token]) else b""
         return self._bpe.decode_single_token_bytes(token)
 
     def token_name(self, token: int) -> str | None:
-        return self._names.get(token) or (
+        return self.token_names.get(token) or (
             self._whole.id_to_token(token) if self.file_name == "tokenizer.json" else None
         )
 
@@ -128,17 +140,20 @@ class GLM4Tokenizer:
         """Copy the file into a checkpoint folder."""
         shutil.copyfile(self.path, folder / self.file_name)
 
-    def chat(self, messages: Sequence[ChatMessage]) -> str:
+    def chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> list[Span]:
         """The published form, up to where the assistant speaks."""
-        return "".join(f"<|{m.role}|>\n{m.content}" for m in messages) + "<|assistant|>\n"
+        spans = [span for m in messages for span in (template(f"<|{ROLES[m.role]}|>\n"), content(m.content))]
+        return [*spans, template("<|assistant|>\n")] if add_generation_prompt else spans
 
-    def infill(self, before: str, after: str) -> str:
+    def infill(self, before: str, after: str) -> list[Span]:
         """The published form for the middle of a file: what stands behind the gap comes first."""
-        block = "###MODE:BLOCK\n"
-        gap = f"<|code_suffix|>{after}<|code_prefix|>{before}<|code_middle|>"
-        return f"<|user|>\n{block}{gap}<|assistant|>\n"
+        return [
+            *(template("<|user|>\n###MODE:BLOCK\n<|code_suffix|>"), content(after)),
+            *(template("<|code_prefix|>"), content(before)),
+            template("<|code_middle|><|assistant|>\n"),
+        ]
 
-    def _encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
         if self.file_name == "tokenizer.json":
             ids: list[int] = self._whole.encode(text, add_special_tokens=False).ids
             return ids
@@ -155,6 +170,20 @@ def is_glm4(path: Path) -> bool:
             return TIKTOKEN_LINE.fullmatch(file.readline(200)) is not None
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def _check_class(path: Path) -> None:
+    """Refuse a file that looks alike, where the file beside it says whose it is.
+
+    Neither ChatGLM2's SentencePiece model nor GLM-4's list of tokens holds its special tokens, by which to know it.
+    """
+    beside = path.parent / "tokenizer_config.json"
+    try:
+        name = json.loads(beside.read_text(encoding="utf-8")).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        return
+    if isinstance(name, str) and "GLM" not in name:
+        raise ConfigError(f"{path}: not a tokenizer of ChatGLM2 or GLM-4: {beside} says that it is a {name}")
 
 
 def _open_json(path: Path) -> tokenizers.Tokenizer:

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from codegeex.byte_level import bytes_of
 from codegeex.glm_tokenizer import GLM2Tokenizer, GLM4Tokenizer, is_glm4
+from sporeloom.data.special_tokens import SpecialTokens
 from sporeloom.errors import ConfigError
 from sporeloom.lines import file_lines, first_line
 
@@ -40,7 +41,6 @@ _HUGGING_FACE = {
     "pad_token": END_OF_TEXT,
     "clean_up_tokenization_spaces": False,
 }
-_SPECIAL = regex.compile(r"(<\|endoftext\|>|<\|extratoken_(?:[1-9]\d?|1[0-3]\d|14[0-3])\|>)")
 # What transformers 4.x did to decoded text by default.
 _CLEAN_UP = {" .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m", " 's": "'s"}
 _CLEAN_UP |= {" 've": "'ve", " 're": "'re"}
@@ -54,7 +54,7 @@ def extra_tokens() -> list[str]:
     ]
 
 
-class CodeGeeXTokenizer:
+class CodeGeeXTokenizer(SpecialTokens):
     """Reads the released files (a folder with vocab.json, plain or gzipped, and merges.txt) or a tokenizer.json."""
 
     file_name = "tokenizer.json"
@@ -68,6 +68,9 @@ class CodeGeeXTokenizer:
         self.eod_id: int = self._whole.token_to_id(END_OF_TEXT)
         self._first_run: int = self._whole.token_to_id("  ")
         self._pieces = _Pieces(self._whole, self._first_run)
+        first = self._first_run - FIRST_RUN  # those for runs of spaces have names, too
+        self.special = {f"<|extratoken_{k}|>": first + k for k in range(1, NUM_EXTRA + 1)}
+        self.special[END_OF_TEXT] = self.eod_id
 
     @property
     def vocab_size(self) -> int:
@@ -79,17 +82,17 @@ class CodeGeeXTokenizer:
         `parse_special`: names of special tokens in the text become these tokens, as in the original. Without it they are
         text like any other, and `decode` gives back every text unchanged.
         """
-        if not parse_special or "<|" not in text:
-            return self._encode_text(text)
-        parts = _SPECIAL.split(text)  # texts and special tokens by turns
-        ids: list[int] = []
-        for i, part in enumerate(parts):
-            ids += [self._special_id(part)] if i % 2 else self._encode_text(part)
-        return ids
+        return super().encode(text) if parse_special else self.encode_text(text)
 
-    def encode_document(self, text: str) -> list[int]:
-        """Token ids of a text of a corpus, which `decode` gives back unchanged."""
-        return self._encode_text(text)
+    @property
+    def variables(self) -> dict[str, str]:
+        """Special tokens as chat templates call them, where no file beside says otherwise."""
+        return dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), END_OF_TEXT)
+
+    @property
+    def token_names(self) -> dict[int, str]:
+        runs = range(self._first_run, self._first_run + LONGEST_RUN - 1)
+        return {i: name for name, i in self.special.items() if i not in runs}
 
     def decode(self, ids: Sequence[int], like_the_original: bool = False) -> str:
         """The text. `like_the_original` takes spaces away before punctuation, as transformers 4.x did there."""
@@ -118,15 +121,10 @@ class CodeGeeXTokenizer:
         self._whole.save(str(folder / self.file_name))
         (folder / "tokenizer_config.json").write_text(json.dumps(_HUGGING_FACE, indent=2) + "\n", encoding="utf-8")
 
-    def _encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
         if len(self._pieces) > MAX_CACHED_PIECES:
             self._pieces.clear()
         return list(chain.from_iterable(map(self._pieces.__getitem__, _PIECES.findall(text))))
-
-    def _special_id(self, name: str) -> int:
-        if name == END_OF_TEXT:
-            return self.eod_id
-        return self._first_run - FIRST_RUN + int(name.removesuffix("|>").rpartition("_")[2])
 
 
 class _Pieces(dict[str, list[int]]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from sporeloom.data.pieces import PieceTokenizer, rare_characters, train_pieces
+from sporeloom.data.pieces import PieceTokenizer, described, has_bytes, rare_characters, train_pieces
 from sporeloom.errors import ConfigError
 
 END = "</s>"
@@ -21,8 +21,15 @@ class PaLMTokenizer(PieceTokenizer):
     def __init__(self, path: str | Path):
         super().__init__(path)
         self.eod_id: int = self.pieces.eos_id()
-        if self.eod_id < 0:
-            raise ConfigError(f"{path}: not PaLM's tokenizer: it has no token that ends a text")
+        loses = {
+            "has no token that ends a text": self.eod_id < 0,
+            "does not spell what it lacks in bytes": not has_bytes(self.file),
+            f"changes text by the rule {self.file.normalization}": self.file.normalization != "identity",
+            "puts a space in front of every text": self.file.adds_space,
+            "drops spaces": self.file.drops_spaces,
+        }
+        if why := [reason for reason, holds in loses.items() if holds]:
+            raise ConfigError(f"{path}: not PaLM's tokenizer: {described(self.file)}, which {', '.join(why)}")
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:

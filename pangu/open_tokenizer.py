@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sporeloom.data.pieces import PieceTokenizer
+from sporeloom.data.pieces import PieceTokenizer, described
+from sporeloom.data.special_tokens import Span, content, template
 from sporeloom.data.tokenizer import ChatMessage
 from sporeloom.errors import ConfigError
 
@@ -29,20 +30,25 @@ class OpenPanguTokenizer(PieceTokenizer):
     def __init__(self, path: str | Path):
         super().__init__(path)
         if not has_turns(self):
-            raise ConfigError(f"{path}: not openPangu's tokenizer: it has no piece {END}")
+            raise ConfigError(
+                f"{path}: not openPangu's tokenizer, which has {TURN} and {END}, but {described(self.file)}"
+            )
         ids = {name: self.pieces.piece_to_id(name) for name in SPECIAL}
         self.special = {name: i for name, i in ids.items() if i != self.pieces.unk_id()}
         self.prefix = [self.pieces.bos_id()]
         self.eod_id: int = self.special[END]
 
-    def chat(self, messages: Sequence[ChatMessage]) -> str:
+    def chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> list[Span]:
         """The published template, up to where the assistant speaks. Without a system message there is an empty one."""
         if not messages or messages[0].role != "system":
             messages = [ChatMessage("system", ""), *messages]
-        turns = "".join(f"{TURN}{ROLES[m.role]}：{m.content}{END}" for m in messages)
-        return f"{turns}{TURN}{ROLES['assistant']}："
+        spans: list[Span] = []
+        for message in messages:
+            spans += [template(f"{TURN}{ROLES[message.role]}："), content(message.content), template(END)]
+        return [*spans, template(f"{TURN}{ROLES['assistant']}：")] if add_generation_prompt else spans
 
 
 def has_turns(tokenizer: PieceTokenizer) -> bool:
-    """Whether a SentencePiece model has the pieces that open and close a turn."""
-    return all(tokenizer.pieces.piece_to_id(name) != tokenizer.pieces.unk_id() for name in (TURN, END))
+    """Whether a SentencePiece model has the pieces that open and close a turn, and one that begins a text."""
+    found = {name for name, _ in tokenizer.file.kinds}
+    return {TURN, END} <= found and tokenizer.pieces.bos_id() >= 0

@@ -20,8 +20,8 @@ from typing import Any
 
 import rjieba
 
-from pangu.open_tokenizer import OpenPanguTokenizer, has_turns
-from sporeloom.data.pieces import PieceTokenizer, rare_characters, train_pieces
+from pangu.open_tokenizer import END, TURN, OpenPanguTokenizer, has_turns
+from sporeloom.data.pieces import PieceTokenizer, described, rare_characters, train_pieces
 from sporeloom.errors import ConfigError
 
 SPACE, NEWLINE = "\u2582", "\u2583"
@@ -44,10 +44,16 @@ class PanGuTokenizer(PieceTokenizer):
     eod_id = 9
     pad_id = 6
 
-    def encode_text(
-        self, text: str
-    ) -> list[int]:  # the vocabulary takes <eod> and its like for pieces wherever they stand
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        if not is_alpha(self):
+            raise ConfigError(f"{path}: not PanGu-alpha's tokenizer but {described(self.file)}")
+
+    def encode_text(self, text: str) -> list[int]:
         return super().encode_text(segment(text))
+
+    def encode_continuation(self, text: str) -> list[int]:
+        return self.encode_text(text)  # spaces between words stand for nothing
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", "replace")
@@ -56,6 +62,11 @@ class PanGuTokenizer(PieceTokenizer):
         found = super().token_bytes(token)
         is_half = not found.isascii() and self.pieces.is_byte(token)
         return found if is_half else found.decode().translate(_WHITE).encode()
+
+
+def is_alpha(tokenizer: PieceTokenizer) -> bool:
+    """Whether a SentencePiece model begins with PanGu-alpha's special pieces."""
+    return tuple(name for name, _ in tokenizer.file.kinds[: len(SPECIAL)]) == SPECIAL
 
 
 def segment(text: str) -> str:
@@ -118,9 +129,17 @@ def open_tokenizer(path: str | Path) -> PieceTokenizer:
     """The tokenizer of PanGu-alpha or of openPangu that a file holds.
 
     Raises:
-        ConfigError: no SentencePiece model.
+        ConfigError: no SentencePiece model, or another's.
     """
-    return OpenPanguTokenizer(path) if has_turns(PieceTokenizer(path)) else PanGuTokenizer(path)
+    found = PieceTokenizer(path)
+    if is_alpha(found):
+        return PanGuTokenizer(path)
+    if has_turns(found):
+        return OpenPanguTokenizer(path)
+    raise ConfigError(
+        f"{path}: {described(found.file)}: neither PanGu-alpha's, which begins with {', '.join(map(repr, SPECIAL))}, nor "
+        f"openPangu's, which has {TURN} and {END} and a token that begins a text; name the model's own with --tokenizer"
+    )
 
 
 FILE_NAMES = ("tokenizer.model",)

@@ -1,73 +1,238 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates: a model folder's chat_template.jinja says how a conversation is written for a model.
+"""Chat templates: how a conversation is written for a model, as its folder says.
 
-Source: transformers' `apply_chat_template`, whose templates these are: `messages`, `add_generation_prompt`.
+Source: transformers' `apply_chat_template`, whose templates these are: `messages`, `add_generation_prompt`, special tokens by
+name (`bos_token`), `tools` and `documents` (None), and variables of the caller (`enable_thinking`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from sporeloom.data.documents import decode_text
+from sporeloom.data.special_tokens import Span, SpecialTokens, joined
+from sporeloom.data.template_process import RENDERER
 from sporeloom.errors import ConfigError
+from sporeloom.reader import parse_json
 
 TEMPLATE = "chat_template.jinja"
+TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 """In a model folder."""
+VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ADDITIONAL = "additional_special_tokens"
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+"""What variables cannot be called."""
 
 
 class ChatTemplate:
     """A template that was read and found right.
 
+    Args:
+        path: where it stands, for messages.
+        text: of the template.
+        special: special tokens it may write, by the names templates call them; a list of them is `additional_special_tokens`.
+
     Raises:
-        ConfigError: the file is missing or no template.
+        ConfigError: no template.
     """
 
-    def __init__(self, path: Path):
-        self.path, self.text = path, decode_text(path)
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        try:
-            self._template = environment.from_string(self.text)
-        except TemplateError as error:
-            raise ConfigError(f"{path}: no chat template: {error}") from None
+    def __init__(self, path: Path, text: str, special: Mapping[str, Any] | None = None):
+        self.path, self.text, self.special = path, text, dict(special or {})
+        self._ask()
 
-    def prompt(self, messages: Sequence[Any]) -> str:
-        """What an assistant's answer to `messages` (of a role and a content each) continues.
+    def spans(
+        self,
+        messages: Sequence[Any],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[Span]:
+        """A conversation (of a role and a content each), and what an assistant's answer to it continues.
 
         Raises:
-            ConfigError: the template does not take these messages.
+            ConfigError: the template does not take these messages, or takes too long.
         """
+        if wrong := [name for name in variables or {} if name in RESERVED]:
+            raise ConfigError(f"a variable of a chat template cannot be called {wrong[0]}")
         plain = [{"role": message.role, "content": message.content} for message in messages]
+        found = self._ask(plain, add_generation_prompt, variables)
+        text, at, spans = found["text"], 0, list[Span]()
+        for place, length in enumerate(found["runs"]):
+            spans += [Span(text[at : at + length], bool(place % 2))] if length else []
+            at += length
+        return spans
+
+    def _ask(
+        self,
+        messages: list[dict[str, str]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         try:
-            return self._template.render(messages=plain, add_generation_prompt=True)
-        except TemplateError as error:
-            raise ConfigError(f"{self.path}: {error}") from None
+            return RENDERER.ask(
+                template=self.text,
+                messages=messages,
+                special=self.special,
+                variables=dict(variables or {}),
+                add_generation_prompt=add_generation_prompt,
+            )
+        except ConfigError as error:
+            kind = "no chat template" if messages is None else "chat template"
+            raise ConfigError(f"{self.path}: {kind}: {error.problems[0]}") from None
 
 
-class TemplatedTokenizer:
-    """A tokenizer whose model was taught to talk as a template says."""
+class TemplatedTokenizer(SpecialTokens):
+    """A tokenizer whose model was taught to talk as a template says.
+
+    Raises:
+        ConfigError: the template writes a special token that the tokenizer has not, though a file beside it says so.
+    """
 
     benchmark_form = "chat"
     """How HumanEval-X asks such a model."""
 
     def __init__(self, tokenizer: Any, template: ChatTemplate):
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer, self.template = tokenizer, template
+        self.special = getattr(tokenizer, "template_tokens", tokenizer.special)
+        self.prefix = tokenizer.prefix
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def chat(self, messages: Sequence[Any]) -> str:
-        return self._template.prompt(messages)
+    def chat(
+        self,
+        messages: Sequence[Any],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[Span]:
+        return self.template.spans(messages, add_generation_prompt, variables)
+
+    @property
+    def token_names(self) -> dict[int, str]:
+        names: dict[int, str] = self._tokenizer.token_names
+        return names
+
+    def encode_text(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode_text(text)
+        return ids
+
+    def encode_continuation(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode_continuation(text)
+        return ids
+
+    def encode_prompt(self, spans: Sequence[Span]) -> list[int]:
+        """Token ids of a rendered template, and before them the prefix, if the template does not write it itself."""
+        names = self.token_names
+        own = "".join(names.get(token, "") for token in self.prefix)
+        spans = list(spans)
+        if own and spans and spans[0].is_template and spans[0].text.startswith(own):
+            return [*self.prefix, *self.encode_spans([Span(spans[0].text[len(own) :], True), *spans[1:]])]
+        ids = self.encode_spans(spans)
+        return ids if set(self.prefix) & set(ids) else [*self.prefix, *ids]
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save(folder)
-        (folder / TEMPLATE).write_text(self._template.text, encoding="utf-8")
+        (folder / TEMPLATE).write_text(self.template.text, encoding="utf-8")
+        if self.template.special == self._tokenizer.variables:
+            return
+        written = folder / TOKENIZER_CONFIG
+        values = json.loads(written.read_text(encoding="utf-8")) if written.is_file() else {}
+        values |= {name: self.template.special.get(name) for name in VARIABLES}
+        values |= {ADDITIONAL: self.template.special.get(ADDITIONAL, [])}
+        written.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
+def read_variables(flag: str, text: str | None) -> dict[str, Any]:
+    """Variables for a chat template that a flag gives as a JSON object.
+
+    Raises:
+        ConfigError: something else, or a name that the template has for something else.
+    """
+    values = {} if text is None else parse_json(text, flag)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{flag} must be a JSON object, as '{{\"enable_thinking\": false}}', got {text}")
+    if wrong := [name for name in values if name in RESERVED]:
+        raise ConfigError(f"{flag}: a variable cannot be called {wrong[0]}")
+    return values
+
+
+def with_template(tokenizer: Any, folder: Path, named: Path | None = None) -> Any:
+    """A tokenizer with the chat template of its folder, or the one that was `named` instead; by itself if there is none.
+
+    As transformers: chat_template.jinja, else `chat_template` of tokenizer_config.json, one or the `default` of several.
+    Special tokens by name come from there and from special_tokens_map.json, else from the tokenizer.
+
+    Raises:
+        ConfigError: a file that cannot be read.
+    """
+    config, path = _read(folder / TOKENIZER_CONFIG), folder / TOKENIZER_CONFIG
+    text = config.get("chat_template")
+    if named or (folder / TEMPLATE).is_file():
+        path = named or folder / TEMPLATE
+        text = decode_text(path)
+    if text is None:
+        return tokenizer
+    found = TemplatedTokenizer(tokenizer, ChatTemplate(path, _default(path, text), _special(tokenizer, folder, config)))
+    _check_added(found, folder, config)
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    values = parse_json(path.read_bytes(), str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must be a JSON object")
+    return values
+
+
+def _default(path: Path, value: Any) -> str:
+    """The template among those of a configuration."""
+    if isinstance(value, list):
+        named = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
+        if not isinstance(named.get("default"), str):
+            names = ", ".join(map(str, named)) or "none"
+            raise ConfigError(
+                f"{path}: chat_template: of several templates the one named default is used; there are {names}; put one into "
+                f"{TEMPLATE}, or name it with --chat-template"
+            )
+        value = named["default"]
+    if not isinstance(value, str):
+        raise ConfigError(f"{path}: chat_template must be a text, or a list of names and templates")
+    return value
+
+
+def _special(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Special tokens by the names that templates call them."""
+    found: dict[str, Any] = dict(tokenizer.variables)
+    # As transformers: the older file counts where the newer one does not list the tokens.
+    older = {} if "added_tokens_decoder" in config else _read(folder / SPECIAL_TOKENS_MAP)
+    for source in (config, older):
+        for name in VARIABLES:
+            if name in source:
+                found[name] = _token_text(source[name])
+        if isinstance(source.get(ADDITIONAL), list):
+            found[ADDITIONAL] = [_token_text(token) for token in source[ADDITIONAL]]
+    return {name: value for name, value in found.items() if value}
+
+
+def _token_text(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _check_added(tokenizer: TemplatedTokenizer, folder: Path, config: Mapping[str, Any]) -> None:
+    """Tokens that the configuration adds to the vocabulary and that the template writes."""
+    added = config.get("added_tokens_decoder")
+    written = joined(
+        [Span(tokenizer.template.text, True), *(Span(str(v), True) for v in tokenizer.template.special.values())]
+    )
+    for number, token in added.items() if isinstance(added, dict) else ():
+        name = _token_text(token)
+        if name and name in written and tokenizer.encode_spans([Span(name, True)]) != [int(number)]:
+            raise ConfigError(
+                f"{folder / TOKENIZER_CONFIG}: adds {name!r} as token {number}, which the chat template writes, but the "
+                "tokenizer has no such token; use the tokenizer the model is made for"
+            )

@@ -14,7 +14,7 @@ A prompt, completion, chosen and rejected are texts, or messages, which are writ
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ import numpy as np
 from sporeloom.data.batch import Batch
 from sporeloom.data.documents import decode_text
 from sporeloom.data.packing import best_fit
-from sporeloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt
+from sporeloom.data.tokenizer import ChatMessage, Prompt, Tokenizer, chat_prompt, text_prompt
 from sporeloom.errors import ConfigError
 from sporeloom.lines import split_lines
 from sporeloom.models.config import NO_LABEL
@@ -56,7 +56,7 @@ class Pair(NamedTuple):
     margin: float
 
 
-class Prompt(NamedTuple):
+class PromptLine(NamedTuple):
     """What texts are sampled for."""
 
     tokens: tuple[int, ...]
@@ -96,18 +96,32 @@ def read_lines(path: Path, wanted: Sequence[Sequence[str]]) -> list[Line]:
 
 
 class Reading:
-    """Lines as tokens. `learn_all`: not only what an assistant says, but everything is to be learned."""
+    """Lines as tokens, those that generation sees.
 
-    def __init__(self, tokenizer: Tokenizer, learn_all: bool = False):
-        self.tokenizer, self.learn_all = tokenizer, learn_all
+    Args:
+        learn_all: not only what an assistant says, but everything is to be learned.
+        stop_ids: tokens at which generation stops, besides the end of documents.
+        variables: of the chat template, besides transformers' own.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        learn_all: bool = False,
+        stop_ids: Sequence[int] = (),
+        variables: Mapping[str, Any] | None = None,
+    ):
+        self.tokenizer, self.learn_all, self.variables = tokenizer, learn_all, variables
+        self.stop_ids = {tokenizer.eod_id, *stop_ids}
 
     def examples(self, lines: Sequence[Line]) -> list[Example]:
-        """Of `messages`, or of `prompt` and `completion`.
+        """Of `messages`, or of `prompt` and `completion`. A conversation whose later prompts have an earlier answer in other
+        tokens than those it was given in makes several, one for each such answer.
 
         Raises:
             ConfigError: lines that cannot be read so.
         """
-        return self._each(lines, self._example)
+        return [example for found in self._each(lines, self._example) for example in found]
 
     def pairs(self, lines: Sequence[Line]) -> list[Pair]:
         """Of `prompt`, `chosen` and `rejected`; messages of both may begin with the prompt instead.
@@ -117,7 +131,7 @@ class Reading:
         """
         return self._each(lines, self._pair)
 
-    def prompts(self, lines: Sequence[Line]) -> list[Prompt]:
+    def prompts(self, lines: Sequence[Line]) -> list[PromptLine]:
         """Of `prompt`.
 
         Raises:
@@ -142,11 +156,15 @@ class Reading:
             raise ConfigError(shortened(Path(lines[0].place.rpartition(":")[0]), problems))
         return found
 
-    def _example(self, line: Line) -> Example:
+    def _example(self, line: Line) -> list[Example]:
         values = line.values
         if "messages" in values:
             return self._conversation(_messages(values["messages"], f"{line.place}: messages"))
-        return self._continued(values["prompt"], values["completion"], line.place, "completion")
+        prompt, completion = values["prompt"], values["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return [self._completed(prompt, completion)]
+        before, after = _both_messages(prompt, completion, line.place, "completion")
+        return self._conversation([*before, *after], len(before))
 
     def _pair(self, line: Line) -> Pair:
         values = line.values
@@ -155,57 +173,90 @@ class Reading:
             raise ConfigError(f"{line.place}: margin must be a number, got {margin!r}")
         if "prompt" not in values:
             talks = [_messages(values[key], f"{line.place}: {key}") for key in ("chosen", "rejected")]
-            both = [self._conversation(talk, last=True) for talk in talks]
+            both = [self._answered(talk) for talk in talks]
         else:
-            both = [self._continued(values["prompt"], values[key], line.place, key) for key in ("chosen", "rejected")]
+            both = [
+                self._pair_example(values["prompt"], values[key], line.place, key) for key in ("chosen", "rejected")
+            ]
         return Pair(both[0], both[1], float(margin))
 
-    def _prompt(self, line: Line) -> Prompt:
-        prompt = line.values["prompt"]
-        text = prompt
-        if not isinstance(prompt, str):
-            text = chat_prompt(self.tokenizer, _messages(prompt, f"{line.place}: prompt"))
-        tokens = tuple(self.tokenizer.encode(text))
-        if not tokens:
-            raise ConfigError(f"{line.place}: an empty prompt")
-        return Prompt(tokens, text, line.values)
-
-    def _continued(self, prompt: Any, completion: Any, place: str, name: str) -> Example:
+    def _pair_example(self, prompt: Any, completion: Any, place: str, name: str) -> Example:
         if isinstance(prompt, str) and isinstance(completion, str):
-            return self._joined([(prompt, False), (completion, True)])
-        if isinstance(prompt, str) or isinstance(completion, str):
-            raise ConfigError(f"{place}: prompt and {name} must both be texts, or both messages")
-        before, after = _messages(prompt, f"{place}: prompt"), _messages(completion, f"{place}: {name}")
-        return self._conversation([*before, *after], last=len(after) == 1)
+            return self._completed(prompt, completion)
+        before, after = _both_messages(prompt, completion, place, name)
+        found = self._conversation([*before, *after], len(before))
+        if len(found) > 1:
+            raise ConfigError(f"{place}: {name}: the chat template writes earlier answers anew; give one answer")
+        return found[0]
 
-    def _conversation(self, messages: Sequence[ChatMessage], last: bool = False) -> Example:
-        """`last`: of what the assistant says only the last is to be learned."""
-        if messages[-1].role != "assistant":
-            raise ConfigError(f"{messages[-1].role} has the last word; it must be the assistant's")
-        segments, written = list[tuple[str, bool]](), ""
-        for place, message in enumerate(messages):
-            if message.role == "assistant":
-                before = chat_prompt(self.tokenizer, messages[:place])
-                if not before.startswith(written):
-                    raise ConfigError("the chat template writes earlier turns anew; give conversations of one turn")
-                is_learned = not last or place == len(messages) - 1
-                segments += [(before[len(written) :], False), (message.content, is_learned)]
-                written = before + message.content
-        return self._joined(segments)
+    def _prompt(self, line: Line) -> PromptLine:
+        given = line.values["prompt"]
+        if isinstance(given, str):
+            prompt = text_prompt(self.tokenizer, given)
+        else:
+            prompt = self._chat_prompt(_messages(given, f"{line.place}: prompt"))
+        if not prompt.tokens:
+            raise ConfigError(f"{line.place}: an empty prompt")
+        return PromptLine(prompt.tokens, prompt.text, line.values)
 
-    def _joined(self, segments: Sequence[tuple[str, bool]]) -> Example:
-        """Texts one after another, encoded apart, so that a prompt is what it is when it is answered. The token behind what
-        is learned, at the end that of the end of documents, is learned with it: it is where an answer stops."""
-        tokens, learned = list[int](), list[bool]()
-        stops = False
-        for number, (text, is_learned) in enumerate(segments):
-            ids = self.tokenizer.encode(text) if number == 0 else self.tokenizer.encode_document(text)
-            tokens += ids
-            learned += [is_learned or (stops and place == 0) for place in range(len(ids))]
-            stops = is_learned
-        tokens.append(self.tokenizer.eod_id)
-        learned.append(True)
-        return Example(tuple(tokens), tuple([True] * len(learned) if self.learn_all else learned))
+    def _chat_prompt(self, messages: Sequence[ChatMessage], is_open: bool = True) -> Prompt:
+        return chat_prompt(self.tokenizer, messages, is_open, self.variables)
+
+    def _completed(self, prompt: str, completion: str) -> Example:
+        """A prompt that is a text, and how it goes on."""
+        before = self.tokenizer.encode(prompt)
+        return self._example_of(before, [*self.tokenizer.encode_continuation(completion), self.tokenizer.eod_id])
+
+    def _answered(self, messages: Sequence[ChatMessage]) -> Example:
+        """The last answer of a conversation, after the prompt that it answers."""
+        _check_ends(messages)
+        answer = self.tokenizer.encode_continuation(messages[-1].content)
+        before = self._chat_prompt(messages[:-1]).tokens
+        return self._example_of(before, [*answer, self._stop(messages, [*before, *answer])])
+
+    def _conversation(self, messages: Sequence[ChatMessage], first: int = 0) -> list[Example]:
+        """All answers of a conversation from its message `first` on: one example with those that stand in the last prompt as
+        they were given, and one for each that does not."""
+        _check_ends(messages)
+        whole = self._answered(messages)
+        learned, others = list(whole.learned), list[Example]()
+        for place in range(first, len(messages) - 1):
+            if messages[place].role != "assistant" or self.learn_all:
+                continue
+            alone = self._answered(messages[: place + 1])
+            end = len(alone.tokens) - 1
+            if whole.tokens[:end] != alone.tokens[:end]:
+                others.append(alone)
+                continue
+            start = alone.learned.index(True)
+            # What follows is the template's; it is learned where generation would stop at it.
+            stops = whole.tokens[end] in self.stop_ids
+            learned[start : end + stops] = [True] * (end + stops - start)
+        return [*others, whole._replace(learned=tuple(learned))]
+
+    def _stop(self, messages: Sequence[ChatMessage], tokens: list[int]) -> int:
+        """Where an answer stops: at the token that the template puts behind it, if generation stops there."""
+        try:
+            closed = self._chat_prompt(messages, is_open=False).tokens
+        except ConfigError:  # it takes no conversation that ends with an answer
+            closed = ()
+        follows = closed[len(tokens) :][:1] if list(closed[: len(tokens)]) == tokens else ()
+        return follows[0] if follows and follows[0] in self.stop_ids else self.tokenizer.eod_id
+
+    def _example_of(self, before: Sequence[int], learned: Sequence[int]) -> Example:
+        mask = (self.learn_all,) * len(before) + (True,) * len(learned)
+        return Example((*before, *learned), mask)
+
+
+def _check_ends(messages: Sequence[ChatMessage]) -> None:
+    if messages[-1].role != "assistant":
+        raise ConfigError(f"{messages[-1].role} has the last word; it must be the assistant's")
+
+
+def _both_messages(prompt: Any, completion: Any, place: str, name: str) -> tuple[list[ChatMessage], list[ChatMessage]]:
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise ConfigError(f"{place}: prompt and {name} must both be texts, or both messages")
+    return _messages(prompt, f"{place}: prompt"), _messages(completion, f"{place}: {name}")
 
 
 def _texts(line: Line) -> list[Any]:

@@ -9,11 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-Encode = Callable[[str], list[int]]
 Decode = Callable[[list[int]], str]
+
+
+class Encoder(Protocol):
+    """What is asked of a tokenizer."""
+
+    prefix: Sequence[int]
+    """Tokens that every text begins with."""
+
+    def encode_document(self, text: str) -> list[int]: ...
+
+    def encode_text(self, text: str) -> list[int]: ...
+
+    def encode_continuation(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -29,25 +42,30 @@ class FillInTheMiddle:
     """Share of those that are in SPM order."""
     seed: int = 1
 
-    def encode(self, text: str, number: int, encode: Encode) -> list[int]:
-        """Token ids of document `number`."""
+    def encode(self, text: str, number: int, tokenizer: Encoder) -> list[int]:
+        """Token ids of document `number`. What every text begins with stands at its start alone. Behind a special token a
+        piece is what it is in a prompt that names this token; the middle is what goes on from there."""
         random = np.random.default_rng((self.seed, number))
         rearrange, spm = random.random(2)
         if rearrange >= self.rate:
-            return encode(text)
+            return tokenizer.encode_document(text)
         first, last = sorted(random.integers(0, len(text) + 1, 2))
-        prefix, middle, suffix = encode(text[:first]), encode(text[first:last]), encode(text[last:])
+        prefix, suffix = tokenizer.encode_text(text[:first]), tokenizer.encode_text(text[last:])
+        middle = tokenizer.encode_continuation(text[first:last])
         if spm < self.spm_rate:
-            return [self.prefix_id, self.suffix_id, *suffix, self.middle_id, *prefix, *middle]
-        return [self.prefix_id, *prefix, self.suffix_id, *suffix, self.middle_id, *middle]
+            rearranged = [self.prefix_id, self.suffix_id, *suffix, self.middle_id, *prefix, *middle]
+        else:
+            rearranged = [self.prefix_id, *prefix, self.suffix_id, *suffix, self.middle_id, *middle]
+        return [*tokenizer.prefix, *rearranged]
 
     def decode(self, ids: Sequence[int], decode: Decode) -> str:
         """The text of a document as it was before it was rearranged."""
         ids = list(ids)
-        if not ids or ids[0] != self.prefix_id:
+        if self.prefix_id not in ids:
             return decode(ids)
+        start, ids = ids[: ids.index(self.prefix_id)], ids[ids.index(self.prefix_id) :]
         suffix, middle = ids.index(self.suffix_id), ids.index(self.middle_id)
         before, after, last = ids[1:suffix], ids[suffix + 1 : middle], ids[middle + 1 :]
         if before or not after:  # PSM; with neither prefix nor suffix the two orders are the same
-            return decode(before) + decode(last) + decode(after)
-        return decode(last) + decode(after)
+            return decode([*start, *before]) + decode(last) + decode([*start, *after])
+        return decode([*start, *last]) + decode([*start, *after])

@@ -7,22 +7,28 @@ import io
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
+from sporeloom.data.piece_file import BYTE, CONTROL, UNKNOWN, USER_DEFINED, PieceFile, read_piece_file
+from sporeloom.data.special_tokens import SpecialTokens
 from sporeloom.errors import ConfigError
 
 SPACE = "\u2581"
 """SentencePiece's sign for one, which it also puts in front of every text."""
+MARKUP = re.compile(r"<[^<>\s]+>:?|\[[^\[\]\s]+\]")
+"""Names of special tokens among user-defined pieces, which may be text as well (runs of spaces, line breaks)."""
 
 
-class PieceTokenizer:
+class PieceTokenizer(SpecialTokens):
     """A SentencePiece model, and special tokens that are not found in ordinary text."""
 
     file_name = "tokenizer.model"
+    eod_id: int
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -30,33 +36,56 @@ class PieceTokenizer:
             raise ConfigError(f"{path}: there is no such tokenizer model")
         try:
             self.pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError):
+            self.file = read_piece_file(self.path.read_bytes())
+        except (RuntimeError, OSError, ValueError):
             raise ConfigError(f"{path}: not a SentencePiece model") from None
-        self.special: Mapping[str, int] = {}
-        """Name of a special token -> its id."""
-        self.prefix: list[int] = []
-        """What every text begins with."""
 
     @property
     def vocab_size(self) -> int:
         return self.pieces.get_piece_size()
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids; names of special tokens in the text are these tokens."""
-        return self.prefix + encode_with(text, self.special, self.encode_text)
+    @cached_property
+    def control(self) -> dict[str, int]:
+        """Every special token of the file: name -> id."""
+        return {
+            name: i
+            for i, (name, kind) in enumerate(self.file.kinds)
+            if kind in (CONTROL, UNKNOWN) or (kind == USER_DEFINED and MARKUP.fullmatch(name))
+        }
 
-    def encode_document(self, text: str) -> list[int]:
-        """Token ids of a text of a corpus, in which a name of a special token is text."""
-        return self.prefix + self.encode_text(text)
+    @property
+    def token_names(self) -> dict[int, str]:
+        return {i: name for name, i in {**self.control, **self.special}.items()}
+
+    @property
+    def template_tokens(self) -> dict[str, int]:
+        """Names that a chat template may write."""
+        return {**self.control, **self.special}
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Special tokens as chat templates call them, where no file beside says otherwise."""
+        names = self.token_names
+        known = {"bos_token": self.prefix[0] if len(self.prefix) == 1 else -1, "eos_token": self.eod_id}
+        known["unk_token"] = self.pieces.unk_id()
+        return {name: names[token] for name, token in known.items() if token in names}
 
     def encode_text(self, text: str) -> list[int]:
-        ids: list[int] = self.pieces.encode(text)
+        ids: list[int] = self._plain.encode(text)
+        return ids
+
+    def encode_continuation(self, text: str) -> list[int]:
+        if not self.file.adds_space:
+            return self.encode_text(text)
+        if text.startswith(" "):  # the space that is put in front is this one
+            return self.encode_text(text[1:])
+        ids: list[int] = self._continuing.encode(text)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text; tokens that stand for none are left out. What does not begin as a text does continues one: spaces in
         front of its first word are kept."""
-        if [int(i) for i in ids[: len(self.prefix)]] != self.prefix:
+        if [int(i) for i in ids[: len(self.prefix)]] != list(self.prefix):
             return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", "replace")
         own = [int(i) for i in ids if 0 <= int(i) < self.pieces.get_piece_size()]
         text: str = self.pieces.decode(own)
@@ -76,6 +105,37 @@ class PieceTokenizer:
     def save(self, folder: Path) -> None:
         """Copy the SentencePiece model into a checkpoint folder."""
         shutil.copyfile(self.path, folder / self.file_name)
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The model for which names of special tokens are text."""
+        found = self._found_in_text
+        return _processor(self.file.with_control(found, self.file.adds_space)) if found else self.pieces
+
+    @cached_property
+    def _continuing(self) -> Any:
+        """Likewise, without the space in front."""
+        return _processor(self.file.with_control(self._found_in_text, adds_space=False))
+
+    @property
+    def _found_in_text(self) -> list[str]:
+        """Special tokens that SentencePiece makes of their names."""
+        return [name for name, i in self.control.items() if self.file.kinds[i][1] == USER_DEFINED]
+
+
+def _processor(content: bytes) -> Any:
+    return sentencepiece.SentencePieceProcessor(model_proto=content)
+
+
+def has_bytes(file: PieceFile) -> bool:
+    """Whether what has no piece is spelled in bytes."""
+    return sum(kind == BYTE for _, kind in file.kinds) == 256
+
+
+def described(file: PieceFile) -> str:
+    """What a model file holds, for one who named the wrong one."""
+    first = ", ".join(repr(name) for name, _ in file.kinds[:5])
+    return f"a SentencePiece model of {len(file.kinds):,} pieces that begin with {first}"
 
 
 LONGEST_LINE = 1000
@@ -114,14 +174,3 @@ def train_pieces(lines: Iterable[str], vocab_size: int, **options: Any) -> bytes
         why = str(error).rpartition("] ")[2].strip() or str(error).strip()
         raise ConfigError(f"no vocabulary of {vocab_size} can be made of these texts: {why}") from None
     return model.getvalue()
-
-
-def encode_with(text: str, special: Mapping[str, int], encode: Callable[[str], list[int]]) -> list[int]:
-    """Ids of a text in which the names of special tokens stand for these."""
-    if not any(name in text for name in special):
-        return encode(text)
-    names = sorted(special, key=len, reverse=True)
-    ids: list[int] = []
-    for i, part in enumerate(re.split("(" + "|".join(map(re.escape, names)) + ")", text)):
-        ids += [special[part]] if i % 2 else encode(part) if part else []
-    return ids

@@ -177,10 +177,8 @@ def _make_encoder(job: TokenizeJob, dtype: str) -> Callable[[Batch], Encoded]:
         num_bytes = 0
         parsed = job.source.parse(batch)
         for number, document in parsed.documents:
-            if job.fim:
-                ids = job.fim.encode(document.text, number, tokenizer.encode_document)
-            else:
-                ids = tokenizer.encode_document(document.text)
+            text = document.text
+            ids = job.fim.encode(text, number, tokenizer) if job.fim else tokenizer.encode_document(text)
             tokens.extend(ids)
             tokens.append(tokenizer.eod_id)
             lengths.append(len(ids) + 1)

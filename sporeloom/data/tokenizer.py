@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from sporeloom.data.chat_template import TEMPLATE, ChatTemplate, TemplatedTokenizer
+from sporeloom.data.chat_template import TemplatedTokenizer, with_template
+from sporeloom.data.special_tokens import Span, joined
 from sporeloom.errors import ConfigError
 from sporeloom.models.adapters import base_folder, is_adapter_folder
 from sporeloom.models.config import ModelConfig
@@ -23,13 +24,23 @@ class ChatMessage(NamedTuple):
     content: str
 
 
+class Prompt(NamedTuple):
+    """What a model continues."""
+
+    text: str
+    """For people: names of special tokens in it say nothing about the tokens."""
+    tokens: tuple[int, ...]
+
+
 class Tokenizer(Protocol):
-    """Text to token ids and back. One that knows how its model was taught to talk has `chat(messages) -> str` besides, and
-    one that knows how it was taught to fill gaps `infill(before, after) -> str`: the prompts, to be encoded.
+    """Text to token ids and back. One that knows how its model was taught to talk has `chat(messages, add_generation_prompt)`
+    besides, and one that knows how it was taught to fill gaps `infill(before, after)`: the prompts, as spans.
     """
 
     file_name: str
     """Of the tokenizer in a checkpoint folder."""
+    prefix: Sequence[int]
+    """Tokens that every text begins with."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -39,10 +50,29 @@ class Tokenizer(Protocol):
         """Closes every document."""
         ...
 
-    def encode(self, text: str) -> list[int]: ...
+    @property
+    def token_names(self) -> dict[int, str]:
+        """Names of the special tokens, for people."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Of a prompt that somebody wrote as a whole: names of special tokens in it are these tokens."""
+        ...
 
     def encode_document(self, text: str) -> list[int]:
-        """As `encode`, but a name of a special token in the text is text like any other where the vocabulary allows it."""
+        """As `encode`, but a name of a special token in the text is text like any other."""
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """As `encode_document`, without the prefix."""
+        ...
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Of plain text that goes on where other text ends: what a model has to generate to say it."""
+        ...
+
+    def encode_prompt(self, spans: Sequence[Span]) -> list[int]:
+        """Of a conversation, or of another form of prompt."""
         ...
 
     def decode(self, ids: list[int]) -> str: ...
@@ -72,29 +102,36 @@ def open_tokenizer(family: str, path: Path) -> Tokenizer:
     return tokenizer
 
 
-def folder_tokenizer(family: str, folder: Path, model: ModelConfig, named: Path | None = None) -> Tokenizer:
+def folder_tokenizer(
+    family: str, folder: Path, model: ModelConfig, named: Path | None = None, chat_template: Path | None = None
+) -> Tokenizer:
     """The tokenizer of a checkpoint folder, or of one with token files; or the one that was `named` instead.
 
     Raises:
         ConfigError: as `load_tokenizer`.
     """
-    return load_tokenizer(family, named or find_tokenizer(family, folder), model)
+    return load_tokenizer(family, named or find_tokenizer(family, folder), model, chat_template)
 
 
-def load_tokenizer(family: str, path: Path, model: ModelConfig) -> Tokenizer:
-    """The tokenizer of a family at `path`, with the chat template beside it.
+def load_tokenizer(family: str, path: Path, model: ModelConfig, chat_template: Path | None = None) -> Tokenizer:
+    """The tokenizer of a family at `path`, with the chat template beside it, or with another.
 
     Raises:
-        ConfigError: there is none, it is another kind, or it has more pieces than the model has rows.
+        ConfigError: there is none, it is another kind, it has more pieces than the model has rows, or it ends documents with
+            another token.
     """
-    tokenizer = open_tokenizer(family, path)
-    template = (path if path.is_dir() else path.parent) / TEMPLATE
-    if template.is_file():
-        tokenizer = TemplatedTokenizer(tokenizer, ChatTemplate(template))
+    tokenizer: Tokenizer = with_template(
+        open_tokenizer(family, path), path if path.is_dir() else path.parent, chat_template
+    )
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"{path}: {tokenizer.vocab_size} pieces do not fit the model's vocab_size {model.vocab_size}; "
             "use the tokenizer the model is made for, or another vocab_size"
+        )
+    if tokenizer.eod_id != model.eod_id:
+        raise ConfigError(
+            f"{path}: this tokenizer ends documents with token {tokenizer.eod_id}, the model with eod_id {model.eod_id}; use "
+            "the tokenizer the model is made for; for a new model set eod_id and loss_ignore_id in --config"
         )
     return tokenizer
 
@@ -109,32 +146,61 @@ def find_tokenizer(family: str, folder: Path) -> Path:
     return found or folder / names[0]
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> str:
-    """What an assistant's answer to `messages` continues.
+def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """What an assistant's answer to `messages` continues: in training and in inference these tokens.
+
+    `variables`: of the chat template, besides transformers' own.
 
     Raises:
-        ConfigError: the tokenizer's model was not taught to talk.
+        ConfigError: the tokenizer's model was not taught to talk, or not in this way.
     """
-    return _own_form(tokenizer, "chat", "--chat", messages)
+    form = _own_form(tokenizer, "chat", "--chat")
+    if not variables:
+        return _prompt(tokenizer, form(messages, add_generation_prompt))
+    if not isinstance(tokenizer, TemplatedTokenizer):
+        raise ConfigError(
+            f"{', '.join(variables)}: {type(tokenizer).__name__} has no chat template, and so no variables"
+        )
+    return _prompt(tokenizer, form(messages, add_generation_prompt, variables))
 
 
-def infill_prompt(tokenizer: Tokenizer, before: str, after: str) -> str:
+def infill_prompt(tokenizer: Tokenizer, before: str, after: str) -> Prompt:
     """What the text between `before` and `after` continues.
 
     Raises:
         ConfigError: the tokenizer's model was not taught to fill gaps.
     """
-    return _own_form(tokenizer, "infill", "--suffix", before, after)
+    return _prompt(tokenizer, _own_form(tokenizer, "infill", "--suffix")(before, after))
 
 
-def _own_form(tokenizer: Tokenizer, name: str, flag: str, *arguments: object) -> str:
+def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
+    """A prompt that somebody wrote as a whole: names of special tokens in it are these tokens."""
+    return Prompt(text, tuple(tokenizer.encode(text)))
+
+
+def _own_form(tokenizer: Tokenizer, name: str, flag: str) -> Callable[..., list[Span]]:
     form = getattr(tokenizer, name, None)
     if form is None:
         raise ConfigError(
             f"{flag}: {type(tokenizer).__name__} is of a model that continues text and was taught nothing else"
         )
-    prompt: str = form(*arguments)
-    return prompt
+    found: Callable[..., list[Span]] = form
+    return found
+
+
+def _prompt(tokenizer: Tokenizer, spans: Sequence[Span]) -> Prompt:
+    return Prompt(joined(spans), tuple(tokenizer.encode_prompt(spans)))
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """A token for people: a special one by its name, in marks that tell it from text."""
+    name = tokenizer.token_names.get(token)
+    return tokenizer.decode([token]) if name is None else f"«{name}»"
 
 
 def content_hash(path: Path) -> str:
@@ -150,7 +216,8 @@ def special_token(family: str, path: Path, name: str) -> int:
         ConfigError: there is no such tokenizer or token.
     """
     tokenizer = open_tokenizer(family, path)
-    found = [int(name)] if name.isdigit() else tokenizer.encode(name)
+    names = {text: token for token, text in tokenizer.token_names.items()}
+    found = [int(name)] if name.isdigit() else [names[name]] if name in names else tokenizer.encode_text(name)
     if len(found) != 1 or found[0] >= tokenizer.vocab_size or found[0] == tokenizer.eod_id:
         raise ConfigError(
             f"{path}: {name} is not one special token of {tokenizer.vocab_size} other than the end of documents"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sporeloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt
+from sporeloom.data.tokenizer import ChatMessage, Prompt, Tokenizer, chat_prompt, text_prompt
 from sporeloom.errors import ConfigError
 from sporeloom.evaluation.chat import question, translation_question
 from sporeloom.evaluation.programs import Problem, generation_prompt, translation_prompt
@@ -27,18 +27,19 @@ class Asking:
     tokenizer: Tokenizer
     system_prompt: str | None = None
 
-    def prompt(self, problem: Problem, language: str) -> str:
+    def prompt(self, problem: Problem, language: str) -> Prompt:
         """What the model continues for a problem."""
         if self.form == "chat":
             return self._said(question(problem, language))
         text = generation_prompt(problem, language)
-        return text.strip() if self.form == "plain" else find_language(language, self.family).tagged(text)
+        text = text.strip() if self.form == "plain" else find_language(language, self.family).tagged(text)
+        return text_prompt(self.tokenizer, text)
 
-    def translation(self, source: Problem, source_language: str, problem: Problem, language: str) -> str:
+    def translation(self, source: Problem, source_language: str, problem: Problem, language: str) -> Prompt:
         """What the model continues for a translation of `source`."""
         if self.form == "chat":
             return self._said(translation_question(source, source_language, problem, language))
-        return translation_prompt(source, source_language, problem, language)
+        return text_prompt(self.tokenizer, translation_prompt(source, source_language, problem, language))
 
     def ending(self, language: str) -> StopCondition | None:
         """Where the function ends that a prompt began; an answer ends by itself."""
@@ -46,7 +47,7 @@ class Asking:
             return None
         return at_dedent() if language == "python" else at_closed_brace()
 
-    def _said(self, text: str) -> str:
+    def _said(self, text: str) -> Prompt:
         told = [ChatMessage("system", self.system_prompt)] if self.system_prompt else []
         return chat_prompt(self.tokenizer, [*told, ChatMessage("user", text)])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from sporeloom.cli import option
+from sporeloom.data.tokenizer import Prompt
 from sporeloom.errors import ConfigError, did_you_mean
 from sporeloom.evaluation.asking import PromptForm, asking_of
 from sporeloom.evaluation.programs import NAMES, Problem
@@ -75,7 +76,7 @@ class Wanted:
 
     task_id: str
     sample: int
-    prompt: str = field(repr=False)
+    prompt: Prompt = field(repr=False)
     stream: int
     """Sets its random numbers apart: a function of problem and sample alone."""
 
@@ -87,7 +88,7 @@ class Evaluation:
     config: EvaluateConfig
     problems: dict[str, dict[str, Problem]] = field(repr=False)
     """language -> task -> problem."""
-    prompts: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+    prompts: dict[str, dict[str, Prompt]] = field(default_factory=dict, repr=False)
     """language -> task -> what the model continues; empty if nothing is generated."""
     endings: dict[str, StopCondition | None] = field(default_factory=dict, repr=False)
     """language -> where its functions end."""
@@ -201,7 +202,7 @@ def _with_generation(evaluation: Evaluation, checkpoint: Path, num_processes: in
     source_language = _language(config.translate_from) if config.translate_from else None
     source = read_problems(config.data, source_language) if source_language else {}
     by_number = {task.split("/")[-1]: problem for task, problem in source.items()}
-    prompts: dict[str, dict[str, str]] = {}
+    prompts: dict[str, dict[str, Prompt]] = {}
     for language, problems in evaluation.problems.items():
         prompts[language] = {
             task: asking.translation(by_number[task.split("/")[-1]], source_language, problem, language)
@@ -209,13 +210,14 @@ def _with_generation(evaluation: Evaluation, checkpoint: Path, num_processes: in
             else asking.prompt(problem, language)
             for task, problem in problems.items()
         }
-    lengths = {p: len(job.tokenizer.encode(p)) for of_language in prompts.values() for p in of_language.values()}
-    if min(lengths.values()) >= job.model.seq_len:
+    every = list(dict.fromkeys(prompt for of_language in prompts.values() for prompt in of_language.values()))
+    shortest = min(len(prompt.tokens) for prompt in every)
+    if shortest >= job.model.seq_len:
         raise ConfigError(
             f"{checkpoint}: no prompt fits into the model's context of {job.model.seq_len} tokens; the shortest has "
-            f"{min(lengths.values())}"
+            f"{shortest}"
         )
-    job = replace(job, prompts=list(lengths))
+    job = replace(job, prompts=every)
     endings = {language: asking.ending(language) for language in evaluation.problems}
     return replace(evaluation, prompts=prompts, endings=endings, prompt_form=asking.form, job=job)
 

@@ -44,18 +44,17 @@ def make_samples(evaluation: Evaluation) -> Engine:
     session = None
     for language in evaluation.problems:
         missing = _missing(evaluation, language, engine, path)
-        lengths = {wanted.prompt: len(job.tokenizer.encode(wanted.prompt)) for wanted in missing}
-        fitting = [wanted for wanted in missing if lengths[wanted.prompt] < job.model.seq_len]
+        fitting = [wanted for wanted in missing if len(wanted.prompt.tokens) < job.model.seq_len]
         if engine.is_log_rank and len(fitting) < len(missing):
-            too_long = [wanted for wanted in missing if lengths[wanted.prompt] >= job.model.seq_len]
+            too_long = [wanted for wanted in missing if len(wanted.prompt.tokens) >= job.model.seq_len]
             milestone(f"{language}: {len({w.task_id for w in too_long})} prompts exceed the context: counted as failed")
             for wanted in too_long:
-                _append(path, evaluation, language, wanted, Completion(wanted.prompt, finish_reason="length"))
+                _append(path, evaluation, language, wanted, Completion(wanted.prompt.text, finish_reason="length"))
         if not fitting:
             continue
         session = session or open_session(job, engine)
         session.stop = dataclasses.replace(session.stop, rule=evaluation.endings[language])
-        limits = [min(job.config.max_new_tokens, job.model.seq_len - lengths[wanted.prompt]) for wanted in fitting]
+        limits = [min(job.config.max_new_tokens, job.model.seq_len - len(wanted.prompt.tokens)) for wanted in fitting]
         pieces = session.stream([w.prompt for w in fitting], job.config, limits, [w.stream for w in fitting])
         with tqdm(total=len(fitting), unit="sample", desc=language, disable=not engine.is_log_rank) as bar:
             for piece in pieces:

@@ -17,10 +17,11 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
-from sporeloom.data.tokenizer import ChatMessage, chat_prompt
+from sporeloom.data.tokenizer import ChatMessage, Prompt
 from sporeloom.errors import ConfigError
 from sporeloom.evaluation.harness_config import Harness
 from sporeloom.evaluation.harness_options import read_options
+from sporeloom.evaluation.written_chats import WrittenChats
 from sporeloom.inference.config import GenerateJob
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import Failure, PromptScores, Request, Scheduler
@@ -43,6 +44,7 @@ class HarnessModel(TemplateLM):
         self.engine, self.job = engine, job
         self.session: Session = open_session(job, engine)
         self.stop = self.session.stop
+        self.chats = WrittenChats(job.tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -68,12 +70,15 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids; with the tokenizer's prefix once, unless that is declined."""
-        ids, count = self.job.tokenizer.encode(string), len(self.own_prefix)
-        has_two = add_special_tokens is None and ids[count : 2 * count] == self.own_prefix  # one is the text's own
-        return ids[count:] if has_two or add_special_tokens is False else ids
+        ids, count = self.chats.encode(string), len(self.own_prefix)
+        has_one, has_two = ids[:count] == self.own_prefix, ids[count : 2 * count] == self.own_prefix
+        if add_special_tokens is None:  # the text may have the prefix of its own
+            return ids[count:] if has_two else ids
+        return ids[count:] if has_one and not add_special_tokens else ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return chat_prompt(self.job.tokenizer, [ChatMessage(each["role"], each["content"]) for each in chat_history])
+        messages = [ChatMessage(each["role"], each["content"]) for each in chat_history]
+        return self.chats.write(messages, add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return "" if chat_template else None
@@ -157,12 +162,12 @@ class HarnessModel(TemplateLM):
         self.session.stop = self.stop
         return answers
 
-    def _fitting(self, text: str, most: int) -> list[int]:
+    def _fitting(self, text: str, most: int) -> Prompt:
         """Tokens of a text, of a long one those of its end, that leave room for an answer; the tokenizer's prefix stays."""
         ids, room = self.tok_encode(text), self.job.model.seq_len - most
         if len(ids) > room:
             ids = [*self.own_prefix, *ids[len(ids) - (room - len(self.own_prefix)) :]]
-        return ids or self.prefix
+        return Prompt(text, tuple(ids or self.prefix))
 
 
 def _question(tokens: list[int], sampler: Sampler) -> Request:

@@ -11,8 +11,17 @@ from typing import ClassVar, Literal
 
 from sporeloom.checkpoint.model_folder import load_text_config
 from sporeloom.cli import option
+from sporeloom.data.chat_template import read_variables
 from sporeloom.data.documents import decode_text, json_lines
-from sporeloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt, folder_tokenizer, infill_prompt
+from sporeloom.data.tokenizer import (
+    ChatMessage,
+    Prompt,
+    Tokenizer,
+    chat_prompt,
+    folder_tokenizer,
+    infill_prompt,
+    text_prompt,
+)
 from sporeloom.errors import ConfigError, Problems, did_you_mean
 from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
@@ -70,6 +79,9 @@ class GenerateConfig(ComputeFlags, SamplingConfig):
         None, "name the programming language to the model, and stop where the function that the prompt began ends"
     )
     chat: bool = option(False, "each prompt is what a user says; put it as the model was taught to talk")
+    chat_template_kwargs: str | None = option(
+        None, "with --chat: a JSON object of variables for the chat template, as '{\"enable_thinking\": false}'"
+    )
     suffix: str | None = option(None, "text behind the gap that is to be filled, for models that were taught that")
     stop_ids: tuple[Natural, ...] = option((), "tokens that end the output, besides end-of-document")
     batch_size: Count | None = option(None, f"prompts worked on at once; all, at most {MAX_ROWS}, without it")
@@ -87,7 +99,7 @@ class GenerateJob:
     model: ModelConfig
     strategy: Strategy
     tokenizer: Tokenizer
-    prompts: list[str] = field(repr=False)
+    prompts: list[Prompt] = field(repr=False)
     """Empty when they are asked for one by one."""
     ending: StopCondition | None = None
     """Where the language's functions end."""
@@ -102,7 +114,7 @@ class GenerateJob:
     @property
     def num_slots(self) -> int:
         """Of each row of the KV cache."""
-        tokens = [len(self.tokenizer.encode(prompt)) + self.config.max_new_tokens for prompt in self.prompts]
+        tokens = [len(prompt.tokens) + self.config.max_new_tokens for prompt in self.prompts]
         return num_slots_for(min(max(tokens, default=self.model.seq_len), self.model.seq_len))
 
     @property
@@ -141,30 +153,51 @@ def check(
         problems.append("--banned-tokens, and stop tokens with --min-new-tokens, leave no token to choose")
     if language and named:
         named = [(name, language.tagged(prompt)) for name, prompt in named]
-    if tokenizer and problems.of(in_form, config, tokenizer, "") is not None:
-        named = named and [(name, in_form(config, tokenizer, text)) for name, text in named]
-    if tokenizer and model and config.max_new_tokens > 0:
-        wrong = [p for place in named or [] for p in prompt_problems(*place, tokenizer, model, config.max_new_tokens)]
+    formed = (problems.of(_all_in_form, config, tokenizer, named or []) if tokenizer else None) or []
+    if model and config.max_new_tokens > 0:
+        wrong = [p for place in formed for p in prompt_problems(*place, model, config.max_new_tokens)]
         problems += wrong[:8] + ([f"and {len(wrong) - 8} more prompts like these"] if len(wrong) > 8 else [])
     problems.tell()
     assert family and model and strategy and tokenizer and named is not None
     ending = language.ending if language else None
-    return GenerateJob(config, family, model, strategy, tokenizer, [prompt for _, prompt in named], ending)
+    return GenerateJob(config, family, model, strategy, tokenizer, [prompt for _, prompt in formed], ending)
 
 
 def _tokenizer(config: GenerateConfig, family: str, model: ModelConfig) -> Tokenizer:
     return folder_tokenizer(family, config.checkpoint, model, config.tokenizer)
 
 
-def in_form(config: GenerateConfig, tokenizer: Tokenizer, text: str) -> str:
+def _all_in_form(
+    config: GenerateConfig, tokenizer: Tokenizer, named: list[tuple[str, str]]
+) -> list[tuple[str, Prompt]]:
+    """Prompts by their names.
+
+    Raises:
+        ConfigError: what is wrong with them, each mistake once.
+    """
+    if not named:  # they are asked for one by one
+        in_form(config, tokenizer, "?")
+    formed, problems = [], list[str]()
+    for name, text in named:
+        try:
+            formed.append((name, in_form(config, tokenizer, text)))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return formed
+
+
+def in_form(config: GenerateConfig, tokenizer: Tokenizer, text: str) -> Prompt:
     """A prompt as a user's message, or with a gap behind it, if that is asked for.
 
     Raises:
         ConfigError: the tokenizer's model was not taught that.
     """
     if config.chat:
-        return chat_prompt(tokenizer, [ChatMessage("user", text)])
-    return text if config.suffix is None else infill_prompt(tokenizer, text, config.suffix)
+        variables = read_variables("--chat-template-kwargs", config.chat_template_kwargs)
+        return chat_prompt(tokenizer, [ChatMessage("user", text)], variables=variables)
+    return text_prompt(tokenizer, text) if config.suffix is None else infill_prompt(tokenizer, text, config.suffix)
 
 
 @dataclass(frozen=True)
@@ -235,9 +268,9 @@ def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, 
         raise ConfigError(f"standard input: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
-def prompt_problems(name: str, prompt: str, tokenizer: Tokenizer, model: ModelConfig, max_new_tokens: int) -> list[str]:
+def prompt_problems(name: str, prompt: Prompt, model: ModelConfig, max_new_tokens: int) -> list[str]:
     """Why a prompt cannot be continued."""
-    length = len(tokenizer.encode(prompt))
+    length = len(prompt.tokens)
     if length == 0:
         return [f"{name}: holds no token"]
     if length >= model.seq_len:
@@ -265,6 +298,8 @@ def _own_problems(config: GenerateConfig, model: ModelConfig | None) -> list[str
         problems.append("--interactive prints text; leave out --json")
     if config.chat + (config.suffix is not None) + bool(config.language) > 1:
         problems.append("--chat, --suffix and --language each put a prompt in another form; give one of them")
+    if config.chat_template_kwargs is not None and not config.chat:
+        problems.append("--chat-template-kwargs is for --chat; add --chat")
     if config.logprobs and not config.json:
         problems.append("--logprobs is part of the --json output; add --json")
     if "" in config.stop:

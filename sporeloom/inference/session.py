@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from sporeloom.data.tokenizer import Tokenizer
+from sporeloom.data.tokenizer import Prompt, Tokenizer
 from sporeloom.inference.config import GenerateJob
 from sporeloom.inference.decoding import Decoding, Uncached
 from sporeloom.inference.mixed import cached
@@ -106,7 +106,7 @@ class Session:
 
     def complete(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingConfig,
         max_new_tokens: int,
         streams: Sequence[int] | None = None,
@@ -119,7 +119,7 @@ class Session:
 
     def stream(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingConfig,
         max_new_tokens: int | Sequence[int],
         streams: Sequence[int] | None = None,
@@ -133,14 +133,14 @@ class Session:
         """
         stop = self.stop
         sampler = Sampler(sampling, stop.stop_ids, stop.tokenizer.vocab_size)
-        ids = [stop.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        ids = [list(prompt.tokens) for prompt in prompts]
         most = [max_new_tokens] * len(ids) if isinstance(max_new_tokens, int) else max_new_tokens
         self.decoding.prepare([len(prompt) for prompt in ids], max(most, default=0))
         requests = [
             Request(tokens, limit, sampler, stop.is_reached, stream)
             for tokens, limit, stream in zip(ids, most, streams or range(len(ids)), strict=True)
         ]
-        completions = [Completion(prompt if isinstance(prompt, str) else "") for prompt in prompts]
+        completions = [Completion(prompt.text) for prompt in prompts]
         for new in generate(self.decoding, self.engine, requests):
             completion = completions[new.request]
             yield Piece(new.request, stop.add(completion, new), completion)

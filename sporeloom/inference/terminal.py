@@ -8,6 +8,8 @@ import signal
 import sys
 from typing import Any
 
+from sporeloom.data.tokenizer import Prompt
+from sporeloom.errors import ConfigError
 from sporeloom.inference.config import GenerateJob, in_form, prompt_problems
 from sporeloom.inference.sampling import finite
 from sporeloom.inference.session import Completion, Session, open_session
@@ -48,13 +50,13 @@ def _print_json(session: Session, job: GenerateJob) -> None:
             print(json_text(values, ensure_ascii=False), flush=True)
 
 
-def _print_text(session: Session, job: GenerateJob, prompts: list[str]) -> None:
+def _print_text(session: Session, job: GenerateJob, prompts: list[Prompt]) -> None:
     """Stream the first unfinished prompt's text; what the others get meanwhile is shown when their turn comes."""
     shown, waiting = 0, [""] * len(prompts)
     completions: dict[int, Completion] = {}
     header = "--- {} ---\n" if len(prompts) > 1 else ""
     say = _say if session.engine.is_log_rank else _say_nothing
-    say(header.format(prompts[0]))
+    say(header.format(prompts[0].text))
     for piece in session.stream(prompts, job.config, job.config.max_new_tokens):
         completions[piece.place] = piece.completion
         waiting[piece.place] += piece.text
@@ -62,7 +64,7 @@ def _print_text(session: Session, job: GenerateJob, prompts: list[str]) -> None:
         waiting[shown] = ""
         while shown in completions and completions[shown].finish_reason:
             shown += 1
-            say("\n" if shown == len(prompts) else "\n" + header.format(prompts[shown]) + waiting[shown])
+            say("\n" if shown == len(prompts) else "\n" + header.format(prompts[shown].text) + waiting[shown])
             if shown == len(prompts):
                 break
             waiting[shown] = ""
@@ -96,14 +98,18 @@ def _converse(session: Session, job: GenerateJob) -> None:
         sys.stdin.reconfigure(newline="\n")  # as in files, see `sporeloom.lines`
     while True:
         try:
-            prompt = input("> ").removesuffix("\r")
+            text = input("> ").removesuffix("\r")
         except EOFError:
             print()
             return
-        if not prompt.strip():
+        if not text.strip():
             continue
-        prompt = in_form(job.config, job.tokenizer, prompt)
-        problems = prompt_problems("this text", prompt, job.tokenizer, job.model, job.config.max_new_tokens)
+        try:
+            prompt = in_form(job.config, job.tokenizer, text)
+        except ConfigError as error:  # a chat template refuses it
+            milestone(error.problems[0])
+            continue
+        problems = prompt_problems("this text", prompt, job.model, job.config.max_new_tokens)
         if problems:
             milestone(problems[0])
         else:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from sporeloom.data.tokenizer import chat_prompt, infill_prompt
+from sporeloom.data.tokenizer import ChatMessage, Prompt, chat_prompt, infill_prompt
 from sporeloom.errors import ConfigError
 from sporeloom.inference.config import language_tags
 from sporeloom.inference.session import Completion, StopConditions
@@ -34,6 +34,8 @@ from sporeloom.serve.requests import (
     read_chat,
     read_completion,
     read_json,
+    read_messages,
+    read_variables,
     token_ids,
 )
 from sporeloom.serve.service import Service
@@ -166,10 +168,14 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         fields = await self._fields(request)
-        tokenizer, text = self._model(fields).tokenizer, fields.take("prompt", str)
-        if text is None:
+        model, text = self._model(fields), fields.take("prompt", str)
+        if fields.values.get("messages") is not None:
+            messages, is_open = read_messages(fields), fields.take("add_generation_prompt", bool, True)
+            tokens = list((await self._chat_prompt(model, messages, read_variables(fields), is_open)).tokens)
+        elif text is None:
             raise RequestError(400, "prompt is missing", "prompt")
-        tokens = await run_in_threadpool(tokenizer.encode, text)
+        else:
+            tokens = await run_in_threadpool(model.tokenizer.encode, text)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.job.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
@@ -205,17 +211,23 @@ class Server:
     async def chat(self, request: Request) -> Response:
         fields = await self._fields(request)
         model = self._model(fields)
-        if not hasattr(model.tokenizer, "chat"):
-            raise RequestError(
-                400, f"{model.name} is a base model: it has no chat template. Use /v1/completions", "messages"
-            )
+        _check_chats(model)
         asked = read_chat(fields, model.tokenizer.vocab_size)
         self._check_state(fields, request)
         stop = self._stop(model, asked)
-        text = chat_prompt(model.tokenizer, asked.messages)
-        prompt = tuple(await run_in_threadpool(model.tokenizer.encode, text))
+        prompt = (await self._chat_prompt(model, asked.messages, asked.variables)).tokens
         choices = [Choice(index, prompt, stop, Completion("")) for index in range(asked.num_choices)]
         return await self._answer(request, asked, [prompt], choices, ChatAnswer(model, asked))
+
+    async def _chat_prompt(
+        self, model: ServedModel, messages: Sequence[ChatMessage], variables: Mapping[str, Any], is_open: bool = True
+    ) -> Prompt:
+        """Not on the event loop: a chat template may take its time."""
+        _check_chats(model)
+        try:
+            return await run_in_threadpool(chat_prompt, model.tokenizer, messages, is_open, variables)
+        except ConfigError as error:
+            raise RequestError(400, error.problems[0], "messages") from None
 
     async def _fields(self, request: Request) -> Fields:
         """The body, as far as it may go.
@@ -317,13 +329,19 @@ class Server:
         return JSONResponse(form.whole(prompts, choices))
 
 
+def _check_chats(model: ServedModel) -> None:
+    if not hasattr(model.tokenizer, "chat"):
+        raise RequestError(
+            400, f"{model.name} is a base model: it has no chat template. Use /v1/completions", "messages"
+        )
+
+
 def _prompt(model: ServedModel, prompt: str | tuple[int, ...], suffix: str | None) -> tuple[int, ...]:
     if suffix is not None:
         try:
-            text = infill_prompt(model.tokenizer, _text(model, prompt), suffix)
+            return infill_prompt(model.tokenizer, _text(model, prompt), suffix).tokens
         except ConfigError:
             raise RequestError(400, f"{model.name} was not taught to fill gaps", "suffix") from None
-        return tuple(model.tokenizer.encode(text))
     return tuple(model.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sporeloom.data.chat_template import RESERVED
 from sporeloom.data.tokenizer import ChatMessage
 from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.lines import first_line
@@ -74,6 +75,8 @@ class ChatAsked(Asked):
     """Of /v1/chat/completions."""
 
     messages: tuple[ChatMessage, ...]
+    variables: dict[str, Any]
+    """Of the chat template."""
 
 
 @dataclass
@@ -176,10 +179,7 @@ def read_chat(fields: Fields, vocab_size: int) -> ChatAsked:
         fields.refuse(name, "these models call no tools", [])
     for name in ("tool_choice", "function_call"):
         fields.refuse(name, "these models call no tools", "none", "auto")
-    given = fields.take("messages", list)
-    if not given:
-        raise RequestError(400, "messages is missing or empty", "messages")
-    messages = tuple(_message(value, f"messages[{i}]") for i, value in enumerate(given))
+    messages = read_messages(fields)
     if messages[-1].role == "assistant":
         raise RequestError(400, "messages: the last one must be the user's", "messages")
     num_top = fields.integer("top_logprobs", 0, MAX_TOP, None)
@@ -190,7 +190,32 @@ def read_chat(fields: Fields, vocab_size: int) -> ChatAsked:
         num_top = num_top or 0
     older = fields.integer("max_tokens", 1, 2**31 - 1, None)
     most = fields.integer("max_completion_tokens", 1, 2**31 - 1, older)
-    return ChatAsked(messages=messages, **_common(fields, vocab_size, num_top, most, default_temperature=1.0))
+    variables = read_variables(fields)
+    return ChatAsked(
+        messages=messages, variables=variables, **_common(fields, vocab_size, num_top, most, default_temperature=1.0)
+    )
+
+
+def read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
+    """Raises:
+    RequestError: a message that cannot be used.
+    """
+    given = fields.take("messages", list)
+    if not given:
+        raise RequestError(400, "messages is missing or empty", "messages")
+    return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(given))
+
+
+def read_variables(fields: Fields) -> dict[str, Any]:
+    """What a client gives a chat template besides the messages.
+
+    Raises:
+        RequestError: a name that the template has for something else.
+    """
+    given: dict[str, Any] = fields.take("chat_template_kwargs", dict, {})
+    if wrong := [name for name in given if name in RESERVED]:
+        raise RequestError(400, f"chat_template_kwargs: a variable cannot be called {wrong[0]}", "chat_template_kwargs")
+    return given
 
 
 def _common(

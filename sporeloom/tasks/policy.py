@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sporeloom.align.rewards import Reward, load_reward, rewards_of
 from sporeloom.data.batch import Batch
-from sporeloom.data.examples import Prompt, example_batch
+from sporeloom.data.examples import PromptLine, example_batch
 from sporeloom.errors import ConfigError
 from sporeloom.evaluation.reward import PREFIX, program_reward
 from sporeloom.nn.objectives import Objective, Policy, ValueLoss
@@ -55,7 +55,7 @@ class PolicyTask(Tuning):
     """Of the configuration, which graphs and resumed runs hang on."""
 
     is_ahead = False
-    prompts: list[Prompt]
+    prompts: list[PromptLine]
     rollouts: Rollouts
     reference: Reference | None = None
     judge: Judge | None = None

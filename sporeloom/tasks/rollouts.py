@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mindspore import nn
 
-from sporeloom.data.examples import Example, Prompt
+from sporeloom.data.examples import Example, PromptLine
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import CACHE, build_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig
@@ -33,7 +33,7 @@ class Sampled:
     has_ended: bool
     """By the model, not for being too long."""
 
-    def example(self, prompts: Sequence[Prompt]) -> Example:
+    def example(self, prompts: Sequence[PromptLine]) -> Example:
         """Prompt and text, of which the text is learned."""
         before = prompts[self.prompt].tokens
         return Example((*before, *self.tokens), (False,) * len(before) + (True,) * len(self.tokens))
@@ -61,7 +61,7 @@ class Rollouts:
         self.sampler = Sampler(settings, self.stop_ids, tokenizer.vocab_size)
         self.most = sampling.max_completion_length
 
-    def sample(self, prompts: Sequence[Prompt], numbers: Sequence[int], streams: Sequence[int]) -> list[Sampled]:
+    def sample(self, prompts: Sequence[PromptLine], numbers: Sequence[int], streams: Sequence[int]) -> list[Sampled]:
         """A text for each of `numbers`, prompts among `prompts`. `streams` sets their random numbers apart."""
         ids = [prompts[number].tokens for number in numbers]
         self.decoding.prepare([len(prompt) for prompt in ids], self.most)

@@ -15,7 +15,7 @@ from sporeloom.data.batch import Batch
 from sporeloom.data.examples import Reading, identity
 from sporeloom.data.sample_order import epoch_samples
 from sporeloom.train.task import Task
-from sporeloom.train.tuning import open_tokenizer
+from sporeloom.train.tuning import open_reading, open_tokenizer
 
 
 class Tuning(Task):
@@ -39,7 +39,7 @@ class Tuning(Task):
     def reading(self, learn_all: bool = False) -> Reading:
         """Open the tokenizer, and read with it."""
         self.tokenizer = open_tokenizer(self.run)
-        return Reading(self.tokenizer, learn_all)
+        return open_reading(self.run, self.tokenizer, learn_all)
 
     def describe(self) -> str:
         steps, size = self.config.steps, self.config.batch_size
@@ -51,6 +51,7 @@ class Tuning(Task):
             "batch_size": self.config.batch_size,
             "seq_len": self.run.seq_len,
             "seed": self.config.seed,
+            **({"chat_template_kwargs": variables} if (variables := self.config.template_variables()) else {}),
         }
 
     def samples(self, step: int, count: int | None = None) -> NDArray[np.int64]:

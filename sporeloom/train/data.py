@@ -83,11 +83,6 @@ def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, BlendEntry]:
 
         made_once(path, first, lambda path: write_atomically(path, train_tokenizer))
     tokenizer = load_tokenizer(run.family, path, run.model)
-    if tokenizer.eod_id != run.model.eod_id:
-        raise ConfigError(
-            f"{path}: this tokenizer ends documents with token {tokenizer.eod_id}, the model with eod_id "
-            f"{run.model.eod_id}; set eod_id and loss_ignore_id in --config"
-        )
     content.update(content_hash(path).encode())
     job = TokenizeJob(Source((config.data,)), run.family, path)
     tokens = folder / f"tokens-{content.hexdigest()[:16]}"

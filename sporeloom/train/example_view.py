@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples as a model will be given them, what is learned in colour."""
+"""Examples as a model will be given them: text, special tokens and ids, what is learned in colour."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from sporeloom.data.examples import Example, Fitted, Reading, fitted, fitted_pairs
-from sporeloom.data.tokenizer import Tokenizer
+from sporeloom.data.examples import Example, Fitted, fitted, fitted_pairs
+from sporeloom.data.tokenizer import Tokenizer, token_text
 from sporeloom.train.config import Run
-from sporeloom.train.tuning import PairConfig, PolicyConfig, open_tokenizer
+from sporeloom.train.tuning import PairConfig, PolicyConfig, open_reading, open_tokenizer
 
 COLOUR, PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
 """Before and behind what is learned: on a terminal, and elsewhere."""
@@ -24,13 +24,14 @@ def view(run: Run, count: int, in_colour: bool) -> Iterator[str]:
     """
     config: Any = run.config
     tokenizer = open_tokenizer(run)
-    reading = Reading(tokenizer, getattr(config, "train_on", "") == "everything")
+    reading = open_reading(run, tokenizer, getattr(config, "train_on", "") == "everything")
     marks = COLOUR if in_colour else PLAIN
     if isinstance(config, PolicyConfig):
         prompts = reading.prompts(run.data)
         yield f"{config.data}: {len(prompts):,} prompts"
         for number, prompt in enumerate(prompts[:count], 1):
-            yield f"\n{number}: {len(prompt.tokens)} tokens\n{prompt.text}"
+            shown = Example(prompt.tokens, (False,) * len(prompt.tokens))
+            yield f"\n{number}: {len(prompt.tokens)} tokens\n{marked(shown, tokenizer, marks)}\n{marked_ids(shown, marks)}"
         return
     if isinstance(config, PairConfig):
         found = fitted_pairs(reading.pairs(run.data), run.seq_len, config.trains_values)
@@ -45,17 +46,30 @@ def view(run: Run, count: int, in_colour: bool) -> Iterator[str]:
     for name, example in texts:
         learned = sum(example.learned[1:])
         yield f"\n{name}: {len(example.tokens)} tokens, {learned} learned\n{marked(example, tokenizer, marks)}"
+        yield marked_ids(example, marks)
 
 
 def marked(example: Example, tokenizer: Tokenizer, marks: tuple[str, str]) -> str:
-    """The text of an example, with marks around what is learned; the end of a document is shown as its token."""
+    """The text of an example, with marks around what is learned, and special tokens by their names, in marks of theirs."""
     text = ""
-    for is_learned, group in groupby(zip(example.tokens, example.learned, strict=True), key=lambda pair: pair[1]):
-        tokens = [token for token, _ in group]
-        ends = tokens[-1] == tokenizer.eod_id
-        piece = tokenizer.decode(tokens[:-1] if ends else tokens) + ("<end of document>" if ends else "")
+    for is_learned, tokens in _runs(example):
+        piece = "".join(
+            "".join(token_text(tokenizer, token) for token in group) if is_special else tokenizer.decode(list(group))
+            for is_special, group in groupby(tokens, key=tokenizer.token_names.__contains__)
+        )
         text += f"{marks[0]}{piece}{marks[1]}" if is_learned else piece
     return text
+
+
+def marked_ids(example: Example, marks: tuple[str, str]) -> str:
+    """The token ids of an example, likewise."""
+    runs = [(is_learned, " ".join(map(str, tokens))) for is_learned, tokens in _runs(example)]
+    return "ids: " + " ".join(f"{marks[0]}{ids}{marks[1]}" if is_learned else ids for is_learned, ids in runs)
+
+
+def _runs(example: Example) -> Iterator[tuple[bool, list[int]]]:
+    for is_learned, group in groupby(zip(example.tokens, example.learned, strict=True), key=lambda pair: pair[1]):
+        yield is_learned, [token for token, _ in group]
 
 
 def _numbered(found: Fitted, count: int) -> list[tuple[int, Any]]:

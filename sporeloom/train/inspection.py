@@ -11,7 +11,7 @@ import numpy as np
 
 from sporeloom.cli import option
 from sporeloom.data.loader import Loader
-from sporeloom.data.tokenizer import Tokenizer
+from sporeloom.data.tokenizer import Tokenizer, token_text
 from sporeloom.errors import ConfigError
 from sporeloom.log import counted
 from sporeloom.numbers import Bounds, Natural
@@ -82,7 +82,7 @@ def _row(loader: Loader, tokenizer: Tokenizer, step: int, row: int) -> dict[str,
         "labels": batch.labels[row].tolist(),
         "positions": positions.tolist(),
         "loss_weights": weights.tolist(),
-        "pieces": [tokenizer.decode([int(token)]) for token in tokens],
+        "pieces": [token_text(tokenizer, int(token)) for token in tokens],
     }
 
 

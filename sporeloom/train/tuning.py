@@ -14,8 +14,9 @@ from sporeloom.align.rewards import RESERVED, reserved_problem
 from sporeloom.certificate import about_task
 from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.cli import option
-from sporeloom.data.chat_template import ChatTemplate, TemplatedTokenizer
-from sporeloom.data.examples import Line, read_lines, shortened
+from sporeloom.data.chat_template import ChatTemplate, read_variables
+from sporeloom.data.documents import decode_text
+from sporeloom.data.examples import Line, Reading, read_lines, shortened
 from sporeloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, folder_tokenizer
 from sporeloom.errors import ConfigError
 from sporeloom.models.adapters import LoRAConfig
@@ -64,6 +65,9 @@ class TuningConfig(AdapterFlags, TrainingConfig):
     chat_template: Path | None = option(
         None, "Jinja file, as transformers has them, for messages; it is kept beside the tokenizer"
     )
+    chat_template_kwargs: str | None = option(
+        None, "a JSON object of variables for the chat template, as '{\"enable_thinking\": false}'"
+    )
     optimizer: Literal["adamw-original", "adamw", "sgd", "adafactor", "adafactor-factored"] = option(
         "adamw", "adamw-original has no bias correction"
     )
@@ -83,8 +87,13 @@ class TuningConfig(AdapterFlags, TrainingConfig):
 
     def read_data(self, model: ModelConfig | None, seq_len: int) -> list[Line]:
         if self.chat_template:
-            ChatTemplate(self.chat_template)
+            ChatTemplate(self.chat_template, decode_text(self.chat_template))
+        self.template_variables()
         return read_lines(self.data, self.wanted)
+
+    def template_variables(self) -> dict[str, Any]:
+        """Of the chat template, besides transformers' own."""
+        return read_variables("--chat-template-kwargs", self.chat_template_kwargs)
 
     def default_rates(self) -> tuple[float, float]:
         high = 10 * self.rate if self.lora_r else self.rate
@@ -109,8 +118,13 @@ def open_tokenizer(run: Run) -> Tokenizer:
         ConfigError: there is none, or it does not fit the model.
     """
     config: Any = run.config
-    tokenizer = folder_tokenizer(run.family, config.from_checkpoint, run.model, config.tokenizer)
-    return TemplatedTokenizer(tokenizer, ChatTemplate(config.chat_template)) if config.chat_template else tokenizer
+    return folder_tokenizer(run.family, config.from_checkpoint, run.model, config.tokenizer, config.chat_template)
+
+
+def open_reading(run: Run, tokenizer: Tokenizer, learn_all: bool = False) -> Reading:
+    """What makes tokens of the lines of a run."""
+    config: Any = run.config
+    return Reading(tokenizer, learn_all, run.model.stop_ids, config.template_variables())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers of openPangu, CodeGeeX2, CodeGeeX4 and PaLM, on vocabularies made here in the published formats."""
 
-import base64
-import io
+from unicodedata import normalize
 
 import pytest
-import sentencepiece
-import tokenizers
+from vocabularies import TEXTS, TURNS, glm4_files, sentencepiece_model, write_config
 
 from codegeex.glm_tokenizer import GLM2Tokenizer, GLM4Tokenizer
 from codegeex.tokenizer import open_tokenizer as code_tokenizer
@@ -16,41 +14,23 @@ from pangu.open_tokenizer import OpenPanguTokenizer
 from pangu.tokenizer import PanGuTokenizer
 from pangu.tokenizer import open_tokenizer as pangu_tokenizer
 from pangu.tokenizer import train_tokenizer as train_pangu
-from sporeloom.data.tokenizer import ChatMessage, chat_prompt, find_tokenizer, infill_prompt
+from sporeloom.data.tokenizer import ChatMessage, chat_prompt, find_tokenizer, infill_prompt, special_token
 from sporeloom.errors import ConfigError
 
-TEXTS = [
-    "小城在山脚下，一条河从城中穿过。",
-    "The quick brown fox jumps over the lazy dog.",
-    "def f(x):\n    return x + 1\n",
-] * 20
 TALK = [ChatMessage("user", "你好"), ChatMessage("assistant", "好"), ChatMessage("user", "fox")]
 
 
-def sentencepiece_model(**options):
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS), model_writer=model, model_type="bpe", vocab_size=700, byte_fallback=True,
-        hard_vocab_limit=False, minloglevel=2, **options,
-    )  # fmt: skip
-    return model.getvalue()
-
-
 def test_openpangu_begins_with_bos_and_knows_its_turns(write):
-    names = [f"[unused{i}]" for i in range(12)]
-    path = write("tokenizer.model", sentencepiece_model(user_defined_symbols=names))
+    path = write("tokenizer.model", sentencepiece_model(user_defined_symbols=TURNS))
     tokenizer = pangu_tokenizer(path)
     assert isinstance(tokenizer, OpenPanguTokenizer)
-    prompt = chat_prompt(tokenizer, TALK)
+    prompt, ids = chat_prompt(tokenizer, TALK)
     turns = ["系统：", "用户：你好", "助手：好", "用户：fox"]
     assert prompt == "".join(f"[unused9]{turn}[unused10]" for turn in turns) + "[unused9]助手："
     turn, end = (tokenizer.pieces.piece_to_id(name) for name in ("[unused9]", "[unused10]"))
-    ids = tokenizer.encode(prompt)
-    assert (
-        ids[:2] == [1, turn]
-        and ids.count(turn) == 5
-        and ids.count(end) == tokenizer.encode(prompt).count(tokenizer.eod_id) == 4
-    )
+    ids = list(ids)
+    assert ids == tokenizer.encode(prompt)
+    assert ids[:2] == [1, turn] and ids.count(turn) == 5 and ids.count(end) == ids.count(tokenizer.eod_id) == 4
     chunk = tokenizer.pieces.encode("用户：你好")
     assert any(ids[i : i + len(chunk)] == chunk for i in range(len(ids)))
     assert tokenizer.decode(tokenizer.encode("The lazy dog, 小城")) == "The lazy dog, 小城"
@@ -77,32 +57,7 @@ def test_codegeex2_begins_with_gmask_and_sop(write):
     assert tokenizer.encode("[MASK]")[2:] == [count]
     assert count not in tokenizer.encode_document("[MASK]")
     assert tokenizer.decode(tokenizer.encode("brown fox [MASK]")).strip() == "brown fox"
-    assert chat_prompt(tokenizer, TALK) == "[Round 1]\n\n问：你好\n\n答：好\n\n[Round 2]\n\n问：fox\n\n答："
-
-
-def glm4_files(folder):
-    """The same vocabulary as tiktoken's lines and as a tokenizer.json: all bytes, and a few merges."""
-    merges = [(b"t", b"h"), (b"th", b"e"), (b"r", b"e"), (b"re", b"t")]
-    tokens = [bytes([i]) for i in range(256)] + [a + b for a, b in merges]
-    lines = (base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
-    (folder / "tokenizer.model").write_bytes(b"".join(lines))
-    signs = _signs()
-    shown = ["".join(signs[byte] for byte in token) for token in tokens]
-    pairs = [("".join(signs[b] for b in a), "".join(signs[b] for b in c)) for a, c in merges]
-    model = tokenizers.models.BPE(vocab={sign: rank for rank, sign in enumerate(shown)}, merges=pairs)
-    whole = tokenizers.Tokenizer(model)
-    whole.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    whole.decoder = tokenizers.decoders.ByteLevel()
-    whole.add_special_tokens(["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"])
-    whole.add_special_tokens(["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"])
-    whole.save(str(folder / "tokenizer.json"))
-
-
-def _signs():
-    """GPT-2's visible sign for each byte."""
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {byte: chr(byte) for byte in own} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    assert chat_prompt(tokenizer, TALK).text == "[Round 1]\n\n问：你好\n\n答：好\n\n[Round 2]\n\n问：fox\n\n答："
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
@@ -118,10 +73,13 @@ def test_codegeex4_reads_both_forms_of_its_vocabulary(tmp_path, name):
     text = "return 小城\n\tthe <|user|>"
     assert tokenizer.decode(tokenizer.encode_document(text)) == text
     assert tokenizer.decode(tokenizer.encode(text)) == text.removesuffix("<|user|>")
-    assert chat_prompt(tokenizer, TALK[-1:]) == "<|user|>\nfox<|assistant|>\n"
-    assert infill_prompt(tokenizer, "a = ", "\nprint(a)").startswith(
+    assert chat_prompt(tokenizer, TALK[-1:]).text == "<|user|>\nfox<|assistant|>\n"
+    assert infill_prompt(tokenizer, "a = ", "\nprint(a)").text.startswith(
         "<|user|>\n###MODE:BLOCK\n<|code_suffix|>\nprint(a)<|code_prefix|>a = "
     )
+    assert special_token("codegeex", tmp_path / name, "<|user|>") == 267
+    with pytest.raises(ConfigError, match=r"user is not one special token of 27\d other than the end of documents"):
+        special_token("codegeex", tmp_path / name, "user")
     (tmp_path / "kept").mkdir()
     tokenizer.save(tmp_path / "kept")
     assert find_tokenizer("codegeex", tmp_path / "kept") == tmp_path / "kept" / name
@@ -162,3 +120,67 @@ def test_palm_splits_digits(write):
         train_palm(TEXTS, 100)
     with pytest.raises(ConfigError, match="--chat: PaLMTokenizer"):
         chat_prompt(tokenizer, TALK)
+
+
+LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+T5 = {
+    "model_type": "unigram",
+    "vocab_size": 150,
+    "pad_id": 0,
+    "eos_id": 1,
+    "unk_id": 2,
+    "bos_id": -1,
+    "byte_fallback": False,
+}
+WITHOUT_BEGINNING = {"bos_id": -1, "eos_id": 1, "user_defined_symbols": TURNS}
+
+
+@pytest.mark.parametrize(
+    ("opened", "options", "beside", "message"),
+    [
+        (pangu_tokenizer, LLAMA, {}, "neither PanGu-alpha's, which begins with '<unk>', '<s>', '</s>', '▃'"),
+        (pangu_tokenizer, {}, {}, "pieces that begin with '<unk>', '<s>', '</s>', '<0x00>', '<0x01>': neither"),
+        (pangu_tokenizer, T5, {}, "that begin with '<pad>', '</s>', '<unk>'"),
+        (pangu_tokenizer, WITHOUT_BEGINNING, {}, "nor openPangu's, which has [unused9] and [unused10] and a token that"),
+        (PanGuTokenizer, LLAMA, {}, "not PanGu-alpha's tokenizer but a SentencePiece model of "),
+        (OpenPanguTokenizer, LLAMA, {}, "not openPangu's tokenizer, which has [unused9] and [unused10], but"),
+        (PaLMTokenizer, LLAMA, {}, "'<0x01>', which puts a space in front of every text"),
+        (PaLMTokenizer, T5, {}, "which does not spell what it lacks in bytes, changes text by the rule nmt_nfkc"),
+        (code_tokenizer, T5, {}, "not ChatGLM2's tokenizer, which has <s>, </s> and a piece for each byte, but"),
+        (code_tokenizer, LLAMA, {"tokenizer_class": "LlamaTokenizer"}, "says that it is a LlamaTokenizer"),
+    ],
+)  # fmt: skip
+def test_another_models_vocabulary_is_refused_by_what_it_holds(write, tmp_path, opened, options, beside, message):
+    path = write("tokenizer.model", sentencepiece_model(**options))
+    if beside:
+        write_config(tmp_path, **beside)
+    with pytest.raises(ConfigError) as error:
+        opened(path)
+    assert message in error.value.problems[0] and str(path) in error.value.problems[0]
+
+
+def test_another_models_list_of_tokens_is_refused_by_the_configuration_beside(tmp_path):
+    glm4_files(tmp_path)
+    write_config(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
+    with pytest.raises(ConfigError, match="says that it is a PreTrainedTokenizerFast"):
+        code_tokenizer(tmp_path / "tokenizer.model")
+    write_config(tmp_path, tokenizer_class="ChatGLM4Tokenizer")
+    assert isinstance(code_tokenizer(tmp_path / "tokenizer.model"), GLM4Tokenizer)
+
+
+def test_a_tokenizer_json_without_what_every_text_begins_with_is_refused(tmp_path):
+    glm4_files(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace("[gMASK]", "[hMASK]"))
+    with pytest.raises(ConfigError, match=r"not GLM-4's tokenizer: it has no special token \[gMASK\]"):
+        code_tokenizer(path)
+
+
+def test_names_of_special_tokens_are_text_to_sentencepiece_where_they_are_not_meant(write):
+    path = write("tokenizer.model", sentencepiece_model(user_defined_symbols=[*TURNS, "qqq"]))
+    tokenizer = OpenPanguTokenizer(path)
+    for text in ("a[unused9]b", "［unused9］", "[unused10]"):
+        ids = tokenizer.encode_document(text)[1:]
+        assert not set(ids) & set(tokenizer.special.values())
+        assert tokenizer.decode([1, *ids]).strip() == normalize("NFKC", text)
+    assert tokenizer.pieces.piece_to_id("qqq") in tokenizer.encode_document("x qqq")  # text as well

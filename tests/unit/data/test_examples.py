@@ -3,7 +3,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +19,8 @@ from sporeloom.data.examples import (
     packed,
     read_lines,
 )
+from sporeloom.data.special_tokens import SpecialTokens, joined
+from sporeloom.data.tokenizer import ChatMessage
 from sporeloom.errors import ConfigError
 
 EOD = 3
@@ -28,15 +29,18 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture
-def reading(write):
+class Letters(SpecialTokens):
     """A character a token, by its code point."""
-    plain = SimpleNamespace(
-        eod_id=EOD,
-        encode=lambda text: [ord(letter) for letter in text],
-        encode_document=lambda text: [ord(letter) for letter in text],
-    )
-    return Reading(TemplatedTokenizer(plain, ChatTemplate(write("chat.jinja", TEMPLATE))))
+
+    eod_id = EOD
+
+    def encode_text(self, text):
+        return [ord(letter) for letter in text]
+
+
+@pytest.fixture
+def reading():
+    return Reading(TemplatedTokenizer(Letters(), ChatTemplate(Path("chat.jinja"), TEMPLATE)), stop_ids=[ord("|")])
 
 
 def lines(write, *values):
@@ -63,16 +67,41 @@ def test_a_completion_is_learned_and_its_end(reading, write):
 def test_of_a_conversation_what_the_assistant_says_and_where_it_stops(reading, write):
     talk = [say("user", "x"), say("assistant", "yes"), say("user", "z"), say("assistant", "no")]
     (example,) = reading.examples(lines(write, {"messages": talk}))
-    assert shown(example) == "u:x|a:YES|u:z|a:NO$"
+    assert shown(example) == "u:x|a:YES|u:z|a:NO|"
     stop = example.tokens.index(ord("s")) + 1
     assert example.learned[stop] and not example.learned[stop + 1]  # the template's own end of an answer
+
+
+def test_what_generation_does_not_stop_at_is_learned_as_no_stop(reading, write):
+    reading.stop_ids = {EOD}
+    talk = [say("user", "x"), say("assistant", "yes"), say("user", "z"), say("assistant", "no")]
+    (example,) = reading.examples(lines(write, {"messages": talk}))
+    assert shown(example) == "u:x|a:YES|u:z|a:NO$"
+    assert not example.learned[example.tokens.index(ord("s")) + 1]
+
+
+def test_answers_that_the_template_writes_anew_are_examples_of_their_own(write):
+    text = "{% for m in messages %}{{ m.role[0] }}:{{ m.content.split('/')[-1] }}|{% endfor %}a:"
+    reading = Reading(TemplatedTokenizer(Letters(), ChatTemplate(Path("chat.jinja"), text)))
+    talk = [say("user", "x"), say("assistant", "think/yes"), say("user", "z"), say("assistant", "hm/no")]
+    found = reading.examples(lines(write, {"messages": talk}))
+    assert [shown(each) for each in found] == ["u:x|a:THINK/YES$", "u:x|a:yes|u:z|a:HM/NO$"]
+
+
+def test_of_a_completion_in_messages_what_the_prompt_holds_is_not_learned(reading, write):
+    line = {
+        "prompt": [say("user", "x"), say("assistant", "yes"), say("user", "z")],
+        "completion": [say("assistant", "no"), say("user", "w"), say("assistant", "ok")],
+    }
+    (example,) = reading.examples(lines(write, line))
+    assert shown(example) == "u:x|a:yes|u:z|a:NO|u:w|a:OK|"
 
 
 def test_of_pairs_only_the_last_answer_is_learned(reading, write):
     talk = [say("user", "x"), say("assistant", "yes"), say("user", "z")]
     line = {"prompt": talk, "chosen": [say("assistant", "good")], "rejected": [say("assistant", "bad")], "margin": 2}
     (pair,) = reading.pairs(lines(write, line))
-    assert shown(pair.chosen) == "u:x|a:yes|u:z|a:GOOD$" and shown(pair.rejected) == "u:x|a:yes|u:z|a:BAD$"
+    assert shown(pair.chosen) == "u:x|a:yes|u:z|a:GOOD|" and shown(pair.rejected) == "u:x|a:yes|u:z|a:BAD|"
     assert pair.margin == 2.0
 
 
@@ -109,11 +138,6 @@ def test_lines_without_the_keys_are_named(write):
     first, second, third = error.value.problems
     assert first.endswith(":2: has text; wanted: messages or prompt, completion")
     assert second.endswith(":3: is no object; wanted: messages or prompt, completion") and ":4" in third
-
-
-def test_a_template_that_is_none_is_refused(write):
-    with pytest.raises(ConfigError, match=r"chat\.jinja: no chat template: .*endfor"):
-        ChatTemplate(write("chat.jinja", "{% for m in messages %}"))
 
 
 def example(length, learned_from=1):
@@ -190,9 +214,6 @@ def test_what_is_longer_than_a_row_is_not_scored_somewhere_else():
 
 
 def test_files_of_the_example_can_be_read():
-    assert (
-        ChatTemplate(Path("examples/assistant/chat_template.jinja")).prompt(
-            [SimpleNamespace(role="user", content="Hi")]
-        )
-        == "user: Hi\nassistant:"
-    )
+    path = Path("examples/assistant/chat_template.jinja")
+    spans = ChatTemplate(path, path.read_text()).spans([ChatMessage("user", "Hi")])
+    assert joined(spans) == "user: Hi\nassistant:"

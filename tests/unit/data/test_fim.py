@@ -4,16 +4,29 @@ from random import Random
 import pytest
 
 from sporeloom.data.fim import FillInTheMiddle
+from sporeloom.data.special_tokens import SpecialTokens
 
 PREFIX, SUFFIX, MIDDLE = 1, 2, 3
+
+
+BEGIN = 4
 
 
 def encode(text):
     return [ord(c) + 10 for c in text]
 
 
+class Begins(SpecialTokens):
+    """A tokenizer whose texts all begin with a token."""
+
+    prefix = (BEGIN,)
+
+    def encode_text(self, text):
+        return encode(text)
+
+
 def decode(ids):
-    return "".join(chr(i - 10) for i in ids)
+    return "".join(chr(i - 10) for i in ids if i != BEGIN)
 
 
 @pytest.mark.parametrize("spm_rate", [0.0, 0.5, 1.0])
@@ -27,9 +40,11 @@ def test_every_document_can_be_put_together_again(spm_rate):
     ]
     rearranged, spm = 0, 0
     for number, text in enumerate(texts):
-        ids = fim.encode(text, number, encode)
+        ids = fim.encode(text, number, Begins())
         assert fim.decode(ids, decode) == text
-        assert ids == fim.encode(text, number, encode)  # a function of the document's number
+        assert ids == fim.encode(text, number, Begins())  # a function of the document's number
+        assert ids[0] == BEGIN and ids.count(BEGIN) == 1
+        ids = ids[1:]
         special = [i for i in ids if i < 10]
         rearranged += bool(special)
         spm += ids[:2] == [PREFIX, SUFFIX] and len(text) > 20
@@ -43,13 +58,14 @@ def test_every_document_can_be_put_together_again(spm_rate):
 def test_the_orders_are_the_published_ones():
     psm, spm = (FillInTheMiddle(PREFIX, SUFFIX, MIDDLE, 1.0, rate) for rate in (0.0, 1.0))
     text = "the quick brown fox jumps"
-    ids = psm.encode(text, 4, encode)
+    _, *ids = psm.encode(text, 4, Begins())
     suffix, middle = ids.index(SUFFIX), ids.index(MIDDLE)
     before, after, between = decode(ids[1:suffix]), decode(ids[suffix + 1 : middle]), decode(ids[middle + 1 :])
     assert before + between + after == text
-    assert spm.encode(text, 4, encode) == [PREFIX, SUFFIX, *encode(after), MIDDLE, *encode(before + between)]
+    rearranged = [PREFIX, SUFFIX, *encode(after), MIDDLE, *encode(before + between)]
+    assert spm.encode(text, 4, Begins()) == [BEGIN, *rearranged]
 
 
 def test_a_rate_of_zero_leaves_everything():
     fim = FillInTheMiddle(PREFIX, SUFFIX, MIDDLE, 0.0)
-    assert all(fim.encode("text", number, encode) == encode("text") for number in range(100))
+    assert all(fim.encode("text", number, Begins()) == [BEGIN, *encode("text")] for number in range(100))

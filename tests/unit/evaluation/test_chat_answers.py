@@ -7,6 +7,7 @@ import pytest
 from conftest import SHARED
 
 from codegeex.tokenizer import CodeGeeXTokenizer
+from sporeloom.data.special_tokens import SpecialTokens, content, template
 from sporeloom.errors import ConfigError
 from sporeloom.evaluation.asking import Asking, asking_of
 from sporeloom.evaluation.chat import answer_program, defined, question, translation_question
@@ -101,11 +102,16 @@ def test_questions_have_the_problem_and_ask_for_a_block():
     assert "to C++." in asked and "return half(half(x))" in asked and asked.endswith("```cpp\nint quarter(int x){\n```")
 
 
-class Talks:
+class Plain(SpecialTokens):
+    def encode_text(self, text):
+        return [ord(letter) for letter in text]
+
+
+class Talks(Plain):
     benchmark_form = "chat"
 
-    def chat(self, messages):
-        return "|".join(f"{m.role}: {m.content}" for m in messages)
+    def chat(self, messages, add_generation_prompt):
+        return [span for m in messages for span in (template(f"{m.role}: "), content(m.content), template("|"))]
 
 
 def job(family, tokenizer):
@@ -113,16 +119,17 @@ def job(family, tokenizer):
 
 
 def test_a_model_is_asked_as_it_was_taught():
-    plain = object()
+    plain = Plain()
     assert asking_of(job("codegeex", plain), None, None).form == "tagged"
     assert asking_of(job("palm", plain), None, None).form == "plain"
     asking = asking_of(job("codegeex", Talks()), None, "Be brief.")
     assert asking.form == "chat" and asking.ending("python") is None
-    assert asking.prompt(HELPED, "python") == f"system: Be brief.|user: {question(HELPED, 'python')}"
-    assert (
-        asking_of(job("codegeex", Talks()), "tagged", None).prompt(HELPED, "python").startswith("# language: Python\n")
-    )
-    assert Asking("plain", "palm", plain).prompt(HELPED, "python") == HELPED["prompt"].strip()
+    prompt = asking.prompt(HELPED, "python")
+    assert prompt.text == f"system: Be brief.|user: {question(HELPED, 'python')}|"
+    assert prompt.tokens == tuple(map(ord, prompt.text))
+    tagged = asking_of(job("codegeex", Talks()), "tagged", None).prompt(HELPED, "python")
+    assert tagged.text.startswith("# language: Python\n")
+    assert Asking("plain", "palm", plain).prompt(HELPED, "python").text == HELPED["prompt"].strip()
 
 
 @pytest.mark.parametrize(

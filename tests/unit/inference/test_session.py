@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from sporeloom.data.tokenizer import text_prompt
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import Request, generate
 from sporeloom.inference.session import Session, StopConditions
@@ -24,6 +25,9 @@ class Letters:
 
     def decode(self, ids):
         return "".join(chr(ord("a") + i - 1) if i else "" for i in ids)
+
+
+X = text_prompt(Letters(), "x")
 
 
 class Script:
@@ -78,7 +82,8 @@ def session(script, prompts, **arguments):
 
 
 def complete(script, prompts, max_new_tokens=20, **arguments):
-    return session(script, prompts, **arguments).complete(prompts, SamplingConfig(), max_new_tokens)
+    given = [text_prompt(Letters(), prompt) for prompt in prompts]
+    return session(script, prompts, **arguments).complete(given, SamplingConfig(), max_new_tokens)
 
 
 def test_rows_are_given_to_waiting_prompts_as_they_become_free():
@@ -111,7 +116,7 @@ def test_stop_texts_end_it_and_are_not_part_of_it():
 
 
 def test_a_stop_texts_beginning_is_held_back_until_it_is_none():
-    pieces = list(session(Script(1, {"x": "abcab"}), ["x"], stop_texts=["abd"]).stream(["x"], SamplingConfig(), 9))
+    pieces = list(session(Script(1, {"x": "abcab"}), ["x"], stop_texts=["abd"]).stream([X], SamplingConfig(), 9))
     assert [piece.text for piece in pieces] == ["", "", "abc", "", "", "ab"]
     assert pieces[-1].completion.text == "abcab"
 
@@ -135,7 +140,7 @@ def test_a_caller_who_leaves_early_leaves_empty_rows():
 def test_min_new_tokens_keeps_the_end_away(minimum):
     script = Script(1, {"x": "a"})
     script.texts["x"] = [1, EOD, EOD, EOD, EOD, EOD, EOD]
-    (done,) = session(script, ["x"]).complete(["x"], SamplingConfig(min_new_tokens=minimum), 20)
+    (done,) = session(script, ["x"]).complete([X], SamplingConfig(min_new_tokens=minimum), 20)
     assert len(done.tokens) == max(minimum, 1) + 1
     assert done.tokens[-1] == EOD
     assert EOD not in done.tokens[:-1]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Special tokens in a text: where their names mean them, and where they are text like any other.
+
+A prompt is a sequence of spans. In a template's own text the name of a special token is that token; in what somebody said it
+is text, so that nobody can open a turn by writing its token. Between two special tokens the text is tokenized as a whole,
+wherever its spans end: as the text of a rendered template is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """A piece of a prompt."""
+
+    text: str
+    is_template: bool
+    """Whether names of special tokens in it are these tokens."""
+
+
+def template(text: str) -> Span:
+    """What a form or template itself writes."""
+    return Span(text, True)
+
+
+def content(text: str) -> Span:
+    """What a message, file or tool says."""
+    return Span(text, False)
+
+
+def joined(spans: Sequence[Span]) -> str:
+    """The text of spans."""
+    return "".join(span.text for span in spans)
+
+
+class SpecialTokens:
+    """What tokenizers share that have special tokens. Subclasses encode plain text."""
+
+    prefix: Sequence[int] = ()
+    """Tokens that every text begins with."""
+    special: Mapping[str, int] = {}
+    """Name of a special token -> its id, where a prompt may name it."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of plain text at the start of a text or behind a special token, without the prefix."""
+        raise NotImplementedError
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Ids of plain text that goes on where other text ends: what a model has to generate to say it."""
+        return self.encode_text(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids; names of special tokens in the text are these tokens."""
+        return [*self.prefix, *self.encode_spans([template(text)])]
+
+    def encode_document(self, text: str) -> list[int]:
+        """Token ids of a text of a corpus, in which the name of a special token is text."""
+        return [*self.prefix, *self.encode_text(text)]
+
+    def encode_prompt(self, spans: Sequence[Span]) -> list[int]:
+        """Token ids of a conversation, or of another form of prompt."""
+        return [*self.prefix, *self.encode_spans(spans)]
+
+    def encode_spans(self, spans: Sequence[Span]) -> list[int]:
+        """Token ids of spans, without the prefix."""
+        ids: list[int] = []
+        waiting = ""  # plain text since the last special token
+        # A name counts that lies in template text alone, which may be written by several spans.
+        for text, is_template in _merged(spans):
+            parts = self._names.split(text) if is_template and self._names else [text]
+            for place, part in enumerate(parts):  # texts and names by turns
+                if place % 2 == 0:
+                    waiting += part
+                    continue
+                ids += [*(self.encode_text(waiting) if waiting else ()), self.special[part]]
+                waiting = ""
+        return ids + self.encode_text(waiting) if waiting else ids
+
+    @property
+    def token_names(self) -> dict[int, str]:
+        """Names of the special tokens, for people."""
+        return {i: name for name, i in self.special.items()}
+
+    @cached_property
+    def _names(self) -> re.Pattern[str] | None:
+        names = sorted(self.special, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].is_template == span.is_template:
+            merged[-1] = Span(merged[-1].text + span.text, span.is_template)
+        elif span.text:
+            merged.append(span)
+    return merged

@@ -31,17 +31,25 @@ class ChatTemplate:
     """A template that was read and found right.
 
     Args:
-        path: where it stands, for messages.
-        text: of the template.
+        path: where it stands.
+        text: of the template, where the file holds more; without it, the file is the template.
         special: special tokens it may write, by the names templates call them; a list of them is `additional_special_tokens`.
 
     Raises:
-        ConfigError: no template.
+        ConfigError: the file is missing or no template.
     """
 
-    def __init__(self, path: Path, text: str, special: Mapping[str, Any] | None = None):
-        self.path, self.text, self.special = path, text, dict(special or {})
+    def __init__(self, path: Path, text: str | None = None, special: Mapping[str, Any] | None = None):
+        self.path, self.text, self.special = path, decode_text(path) if text is None else text, dict(special or {})
         self._ask()
+
+    def prompt(self, messages: Sequence[Any], variables: Mapping[str, Any] | None = None) -> str:
+        """The text that an assistant's answer to a conversation (of a role and a content each) continues.
+
+        Raises:
+            ConfigError: as `spans`.
+        """
+        return joined(self.spans(messages, True, variables))
 
     def spans(
         self,
@@ -49,7 +57,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> list[Span]:
-        """A conversation (of a role and a content each), and what an assistant's answer to it continues.
+        """A conversation, up to where an assistant answers it, by who wrote what.
 
         Raises:
             ConfigError: the template does not take these messages, or takes too long.

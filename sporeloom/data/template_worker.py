@@ -164,6 +164,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; this process ends with its input
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whatever the one that started this does with it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     environment = TemplateEnvironment()
     for line in sys.stdin.buffer:
         # Ends the process, whatever it is doing: an expression may be one long call.

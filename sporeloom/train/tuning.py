@@ -15,7 +15,6 @@ from sporeloom.certificate import about_task
 from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.cli import option
 from sporeloom.data.chat_template import ChatTemplate, read_variables
-from sporeloom.data.documents import decode_text
 from sporeloom.data.examples import Line, Reading, read_lines, shortened
 from sporeloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, folder_tokenizer
 from sporeloom.errors import ConfigError
@@ -87,7 +86,7 @@ class TuningConfig(AdapterFlags, TrainingConfig):
 
     def read_data(self, model: ModelConfig | None, seq_len: int) -> list[Line]:
         if self.chat_template:
-            ChatTemplate(self.chat_template, decode_text(self.chat_template))
+            ChatTemplate(self.chat_template)
         self.template_variables()
         return read_lines(self.data, self.wanted)
 

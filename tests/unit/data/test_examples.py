@@ -19,7 +19,7 @@ from sporeloom.data.examples import (
     packed,
     read_lines,
 )
-from sporeloom.data.special_tokens import SpecialTokens, joined
+from sporeloom.data.special_tokens import SpecialTokens
 from sporeloom.data.tokenizer import ChatMessage
 from sporeloom.errors import ConfigError
 
@@ -214,6 +214,5 @@ def test_what_is_longer_than_a_row_is_not_scored_somewhere_else():
 
 
 def test_files_of_the_example_can_be_read():
-    path = Path("examples/assistant/chat_template.jinja")
-    spans = ChatTemplate(path, path.read_text()).spans([ChatMessage("user", "Hi")])
-    assert joined(spans) == "user: Hi\nassistant:"
+    template = ChatTemplate(Path("examples/assistant/chat_template.jinja"))
+    assert template.prompt([ChatMessage("user", "Hi")]) == "user: Hi\nassistant:"

@@ -154,6 +154,10 @@ class MarkedText(str):
         return found
 
 
+# What an error says that an expression of a template raises: to its author these are strings.
+MarkedText.__module__, MarkedText.__name__ = "builtins", "str"
+
+
 def marks_of(text: str) -> bytes:
     """Marks of any string."""
     return text._marks if isinstance(text, MarkedText) else bytes(len(text))

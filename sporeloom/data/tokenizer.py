@@ -163,9 +163,8 @@ def chat_prompt(
     if not variables:
         return _prompt(tokenizer, form(messages, add_generation_prompt))
     if not isinstance(tokenizer, TemplatedTokenizer):
-        raise ConfigError(
-            f"{', '.join(variables)}: {type(tokenizer).__name__} has no chat template, and so no variables"
-        )
+        names = ", ".join(variables)
+        raise ConfigError(f"{type(tokenizer).__name__} has no chat template, so no variables for one: {names}")
     return _prompt(tokenizer, form(messages, add_generation_prompt, variables))
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates render as transformers renders them, within bounds, and remember what of the text is theirs."""
 
+import ast
 import itertools
 import json
 import os
@@ -89,13 +90,27 @@ def as_transformers(text, messages, add_generation_prompt):
 OTHERS = [as_documented, *([as_transformers] if find_spec("transformers") else [])]
 
 
+PACKAGED = {f"transformers/models/{model}/processing_{model}.py": {} for model in ("llama4", "qwen2_audio", "smolvlm")}
+"""Files of the package that hold the template of a model as it was published, for models that read text as well."""
+PLACE = Path(find_spec("transformers").origin).parents[1] if find_spec("transformers") else Path()
+for file, found in PACKAGED.items():
+    for node in ast.walk(ast.parse((PLACE / file).read_text())) if (PLACE / file).is_file() else ():
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and "{% for message in messages" in node.value
+        ):
+            found[f"{file}:{node.lineno}"] = node.value
+ALL = {**TEMPLATES, **{name: text for found in PACKAGED.values() for name, text in found.items()}}
+
+
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", ALL)
 def test_published_templates_render_as_in_transformers(name, other):
-    template = ChatTemplate(Path(name), TEMPLATES[name], SPECIAL)
+    template = ChatTemplate(Path(name), ALL[name], SPECIAL)
     for messages, is_open in itertools.product(TALKS.values(), (True, False)):
         try:
-            expected = other(TEMPLATES[name], [message._asdict() for message in messages], is_open)
+            expected = other(ALL[name], [message._asdict() for message in messages], is_open)
         except jinja2.TemplateError as error:
             expected = [f"{name}: chat template: {error}"]
         try:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import ParameterTuple, Tensor, nn, ops
 
 from sporeloom.errors import ConfigError
 from sporeloom.parallel.sharding import shard
@@ -75,6 +75,19 @@ class FunctionCell(nn.Cell):
 
     def construct(self, *inputs):
         return self.function(*inputs)
+
+
+class Gradients(nn.Cell):
+    """Loss and gradients of a network."""
+
+    def __init__(self, network, weights):
+        super().__init__(auto_prefix=False)
+        self.network, self.weights = network.set_grad(), ParameterTuple(weights)
+        self.trained = {weight.name for weight in weights}
+        self.grad = ops.GradOperation(get_by_list=True)
+
+    def construct(self, *inputs):
+        return self.network(*inputs), self.grad(self.network, self.weights)(*inputs)
 
 
 class SparseCrossEntropy(nn.Cell):

@@ -19,16 +19,19 @@ from mindspore.ops.composite.base import GradOperation_
 
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
-from sporeloom.parallel.cells import FunctionCell, ShardBatch, average_over_all_rows, prepare_to_shard
+from sporeloom.parallel.cells import FunctionCell, Gradients, ShardBatch, average_over_all_rows, prepare_to_shard
 from sporeloom.parallel.choose import choose
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
+from sporeloom.parallel.sums import add_by_pairs_in
 from sporeloom.private_names import ClipByGlobalNorm
 from sporeloom.runtime.compiler import set_auto_parallel_context
 from sporeloom.runtime.cpu.kept_graphs import strategy_key
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import is_first_process, launched_processes
+from sporeloom.runtime.inputs import inputs_of, is_first
+from sporeloom.runtime.one_device import Comparison
 from sporeloom.strategy.checks import check_own_network
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.loader import load_strategy, strategy_of
@@ -46,6 +49,8 @@ class _Parallel:
     """The same without microbatches, which evaluate and predict."""
     report: Report
     engine: Engine
+    check: bool
+    """Whether the first call of each kind is compared with one device's."""
 
 
 _engines: dict[str, Engine] = {}
@@ -53,6 +58,10 @@ _engines: dict[str, Engine] = {}
 _networks: dict[int, _Parallel] = {}  # by id; what is kept here keeps its id
 _contents: dict[int, tuple[Any, _Parallel | None]] = {}
 _steps: dict[Any, tuple[Any, nn.Cell]] = {}
+_looked_at: dict[Any, Any] = {}
+"""Calls on devices whose graphs were held against one device's, and"""
+_compared: dict[Any, Any] = {}
+"""calls whose results were."""
 _context_of: list[Engine] = []
 """The engine whose settings MindSpore has, on a device."""
 
@@ -64,7 +73,12 @@ DEVICE_GB = 16.0
 
 
 def auto_parallel(
-    net: nn.Cell, strategy: str | Path | None = None, *, mesh: Mapping[str, int] | None = None, **settings: Any
+    net: nn.Cell,
+    strategy: str | Path | None = None,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    check: bool = False,
+    **settings: Any,
 ) -> nn.Cell:
     """Make a network, written for one device, run as a strategy says; use what is returned in its place.
 
@@ -73,6 +87,8 @@ def auto_parallel(
             or `out`, to read, change and load by its name. `devices`: how many, those launched without it; `memory_gb`: what
             a device has for parameters and their training state. Or instead
         mesh: degrees of the mesh axes, as `{"dp": 2, "tp": 2}`. Alone it is data parallelism.
+        check: also make the first call of everything that uses the network on one device, on every rank, and stop where
+            loss, gradients or what it leaves in the parameters differ. On CPU processes, without dropout and bfloat16.
         settings: what else a strategy file may say: `rules`, `pipeline`, `recompute`, `optimizer_parallel`, ...
             `rules` may be just the operators: `{"up.matmul": [["dp", None], ["tp", None]]}`.
 
@@ -83,7 +99,8 @@ def auto_parallel(
     `nn.TrainOneStepCell`, the loss is the mean over the microbatches.
 
     Raises:
-        ConfigError: the strategy, the launched processes or the network do not fit each other.
+        ConfigError: the strategy, the launched processes or the network do not fit each other, here or at the first call.
+            All ranks say so.
     """
     if (strategy is None) == (mesh is None):
         raise ConfigError("auto_parallel takes a strategy file or mesh=..., one of them")
@@ -103,12 +120,16 @@ def auto_parallel(
     key = strategy_key(loaded)
     engine = _engines.pop(key) if key in _engines else Engine.start(loaded)
     _engines[key] = engine
+    if check and loaded.mesh.size > 1 and not engine.partitions_itself:
+        raise ConfigError(
+            "auto_parallel(..., check=True): CPU processes can, where one device's graph runs beside; try there"
+        )
     if loaded.mesh.size > 1:
         prepare_to_shard(net)
     report = parallelize(net, loaded)
     whole = ShardBatch(net, loaded.mesh) if loaded.mesh.size > 1 else net
     network = wrap(whole, loaded)
-    _networks[id(network)] = _Parallel(network, whole, report, engine)
+    _networks[id(network)] = _Parallel(network, whole, report, engine, check)
     _contents.clear()
     # An outer Cell or a compiled function that calls the network does not tell it so: calls of both are looked at, and
     # those that hold no parallel network go on as before.
@@ -179,9 +200,49 @@ def _run_cell(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
     parallel = _parallel_in(cell, cell.cells_and_names)
     if parallel is None or parallel.engine.strategy.mesh.size == 1:
         return _compile_and_run(cell, *args, **kwargs)
-    if parallel.engine.strategy.mesh.pp > 1:
-        return _run_in_pipeline(cell, _inputs(cell.construct, args, kwargs, parallel.engine), parallel)
-    return _run(cell, _inputs(cell.construct, args, kwargs, parallel.engine), parallel.engine)
+    inputs = inputs_of(cell, cell.construct, args, kwargs, parallel.engine)
+    run = _run_in_pipeline if parallel.engine.strategy.mesh.pp > 1 else _run_whole
+    if not parallel.check or not is_first(cell, inputs, _compared):
+        return run(cell, inputs, parallel)
+    return _compared_with_one_device(cell, inputs, parallel, run)
+
+
+def _compared_with_one_device(cell: nn.Cell, inputs: tuple[Tensor, ...], parallel: _Parallel, run: Any) -> Any:
+    """What `run` gives, if one device gives the same."""
+    comparison = Comparison(cell, _without_microbatches(cell, parallel), parallel.engine, parallel.report)
+    alone, weights = comparison.alone, [parallel.network.trainable_params(), list(getattr(cell, "weights", ()))]
+    if run is _run_whole and isinstance(cell, nn.TrainOneStepCell) and _takes(cell.network, inputs):
+        probes = [Gradients(each.network, each.weights).set_train(cell.training) for each in (alone, cell)]
+        comparison.of(
+            lambda: _compile_and_run(probes[0], *inputs), lambda: run(probes[1], inputs, parallel), weights, keeps=False
+        )
+    given = comparison.of(
+        lambda: _compile_and_run(alone, *inputs), lambda: run(cell, inputs, parallel), weights, keeps=True
+    )
+    comparison.tell()
+    return given
+
+
+def _run_whole(cell: nn.Cell, inputs: tuple[Tensor, ...], parallel: _Parallel) -> Any:
+    return _run(cell, inputs, parallel.engine)
+
+
+def _without_microbatches(cell: nn.Cell, parallel: _Parallel) -> nn.Cell:
+    """What one device computes in place of `cell`."""
+    if parallel.engine.strategy.mesh.pp == 1:
+        return cell
+    if cell is parallel.network:
+        return parallel.whole
+    return nn.TrainOneStepCell(parallel.whole, cell.optimizer).set_train(cell.training)
+
+
+def _takes(cell: nn.Cell, inputs: tuple[Tensor, ...]) -> bool:
+    """Whether `cell` can be called with these."""
+    try:
+        inspect.signature((cell.network if isinstance(cell, ShardBatch) else cell).construct).bind(*inputs)
+    except TypeError:
+        return False
+    return True
 
 
 def _clipped(gradients: Sequence[Tensor], clip_norm: float, sharded: Sequence[_Parallel]) -> tuple[Tensor, ...]:
@@ -261,7 +322,16 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
             p.name for _, v in _reached_from(function) if isinstance(v, (list, tuple)) for p in v if _trains(p)
         }
         _steps[key] = (function, cell)
-    return _run(_steps[key][1], _inputs(function, args, kwargs, parallel.engine), parallel.engine)
+    cell, inputs = _steps[key][1], inputs_of(function, function, args, kwargs, parallel.engine)
+    if not parallel.check or not is_first(cell, inputs, _compared):
+        return _run(cell, inputs, parallel.engine)
+    comparison = Comparison(cell, None, parallel.engine, parallel.report)
+    lists = [v for _, v in _reached_from(function) if isinstance(v, (list, tuple)) and v and all(map(_trains, v))]
+    given = comparison.of(
+        lambda: _call_jit(executor, *args, **kwargs), lambda: _run(cell, inputs, parallel.engine), lists, keeps=True
+    )
+    comparison.tell()
+    return given
 
 
 def _check_gradient(value: Any, strategy: Strategy) -> None:
@@ -292,6 +362,8 @@ def _run(cell: nn.Cell, inputs: tuple[Tensor, ...], engine: Engine) -> Any:
     if _context_of != [engine]:  # MindSpore has one for the process, read when it compiles
         set_auto_parallel_context(engine.strategy, engine.rank)
         _context_of[:] = [engine]
+    if is_first(cell, inputs, _looked_at):
+        engine.backend.look_at(cell, inputs)
     return _compile_and_run(cell, *inputs)
 
 
@@ -301,31 +373,6 @@ def _known_to_all(output: Tensor, engine: Engine) -> Tensor:
     shape, dtype = engine.share([array.shape, array.dtype.name], source)
     mine = array if engine.rank == source else np.zeros(shape, dtype)
     return Tensor(engine.broadcast(mine, source))
-
-
-def _inputs(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], engine: Engine) -> tuple[Tensor, ...]:
-    """The arguments in the order of the parameters of `function`.
-
-    Raises:
-        ConfigError: one is no Tensor, or the batch cannot be sharded.
-    """
-    if kwargs:
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        args = bound.args
-    for place, value in enumerate(args):
-        if not isinstance(value, Tensor):
-            raise ConfigError(
-                f"{function.__qualname__}: argument {place + 1} is {value!r:.40}; a parallel network takes Tensors: give "
-                "numbers and options to its __init__"
-            )
-    strategy = engine.strategy
-    parts = strategy.mesh.dp * strategy.num_microbatches()
-    if args and args[0].ndim and args[0].shape[0] % parts:
-        raise ConfigError(
-            f"{strategy.at('mesh.dp')}: a batch of {args[0].shape[0]} rows is not divisible by dp {strategy.mesh.dp}"
-            + (f" x {parts // strategy.mesh.dp} microbatches = {parts}" if parts > strategy.mesh.dp else "")
-        )
-    return args
 
 
 def _parallel_in(owner: Any, cells: Any) -> _Parallel | None:
@@ -342,6 +389,7 @@ def _parallel_in(owner: Any, cells: Any) -> _Parallel | None:
         if found and found[0].engine.strategy.mesh.size > 1:
             for cell in inside.values():
                 average_over_all_rows(cell)
+                add_by_pairs_in(cell)
         _contents[id(owner)] = (owner, found[0] if found else None)
     return _contents[id(owner)][1]
 

@@ -48,6 +48,13 @@ class Backend:
         with _fast_on_cpu():
             cell.compile(*inputs)
 
+    def look_at(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> None:
+        """Hold the graph of `cell` against what one device computes, where it is not partitioned here, which does so.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+
     def run(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Any:
         """Call `cell` with the whole batch."""
         key = (id(cell), cell.training, *((each.shape, each.dtype) for each in inputs))
@@ -76,6 +83,16 @@ class Backend:
     def total(self, value: float) -> float:
         """The sum of what the ranks gave, on every rank."""
         return value
+
+    def agree(self, problems: Sequence[str]) -> None:
+        """Wait for all ranks, which all call it with what is wrong on each.
+
+        Raises:
+            ConfigError: something is on one of them: the first that has any tells all, so that none waits for another.
+        """
+        size = self.strategy.mesh.size
+        if found := self.largest(size - self.rank if problems else 0):
+            raise ConfigError(self.share(list(problems), size - found))
 
     def look_for_nan(self) -> None:
         """Look at every node of the graphs compiled from now on.

@@ -12,6 +12,7 @@ from typing import Any
 
 import mindspore as ms
 
+from sporeloom.parallel.sums import add_by_pairs
 from sporeloom.private_names import RELEASE_OWNER, SEARCH_COSTS, compile_config
 from sporeloom.private_names import auto_parallel_context as mindspores_context
 from sporeloom.runtime.gradients import decided_branches
@@ -51,6 +52,7 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
     if layouts_file:
         settings["strategy_ckpt_config"] = {"save_file": str(layouts_file)}
     forget_search()
+    add_by_pairs(mesh.pp > 1)
     ms.set_auto_parallel_context(
         # By propagation an operator without a rule takes its layout from those that have one.
         parallel_mode="auto_parallel" if mesh.derives_layouts else "semi_auto_parallel",

@@ -15,10 +15,12 @@ from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_process_group_ranks, get_rank, init
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError
+from sporeloom.errors import ConfigError, Problems
 from sporeloom.parallel.step import TrainStep
+from sporeloom.private_names import cell_graph_executor, mind_ir
 from sporeloom.runtime.backend import Backend
 from sporeloom.runtime.compiler import set_auto_parallel_context
+from sporeloom.runtime.graph_checks import check_graph, groups_in
 from sporeloom.runtime.layouts import derived_in, learn_from, read_layouts
 from sporeloom.strategy.checks import launch_problems
 from sporeloom.strategy.config import Strategy
@@ -45,7 +47,7 @@ class Devices(Backend):
         return cls(strategy, get_rank())
 
     def prepare(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> None:
-        cell.compile(*inputs)
+        self.look_at(cell, inputs)
         self.layouts |= read_layouts(cell.parameter_layout_dict)
         for layout in self.layouts.values():
             if layout.optimizer_group and layout.optimizer_group not in self.groups:
@@ -56,6 +58,20 @@ class Devices(Backend):
                 f"{source}: MindSpore sharded parameters that no rule is for, so the norm of the gradients would be wrong; "
                 f"write rules for {', '.join(derived_in(cell))}"
             )
+
+    def look_at(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> None:
+        """Compile `cell`, and hold the graph against what one device computes.
+
+        Raises:
+            ConfigError: it is something else, on this rank or another.
+        """
+        cell.compile(*inputs)
+        executor, phase = cell_graph_executor._graph_executor, cell.current_phase
+        model = mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
+        groups = {name: get_process_group_ranks(name) for name in groups_in(model)}
+        problems = Problems()
+        problems.of(check_graph, model, executor.get_strategy(phase), groups, cell, self.strategy.source)
+        self.agree(problems)
 
     def all_reduce(self) -> ops.AllReduce | None:
         return ops.AllReduce()

@@ -68,7 +68,7 @@ def test_a_mesh_trains_as_one_device(name, way, mesh, settings, tmp_path):
         ("has_aux", "has_aux"),
         ("gradients of inputs", "a rank would get those of its own rows alone"),
         ("norm of something else", "these 1 Tensors are not the gradients of all trainable parameters"),
-        ("mean of own rows", "averages the rows of each rank alone; use ops.cross_entropy"),
+        ("mean of own rows", "averages the rows of each rank alone"),
         ("evaluated in a pipeline", "is evaluated by calling net; not inside WithEvalCell"),
         ("tied outside", "a stage uses first.weight, which another one trains"),
         ("if", "the network has an `if` or `while` on a Tensor, which MindSpore does not partition"),

@@ -24,6 +24,7 @@ from sporeloom.lines import first_line
 from sporeloom.private_names import cell_graph_executor, mind_ir
 from sporeloom.runtime.compiler import auto_parallel_context, faster_compilation
 from sporeloom.runtime.cpu.target import virtual_ascend
+from sporeloom.runtime.graph_checks import check_graph, groups_in
 from sporeloom.runtime.layouts import ParameterLayout, read_layouts
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.layout import Shape
@@ -81,7 +82,7 @@ def partition(
     parallel, recompute); kernel selection does not.
 
     Raises:
-        ConfigError: MindSpore cannot partition it.
+        ConfigError: MindSpore cannot partition it, or the part would not compute what one device does.
     """
     start = time.perf_counter()
     executor = cell_graph_executor._graph_executor
@@ -95,14 +96,16 @@ def partition(
         name = f"export.mindir.{rank}.{next(_phases)}"
         try:
             phase, _ = cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             _remove_dump(rank)
             raise ConfigError(_cannot_partition(error, strategy)) from None  # MindSpore's traceback is one of C++
         raw_layouts = executor.get_parameter_layout(phase)
         model = mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
         layouts = read_layouts(raw_layouts)
-        used = _groups_in(model) | {layout.optimizer_group for layout in layouts.values()}
+        used = groups_in(model) | {layout.optimizer_group for layout in layouts.values()}
         held = {name: ranks for name, ranks in groups.items() if name in used}
+        if strategy.mesh.size > 1:
+            check_graph(model, executor.get_strategy(phase), held, cell, strategy.source)
     return PartitionedGraph(model, layouts, held, rank, time.perf_counter() - start)
 
 
@@ -127,11 +130,6 @@ def _remove_dump(rank: int) -> None:
     (folder / "analyze_fail.ir").unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # there is none, or it holds something else
         os.removedirs(folder)
-
-
-def _groups_in(model: mind_ir.ModelProto) -> set[str]:
-    """Names of the groups that a graph communicates over; a process that compiled other graphs knows theirs, too."""
-    return {a.s.decode() for p in model.primitives for a in p.attribute if a.name.startswith("group") and a.s}
 
 
 def describe_inputs(arrays: Sequence[NDArray[Any] | Tensor]) -> list[tuple[Shape, Any]]:

@@ -8,14 +8,14 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError
+from sporeloom.errors import ConfigError, Problems
 from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.backend import Backend
 from sporeloom.runtime.compiler import without_collection
@@ -23,7 +23,7 @@ from sporeloom.runtime.cpu.executor import Program
 from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.kept_graphs import kept_graph, strategy_key
 from sporeloom.runtime.cpu.partition import PartitionedGraph, describe_inputs, partition
-from sporeloom.runtime.cpu.reduced import check_lost, check_means, check_reduced, lost_gradients
+from sporeloom.runtime.cpu.reduced import check_lost, check_reduced, lost_gradients
 from sporeloom.runtime.cpu.target import WORLD, compiled_size, pin_cpu, virtual_ascend
 from sporeloom.runtime.cpu.transport import Collectives, Transport
 from sporeloom.runtime.environment import end_with_msrun, job_name, launched_rank
@@ -87,14 +87,11 @@ class CpuProcesses(Backend):
         return self.programs[key]
 
     def _compiled(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> Program:
-        graph = self._graph(cell, described)
-        source = self.strategy.source
-        if learn_from(cell, graph.held_layouts, graph.groups, self.rank, source) and isinstance(cell, TrainStep):
-            cell.update_shares(self.rank)  # what was learned decides how much of each gradient this rank adds
-            graph = self._graph(cell, described)
         trainable = {parameter.name for parameter in cell.trainable_params()} & parallelized(cell)
-        check_reduced(graph, self.strategy, trainable, getattr(cell, "trained", ()))
-        check_means(graph, self.strategy)
+        problems = Problems()
+        graph = problems.of(self._checked, cell, described, trainable)
+        self.agree(problems)
+        assert graph is not None  # or it had problems
         if self.strategy.mesh.pp > 1:  # all ranks say so, not the one alone whose graph shows it
             found = self.transport.gather_values(lost_gradients(graph, trainable), "lost gradients")
             check_lost(set().union(*found), self.strategy)
@@ -103,6 +100,22 @@ class CpuProcesses(Backend):
         program = Program(graph, cell, self.transport, f"program {len(self.programs)}", self._nan_finder)
         self.rounded = max(self.rounded, program.widened.rounded, key=Counter.total)
         return program
+
+    def _checked(
+        self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], trainable: Collection[str]
+    ) -> PartitionedGraph:
+        """This rank's part of a Cell, which computes what one device does.
+
+        Raises:
+            ConfigError: it would not.
+        """
+        graph = self._graph(cell, described)
+        source = self.strategy.source
+        if learn_from(cell, graph.held_layouts, graph.groups, self.rank, source) and isinstance(cell, TrainStep):
+            cell.update_shares(self.rank)  # what was learned decides how much of each gradient this rank adds
+            graph = self._graph(cell, described)
+        check_reduced(graph, self.strategy, trainable, getattr(cell, "trained", ()))
+        return graph
 
     def _graph(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> PartitionedGraph:
         """This rank's part of a Cell. Where `cell.graph_key` says what its graph depends on, an earlier run's is taken."""

@@ -7,7 +7,6 @@ import math
 from collections.abc import Collection
 
 from sporeloom.errors import ConfigError
-from sporeloom.parallel.cells import MEAN_OF_OWN_ROWS
 from sporeloom.runtime.cpu.lowering import attributes
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.layouts import ParameterLayout
@@ -70,19 +69,6 @@ def check_lost(lost: Collection[str], strategy: Strategy) -> None:
             f"{strategy.source}: a stage uses {', '.join(sorted(lost)[:8])}, which another one trains, outside the Cells "
             "that the rules name as layers, first_stage and last_stage, and MindSpore loses that gradient: use it in one, as "
             "self.head(x, self.table.embedding_table) with head in last_stage"
-        )
-
-
-def check_means(graph: PartitionedGraph, strategy: Strategy) -> None:
-    """Refuse a loss that would be the mean of each rank's own rows.
-
-    Raises:
-        ConfigError: an operator of the graph takes such a mean.
-    """
-    if strategy.mesh.dp > 1 and any(p.op_type == MEAN_OF_OWN_ROWS for p in graph.model.primitives):
-        raise ConfigError(
-            f"{strategy.source}: ops.{MEAN_OF_OWN_ROWS} averages the rows of each rank alone; use ops.cross_entropy or "
-            "nn.CrossEntropyLoss, or make the operator in the __init__ of a Cell that holds it"
         )
 
 

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums that MindSpore's compiler leaves alone.
+
+Its pass `adjust_all_reduce_mul_add` takes `AddN(Mul(AllReduce(x), y), z)` for a gradient with weight decay and makes
+`Mul(AllReduce(AddN(x, z)), y)` of it, which is the same for y = 1 / ranks only: with any other factor z is multiplied, and
+added up over the ranks. MindSpore adds up gradients, and decays weights, by AddN. The pass looks for no other operator, so
+here they are added by Add. What is still added by AddN is looked at in the graph (`reduced.check_sums`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from sporeloom.private_names import own_primitives
+
+_places: list[tuple[Any, str]] = []
+"""Modules of MindSpore and their names for an AddN."""
+_looked_at: set[str] = set()
+_add, _add_n = ops.Add(), ops.AddN()
+
+
+def add_up(values):
+    """What `ops.AddN()(values)` gives. Truth values, whose gradients are zeros, have no Add and no AllReduce."""
+    if values[0].dtype == ms.bool_:
+        return _add_n(values)
+    total = values[0]
+    for each in values[1:]:
+        total = _add(total, each)
+    return total
+
+
+def add_up_tensors(values):
+    """`add_up`, numbers aside: in a pipeline a number stands for the gradient of each microbatch, and MindSpore finds them
+    by their AddN."""
+    if values[0].ndim == 0:
+        return _add_n(values)
+    return add_up(values)
+
+
+class Sum(nn.Cell):
+    """`ops.AddN()` of a user's network."""
+
+    def construct(self, values):
+        return add_up(values)
+
+
+def add_by_pairs(pipeline: bool) -> None:
+    """Let MindSpore's own functions and optimizers add up without AddN in what this process compiles from now on."""
+    for name in sys.modules.keys() - _looked_at:
+        _looked_at.add(name)
+        module = sys.modules[name]
+        if name.startswith("mindspore."):
+            _places.extend((module, held) for held, value in vars(module).items() if isinstance(value, ops.AddN))
+    for module, held in _places:
+        setattr(module, held, add_up_tensors if pipeline else add_up)
+
+
+def add_by_pairs_in(cell: nn.Cell) -> None:
+    """The same for what `cell` holds itself, unless a rule is for it."""
+    for name, primitive in list(own_primitives(cell).items()):
+        if isinstance(primitive, ops.AddN) and "in_strategy" not in primitive.attrs:
+            delattr(cell, name)
+            setattr(cell, name, Sum())

@@ -30,6 +30,7 @@ import numpy as np
 import yaml
 from report import write_report
 
+from sporeloom.lines import first_line, split_lines
 from sporeloom.planner.cluster import Efficiency, ExpertEfficiency, Overlap
 from sporeloom.planner.errors import ERRORS
 from sporeloom.planner.published import read_rows
@@ -237,7 +238,7 @@ def write_reports(recorded, runs, expert_runs):
         ("dense", runs, "planner.md", "The planner against published runs"),
         ("experts", expert_runs, "planner_experts.md", "The planner against published runs with experts"),
     ):
-        shown = validation_report(validate(path)).splitlines()
+        shown = split_lines(validation_report(validate(path)))
         lines = [
             *about,
             *error_table(recorded, kind),
@@ -249,7 +250,7 @@ def write_reports(recorded, runs, expert_runs):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=first_line(__doc__))
     parser.add_argument("runs", type=Path)
     parser.add_argument("expert_runs", type=Path)
     parser.add_argument("--summarize", action="store_true", help="take the fits that are recorded")

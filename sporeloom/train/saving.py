@@ -32,6 +32,7 @@ from sporeloom.checkpoint.sharded import (
 )
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
+from sporeloom.lines import split_lines
 from sporeloom.log import milestone
 from sporeloom.models.adapters import is_adapter
 from sporeloom.parallel.report import Report
@@ -354,7 +355,7 @@ def _hold_all(parts: Iterable[Part], engine: Engine) -> None:
         problems = error.problems
     if finder := engine.largest(engine.rank + 1 if problems else 0):
         told = _told_by(finder - 1, "\n".join(problems), engine)
-        raise ConfigError(problems or told.splitlines())
+        raise ConfigError(problems or split_lines(told))
 
 
 def _hold(parameter: Parameter, slices: tuple[slice, ...] | None, read: Callable[[tuple[slice, ...]], Any]) -> None:

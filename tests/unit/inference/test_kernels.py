@@ -3,6 +3,8 @@
 
 import ctypes
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -17,7 +19,11 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C com
 def call():
     path = kernel_library()
     assert path is not None
-    library = ctypes.CDLL(str(path))
+    return calling(ctypes.CDLL(str(path)))
+
+
+def calling(library):
+    """Calls a kernel with arrays, the last of them its output."""
 
     def run(name, *arrays):
         count = len(arrays)
@@ -54,6 +60,28 @@ def test_products(call, rows, columns):
     for row in range(rows):
         call("linear", x[row : row + 1].copy(), w, alone[row : row + 1])
     np.testing.assert_array_equal(y, alone)  # to the bit, whatever the other rows are
+
+
+@needs_compiler
+def test_threads_that_lose_their_core_change_no_bit(tmp_path):
+    """More threads than cores, beside a program that computes all the time: pieces are taken late, by whoever is there."""
+    one, many = (ctypes.CDLL(shutil.copy(kernel_library(), tmp_path / f"{count}.so")) for count in (1, 7))
+    one.use_threads(1)
+    many.use_threads(7)
+    random = np.random.default_rng(0)
+    busy = subprocess.Popen(
+        [sys.executable, "-c", "import time\nend = time.time() + 60\nwhile time.time() < end: pass"]
+    )
+    try:
+        for turn in range(400):
+            x, w = (random.standard_normal((n, 512), np.float32) for n in (1 + turn % 5, 16 * (17 + turn % 11)))
+            expected, found = (np.full((len(x), len(w)), np.nan, np.float32) for _ in range(2))
+            calling(one)("linear", x, w, expected)
+            calling(many)("linear", x, w, found)
+            np.testing.assert_array_equal(found, expected)
+    finally:
+        busy.kill()
+        busy.wait()
 
 
 @needs_compiler

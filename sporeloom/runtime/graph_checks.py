@@ -27,7 +27,7 @@ from sporeloom.parallel.operators import (
     VALUE_IS_SAME,
     WAYS_OUT,
 )
-from sporeloom.private_names import mind_ir
+from sporeloom.private_names import mind_ir, own_primitives
 from sporeloom.runtime.places import place_of
 
 Strategies = Mapping[str, Sequence[Any]]
@@ -134,7 +134,7 @@ def _problems(
                 yield from _sharded_wrong(domain, layouts, graph, node)
     own = [kind for kind in {type(part) for _, part in cell.cells_and_names()} if _has_own_bprop(kind)]
     for graph in graphs:
-        yield from _sums(graph, model, groups)
+        yield from _sums(graph, model, groups, cell)
         yield from _unknown_shapes(graph)
         yield from _own_bprops(graph, own)
     yield from (_wrong_bprop(kind) for kind in own if _READS_SHAPES.search(inspect.getsource(kind.bprop)))
@@ -182,14 +182,20 @@ def _is_same(kind: str, parts: list[list[int]], graph: _Graph, node: mind_ir.Nod
     return False
 
 
-def _sums(graph: _Graph, model: mind_ir.ModelProto, groups: Mapping[str, Sequence[int]]) -> Iterator[str]:
+def _sums(
+    graph: _Graph, model: mind_ir.ModelProto, groups: Mapping[str, Sequence[int]], cell: nn.Cell
+) -> Iterator[str]:
     """`Mul(AllReduce(AddN(..)), y)`: what MindSpore makes of a sum of a product with what was added up over ranks. It is the
-    same where y is 1 / ranks. (MindSpore's own AddNs are avoided: `parallel/sums.py`.)"""
+    same where y is 1 / ranks. (MindSpore's own AddNs are avoided: `parallel/sums.py`.) A Cell with an AllReduce of its own,
+    as an optimizer has, means what it says."""
+    speaking = {type(part).__name__ for _, part in cell.cells_and_names() if _communicates(part)}
     sizes = {p.name: len(groups.get(_text(p, "group"), ())) for p in model.primitives if p.op_type == "AllReduce"}
     for node in graph.nodes:
         for place in (0, 1) if graph.kind(node) == "Mul" else ():
             reduced = graph.source(node, place)
             if reduced is None or graph.kind(reduced) != "AllReduce" or graph.kind(graph.source(reduced, 0)) != "AddN":
+                continue
+            if any(f"-{name}/" in reduced.domain for name in speaking):
                 continue
             factor, ranks = graph.constant(node, 1 - place), sizes.get(reduced.op_type.removeprefix("REF::"))
             if not ranks or not factor or any(abs(number * ranks - 1) > 1e-6 for number in factor):
@@ -197,6 +203,10 @@ def _sums(graph: _Graph, model: mind_ir.ModelProto, groups: Mapping[str, Sequenc
                     f"an ops.AddN() of {place_of(node.domain)} adds a product with what ranks add up, and MindSpore "
                     "multiplies and adds up the other terms, too: write a + b, or call ops.addn"
                 )
+
+
+def _communicates(part: nn.Cell) -> bool:
+    return any(getattr(primitive, "name", "") == "AllReduce" for primitive in own_primitives(part).values())
 
 
 def _unknown_shapes(graph: _Graph) -> Iterator[str]:

@@ -67,6 +67,8 @@ class ChatTemplate:
         plain = [{"role": message.role, "content": message.content} for message in messages]
         found = self._ask(plain, add_generation_prompt, variables)
         text, at, spans = found["text"], 0, list[Span]()
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"{self.path}: the text holds half a character (a lone surrogate)")
         for place, length in enumerate(found["runs"]):
             spans += [Span(text[at : at + length], bool(place % 2))] if length else []
             at += length

@@ -119,6 +119,10 @@ class MarkedText(str):
         text = super().rjust(width, fill)
         return MarkedText(text, self._marks.rjust(len(text), b"\0"))
 
+    def center(self, width: SupportsIndex, fill: str = " ") -> str:
+        text = super().center(width, fill)
+        return MarkedText(text, bytes(text.find(self)) + self._marks + bytes(len(text) - text.find(self) - len(self)))
+
     def upper(self) -> str:
         return self._cased(super().upper())
 

@@ -32,6 +32,8 @@ MAX_TEXT = 4 << 20
 """Characters of a rendered conversation beyond four times what it was given."""
 RUNS = re.compile(b"\0+|\1+")
 LITERAL, JOINED = "sporeloom_literal", "sporeloom_joined"
+FORGETFUL = ("safe", "e", "escape", "forceescape", "wordwrap", "striptags", "urlize")
+"""Filters whose result does not say which of its characters are the template's."""
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -42,6 +44,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
         self.filters |= {"tojson": _tojson, "join": _join, LITERAL: _literal, JOINED: _joined}
+        self.filters |= {name: _of_content(name, self.filters[name]) for name in FORGETFUL}
         self.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -57,6 +60,21 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         tree = LiteralMarker().visit(self.parse(source))
         tree.set_environment(self)
         return self.template_class.from_code(self, self.compile(tree, "template", "template"), self.make_globals(None))
+
+
+def _of_content(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of text that no template wrote; else names of special tokens would silently become text."""
+
+    @functools.wraps(apply)
+    def filtered(*given: Any, **more: Any) -> Any:
+        if any(isinstance(value, str) and any(marks_of(value)) for value in given[:2]):
+            raise TemplateError(
+                f"the filter {name} is applied to the template's own text, whose special tokens would be lost: leave it out, "
+                "or apply it to what a message says alone"
+            )
+        return apply(*given, **more)
+
+    return filtered
 
 
 class Generation(Extension):

@@ -149,6 +149,11 @@ def test_variables_cannot_take_the_place_of_messages():
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% include '/etc/passwd' %}", "no loader"),
+        *(
+            (f"{{{{ ('<s>' + messages[0].content) | {name} }}}}", f"the filter {name[:4]}")
+            for name in ("safe", "e", "wordwrap(9)")
+        ),
+        ("{{ '\\ud800' }}", "half a character"),
         # What costs too much
         ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s to render"),
@@ -249,7 +254,10 @@ def test_what_a_template_writes_is_known_to_be_its_own(name):
         ("{{ messages[0].content | replace('a', '<s>') }}", [(" ", False), ("<s>", True), ("<|user|>b ", False)]),
         ("{% set x = '<s>' ~ messages[0].content %}{{ x[:3] }}{{ x[-2:] }}", [("<s>", True), ("b ", False)]),
         ("{{ messages[0].content | list | join }}", [(" a<|user|>b ", False)]),
-        ("{{ '<s>x' | list | join }}{{ 'x' | center(3) | trim }}", [("<s>x", True), ("x", False)]),
+        ("{{ '<s>x' | list | join }}{{ 'x' | center(3) | trim }}", [("<s>xx", True)]),
+        ("{{ ('<s>' + messages[0].content).center(16) | trim }}", [("<s>", True), (" a<|user|>b", False)]),
+        ("{{ messages[0].content | safe }}", [(" a<|user|>b ", False)]),
+        ("{{ messages[0].content | e }}", [(" a&lt;|user|&gt;b ", False)]),
         ("{{ name }}{{ '<s>' if name == '<s>' }}", [("<s>", False), ("<s>", True)]),
         ("{% for m in messages %}{{ m['content'] if m['role'] == 'user' }}{% endfor %}", [(" a<|user|>b ", False)]),
     ],

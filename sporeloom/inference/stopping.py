@@ -49,5 +49,13 @@ def first_of(*endings: StopCondition) -> StopCondition:
 def held_back(text: str, wanted: Sequence[str]) -> int:
     """How many characters at the end may be the beginning of a wanted text, or are an unfinished character's."""
     unfinished = len(text) - len(text.rstrip("\ufffd"))
-    begun = [n for w in wanted for n in range(1, len(w)) if text.endswith(w[:n])]
-    return max([unfinished, *begun])
+    return max([unfinished, *(_begun(text, each) for each in wanted)])
+
+
+def _begun(text: str, wanted: str) -> int:
+    """How many characters at the end of a text are the beginning of a longer one, at most."""
+    tail = text[max(0, len(text) - len(wanted) + 1) :]
+    place = tail.find(wanted[:1])
+    while place >= 0 and not wanted.startswith(tail[place:]):
+        place = tail.find(wanted[:1], place + 1)
+    return len(tail) - place if place >= 0 and tail else 0

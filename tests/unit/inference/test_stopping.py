@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import time
+
 import pytest
 
 from sporeloom.inference.stopping import at_closed_brace, at_dedent, at_text, first_of, held_back
@@ -41,3 +43,26 @@ def test_what_may_become_a_stop_text_or_a_character_is_held_back():
     assert held_back("abc", ["bcd", "cx"]) == 2
     assert held_back("ab\ufffd\ufffd", []) == 2
     assert held_back("abc", ["xyz"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "held"),
+    [
+        ("", ["abc"], 0),
+        ("xa", ["abc"], 1),
+        ("xab", ["abc"], 2),
+        ("xabc", ["abc"], 0),  # it is whole, and found before
+        ("aab", ["aabx"], 3),
+        ("aaab", ["aabx"], 3),
+        ("ab", ["abab", "bcd"], 2),
+        ("xyz", ["x"], 0),
+        ("ab\ufffd\ufffd", ["b"], 2),
+        ("x" * 50_000, ["x" * 1_000_000], 50_000),  # in a moment
+        ("y" * 50_000, ["x" * 1_000_000] * 16, 0),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_as_much_is_held_back_as_may_be_the_beginning_of_a_stop_text(text, wanted, held):
+    begin = time.process_time()
+    assert held_back(text, wanted) == held
+    assert time.process_time() - begin < 0.5

@@ -40,7 +40,9 @@ class Bounds:
             left, right = "(" if self.without_low else "[", ")" if self.without_high else "]"
             return f"must be in {left}{self.low:g}, {self.high:g}{right}"
         if value >= self.high:
-            return f"must be at most {self.high:,.0f}"
+            return (
+                f"must be at most {self.high:,}" if isinstance(self.high, int) else f"must be at most {self.high:,.0f}"
+            )
         return f"must be {'above' if self.without_low else 'at least'} {self.low:g}"
 
 

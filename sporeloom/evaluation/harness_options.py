@@ -14,7 +14,7 @@ from sporeloom.numbers import number_problems
 from sporeloom.reader import is_a
 
 MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of one option; the first that is given counts, as in the harness."""
+"""Names of one option."""
 SAMPLING = {
     "temperature": float,
     "top_p": float,
@@ -87,7 +87,10 @@ def _until(value: Any) -> tuple[str, ...]:
 
 
 def _max_new_tokens(options: Mapping[str, Any], job: GenerateJob) -> int:
-    name = next((name for name in MAX_TOKENS if name in options), "--max-new-tokens")
+    given = [name for name in MAX_TOKENS if name in options]
+    if len({repr(options[name]) for name in given}) > 1:
+        raise ConfigError(f"generation_kwargs: {' and '.join(given)} are one option, and differ; keep one of them")
+    name = given[0] if given else "--max-new-tokens"
     most, longest = options.get(name, job.config.max_new_tokens), job.model.seq_len
     if not is_a(most, int) or most < 1:
         raise ConfigError(f"generation_kwargs: {name} must be a whole number of at least 1, got {most!r}")

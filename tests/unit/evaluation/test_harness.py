@@ -21,6 +21,7 @@ from sporeloom.errors import ConfigError
 from sporeloom.evaluation.harness import HarnessModel, rolling_windows
 from sporeloom.evaluation.harness_config import as_json
 from sporeloom.evaluation.harness_options import read_options
+from sporeloom.evaluation.written_chats import WrittenChats
 from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.inference.session import Session, StopConditions
 from sporeloom.strategy.config import SINGLE_DEVICE
@@ -110,7 +111,7 @@ def model(request, tmp_path_factory):
 
 def model_with(tokenizer, **config):
     model = HarnessModel.__new__(HarnessModel)
-    model.engine = ENGINE
+    model.engine, model.chats = ENGINE, WrittenChats(tokenizer)
     settings = SimpleNamespace(checkpoint="out/checkpoint", max_new_tokens=4, **config)
     model.job = SimpleNamespace(
         tokenizer=tokenizer, stop_ids=[tokenizer.eod_id], config=settings, model=SimpleNamespace(seq_len=CONTEXT)
@@ -259,7 +260,7 @@ OPTIONS = [
     ({"until": ["\n\n", "", "Q:"]}, SamplingConfig(), 4, ("\n\n", "Q:")),
     ({"max_gen_toks": 6}, SamplingConfig(), 6, ()),
     ({"max_new_tokens": 5}, SamplingConfig(), 5, ()),
-    ({"max_tokens": 7, "max_completion_tokens": 3}, SamplingConfig(), 7, ()),
+    ({"max_tokens": 7, "max_completion_tokens": 7}, SamplingConfig(), 7, ()),
     ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, SamplingConfig(top_p=0.9), 4, ()),
     ({"do_sample": False, "temperature": 0.0}, SamplingConfig(), 4, ()),
     ({"temperature": 0}, SamplingConfig(), 4, ()),
@@ -308,6 +309,10 @@ def test_every_option_of_a_task_is_done(given, sampling, most, until):
         ({"temperature": math.nan}, ["temperature must be a finite number"]),
         ({"until": [1]}, ["until must be a text or a list of texts"]),
         ({"max_gen_toks": 0}, ["max_gen_toks must be a whole number of at least 1, got 0"]),
+        (
+            {"max_new_tokens": 2, "max_gen_toks": 3},
+            ["max_gen_toks and max_new_tokens are one option, and differ; keep one"],
+        ),
         ({"max_gen_toks": 12}, ["max_gen_toks: a task wants answers of 12 tokens; the model's context is 12"]),
     ],
 )
@@ -349,7 +354,7 @@ def test_answers_are_what_the_options_say(model):
 
 
 def test_a_long_question_keeps_its_end_and_the_tokenizers_prefix(model):
-    ids = model._fitting("the fox jumps over the dog" * 3, 4)
+    ids = list(model._fitting("the fox jumps over the dog" * 3, 4).tokens)
     count = len(model.own_prefix)
     assert ids[:count] == model.own_prefix and len(ids) == CONTEXT - 4
     assert ids[count:] == model.tok_encode("the fox jumps over the dog" * 3)[-(CONTEXT - 4 - count) :]
@@ -364,4 +369,4 @@ def test_results_are_json_whatever_they_are():
         raise ValueError(constant)
 
     found = json.loads(text, parse_constant=refuse)
-    assert found["results"]["town"] == {"ppl,none": "inf", "acc,none": "nan", "n": 1.5}
+    assert found["results"]["town"] == {"ppl,none": None, "acc,none": None, "n": 1.5}

@@ -145,6 +145,7 @@ def test_problems_of_humaneval_may_hold_any_character(tmp_path, text):
 
 READERS = {"splitlines", "readlines", "iter_lines", "aiter_lines"}
 """Methods that end lines elsewhere, or read text files, which do."""
+ALLOWED = {"sporeloom/data/marked_text.py": "strings of chat templates, which do what `str` does"}
 
 
 def test_nobody_reads_lines_in_another_way():
@@ -153,6 +154,6 @@ def test_nobody_reads_lines_in_another_way():
         for folder in ("sporeloom", "pangu", "codegeex", "palm", "tools", "benchmarks", "examples")
         for path in sorted(Path(ROOT / folder).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr in READERS
+        if isinstance(node, ast.Attribute) and node.attr in READERS and str(path.relative_to(ROOT)) not in ALLOWED
     ]
     assert not found, "use sporeloom.lines"

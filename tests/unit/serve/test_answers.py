@@ -31,7 +31,7 @@ def asked(kind, num_top=5, **more):
     common = {"sampling": SamplingConfig(), "seed": 3, "max_tokens": 9, "num_choices": 1, "stop": (), "stop_ids": ()}
     common |= {"ignore_eos": True, "num_top": num_top, "logit_bias": {}, "stream": False, "with_usage": False}
     if kind is ChatAsked:
-        return ChatAsked(**common, messages=(), **more)
+        return ChatAsked(**common, messages=(), variables={}, **more)
     return CompletionAsked(**common, prompts=("a",), suffix=None, echo=True, **more)
 
 

@@ -35,7 +35,7 @@ def asked(monkeypatch):
 
 def client(tokenizer):
     config = SimpleNamespace(api_key=None, max_body_kb=100)
-    models = (ServedModel("m", tokenizer),)
+    models = (ServedModel("m", tokenizer, (tokenizer.eod_id,)),)
     job = SimpleNamespace(
         config=config, models=models, name="m", family="codegeex", max_model_len=99, stop_ids=(0,), num_rows=1
     )

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sporeloom.data.examples import Prompt, ended_batch, example_batch
+from sporeloom.data.examples import PromptLine, ended_batch, example_batch
+from sporeloom.data.tokenizer import Prompt
 from sporeloom.errors import ConfigError
 from sporeloom.inference.config import prompt_problems
 from sporeloom.tasks.grpo import GRPO
@@ -17,7 +18,7 @@ CONTEXT, NEW, END = 16, 6, 3
 @pytest.mark.parametrize("over", [-1, 0, 1, 2])
 def test_a_prompt_fits_with_the_longest_text_behind_it_or_is_dropped_and_counted(over):
     length = CONTEXT - NEW + over
-    prompts = [Prompt(tuple(range(10, 10 + n)), "", {}) for n in (3, length)]
+    prompts = [PromptLine(tuple(range(10, 10 + n)), "", {}) for n in (3, length)]
     task = SimpleNamespace(
         config=SimpleNamespace(reward=(), max_completion_length=NEW, data="prompts.jsonl"),
         run=SimpleNamespace(seq_len=CONTEXT, data=None),
@@ -46,13 +47,12 @@ def test_a_prompt_fits_with_the_longest_text_behind_it_or_is_dropped_and_counted
     ],
 )
 def test_a_prompt_and_what_is_written_fill_the_context_to_the_last_token(length, new, told):
-    tokenizer, model = SimpleNamespace(encode=lambda text: list(text)), SimpleNamespace(seq_len=CONTEXT)
-    found = prompt_problems("--prompt", "x" * length, tokenizer, model, new)
+    found = prompt_problems("--prompt", Prompt("", tuple(range(length))), SimpleNamespace(seq_len=CONTEXT), new)
     assert (not found) if told is None else (len(found) == 1 and told in found[0])
 
 
 def test_no_prompt_that_fits_is_an_error():
-    prompts = [Prompt(tuple(range(CONTEXT)), "", {})]
+    prompts = [PromptLine(tuple(range(CONTEXT)), "", {})]
     task = SimpleNamespace(
         config=SimpleNamespace(reward=(), max_completion_length=NEW, data="prompts.jsonl"),
         run=SimpleNamespace(seq_len=CONTEXT, data=None),

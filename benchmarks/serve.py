@@ -4,7 +4,8 @@
     python benchmarks/serve.py [--size 350m]
 
 Random weights: what is generated does not matter. One process, float32. Where torch, transformers and fastapi are installed
-(`pip install -e '.[benchmark]' fastapi`) the same is asked of `transformers serve` with a GPT-2 of the same dimensions.
+(`pip install -e '.[benchmark]' fastapi`) the same is asked of `transformers serve` with a GPT-2 of the same dimensions,
+without its continuous batching.
 """
 
 import argparse

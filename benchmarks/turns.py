@@ -8,11 +8,14 @@ import sys
 
 
 class Worker:
-    """A process of `script` that answers each line with a line of JSON; its first answer tells its version."""
+    """A process of `script` that answers each line with a line of JSON; its first answer tells its version.
 
-    def __init__(self, script: str, name: str):
+    `python`: the interpreter, where the implementation is installed elsewhere.
+    """
+
+    def __init__(self, script: str, name: str, python: str = sys.executable):
         self.process = subprocess.Popen(
-            [sys.executable, script, "--worker", name],
+            [python, script, "--worker", name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

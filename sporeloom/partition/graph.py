@@ -41,7 +41,7 @@ class Node:
     """An operator, or a constant."""
 
     kind: str
-    """The primitive's name; `Constant`; or one of `COLLECTIVES`."""
+    """The primitive's name, or `Constant`; in a sharded graph also one of `propagate.COLLECTIVE_OF`."""
     inputs: tuple[Input, ...]
     outputs: tuple[Name, ...]
     types: tuple[TensorType | None, ...]
@@ -57,9 +57,6 @@ class Node:
     def flat_inputs(self) -> Iterator[Name]:
         for each in self.inputs:
             yield from (each,) if isinstance(each, str) else each
-
-
-COLLECTIVES = ("Slice over ranks", "AllReduce", "ReduceScatter", "AllGather", "AllToAll")
 
 
 @dataclass(slots=True)

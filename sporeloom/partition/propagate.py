@@ -7,7 +7,7 @@ The result is one graph for all ranks: what differs between them are groups and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,14 @@ COLLECTIVE_OF = {
     "all_gather": "AllGather",
     "all_to_all": "AllToAll",
 }
+
+SENT: dict[str, Callable[[int, int], int]] = {
+    "AllReduce": lambda held, ranks: 2 * held * (ranks - 1) // ranks,
+    "ReduceScatter": lambda held, ranks: held * (ranks - 1),
+    "AllGather": lambda held, ranks: held * (ranks - 1) // ranks,
+    "AllToAll": lambda held, ranks: held * (ranks - 1) // ranks,
+}
+"""Elements that a rank sends by the usual ring or pairwise algorithm, of what it holds afterwards."""
 
 
 class PartitionError(ValueError):
@@ -303,9 +311,6 @@ class _Walk:
     def step(self, name: Name, type: TensorType, step: Step) -> Name:
         kind = COLLECTIVE_OF[step.kind]
         attributes: dict[str, Any] = {"axes": step.axes, "dim": step.dim, "to_dim": step.to_dim, "op": "sum"}
-        if step.kind != "slice":
-            sent = step.sent_elements(type.shape, self.grid)
-            self.result.communications.append(Communication(kind, step.axes, sent, type.dtype, name, self.consumer))
         return self.node(kind, [name], [self.local(type, step.layout)], attributes)[0]
 
     # An emitter, for handlers that write other nodes
@@ -323,6 +328,10 @@ class _Walk:
     ) -> tuple[Name, ...]:
         outputs = tuple(self.fresh(kind) for _ in types)
         self.result.graph.nodes.append(Node(kind, tuple(inputs), outputs, tuple(types), attributes or {}))
+        if kind in SENT and attributes is not None:
+            axes, (type,), (value,) = attributes["axes"], types, inputs
+            sent = int(SENT[kind](type.num_elements, self.grid.degree(axes)))
+            self.result.communications.append(Communication(kind, axes, sent, type.dtype, str(value), self.consumer))
         return outputs
 
     def constant(self, value: Any, type: TensorType | None = None) -> Name:

@@ -7,14 +7,13 @@ Source: the algebra of shards and pending sums is that of GSPMD (arXiv:2105.0466
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout
-from sporeloom.strategy.layout import Dim, Shape
+from sporeloom.strategy.layout import Dim
 
 T = TypeVar("T")
 StepKind = Literal["slice", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
@@ -33,17 +32,6 @@ class Step:
     """That is sliced, scattered or gathered; of an all-to-all the one that is gathered."""
     to_dim: int = 0
     """Of an all-to-all the one that is sharded."""
-
-    def sent_elements(self, shape: Shape, grid: DeviceGrid) -> int:
-        """Elements that a rank sends by the usual ring or pairwise algorithm, of a value of this global shape."""
-        ranks, held = grid.degree(self.axes), math.prod(self.layout.local_shape(shape, grid))
-        if self.kind == "slice":
-            return 0
-        if self.kind == "all_reduce":
-            return 2 * held * (ranks - 1) // ranks
-        if self.kind == "reduce_scatter":
-            return held * (ranks - 1)
-        return held * (ranks - 1) // ranks
 
 
 def redistribution(source: ValueLayout, target: ValueLayout, grid: DeviceGrid) -> list[Step]:

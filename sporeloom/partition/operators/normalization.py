@@ -51,7 +51,7 @@ def along_named_dim(op: Operation, index: int) -> Plan:
 
 
 HANDLERS: dict[str, Handler] = {
-    **dict.fromkeys(("LayerNorm", "LayerNormExt", "RmsNorm"), over_last_dims),
+    **dict.fromkeys(("LayerNorm", "RmsNorm"), over_last_dims),
     "LayerNormGrad": partial(gradient_over_last_dims, num_of_rows=4),
     "RmsNormGrad": partial(gradient_over_last_dims, num_of_rows=3),
     **dict.fromkeys(("Softmax", "LogSoftmax"), partial(along_named_dim, index=1)),

@@ -190,14 +190,14 @@ def reversed_along(op: Operation) -> Plan:
 
 
 HANDLERS: dict[str, Handler] = {
-    **dict.fromkeys(("Transpose", "TransposeExt"), transpose),
+    "Transpose": transpose,
     "ExpandDims": expand_dims,
     **dict.fromkeys(("Reshape", "View"), reshape),
     "BroadcastTo": partial(broadcast, index=1),
     "Tile": tile,
     **dict.fromkeys(("Concat", "ConcatV2"), concatenate),
     "Stack": stack,
-    **dict.fromkeys(("Split", "SplitTensor"), split),
+    "Split": split,
     "StridedSlice": strided_slice,
     "Slice": slice_of,
     "Squeeze": squeeze,

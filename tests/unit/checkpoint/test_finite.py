@@ -224,7 +224,10 @@ def test_whatever_reads_weights_refuses_them_and_leaves_nothing(case, value, tmp
 @pytest.mark.parametrize("case", READERS)
 def test_the_same_with_finite_weights_is_done(case, tmp_path):
     make, read = READERS[case]
-    read(make(tmp_path / "source", weights_of(bad=[(UP, 3.3e38), (DOWN, -1e-44)])), tmp_path / "target")
+    source = make(tmp_path / "source", weights_of(bad=[(UP, 3.3e38), (DOWN, -1e-44)]))
+    before = {path.name for path in tmp_path.iterdir()}
+    read(source, tmp_path / "target")  # refuses nothing, and leaves nothing but what it was asked for
+    assert {path.name for path in tmp_path.iterdir()} - before <= {"target"}
 
 
 def test_a_base_under_adapters(tmp_path):

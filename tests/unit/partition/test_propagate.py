@@ -168,6 +168,14 @@ def test_an_unknown_operator_is_given_whole_inputs_and_reported():
     assert sharded.unsharded == {"Mystery": 1}
 
 
+def test_what_a_handler_communicates_is_reported_like_what_a_layout_costs():
+    b = Builder()
+    x = b.tensor("x", np.random.default_rng(3).standard_normal((8, 4)))
+    sharded = check(b, [b.node("ReduceMax", x, (0,), False)], GRID, {}, {"x": (("dp",), ())})
+    (found,) = sharded.communications
+    assert (found.kind, found.axes, found.elements) == ("AllReduce", ("dp",), 4)  # 2 x 4 x (2 - 1) / 2
+
+
 def test_a_pinned_operator_gets_the_layouts_that_its_rule_says():
     b, *outputs = mlp_step(np.random.default_rng(1))
     pinned = {"up.matmul": [(("dp", "tp"), ()), ((), ())]}

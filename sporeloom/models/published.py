@@ -190,7 +190,10 @@ def read_rope(values: Mapping[str, Any]) -> Rope:
         if len(set(map(str, said.values()))) > 1:
             told = " and ".join(f"{place} {value!r}" for place, value in said.items())
             problems.append(f"{told} contradict each other; leave one")
-        found.append(next(iter(said.values()), outer))
+        number = next(iter(said.values()), outer)
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
+            problems.append(f"{name} must be a number, got {number!r}")
+        found.append(number)
     if problems:
         raise ConfigError(problems)
     return Rope(*(None if number is None else float(number) for number in found))

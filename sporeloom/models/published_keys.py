@@ -70,6 +70,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": (None, []),
 }
 """Key -> the values that leave a network as it is without the key. Any other one is an error, which names the last."""
+TRUTH_VALUES = ("tie_word_embeddings", "attention_bias", "qkv_bias", "add_qkv_bias")
+"""Keys that say whether; a text would count as true, whatever it says."""
 FULL_ATTENTION = ("full_attention", "attention")
 """What `layer_types` may say of a layer."""
 
@@ -94,6 +96,8 @@ def key_problems(values: AskedKeys) -> Iterator[str]:
     """Keys that nobody asked for and that change what is computed."""
     without_window = values.get("use_sliding_window") is False
     for key, value in values.items():
+        if key in TRUTH_VALUES and value not in (None, True, False):
+            yield f"{key} must be true or false, got {value!r}"
         if key in values.asked and key != "use_sliding_window":
             continue
         if key == "layer_types":

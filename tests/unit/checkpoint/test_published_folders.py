@@ -216,6 +216,21 @@ def test_keys_that_change_nothing(model_type, tmp_path, capsys):
     assert "not known" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"tie_word_embeddings": "true"}, "tie_word_embeddings must be true or false, got 'true'"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+        ({"rope_theta": True}, "rope_theta must be a number, got True"),
+        ({"rope_theta": "10000"}, "rope_theta must be a number, got '10000'"),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_refused(values, told, tmp_path):
+    with pytest.raises(ConfigError, match=told):
+        open_published(published(tmp_path, "llama", values))
+
+
 @pytest.mark.parametrize("model_type", KINDS)
 @pytest.mark.parametrize("key", CHANGING)
 def test_a_key_that_changes_the_network_is_refused(key, model_type, tmp_path):

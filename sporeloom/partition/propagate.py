@@ -154,7 +154,7 @@ class _Walk:
             op = self.operation(node)
             plan = plan_of(op)
             if plan is None:
-                plan = computed_unsharded(op)
+                plan = self.unsharded(node, op)
                 if any(o.layout and not o.layout.is_replicated for o in _flat(op.operands)):
                     self.result.unsharded[node.kind] += 1
             self.compute(node, plan)
@@ -250,6 +250,21 @@ class _Walk:
         assert plan is not None
         self.compute(part, plan)
         return name
+
+    def unsharded(self, node: Node, op: Operation) -> Plan:
+        """For an operator that nothing is known of.
+
+        Raises:
+            PartitionError: it is given a sharded parameter itself, not its value: it may write what would be a gathered copy.
+        """
+        names = node.flat_inputs()
+        for name, operand in zip(names, _flat(op.operands), strict=True):
+            if operand.is_parameter and operand.layout is not None and operand.layout.axes:
+                raise PartitionError(
+                    f"{node.kind} ({self.consumer}) is given {name.rpartition(':')[2]} itself and may write it: leave that "
+                    "parameter unsharded"
+                )
+        return computed_unsharded(op)
 
     def updating(self, node: Node) -> Plan:
         """An operator that writes its first input, element by element: all of that shape lie as the parameter does.

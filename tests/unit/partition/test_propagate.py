@@ -205,6 +205,15 @@ def test_a_write_that_is_not_element_by_element_is_refused_of_a_sharded_paramete
         shard_graph(b.graph, GRID, {"w": (("dp",), ())}, {})
 
 
+def test_a_sharded_parameter_is_not_handed_as_a_copy_to_an_operator_that_may_write_it():
+    b = Builder()
+    w = b.tensor("w", np.ones((4, 2)), True)
+    mystery = b.node("Mystery", w)
+    check(b, [mystery], GRID)  # replicated: it may
+    with pytest.raises(PartitionError, match="is given w itself and may write it: leave that parameter unsharded"):
+        shard_graph(b.graph, GRID, {"w": (("dp",), ())}, {})
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_graphs_in_random_layouts(seed):
     """A dozen operators, each on values that are there: sums stay pending over several of them."""

@@ -174,14 +174,12 @@ class _Walk:
         return Operation(node.kind, tuple(operands), node.types, node.attributes, self.grid)
 
     def pin(self, node: Node) -> None:
-        """Lay the inputs out as a rule says; for all later users, too."""
+        """Lay the inputs out as a rule says; for all later users, too. Not parameters: who writes one wants itself."""
         for name, dims in zip(node.flat_inputs(), self.pinned[node.path], strict=False):
             value = self.values[name]
-            if value.type is not None and value.layout is not None and not value.is_constant:
+            if value.type is not None and value.layout is not None and not (value.is_constant or value.is_parameter):
                 target = ValueLayout(fitted(dims, value.type.shape, self.grid))
-                self.values[name] = _Value(
-                    value.type, target, self.laid_out(name, target), is_parameter=value.is_parameter
-                )
+                self.values[name] = _Value(value.type, target, self.laid_out(name, target))
 
     def as_it_is(self, given: Input) -> Input:
         return self.values[given].name if isinstance(given, str) else tuple(self.values[name].name for name in given)

@@ -183,6 +183,15 @@ def test_a_pinned_operator_gets_the_layouts_that_its_rule_says():
     assert sharded.layouts["x"] == ValueLayout((("dp", "tp"), ()))
 
 
+def test_a_rule_for_an_operator_leaves_the_parameter_that_is_written_where_it_is():
+    b, *_, dw1, _, _ = mlp_step(np.random.default_rng(1))
+    new = b.node("Assign", "w1", b.node("Sub", "w1", b.node("Muls", dw1, 0.1)), side_effect_mem=True)
+    pinned = {"up.matmul": [(("dp",), ()), ((), ())]}
+    sharded = check(b, [new], GRID, {"w1": (("tp",), ())}, {"x": (("dp",), ())}, pinned)
+    (written,) = [node for node in sharded.graph.nodes if node.kind == "Assign"]
+    assert written.inputs[0] == "w1"
+
+
 def test_a_sharded_parameter_is_updated_by_its_own_part_of_a_gradient():
     b, *_, dw1, dw2, _ = mlp_step(np.random.default_rng(1))
     new = [

@@ -110,7 +110,7 @@ class _Walk:
     ):
         self.source, self.grid, self.pinned = graph, grid, pinned
         self.values: dict[Name, _Value] = {}
-        self.moved: dict[tuple[Name, ValueLayout], Name] = {}
+        self.moved: dict[Name, dict[ValueLayout, Name]] = {}
         self.result = ShardedGraph(Graph({}, dict(graph.inputs), [], []), {})
         self.consumer = ""
         self._serial = 0
@@ -150,6 +150,7 @@ class _Walk:
             self.add_up(node)
         elif node.attributes.get("side_effect_mem"):
             self.compute(node, self.updating(node))
+            self.moved.pop(next(node.flat_inputs()), None)  # copies of what was there before
         else:
             op = self.operation(node)
             plan = plan_of(op)
@@ -313,13 +314,13 @@ class _Walk:
         value = self.values[name]
         if value.type is None or value.layout is None or wanted is None or value.layout == wanted:
             return value.name
-        key = value.name, wanted
-        if key not in self.moved:
+        copies = self.moved.setdefault(value.name, {})
+        if wanted not in copies:
             written = value.name
             for step in redistribution(value.layout, wanted, self.grid):
                 written = self.step(written, value.type, step)
-            self.moved[key] = written
-        return self.moved[key]
+            copies[wanted] = written
+        return copies[wanted]
 
     def step(self, name: Name, type: TensorType, step: Step) -> Name:
         kind = COLLECTIVE_OF[step.kind]

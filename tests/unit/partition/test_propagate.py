@@ -203,6 +203,18 @@ def test_a_sharded_parameter_is_updated_by_its_own_part_of_a_gradient():
     assert "ReduceScatter" in kinds
 
 
+def test_no_copy_of_a_parameter_outlives_what_it_was_made_of():
+    b = Builder()
+    w = b.tensor("w", np.arange(8.0).reshape(4, 2), True)
+    before = b.node("ReverseV2", w, (0,))  # gathers dim 0
+    b.node("Assign", w, b.node("Muls", w, 2.0), side_effect_mem=True)
+    after = b.node("ReverseV2", w, (0,))
+    b.graph.outputs = [before, after]
+    sharded = shard_graph(b.graph, GRID, {"w": (("dp",), ())}, {})
+    gathers = [node for node in sharded.graph.nodes if node.kind == "AllGather" and node.inputs[0] == "w"]
+    assert len(gathers) == 2
+
+
 def test_a_write_that_is_not_element_by_element_is_refused_of_a_sharded_parameter():
     b = Builder()
     w, rows = b.tensor("w", np.zeros((4, 2)), True), b.tensor("rows", np.ones((2, 2)))

@@ -125,30 +125,58 @@ def stack(op: Operation) -> Plan:
     return Plan(((ValueLayout(dims, keep),) * len(items), *rest), (output,))
 
 
-def split(op: Operation) -> Plan:
-    """Along a dim that is not sharded, into outputs of the same layout."""
+def split(op: Operation, index: int = 1) -> Plan:
+    """Along the dim that input `index` says, which is not sharded, into outputs of the same layout."""
     x = op.tensor(0)
-    dim = int(op.constant(1)) % len(x.shape)
+    dim = int(op.constant(index)) % len(x.shape)
     layout = _same_pending(op, tuple(() if i == dim else axes for i, axes in enumerate(x.dims)))
     return Plan(op.as_they_are({0: layout}), tuple(layout for _ in op.types))
 
 
 def strided_slice(op: Operation) -> Plan:
-    """Dims that are taken as they are stay sharded, with a rank's own length; the others are gathered. Only of plain slices:
-    masks may drop or add dims."""
+    """Dims that are taken as they are stay sharded, with a rank's own length; the others are gathered."""
     x, new = op.tensor(0), op.output.shape
-    begin, end, strides = (list(map(int, op.constant(i))) for i in (1, 2, 3))
-    masks = [op.constant(i) for i in range(4, len(op.operands))]
-    if any(masks) or len(new) != len(x.shape):
+    taken_whole = _taken_whole(op, x.shape, 1)
+    if len(new) != len(x.shape) or taken_whole is None:
         return Plan(op.as_they_are({}), (ValueLayout(((),) * len(new)),))
-    dims: list[Dim] = []
-    for dim, axes in enumerate(x.dims):
-        takes_all = dim >= len(begin) or (begin[dim] == 0 and end[dim] >= x.shape[dim] and strides[dim] == 1)
-        dims.append(axes if takes_all else ())
-    layout = _same_pending(op, tuple(dims))
-    local = layout.local_shape(x.shape, op.grid)
-    ends = tuple(local[dim] if dims[dim] else end[dim] for dim in range(len(end)))
-    return Plan(op.as_they_are({0: layout}), (layout,), {2: ends})
+    layout = _same_pending(op, _where(taken_whole, x.dims))
+    return Plan(op.as_they_are({0: layout}), (layout,), {2: _own_ends(op, 2, layout, x.shape)})
+
+
+def strided_slice_grad(op: Operation) -> Plan:
+    """Puts dy where it was taken from a shape, zeros elsewhere: the same."""
+    dy, shape = op.tensor(0), op.output.shape
+    taken_whole = _taken_whole(op, shape, 2)
+    if len(dy.shape) != len(shape) or taken_whole is None:
+        return Plan(op.as_they_are({}), (ValueLayout(((),) * len(shape)),))
+    layout = _same_pending(op, _where(taken_whole, dy.dims))
+    own = {1: layout.local_shape(shape, op.grid), 3: _own_ends(op, 3, layout, shape)}
+    return Plan(op.as_they_are({0: layout}), (layout,), own)
+
+
+def _taken_whole(op: Operation, shape: Shape, first: int) -> list[bool] | None:
+    """Which dims of `shape` a slice takes from begin to end; None where a mask may drop or add dims.
+
+    Inputs `first` and the two after it are begin, end and strides; masks are inputs after those, or attributes.
+    """
+    begin, end, strides = (list(map(int, op.constant(i))) for i in range(first, first + 3))
+    masks = [op.constant(i) for i in range(first + 3, len(op.operands))]
+    if any(masks) or any(value for name, value in op.attributes.items() if name.endswith("_mask")):
+        return None
+    return [
+        dim >= len(begin) or (begin[dim] == 0 and end[dim] >= size and strides[dim] == 1)
+        for dim, size in enumerate(shape)
+    ]
+
+
+def _where(keep: Sequence[bool], dims: Layout) -> Layout:
+    return tuple(axes if kept else () for kept, axes in zip(keep, dims, strict=True))
+
+
+def _own_ends(op: Operation, index: int, layout: ValueLayout, shape: Shape) -> tuple[int, ...]:
+    """The end of a slice that is input `index`, with a rank's own length where its dim is sharded."""
+    local = layout.local_shape(shape, op.grid)
+    return tuple(local[dim] if layout.dims[dim] else int(end) for dim, end in enumerate(op.constant(index)))
 
 
 def slice_of(op: Operation) -> Plan:
@@ -156,7 +184,7 @@ def slice_of(op: Operation) -> Plan:
     x = op.tensor(0)
     begin, size = (list(map(int, op.constant(i))) for i in (1, 2))
     takes_all = [b == 0 and s in (-1, n) for b, s, n in zip(begin, size, x.shape, strict=True)]
-    layout = _same_pending(op, tuple(axes if all_ else () for axes, all_ in zip(x.dims, takes_all, strict=True)))
+    layout = _same_pending(op, _where(takes_all, x.dims))
     local = layout.local_shape(op.output.shape, op.grid)
     return Plan(op.as_they_are({0: layout}), (layout,), {2: local})
 
@@ -198,7 +226,9 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("Concat", "ConcatV2"), concatenate),
     "Stack": stack,
     "Split": split,
+    **dict.fromkeys(("SplitTensor", "SplitWithSize"), partial(split, index=2)),
     "StridedSlice": strided_slice,
+    "StridedSliceGrad": strided_slice_grad,
     "Slice": slice_of,
     "Squeeze": squeeze,
     **dict.fromkeys(("Load", "StopGradient"), unchanged),

@@ -71,6 +71,12 @@ def strided_slice(x, begin, end, strides, *masks):
     return x[tuple(slice(b, e, s) for b, e, s in zip(begin, end, strides, strict=True))]
 
 
+def strided_slice_grad(dy, shape, begin, end, strides):
+    x = np.zeros(shape, dy.dtype)
+    x[tuple(map(slice, begin, end, strides))] = dy
+    return x
+
+
 def slice_of(x, begin, size):
     return x[tuple(slice(b, None if s == -1 else b + s) for b, s in zip(begin, size, strict=True))]
 
@@ -107,7 +113,10 @@ COMPUTE = {
     "Concat": lambda items, dim: np.concatenate(items, dim),
     "Stack": lambda items, dim: np.stack(items, dim),
     "Split": lambda x, dim, count: tuple(np.split(x, count, dim)),
+    "SplitTensor": lambda x, size, dim: tuple(np.split(x, range(size, x.shape[dim], size), dim)),
+    "SplitWithSize": lambda x, sizes, dim: tuple(np.split(x, np.cumsum(sizes)[:-1], dim)),
     "StridedSlice": strided_slice,
+    "StridedSliceGrad": strided_slice_grad,
     "Slice": slice_of,
     "ReverseV2": lambda x, dims: np.flip(x, dims),
     "Gather": gather,
@@ -216,6 +225,11 @@ def stridden(d):
     return [x, tuple(begin), tuple(end), tuple(int(d.random.integers(1, 3)) for _ in x.shape)]
 
 
+def unstridden(d):
+    x, *where = stridden(d)
+    return [d.of(*strided_slice(x, *where).shape), x.shape, *where]
+
+
 def sliced(d):
     x, begin, end, _ = stridden(d)
     return [x, begin, tuple(e - b for b, e in zip(begin, end, strict=True))]
@@ -254,6 +268,17 @@ def split_inputs(d):
     return [x, dim, int(d.random.choice([n for n in (1, 2, 3, 4) if x.shape[dim] % n == 0]))]
 
 
+def split_by_size(d):
+    x = d.of(*d.shape())
+    dim = d.dim(x.shape)
+    return [x, int(d.random.integers(1, x.shape[dim] + 1)), dim]
+
+
+def split_by_sizes(d):
+    x, size, dim = split_by_size(d)
+    return [x, tuple(n for n in (size, x.shape[dim] - size) if n), dim]
+
+
 def broadcasts(d):
     shape = d.shape()
     return [d.of(*d.broadcast(shape)), shape]
@@ -280,7 +305,10 @@ SAMPLES = {
     "Concat": lambda d: list(items_of(d)),
     "Stack": lambda d: (lambda items: [items, d.dim((*items[0].shape, 1))])(items_of(d, dim=0)[0]),
     "Split": split_inputs,
+    "SplitTensor": split_by_size,
+    "SplitWithSize": split_by_sizes,
     "StridedSlice": stridden,
+    "StridedSliceGrad": unstridden,
     "Slice": sliced,
     "ReverseV2": lambda d: (lambda x: [x, d.dims(x.shape)])(d.of(*d.shape())),
     "Gather": lambda d: looked_up(d) if d.flag() else looked_up_by_row(d),

@@ -115,7 +115,7 @@ def check(kind, arguments, grid, random):
 
 
 def gathered_close(held, layout, grid):
-    """As `gathered`, of floats: replicas agree to the bit, for they compute the same."""
+    """As `gathered`, of floats: replicas agree but for rounding, for they compute the same."""
     held = [np.asarray(h).astype(np.float64) for h in held]
     return gathered(held, layout, grid)
 

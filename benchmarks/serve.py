@@ -5,7 +5,7 @@
 
 Random weights: what is generated does not matter. One process, float32. Where torch, transformers and fastapi are installed
 (`pip install -e '.[benchmark]' fastapi`) the same is asked of `transformers serve` with a GPT-2 of the same dimensions,
-without its continuous batching.
+without its continuous batching, which needs the memory of an accelerator (4.57.1 ends with a TypeError on CPU).
 """
 
 import argparse

@@ -37,6 +37,13 @@ class RankOffset:
 
 
 @dataclass(frozen=True, slots=True)
+class IsFirst:
+    """1 on ranks whose index along `axes` is 0, else 0."""
+
+    axes: Dim
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """An operator, or a constant."""
 
@@ -50,9 +57,11 @@ class Node:
     path: str = ""
     """Of a forward operator, by which rules find it."""
     value: Any = None
-    """Of a constant: a number, a tuple of numbers, None, an array or a `RankOffset`."""
+    """Of a constant: a number, a tuple of numbers, None, an array, a `RankOffset` or `IsFirst`."""
     origin: Any = None
     """What it was read from."""
+    changes: Mapping[str, int] = field(default_factory=dict)
+    """Attributes of the primitive that are others than those of its origin."""
 
     def flat_inputs(self) -> Iterator[Name]:
         for each in self.inputs:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sporeloom.partition.graph import Graph, Input, Name, Node, RankOffset, TensorType
+from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, RankOffset, TensorType
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.propagate import ShardedGraph
 from sporeloom.private_names import mind_ir
@@ -86,7 +86,7 @@ class _Reader:
             return
         key = proto.op_type.removeprefix("REF::")
         kind = self.primitives[key].op_type
-        if kind == "MakeTuple":
+        if kind in ("MakeTuple", "make_list"):
             self.tuples[name] = tuple(proto.input)
         elif kind == "TupleGetItem" and proto.input[0] in self.tuples:
             item = self.tuples[proto.input[0]][self.constants[proto.input[1]]]
@@ -231,7 +231,7 @@ class _Writer:
         elif node.kind in ("AllReduce", "AllGather", "ReduceScatter", "AllToAll"):
             self.collective(node)
         elif node.origin is None:
-            self.written_as(node, self.operator(node.kind, self.inputs(node), node.types[0]))
+            self.written_as(node, self.operator(node.kind, self.inputs(node), node.types[0], **node.attributes))
         else:
             self.copy(node)
 
@@ -280,11 +280,28 @@ class _Writer:
             name = f"{kind}:sharded{len(self.primitives)}"
             primitive = self.model.primitives.add(name=name, op_type=kind)
             for attribute, value in attributes.items():
-                if isinstance(value, str):
+                if isinstance(value, bool):
+                    primitive.attribute.add(name=attribute, type=Proto.BOOL, i=int(value))
+                elif isinstance(value, str):
                     primitive.attribute.add(name=attribute, type=Proto.STRING, s=value.encode())
                 else:
                     primitive.attribute.add(name=attribute, type=Proto.INT64, i=value)
             self.primitives[key] = name
+        return self.primitives[key]
+
+    def changed(self, node: Node) -> str:
+        """A primitive like that of the node's origin, but for its changes."""
+        origin = node.origin.op_type.removeprefix("REF::")
+        key = origin, tuple(sorted(node.changes.items()))
+        if key not in self.primitives:
+            primitive = self.model.primitives.add()
+            primitive.CopyFrom(next(p for p in self.model.primitives if p.name == origin))
+            self.primitives[key] = primitive.name = f"{origin}:sharded{len(self.primitives)}"
+            for attribute in primitive.attribute:
+                if attribute.name in node.changes and attribute.ints:
+                    attribute.ints[0] = node.changes[attribute.name]
+                elif attribute.name in node.changes:
+                    attribute.i = node.changes[attribute.name]
         return self.primitives[key]
 
     def written_as(self, node: Node, name: Name) -> None:
@@ -295,6 +312,8 @@ class _Writer:
         inputs = self.inputs(node)  # may write tuples, which come first
         written = self.graph.node.add()
         written.CopyFrom(node.origin)
+        if node.changes:
+            written.op_type = f"REF::{self.changed(node)}"
         del written.input[:]
         written.input.extend(inputs)
         name = node.outputs[0].rpartition("#")[0] if "#" in node.outputs[0] else node.outputs[0]
@@ -321,12 +340,21 @@ class _Writer:
             self.graph.node.add().CopyFrom(node.origin)
         elif isinstance(node.value, RankOffset):
             self.written_as(node, self.number(self.grid.index(self.rank, node.value.axes) * node.value.stride))
+        elif isinstance(node.value, IsFirst) and node.types[0] is not None:
+            self.written_as(node, self.tensor(float(not self.grid.index(self.rank, node.value.axes)), node.types[0]))
         elif isinstance(node.value, tuple):
             self.written_as(node, self.numbers(node.value))
         elif node.types[0] is not None:
             self.written_as(node, self.tensor(node.value, node.types[0]))
+        elif isinstance(node.value, bool):
+            self.written_as(node, self.truth(node.value))
         else:
             self.written_as(node, self.number(node.value))
+
+    def truth(self, value: bool) -> Name:
+        name, attribute = self._constant(Proto.BOOL)
+        attribute.i = int(value)
+        return name
 
     def _constant(self, kind: int) -> tuple[Name, mind_ir.AttributeProto]:
         name = self.fresh("constant")

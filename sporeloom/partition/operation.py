@@ -55,6 +55,10 @@ class Emitter(Protocol):
         attributes: Mapping[str, Any] | None = None,
     ) -> tuple[Name, ...]: ...
 
+    def operator(self, inputs: Sequence[Input], types: Sequence[TensorType]) -> tuple[Name, ...]:
+        """The operator itself, with its attributes, of parts."""
+        ...
+
     def constant(self, value: Any, type: TensorType | None = None) -> Name: ...
 
 
@@ -69,12 +73,14 @@ class Plan:
         inputs: the layout wanted of each input; None where it is not a tensor; a tuple where the operator takes one.
         outputs: layouts of what comes out of it then; None where it is not a tensor.
         constants: input -> what it is instead: a shape, say, that becomes a rank's own.
+        attributes: of the primitive, that are others on a rank: a number of channels, say.
         rewrite: emits other nodes in place of the operator. Gets the names of the inputs in their layouts.
     """
 
     inputs: tuple[ValueLayout | tuple[ValueLayout | None, ...] | None, ...]
     outputs: tuple[ValueLayout | None, ...]
     constants: Mapping[int, Any] = field(default_factory=dict)
+    attributes: Mapping[str, int] = field(default_factory=dict)
     rewrite: Rewrite | None = None
 
 

@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walks a graph once, in order, with a layout for every value, and writes what each rank computes.
 
-The result is one graph for all ranks: what differs between them are groups and `RankOffset`s.
+The result is one graph for all ranks: what differs between them are groups, `RankOffset`s and `IsFirst`s.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sporeloom.partition.graph import Graph, Input, Name, Node, TensorType
+from sporeloom.partition.decompositions import DECOMPOSITIONS
+from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout, fitted, replicated
 from sporeloom.partition.operation import Operand, Operands, Operation, Plan, computed_unsharded
 from sporeloom.partition.operators import plan as plan_of
 from sporeloom.partition.redistribute import Step, redistribution
-from sporeloom.strategy.layout import Dim, Layout
+from sporeloom.strategy.layout import Dim, Layout, Shape
 
 STRUCTURE = ("UpdateState", "MakeTuple", "TupleGetItem", "Return")
 """Nodes that order or pack others: what they get is passed on as it is."""
+READERS = ("BatchNorm",)
+"""Operators that may write some input, but not their first one."""
 COLLECTIVE_OF = {
     "slice": "SliceOfRank",
     "all_reduce": "AllReduce",
@@ -113,6 +116,7 @@ class _Walk:
         self.moved: dict[Name, dict[ValueLayout, Name]] = {}
         self.result = ShardedGraph(Graph({}, dict(graph.inputs), [], []), {})
         self.consumer = ""
+        self.rewritten = Node("", (), (), ())
         self._serial = 0
         for name, type in graph.parameters.items():
             layout = ValueLayout(parameters.get(name, ((),) * len(type.shape)))
@@ -129,11 +133,9 @@ class _Walk:
         for node in self.source.nodes:
             self.consumer = node.path or node.outputs[0]
             self.visit(node)
+        self.consumer = "an output of the graph"
         for name in self.source.outputs:
-            value = self.values[name]
-            self.consumer = "an output of the graph"
-            whole = None if value.type is None else replicated(len(value.type.shape))
-            self.result.graph.outputs.append(value.name if whole is None else self.laid_out(name, whole))
+            self.result.graph.outputs.append(self.laid_out(name, _whole(self.values[name].type)))
         self.result.layouts = {name: value.layout for name, value in self.values.items() if value.layout is not None}
         return self.result
 
@@ -148,17 +150,18 @@ class _Walk:
             self.copy(node, [self.as_it_is(each) for each in node.inputs], [layout])
         elif node.kind == "AddN":
             self.add_up(node)
-        elif node.attributes.get("side_effect_mem"):
-            self.compute(node, self.updating(node))
-            self.moved.pop(next(node.flat_inputs()), None)  # copies of what was there before
-        else:
-            op = self.operation(node)
-            plan = plan_of(op)
-            if plan is None:
-                plan = self.unsharded(node, op)
-                if any(o.layout and not o.layout.is_replicated for o in _flat(op.operands)):
-                    self.result.unsharded[node.kind] += 1
+        elif node.kind in DECOMPOSITIONS and (names := DECOMPOSITIONS[node.kind](self, node)):
+            self.values |= {output: self.values[name] for output, name in zip(node.outputs, names, strict=False)}
+        elif node.attributes.get("side_effect_hidden"):
+            drawn = self.drawn(node, tuple(node.flat_inputs()))
+            self.values |= {output: self.values[name] for output, name in zip(node.outputs, drawn, strict=True)}
+        elif node.attributes.get("side_effect_mem") and (plan := self.updating(node)):
             self.compute(node, plan)
+            self.moved.pop(next(node.flat_inputs()), None)  # copies of what was there before
+        elif plan := plan_of(op := self.operation(node)):
+            self.compute(node, plan)
+        else:
+            self.compute_unsharded(node, op)
 
     # What a node is given
 
@@ -200,21 +203,26 @@ class _Walk:
                 assert isinstance(wanted, tuple)
                 inputs.append(tuple(self.laid_out(n, w) for n, w in zip(given, wanted, strict=True)))
         if plan.rewrite is None:
-            self.copy(node, inputs, plan.outputs)
+            self.copy(node, inputs, plan.outputs, plan.attributes)
             return
+        self.rewritten = node
         for name, type, layout, written in zip(
             node.outputs, node.types, plan.outputs, plan.rewrite(self, inputs), strict=True
         ):
             self.values[name] = _Value(type, layout, written)
 
-    def copy(self, node: Node, inputs: Sequence[Input], layouts: Sequence[ValueLayout | None]) -> None:
+    def copy(
+        self,
+        node: Node,
+        inputs: Sequence[Input],
+        layouts: Sequence[ValueLayout | None],
+        changes: Mapping[str, int] | None = None,
+    ) -> None:
         types = [
             type if type is None or layout is None else self.local(type, layout)
             for type, layout in zip(node.types, layouts, strict=True)
         ]
-        written = Node(
-            node.kind, tuple(inputs), node.outputs, tuple(types), node.attributes, node.path, node.value, node.origin
-        )
+        written = replace(node, inputs=tuple(inputs), types=tuple(types), changes=changes or {})
         self.result.graph.nodes.append(written)
         for name, type, layout in zip(node.outputs, node.types, layouts, strict=True):
             self.values[name] = _Value(type, layout, name)
@@ -242,6 +250,19 @@ class _Walk:
         assert plan is not None
         self.compute(whole, plan)
 
+    def compute_unsharded(self, node: Node, op: Operation) -> None:
+        """On every rank. What has the shape of an input that was sharded is sharded so again, and those who use it, too."""
+        self.compute(node, self.unsharded(node, op))
+        sharded = [o for o in _flat(op.operands) if o.layout and not o.layout.is_replicated]
+        if not sharded:
+            return
+        self.result.unsharded[node.kind] += 1
+        for name, type in zip(node.outputs, node.types, strict=True):
+            alike = next((o.layout for o in sharded if type and o.shape == type.shape and o.layout), None)
+            if type and alike:
+                target = alike.reduced()
+                self.values[name] = _Value(type, target, self.laid_out(name, target))
+
     def partly_summed(self, node: Node, names: Sequence[Name]) -> Name:
         name = self.fresh("sum")
         part = Node(node.kind, (tuple(names),), (name,), node.types, node.attributes, "", None, node.origin)
@@ -265,14 +286,18 @@ class _Walk:
                 )
         return computed_unsharded(op)
 
-    def updating(self, node: Node) -> Plan:
-        """An operator that writes its first input, element by element: all of that shape lie as the parameter does.
+    def updating(self, node: Node) -> Plan | None:
+        """An operator that writes its first input, element by element: all of that shape lie as the parameter does. None if
+        that is no parameter.
 
         Raises:
             PartitionError: it writes something else that is sharded.
         """
         op = self.operation(node)
         target = op.tensor(0)
+        if not target.is_parameter:
+            self.check_is_last(node)
+            return None
         for position, operand in enumerate(_flat(op.operands[1:]), 1):
             if operand.is_parameter and operand.layout != target.layout and operand.layout and operand.layout.axes:
                 raise PartitionError(
@@ -304,6 +329,19 @@ class _Walk:
         )
         return Plan(wanted, outputs)
 
+    def check_is_last(self, node: Node) -> None:
+        """What is written is a value: the rank may write a copy, if nobody else looks at it.
+
+        Raises:
+            PartitionError: somebody may.
+        """
+        written = next(node.flat_inputs())
+        users = [each for each in self.source.nodes if each is not node and written in each.flat_inputs()]
+        if node.kind not in READERS and any(each.kind not in STRUCTURE for each in users):
+            raise PartitionError(
+                f"{node.kind} ({self.consumer}) writes a value that others use, too: use the operator that returns a new one"
+            )
+
     # Layouts
 
     def local(self, type: TensorType, layout: ValueLayout) -> TensorType:
@@ -327,11 +365,68 @@ class _Walk:
         attributes: dict[str, Any] = {"axes": step.axes, "dim": step.dim, "to_dim": step.to_dim, "op": "sum"}
         return self.node(kind, [name], [self.local(type, step.layout)], attributes)[0]
 
+    # A builder, for decompositions
+
+    def type_of(self, name: Name) -> TensorType:
+        type = self.values[name].type
+        assert type is not None, name
+        return type
+
+    def value_of(self, name: Name) -> Any:
+        if not self.values[name].is_constant:
+            raise PartitionError(f"{self.consumer}: an input that must be known is computed")
+        return self.values[name].constant
+
+    def put(self, kind: str, inputs: Sequence[Any], shape: Shape, dtype: str = "") -> Name:
+        type = TensorType(shape, dtype or self.type_of(inputs[0]).dtype)
+        names = tuple(each if isinstance(each, str) else self.known(each, type.dtype) for each in inputs)
+        self.visit(Node(kind, names, (name := self.fresh(kind),), (type,)))
+        return name
+
+    def known(self, value: Any, dtype: str) -> Name:
+        type = TensorType((), dtype) if isinstance(value, float) else None
+        self.add_constant(Node("Constant", (), (name := self.fresh("constant"),), (type,), value=value))
+        return name
+
+    def update(self, parameter: Name, value: Name, monad: Name, result: Name) -> Name:
+        type, written, waiting = self.type_of(parameter), self.fresh("Assign"), self.fresh("Depend")
+        writes = {"side_effect_mem": True}
+        self.visit(Node("Assign", (parameter, value, monad), (written,), (type,), writes))
+        self.visit(Node("Depend", (result, written), (waiting,), (self.type_of(result),)))
+        return waiting
+
+    def drawn(self, node: Node, inputs: Sequence[Name]) -> tuple[Name, ...]:
+        """Every rank draws all of it, and what all but the first one have counts for nothing: its sum is pending.
+
+        Raises:
+            PartitionError: it draws whole numbers.
+        """
+        whole = [self.laid_out(name, _whole(self.values[name].type)) for name in inputs]
+        outputs = self.fresh_outputs(node)
+        self.result.graph.nodes.append(replace(node, inputs=tuple(whole), outputs=outputs))
+        axes, agreed = tuple(self.grid.degrees), []
+        for name, type in zip(outputs, node.types, strict=True):
+            if type is None or not type.dtype.startswith(("float", "bfloat")):
+                raise PartitionError(
+                    f"{node.kind} ({self.consumer}) draws what are no floating-point numbers, and ranks would not draw the "
+                    "same: draw floats and convert them"
+                )
+            (first,) = self.node("Mul", [name, self.constant(IsFirst(axes), TensorType((), type.dtype))], [type])
+            self.values[first] = _Value(type, ValueLayout(((),) * len(type.shape), frozenset(axes)), first)
+            agreed.append(first)
+        return tuple(agreed)
+
     # An emitter, for handlers that write other nodes
 
     def fresh(self, hint: str) -> Name:
         self._serial += 1
         return f"{hint}.{self._serial}"
+
+    def fresh_outputs(self, node: Node) -> tuple[Name, ...]:
+        """Names like those of a node's outputs: items of a tuple have numbers."""
+        name = self.fresh(node.kind)
+        is_tuple = len(node.outputs) > 1 or "#" in node.outputs[0]
+        return tuple(f"{name}#{i}" for i in range(len(node.outputs))) if is_tuple else (name,)
 
     def node(
         self,
@@ -348,10 +443,21 @@ class _Walk:
             self.result.communications.append(Communication(kind, axes, sent, type.dtype, str(value), self.consumer))
         return outputs
 
+    def operator(self, inputs: Sequence[Input], types: Sequence[TensorType]) -> tuple[Name, ...]:
+        outputs = self.fresh_outputs(self.rewritten)
+        self.result.graph.nodes.append(
+            replace(self.rewritten, inputs=tuple(inputs), outputs=outputs, types=tuple(types))
+        )
+        return outputs
+
     def constant(self, value: Any, type: TensorType | None = None) -> Name:
         (name,) = outputs = (self.fresh("constant"),)
         self.result.graph.nodes.append(Node("Constant", (), outputs, (type,), value=value))
         return name
+
+
+def _whole(type: TensorType | None) -> ValueLayout | None:
+    return None if type is None else replicated(len(type.shape))
 
 
 def _flat(operands: Sequence[Operands]) -> list[Operand]:

@@ -4,7 +4,17 @@
 from __future__ import annotations
 
 from sporeloom.partition.operation import Handler, Operation, Plan, UnknownValueError, computed_unsharded
-from sporeloom.partition.operators import elementwise, normalization, products, reductions, shapes, tables
+from sporeloom.partition.operators import (
+    elementwise,
+    indices,
+    labelled,
+    losses,
+    normalization,
+    products,
+    reductions,
+    shapes,
+    tables,
+)
 
 HANDLERS: dict[str, Handler] = {
     **elementwise.HANDLERS,
@@ -13,6 +23,9 @@ HANDLERS: dict[str, Handler] = {
     **shapes.HANDLERS,
     **tables.HANDLERS,
     **normalization.HANDLERS,
+    **labelled.HANDLERS,
+    **indices.HANDLERS,
+    **losses.HANDLERS,
 }
 """By the primitive's name. What has none is computed unsharded."""
 

@@ -10,6 +10,8 @@ from sporeloom.partition.graph import Input, Name, TensorType
 from sporeloom.partition.layout import NONE, ValueLayout
 from sporeloom.partition.operation import Emitter, Handler, Operand, Operation, Plan
 
+NONE_OF_THEM: frozenset[int] = frozenset()
+
 
 def reduced_dims(op: Operation, index: int = 1) -> frozenset[int]:
     """The dims of the first input that are reduced, as the input at `index` says: none or an empty tuple are all."""
@@ -27,8 +29,11 @@ def _output_dims(op: Operation, dims: frozenset[int], layout: ValueLayout) -> tu
 
 
 def sum_over(op: Operation) -> Plan:
-    """Sums over sharded dims are pending, and those of the input stay so."""
+    """Sums over sharded dims are pending, and those of the input stay so. ReduceSum's fourth input says that no dims are none
+    rather than all."""
     x, dims = op.tensor(0), reduced_dims(op)
+    if op.kind == "ReduceSum" and len(op.operands) > 3 and op.constant(3) and not op.constant(1):
+        dims = NONE_OF_THEM
     assert x.layout is not None
     pending = x.partial | {axis for dim in dims for axis in x.dims[dim]}
     return Plan(op.as_they_are({0: x.layout}), (ValueLayout(_output_dims(op, dims, x.layout), pending),))
@@ -41,14 +46,12 @@ def mean_over(op: Operation) -> Plan:
     over = frozenset(axis for dim in dims for axis in x.dims[dim])
     output = ValueLayout(_output_dims(op, dims, x.layout), x.partial | over)
     local = TensorType(output.local_shape(op.output.shape, op.grid), op.output.dtype)
-    rewrite = partial(_scaled_mean, op, local, 1.0 / op.grid.degree(over)) if over else None
+    rewrite = partial(_scaled_mean, local, 1.0 / op.grid.degree(over)) if over else None
     return Plan(op.as_they_are({0: x.layout}), (output,), rewrite=rewrite)
 
 
-def _scaled_mean(
-    op: Operation, local: TensorType, factor: float, emit: Emitter, inputs: Sequence[Input]
-) -> Sequence[Name]:
-    (mean,) = emit.node(op.kind, inputs, [local], op.attributes)
+def _scaled_mean(local: TensorType, factor: float, emit: Emitter, inputs: Sequence[Input]) -> Sequence[Name]:
+    (mean,) = emit.operator(inputs, [local])
     return emit.node("Mul", [mean, emit.constant(factor, TensorType((), local.dtype))], [local])
 
 
@@ -59,14 +62,14 @@ def extreme_over(op: Operation, reduction: str) -> Plan:
     over = op.grid.in_order(axis for dim in dims for axis in x.dims[dim])
     output = ValueLayout(_output_dims(op, dims, layout))
     local = TensorType(output.local_shape(op.output.shape, op.grid), op.output.dtype)
-    rewrite = partial(_extreme_of_all, op, local, over, reduction) if over else None
+    rewrite = partial(_extreme_of_all, local, over, reduction) if over else None
     return Plan(op.as_they_are({0: layout}), (output,), rewrite=rewrite)
 
 
 def _extreme_of_all(
-    op: Operation, local: TensorType, axes: tuple[str, ...], reduction: str, emit: Emitter, inputs: Sequence[Input]
+    local: TensorType, axes: tuple[str, ...], reduction: str, emit: Emitter, inputs: Sequence[Input]
 ) -> Sequence[Name]:
-    (own,) = emit.node(op.kind, inputs, [local], op.attributes)
+    (own,) = emit.operator(inputs, [local])
     return emit.node("AllReduce", [own], [local], {"axes": axes, "op": reduction})
 
 

@@ -81,6 +81,10 @@ def slice_of(x, begin, size):
     return x[tuple(slice(b, None if s == -1 else b + s) for b, s in zip(begin, size, strict=True))]
 
 
+def reduce_sum(x, dims, keep, skip=False):
+    return x if skip and dims == () else np.sum(x, axes_of(dims), keepdims=bool(keep))
+
+
 COMPUTE = {
     "Add": np.add,
     "Sub": np.subtract,
@@ -98,7 +102,7 @@ COMPUTE = {
     "AddN": lambda items: sum(items[1:], items[0]),
     "MatMul": matmul,
     "BatchMatMul": matmul,
-    "ReduceSum": lambda x, dims, keep: np.sum(x, axes_of(dims), keepdims=bool(keep)),
+    "ReduceSum": reduce_sum,
     "ReduceMean": lambda x, dims, keep: np.mean(x, axes_of(dims), keepdims=bool(keep)),
     "ReduceMax": lambda x, dims, keep: np.max(x, axes_of(dims), keepdims=bool(keep)),
     "ReduceProd": lambda x, dims, keep: np.prod(x, axes_of(dims), keepdims=bool(keep)),
@@ -294,7 +298,8 @@ SAMPLES = {
     "AddN": lambda d: (lambda s: [tuple(d.of(*s) for _ in range(3))])(d.shape()),
     "MatMul": product,
     "BatchMatMul": lambda d: product(d, d.shape(1, 2)),
-    **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceMax", "ReduceProd"), reduction),
+    "ReduceSum": lambda d: [*reduction(d), d.flag()],
+    **dict.fromkeys(("ReduceMean", "ReduceMax", "ReduceProd"), reduction),
     "ReduceAny": lambda d: (lambda r: [r[0] > 1, *r[1:]])(reduction(d)),
     "CumSum": with_dim,
     "Transpose": lambda d: (lambda x: [x, tuple(int(i) for i in d.random.permutation(x.ndim))])(d.of(*d.shape())),

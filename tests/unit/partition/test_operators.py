@@ -4,7 +4,11 @@ is what one device computes."""
 
 import numpy as np
 import pytest
-from kinds import COMPUTE, SAMPLES, Draw
+from kinds import COMPUTE as KINDS
+from kinds import SAMPLES as SAMPLES_OF_KINDS
+from kinds import Draw
+from more_kinds import COMPUTE as MORE_KINDS
+from more_kinds import SAMPLES as SAMPLES_OF_MORE
 from ranks import communicated, gathered, redistributed, spread
 
 from sporeloom.partition.graph import RankOffset, TensorType
@@ -14,6 +18,7 @@ from sporeloom.partition.operation import Operand, Operation
 from sporeloom.partition.operators import HANDLERS, plan
 from sporeloom.partition.redistribute import redistribution
 
+COMPUTE, SAMPLES = {**KINDS, **MORE_KINDS}, {**SAMPLES_OF_KINDS, **SAMPLES_OF_MORE}
 GRIDS = [{"dp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 3}, {"dp": 2, "cp": 2, "tp": 2}]
 CASES = 100
 
@@ -38,8 +43,8 @@ def random_layout(value, grid, random, may_be_pending):
 class Ranks:
     """Computes what a handler emits, on all ranks at once; a name stands for what each rank holds."""
 
-    def __init__(self, grid):
-        self.grid, self.held = grid, {}
+    def __init__(self, grid, kind, attributes):
+        self.grid, self.kind, self.attributes, self.held = grid, kind, attributes, {}
 
     def keep(self, held):
         name = f"v{len(self.held)}"
@@ -54,13 +59,16 @@ class Ranks:
     def values(self, name, rank):
         return tuple(self.held[n][rank] for n in name) if isinstance(name, tuple) else self.held[name][rank]
 
+    def operator(self, inputs, types):
+        return self.node(self.kind, inputs, types, self.attributes)
+
     def node(self, kind, inputs, types, attributes=None):
         if kind == "AllReduce":
             held = communicated("all_reduce", self.held[inputs[0]], attributes["axes"], self.grid, op=attributes["op"])
             return (self.keep(held),)
         results = []
         for rank in range(self.grid.size):
-            result = COMPUTE[kind](*(self.values(name, rank) for name in inputs))
+            result = COMPUTE[kind](*(self.values(name, rank) for name in inputs), **(attributes or {}))
             results.append(result if isinstance(result, tuple) else (result,))
         for of_rank in results:
             for each, type in zip(of_rank, types, strict=True):
@@ -70,7 +78,8 @@ class Ranks:
 
 def check(kind, arguments, grid, random):
     """Returns how the ranks computed it."""
-    expected = COMPUTE[kind](*arguments)
+    attributes = arguments.pop() if isinstance(arguments[-1], dict) else {}
+    expected = COMPUTE[kind](*arguments, **attributes)
     expected = expected if isinstance(expected, tuple) else (expected,)
     types = tuple(TensorType(np.shape(e), str(np.asarray(e).dtype)) for e in expected)
     given, operands = [], []
@@ -90,10 +99,10 @@ def check(kind, arguments, grid, random):
             o, held = operand(value)
             operands.append(o)
             given.append(held)
-    op = Operation(kind, tuple(operands), types, {}, grid)
+    op = Operation(kind, tuple(operands), types, attributes, grid)
     found = plan(op)
     assert found is not None
-    ranks = Ranks(grid)
+    ranks = Ranks(grid, kind, attributes)
 
     def moved(o, held, wanted):
         return ranks.keep(redistributed(held, redistribution(o.layout, wanted, grid), grid))
@@ -107,7 +116,7 @@ def check(kind, arguments, grid, random):
         else:
             names.append(ranks.constant(value) if o.type is None else moved(o, held, wanted))
     local = [TensorType(y.local_shape(t.shape, grid), t.dtype) for y, t in zip(found.outputs, types, strict=True)]
-    outputs = found.rewrite(ranks, names) if found.rewrite else ranks.node(kind, names, local)
+    outputs = found.rewrite(ranks, names) if found.rewrite else ranks.operator(names, local)
     for name, layout, value in zip(outputs, found.outputs, expected, strict=True):
         got = gathered_close(ranks.held[name], layout, grid)
         np.testing.assert_allclose(got, value, rtol=1e-9, atol=1e-9, err_msg=f"{kind} {operands} -> {found}")

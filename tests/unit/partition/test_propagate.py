@@ -6,13 +6,13 @@ import pytest
 from kinds import COMPUTE, SAMPLES, Draw
 from ranks import communicated, shard
 
-from sporeloom.partition.graph import Graph, Node, RankOffset, TensorType
+from sporeloom.partition.graph import Graph, IsFirst, Node, RankOffset, TensorType
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout, fitted
 from sporeloom.partition.propagate import COLLECTIVE_OF, PartitionError, shard_graph
 
 STEP_OF = {kind: step for step, kind in COLLECTIVE_OF.items()}
-COMPUTE_ALL = {**COMPUTE, "Mystery": lambda x: np.sort(x, 0) * 2, "Assign": lambda _, value: value}
+COMPUTE_ALL = {**COMPUTE, "Mystery": lambda x: np.sort(x, 0) * 2, "Assign": lambda _, value, *monad: value}
 
 
 def type_of(value):
@@ -68,9 +68,13 @@ def on_all_ranks(sharded, builder, parameters, grid):
     for node in sharded.graph.nodes:
         if node.kind == "Constant":
             v = node.value
-            is_offset = isinstance(v, RankOffset)
             held[node.outputs[0]] = [
-                grid.index(rank, v.axes) * v.stride if is_offset else v for rank in range(grid.size)
+                grid.index(rank, v.axes) * v.stride
+                if isinstance(v, RankOffset)
+                else float(grid.index(rank, v.axes) == 0)
+                if isinstance(v, IsFirst)
+                else v
+                for rank in range(grid.size)
             ]
         elif node.kind in STEP_OF:
             a = node.attributes
@@ -233,6 +237,91 @@ def test_a_sharded_parameter_is_not_handed_as_a_copy_to_an_operator_that_may_wri
     check(b, [mystery], GRID)  # replicated: it may
     with pytest.raises(PartitionError, match="is given w itself and may write it: leave that parameter unsharded"):
         shard_graph(b.graph, GRID, {"w": (("dp",), ())}, {})
+
+
+def batch_norm(x, scale, shift, moving_mean, moving_variance, *_):
+    mean, variance = x.mean((0, 2), keepdims=True), x.var((0, 2), keepdims=True)
+    y = (x - mean) / np.sqrt(variance + 0.1) * scale[:, None] + shift[:, None]
+    return y, mean.reshape(-1), variance.reshape(-1), mean.reshape(-1), 1 / np.sqrt(variance + 0.1).reshape(-1)
+
+
+def batch_norm_grad(dy, x, scale, mean, inverse, *_):
+    normal = (x - mean[:, None]) * inverse[:, None]
+    d = dy * scale[:, None]
+    means = [(a.mean((0, 2), keepdims=True)) for a in (d, d * normal)]
+    dx = inverse[:, None] * (d - means[0] - normal * means[1])
+    return dx, (dy * normal).sum((0, 2)), dy.sum((0, 2))
+
+
+@pytest.mark.parametrize("dims", [(("dp",), (), ()), (("dp",), ("tp",), ()), (("dp", "tp"), (), ()), ((), (), ("dp",))])
+def test_a_batch_norm_takes_the_mean_of_the_whole_batch(dims, monkeypatch):
+    more = {
+        "BatchNorm": batch_norm,
+        "BatchNormGrad": batch_norm_grad,
+        "Depend": lambda x, *_: x,
+        "Rsqrt": lambda x: x**-0.5,
+    }
+    monkeypatch.setattr(f"{__name__}.COMPUTE_ALL", {**COMPUTE_ALL, **more})
+    random = np.random.default_rng(5)
+    b = Builder()
+    x, dy = (b.tensor(name, random.standard_normal((8, 4, 6))) for name in ("x", "dy"))
+    weights = [b.tensor(name, random.random(4), True) for name in ("scale", "shift", "mean", "variance")]
+    given = (x, *weights, True, 0.1, 0.25, 0)
+    y = b.node("BatchNorm", *given, "x", side_effect_mem=True)  # its last input only says what it waits for
+    dx = b.node("BatchNormGrad", dy, x, "scale", y[:-1] + "3", y[:-1] + "4", y[:-1] + "4", True, 0.1, 0)
+    sharded = check(b, [y, y[:-1] + "3", dx, dx[:-1] + "1", dx[:-1] + "2"], GRID, {}, {"x": dims, "dy": dims})
+    held = on_all_ranks(sharded, b, {}, GRID)
+    written = {n.inputs[0]: held[n.outputs[0]] for n in sharded.graph.nodes if n.kind == "Assign"}
+    whole, count = b.values["x"], 8 * 6
+    for rank in range(GRID.size):
+        expected = 0.75 * b.values["mean"] + 0.25 * whole.mean((0, 2))
+        np.testing.assert_allclose(written["mean"][rank], expected, rtol=1e-12)
+        expected = 0.75 * b.values["variance"] + 0.25 * whole.var((0, 2)) * count / (count - 1)
+        np.testing.assert_allclose(written["variance"][rank], expected, rtol=1e-12)
+
+
+def test_ranks_that_hold_the_same_drop_the_same(monkeypatch):
+    """Each draws anew here, as with other seeds: what counts is what the first one drew."""
+    random = np.random.default_rng(6)
+
+    def dropout(x, keep, *_):
+        mask = (random.random(x.shape) < keep).astype(float)
+        return x * mask / keep, mask
+
+    more = {"Dropout": dropout, "BroadcastTo": lambda x, shape: np.broadcast_to(x, shape)}
+    monkeypatch.setattr(f"{__name__}.COMPUTE_ALL", {**COMPUTE_ALL, **more})
+    b = Builder()
+    x = b.tensor("x", random.standard_normal((8, 6)))
+    y = b.node("Dropout", b.node("Square", x), 0.5, 0, 0, side_effect_hidden=True)
+    b.graph.outputs = [y, y[:-1] + "1"]
+    sharded = shard_graph(b.graph, GRID, {}, {"x": (("dp",), ("tp",))})
+    held = on_all_ranks(sharded, b, {}, GRID)
+    dropped, mask = (held[name] for name in sharded.graph.outputs)
+    for of_rank in range(GRID.size):
+        np.testing.assert_array_equal(mask[of_rank], mask[0])
+        np.testing.assert_allclose(dropped[of_rank], b.values["x"] ** 2 * mask[0] / 0.5)
+    assert 0 < mask[0].sum() < mask[0].size
+
+
+def test_whole_numbers_that_ranks_draw_each_by_themselves_are_refused():
+    b = Builder()
+    b.graph.nodes.append(Node("Draw", (), ("y",), (TensorType((4,), "int32"),), {"side_effect_hidden": True}))
+    b.graph.outputs = ["y"]
+    with pytest.raises(PartitionError, match="draw floats and convert them"):
+        shard_graph(b.graph, GRID, {}, {})
+
+
+def test_a_copy_of_a_value_is_written_only_if_nobody_else_looks_at_it():
+    b = Builder()
+    x = b.tensor("x", np.ones((4, 2)))
+    b.node("Square", x)
+    for name in ("square", "again"):
+        b.graph.nodes.append(Node("Write", (x,), (name,), (TensorType((4, 2), "float64"),), {"side_effect_mem": True}))
+    b.graph.outputs = ["square"]
+    with pytest.raises(PartitionError, match="writes a value that others use, too"):
+        shard_graph(b.graph, GRID, {}, {"x": (("dp",), ())})
+    del b.graph.nodes[-1], b.graph.nodes[0]
+    assert shard_graph(b.graph, GRID, {}, {"x": (("dp",), ())}).unsharded == {"Write": 1}
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that are written as several simpler ones before they are sharded, so that what they add up over sharded dims is
+communicated like any other sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from sporeloom.partition.graph import Name, Node, TensorType
+from sporeloom.strategy.layout import Shape
+
+
+class Builder(Protocol):
+    """Writes operators on whole values, which are sharded as they come."""
+
+    def type_of(self, name: Name) -> TensorType: ...
+
+    def value_of(self, name: Name) -> Any:
+        """Of a constant.
+
+        Raises:
+            PartitionError: it is computed.
+        """
+        ...
+
+    def put(self, kind: str, inputs: Sequence[Any], shape: Shape, dtype: str = "") -> Name:
+        """An operator with one output, of the element type of its first input unless that is given. An input that is no name
+        becomes a constant; one that is a float, a tensor."""
+        ...
+
+    def update(self, parameter: Name, value: Name, monad: Name, result: Name) -> Name:
+        """Assign a parameter. Returns `result`, which then waits for it."""
+        ...
+
+    def drawn(self, node: Node, inputs: Sequence[Name]) -> tuple[Name, ...]:
+        """An operator that draws numbers, for which all ranks agree."""
+        ...
+
+
+Decomposition = Callable[[Builder, Node], tuple[Name, ...] | None]
+"""Names of what the outputs are; None: the operator is taken as it is."""
+
+
+def _dims_of_channel(num_dims: int) -> tuple[int, ...]:
+    return tuple(dim for dim in range(num_dims) if dim != 1)
+
+
+def _per_channel(b: Builder, x: Name, like: Name) -> Name:
+    """A vector of numbers of channels, in the shape of means that are taken with dims kept."""
+    shape = b.type_of(like).shape
+    wide = tuple(size if dim == 1 else 1 for dim, size in enumerate(shape))
+    return b.put("Reshape", [x, wide], wide)
+
+
+def _mean(b: Builder, x: Name) -> Name:
+    shape = b.type_of(x).shape
+    wide = tuple(size if dim == 1 else 1 for dim, size in enumerate(shape))
+    return b.put("ReduceMean", [x, _dims_of_channel(len(shape)), True], wide)
+
+
+def batch_norm(b: Builder, node: Node) -> tuple[Name, ...] | None:
+    """Batch norm in training, whose mean and variance are those of the whole batch. It writes the moving ones.
+
+    What it keeps for the gradient are the mean and one over the standard deviation.
+    """
+    x, scale, shift, moving_mean, moving_variance, is_training, epsilon, momentum, *_, monad = node.flat_inputs()
+    if not b.value_of(is_training):
+        return None
+    shape = b.type_of(x).shape
+    channels = (shape[1],)
+    mean = _mean(b, x)
+    centred = b.put("Sub", [x, mean], shape)
+    variance = _mean(b, b.put("Square", [centred], shape))
+    wide = b.type_of(variance).shape
+    inverse = b.put("Rsqrt", [b.put("Add", [variance, float(b.value_of(epsilon))], wide)], wide)
+    normal = b.put("Mul", [centred, inverse], shape)
+    y = b.put("Add", [b.put("Mul", [normal, _per_channel(b, scale, x)], shape), _per_channel(b, shift, x)], shape)
+    own_mean, own_variance, own_inverse = (b.put("Reshape", [v, channels], channels) for v in (mean, variance, inverse))
+    count, share = math.prod(shape) // shape[1], float(b.value_of(momentum))
+    unbiased = b.put("Mul", [own_variance, count / max(count - 1, 1)], channels)
+    for parameter, found in ((moving_mean, own_mean), (moving_variance, unbiased)):
+        kept = b.put("Mul", [parameter, 1.0 - share], channels)
+        new = b.put("Add", [kept, b.put("Mul", [found, share], channels)], channels)
+        y = b.update(parameter, new, monad, y)
+    return y, own_mean, own_variance, own_mean, own_inverse
+
+
+def batch_norm_grad(b: Builder, node: Node) -> tuple[Name, ...] | None:
+    """Its gradients with respect to x, scale and shift."""
+    dy, x, scale, mean, inverse, _, is_training, *_ = node.flat_inputs()
+    if not b.value_of(is_training):
+        return None
+    shape = b.type_of(x).shape
+    channels, dims = (shape[1],), _dims_of_channel(len(shape))
+    wide_inverse = _per_channel(b, inverse, x)
+    normal = b.put("Mul", [b.put("Sub", [x, _per_channel(b, mean, x)], shape), wide_inverse], shape)
+    products = b.put("Mul", [dy, normal], shape)
+    d_scale = b.put("ReduceSum", [products, dims, False, False], channels)
+    d_shift = b.put("ReduceSum", [dy, dims, False, False], channels)
+    count = math.prod(shape) // shape[1]
+    along_normal = b.put("Mul", [normal, _per_channel(b, b.put("Mul", [d_scale, 1 / count], channels), x)], shape)
+    rest = b.put("Sub", [dy, _per_channel(b, b.put("Mul", [d_shift, 1 / count], channels), x)], shape)
+    d_normal = b.put("Sub", [rest, along_normal], shape)
+    factor = b.put("Mul", [_per_channel(b, scale, x), wide_inverse], b.type_of(wide_inverse).shape)
+    return b.put("Mul", [d_normal, factor], shape), d_scale, d_shift
+
+
+def dropout(b: Builder, node: Node) -> tuple[Name, ...]:
+    """x by a mask that is drawn for all of it."""
+    x, keep, *seeds = node.flat_inputs()
+    shape, dtype = b.type_of(x).shape, b.type_of(x).dtype
+    ones = b.put("BroadcastTo", [1.0, shape], shape, dtype)
+    _, mask = b.drawn(node, [ones, keep, *seeds])
+    return b.put("Mul", [b.put("Mul", [x, mask], shape), 1.0 / float(b.value_of(keep))], shape), mask
+
+
+DECOMPOSITIONS: dict[str, Decomposition] = {
+    "BatchNorm": batch_norm,
+    "BatchNormGrad": batch_norm_grad,
+    "Dropout": dropout,
+}

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators of which a line says what becomes of each dim.
+
+`"n c .., o c .. -> +c n o .."` is a convolution. A letter is a dim that may be sharded, the same one wherever it stands: rows
+and output channels here. `+c` says of an output that it is a sum over the input channels, which is pending where they are
+sharded. `.` is a dim that every rank holds whole, `..` are all that are left, and `*` all that are left, each of
+which may be sharded. `-` is an input that is no tensor, `=` one that is the shape of the output and becomes that of a
+rank's part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from sporeloom.partition.layout import NONE, ValueLayout
+from sporeloom.partition.operation import Handler, Operand, Operation, Plan, UnknownValueError
+from sporeloom.strategy.layout import Dim, Layout, Shape
+
+WHOLE = "."
+Labels = tuple[str, ...]
+
+
+def expanded(term: str, num_dims: int) -> Labels:
+    """Labels of the dims of a tensor: `*` and `..` stand for as many as are left."""
+    words = term.split()
+    left = num_dims - len(words) + 1
+    labels: list[str] = []
+    for word in words:
+        if word == "*":
+            labels += [f"*{i}" for i in range(left)]
+        else:
+            labels += [WHOLE] * left if word == ".." else [word]
+    if len(labels) != num_dims:
+        raise UnknownValueError(f"{num_dims} dims are not {term}")
+    return tuple(labels)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """An input or output and its labels."""
+
+    index: int
+    labels: Labels
+    operand: Operand
+
+
+def along(op: Operation, line: str, linear: Sequence[int] = (), first: Sequence[int] = ()) -> Plan:
+    """How the ranks compute an operator whose dims are as `line` says.
+
+    Args:
+        linear: inputs in each of which it is linear: what is pending in one alone stays so, if none is larger than it.
+        first: inputs by whose layout a dim is sharded rather than by that of larger ones.
+    """
+    given, made = (side.split(", ") for side in line.split(" -> "))
+    tensors = list(_tensors(op, given))
+    keep = _kept(op, tensors, linear)
+    sizes = _sizes(tensors)
+    sharding = _sharding(op, tensors, sizes, first, keep)
+
+    def dims(labels: Labels, shape: Shape) -> Layout:
+        pairs = zip(labels, shape, strict=True)
+        return tuple(sharding.get(label, ()) if size == sizes.get(label) else () for label, size in pairs)
+
+    wanted = {t.index: ValueLayout(dims(t.labels, t.operand.shape), t.operand.partial & keep) for t in tensors}
+    outputs: list[ValueLayout | None] = []
+    for type, term in zip(op.types, made * len(op.types) if len(made) == 1 else made, strict=True):
+        if type is None:
+            outputs.append(None)
+            continue
+        summed, term = _summed(term)
+        labels = expanded(term, len(type.shape))
+        if any(label != WHOLE and sizes.get(label) != size for label, size in zip(labels, type.shape, strict=True)):
+            raise UnknownValueError(f"{op.kind}: {type.shape} is not {term}")
+        over = (axis for label, axes in sharding.items() if label in summed or label[0] in summed for axis in axes)
+        outputs.append(ValueLayout(dims(labels, type.shape), keep.union(over)))
+    shapes = {
+        i: outputs[0].local_shape(op.output.shape, op.grid) for i, t in enumerate(given) if t == "=" and outputs[0]
+    }
+    return Plan(op.as_they_are(wanted), tuple(outputs), shapes)
+
+
+def _summed(term: str) -> tuple[list[str], str]:
+    """Labels over which an output is a sum, and the term without them."""
+    words = term.split()
+    return [word[1:] for word in words if word[0] == "+"], " ".join(word for word in words if word[0] != "+")
+
+
+def _tensors(op: Operation, terms: Sequence[str]) -> Iterator[_Tensor]:
+    for index, (term, operand) in enumerate(zip(terms, op.operands, strict=False)):
+        if term not in "-=" and isinstance(operand, Operand) and operand.type is not None:
+            yield _Tensor(index, expanded(term, len(operand.shape)), operand)
+
+
+def _kept(op: Operation, tensors: Sequence[_Tensor], linear: Sequence[int]) -> frozenset[str]:
+    """Sums that may stay pending."""
+    pending = [t for t in tensors if t.operand.partial]
+    if len(pending) != 1 or pending[0].index not in linear:
+        return NONE
+    (one,) = pending
+    assert one.operand.type is not None
+    if sum(type.num_elements for type in op.types if type) > one.operand.type.num_elements:
+        return NONE  # cheaper to add up what is smaller
+    return one.operand.partial - frozenset(axis for t in tensors for dim in t.operand.dims for axis in dim)
+
+
+def _sizes(tensors: Sequence[_Tensor]) -> dict[str, int]:
+    """Of what a label stands for; a tensor that is broadcast along it has 1."""
+    sizes: dict[str, int] = {}
+    for t in tensors:
+        for label, size in zip(t.labels, t.operand.shape, strict=True):
+            if label != WHOLE:
+                sizes[label] = max(sizes.get(label, 1), size)
+    return sizes
+
+
+def _sharding(
+    op: Operation, tensors: Sequence[_Tensor], sizes: Mapping[str, int], first: Sequence[int], keep: frozenset[str]
+) -> dict[str, Dim]:
+    """Axes of each label, no axis twice: those by which the largest tensor that has the dim is sharded."""
+
+    def order(t: _Tensor) -> tuple[bool, int]:
+        assert t.operand.type is not None
+        return t.index not in first, -t.operand.type.num_elements
+
+    decided: dict[str, Dim] = {}
+    used = set(keep)
+    for t in sorted(tensors, key=order):
+        for label, size, axes in zip(t.labels, t.operand.shape, t.operand.dims, strict=True):
+            if label != WHOLE and label not in decided and size == sizes[label] and (axes or t.index in first):
+                (decided[label],) = op.fit([axes], (size,), frozenset(used))
+                used.update(decided[label])
+    return decided
+
+
+def _is_plain(op: Operation) -> bool:
+    """Whether images are rows, channels, height, width."""
+    return all(op.attributes.get(name, "NCHW") in ("NCHW", "NCDHW") for name in ("format", "data_format"))
+
+
+def of_images(op: Operation, line: str, linear: Sequence[int] = ()) -> Plan:
+    if not _is_plain(op):
+        raise UnknownValueError(f"{op.kind}: channels last")
+    return along(op, line, linear)
+
+
+def convolution(op: Operation, line: str) -> Plan:
+    """Channels may be sharded unless they come in groups."""
+    if int(op.attributes.get("group", op.attributes.get("groups", 1))) > 1:
+        return of_images(op, re.sub(r"\b[oc]\b", WHOLE, line), (0, 1))
+    plan = of_images(op, line, (0, 1))
+    if "out_channel" not in op.attributes:
+        return plan
+    degree = next(op.grid.degree(d) for d in _of_label(plan, line, "o"))
+    return replace(plan, attributes={"out_channel": int(op.attributes["out_channel"]) // degree})
+
+
+def _of_label(plan: Plan, line: str, label: str) -> Iterator[Dim]:
+    """Axes by which a plan shards what a label of the inputs stands for."""
+    for index, term in enumerate(line.split(" -> ")[0].split(", ")):
+        layout = plan.inputs[index]
+        if isinstance(layout, ValueLayout) and label in term.split():
+            yield layout.dims[expanded(term, len(layout.dims)).index(label)]
+
+
+def bias(op: Operation, line: str, position: int, linear: Sequence[int] = ()) -> Plan:
+    """Input `position` says whether channels are dim 1 or the last."""
+    if op.constant(position) not in (0, "NCHW"):
+        raise UnknownValueError(f"{op.kind}: channels last")
+    return along(op, line, linear)
+
+
+FEATURES = "n c .. -> n c .."
+POOL_GRADIENT = "n c .., n c .., n c .. -> n c .."
+
+HANDLERS: dict[str, Handler] = {
+    "BiasAdd": partial(bias, line="n c *, c -> n c *", position=2),
+    "BiasAddGrad": partial(bias, line="n c * -> +n +* c", position=1, linear=(0,)),
+    **dict.fromkeys(("Conv2D", "Conv3D"), partial(convolution, line="n c .., o c .. -> +c n o ..")),
+    **dict.fromkeys(
+        ("Conv2DBackpropInput", "Conv3DBackpropInput", "Conv2DTranspose", "Conv3DTranspose"),
+        partial(convolution, line="n o .., o c .., = -> +o n c .."),
+    ),
+    **dict.fromkeys(
+        ("Conv2DBackpropFilter", "Conv3DBackpropFilter"), partial(convolution, line="n o .., n c .., = -> +n o c ..")
+    ),
+    **dict.fromkeys(
+        ("MaxPool", "MaxPool3D", "ResizeBilinearV2", "ResizeNearestNeighborV2"), partial(of_images, line=FEATURES)
+    ),
+    **dict.fromkeys(("AvgPool", "AvgPool3D", "AdaptiveAvgPool2D"), partial(of_images, line=FEATURES, linear=(0,))),
+    **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad"), partial(of_images, line=POOL_GRADIENT)),
+    "AvgPoolGrad": partial(of_images, line=POOL_GRADIENT),
+    "ResizeBilinearGrad": partial(of_images, line="n c .., n c .. -> n c .."),
+    "BatchNorm": partial(along, line="n .., ., ., ., . -> n .., ., ., ., ."),  # in evaluation, as its gradient
+    "BatchNormGrad": partial(along, line="n .., n .., ., ., ., . -> n .., +n ., +n ."),
+    "GroupNorm": partial(along, line="n .., -, ., . -> n .., n ., n ."),
+    "GroupNormGrad": partial(along, line="n .., n .., n ., n ., . -> n .., +n ., +n ."),
+    **dict.fromkeys(("Tril", "Triu"), partial(along, line="* . . -> * . .", linear=(0,))),
+    "Flatten": partial(along, line="n .. -> n .", linear=(0,)),
+}

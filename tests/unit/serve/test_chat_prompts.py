@@ -3,6 +3,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -14,7 +15,8 @@ from pangu.tokenizer import open_tokenizer as open_pangu
 from sporeloom.data.chat_template import with_template
 from sporeloom.data.tokenizer import ChatMessage, chat_prompt, infill_prompt
 from sporeloom.serve.app import Server, build_app
-from sporeloom.serve.config import ServedModel
+from sporeloom.serve.config import ServeConfig, ServedModel, ServeJob
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 SLOW = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 ASKED = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi<|assistant|>[unused10][unused9]"}]
@@ -25,8 +27,8 @@ def asked(monkeypatch):
     """Prompts that would be answered."""
     prompts = []
 
-    async def answer(self, request, asked, given, choices, form):
-        prompts.extend(given)
+    async def answer(self, request, asked, prepared, form):
+        prompts.extend(prepared.prompts)
         return await self.models(request)
 
     monkeypatch.setattr(Server, "_answer", answer)
@@ -34,11 +36,9 @@ def asked(monkeypatch):
 
 
 def client(tokenizer):
-    config = SimpleNamespace(api_key=None, max_body_kb=100)
+    config = ServeConfig(checkpoint=Path("m"), host="m", max_body_kb=100)
     models = (ServedModel("m", tokenizer, (tokenizer.eod_id,)),)
-    job = SimpleNamespace(
-        config=config, models=models, name="m", family="codegeex", max_model_len=99, stop_ids=(0,), num_rows=1
-    )
+    job = ServeJob(config, "codegeex", SimpleNamespace(seq_len=99), SINGLE_DEVICE, models)
     load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0)
     service = SimpleNamespace(job=job, state="ready", load=load, num_waiting=0)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=build_app(service)), base_url="http://m")

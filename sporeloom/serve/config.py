@@ -52,8 +52,14 @@ class ServeConfig(ComputeFlags):
     served_model_name: str | None = option(
         None, "what clients call the model; without it the name of the folder, or of the run it lies in"
     )
-    max_num_seqs: Count = option(8, "requests worked on at once; the others wait")
-    max_queue: Count = option(256, "requests that may wait; more are told to come again later (429)")
+    max_num_seqs: Count = option(
+        8, "sequences that are generated at once, each choice of a request one; the others wait"
+    )
+    max_queue: Count = option(
+        256,
+        "sequences that may wait; more are told to come again later (429), and a request for more than are ever held is a "
+        "mistake (400)",
+    )
     max_model_len: Count | None = option(None, "tokens of prompt and answer; the model's context without it")
     prefill_chunk: Count | None = option(
         None,

@@ -29,8 +29,8 @@ from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
 from sporeloom.serve.config import CHUNK, MIXED_CHUNK, ServeJob
 
-HEARTBEAT_S = 60.0
-"""How long ranks wait for each other at most while nothing is asked for."""
+HEARTBEAT_S = 5.0
+"""How long ranks wait for each other at most while nothing is asked for: far below every time-out of a collective."""
 
 State = Literal["loading", "ready", "draining", "failed"]
 

@@ -49,6 +49,8 @@ from sporeloom.serve.texts import Events, Texts, stream, whole
 from sporeloom.serve.token_texts import token_text
 from sporeloom.serve.work import Workers, too_many
 
+MAX_BODIES = 64
+"""As many of the longest bodies may be held at once; of shorter ones more."""
 OPEN_PATHS = ("/", "/health")
 """What needs no key."""
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -104,6 +106,7 @@ class Server:
         self.metrics = Metrics(service, self.job.name)
         self.started = int(time.time())
         self._unknown: set[str] = set()
+        self._body_bytes = 0
         self._log = LogBudget()
         self._tokenizing = Workers(2, self.job.max_texts)
         self._rendering = Workers(1, self.job.max_texts)  # there is one process for it
@@ -123,6 +126,8 @@ class Server:
                 return _error(RequestError(400, error.problems[0]))
             except ClientDisconnect:
                 return Response(status_code=499)
+            finally:
+                self._body_bytes -= getattr(request.state, "body_bytes", 0)
 
         return handle
 
@@ -238,6 +243,7 @@ class Server:
             body = bytearray()
             async for part in request.stream():
                 body += part
+                self._hold(request, len(part))
                 if len(body) > limit:
                     raise too_long
             return bytes(body)
@@ -248,6 +254,17 @@ class Server:
             raise RequestError(
                 408, f"the request did not arrive within {BODY_TIMEOUT_S:.0f} s", headers=_LAST
             ) from None
+
+    def _hold(self, request: Request, count: int) -> None:
+        """Count bytes of a body, until its request has been answered.
+
+        Raises:
+            RequestError: those of all requests are too many.
+        """
+        if self._body_bytes + count > MAX_BODIES * self.job.config.max_body_kb * 1024:
+            raise RequestError(503, "too many long requests; come again later", headers={"Retry-After": "1", **_LAST})
+        self._body_bytes += count
+        request.state.body_bytes = getattr(request.state, "body_bytes", 0) + count
 
     def _model(self, fields: Fields) -> ServedModel:
         """The model that is asked for; the checkpoint's where none is.

@@ -43,6 +43,8 @@ SPARE_FILES = 32
 MAX_REFUSED = 16
 """Clients that are being told so at once; more are told before they have said anything."""
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+GONE = (errno.ECONNABORTED, errno.EPROTO)
+"""A client that has gone before it was taken."""
 RETRY_S = 0.2
 LOGGERS = ("uvicorn.error", "asyncio")
 _TOO_MANY = RequestError(503, "too many connections; come again later", headers={"Retry-After": "1"})
@@ -188,9 +190,14 @@ class HttpServer(uvicorn.Server):
                 if error.errno in OUT_OF_FILES:
                     self._note(os.strerror(error.errno or 0))
                     self._send_away()
+                if error.errno not in GONE:
                     await asyncio.sleep(RETRY_S)
-                continue  # else a client that has gone already
-            await self._take(loop, client)
+                continue
+            try:
+                await self._take(loop, client)
+            except Exception as error:  # of this client alone
+                client.close()
+                self._log.log("accept", f"a connection failed: {type(error).__name__}: {error}")
 
     async def _take(self, loop: asyncio.AbstractEventLoop, client: socket.socket) -> None:
         """Give a connection its protocol; one too many is told so."""
@@ -211,8 +218,7 @@ class HttpServer(uvicorn.Server):
                 made.refuse()
             return made
 
-        with contextlib.suppress(OSError):
-            await loop.connect_accepted_socket(protocol, client)
+        await loop.connect_accepted_socket(protocol, client)
 
     def _note(self, why: str) -> None:
         self._log.log("full", f"no more connections ({why}): new ones are told to come again (503)")

@@ -161,6 +161,22 @@ def test_a_host_header_opens_nothing_that_needs_a_key(start):
     assert running.get("/v1/models")[0] == 401
 
 
+def test_long_bodies_that_stop_before_their_end_do_not_fill_the_memory(start):
+    running = start(max_connections=200, max_body_kb=1)
+    crowd = [running.connect() for _ in range(80)]
+    for client in crowd:
+        client.sendall(POST.replace(b"99", b"1024") + b"{" * 1000)
+    said = [read_all(client)[:13] for client in crowd]
+    for client in crowd:
+        client.close()
+    assert said.count(b"HTTP/1.1 408 ") == 64 * 1024 // 1000 and said.count(b"HTTP/1.1 503 ") == 80 - 64 * 1024 // 1000
+    # What they held is free again.
+    body = json.dumps({**BODY, "user": "x" * 900}).encode()
+    with running.connect() as client:
+        client.sendall(POST.replace(b"99", str(len(body)).encode()) + body)
+        assert client.recv(13) == b"HTTP/1.1 200 "
+
+
 def test_a_connection_too_many_is_told_to_come_again_and_little_is_logged(start, capfd):
     running = start(max_connections=20)
     idle = [running.connect() for _ in range(20)]

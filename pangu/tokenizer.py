@@ -48,6 +48,7 @@ class PanGuTokenizer(PieceTokenizer):
         super().__init__(path)
         if not is_alpha(self):
             raise ConfigError(f"{path}: not PanGu-alpha's tokenizer but {described(self.file)}")
+        self._bytes: dict[int, bytes] = {}
 
     def encode_text(self, text: str) -> list[int]:
         return super().encode_text(segment(text))
@@ -59,9 +60,13 @@ class PanGuTokenizer(PieceTokenizer):
         return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        found = super().token_bytes(token)
-        is_half = not found.isascii() and self.pieces.is_byte(token)
-        return found if is_half else found.decode().translate(_WHITE).encode()
+        found = self._bytes.get(token)
+        if found is None:
+            found = super().token_bytes(token)
+            is_half = not found.isascii() and self.pieces.is_byte(token)
+            found = found if is_half else found.decode().translate(_WHITE).encode()
+            self._bytes[token] = found
+        return found
 
 
 def is_alpha(tokenizer: PieceTokenizer) -> bool:

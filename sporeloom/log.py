@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -16,6 +18,45 @@ MARK = "[sporeloom] "
 
 def milestone(text: str) -> None:
     print(MARK + text, file=sys.stderr, flush=True)
+
+
+class LogBudget:
+    """Bounds on what others can cause to be logged: so many lines of a kind in a minute; the rest is counted.
+
+    Args:
+        max_lines: of each kind.
+        clock: seconds.
+    """
+
+    PERIOD_S = 60.0
+
+    def __init__(self, max_lines: int = 5, clock: Callable[[], float] = time.monotonic):
+        self._max, self._clock = max_lines, clock
+        self._kinds: dict[str, tuple[float, int]] = {}  # when its period began, lines in it
+
+    def take(self, kind: str) -> str | None:
+        """What to add to a line of this kind, how many were left out before it; None: leave it out."""
+        now = self._clock()
+        since, count = self._kinds.get(kind, (now, 0))
+        left_out = 0
+        if now - since >= self.PERIOD_S:
+            since, left_out, count = now, max(0, count - self._max), 0
+        self._kinds[kind] = since, count + 1
+        if count >= self._max:
+            return None
+        return f" ({left_out:,} more like this since the last one)" if left_out else ""
+
+    def log(self, kind: str, text: str) -> None:
+        """A milestone, while there are not too many of its kind."""
+        if (more := self.take(kind)) is not None:
+            milestone(text + more)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Of a logger; a kind is what a message says before its values are put in."""
+        more = self.take(f"{record.name}: {record.msg}"[:200])
+        if more:
+            record.msg, record.args = record.getMessage() + more, ()
+        return more is not None
 
 
 def counted(number: int, one: str, many: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from sporeloom.errors import ConfigError
 
 MOST = 2**31 - 1
 """Of anything that is counted: beyond it MindSpore's and NumPy's shapes end."""
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is none of NaN, infinity and integers that no float holds."""
+    return -sys.float_info.max <= value <= sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -27,14 +33,14 @@ class Bounds:
 
     def __contains__(self, value: float) -> bool:
         return (
-            math.isfinite(value)
+            is_finite(value)
             and (value > self.low if self.without_low else value >= self.low)
             and (value < self.high if self.without_high else value <= self.high)
         )
 
     def wanted(self, value: float) -> str:
         """What to say of a value outside."""
-        if not math.isfinite(value):
+        if not is_finite(value):
             return "must be a finite number"
         if self.high <= 1 and math.isfinite(self.low):
             left, right = "(" if self.without_low else "[", ")" if self.without_high else "]"

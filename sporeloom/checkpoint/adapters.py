@@ -58,6 +58,8 @@ MINDFORMERS = {
 """Leaves of MindFormers' Llama -> ours."""
 IGNORED = (".lora_velora_embed",)
 """How names of tensors end that only training uses."""
+MAX_CHANGE = FLOAT32_MAX**0.5
+"""Of a weight: norms and attention square what comes of it."""
 Weights = dict[str, NDArray[np.float32]]
 
 
@@ -307,8 +309,11 @@ def _number_problems(adapter: Adapter, model: ModelConfig) -> Iterator[str]:
         a, b = (float(np.abs(adapter.weights[path + end]).max(initial=0)) for end in (LORA_A, LORA_B))
         if (top := max(a, scale * b)) > largest:
             yield f"{path}: numbers up to {top:.3g} in A or scale * B; {model.compute_dtype} ends at {largest:.3g}"
-        elif scale * rank * a * b > FLOAT32_MAX and (found := _largest_change(adapter, path)) > FLOAT32_MAX:
-            yield f"{path}: scale * B A is up to {found:.3g}; float32 ends at {FLOAT32_MAX:.3g}"
+        elif scale * rank * a * b > MAX_CHANGE and (found := _largest_change(adapter, path)) > MAX_CHANGE:
+            yield (
+                f"{path}: lora_alpha and rank {rank} make a scale of {scale:.3g}, and scale * B A is up to {found:.3g}; "
+                f"norms square numbers, and those of float32 end at {FLOAT32_MAX:.3g}"
+            )
 
 
 def _largest_change(adapter: Adapter, path: str) -> float:

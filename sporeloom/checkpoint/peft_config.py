@@ -12,12 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sporeloom.checkpoint.finite import FLOAT32_MAX
 from sporeloom.errors import Problems
 from sporeloom.models.adapters import LoRAConfig
+from sporeloom.numbers import is_finite
 from sporeloom.reader import Document, fields_from
 
 PLAIN_FIELDS = ("r", "lora_alpha", "lora_dropout", "use_rslora")
 """Those that are ours, too."""
+NUMBERS = ("r", "lora_alpha", "lora_dropout")
 TARGETS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 HONOURED = (
     *PLAIN_FIELDS,
@@ -144,6 +147,12 @@ def _other_kinds(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_values(values: Mapping[str, Any]) -> Iterator[str]:
+    for name in NUMBERS:
+        if name in values and values[name] is None:
+            yield f"{name} is null, which PEFT cannot compute with; write the number that the adapters were trained with"
+    alpha = values.get("lora_alpha")
+    if isinstance(alpha, int | float) and not isinstance(alpha, bool) and FLOAT32_MAX < alpha < math.inf:
+        yield f"lora_alpha is {_short(alpha)}; float32 ends at {FLOAT32_MAX:.3g}"
     for name in ("rank_pattern", "alpha_pattern"):
         found = values.get(name) or {}
         if not isinstance(found, dict):
@@ -151,7 +160,9 @@ def _wrong_values(values: Mapping[str, Any]) -> Iterator[str]:
             continue
         for pattern, value in found.items():
             if problem := _number_problem(value, whole=name == "rank_pattern"):
-                yield f"{name}: {pattern} {problem}, got {value!r}"
+                yield f"{name}: {pattern} {problem}, got {_short(value)}"
+            elif value > FLOAT32_MAX:
+                yield f"{name}: {pattern} is {_short(value)}; float32 ends at {FLOAT32_MAX:.3g}"
             yield from _pattern_problems(name, pattern)
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         found = values.get(name)
@@ -171,7 +182,12 @@ def _wrong_values(values: Mapping[str, Any]) -> Iterator[str]:
 def _number_problem(value: Any, whole: bool) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         return "must be a whole number" if whole else "must be a number"
-    return None if math.isfinite(value) and value > 0 else "must be above 0 and finite"
+    return None if is_finite(value) and value > 0 else "must be above 0 and finite"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _pattern_problems(name: str, pattern: str) -> Iterator[str]:

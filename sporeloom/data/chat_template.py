@@ -27,6 +27,15 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """What variables cannot be called."""
 
 
+class ChatTemplateError(ConfigError):
+    """A template does not take a conversation, or takes too much time. `reason`: without the name of the file, which is none
+    of a client's business."""
+
+    def __init__(self, path: Path, reason: str):
+        super().__init__(f"{path}: {reason}")
+        self.reason = reason
+
+
 class ChatTemplate:
     """A template that was read and found right.
 
@@ -60,7 +69,8 @@ class ChatTemplate:
         """A conversation, up to where an assistant answers it, by who wrote what.
 
         Raises:
-            ConfigError: the template does not take these messages, or takes too long.
+            ChatTemplateError: the template does not take these messages, or takes too long.
+            ConfigError: a variable's name is taken.
         """
         if wrong := [name for name in variables or {} if name in RESERVED]:
             raise ConfigError(f"a variable of a chat template cannot be called {wrong[0]}")
@@ -68,7 +78,7 @@ class ChatTemplate:
         found = self._ask(plain, add_generation_prompt, variables)
         text, at, spans = found["text"], 0, list[Span]()
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise ConfigError(f"{self.path}: the text holds half a character (a lone surrogate)")
+            raise ChatTemplateError(self.path, "the text holds half a character (a lone surrogate)")
         for place, length in enumerate(found["runs"]):
             spans += [Span(text[at : at + length], bool(place % 2))] if length else []
             at += length
@@ -90,7 +100,7 @@ class ChatTemplate:
             )
         except ConfigError as error:
             kind = "no chat template" if messages is None else "chat template"
-            raise ConfigError(f"{self.path}: {kind}: {error.problems[0]}") from None
+            raise ChatTemplateError(self.path, f"{kind}: {error.problems[0]}") from None
 
 
 class TemplatedTokenizer(SpecialTokens):

@@ -19,7 +19,7 @@ import numpy as np
 from sporeloom.errors import ConfigError
 from sporeloom.inference.decoding import Decoding, Logits
 from sporeloom.inference.sampling import BadLogitsError, History, NoTokenError, Sampler, TokenScore, score_token
-from sporeloom.log import milestone
+from sporeloom.log import LogBudget
 from sporeloom.runtime.engine import Engine
 
 FinishReason = Literal["stop", "length"]
@@ -127,6 +127,7 @@ class Scheduler:
     def __init__(self, decoding: Decoding, engine: Engine):
         self.decoding, self.engine = decoding, engine
         self._ids = itertools.count()
+        self._log = LogBudget()
         self._waiting: dict[int, Request] = {}
         self._rows: dict[int, _Row] = {}
         self._free = list(range(decoding.num_rows))  # the one freed longest ago first
@@ -261,7 +262,7 @@ class Scheduler:
                 try:
                     token, score, reason = _next_token(self._rows[row], logits[row])
                 except Exception as error:  # whatever it is, the other requests go on
-                    told[2, place] = -1 - _kind_of(error)
+                    told[2, place] = -1 - _kind_of(error, self._log)
                     continue
                 if score:
                     tops[place], told[:2, place] = score.top, (token, np.float32(score.log_probability).view(np.int32))
@@ -330,12 +331,12 @@ def _next_token(state: _Row, logits: Logits) -> tuple[int, TokenScore | None, Fi
     return token, score_token(logits, token, request.num_top), _finish_reason(request, [*state.generated, token])
 
 
-def _kind_of(error: Exception) -> int:
+def _kind_of(error: Exception, log: LogBudget) -> int:
     """Which of `_ERRORS` the ranks are told; what is none of them is logged here."""
     for place, kind in enumerate(_ERRORS):
         if isinstance(error, kind):
             return place
-    milestone(f"a text failed: {''.join(traceback.format_exception(error))}")
+    log.log("failed", f"a text failed: {''.join(traceback.format_exception(error))}")
     return _ERRORS.index(InternalError)
 
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 StopCondition = Callable[[str], int | None]
 
@@ -53,9 +55,29 @@ def held_back(text: str, wanted: Sequence[str]) -> int:
 
 
 def _begun(text: str, wanted: str) -> int:
-    """How many characters at the end of a text are the beginning of a longer one, at most."""
+    """How many characters at the end of a text are the beginning of a longer one, at most; in linear time."""
     tail = text[max(0, len(text) - len(wanted) + 1) :]
-    place = tail.find(wanted[:1])
-    while place >= 0 and not wanted.startswith(tail[place:]):
-        place = tail.find(wanted[:1], place + 1)
-    return len(tail) - place if place >= 0 and tail else 0
+    start = tail.find(wanted[:1])
+    if start < 0 or not tail:
+        return 0
+    borders, matched = _borders(wanted), 0
+    for character in tail[start:]:
+        while matched and wanted[matched] != character:
+            matched = borders[matched - 1]
+        matched += wanted[matched] == character
+    return matched
+
+
+@lru_cache(maxsize=256)
+def _borders(wanted: str) -> Sequence[int]:
+    """Of each beginning of a text, how long its longest own beginning is that it ends with, too.
+
+    Source: D. E. Knuth, J. H. Morris, V. R. Pratt, Fast pattern matching in strings, 1977.
+    """
+    result, length = array("L", [0]), 0
+    for character in wanted[1:]:
+        while length and wanted[length] != character:
+            length = result[length - 1]
+        length += wanted[length] == character
+        result.append(length)
+    return result

@@ -19,11 +19,16 @@ from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_fo
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.numbers import Count, Natural, Positive, number_problems
+from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
 from sporeloom.strategy.checks import launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+MAX_PORT, BACKLOG = 65535, 1024
+CHUNK, MIXED_CHUNK = 64, 16
+"""Tokens of a prompt between two tokens of the others; in mixed batches as many as let these take at most twice as long, at
+350M on two cores (benchmarks/serve.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +41,30 @@ class ServeConfig(ComputeFlags):
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's, better with --api-key")
     port: Natural = option(8000, "port to listen on; 0: any that is free, told when it is ready")
     api_key: str | None = option(None, "what clients must send as `Authorization: Bearer KEY`")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "host names that clients may use besides localhost and --host (with 0.0.0.0: any address of this machine, and its "
+        "name); *.example.com: all below it, *: any",
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), "https://HOST:PORT: web pages besides the server's own that browsers may let use it; *: any"
+    )
     served_model_name: str | None = option(
         None, "what clients call the model; without it the name of the folder, or of the run it lies in"
     )
-    max_num_seqs: Count = option(8, "requests worked on at once; the others wait")
-    max_queue: Count = option(256, "requests that may wait; more are told to come again later (429)")
+    max_num_seqs: Count = option(
+        8, "sequences that are generated at once, each choice of a request one; the others wait"
+    )
+    max_queue: Count = option(
+        256,
+        "sequences that may wait; more are told to come again later (429), and a request for more than are ever held is a "
+        "mistake (400)",
+    )
     max_model_len: Count | None = option(None, "tokens of prompt and answer; the model's context without it")
     prefill_chunk: Count | None = option(
         None,
-        "tokens of a prompt that are worked through between two tokens of the others; 12 with compiled kernels, else 64",
+        f"tokens of a prompt that are worked through between two tokens of the others; {MIXED_CHUNK} with compiled kernels, "
+        f"else {CHUNK}",
     )
     request_timeout: Positive = option(600.0, "seconds after which a request is given up")
     max_body_kb: Count = option(1024, "largest request, in KB")
@@ -90,15 +110,21 @@ class ServeJob:
         return -(-self.config.max_num_seqs // dp) * dp
 
     @property
+    def max_texts(self) -> int:
+        """That may wait or be worked on at once."""
+        return self.config.max_queue + self.num_rows
+
+    @property
     def max_model_len(self) -> int:
         return min(self.config.max_model_len or self.model.seq_len, self.model.seq_len)
 
 
-def check(config: ServeConfig, num_processes: int | None) -> ServeJob:
+def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> ServeJob:
     """Everything the call refers to, read and held against each other.
 
     Args:
         num_processes: launched already; None: as many as the strategy needs will be.
+        rank: of this process among them.
 
     Raises:
         ConfigError: all problems at once.
@@ -125,9 +151,12 @@ def check(config: ServeConfig, num_processes: int | None) -> ServeJob:
             problems.append(
                 f"--max-model-len {config.max_model_len} is more than the model's context of {model.seq_len}"
             )
+    problems.of(AllowedHosts, config.host, config.allowed_hosts)
+    problems.of(AllowedOrigins, config.allowed_origins)
     if config.api_key is not None and not (config.api_key.isascii() and config.api_key.strip() == config.api_key != ""):
         problems.append("--api-key must be of ASCII characters, without spaces around it")
-    if num_processes is None or num_processes == 1 or not config.launch:
+    # Of several processes one listens: the others may be on other machines, and find its port taken on this one.
+    if num_processes is None or (strategy and rank == strategy.mesh.first_rank_of_last_stage):
         problems.of(_can_listen, config)
     names = [each.name for each in models]
     problems += [f"--lora-modules: {name} names two models" for name in dict.fromkeys(names) if names.count(name) > 1]
@@ -179,27 +208,32 @@ def _base(folder: Path) -> Path | None:
 
 
 def _can_listen(config: ServeConfig) -> None:
-    if config.port > 65535:
-        raise ConfigError(f"--port {config.port}: ports end at 65535")
-    try:
-        listen(config).close()
-    except OSError as error:
-        raise ConfigError(
-            f"--host {config.host} --port {config.port}: cannot listen there: {error.strerror or error}; take another --port"
-        ) from None
+    listen(config).close()
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """A socket that listens where the configuration says."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """A socket that listens where the configuration says.
+
+    Raises:
+        ConfigError: nobody can listen there, or somebody else does.
+    """
+    if config.port > MAX_PORT:
+        raise ConfigError(f"--port {config.port}: ports end at {MAX_PORT}")
     try:
-        made.bind(address)
-        made.listen(1024)
-    except OSError:
-        made.close()
-        raise
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            made.listen(BACKLOG)
+        except OSError:
+            made.close()
+            raise
+    except (OSError, UnicodeError) as error:  # a name that is none
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--host {config.host} --port {config.port}: cannot listen there: {reason}; take another --port"
+        ) from None
     return made

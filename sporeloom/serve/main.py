@@ -15,6 +15,7 @@ from sporeloom.log import milestone
 from sporeloom.runtime.environment import launched_rank
 from sporeloom.serve.app import build_app
 from sporeloom.serve.config import ServeJob, listen
+from sporeloom.serve.connections import KEEP_ALIVE_S, MAX_IDLE, HttpServer, TimedProtocol
 from sporeloom.serve.service import Service
 
 SAME_SIGNAL_S = 0.3
@@ -78,16 +79,16 @@ class _Http:
             build_app(service),
             log_level="warning",
             access_log=False,
-            timeout_keep_alive=30,
+            http=TimedProtocol,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=2,
             h11_max_incomplete_event_size=64 * 1024,
             server_header=False,
             lifespan="off",
             ws="none",
         )
-        self._server = uvicorn.Server(config)
-        self._listening = listening
-        self._thread = threading.Thread(target=self._server.run, args=([listening],), daemon=True)
+        self._server = HttpServer(config, listening, MAX_IDLE + service.job.max_texts)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def start(self) -> None:
         self._thread.start()

@@ -22,6 +22,9 @@ MAX_TOP, MAX_CHOICES, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 20, 128, 16, 128, 102
 DEFAULT_MAX_TOKENS = 16
 MAX_DRAWN_SEED = 2**53
 """What is drawn stays below: numbers of JavaScript, in which the page and many clients read answers, are exact up to it."""
+MAX_STOP_LENGTH, MAX_STOP_IDS = 1024, 1024
+BODY_TIMEOUT_S = 30.0
+"""For a body to arrive."""
 ROLES = ("system", "user", "assistant")
 
 
@@ -35,7 +38,7 @@ class RequestError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """As OpenAI's API says it."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
@@ -105,19 +108,19 @@ class Fields:
                 for each in kinds
                 if each is not int or float not in kinds
             )
-            raise RequestError(400, f"{name} must be {wanted}, got {_shown(value)}", name)
+            raise RequestError(400, f"{name} must be {wanted}, got {shown(value)}", name)
         return text_of(value, name) if isinstance(value, str) else value
 
     def number(self, name: str, low: float, high: float, default: float) -> float:
         value = self.take(name, (int, float), default)
         if not low <= value <= high:  # nor NaN
-            raise RequestError(400, f"{name} must be from {low:g} to {high:g}, got {_shown(value)}", name)
+            raise RequestError(400, f"{name} must be from {low:g} to {high:g}, got {shown(value)}", name)
         return float(value)
 
     def integer(self, name: str, low: int, high: int, default: int | None) -> Any:
         value = self.take(name, int, default)
         if value is not None and not low <= value <= high:
-            raise RequestError(400, f"{name} must be from {low} to {high}, got {_shown(value)}", name)
+            raise RequestError(400, f"{name} must be from {low} to {high}, got {shown(value)}", name)
         return value
 
     def integers(self, name: str, high: int) -> tuple[int, ...]:
@@ -143,7 +146,7 @@ def read_json(body: bytes) -> Fields:
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is no JSON: {first_line(error)[:200]}") from None
     if not isinstance(value, dict):
-        raise RequestError(400, f"the body must be a JSON object, got {_shown(value)}")
+        raise RequestError(400, f"the body must be a JSON object, got {shown(value)}")
     return Fields(value)
 
 
@@ -232,6 +235,11 @@ def _common(
     stops = [text_of(text, "stop") for text in ([stop] if isinstance(stop, str) else stop)]
     if len(stops) > MAX_STOPS or "" in stops:
         raise RequestError(400, f"stop: up to {MAX_STOPS} texts, none of them empty", "stop")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_LENGTH:
+        raise RequestError(400, f"stop: texts of up to {MAX_STOP_LENGTH} characters, got one of {longest}", "stop")
+    stop_ids = tuple(dict.fromkeys(fields.integers("stop_token_ids", vocab_size)))
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise RequestError(400, f"stop_token_ids: at most {MAX_STOP_IDS} tokens, got {len(stop_ids)}", "stop_token_ids")
     return {
         "sampling": SamplingConfig(
             temperature=fields.number("temperature", 0, 100, default_temperature),
@@ -247,7 +255,7 @@ def _common(
         "max_tokens": most,
         "num_choices": fields.integer("n", 1, MAX_CHOICES, 1),
         "stop": tuple(stops),
-        "stop_ids": fields.integers("stop_token_ids", vocab_size),
+        "stop_ids": stop_ids,
         "ignore_eos": fields.take("ignore_eos", bool, False),
         "num_top": num_top,
         "logit_bias": _logit_bias(fields, vocab_size),
@@ -277,9 +285,9 @@ def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
     bias = {}
     for name, value in given.items():
         if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
-            raise RequestError(400, f"logit_bias: {_shown(name)} is no token id below {vocab_size}", "logit_bias")
+            raise RequestError(400, f"logit_bias: {shown(name)} is no token id below {vocab_size}", "logit_bias")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
-            raise RequestError(400, f"logit_bias of {name} must be from -100 to 100, got {_shown(value)}", "logit_bias")
+            raise RequestError(400, f"logit_bias of {name} must be from -100 to 100, got {shown(value)}", "logit_bias")
         bias[int(name)] = float(value)
     return bias
 
@@ -304,18 +312,18 @@ def token_ids(values: Sequence[Any], name: str, vocab_size: int) -> tuple[int, .
     """
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-            raise RequestError(400, f"{name}: {_shown(value)} is no token id below {vocab_size}", name)
+            raise RequestError(400, f"{name}: {shown(value)} is no token id below {vocab_size}", name)
     return tuple(values)
 
 
 def _message(value: Any, place: str) -> ChatMessage:
     if not isinstance(value, dict):
-        raise RequestError(400, f"{place} must be an object, got {_shown(value)}", "messages")
+        raise RequestError(400, f"{place} must be an object, got {shown(value)}", "messages")
     role, content = value.get("role"), value.get("content")
     if role == "developer":
         role = "system"
     if role not in ROLES:
-        raise RequestError(400, f"{place}.role must be one of {', '.join(ROLES)}, got {_shown(role)}", "messages")
+        raise RequestError(400, f"{place}.role must be one of {', '.join(ROLES)}, got {shown(role)}", "messages")
     if isinstance(content, list):
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
@@ -333,7 +341,7 @@ def text_of(value: Any, name: str) -> str:
         RequestError: something else.
     """
     if not isinstance(value, str):
-        raise RequestError(400, f"{name} must be a string, got {_shown(value)}", name)
+        raise RequestError(400, f"{name} must be a string, got {shown(value)}", name)
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -344,12 +352,13 @@ def text_of(value: Any, name: str) -> str:
 def log_unknown(fields: Fields, path: str, seen: set[str]) -> None:
     """Say once of each field that nothing here reads it."""
     for name in fields.unknown():
-        shown = _shown(name)
-        if shown not in seen and len(seen) < 100:
-            seen.add(shown)
-            milestone(f"{path}: the field {shown} is unknown and ignored")
+        quoted = shown(name)
+        if quoted not in seen and len(seen) < 100:
+            seen.add(quoted)
+            milestone(f"{path}: the field {quoted} is unknown and ignored")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as a message quotes it: short, and without control characters."""
     text = ascii(value) if not isinstance(value, str) or not value.isprintable() else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import queue
 import threading
@@ -22,16 +23,14 @@ from sporeloom.inference.mixed import cached, takes
 from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig, add_bias
 from sporeloom.inference.scheduler import Event, Failure, InternalError, Request, Scheduler
-from sporeloom.log import counted, milestone
+from sporeloom.lines import first_line
+from sporeloom.log import LogBudget, counted, milestone
 from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
-from sporeloom.serve.config import ServeJob
+from sporeloom.serve.config import CHUNK, MIXED_CHUNK, ServeJob
 
-CHUNK, MIXED_CHUNK = 64, 16
-"""Tokens of a prompt between two tokens of the others; in mixed batches as many as let these take at most twice as long, at
-350M on two cores (benchmarks/serve.py)."""
-HEARTBEAT_S = 60.0
-"""How long ranks wait for each other at most while nothing is asked for."""
+HEARTBEAT_S = 5.0
+"""How long ranks wait for each other at most while nothing is asked for: far below every time-out of a collective."""
 
 State = Literal["loading", "ready", "draining", "failed"]
 
@@ -105,6 +104,7 @@ class Service:
         self._tickets = itertools.count()
         self._waiting = 0  # submitted, not seen by the loop yet
         self._stop_at: float | None = None
+        self._log = LogBudget()
 
     # Called by the server
 
@@ -163,6 +163,8 @@ class Service:
             compile_step()
         self.decoding = decoding
         self.scheduler = Scheduler(decoding, self.engine)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: to look through it again would hold everything up for half a second
         self.state, self.progress = "ready", ""
 
     def _say(self, progress: str) -> None:
@@ -232,7 +234,7 @@ class Service:
         except Exception as error:  # on every rank, as all make the same of it; the loop is for all requests
             if mine:
                 self._book_waiting(-1)
-                milestone(f"a request failed: {type(error).__name__}: {error}")
+                self._log.log("failed", f"a request failed: {type(error).__name__}: {first_line(error)[:200]}")
                 mine.notify(Failure(-1, InternalError()))
             return
         if mine:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
@@ -21,6 +22,9 @@ from sporeloom.serve.config import ServedModel
 from sporeloom.serve.metrics import Metrics, Timing
 from sporeloom.serve.requests import Asked, RequestError
 from sporeloom.serve.service import Failed, Service, Wanted
+
+MAX_SCORES = 64
+"""Tokens whose log-probabilities are written on the event loop; those of a prompt may be thousands."""
 
 
 class Texts:
@@ -142,7 +146,8 @@ async def stream(
             yield event(first)
         async with contextlib.aclosing(texts.events()) as events:
             async for choice, text in events:
-                yield event(form.part(choice, text))
+                is_long = len(choice.scores) - choice.num_sent > MAX_SCORES
+                yield event(await run_in_threadpool(form.part, choice, text) if is_long else form.part(choice, text))
         if texts.asked.with_usage:
             yield event({**form.head, "choices": [], "usage": answers.usage(prompts, texts.choices)})
     except RequestError as error:

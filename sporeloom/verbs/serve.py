@@ -11,7 +11,7 @@ from importlib import import_module
 
 from sporeloom.cli import parse_args
 from sporeloom.processes import end_later
-from sporeloom.runtime.environment import launched_processes, prepare_environment
+from sporeloom.runtime.environment import launched_processes, launched_rank, prepare_environment
 from sporeloom.runtime.launch import launch_verb
 from sporeloom.scratch import scratch_folder
 from sporeloom.serve.config import ServeConfig, check
@@ -24,7 +24,7 @@ TELLING_S = 2.0
 def main(argv: Sequence[str]) -> int:
     prepare_environment()
     config = parse_args(ServeConfig, __doc__, argv)
-    job = check(config, None if config.launch else launched_processes())
+    job = check(config, None if config.launch else launched_processes(), launched_rank())
     if config.launch:
         with scratch_folder() as folder:
             return launch_verb("serve", argv, job.strategy.mesh, folder, SERVER)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -19,12 +20,14 @@ from conftest import CONFIGS, call, in_process
 from safetensors.numpy import load_file, save_file
 from serving import adapter_folder, answers_alone, answers_together, broken_requests, mixed_requests, serving
 
+from sporeloom.errors import ConfigError
 from sporeloom.models.adapters import LoRAConfig
+from sporeloom.serve.config import ServeConfig, check
 from sporeloom.serve.service import Service
 
 pytestmark = pytest.mark.slow
 
-PROMPT = "小镇的早晨"
+PROMPT, JSON = "小镇的早晨", {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +183,7 @@ def test_more_than_may_wait_are_told_to_come_again(server):
 def test_no_request_breaks_the_server(server):
     statuses = []
     for path, body in broken_requests(250, seed=3):
-        statuses.append(server.client.post(path, content=body).status_code)
+        statuses.append(server.client.post(path, content=body, headers=JSON).status_code)
     assert set(statuses) <= {200, 400, 404, 413}
     assert {200, 400, 404} <= set(statuses)
     assert server.complete(prompt=PROMPT, max_tokens=2)["choices"][0]["finish_reason"] == "length"
@@ -252,6 +255,40 @@ def test_mistakes_are_told_before_anything_is_loaded(checkpoint):
     assert outcome.code == 2
     for line in (f"--port {port}: cannot listen", "--max-model-len 4000 is more", "--api-key must be"):
         assert line in outcome.output
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_the_rank_that_serves_looks_at_the_port_and_no_other(checkpoint, rank):
+    """tp 2, pp 2: rank 2 is the first of the last stage. Another rank may look when it listens already."""
+    config = ServeConfig(checkpoint=checkpoint, strategy=CONFIGS / "pangu_tiny_tp2_pp2.yaml")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = replace(config, port=taken.getsockname()[1])
+        if rank != 2:
+            assert check(config, 4, rank).config.port == config.port
+            return
+        for job in ((4, rank), (None, 0)):  # and the process that will launch it
+            with pytest.raises(ConfigError, match=f"--port {config.port}: cannot listen there"):
+                check(config, *job)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "said"),
+    [
+        ("127.0.0.1", 65536, "ports end at 65535"),
+        ("no.such.host.invalid", 0, "cannot listen"),
+        ("192.0.2.1", 0, "cannot"),
+    ],
+)
+def test_where_nobody_can_listen_is_told_in_a_line(checkpoint, host, port, said):
+    outcome = in_process("tools/serve.py", checkpoint, "--host", host, "--port", port)
+    assert outcome.code == 2 and said in outcome.output and outcome.output.count("\n") == 1, outcome.output
+
+
+def test_hosts_and_origins_that_are_none_are_told_at_once(checkpoint):
+    words = ("--allowed-hosts", "http://a.b", "--allowed-origins", "a.b", "--port", 0)
+    outcome = in_process("tools/serve.py", checkpoint, *words)
+    assert outcome.code == 2
+    assert "--allowed-hosts 'http://a.b'" in outcome.output and "--allowed-origins 'a.b'" in outcome.output
 
 
 def test_adapters_that_cannot_be_served_are_told_at_once(checkpoint, tmp_path):

@@ -150,3 +150,10 @@ def test_no_kind_of_number_takes_what_is_none(hint, value):
     given = (1, value) if hint == tuple[Count, ...] else value
     allowed = {(int, -1), (float, -1), (float, 2**70), (Positive, 2**70)}
     assert (number_problem(given, hint) is None) == ((hint, value) in allowed)
+
+
+@pytest.mark.parametrize(("value", "holds"), [(10**308, True), (10**400, False), (-(10**400), False)])
+@pytest.mark.parametrize("hint", [float, Positive, float | None])
+def test_an_integer_that_no_float_holds_is_no_value_of_a_float_field(value, hint, holds):
+    assert (number_problem(value, hint) is None) == holds
+    assert number_problem(10**400, Count) is not None

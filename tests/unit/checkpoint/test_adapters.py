@@ -43,6 +43,10 @@ def our_path(layer, leaf):
     return f"layers.{layer}.{OURS[leaf]}"
 
 
+ABSENT = object()
+"""A field that is not written."""
+
+
 def written(folder, config=None, ranks=None, change=None, dtype=np.float32, model=MODEL):
     """A folder as PEFT writes it. `ranks`: (layer, leaf) -> rank; `change`: of its tensors."""
     draw, tensors, shapes = np.random.default_rng(3), {}, parameter_shapes(model)
@@ -61,7 +65,8 @@ def written(folder, config=None, ranks=None, change=None, dtype=np.float32, mode
         "lora_alpha": 8,
         "target_modules": ["q_proj", "v_proj"],
     }
-    (folder / "adapter_config.json").write_text(json.dumps({**plain, **(config or {})}))
+    values = {name: value for name, value in {**plain, **(config or {})}.items() if value is not ABSENT}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
     return tensors
 
 
@@ -72,7 +77,8 @@ def base_weights():
 
 HONOURED = {  # name: (configuration, (layer, leaf) -> (rank, alpha), or one for all)
     "plain": ({}, (4, 8)),
-    "defaults of PEFT": ({"r": None, "lora_alpha": None}, (8, 8)),
+    "defaults of PEFT": ({"r": ABSENT, "lora_alpha": ABSENT}, (8, 8)),
+    "a null that is false": ({"rank_pattern": None, "alpha_pattern": None, "layers_to_transform": None}, (4, 8)),
     "alpha of a matrix": ({"alpha_pattern": {"v_proj": 6}}, {Q: (4, 8), V: (4, 6)}),
     "the first of two patterns, the narrow one": (
         {"alpha_pattern": {"layers.0.self_attn.q_proj": 64, "q_proj": 16}},
@@ -185,7 +191,23 @@ REFUSED = {  # name: (configuration, change of the tensors, words)
     "no regular expression": ({"alpha_pattern": {"(q_proj": 3}}, None, "'(q_proj' is not a regular expression"),
     "targets that are none": ({"target_modules": 3}, None, "target_modules must be a text or a list of texts, got 3"),
     "another r": ({"r": 8}, None, "layers.0.attention.query.lora_a is (4, 8), the model wants (8, 8) at rank 8 of"),
-    "no r": ({"r": None}, None, "the model wants (8, 8) at rank 8 of"),
+    "no r": ({"r": ABSENT}, None, "the model wants (8, 8) at rank 8 of"),
+    **{
+        f"{name} null": ({name: None}, None, f"adapter_config.json: {name} is null")
+        for name in ("r", "lora_alpha", "lora_dropout")
+    },
+    **{
+        f"{name} {text[:9]}": (values, None, f"adapter_config.json: {name} is {text}; float32 ends at 3.4e+38")
+        for name, text, values in (
+            ("lora_alpha", "1e+39", {"lora_alpha": 1e39}),
+            ("lora_alpha", "3.5e+38", {"lora_alpha": 3.5e38}),
+            ("lora_alpha", "1" + "0" * 36 + "...", {"lora_alpha": 10**45}),
+            ("alpha_pattern: q_proj", "1e+39", {"alpha_pattern": {"q_proj": 1e39}}),
+        )
+    },
+    "an integer that no float holds": ({"lora_alpha": 10**400}, None, "lora_alpha must be a finite number"),
+    "an integer of a pattern": ({"alpha_pattern": {"q_proj": 10**400}}, None, "q_proj must be above 0 and finite, got 1000"),
+    "a change that norms cannot square": ({"lora_alpha": 1e30}, None, "lora_alpha and rank 4 make a scale of 2.5e+29, and"),
     "another rank of a matrix": ({"rank_pattern": {"v_proj": 2}}, None, "layers.1.attention.value.lora_b is (8, 4), the"),
     "targets without one": ({"target_modules": ["q_proj"]}, None, f"leave out {module(0, V)}, {module(1, V)}, of which"),
     "targets with another": (
@@ -203,12 +225,12 @@ REFUSED = {  # name: (configuration, change of the tensors, words)
     ),
     "NaN": ({}, put(f"{module(1, V)}.lora_B", np.nan, (2, 3)), "lora_B.weight (1 NaN of 32, the first at [2, 3])"),
     "infinity": ({}, put(f"{module(0, V)}.lora_A", -np.inf), "lora_A.weight (1 infinite of 32, the first at [0, 0])"),
-    "a scale beyond float32": ({"lora_alpha": 1e300}, None, "lora_alpha and rank 4 make a scale of 2.5e+299"),
+    "a scale beyond float32": ({"lora_alpha": 1e300}, None, "lora_alpha is 1e+300; float32 ends at 3.4e+38"),
     "a scale that is nothing": ({"lora_alpha": 1e-60}, None, "lora_alpha and rank 4 make a scale of 2.5e-61"),
     "B too large with its scale": ({"lora_alpha": 1e38}, put(f"{module(0, Q)}.lora_B", 1e5), "in A or scale * B; float32"),
     "a product beyond float32": (
         {}, lambda t: [t[f"base_model.model.{module(0, Q)}.lora_{end}.weight"].fill(1e20) for end in "AB"],
-        "layers.0.attention.query: scale * B A is up to 8e+40; float32 ends at 3.4e+38",
+        "layers.0.attention.query: lora_alpha and rank 4 make a scale of 2, and scale * B A is up to 8e+40; norms square",
     ),
 }  # fmt: skip
 

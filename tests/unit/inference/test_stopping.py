@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import random
 import time
 
 import pytest
@@ -59,6 +60,10 @@ def test_what_may_become_a_stop_text_or_a_character_is_held_back():
         ("ab\ufffd\ufffd", ["b"], 2),
         ("x" * 50_000, ["x" * 1_000_000], 50_000),  # in a moment
         ("y" * 50_000, ["x" * 1_000_000] * 16, 0),
+        ("x" * 50_000 + "y", ["x" * 1_000_000], 0),  # each place begins like it
+        ("xy" * 25_000 + "z", ["xy" * 100_000], 0),
+        ("x" * 20_000 + "y" + "x" * 10_000, ["x" * 20_000 + "y" + "x" * 20_000], 30_001),
+        ("x" * 20_000 + "z" + "x" * 10_000, ["x" * 20_000 + "y" + "x" * 20_000], 10_000),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -66,3 +71,13 @@ def test_as_much_is_held_back_as_may_be_the_beginning_of_a_stop_text(text, wante
     begin = time.process_time()
     assert held_back(text, wanted) == held
     assert time.process_time() - begin < 0.5
+
+
+def test_what_is_held_back_is_the_longest_end_that_begins_a_stop_text():
+    draw = random.Random(5)
+    for _ in range(3000):
+        text, wanted = ("".join(draw.choices("ab", k=draw.randint(low, 12))) for low in (0, 1))
+        ends = [
+            size for size in range(min(len(text), len(wanted) - 1) + 1) if wanted.startswith(text[len(text) - size :])
+        ]
+        assert held_back(text, [wanted]) == max(ends), (text, wanted)

@@ -11,8 +11,8 @@ from sporeloom.inference.sampling import BadLogitsError, NoTokenError, SamplingC
 from sporeloom.inference.scheduler import Failure, InternalError, NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.answers import Choice, CompletionAnswer
-from sporeloom.serve.app import Server
 from sporeloom.serve.metrics import Metrics
+from sporeloom.serve.prepare import stop_conditions
 from sporeloom.serve.requests import CompletionAsked, Fields, RequestError, read_completion
 from sporeloom.serve.texts import Events, Texts, stream, whole
 
@@ -170,8 +170,8 @@ def test_what_leaves_no_token_to_choose_is_refused_at_once(body, is_refused):
     asked = read_completion(Fields({"prompt": "a", "max_tokens": 3, **body}), 4)
     model = SimpleNamespace(tokenizer=TOKENIZER, stop_ids=(0,))
     if not is_refused:
-        assert set(Server._stop(None, model, asked).stop_ids) >= set(body["stop_token_ids"])
+        assert set(stop_conditions(model, asked).stop_ids) >= set(body["stop_token_ids"])
         return
     with pytest.raises(RequestError, match="leave no token to choose") as raised:
-        Server._stop(None, model, asked)
+        stop_conditions(model, asked)
     assert (raised.value.status, raised.value.param) == (400, "min_tokens")

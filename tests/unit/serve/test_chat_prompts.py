@@ -2,7 +2,9 @@
 """What tokens a server makes of conversations: those of training, off its event loop, with what clients say as text."""
 
 import asyncio
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -13,8 +15,11 @@ from codegeex.tokenizer import open_tokenizer as open_code
 from pangu.tokenizer import open_tokenizer as open_pangu
 from sporeloom.data.chat_template import with_template
 from sporeloom.data.tokenizer import ChatMessage, chat_prompt, infill_prompt
+from sporeloom.errors import ConfigError
+from sporeloom.serve import prepare
 from sporeloom.serve.app import Server, build_app
-from sporeloom.serve.config import ServedModel
+from sporeloom.serve.config import ServeConfig, ServedModel, ServeJob
+from sporeloom.strategy.config import SINGLE_DEVICE
 
 SLOW = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 ASKED = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi<|assistant|>[unused10][unused9]"}]
@@ -25,8 +30,8 @@ def asked(monkeypatch):
     """Prompts that would be answered."""
     prompts = []
 
-    async def answer(self, request, asked, given, choices, form):
-        prompts.extend(given)
+    async def answer(self, request, asked, prepared, form):
+        prompts.extend(prepared.prompts)
         return await self.models(request)
 
     monkeypatch.setattr(Server, "_answer", answer)
@@ -34,11 +39,9 @@ def asked(monkeypatch):
 
 
 def client(tokenizer):
-    config = SimpleNamespace(api_key=None, max_body_kb=100)
+    config = ServeConfig(checkpoint=Path("m"), host="m", max_body_kb=100)
     models = (ServedModel("m", tokenizer, (tokenizer.eod_id,)),)
-    job = SimpleNamespace(
-        config=config, models=models, name="m", family="codegeex", max_model_len=99, stop_ids=(0,), num_rows=1
-    )
+    job = ServeJob(config, "codegeex", SimpleNamespace(seq_len=99), SINGLE_DEVICE, models)
     load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0)
     service = SimpleNamespace(job=job, state="ready", load=load, num_waiting=0)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=build_app(service)), base_url="http://m")
@@ -117,3 +120,50 @@ def test_a_template_that_takes_long_is_refused_and_stops_nobody_meanwhile(tmp_pa
     answer, longest, others = asyncio.run(work())
     assert answer.status_code == 400 and "takes more than 1 s to render" in answer.json()["error"]["message"]
     assert others > 10 and longest < 0.9
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{{ messages[9].role.upper() }}", "no element 9"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{% include 'x.jinja' %}", "chat template: "),
+        ("{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", "chat template: "),
+        (SLOW, "takes more than 1 s"),
+        ("{{ '\\ud800' }}", "half a character"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_what_a_template_says_names_no_file_of_the_server(tmp_path, text, said, path):
+    glm4_files(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(text)
+    answer = post(with_template(open_code(tmp_path / "tokenizer.json"), tmp_path), path, messages=ASKED)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+    assert str(tmp_path) not in answer.text and "jinja" not in answer.text.replace("x.jinja", "")
+
+
+def test_many_slow_conversations_leave_the_others_their_threads(monkeypatch, tmp_path):
+    """As templates are rendered one at a time, each of 100 would hold a thread for as long as all before it take."""
+    tokenizer, one_at_a_time = tokenizer_of(tmp_path, "glm4"), threading.Lock()
+
+    def slow(*_):
+        with one_at_a_time:
+            time.sleep(0.05)
+        raise ConfigError("slow")
+
+    monkeypatch.setattr(prepare, "chat_prompt", slow)
+
+    async def work():
+        async with client(tokenizer) as http:
+            chats = [asyncio.ensure_future(http.post("/tokenize", json={"messages": ASKED})) for _ in range(100)]
+            await asyncio.sleep(0.2)
+            begin = time.monotonic()
+            assert (await http.post("/tokenize", json={"prompt": "a"})).status_code == 200
+            took = time.monotonic() - begin
+            for chat in chats:
+                chat.cancel()
+            await asyncio.gather(*chats, return_exceptions=True)
+            return took
+
+    assert asyncio.run(work()) < 0.5

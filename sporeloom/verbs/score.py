@@ -19,7 +19,7 @@ import numpy as np
 from sporeloom.checkpoint.model_folder import load_text_config
 from sporeloom.cli import check_numbers, option, parse_args
 from sporeloom.errors import ConfigError
-from sporeloom.files import write_atomically
+from sporeloom.files import check_regular, write_atomically
 from sporeloom.json_text import json_text
 from sporeloom.models.family import family_module
 from sporeloom.numbers import Natural
@@ -41,6 +41,7 @@ class ScoreConfig:
 
 def read_ids(path: Path, vocab_size: int, seq_len: int) -> Any:
     try:
+        check_regular(path)
         ids = np.load(path, allow_pickle=False)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None

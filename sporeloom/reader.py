@@ -33,12 +33,18 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, wh
 _TAG = "tag:yaml.org,2002:"
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 _QUOTED_NAME = re.compile(r"\b(alias|anchor|handle|directive|tag) (?:'[^']*'|\"[^\"]*\")")
+_NAME = re.compile(r"[\w.,*|?/ -]+")
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 
 
 def show_key(keys: Keys) -> str:
     """`pipeline.stages[2]`"""
-    return "".join(f"[{k}]" if isinstance(k, int) else f".{_shortened(k)}" for k in keys).removeprefix(".")
+    return "".join(f"[{k}]" if isinstance(k, int) else f".{shown_key(k)}" for k in keys).removeprefix(".")
+
+
+def shown_key(name: str) -> str:
+    """A key for a message. One that cannot be a name is not shown: the file may not be the one that was meant."""
+    return _shortened(name) if _NAME.fullmatch(name) else "(a key that is no name)"
 
 
 @dataclass
@@ -123,7 +129,7 @@ def parse_json(text: str | bytes, source: str, finite: bool = True) -> Any:
         if len(found) < len(pairs):
             seen: set[str] = set()
             name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-            refuse(f"{_line_of_second(text, name)}{_shortened(name)} is given twice")
+            refuse(f"{_line_of_second(text, name)}{shown_key(name)} is given twice")
         return found
 
     try:

@@ -21,7 +21,7 @@ from sporeloom.data.stores import open_document
 from sporeloom.data.tables import read_rows
 from sporeloom.data.web import WEB, extract_text, read_records
 from sporeloom.errors import ConfigError, Problems
-from sporeloom.reader import parse_json
+from sporeloom.reader import parse_json, shown_key
 
 LINES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED))
 TABLES = (".parquet",)
@@ -276,7 +276,7 @@ def parse(raw: Raw, key: str) -> TextDocument:
         return TextDocument(raw.place, text, dict(raw.about))
     record = parse_json(text, raw.place, finite=False)
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
-        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        keys = ", ".join(map(shown_key, record)) if isinstance(record, dict) else type(record).__name__
         raise ConfigError(f"{raw.place}: no `{key}` field with a string; found: {keys}")
     text = record[key]
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from sporeloom.errors import ConfigError
-from sporeloom.reader import LOADER, read_text
+from sporeloom.reader import DEEPEST, LOADER, read_text
 
 FLAG = "--trust-remote-code"
 SWITCHES = ("unsafe_code", "hf_evaluate", "trust_remote_code")
@@ -63,10 +63,15 @@ def _events(path: Path) -> Iterator[yaml.Event]:
     """What a YAML file consists of; anchors are not unfolded.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read, or is nested too deeply.
     """
+    depth = 0
     try:
-        yield from yaml.parse(read_text(path), Loader=LOADER)
+        for event in yaml.parse(read_text(path), Loader=LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise ConfigError(f"{path}: nested more than {DEEPEST} deep")
+            yield event
     except yaml.YAMLError:
         raise ConfigError(f"{path}: not YAML") from None
 

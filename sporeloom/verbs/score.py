@@ -45,7 +45,7 @@ def read_ids(path: Path, vocab_size: int, seq_len: int) -> Any:
         ids = np.load(path, allow_pickle=False)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise ConfigError(f"{path}: not a NumPy file of numbers: {error}") from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 2 or ids.dtype.kind not in "iu" or ids.size == 0:
         raise ConfigError(f"{path}: whole numbers of shape (B, N) are expected")

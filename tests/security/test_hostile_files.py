@@ -99,7 +99,7 @@ def of_published_config(folder):
 
 def of_tokens(folder):
     (folder / "tokens").mkdir(exist_ok=True)
-    return folder / "tokens" / "info.json", ("train", "--data", folder / "tokens")
+    return folder / "tokens" / "dataset.json", ("train", "--data", folder / "tokens")
 
 
 def of_tokenizer(folder):

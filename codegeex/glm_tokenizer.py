@@ -24,6 +24,7 @@ from sporeloom.data.pieces import PieceTokenizer, described, has_bytes
 from sporeloom.data.special_tokens import Span, SpecialTokens, content, template
 from sporeloom.data.tokenizer import ChatMessage
 from sporeloom.errors import ConfigError
+from sporeloom.files import open_regular, read_bytes, read_utf8
 from sporeloom.lines import first_line, split_lines
 
 GLM2_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
@@ -164,9 +165,9 @@ def is_glm4(path: Path) -> bool:
     """Whether a file is GLM-4's tokenizer, in one form or the other."""
     try:
         if path.suffix == ".json":
-            tokens = json.loads(path.read_text(encoding="utf-8")).get("added_tokens", [])
+            tokens = json.loads(read_utf8(path)).get("added_tokens", [])
             return any(token.get("content") == "<|observation|>" for token in tokens)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return TIKTOKEN_LINE.fullmatch(file.readline(200)) is not None
     except (OSError, ValueError, AttributeError):
         return False
@@ -179,7 +180,7 @@ def _check_class(path: Path) -> None:
     """
     beside = path.parent / "tokenizer_config.json"
     try:
-        name = json.loads(beside.read_text(encoding="utf-8")).get("tokenizer_class")
+        name = json.loads(read_utf8(beside)).get("tokenizer_class")
     except (OSError, ValueError, AttributeError):
         return
     if isinstance(name, str) and "GLM" not in name:
@@ -188,7 +189,7 @@ def _check_class(path: Path) -> None:
 
 def _open_json(path: Path) -> tokenizers.Tokenizer:
     try:
-        whole = tokenizers.Tokenizer.from_file(str(path))
+        whole = tokenizers.Tokenizer.from_str(read_utf8(path))
         whole.encode_special_tokens = True  # names of special tokens are text unless we say otherwise
         return whole
     except Exception as error:  # the library raises plain exceptions
@@ -197,7 +198,7 @@ def _open_json(path: Path) -> tokenizers.Tokenizer:
 
 def _read_places(path: Path) -> dict[bytes, int]:
     places = {}
-    for number, line in enumerate(split_lines(path.read_bytes()), 1):
+    for number, line in enumerate(split_lines(read_bytes(path)), 1):
         if not line:
             continue
         try:

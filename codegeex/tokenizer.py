@@ -7,7 +7,6 @@ code repeats itself, so most pieces are looked up.
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -21,12 +20,15 @@ from codegeex.byte_level import bytes_of
 from codegeex.glm_tokenizer import GLM2Tokenizer, GLM4Tokenizer, is_glm4
 from sporeloom.data.special_tokens import SpecialTokens
 from sporeloom.errors import ConfigError
+from sporeloom.files import read_bytes, read_gzip, read_utf8
 from sporeloom.lines import file_lines, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_EXTRA = 143
 FIRST_RUN, LONGEST_RUN = 10, 10  # <|extratoken_10|> is two spaces, <|extratoken_18|> ten
 MAX_CACHED_PIECES = 1_000_000
+MAX_VOCAB_BYTES = 64 << 20
+"""Of vocab.json; the published one has one."""
 
 # GPT-2's pieces, cut anew at every run of spaces: white space that is not part of such a run is [^\S ] or a single space.
 _SPACE = r"(?:[^\S ]| (?! ))"
@@ -147,7 +149,7 @@ def _load(path: Path) -> tokenizers.Tokenizer:
         if path.is_dir() and not (path / CodeGeeXTokenizer.file_name).is_file():
             return _from_released_files(path)
         file = path / CodeGeeXTokenizer.file_name if path.is_dir() else path
-        return tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        return tokenizers.Tokenizer.from_str(read_utf8(file))
     except OSError as error:
         raise ConfigError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
     except Exception as error:  # the library raises plain exceptions; JSON and UTF-8 errors are ValueErrors
@@ -156,7 +158,7 @@ def _load(path: Path) -> tokenizers.Tokenizer:
 
 def _from_released_files(folder: Path) -> tokenizers.Tokenizer:
     plain = folder / "vocab.json"
-    content = plain.read_bytes() if plain.exists() else gzip.decompress((folder / "vocab.json.gz").read_bytes())
+    content = read_bytes(plain) if plain.exists() else read_gzip(folder / "vocab.json.gz", MAX_VOCAB_BYTES)
     lines = file_lines(folder / "merges.txt")
     merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     return _with_extra_tokens(tokenizers.Tokenizer(models.BPE(vocab=json.loads(content), merges=merges)))

@@ -25,6 +25,8 @@ from sporeloom.strategy.config import Strategy
 
 CERTIFIED, REFUSED = "certified", "refused"
 SEAL = "sha256"
+SEAL_NOTE = "its seal shows accidental changes; it is not a signature, and anybody can write another"
+"""What the seal is worth, for every place that speaks of a certificate."""
 
 
 def about_strategy(strategy: Strategy) -> dict[str, Any]:
@@ -79,7 +81,8 @@ def hashes_of(vouched: Mapping[str, Any]) -> dict[str, str]:
 
 
 def write_certificate(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a certificate with its seal, the hash of all the rest."""
+    """Write a certificate with its seal, the hash of all the rest: against accidents. There is no key in it, so it proves
+    nothing of who made the certificate; where that matters, sign the file as files are signed."""
     plain = without_infinity(values)
     text = json_text({**plain, SEAL: _hash(plain)}, indent=1, ensure_ascii=False) + "\n"
     write_text_atomically(path, text)
@@ -89,14 +92,14 @@ def check_certificate(path: Path, vouched: Mapping[str, Any]) -> None:
     """Hold a run against its certificate.
 
     Raises:
-        ConfigError: it is no certificate, it was edited, it says `refused`, or something it vouches for has changed.
+        ConfigError: it is no certificate, it was changed, it says `refused`, or something it vouches for has changed.
     """
     values = dict(read_json(path).mapping)
     if not {"verdict", "vouched_for", SEAL} <= values.keys():
         raise ConfigError(f"{path}: no certificate; tools/certify.py writes them")
     seal = values.pop(SEAL)
     if seal != _hash(values):
-        raise ConfigError(f"{path}: was edited after it was made; make it again with tools/certify.py")
+        raise ConfigError(f"{path}: was changed after it was made: its seal does not fit; make it again by certify")
     if values["verdict"] != CERTIFIED:
         raise ConfigError(f"{path}: the strategy was refused: {'; '.join(values.get('reasons', []))}")
     changed = list(_differences(values["vouched_for"], json.loads(json_text(vouched)), ""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -12,13 +13,36 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 EXIT_BAD_INPUT = 2
+MAX_SHOWN = 50
+"""Problems of a call that are printed."""
+MAX_WORD = 100
+"""Characters of a word that others are compared with."""
+_LONGEST, _END = 1200, 400
+"""Characters of a problem that are kept, and how many of them are its last."""
+_CONTROL = re.compile(
+    "[\0-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""What steers a terminal, turns the direction of writing or cannot be seen, and what UTF-8 cannot hold."""
+
+
+def printable(text: str) -> str:
+    """A text for a message: control characters are escaped, so that what a file says can neither steer a terminal nor pass
+    for a line of ours. Of a long one the middle is left out."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST - _END]} ... ({len(text):,} characters) ... {text[-_END:]}"
+    return without_control(text)
+
+
+def without_control(text: str) -> str:
+    """A line of a report in which control characters are escaped."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
 
 class ConfigError(Exception):
-    """What the user gave cannot be used. Carries every problem found, one line each."""
+    """What the user gave cannot be used. Carries every problem found, one printable line each."""
 
     def __init__(self, problems: str | Iterable[str]):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.problems = [printable(problem) for problem in ([problems] if isinstance(problems, str) else problems)]
         assert self.problems, "a ConfigError needs at least one problem"
         super().__init__("\n".join(self.problems))
 
@@ -44,6 +68,8 @@ class Problems(list[str]):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the nearest known word, or an empty string."""
+    if len(word) > MAX_WORD:
+        return ""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {match[0]}?" if match else ""
 
@@ -57,16 +83,17 @@ def run_tool(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | 
         code = main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except ConfigError as error:
-        for problem in error.problems:
+        for problem in error.problems[:MAX_SHOWN]:
             print(f"error: {problem}", file=sys.stderr)
+        if len(error.problems) > MAX_SHOWN:
+            print(f"error: and {len(error.problems) - MAX_SHOWN:,} more problems", file=sys.stderr)
         code = EXIT_BAD_INPUT
     except BrokenPipeError:  # the reader of our output (head, less) left; Python would complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"error: {str(error.filename)[:200]}: {error.strerror}", file=sys.stderr)
+        where = "" if error.filename is None else f"{str(error.filename)[:200]}: "
+        print(f"error: {printable(f'{where}{error.strerror or error}')}", file=sys.stderr)
         code = EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

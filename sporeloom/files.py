@@ -1,17 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files one process of a job makes and all of them read."""
+"""Files one process of a job makes and all of them read, and how a file that somebody names is opened."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import gzip
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 WAIT_S = 3600.0
+_OTHER_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+
+
+def check_regular(path: str | Path) -> None:
+    """Make sure that a file has an end: a device may give bytes for ever, and a pipe keep its reader waiting as long.
+
+    Raises:
+        OSError: it is not there, or not a regular file.
+    """
+    kind = stat.S_IFMT(os.stat(path).st_mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if kind != stat.S_IFREG:
+        what = _OTHER_KINDS.get(kind, "something else")
+        raise OSError(
+            errno.EINVAL, f"it is {what}; a regular file is expected, so copy the content into one", str(path)
+        )
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file to read bytes from.
+
+    Raises:
+        OSError: as `check_regular`, or it cannot be read.
+    """
+    check_regular(path)
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def read_bytes(path: Path, max_bytes: int | None = None) -> bytes:
+    """The content of a file.
+
+    Raises:
+        OSError: as `open_regular`, or more than `max_bytes`.
+    """
+    with open_regular(path) as file:
+        try:
+            content: bytes | None = file.read(-1 if max_bytes is None else max_bytes + 1)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+    if content is None:  # of a log of the kernel's, which gives lines when there are any
+        raise BlockingIOError(errno.EAGAIN, "it has nothing to read yet", str(path))
+    if max_bytes is not None and len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"more than the {max_bytes:,} bytes that such a file may have", str(path))
+    return content
+
+
+def read_gzip(path: Path, max_bytes: int) -> bytes:
+    """The content of a gzip file, of which little can make very much.
+
+    Raises:
+        OSError: as `read_bytes`, or not gzip.
+        EOFError: it was cut off.
+        zlib.error: it is damaged.
+    """
+    with open_regular(path) as file:
+        content = gzip.GzipFile(fileobj=file).read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(
+            errno.EFBIG, f"it unpacks to more than the {max_bytes:,} bytes that such a file may have", str(path)
+        )
+    return content
+
+
+def read_utf8(path: Path, max_bytes: int | None = None) -> str:
+    """The content of a UTF-8 file, as `read_bytes`.
+
+    Raises:
+        OSError: as there.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return read_bytes(path, max_bytes).decode("utf-8")
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:

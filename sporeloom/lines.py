@@ -10,6 +10,8 @@ from collections.abc import AsyncIterable, AsyncIterator
 from pathlib import Path
 from typing import Any, AnyStr, cast
 
+from sporeloom.files import read_bytes
+
 
 def split_lines(text: AnyStr) -> list[AnyStr]:
     """Lines of a text without their ends; the last one may lack it."""
@@ -20,7 +22,7 @@ def split_lines(text: AnyStr) -> list[AnyStr]:
 
 def file_lines(path: Path) -> list[str]:
     """Lines of a UTF-8 file, which Python's text files would end at a single \\r, too."""
-    return split_lines(path.read_bytes().decode("utf-8-sig"))
+    return split_lines(read_bytes(path).decode("utf-8-sig"))
 
 
 async def stream_lines(chunks: AsyncIterable[bytes]) -> AsyncIterator[str]:

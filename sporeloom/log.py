@@ -12,12 +12,19 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from sporeloom.errors import printable, without_control
+
 T = TypeVar("T")
 MARK = "[sporeloom] "
 
 
 def milestone(text: str) -> None:
-    print(MARK + text, file=sys.stderr, flush=True)
+    print(MARK + printable(text), file=sys.stderr, flush=True)
+
+
+def print_report(text: str) -> None:
+    """Lines for a reader on stdout; control characters in what they quote from files are escaped."""
+    print("\n".join(map(without_control, text.split("\n"))))
 
 
 class LogBudget:

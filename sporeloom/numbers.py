@@ -53,6 +53,8 @@ class Bounds:
 
 
 Count = Annotated[int, Bounds(1, MOST)]
+Depth = Annotated[int, Bounds(1, 10_000)]
+"""Of what is gone through one by one before anything is computed: layers, microbatches."""
 Natural = Annotated[int, Bounds(0, MOST)]
 Amount = Annotated[int, Bounds(0, 2**53)]
 """Of tokens, documents or bytes, of which there may be more than 2^31."""

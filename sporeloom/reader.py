@@ -21,21 +21,30 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, 
 import yaml
 
 from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.files import read_bytes
 from sporeloom.lines import first_line
 from sporeloom.numbers import number_problem
 
 T = TypeVar("T")
 Keys = tuple[str | int, ...]
 DEEPEST, MOST_VALUES, MOST_BYTES, LONGEST = 64, 100_000, 256 << 20, 100
+_KINDS_OF_TAG = {"null": "nothing", "bool": "true or false", "int": "a whole number", "float": "a number"}
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, where PyYAML was built with it
 _TAG = "tag:yaml.org,2002:"
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+_QUOTED_NAME = re.compile(r"\b(alias|anchor|handle|directive|tag) (?:'[^']*'|\"[^\"]*\")")
+_NAME = re.compile(r"[\w.,*|?/ -]+")
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 
 
 def show_key(keys: Keys) -> str:
     """`pipeline.stages[2]`"""
-    return "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in keys).removeprefix(".")
+    return "".join(f"[{k}]" if isinstance(k, int) else f".{shown_key(k)}" for k in keys).removeprefix(".")
+
+
+def shown_key(name: str) -> str:
+    """A key for a message. One that cannot be a name is not shown: the file may not be the one that was meant."""
+    return _shortened(name) if _NAME.fullmatch(name) else "(a key that is no name)"
 
 
 @dataclass
@@ -70,12 +79,10 @@ def read_text(path: Path) -> str:
     """A UTF-8 file of settings.
 
     Raises:
-        ConfigError: missing, unreadable, endless, or not UTF-8.
+        ConfigError: missing, unreadable, not a regular file, too long, or not UTF-8.
     """
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ConfigError(f"{path}: {path.stat().st_size:,} bytes; a file of settings has at most {MOST_BYTES:,}")
-        return path.read_text(encoding="utf-8-sig")
+        return read_bytes(path, MOST_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -120,9 +127,9 @@ def parse_json(text: str | bytes, source: str, finite: bool = True) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            name = next(name for number, name in enumerate(names) if name in names[:number])
-            refuse(f"{_line_of_second(text, name)}{name} is given twice")
+            seen: set[str] = set()
+            name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            refuse(f"{_line_of_second(text, name)}{shown_key(name)} is given twice")
         return found
 
     try:
@@ -198,7 +205,8 @@ class _Yaml:
             node = self._compose(text)
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else 1
-            raise ConfigError(f"{self.source}:{line}: not YAML: {error.problem}") from None
+            problem = _QUOTED_NAME.sub(r"\1", error.problem or "")  # never more of a file than its keys
+            raise ConfigError(f"{self.source}:{line}: not YAML: {problem}") from None
         except yaml.YAMLError as error:
             line = text.count("\n", 0, getattr(error, "position", 0)) + 1
             raise ConfigError(f"{self.source}:{line}: not YAML: {first_line(error)}") from None
@@ -284,7 +292,7 @@ class _Yaml:
         try:
             value = self.scalars.construct_object(node)
         except (ValueError, KeyError, yaml.YAMLError):
-            self._problem(node, keys, f"{_brief(text)} is no {tag}")
+            self._problem(node, keys, f"not read as {_KINDS_OF_TAG[tag]}")
             return None
         return self._float(node, keys, value) if tag == "float" else value
 
@@ -295,7 +303,10 @@ class _Yaml:
 
 
 def _brief(value: Any) -> str:
-    text = repr(value)
+    return _shortened(repr(value))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 

@@ -18,7 +18,7 @@ from sporeloom.certification.shrink import IN_PROOF, POSSIBLE_PROCESSES, small_s
 from sporeloom.certification.verdict import Checks, certificate_values, failures_of, subject_folder, told_of, write
 from sporeloom.dry_run.summary import GB
 from sporeloom.errors import ConfigError
-from sporeloom.files import unwritable
+from sporeloom.files import read_utf8, unwritable
 from sporeloom.log import milestone
 from sporeloom.planner.cluster import read_cluster
 from sporeloom.shipped import shipped_or_file
@@ -113,7 +113,7 @@ def _checked(strategy: str | Path | None, given: dict[str, Any] | None, out: Pat
 
 def _vouched(file: Path, name: str, strategy: Strategy) -> dict[str, Any]:
     """What the certificate is for."""
-    network = {"file": file.name, "name": name, "source": file.read_text(encoding="utf-8")}
+    network = {"file": file.name, "name": name, "source": read_utf8(file)}
     return {"network": network, "strategy": about_strategy(strategy), "versions": about_versions()}
 
 

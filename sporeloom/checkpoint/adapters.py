@@ -80,18 +80,20 @@ def read_adapter(folder: Path, family: str, model: ModelConfig) -> Adapter:
             numbers that are not finite; all at once.
     """
     document = read_json(folder / ADAPTER_CONFIG)
-    config = read_peft_config(document)
     spellings = _spellings(family, model)
     names = {name: ours for spelling in spellings for name, ours in spelling.items()}
+    stored = stored_tensors([folder / TENSORS])
+    found_parts = {key: _parts(key, names) for key in stored}
+    config = read_peft_config(document, [*names, *(found[2] for found in found_parts.values() if found)])
     weights: Weights = {}
     head: Weights = {}
     modules: dict[str, str] = {}  # our path -> the module that its tensors are named after
     problems: list[str] = []
-    for key, tensor in stored_tensors([folder / TENSORS]).items():
+    for key, tensor in stored.items():
         if key == SCORE and tensor.shape == (1, model.hidden_size):
             head = {HEAD: read_float32(tensor)}
             continue
-        found = _parts(key, names)
+        found = found_parts[key]
         if not found:
             if not key.endswith(IGNORED):
                 problems.append(f"{folder / TENSORS}: {key} {tensor.shape} matches no matrix of the model")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest
 from sporeloom.errors import ConfigError
@@ -11,7 +13,7 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES
 from sporeloom.models.parameters import parameter_shapes
-from sporeloom.reader import Document, fields_from
+from sporeloom.reader import Document, fields_from, is_a
 
 FACTORED = ("adafactor_rows.", "adafactor_columns.")
 """Means of a second moment that is kept as their product, in place of adam_v."""
@@ -47,6 +49,25 @@ def model_of(manifest: Manifest, folder: Path) -> tuple[str, ModelConfig]:
     return str(family), fields_from(ModelConfig, Document(f"{source}: model", values))
 
 
+def _saved_adapters(values: Any, source: str) -> LoRAConfig | None:
+    """The adapters that a checkpoint is of, if it is.
+
+    Raises:
+        ConfigError: their configuration cannot be read.
+    """
+    if not values:
+        return None
+    document = Document(f"{source}: state.lora", values)
+    tables = {name: document.mapping.get(name, {}) for name in ("ranks", "alphas")}
+    plain = {name: value for name, value in document.mapping.items() if name not in tables}
+    lora = fields_from(LoRAConfig, Document(document.source, plain))
+    kinds = {"ranks": int, "alphas": float}
+    for name, table in tables.items():
+        if not isinstance(table, dict) or not all(is_a(v, kinds[name]) and v > 0 for v in table.values()):
+            raise ConfigError(f"{document.source}: {name} must be a mapping of paths to numbers above 0")
+    return dataclasses.replace(lora, **tables)
+
+
 def check_contents(manifest: Manifest, folder: Path) -> None:
     """Hold the manifest against the model it names.
 
@@ -65,9 +86,12 @@ def check_contents(manifest: Manifest, folder: Path) -> None:
         raise ConfigError(problems)
     optimizer = "sgd" if alone else state["optimizer"].get("name")
     moments, factored = () if optimizer == "sgd" else MOMENTS, optimizer == "adafactor-factored"
-    lora = state.get("lora")
-    shapes = LoRAConfig(**lora).shapes(config) if lora else parameter_shapes(config)
-    shapes |= {name: tuple(shape) for name, shape in (state.get("beside") or {}).items()}
+    lora = _saved_adapters(state.get("lora"), str(source))
+    shapes = lora.shapes(config) if lora else parameter_shapes(config)
+    beside = state.get("beside") or {}
+    if not isinstance(beside, dict) or not all(is_a(shape, list[int]) for shape in beside.values()):
+        raise ConfigError(f"{source}: state.beside must be a mapping of names to shapes")
+    shapes |= {name: tuple(shape) for name, shape in beside.items()}
     wanted = dict(shapes)
     for prefix in moments:
         states = {

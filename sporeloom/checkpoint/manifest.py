@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -29,6 +28,9 @@ FOLDER = "step-{:08d}"
 _FOLDER, _DIGEST = re.compile(r"step-\d{8,}"), re.compile(r"[0-9a-f]{16}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """A file of the folder itself: no path, nothing hidden."""
+
+MAX_DIMS, MAX_PARTS, ROWS = 8, 1 << 14, 256
+"""Of a tensor, as MindSpore has them; parts of one; and how many of these are compared with all others at once."""
 
 Shape = tuple[int, ...]
 
@@ -142,8 +144,11 @@ def _entry(name: str, values: Any, files: Mapping[str, int]) -> TensorEntry:
         isinstance(values, dict) and set(values) == {"shape", "dtype", "hash", "parts"}, f"{name}: no tensor's entry"
     )
     shape = _shape(values["shape"], name)
-    _expect(values["dtype"] in DTYPES, f"{name}: dtype {values['dtype']!r}")
+    _expect(isinstance(values["dtype"], str) and values["dtype"] in DTYPES, f"{name}: dtype {values['dtype']!r}")
     _expect(isinstance(values["parts"], list), f"{name}: parts must be a list")
+    _expect(
+        len(values["parts"]) <= MAX_PARTS, f"{name}: {len(values['parts']):,} parts; at most {MAX_PARTS:,} are read"
+    )
     parts = []
     for part in values["parts"]:
         _expect(
@@ -171,6 +176,7 @@ def _is_count(value: Any) -> bool:
 
 def _shape(values: Any, name: str) -> Shape:
     _expect(isinstance(values, list) and all(map(_is_count, values)), f"{name}: {values!r} is no shape")
+    _expect(len(values) <= MAX_DIMS, f"{name}: {len(values)} dims; a tensor has at most {MAX_DIMS}")
     return tuple(values)
 
 
@@ -198,20 +204,15 @@ def _problems(manifest: Manifest, folder: Path) -> Iterator[str]:
 
 
 def _overlap(entry: TensorEntry) -> bool:
-    """Whether two parts hold the same entry: counted in the boxes that all their borders cut the tensor into."""
-    borders = [
-        sorted({edge for part in entry.parts for edge in (part.slices[d].start, part.slices[d].stop)})
-        for d in range(len(entry.shape))
-    ]
-    held = np.zeros([max(0, len(edges) - 1) for edges in borders], np.uint8)
-    for part in entry.parts:
-        box = tuple(
-            slice(bisect_left(edges, s.start), bisect_left(edges, s.stop))
-            for edges, s in zip(borders, part.slices, strict=True)
-        )
-        if held[box].any():
+    """Whether two parts hold the same entry: each is compared with each, some at a time."""
+    parts = [part for part in entry.parts if math.prod(part.shape)]
+    starts = np.array([part.start for part in parts], np.int64).reshape(len(parts), len(entry.shape))
+    stops = starts + np.array([part.shape for part in parts], np.int64).reshape(starts.shape)
+    for first in range(0, len(parts), ROWS):
+        rows = slice(first, first + ROWS)
+        meet = (starts[rows, None] < stops) & (starts < stops[rows, None])
+        if np.count_nonzero(meet.all(-1)) > len(starts[rows]):  # each meets itself
             return True
-        held[box] = 1
     return False
 
 

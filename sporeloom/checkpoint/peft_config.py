@@ -7,15 +7,15 @@ Source: PEFT 0.21.2: tuners/lora/config.py, `LoraLayer.update_layer`, `check_tar
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sporeloom.checkpoint.finite import FLOAT32_MAX
-from sporeloom.errors import Problems
+from sporeloom.errors import ConfigError, Problems
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.numbers import is_finite
+from sporeloom.patterns import Found, Pattern, match_patterns
 from sporeloom.reader import Document, fields_from
 
 PLAIN_FIELDS = ("r", "lora_alpha", "lora_dropout", "use_rslora")
@@ -75,40 +75,50 @@ class PeftConfig:
     exclude_modules: str | list[str] | None
     layers_to_transform: int | list[int] | None
     layers_pattern: str | list[str] | None
+    matches: Mapping[Pattern, Found]
+    """Of each pattern, the modules that it matches."""
 
     def rank(self, module: str) -> int:
         """Of the adapter of a module, by its path in the base model."""
-        return _first_match(self.rank_pattern, module, self.lora.r)
+        return self._first_match(self.rank_pattern, module, self.lora.r)
 
     def alpha(self, module: str) -> float:
         """Likewise its lora_alpha."""
-        return _first_match(self.alpha_pattern, module, self.lora.lora_alpha)
+        return self._first_match(self.alpha_pattern, module, self.lora.lora_alpha)
 
     def is_target(self, module: str) -> bool:
         """Whether PEFT gives a linear module an adapter. Without target_modules it goes by a table of its own; here by the
         tensors."""
-        if self.exclude_modules and _names(self.exclude_modules, module):
+        if self.exclude_modules and self._names(self.exclude_modules, module):
             return False
         targets = self.target_modules
         if targets is None or (isinstance(targets, str) and targets.lower() == "all-linear"):
             return True
         if isinstance(targets, str) or module in targets:
-            return _names(targets, module)
-        return _names(targets, module) and self._is_chosen_layer(module)
+            return self._names(targets, module)
+        return self._names(targets, module) and self._is_chosen_layer(module)
 
     def _is_chosen_layer(self, module: str) -> bool:
         chosen = self.layers_to_transform
         if chosen is None or chosen == []:
             return True
-        names = self.layers_pattern or []
-        names = [names] if isinstance(names, str) else names
-        begins = [rf"(?:^|.*?\.){name}" for name in names] or [r".*?\.[^.]*"]
-        found = next(filter(None, (re.match(rf"{begin}\.(?P<layer>\d+)\.", module) for begin in begins)), None)
-        return found is not None and int(found["layer"]) in ([chosen] if isinstance(chosen, int) else chosen)
+        found = (self.matches[pattern].get(module) for pattern in _layer_patterns(self.layers_pattern))
+        layer = next(filter(None, found), {"layer": None})["layer"]
+        return layer is not None and int(layer) in ([chosen] if isinstance(chosen, int) else chosen)
+
+    def _first_match(self, patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+        """The value of the first pattern, in the file's order, that matches the end of a module's path."""
+        return next((patterns[p] for p in patterns if module in self.matches[_at_the_end(p)]), otherwise)
+
+    def _names(self, targets: str | list[str], module: str) -> bool:
+        """Whether a regular expression matches a module's whole path, or one of several names its end."""
+        if isinstance(targets, str):
+            return module in self.matches["fullmatch", targets]
+        return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
-def read_peft_config(document: Document) -> PeftConfig:
-    """The configuration of adapters, every field looked at.
+def read_peft_config(document: Document, modules: Sequence[str]) -> PeftConfig:
+    """The configuration of adapters, every field looked at. `modules`: all that it may be asked about.
 
     Raises:
         ConfigError: values that are none, and adapters that are not W + scale * B A of the base model's W.
@@ -119,8 +129,51 @@ def read_peft_config(document: Document) -> PeftConfig:
     problems += [f"{document.source}: {problem}" for problem in (*_wrong_values(values), *_other_kinds(values))]
     problems.tell()
     assert lora
-    ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
-    return PeftConfig(lora, ranks, alphas, **{name: values.get(name) for name in TARGETS})
+    named: dict[str, Any] = {name: values.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    named |= {name: values.get(name) for name in TARGETS}
+    return PeftConfig(lora, **named, matches=_matches(document, named, modules))
+
+
+def _matches(document: Document, values: Mapping[str, Any], modules: Sequence[str]) -> dict[Pattern, Found]:
+    """What every pattern of the configuration matches.
+
+    Raises:
+        ConfigError: one is not a regular expression, or they take too long.
+    """
+    patterns = {
+        **{
+            _at_the_end(pattern): (name, pattern)
+            for name in ("rank_pattern", "alpha_pattern")
+            for pattern in values[name]
+        },
+        **dict.fromkeys(_layer_patterns(values["layers_pattern"]), ("layers_pattern", values["layers_pattern"])),
+    }
+    for name in ("target_modules", "exclude_modules"):
+        if isinstance(values[name], str):
+            patterns["fullmatch", values[name]] = (name, values[name])
+    try:
+        found = match_patterns(patterns, modules)
+    except ConfigError as error:
+        names = ", ".join(dict.fromkeys(name for name, _ in patterns.values()))
+        raise ConfigError(f"{document.source}: {names}: {error.problems[0]}") from None
+    wrong = [(*patterns[pattern], why) for pattern, why in found.items() if isinstance(why, str)]
+    if wrong:
+        raise ConfigError(
+            f"{document.source}: {name}: {pattern!r} is not a regular expression: {why}" for name, pattern, why in wrong
+        )
+    return {pattern: matched for pattern, matched in found.items() if not isinstance(matched, str)}
+
+
+def _at_the_end(pattern: str) -> Pattern:
+    """What PEFT makes of a key of rank_pattern."""
+    return "match", rf"(.*\.)?({pattern})$"
+
+
+def _layer_patterns(layers_pattern: str | list[str] | None) -> list[Pattern]:
+    """What finds the number of a module's layer."""
+    names: Iterable[str] = [layers_pattern] if isinstance(layers_pattern, str) else layers_pattern or []
+    begins = [rf"(?:^|.*?\.){name}" for name in names] or [r".*?\.[^.]*"]
+    return [("match", rf"{begin}\.(?P<layer>\d+)\.") for begin in begins]
 
 
 def _other_kinds(values: Mapping[str, Any]) -> Iterator[str]:
@@ -163,15 +216,11 @@ def _wrong_values(values: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name}: {pattern} {problem}, got {_short(value)}"
             elif value > FLOAT32_MAX:
                 yield f"{name}: {pattern} is {_short(value)}; float32 ends at {FLOAT32_MAX:.3g}"
-            yield from _pattern_problems(name, pattern)
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         found = values.get(name)
         is_list = isinstance(found, list) and all(isinstance(entry, str) for entry in found)
         if found is not None and not isinstance(found, str) and not is_list:
             yield f"{name} must be a text or a list of texts, got {found!r}"
-        elif name == "layers_pattern" or isinstance(found, str):
-            for pattern in [found] if isinstance(found, str) else found or ():
-                yield from _pattern_problems(name, pattern)
     chosen = values.get("layers_to_transform")
     if not all(type(layer) is int for layer in (chosen if isinstance(chosen, list) else [chosen or 0])):
         yield f"layers_to_transform must be numbers of layers, got {chosen!r}"
@@ -188,25 +237,3 @@ def _number_problem(value: Any, whole: bool) -> str | None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _pattern_problems(name: str, pattern: str) -> Iterator[str]:
-    try:
-        re.compile(f"({pattern})")
-    except re.error as error:
-        yield f"{name}: {pattern!r} is not a regular expression: {error}"
-
-
-def _first_match(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """The value of the first pattern, in the file's order, that matches the end of a module's path."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return otherwise
-
-
-def _names(targets: str | list[str], module: str) -> bool:
-    """Whether a regular expression matches a module's whole path, or one of several names its end."""
-    if isinstance(targets, str):
-        return re.fullmatch(targets, module) is not None
-    return any(module == target or module.endswith(f".{target}") for target in targets)

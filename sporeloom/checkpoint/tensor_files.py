@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from sporeloom.checkpoint.finite import describe, is_finite, narrow, not_finite
 from sporeloom.errors import ConfigError
+from sporeloom.files import open_regular
 from sporeloom.models.adapters import ADAPTER_CONFIG
 from sporeloom.reader import Document, parse_json, read_json
 
@@ -175,7 +176,7 @@ def stored_tensors(paths: Iterable[Path]) -> dict[str, Stored]:
 def _read_header(path: Path) -> dict[str, Stored]:
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, LARGEST_HEADER):
                 raise ConfigError(f"{path}: damaged or not safetensors: its header does not fit into it")

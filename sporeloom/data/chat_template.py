@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sporeloom.bounded_process import BoundedProcess
 from sporeloom.data.documents import decode_text
 from sporeloom.data.special_tokens import Span, SpecialTokens, joined
-from sporeloom.data.template_process import RENDERER
 from sporeloom.errors import ConfigError
-from sporeloom.reader import parse_json
+from sporeloom.reader import parse_json, read_text
 
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
@@ -25,6 +25,8 @@ VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "c
 ADDITIONAL = "additional_special_tokens"
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """What variables cannot be called."""
+RENDERER = BoundedProcess("sporeloom.data.template_worker", "to render")
+"""Of this process."""
 
 
 class ChatTemplateError(ConfigError):
@@ -202,7 +204,7 @@ def with_template(tokenizer: Any, folder: Path, named: Path | None = None) -> An
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    values = parse_json(path.read_bytes(), str(path))
+    values = parse_json(read_text(path), str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must be a JSON object")
     return values

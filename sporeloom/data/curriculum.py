@@ -30,7 +30,7 @@ from sporeloom.data.packing import Arrangement, Packing
 from sporeloom.data.sample_order import Ints, epoch_samples
 from sporeloom.data.token_file import TokenFile
 from sporeloom.errors import ConfigError
-from sporeloom.files import write_atomically
+from sporeloom.files import check_regular, write_atomically
 from sporeloom.numbers import Count, NotNegative, Positive
 from sporeloom.reader import fields_from, read_yaml
 
@@ -131,6 +131,7 @@ class DifficultyIndex:
         ConfigError: it is none.
         """
         try:
+            check_regular(path)
             with np.load(path) as archive:
                 return cls(**json.loads(str(archive["about"])), values=archive["values"])
         except FileNotFoundError:

@@ -8,7 +8,6 @@ its length: texts and band keys lie in a temporary folder.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from array import array
 from collections import Counter
@@ -279,7 +278,6 @@ def _documents_again(source: Source, expected: int) -> Iterator[tuple[str, bytes
     for batch in source.batches(all_fields=True):
         for _, document in replace(source, on_error="skip").parse(batch).documents:
             count += 1
-            record = {**document.record, source.key: document.text}
-            yield document.place, json.dumps(record, ensure_ascii=False).encode() + b"\n"
+            yield document.place, to_line({**document.record, source.key: document.text})
     if count != expected:
         raise ConfigError(f"{source.inputs[0]}: changed while it was read")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sporeloom.data.sources import Raw, Source, parse
 from sporeloom.errors import ConfigError
+from sporeloom.files import read_bytes
 from sporeloom.lines import split_lines
 
 
@@ -37,7 +38,7 @@ def decode_text(path: Path) -> str:
     if not path.exists():
         raise ConfigError(f"{path}: there is no such file")
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     try:

@@ -28,7 +28,7 @@ from sporeloom.data.tokenizer import ChatMessage, Prompt, Tokenizer, chat_prompt
 from sporeloom.errors import ConfigError
 from sporeloom.lines import split_lines
 from sporeloom.models.config import NO_LABEL
-from sporeloom.reader import parse_json
+from sporeloom.reader import parse_json, shown_key
 
 ROLES = ("system", "user", "assistant")
 MOST_PROBLEMS = 5
@@ -84,7 +84,9 @@ def read_lines(path: Path, wanted: Sequence[Sequence[str]]) -> list[Line]:
             problems += error.problems
             continue
         if not isinstance(values, dict) or not any(all(key in values for key in keys) for keys in wanted):
-            found = f"has {', '.join(map(str, values)) or 'no keys'}" if isinstance(values, dict) else "is no object"
+            found = (
+                f"has {', '.join(map(shown_key, values)) or 'no keys'}" if isinstance(values, dict) else "is no object"
+            )
             problems.append(f"{place}: {found}; wanted: {' or '.join(', '.join(keys) for keys in wanted)}")
             continue
         lines.append(Line(place, values))

@@ -17,6 +17,7 @@ import sentencepiece
 from sporeloom.data.piece_file import BYTE, CONTROL, UNKNOWN, USER_DEFINED, PieceFile, read_piece_file
 from sporeloom.data.special_tokens import SpecialTokens
 from sporeloom.errors import ConfigError
+from sporeloom.files import read_bytes
 
 SPACE = "\u2581"
 """SentencePiece's sign for one, which it also puts in front of every text."""
@@ -35,8 +36,9 @@ class PieceTokenizer(SpecialTokens):
         if not self.path.is_file():
             raise ConfigError(f"{path}: there is no such tokenizer model")
         try:
-            self.pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
-            self.file = read_piece_file(self.path.read_bytes())
+            content = read_bytes(self.path)
+            self.pieces = sentencepiece.SentencePieceProcessor(model_proto=content)
+            self.file = read_piece_file(content)
         except (RuntimeError, OSError, ValueError):
             raise ConfigError(f"{path}: not a SentencePiece model") from None
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import hashlib
-import json
+import lzma
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from sporeloom.data.cluster import Workers, over_batches
 from sporeloom.data.sources import LINES, Batch, Source, TextDocument
 from sporeloom.errors import ConfigError
+from sporeloom.json_text import json_text
 from sporeloom.locks import one_writer
 
 SHOWN_PROBLEMS = 20
@@ -99,8 +101,12 @@ def _shown(why: str, total: Rewritten) -> str:
     return f"=== {why}: {total.counts[why]:,} documents, of them {len(total.samples[why])}\n{some}\n"
 
 
-def to_line(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+def to_line(record: Mapping[str, Any]) -> bytes:
+    """A record as JSON; what JSON has no words for, NaN and infinity, is null, and half a surrogate pair is escaped."""
+    try:
+        return json_text(record, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json_text(record).encode() + b"\n"
 
 
 def with_text(document: TextDocument, key: str, text: str, **more: Any) -> bytes:
@@ -149,6 +155,10 @@ def complete_or_absent(path: Path | None) -> Iterator[Callable[[bytes], object]]
 def _compressed(file: IO[bytes], path: Path) -> Any:
     if path.suffix == ".gz":
         return gzip.GzipFile("", "wb", fileobj=file, mtime=0)  # the same bytes for the same documents
+    if path.suffix == ".bz2":
+        return bz2.BZ2File(file, "wb")
+    if path.suffix == ".xz":
+        return lzma.LZMAFile(file, "wb")
     if path.suffix == ".zst":
         try:
             return import_module("zstandard").ZstdCompressor().stream_writer(file, closefd=False)

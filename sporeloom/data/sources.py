@@ -7,36 +7,33 @@ Reading has two halves: `read_raw` cuts files into documents, in one process and
 from __future__ import annotations
 
 import codecs
-import gzip
 import io
 import itertools
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from sporeloom.data.compressed import COMPRESSED, open_frames
 from sporeloom.data.stores import open_document
+from sporeloom.data.tables import read_rows
 from sporeloom.data.web import WEB, extract_text, read_records
 from sporeloom.errors import ConfigError, Problems
-from sporeloom.lines import first_line
-from sporeloom.reader import parse_json
+from sporeloom.reader import parse_json, shown_key
 
-LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+LINES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED))
 TABLES = (".parquet",)
 CUT = (".jsonl", *TABLES)
 """Of files that can be read from any line, or any group of rows, on."""
-NOT_TEXT = (".json", ".csv", ".zip", ".tar", ".tgz", ".bin", ".npy", ".mindrecord", ".gz", ".zst", ".7z", ".pdf")
+NOT_TEXT = (".json", ".csv", ".zip", ".tar", ".tgz", ".bin", ".npy", ".mindrecord", *COMPRESSED, ".7z", ".pdf")
 BATCH_BYTES = 1 << 20
 SHARD_MB = 64
 SHARD_NUMBERS = 1 << 40
 """Between the numbers of the first documents of two shards."""
 MAX_DOCUMENT_MB = 64
 OnError = Literal["stop", "skip"]
-ZSTD_FRAME = b"\x28\xb5\x2f\xfd"
 
 
 class Raw(NamedTuple):
@@ -219,7 +216,12 @@ def read_raw(
                 yield Raw(f"{path}:1", b"", "text", "an empty file")
                 continue
             if path.name.endswith(TABLES):
-                yield from _rows(piece, key, all_columns)
+                for row in read_rows(path, piece.start, piece.end, key, all_columns):
+                    problem = row.problem or (
+                        _too_long(len(row.content), max_bytes) if len(row.content) > max_bytes else ""
+                    )
+                    place = f"{path}:{row.number}" if row.number else str(path)
+                    yield Raw(place, b"" if problem else row.content, "json", problem)
             elif path.name.endswith(LINES):
                 yield from _lines(piece, max_bytes)
             elif path.name.endswith(WEB):
@@ -230,7 +232,8 @@ def read_raw(
             elif path.stat().st_size > max_bytes:
                 yield Raw(f"{path}:1", b"", "text", _too_long(path.stat().st_size, max_bytes))
             else:
-                yield Raw(f"{path}:1", path.read_bytes(), "text")
+                with open_document(path) as file:
+                    yield Raw(f"{path}:1", file.read(), "text")
         except OSError as error:
             yield Raw(str(path), b"", "text", f"cannot be read: {error.strerror or error}")
         except Exception as error:
@@ -273,7 +276,7 @@ def parse(raw: Raw, key: str) -> TextDocument:
         return TextDocument(raw.place, text, dict(raw.about))
     record = parse_json(text, raw.place, finite=False)
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
-        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        keys = ", ".join(map(shown_key, record)) if isinstance(record, dict) else type(record).__name__
         raise ConfigError(f"{raw.place}: no `{key}` field with a string; found: {keys}")
     text = record[key]
     try:
@@ -290,7 +293,8 @@ def _too_long(size: int, max_bytes: int) -> str:
 def _lines(piece: Piece, max_bytes: int) -> Iterator[Raw]:
     number, path, name = 0, piece.path, piece.name
     with open_document(path) as raw_file:
-        file = _decompressed(raw_file, path)
+        frames = open_frames(raw_file, path, max_bytes)
+        file = io.BufferedReader(frames, 1 << 20) if frames else raw_file
         try:
             if piece.start:  # a line belongs to the piece that it begins in
                 file.seek(piece.start - 1)
@@ -305,52 +309,23 @@ def _lines(piece: Piece, max_bytes: int) -> Iterator[Raw]:
                     yield Raw(f"{name}:{number}", b"", "json", _too_long(size, max_bytes))
                     continue
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 and not piece.start else line
-                if line.strip():
+                if frames and frames.problem and not _is_whole(line):
+                    number -= 1  # the damage is in this line
+                elif line.strip():
                     yield Raw(f"{name}:{number}", line, "json")
-        except (EOFError, OSError, zlib.error, _zstd_error(path)) as error:
-            yield Raw(f"{name}:{number + 1}", b"", "json", f"damaged from here on: {error}")
+            problem = frames.problem if frames else ""
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            yield Raw(f"{name}:{number + 1}", b"", "json", f"damaged from here on: {problem}")
 
 
-def _decompressed(file: IO[bytes], path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=file))
-    if path.suffix == ".zst":
-        zstandard = _optional("zstandard", path)
-        if path.stat().st_size and file.read(4) != ZSTD_FRAME:
-            raise OSError("not zstd data")
-        file.seek(0)
-        return io.BufferedReader(_ZstdFile(file, zstandard.ZstdDecompressor()), 1 << 20)
-    return file
-
-
-class _ZstdFile(io.RawIOBase):
-    """One frame after another. The library's own reader takes a frame that was cut off for the end of the file."""
-
-    def __init__(self, file: IO[bytes], decompressor: Any):
-        self.file, self.decompressor = file, decompressor
-        self.frame: Any = None
-        self.waiting = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.waiting:
-            chunk = (self.frame.unused_data if self.frame and self.frame.eof else b"") or self.file.read(1 << 17)
-            if not chunk:
-                if self.frame and not self.frame.eof:
-                    raise EOFError("the file was cut off")
-                return 0
-            if not self.frame or self.frame.eof:
-                self.frame = self.decompressor.decompressobj()
-            self.waiting = memoryview(self.frame.decompress(chunk))
-        count = min(len(buffer), len(self.waiting))
-        buffer[:count], self.waiting = self.waiting[:count], self.waiting[count:]
-        return count
-
-
-def _zstd_error(path: Path) -> type[Exception]:
-    return _optional("zstandard", path).ZstdError if path.suffix == ".zst" else EOFError
+def _is_whole(line: bytes) -> bool:
+    """Whether a line, maybe the last one before a damage, is all that it was."""
+    try:
+        return line.endswith(b"\n") or json.loads(line) is not None
+    except ValueError:
+        return False
 
 
 def _paragraphs(path: Path, max_bytes: int) -> Iterator[Raw]:
@@ -375,46 +350,3 @@ def _paragraphs(path: Path, max_bytes: int) -> Iterator[Raw]:
             lines, size = [], 0
             if not line:
                 return
-
-
-def _rows(piece: Piece, key: str, all_columns: bool) -> Iterator[Raw]:
-    path = piece.path
-    arrow, parquet = _optional("pyarrow", path), _optional("pyarrow.parquet", path)
-    try:
-        table = parquet.ParquetFile(open_document(path))
-    except arrow.ArrowInvalid as error:
-        yield Raw(str(path), b"", "json", f"not a Parquet file: {first_line(error)}")
-        return
-    names = table.schema_arrow.names
-    if key not in names:
-        raise ConfigError(f"{path}: no column `{key}`; it has: {', '.join(names)}; choose one with --key")
-    columns, number = names if all_columns else [key], 1
-    for index in range(table.num_row_groups):
-        group = table.metadata.row_group(index)
-        start = _first_byte(group)
-        if start < piece.start or (piece.end is not None and start >= piece.end):
-            number += group.num_rows
-            continue
-        try:
-            for rows in table.iter_batches(batch_size=1000, row_groups=[index], columns=columns):
-                for row in rows.to_pylist():
-                    content = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-                    yield Raw(f"{path}:{number}", content, "json")
-                    number += 1
-        except (OSError, arrow.ArrowException) as error:
-            yield Raw(f"{path}:{number}", b"", "json", f"damaged from here on: {first_line(error)}")
-            return
-
-
-def _first_byte(group: Any) -> int:
-    """Where a group of rows of a table begins in its file."""
-    column = group.column(0)
-    return int(column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset)
-
-
-def _optional(module: str, path: Path) -> Any:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError:
-        package = module.split(".")[0]
-        raise ConfigError(f"{path}: {path.suffix} files need {package}: pip install -e '.[data]'") from None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from sporeloom.errors import ConfigError
+from sporeloom.files import open_regular
 from sporeloom.lines import first_line
 
 BUFFER_BYTES = 1 << 20
@@ -52,9 +53,13 @@ def open_url(text: str) -> Any:
 
 
 def open_document(path: Path) -> IO[bytes]:
-    """A file or object to read from; an object as what can do all that a file can."""
+    """A file or object to read from; an object as what can do all that a file can.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
     if isinstance(path, Path):
-        return path.open("rb")
+        return open_regular(path)
     return io.BufferedReader(path.open("rb"), BUFFER_BYTES)
 
 

@@ -10,9 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import resource
-import signal
-import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
@@ -24,10 +21,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from sporeloom.bounded_process import MEMORY_BYTES, serve
 from sporeloom.data.marked_text import MarkedText, concat, formatted, marked, marks_of
-from sporeloom.data.template_process import CPU_SECONDS
 
-MEMORY_BYTES = 1 << 30
 MAX_TEXT = 4 << 20
 """Characters of a rendered conversation beyond four times what it was given."""
 RUNS = re.compile(b"\0+|\1+")
@@ -179,16 +175,5 @@ def answer(environment: TemplateEnvironment, line: bytes) -> dict[str, Any]:
 
 def main() -> None:
     """Answer until standard input ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; this process ends with its input
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whatever the one that started this does with it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     environment = TemplateEnvironment()
-    for line in sys.stdin.buffer:
-        # Ends the process, whatever it is doing: an expression may be one long call.
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        reply = json.dumps(answer(environment, line)).encode()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(reply + b"\n")
-        sys.stdout.buffer.flush()
+    serve(lambda line: answer(environment, line))

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import zlib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,7 +15,7 @@ from sporeloom.errors import ConfigError, did_you_mean
 from sporeloom.evaluation.asking import PromptForm, asking_of
 from sporeloom.evaluation.programs import NAMES, Problem
 from sporeloom.evaluation.sandbox import check_isolation
-from sporeloom.files import unwritable
+from sporeloom.files import read_gzip, unwritable
 from sporeloom.inference import config as inference
 from sporeloom.inference.config import ComputeFlags, GenerateConfig, GenerateJob
 from sporeloom.inference.sampling import SamplingConfig
@@ -38,6 +38,8 @@ FREE_OPTIONS = (
 )
 """Options that may change from one call to the next in one folder: what a sample is does not depend on them."""
 PROBLEM_FIELDS = ("task_id", "prompt", "declaration", "canonical_solution", "test")
+MAX_BENCHMARK_BYTES = 256 << 20
+"""Of a language's problems; the published ones have half a million."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +156,13 @@ def read_problems(data: Path, language: str) -> dict[str, Problem]:
         raise ConfigError(f"{data}: holds no {name}; --data names the folder of HumanEval-X")
     found: dict[str, Problem] = {}
     try:
-        for number, line in enumerate(split_lines(gzip.decompress(path.read_bytes()).decode()), 1):
+        for number, line in enumerate(split_lines(read_gzip(path, MAX_BENCHMARK_BYTES).decode()), 1):
             problem = parse_json(line, f"{path}:{number}")
-            if missing := [key for key in PROBLEM_FIELDS if not isinstance(problem, dict) or key not in problem]:
-                raise ConfigError(f"{path}:{number}: no field {', '.join(missing)}")
+            fields_of = problem if isinstance(problem, dict) else {}
+            if missing := [key for key in PROBLEM_FIELDS if not isinstance(fields_of.get(key), str)]:
+                raise ConfigError(f"{path}:{number}: no field {', '.join(missing)} with a text")
             found[problem["task_id"]] = problem
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ConfigError(f"{path}: not a gzip file of JSON lines: {error}") from None
     return found
 

@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from sporeloom.evaluation.config import SAMPLES_FILE, SETTINGS_FILE, Evaluation, Wanted
-from sporeloom.files import write_text_atomically
+from sporeloom.files import read_bytes, write_text_atomically
 from sporeloom.inference.session import Completion, open_session
 from sporeloom.json_text import json_text
 from sporeloom.lines import split_lines
@@ -27,7 +27,7 @@ def read_samples(path: Path) -> list[Sample]:
     """The samples of a file; a last line that was cut off is left out."""
     if not path.exists():
         return []
-    whole = path.read_bytes().rpartition(b"\n")[0]
+    whole = read_bytes(path).rpartition(b"\n")[0]
     return [parse_json(line, f"{path}:{number}") for number, line in enumerate(split_lines(whole), 1)]
 
 
@@ -82,7 +82,7 @@ def _repair(path: Path) -> None:
     """Take off a last line that was cut when a run was killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        content = path.read_bytes()
+        content = read_bytes(path)
         path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 

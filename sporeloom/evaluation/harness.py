@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval.tasks
+import lm_eval.utils
+from jinja2 import StrictUndefined
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
@@ -22,6 +26,7 @@ from sporeloom.errors import ConfigError
 from sporeloom.evaluation.harness_config import Harness
 from sporeloom.evaluation.harness_options import read_options
 from sporeloom.evaluation.written_chats import WrittenChats
+from sporeloom.files import read_bytes
 from sporeloom.inference.config import GenerateJob
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import Failure, PromptScores, Request, Scheduler
@@ -208,7 +213,7 @@ def shipped_tasks() -> dict[str, Path]:
     """The file of each single task that comes with the harness, as its own index has them: of several the first."""
     found: dict[str, Path] = {}
     for path in sorted(Path(lm_eval.tasks.__file__).parent.glob("**/*.yaml"), key=Path.as_posix):
-        for name in NAME.findall(path.read_bytes()):
+        for name in NAME.findall(read_bytes(path)):
             found.setdefault(name.decode(), path)
     return found
 
@@ -218,8 +223,17 @@ def _is_file(name: str) -> bool:
 
 
 def _is_single(path: Path) -> bool:
-    text = path.read_bytes() if path.exists() else b""
+    text = read_bytes(path) if path.exists() else b""
     return bool(NAME.search(text)) and not OF_SEVERAL.search(text)
+
+
+def _confine_templates() -> None:
+    """Let templates of tasks (`doc_to_text: ...`) reach nothing but the row they are about: in the harness' own Jinja an
+    expression can get at every module."""
+    there = lm_eval.utils.env
+    confined = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    confined.filters.update(there.filters)
+    lm_eval.utils.env = confined
 
 
 def evaluate(harness: Harness) -> dict[str, Any] | None:
@@ -235,6 +249,8 @@ def evaluate(harness: Harness) -> dict[str, Any] | None:
         raise ConfigError(
             f"--tasks {', '.join(unknown)}: the harness has no such task; --include-path names further ones"
         )
+    if not config.trust_remote_code:
+        _confine_templates()
     engine = Engine.start(harness.job.strategy)
     model = HarnessModel(engine, harness.job)
     try:
@@ -247,6 +263,6 @@ def evaluate(harness: Harness) -> dict[str, Any] | None:
             apply_chat_template=config.apply_chat_template,
             bootstrap_iters=1000,
         )
-    except (FileNotFoundError, ConnectionError, ValueError) as error:
+    except (FileNotFoundError, ConnectionError, ValueError, SecurityError) as error:
         raise ConfigError(f"--tasks {' '.join(config.tasks)}: {first_line(error)}") from None
     return found if engine.is_log_rank else None

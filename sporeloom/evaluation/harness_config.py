@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from sporeloom.cli import option
 from sporeloom.errors import ConfigError, Problems
+from sporeloom.evaluation.task_code import code_problems
 from sporeloom.files import unwritable
 from sporeloom.inference import config as inference
 from sporeloom.inference.config import ComputeFlags, GenerateConfig, GenerateJob
@@ -33,6 +34,11 @@ class HarnessConfig(ComputeFlags):
     apply_chat_template: bool = option(False, "questions as a user's messages, as the model was taught to talk")
     max_new_tokens: Count = option(256, "tokens of a generated answer at most, where a task does not say")
     batch_size: Count = option(8, "texts worked on at once")
+    trust_remote_code: bool = option(
+        False,
+        "let the files of --tasks and --include-path run Python code, with all your rights: functions (`!function`), metrics "
+        "and data sets that are programs",
+    )
     output: Path | None = option(None, "JSON file for the results, with what was asked and answered")
     compare: Path | None = option(None, "--output of an earlier call: tell the differences, too")
 
@@ -62,6 +68,8 @@ def check(config: HarnessConfig, num_processes: int | None) -> Harness:
     for name in config.tasks:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             problems.append(f"--tasks {name}: there is no such file")
+    if not config.trust_remote_code:
+        problems += code_problems(_task_files(config))
     asked = GenerateConfig(
         checkpoint=config.checkpoint,
         tokenizer=config.tokenizer,
@@ -76,6 +84,13 @@ def check(config: HarnessConfig, num_processes: int | None) -> Harness:
     problems.tell()
     assert job
     return Harness(config, job, earlier)
+
+
+def _task_files(config: HarnessConfig) -> list[Path]:
+    """Files that the harness reads besides those installed with it."""
+    named = [path for path in map(Path, config.tasks) if path.suffix in (".yaml", ".yml") and path.is_file()]
+    folder = config.include_path
+    return [*named, *(sorted(folder.rglob("*.y*ml")) if folder and folder.is_dir() else ())]
 
 
 def _results(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from sporeloom.inference.quantize import quantize, quantized_weights
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
+from sporeloom.models.parameters import parameter_shapes
 from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.multi_lora import attach_several_adapters
 from sporeloom.nn.replace import share_parameters
@@ -101,10 +102,7 @@ def load_model(
     weights = open_weights(folder)
     if problem := weights.damage(slice(None)):
         raise ConfigError(problem)
-    with no_init_parameters():
-        plain: nn.Cell = family_module(family, "model").Model(config)
-    shapes = {parameter.name: tuple(parameter.shape) for parameter in plain.get_parameters()}
-    check_shapes(weights.shapes, shapes, str(folder / WEIGHTS))
+    check_shapes(weights.shapes, parameter_shapes(config), str(folder / WEIGHTS))
     net = build_model(family, config, strategy, caches, int8, ranks=ranks_of_several(adapters))
     exact = _fitting(weights.read, config, folder)
     read, beside = quantized_weights(net, exact) if int8 else exact, put_side_by_side(adapters)

@@ -22,6 +22,8 @@ LORA_A, LORA_B = ".lora_a", ".lora_b"
 """How the names of an adapter's parameters end: (r, in) and (out, r)."""
 HEAD = "head.weight"
 """What a reward model trains whole beside adapters: it is new."""
+MAX_ABOVE = 16
+"""Adapters that are merged before others are."""
 LORA_MASK = ".lora_mask"
 """Of several adapters beside one matrix: which rows of A are whose."""
 
@@ -109,13 +111,30 @@ def is_reward_adapter(folder: Path) -> bool:
 
 def base_folder(folder: Path) -> Path:
     """The checkpoint folder that the adapters of `folder` belong to; a relative path is one from `folder`, or from here.
+    It may hold adapters itself, merged first.
 
     Raises:
-        ConfigError: it is not said, or not there.
+        ConfigError: it is not said, or not there; adapters that belong to each other.
     """
+    base = above = _named_base(folder)
+    below = [folder.resolve()]
+    while is_adapter_folder(above):
+        below.append(above.resolve())
+        above = _named_base(above)
+        if above.resolve() in below or len(below) > MAX_ABOVE:
+            raise ConfigError(
+                f"{folder / ADAPTER_CONFIG}: base_model_name_or_path: the adapters there belong to "
+                + ("each other in a circle" if above.resolve() in below else f"more than {MAX_ABOVE} others in a row")
+                + "; one of them must name the folder of a model"
+            )
+    return base
+
+
+def _named_base(folder: Path) -> Path:
+    """What the configuration of `folder` names."""
     document = read_json(folder / ADAPTER_CONFIG)
     name = document.mapping.get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or "\0" in name:
         raise ConfigError(
             f"{document.source}: no base_model_name_or_path; write there the folder of the model they are for"
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sporeloom.errors import ConfigError
-from sporeloom.numbers import Count, Natural, NotNegative, Positive, Rate, number_problems
+from sporeloom.numbers import Count, Depth, Natural, NotNegative, Positive, Rate, number_problems
 
 Activation = Literal["gelu", "gelu_tanh", "fast_gelu", "silu"]
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
@@ -158,7 +158,7 @@ class ModelConfig(Widths):
     vocab_size: Count
     """Rows of the word embedding, and width of the logits."""
     hidden_size: Count
-    num_layers: Count
+    num_layers: Depth
     """All of them, the top query layer included where there is one; Megatron's --num-layers is then one less."""
     num_heads: Count
     """Heads of queries."""

@@ -1,22 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names within a network."""
 
+import fnmatch
 import functools
+import glob
 import itertools
-import re
+import math
+
+from sporeloom.errors import ConfigError
+
+MAX_ALTERNATIVES = 1000
+"""That one pattern may stand for."""
 
 
 def path_matches(pattern: str, path: str) -> bool:
-    """Whether `pattern` is the end of `path`: `*` is one component of it, `up|gate` is either of two."""
-    return _expression(pattern).search(path) is not None
+    """Whether `pattern` is the end of `path`: `*` is one component of it or some of its characters, `up|gate` is either of
+    two."""
+    wanted, found = pattern.split("."), path.split(".")
+    return len(wanted) <= len(found) and all(map(_component_matches, wanted, found[-len(wanted) :]))
 
 
 def alternatives(pattern: str) -> list[str]:
-    """The patterns without `|` that `pattern` stands for: `up|gate.matmul` for `up.matmul` and `gate.matmul`."""
-    return [".".join(chosen) for chosen in itertools.product(*(part.split("|") for part in pattern.split(".")))]
+    """The patterns without `|` that `pattern` stands for: `up|gate.matmul` for `up.matmul` and `gate.matmul`.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    parts = [part.split("|") for part in pattern.split(".")]
+    if (number := math.prod(map(len, parts))) > MAX_ALTERNATIVES:
+        raise ConfigError(
+            f"{pattern}: stands for {number:,} patterns; at most {MAX_ALTERNATIVES:,} can be written as one"
+        )
+    return [".".join(chosen) for chosen in itertools.product(*parts)]
 
 
 @functools.cache
-def _expression(pattern: str) -> re.Pattern[str]:
-    either = "|".join(re.escape(one).replace(r"\*", "[^.]+") for one in alternatives(pattern))
-    return re.compile(rf"(^|\.)({either})$")
+def _component_matches(wanted: str, name: str) -> bool:
+    # fnmatch goes through a name once, however many * there are; here each stands for at least one character.
+    return any(fnmatch.fnmatchcase(name, glob.escape(one).replace("[*]", "?*")) for one in wanted.split("|"))

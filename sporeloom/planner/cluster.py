@@ -151,9 +151,9 @@ def read_cluster(path: Path) -> Cluster:
     document = read_yaml(shipped_or_file(path, CLUSTERS))
     given = document.mapping
     chip = given.get("chip")
-    if chip not in chips():
+    if not isinstance(chip, str) or chip not in chips():
         raise ConfigError(
-            f"{document.at(('chip',))}: chip {chip} is not known{did_you_mean(str(chip), chips())}; "
+            f"{document.at(('chip',))}: chip {str(chip)[:100]} is not known{did_you_mean(str(chip), chips())}; "
             f"known: {', '.join(chips())}"
         )
     sheet = Cluster.of_chip(str(chip))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sporeloom.numbers import Count, Natural, Positive
+from sporeloom.numbers import Count, Depth, Natural, Positive
 from sporeloom.strategy.layout import Layout
 from sporeloom.strategy.mesh import Mesh
 
@@ -35,11 +35,11 @@ class Stages:
 class Pipeline:
     """Pipeline parallelism: the batch is split into microbatches that follow each other through the stages."""
 
-    num_microbatches: Count = 1
+    num_microbatches: Depth = 1
     """Microbatches of one step; at least as many as stages. More of them make the idle part (bubble) smaller."""
     stages: Literal["uniform"] | Stages = "uniform"
     """`uniform`, `{weights: [...]}` or `{num_layers: [...]}`."""
-    virtual_stages: Count = 1
+    virtual_stages: Depth = 1
     """Parts of the model that each stage holds, assigned in turn (interleaving): with v of them filling and draining the
     pipeline takes a v-th of the time, and v times as much is sent between stages."""
     schedule: Schedule = "1f1b"
@@ -149,7 +149,7 @@ class Strategy:
     context_parallel: Literal["gather", "ulysses"] = "gather"
     """How attention sees whole sequences, when mesh.cp > 1: `gather`, each rank has its part of the queries and gathers all
     keys and values; `ulysses`, all-to-alls give each rank whole sequences of a part of the heads, and take them back."""
-    micro_batch_interleave: Count = 1
+    micro_batch_interleave: Depth = 1
     """Copies that each microbatch (without a pipeline: the batch) is split into, so that devices can compute one while
     another communicates; the same arithmetic. MindSpore orders their collectives where `mesh.pp` is 1."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})

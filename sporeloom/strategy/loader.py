@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sporeloom.errors import ConfigError
-from sporeloom.reader import Document, Keys, Reader, read_yaml, show_key
+from sporeloom.models.paths import alternatives
+from sporeloom.reader import Document, Keys, Reader, is_a, read_yaml, show_key
 from sporeloom.shipped import RULES, shipped_names, shipped_or_file
 from sporeloom.strategy.checks import strategy_problems
 from sporeloom.strategy.config import ContextMethod, Pipeline, Rule, Rules, Strategy
@@ -145,7 +146,7 @@ def _rules(reader: Reader, value: dict[str, Any], keys: Keys, named: Named, abov
     names = given.get("base", [])
     if not isinstance(names, str):
         names = reader.value(names, list[str], (*keys, "base"))
-    names = [names] if isinstance(names, str) else names if isinstance(names, list) else []
+    names = [names] if isinstance(names, str) else names if is_a(names, list[str]) else []
     bases = [_rules_file(reader, name, (*keys, "base"), named, above) for name in names]
     rules = [rule for base in bases for rule in base.operators]
     operators = given.get("operators")
@@ -163,6 +164,10 @@ def _rules(reader: Reader, value: dict[str, Any], keys: Keys, named: Named, abov
 
 def _rule(reader: Reader, value: Any, keys: Keys, named: Named) -> Rule:
     pattern = str(keys[-1])
+    try:
+        alternatives(pattern)
+    except ConfigError as error:
+        reader.problem(keys, error.problems[0])
     inputs, outputs, local = value, None, False
     if isinstance(value, dict):
         given = reader.known(value, keys, ("in", "out", "local"))

@@ -74,7 +74,9 @@ class ParallelFlags(StrategyFlags):
     heading: ClassVar[str] = "parallelism"
 
     certificate: Path | None = option(
-        None, "certificate.json of tools/certify.py: refuse to start if anything it vouches for has changed"
+        None,
+        "certificate.json of tools/certify.py: refuse to start if anything it vouches for has changed; it guards "
+        "against accidents, and is not a signature",
     )
     accumulate: Count = option(
         1, "parts a step's batch is split into, one after another, to save memory (pipelines: num_microbatches)"

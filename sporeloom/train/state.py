@@ -6,14 +6,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from sporeloom.checkpoint.contents import WEIGHTS_ALONE, model_of
-from sporeloom.checkpoint.manifest import Manifest
+from sporeloom.checkpoint.manifest import MANIFEST, Manifest
 from sporeloom.checkpoint.model_folder import write_config
 from sporeloom.errors import ConfigError
 from sporeloom.json_text import json_text
+from sporeloom.numbers import number_problem
+from sporeloom.reader import is_a
+from sporeloom.train.config import Run
 from sporeloom.train.saving import Saver, load_state, newest_complete, versions
 from sporeloom.train.spikes import SpikeGuard
 from sporeloom.train.start import Training, adapter_settings, compile_for, optimizer_settings
@@ -80,14 +84,14 @@ def resume(training: Training) -> int:
     theirs = {"model": {"family": family, **model.to_dict()}, **manifest.state}
     given = {name for name in SCHEDULE if getattr(config, name) is not None}
     training.run = run = dataclasses.replace(
-        run, **{name: value for name, value in manifest.state["schedule"].items() if name not in given}
+        run, **{name: value for name, value in _saved_schedule(folder, manifest).items() if name not in given}
     )
     changed = [
         f"{folder}: {part} {name} was {theirs[part].get(name)}, is {value}"
         for part in ("model", "data", "optimizer", "lora")
         for name, value in _plain(mine[part]).items()
         if name != "attention"  # the kernel may be another, as the mesh may
-        if theirs.get(part, {}).get(name, UNSAID.get(name)) != value
+        if (theirs.get(part) or {}).get(name, UNSAID.get(name)) != value
     ]
     if manifest.step >= config.steps:
         changed.append(f"{folder}: {manifest.step} steps are done, --steps {config.steps} leaves none")
@@ -99,13 +103,36 @@ def resume(training: Training) -> int:
     return manifest.step
 
 
+def _saved_schedule(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The schedule that a checkpoint was trained by.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    hints, found = get_type_hints(Run, include_extras=True), manifest.state["schedule"]
+    wrong = [
+        f"{folder / MANIFEST}: state.schedule.{name} is {value!r:.60}"
+        for name, value in found.items()
+        if name not in SCHEDULE or not is_a(value, hints[name]) or number_problem(value, hints[name])
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    return dict(found)
+
+
 def _take_up(training: Training, folder: Path, manifest: Manifest) -> None:
     """Give everything that a step changes the values of a checkpoint."""
     load_state(training.step, training.engine, training.report, folder, manifest)
-    training.updates = int(manifest.state.get("updates", manifest.step))  # earlier releases counted every step
-    if training.loss_scale and (saved := manifest.state.get("loss_scale")):
-        training.loss_scale.restore(saved)
-    training.task.restore(manifest.state.get("task") or {})
+    try:
+        training.updates = int(manifest.state.get("updates", manifest.step))  # earlier releases counted every step
+        if training.loss_scale and (saved := manifest.state.get("loss_scale")):
+            training.loss_scale.restore(saved)
+        training.task.restore(manifest.state.get("task") or {})
+    except (TypeError, ValueError, LookupError, AttributeError, OSError, zipfile.BadZipFile) as error:
+        kind = type(error).__name__
+        raise ConfigError(
+            f"{folder / MANIFEST}: damaged: state.updates, loss_scale or task cannot be read: {kind}: {error}"
+        ) from None
 
 
 def rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> None:

@@ -7,15 +7,18 @@
 It checks the strategy, proves a small likeness of it (every axis, option and rule) equal to one device on real processes,
 compiles the first, the middle and the last rank at full size, and estimates time and memory. The folder gets
 certificate.json, for tools/train.py --certificate, and certificate.html, for people. Exit code 1: refused.
+The certificate is sealed by a hash against accidental changes. That is not a signature: whoever can write the file can
+make another one; where you must know who made it, sign it with a tool of yours.
 """
 
 from collections.abc import Sequence
 from importlib import import_module
 
-from sporeloom.certificate import CERTIFIED
+from sporeloom.certificate import CERTIFIED, SEAL_NOTE
 from sporeloom.certification.config import CertifyConfig, check
 from sporeloom.cli import parse_args
 from sporeloom.locks import one_writer
+from sporeloom.log import print_report
 from sporeloom.runtime.environment import prepare_environment
 
 SHOWN = 4
@@ -27,10 +30,10 @@ def main(argv: Sequence[str]) -> int:
     with one_writer(asked.config.out):
         values = import_module("sporeloom.certification.verdict").certify_decoder(asked)
     for reason in values["reasons"][:SHOWN]:
-        print(f"refused: {reason}")
+        print_report(f"refused: {reason}")
     if len(values["reasons"]) > SHOWN:
         print(f"refused: and {len(values['reasons']) - SHOWN} more such lines in the certificate")
     if values["verdict"] == CERTIFIED:
-        print(f"certified: {asked.config.out / 'certificate.json'}")
+        print(f"certified: {asked.config.out / 'certificate.json'} ({SEAL_NOTE})")
     print(f"read it: {asked.config.out / 'certificate.html'}")
     return 0 if values["verdict"] == CERTIFIED else 1

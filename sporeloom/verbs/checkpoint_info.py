@@ -18,7 +18,7 @@ from sporeloom.checkpoint.reshard import find_checkpoint
 from sporeloom.checkpoint.sharded import damage
 from sporeloom.cli import argument, option, parse_args
 from sporeloom.errors import ConfigError
-from sporeloom.log import counted
+from sporeloom.log import counted, print_report
 from sporeloom.shipped import shipped_names
 from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.loader import load_strategy
@@ -79,10 +79,11 @@ def main(argv: Sequence[str]) -> int:
     if config.diff:
         other = find_checkpoint(config.diff)
         differences = compare(folder, manifest, other, read_manifest(other))
-        print(f"{len(differences)} of {len(manifest.tensors)} tensors differ")
-        print("\n".join(map(show, differences)), end="\n" if differences else "")
+        print_report(
+            "\n".join([f"{len(differences)} of {len(manifest.tensors)} tensors differ", *map(show, differences)])
+        )
         return 1 if differences else 0
-    print("\n".join(describe(folder, manifest, config.tensors)))
+    print_report("\n".join(describe(folder, manifest, config.tensors)))
     if config.verify:
         if problem := damage(folder, manifest):
             raise ConfigError(problem)

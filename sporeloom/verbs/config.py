@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sporeloom.cli import argument, parse_args
+from sporeloom.log import print_report
 from sporeloom.run_file import BASE, based_on
 from sporeloom.shipped import shipped_or_file
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     different = [key for key in {**first, **second} if first.get(key, ABSENT) != second.get(key, ABSENT)]
     width = max(map(len, different), default=0)
     for key in different:
-        print(f"{key:{width}}  {first.get(key, ABSENT)}  ->  {second.get(key, ABSENT)}")
+        print_report(f"{key:{width}}  {first.get(key, ABSENT)}  ->  {second.get(key, ABSENT)}")
     if not different:
         print(f"{config.first} and {config.second} say the same")
     return 1 if different else 0

@@ -22,6 +22,7 @@ from sporeloom.dry_run.pool import compile_ranks
 from sporeloom.dry_run.summary import summarize, text_report
 from sporeloom.files import write_text_atomically
 from sporeloom.json_text import json_text
+from sporeloom.log import print_report
 from sporeloom.models.family import size_config
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.loader import load_strategy
@@ -47,5 +48,5 @@ def main(argv: Sequence[str]) -> int:
     if run.config.html:
         write_text_atomically(run.config.html, page(values))
         print(f"report in {run.config.html}", file=sys.stderr)
-    print(json_text(values, indent=1) if run.config.json else text_report(values))
+    print_report(json_text(values, indent=1) if run.config.json else text_report(values))
     return 1 if values["job"].get("fits") is False else 0

@@ -15,7 +15,8 @@ limits on time, memory, processes and output. Prints pass@k of each language in 
 what became of it, and the summary.
 
 lm-eval runs tasks of the lm-evaluation-harness (pip install -e '.[eval]'): its own, or YAML files that name data of
-yours. Their own data come from the network unless HF_DATASETS_OFFLINE=1 and they are there already.
+yours. Their own data come from the network unless HF_DATASETS_OFFLINE=1 and they are there already. A YAML file of tasks
+may name Python code (`!function`), which runs with all your rights: only with --trust-remote-code.
 """
 
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from sporeloom.evaluation.harness_config import HarnessConfig, as_json, table
 from sporeloom.evaluation.harness_config import check as check_harness
 from sporeloom.files import write_text_atomically
 from sporeloom.locks import one_writer
+from sporeloom.log import print_report
 from sporeloom.runtime.environment import is_first_process, launched_processes, prepare_environment
 from sporeloom.runtime.launch import launch_verb
 from sporeloom.scratch import scratch_folder
@@ -73,5 +75,5 @@ def run_harness(argv: Sequence[str]) -> int:
         return 0
     if config.output:
         write_text_atomically(config.output, as_json(found["results"], found.get("samples", {}), config))
-    print(table(found["results"], harness.earlier))
+    print_report(table(found["results"], harness.earlier))
     return 0

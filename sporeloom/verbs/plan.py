@@ -22,6 +22,7 @@ from sporeloom.cli import argument, check_numbers, option, parse_args
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
 from sporeloom.json_text import json_text
+from sporeloom.log import print_report
 from sporeloom.models.family import size_config
 from sporeloom.numbers import Count
 from sporeloom.planner.closed_forms import PRECISIONS, bytes_of_mask
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     if config.json:
         print(json_text([as_dict(o, shown[0], request.cluster, request.task) for o in shown], indent=1))
     else:
-        print(table(request, shown))
+        print_report(table(request, shown))
     if config.out:
         write_text_atomically(
             config.out, strategy_file(request, shown[0], EXPERTS if request.dims.num_experts else DECODER)

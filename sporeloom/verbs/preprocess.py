@@ -11,8 +11,8 @@
     sporeloom preprocess to-mindrecord tokens/ train.mindrecord --seq-len 1024
     sporeloom preprocess from-mindrecord train.mindrecord --tokenizer vocab.model --out tokens/
 
-INPUT is .jsonl, .jsonl.gz or .jsonl.zst (a field `text`), .parquet (a column `text`), .txt (blank lines between documents),
-.warc and .wet, also .gz (pages and texts of the web), or a folder, in which each other file is a document.
+INPUT is .jsonl, also with .gz, .zst, .bz2 or .xz (a field `text`), .parquet (a column `text`), .txt (blank lines between
+documents), .warc and .wet, also .gz (pages and texts of the web), or a folder, in which each other file is a document.
 docs/guides/data.md has the whole story.
 """
 
@@ -115,7 +115,7 @@ class DedupConfig(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class SubstringsConfig(Common):
-    out: DocumentPath = option(..., "file for what is left: .jsonl, .jsonl.gz or .jsonl.zst")
+    out: DocumentPath = option(..., "file for what is left: .jsonl, also with .gz, .zst, .bz2 or .xz")
     report: DocumentPath | None = option(None, "file for every cut: where, and what")
     min_length: Length = option(200, "characters of a run that is cut out where it was there before")
     min_rest: Natural = option(50, "characters, without white space, that must be left of a document that was cut")
@@ -125,7 +125,7 @@ class SubstringsConfig(Common):
 class DecontaminateConfig(Common):
     evaluation: tuple[Path, ...] = option(..., "files of the evaluation sets")
     evaluation_keys: tuple[str, ...] = option(("text",), "their fields that must not be seen in training")
-    out: DocumentPath = option(..., "file for what is left: .jsonl, .jsonl.gz or .jsonl.zst")
+    out: DocumentPath = option(..., "file for what is left: .jsonl, also with .gz, .zst, .bz2 or .xz")
     report: DocumentPath | None = option(None, "file for every cut: where, what, and of which evaluation document")
     ngram: Count = option(13, "words in a row that both must have")
     margin: Natural = option(200, "characters cut away on each side of a match")
@@ -135,7 +135,7 @@ class DecontaminateConfig(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class FilterConfig(Common):
-    out: DocumentPath = option(..., "file for what passes: .jsonl, .jsonl.gz or .jsonl.zst")
+    out: DocumentPath = option(..., "file for what passes: .jsonl, also with .gz, .zst, .bz2 or .xz")
     removed: DocumentPath | None = option(None, "file for what does not, with the rules it failed")
     samples: DocumentPath | None = option(
         None, "text file for a few documents of each rule that failed them, to be read"

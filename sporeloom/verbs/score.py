@@ -19,7 +19,7 @@ import numpy as np
 from sporeloom.checkpoint.model_folder import load_text_config
 from sporeloom.cli import check_numbers, option, parse_args
 from sporeloom.errors import ConfigError
-from sporeloom.files import write_atomically
+from sporeloom.files import check_regular, write_atomically
 from sporeloom.json_text import json_text
 from sporeloom.models.family import family_module
 from sporeloom.numbers import Natural
@@ -41,10 +41,11 @@ class ScoreConfig:
 
 def read_ids(path: Path, vocab_size: int, seq_len: int) -> Any:
     try:
+        check_regular(path)
         ids = np.load(path, allow_pickle=False)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise ConfigError(f"{path}: not a NumPy file of numbers: {error}") from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 2 or ids.dtype.kind not in "iu" or ids.size == 0:
         raise ConfigError(f"{path}: whole numbers of shape (B, N) are expected")

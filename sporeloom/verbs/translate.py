@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from sporeloom.cli import argument, check_numbers, option, parse_args
 from sporeloom.dialects import Settings, Translation, translate
-from sporeloom.errors import ConfigError
+from sporeloom.errors import ConfigError, without_control
 from sporeloom.files import write_text_atomically
 from sporeloom.json_text import json_text
 from sporeloom.models.family import size_config
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(done.text, end="")
     print(
-        json_text(report(done), indent=1) if config.json else table(done),
+        json_text(report(done), indent=1) if config.json else "\n".join(map(without_control, table(done).split("\n"))),
         file=sys.stdout if config.out else sys.stderr,
     )
     return 1 if config.strict and done.losses else 0

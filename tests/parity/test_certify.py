@@ -114,7 +114,7 @@ def test_what_is_right_is_certified_and_trains_until_something_changes(tmp_path)
     assert "batch.batch_size was 4, is 8" in refused.output
     assert "strategy.mesh.tp was 1, is 2" in refused.output
     path.write_text(path.read_text().replace('"batch_size": 4', '"batch_size": 8'))
-    with pytest.raises(ConfigError, match="was edited after it was made"):
+    with pytest.raises(ConfigError, match="was changed after it was made"):
         check_certificate(path, vouched_for("pangu", config, loaded, 8, 64, 1))
 
 

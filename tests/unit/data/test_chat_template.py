@@ -194,7 +194,7 @@ def test_a_process_that_was_forked_renders_by_itself():
 def test_the_process_that_renders_ends_with_the_one_that_asked():
     code = (
         "import os, signal; from pathlib import Path; from sporeloom.data.chat_template import ChatTemplate\n"
-        "from sporeloom.data.template_process import RENDERER\n"
+        "from sporeloom.data.chat_template import RENDERER\n"
         "ChatTemplate(Path('t'), 'x'); print(RENDERER._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

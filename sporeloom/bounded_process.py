@@ -1,32 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that renders chat templates, as those see it who ask it. It starts with the first question."""
+"""A process with bounds on time and memory for what somebody else's file has us compute: its templates and patterns.
+
+It starts with the first question, answers one line of JSON with another, and another one takes its place when a question has
+ended it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sporeloom.errors import ConfigError
 
 CPU_SECONDS = 1.0
 WALL_SECONDS = 60.0
-"""On a machine that is busy with other things; what bounds a template is the time of its own."""
-START = "import sys; sys.path[:] = sys.argv[1:]; from sporeloom.data.template_worker import main; main()"
+"""On a machine that is busy with other things; what bounds a question is the time of its own."""
+MEMORY_BYTES = 1 << 30
+START = "import sys; sys.path[:] = sys.argv[1:]; from {} import main; main()"
 MAX_MESSAGE = 300
 
 
-class TemplateProcess:
-    """Asks one process, from any thread; another one takes its place when a template has ended it."""
+class BoundedProcess:
+    """Asks one process, from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        worker: the module whose `main` answers by `serve`.
+        work: what it does, for messages: `to render`.
+    """
+
+    def __init__(self, worker: str, work: str):
+        self._start, self._work = START.format(worker), work
+        os.register_at_fork(after_in_child=self.forget)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -34,7 +48,7 @@ class TemplateProcess:
         """What the process answers.
 
         Raises:
-            ConfigError: the template cannot be read, does not take the messages, or takes too much.
+            ConfigError: the question is refused, or takes too much.
         """
         line = json.dumps(question).encode() + b"\n"
         with self._lock:
@@ -59,7 +73,7 @@ class TemplateProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", START, *sys.path],
+                [sys.executable, "-I", "-c", self._start, *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -73,8 +87,8 @@ class TemplateProcess:
         code = self._process.poll()
         self._end()
         if code in (-signal.SIGPROF, None):
-            return f"it takes more than {CPU_SECONDS:g} s to render"
-        return f"rendering it ended its process (exit code {code})"
+            return f"it takes more than {CPU_SECONDS:g} s {self._work}"
+        return f"the process that had it {self._work} ended (exit code {code})"
 
     def _end(self) -> None:
         if self._process:
@@ -110,6 +124,17 @@ def _read_line(process: subprocess.Popen[bytes]) -> bytes:
     return b"".join(parts)
 
 
-RENDERER = TemplateProcess()
-"""Of this process."""
-os.register_at_fork(after_in_child=RENDERER.forget)
+def serve(answer: Callable[[bytes], dict[str, Any]]) -> None:
+    """In the other process: answer lines until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; this process ends with its input
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whatever the one that started this does with it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    for line in sys.stdin.buffer:
+        # Ends the process, whatever it is doing: an expression may be one long call.
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        reply = json.dumps(answer(line)).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(reply + b"\n")
+        sys.stdout.buffer.flush()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 EXIT_BAD_INPUT = 2
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+"""What a write meets that is not our mistake, and which may not say of what file."""
 
 
 class ConfigError(Exception):
@@ -64,9 +67,10 @@ def run_tool(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in FULL:
             raise
-        print(f"error: {str(error.filename)[:200]}: {error.strerror}", file=sys.stderr)
+        where = "" if error.filename is None else f"{str(error.filename)[:200]}: "
+        print(f"error: {where}{error.strerror}", file=sys.stderr)
         code = EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -18,6 +18,7 @@ CORE = {
     "cli",
     "errors",
     "files",
+    "hashes",
     "json_text",
     "lines",
     "locks",

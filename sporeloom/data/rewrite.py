@@ -19,6 +19,7 @@ from tqdm import tqdm
 from sporeloom.data.cluster import Workers, over_batches
 from sporeloom.data.sources import LINES, Batch, Source, TextDocument
 from sporeloom.errors import ConfigError
+from sporeloom.files import flush
 from sporeloom.locks import one_writer
 
 SHOWN_PROBLEMS = 20
@@ -139,6 +140,7 @@ def complete_or_absent(path: Path | None) -> Iterator[Callable[[bytes], object]]
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as raw, _compressed(raw, path) as file:
             yield file.write
+        flush(unfinished)
         unfinished.replace(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -44,6 +44,10 @@ def write_text_atomically(path: Path, text: str) -> None:
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which then takes the name of `folder`; an older one goes only when this one is complete."""
     recover_folder(folder)
+    if folder.is_symlink():
+        folder = folder.resolve()  # what it leads to is replaced, on that disk
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a file, which no folder replaces; choose another name", str(folder))
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

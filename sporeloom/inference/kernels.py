@@ -57,6 +57,8 @@ def kernel_library() -> Path | None:
         ctypes.CDLL(str(path)).use_threads(num_threads())
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
+        if isinstance(error, OSError) and error.filename:
+            said = f"{error.filename}: {error.strerror}"
         milestone(f"kernels.c cannot be used, decoding is slower: {first_line(said)}")
         return None
     return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from sporeloom.files import recover_folder, remove, write_text_atomically
 from sporeloom.json_text import json_text
 from sporeloom.lines import first_line
 from sporeloom.locks import one_writer
-from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import is_first_process
@@ -35,6 +36,7 @@ from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
 from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind
 
+FLOAT32_BYTES = 4
 LEFTOVERS = (
     ".checkpoint_parts-*",
     ".checkpoint.*.partial",
@@ -58,6 +60,7 @@ def train(run: Run) -> Path | None:
         for pattern in LEFTOVERS:
             for path in run.config.output_dir.glob(pattern):
                 remove(path)
+        _check_room(run)
         return _train(run)
 
 
@@ -179,8 +182,7 @@ def _not_finite(engine: Engine, step: int, loss: float, norm: float) -> str:
 def _save(training: Training, token: int) -> None:
     """Write the whole model, or the adapters. `token` tells this run's parts from those of one that was killed here."""
     run, config = training.run, training.run.config
-    shapes = run.lora.shapes(run.model) if run.lora else parameter_shapes(run.model)
-    wanted = {f"model.{name}" for name in shapes}
+    wanted = {f"model.{name}" for name in _shapes(run)}
     parts_folder = config.output_dir / f".checkpoint_parts-{token}"
     whole = gather_whole(training.step, training.engine, training.report, parts_folder, wanted.__contains__)
     if whole is None:
@@ -192,6 +194,25 @@ def _save(training: Training, token: int) -> None:
         write_adapter(config.checkpoint_dir, adapter, *load_config(base), base, training.task.add_files)
     else:
         save_checkpoint(config.checkpoint_dir, named, run.family, run.model, training.task.add_files)
+
+
+def _shapes(run: Run) -> Shapes:
+    """Of what is trained: the whole model, or adapters."""
+    return run.lora.shapes(run.model) if run.lora else parameter_shapes(run.model)
+
+
+def _check_room(run: Run) -> None:
+    """Raises:
+    ConfigError: the disk has not even room for what is written in the end, and for one state if there are any.
+    """
+    config, numbers = run.config, sum(map(math.prod, _shapes(run).values()))
+    copies = 1 + (config.save_every > 0 or config.save_minutes > 0) * (1 if config.optimizer == "sgd" else 2)
+    free, needed = shutil.disk_usage(config.output_dir).free, FLOAT32_BYTES * numbers * copies
+    if free < needed:
+        raise ConfigError(
+            f"{config.output_dir}: {free / 1e6:,.1f} MB are free, the run writes at least {needed / 1e6:,.1f} MB of weights "
+            "and states there; make room, or give another --output-dir"
+        )
 
 
 def _not_written(folder: Path, error: OSError | SafetensorError, saver: Saver) -> str:

@@ -76,8 +76,10 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 def recover_folder(folder: Path) -> None:
     """Give a folder its name back whose replacement was killed between the removal of the old name and the new one's."""
+    if folder.exists() or not folder.name:  # `.`, which has no name to lose
+        return
     replaced = _name_of_replaced(folder)
-    if replaced.exists() and not folder.exists():
+    if replaced.exists():
         with contextlib.suppress(OSError):  # another process was faster, or may not
             replaced.rename(folder)
 

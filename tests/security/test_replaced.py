@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -264,6 +265,13 @@ def test_what_is_no_folder_is_not_replaced(tmp_path):
     with pytest.raises(OSError, match="a file, which no folder replaces"):
         write_plain(tmp_path / "file", 1)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_is_read_by_any_of_its_names(tmp_path, monkeypatch):
+    write_model(tmp_path / "model", 1.0)
+    monkeypatch.chdir(tmp_path / "model")
+    for name in (".", "../model", str(tmp_path / "model") + "/"):
+        assert read_model(Path(name)) == 1.0
 
 
 def test_what_a_link_leads_to_is_replaced_there(tmp_path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import sys
@@ -13,6 +14,8 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 EXIT_BAD_INPUT = 2
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+"""What a write meets that is not our mistake, and which may not say of what file."""
 MAX_SHOWN = 50
 """Problems of a call that are printed."""
 MAX_WORD = 100
@@ -92,6 +95,8 @@ def run_tool(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except OSError as error:
+        if error.filename is None and error.errno not in FULL:
+            raise
         where = "" if error.filename is None else f"{str(error.filename)[:200]}: "
         print(f"error: {printable(f'{where}{error.strerror or error}')}", file=sys.stderr)
         code = EXIT_BAD_INPUT

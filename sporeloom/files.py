@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import gzip
 import os
@@ -90,12 +91,17 @@ def read_utf8(path: Path, max_bytes: int | None = None) -> str:
     return read_bytes(path, max_bytes).decode("utf-8")
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` make a file beside `path`, then give it its name: it is complete or absent."""
+_AT_WORKING_FOLDER, _EXCHANGE = -100, 2
+_rename_at = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file beside `path`, then give it its name: it is complete or absent, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         write(partial)
+        flush(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -113,20 +119,154 @@ def write_text_atomically(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which then takes the name of `folder`; an older one goes only when this one is complete."""
+    recover_folder(folder)
+    if folder.is_symlink():
+        folder = folder.resolve()  # what it leads to is replaced, on that disk
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a file, which no folder replaces; choose another name", str(folder))
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        replace_folder(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Give a complete folder its name; an older one of that name is removed last.
+
+    Whenever the process is killed or fails, the older or the new one is whole under the name. Where a file system cannot
+    exchange two names, the older one may be whole under a name beside it instead, until `recover_folder`.
+    """
+    flush_all(partial)
+    if _exchange(partial, folder):
+        replaced = partial
+    else:
+        replaced = _name_of_replaced(folder)
+        _put_in_place(partial, folder, replaced)
+    flush(folder.parent)
+    remove(replaced)
+
+
+def recover_folder(folder: Path) -> None:
+    """Give a folder its name back whose replacement was killed between the removal of the old name and the new one's."""
+    if folder.exists() or not folder.name:  # `.`, which has no name to lose
+        return
+    replaced = _name_of_replaced(folder)
+    if replaced.exists():
+        with contextlib.suppress(OSError):  # another process was faster, or may not
+            replaced.rename(folder)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder if it is there; what cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that others look for by its name: it is whole or gone."""
+    removed = folder.with_name(f".{folder.name}.removed")
+    remove(removed)
+    folder.rename(removed)
+    remove(removed)
+
+
+def flush_all(folder: Path) -> None:
+    """`flush` a folder and everything in it."""
+    for path in (*folder.rglob("*"), folder):
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    """Make sure that a power cut cannot lose a file, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # folders of some file systems
+            raise
+    finally:
+        os.close(handle)
+
+
+def _name_of_replaced(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def _put_in_place(partial: Path, folder: Path, replaced: Path) -> None:
+    """Give one folder the name of another, which is called `replaced` then."""
+    for is_last in (False, True):
+        if folder.exists():
+            remove(replaced)  # older than what has the name
+            folder.rename(replaced)
+        try:
+            partial.rename(folder)
+            return
+        except BaseException as error:
+            recover_folder(folder)
+            if is_last or not isinstance(error, OSError):  # once more where a reader has just recovered the older one
+                raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Whether two folders could be given each other's names, in one step."""
+    if _rename_at is None or not other.is_dir():
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    return bool(_rename_at(_AT_WORKING_FOLDER, names[0], _AT_WORKING_FOLDER, names[1], _EXCHANGE) == 0)
 
 
 def cache_folder() -> Path:
     """Where this user's things lie that can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sporeloom"
+
+
+def private_cache(name: str) -> Path:
+    """A folder of this user's cache that nobody else may enter: what lies in it is run or trusted.
+
+    One of this user's that others could write to is emptied, as they may have.
+
+    Raises:
+        OSError: it cannot be made, or is somebody else's.
+    """
+    folder = cache_folder() / name
+    make_private(folder)
+    return folder
+
+
+def make_private(folder: Path) -> None:
+    """`private_cache` for a folder of any place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        whose = f"of user {found.st_uid}" if stat.S_ISDIR(found.st_mode) else "not a folder"
+        raise OSError(errno.EPERM, f"{whose}, must be a folder of user {os.getuid()} alone; remove it", str(folder))
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        folder.chmod(0o700)
+        if stat.S_IMODE(found.st_mode) & 0o022:
+            for path in folder.iterdir():
+                remove(path)
+
+
+def read_private(path: Path) -> bytes:
+    """The content of a file that only this user can have written.
+
+    Raises:
+        OSError: there is none; it is somebody else's, a link, or one that others may write to.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+            raise OSError(errno.EPERM, f"not a file that user {os.getuid()} alone may write to", str(path))
+        return file.read()
 
 
 def unwritable(folder: Path) -> str | None:

@@ -20,6 +20,7 @@ CORE = {
     "cli",
     "errors",
     "files",
+    "hashes",
     "json_text",
     "lines",
     "locks",

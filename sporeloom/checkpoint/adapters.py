@@ -29,6 +29,7 @@ from sporeloom.checkpoint.tensor_files import (
     stored_tensors,
     write_tensor_by_tensor,
 )
+from sporeloom.checkpoint.tensor_hashes import seal, tensor_damage
 from sporeloom.errors import ConfigError
 from sporeloom.files import replaced_folder
 from sporeloom.models.adapters import (
@@ -79,6 +80,8 @@ def read_adapter(folder: Path, family: str, model: ModelConfig) -> Adapter:
         ConfigError: another kind of adapter, tensors that match no matrix or are of another shape, matrices without theirs,
             numbers that are not finite; all at once.
     """
+    if problem := tensor_damage(folder):
+        raise ConfigError(problem)
     document = read_json(folder / ADAPTER_CONFIG)
     spellings = _spellings(family, model)
     names = {name: ours for spelling in spellings for name, ours in spelling.items()}
@@ -193,6 +196,7 @@ def write_adapter(
         (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if add_files:
             add_files(partial)
+        seal(partial)
 
 
 def merge(weights: Mapping[str, NDArray[Any]], adapter: Adapter, sign: float = 1.0) -> dict[str, NDArray[Any]]:

@@ -17,6 +17,7 @@ from sporeloom.checkpoint.finite import check_finite, narrow
 from sporeloom.checkpoint.model_folder import load_weights
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_atomically
+from sporeloom.hashes import check_file, check_hashes
 from sporeloom.lines import first_line
 from sporeloom.models.weight_names import Name
 from sporeloom.scratch import scratch_folder
@@ -65,6 +66,8 @@ def read_rank_files(folder: Path, layouts: Path) -> Tensors:
         raise ConfigError(f"{folder}: holds no rank_0/*.ckpt, rank_1/*.ckpt, ...")
     if not layouts.exists():
         raise ConfigError(f"{layouts}: there is no such file")
+    check_hashes(folder)
+    check_file(layouts)
     with scratch_folder() as scratch:
         try:
             if layouts.is_dir():
@@ -88,11 +91,18 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
         write_atomically(path, lambda partial: _save_npz(partial, tensors))
     elif path.suffix == ".ckpt":
         entries = [{"name": name, "data": ms.Tensor(value)} for name, value in tensors.items()]
-        partial = path.with_name(f".{path.stem}.partial.ckpt")  # MindSpore insists on the suffix
-        ms.save_checkpoint(entries, str(partial))
-        partial.replace(path)
+        write_atomically(path, lambda partial: _save_ckpt(partial, entries))
     else:
         raise ConfigError(f"{path}: write to a .npz or .ckpt file")
+
+
+def _save_ckpt(path: Path, entries: list[dict[str, Any]]) -> None:
+    named = path.with_name(f"{path.name}.ckpt")  # MindSpore insists on the suffix
+    try:
+        ms.save_checkpoint(entries, str(named))
+        named.replace(path)
+    finally:
+        named.unlink(missing_ok=True)
 
 
 def _save_npz(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:

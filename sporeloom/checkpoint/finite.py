@@ -44,7 +44,8 @@ def describe(pieces: Iterable[NDArray[Any]], shape: tuple[int, ...]) -> str | No
     first = None
     for piece in pieces:
         if not is_finite(piece):
-            wide = piece.reshape(-1).astype(np.float64)
+            with np.errstate(invalid="ignore"):  # of NaN that signals
+                wide = piece.reshape(-1).astype(np.float64)
             bad, nan = ~np.isfinite(wide), np.isnan(wide)
             num_nan, num_infinite = num_nan + int(nan.sum()), num_infinite + int((bad & ~nan).sum())
             first = seen + int(bad.argmax()) if first is None else first

@@ -20,7 +20,7 @@ from sporeloom.checkpoint.contents import WEIGHTS_ALONE
 from sporeloom.checkpoint.generation_config import GENERATION_CONFIG, end_tokens, with_end_tokens
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest
 from sporeloom.checkpoint.model_folder import CONFIG, check_shapes, load_config, write_config
-from sporeloom.checkpoint.reshard import new_folder, publish_new
+from sporeloom.checkpoint.reshard import new_folder
 from sporeloom.checkpoint.shards import Shard, Slices, write_shards
 from sporeloom.checkpoint.tensor_files import (
     Described,
@@ -30,8 +30,10 @@ from sporeloom.checkpoint.tensor_files import (
     stored_tensors,
     write_model_files,
 )
+from sporeloom.checkpoint.tensor_hashes import tensor_damage
 from sporeloom.data.chat_template import TEMPLATE
 from sporeloom.errors import ConfigError
+from sporeloom.hashes import check_hashes
 from sporeloom.log import milestone
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES, family_module
@@ -94,6 +96,7 @@ def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
+    check_hashes(folder)
     document = read_json(folder / CONFIG)
     model_type = str(document.mapping.get("model_type", ""))
     known: dict[str, tuple[str, Published]] = {}
@@ -108,6 +111,8 @@ def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
         _drop_tied_head(way, tensors, folder)
     if problems := way.problems({name: tensor.shape for name, tensor in tensors.items()}, model):
         raise ConfigError(f"{folder}: {problem}" for problem in problems)
+    if problem := tensor_damage(folder):
+        raise ConfigError(problem)
     return PublishedFolder(folder, family, way, model, tensors)
 
 
@@ -163,8 +168,7 @@ def import_shards(
     """
     rows = source.rows()
     described = {name: Described("float32", shape) for name, shape in source.shapes.items()}
-    partial = new_folder(target)
-    try:
+    with new_folder(target) as partial:
         tensors, files = write_shards(partial, described, shards, lambda name, slices: _part(rows[name], slices))
         model = {"family": source.family, **source.model.to_dict()}
         versions = {"sporeloom": version("sporeloom"), "numpy": np.__version__}
@@ -172,9 +176,6 @@ def import_shards(
         manifest.write(partial)
         write_config(partial, source.family, source.model)
         _copy_beside(source.folder, partial)
-        publish_new(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return manifest.num_bytes
 
 
@@ -201,14 +202,10 @@ def import_published(source: PublishedFolder, target: Path, dtype: Dtype = "floa
     def arrays(names: Sequence[str]) -> Iterator[Iterator[NDArray[Any]]]:
         return (chain.from_iterable(read_rows(*some, dtype) for some in rows[name]) for name in names)
 
-    partial = new_folder(target)
-    try:
+    with new_folder(target) as partial:
         num_bytes = write_model_files(partial, described, arrays, SHARD_BYTES)
         write_config(partial, source.family, source.model)
         _copy_beside(source.folder, partial)
-        publish_new(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return num_bytes
 
 
@@ -236,6 +233,8 @@ def export_published(
     way = published_as(ways, model_type, "--model-type") if model_type else _fitting(ways, model)
     config = way.write(model)
     tensors = stored_tensors(model_files(folder))
+    if problem := tensor_damage(folder):
+        raise ConfigError(problem)
     check_shapes({name: tensor.shape for name, tensor in tensors.items()}, parameter_shapes(model), str(folder))
     described = {name: Described(dtype, shape) for name, shape in way.shapes(model).items()}
     parts = way.tensors(model)
@@ -244,15 +243,11 @@ def export_published(
         for name in names:
             yield chain.from_iterable(_read_part(tensors[part.name], part, dtype) for part in parts[name])
 
-    partial = new_folder(target)
-    try:
+    with new_folder(target) as partial:
         num_bytes = write_model_files(partial, described, arrays, SHARD_BYTES, {"format": "pt"})
         config = {**config, "torch_dtype": dtype} if "torch_dtype" in config else config
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _copy_beside(folder, partial)
-        publish_new(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return way.model_type, num_bytes
 
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from sporeloom.checkpoint.tensor_files import DTYPES
 from sporeloom.errors import ConfigError
-from sporeloom.files import write_text_atomically
+from sporeloom.files import recover_folder, write_text_atomically
+from sporeloom.hashes import TENSORS, check_hashes
 from sporeloom.json_text import json_text
 from sporeloom.reader import read_json
 
@@ -88,16 +89,21 @@ class Manifest:
         write_text_atomically(folder / MANIFEST, json_text(values, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder, found complete in itself; the files are not opened.
+def read_manifest(folder: Path, is_trusted: bool = False) -> Manifest:
+    """The manifest of a checkpoint folder, found complete in itself, and everything else there but the contents of tensors
+    as it was written.
+
+    `is_trusted`: whatever the hashes of the files say.
 
     Raises:
-        ConfigError: missing, damaged, of another format or version, a file that is missing or has another size, or
+        ConfigError: missing, damaged, edited, of another format or version, a file that is missing or has another size, or
             parts that do not cover their tensor.
     """
     path = folder / MANIFEST
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; the checkpoint is not complete")
+    if not is_trusted:
+        check_hashes(folder, is_required=True, but=TENSORS)  # the manifest says what those hold that are missing
     try:
         values = read_json(path).mapping
     except ConfigError as error:
@@ -117,6 +123,8 @@ def read_manifest(folder: Path) -> Manifest:
     if problems := list(_problems(manifest, folder)):
         more = [f"{folder}: and {len(problems) - 4} more problems"] if len(problems) > 4 else []
         raise ConfigError(problems[:4] + more)
+    if not is_trusted:
+        check_hashes(folder)
     return manifest
 
 
@@ -221,8 +229,11 @@ def _some(names: list[str]) -> str:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Checkpoint folders under `root`, newest first, complete or not. What has another name is none of them."""
+    """Checkpoint folders under `root`, newest first, complete or not. What has another name is none of them; one whose
+    replacement was killed gets its name back."""
     if not root.is_dir():
         return []
+    for replaced in root.glob(".step-*.replaced"):
+        recover_folder(root / replaced.name.removeprefix(".").removesuffix(".replaced"))
     found = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)

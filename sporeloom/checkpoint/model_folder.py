@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from sporeloom.checkpoint.adapters import merge, read_adapter
 from sporeloom.checkpoint.contents import MOMENTS, check_contents
@@ -23,9 +22,19 @@ from sporeloom.checkpoint.generation_config import with_end_tokens
 from sporeloom.checkpoint.manifest import MANIFEST, read_manifest
 from sporeloom.checkpoint.sharded import CheckpointReader, damage
 from sporeloom.checkpoint.shards import Slices, whole
-from sporeloom.checkpoint.tensor_files import WEIGHTS, model_files, read_float32, read_rows, stored_tensors
+from sporeloom.checkpoint.tensor_files import (
+    WEIGHTS,
+    Described,
+    model_files,
+    read_float32,
+    read_rows,
+    stored_tensors,
+    write_tensor_by_tensor,
+)
+from sporeloom.checkpoint.tensor_hashes import seal, tensor_damage
 from sporeloom.errors import ConfigError
-from sporeloom.files import replaced_folder
+from sporeloom.files import recover_folder, replaced_folder
+from sporeloom.hashes import HASHES, check_hashes
 from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES
@@ -51,10 +60,12 @@ def save_checkpoint(
     """
     check_finite(weights, f"{folder}: the weights to write")
     with replaced_folder(folder) as partial:
-        save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, partial / WEIGHTS)
+        described = {name: Described(value.dtype.name, tuple(value.shape)) for name, value in weights.items()}
+        write_tensor_by_tensor(partial / WEIGHTS, described, weights.values())
         write_config(partial, family, config)
         if add_files:
             add_files(partial)
+        seal(partial)
 
 
 def write_config(folder: Path, family: str, config: ModelConfig) -> None:
@@ -69,8 +80,10 @@ def load_config(folder: Path) -> tuple[str, ModelConfig]:
     Raises:
         ConfigError: no such folder, or a configuration that cannot be used.
     """
+    recover_folder(folder)
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such checkpoint folder")
+    check_hashes(folder, is_required=(folder / MANIFEST).exists())
     if is_adapter_folder(folder):
         family, model = load_config(base_folder(folder))
         model = with_end_tokens(model, folder)
@@ -104,7 +117,7 @@ def copy_beside(source: Path, target: Path, but: Collection[str] = (CONFIG,)) ->
         copy_beside(base_folder(source), target, but)
         but = (*but, ADAPTER_CONFIG)
     for path in source.iterdir():
-        if path.is_file() and path.name not in (*but, MANIFEST) and not path.name.endswith(TENSOR_FILES):
+        if path.is_file() and path.name not in (*but, MANIFEST, HASHES) and not path.name.endswith(TENSOR_FILES):
             shutil.copy(path, target)
 
 
@@ -123,7 +136,7 @@ class Weights:
     Raises:
         ConfigError: the file is damaged, or numbers of it are not finite."""
     damage: Callable[[slice], str | None] = lambda share: None
-    """The first thing that is not as it was written, or None. Takes which of the parts to look at."""
+    """The first tensor that is not as it was written, or None. Takes which of the parts to look at."""
 
 
 def open_weights(folder: Path) -> Weights:
@@ -146,7 +159,8 @@ def open_weights(folder: Path) -> Weights:
         rows = read_rows(stored[name], slices[0].start, slices[0].stop, "float32", slices[1:])
         return np.concatenate(list(rows))
 
-    return Weights({name: tensor.shape for name, tensor in stored.items()}, read)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    return Weights(shapes, read, lambda share: tensor_damage(folder, share))
 
 
 def _weights_of_state(folder: Path) -> Weights:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +17,12 @@ from sporeloom.checkpoint.content_hash import content_hash
 from sporeloom.checkpoint.contents import MOMENTS, model_of
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import copy_beside, load_config, load_weights, write_config
-from sporeloom.checkpoint.sharded import CheckpointReader, publish
+from sporeloom.checkpoint.sharded import CheckpointReader
 from sporeloom.checkpoint.shards import Shard, whole, write_shards
 from sporeloom.checkpoint.tensor_files import Described, write_model_files
+from sporeloom.checkpoint.tensor_hashes import seal
 from sporeloom.errors import ConfigError
+from sporeloom.files import flush_all
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -44,8 +47,7 @@ def reshard(source: Path, target: Path, shards: Mapping[str, Sequence[Shard]], s
     manifest = read_manifest(source)
     reader = CheckpointReader(source, manifest)
     described = {name: Described(entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
-    partial = new_folder(target)
-    try:
+    with new_folder(target) as partial:
         tensors, files = write_shards(partial, described, shards, lambda *of: iter([reader.read(*of)]))
         for name, entry in manifest.tensors.items():
             if tensors[name].hash != entry.hash:
@@ -53,9 +55,6 @@ def reshard(source: Path, target: Path, shards: Mapping[str, Sequence[Shard]], s
         copy_beside(source, partial, but=())
         new = replace(manifest, tensors=tensors, files=files, strategy=dict(strategy))
         new.write(partial)
-        publish_new(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return new
 
 
@@ -72,15 +71,12 @@ def export(source: Path, target: Path, max_shard_bytes: int) -> int:
         raise ConfigError(f"{source}: holds adapters alone; the run writes them with their configuration when it ends")
     beside = manifest.state.get("beside") or {}
     weights = {n: entry for n, entry in manifest.tensors.items() if not n.startswith(MOMENTS) and n not in beside}
-    reader, partial = CheckpointReader(source, manifest), new_folder(target)
+    reader = CheckpointReader(source, manifest)
     described = {name: Described(entry.dtype, entry.shape) for name, entry in weights.items()}
-    try:
+    with new_folder(target) as partial:
         num_bytes = write_model_files(partial, described, lambda names: _read_and_check(reader, names), max_shard_bytes)
         write_config(partial, *model_of(manifest, source))
         copy_beside(source, partial)
-        publish_new(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return num_bytes
 
 
@@ -91,41 +87,38 @@ def export_merged(source: Path, target: Path, max_shard_bytes: int) -> int:
         ConfigError: adapters or model are damaged or do not fit, the target exists or cannot be written.
     """
     weights, (family, model) = load_weights(source), load_config(source)
-    partial = new_folder(target)
     described = {name: Described("float32", tuple(value.shape)) for name, value in weights.items()}
-    try:
+    with new_folder(target) as partial:
         num_bytes = write_model_files(
             partial, described, lambda names: [weights[name] for name in names], max_shard_bytes
         )
         write_config(partial, family, model)
         copy_beside(source, partial)
-        publish_new(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return num_bytes
 
 
-def publish_new(partial: Path, target: Path) -> None:
-    """Give a folder its name, unless another process was faster."""
-    if target.exists():
-        raise ConfigError(f"{target}: exists; choose another name")
-    publish(partial, target)
-
-
-def new_folder(target: Path) -> Path:
-    """A folder beside `target`, to be filled before it gets that name.
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to fill, which then gets the hashes of what is in it, and that name.
 
     Raises:
-        ConfigError: `target` exists, or cannot be made.
+        ConfigError: `target` exists, or cannot be made; it cannot be written.
     """
     if target.exists():
         raise ConfigError(f"{target}: exists; choose another name")
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
+        yield partial
+        seal(partial)
+        flush_all(partial)
+        partial.rename(target)  # fails if another process was faster
     except OSError as error:
-        raise ConfigError(f"{target}: cannot be written: {error.strerror}") from None
-    return partial
+        if target.exists():
+            raise ConfigError(f"{target}: exists; choose another name") from None
+        raise ConfigError(f"{target}: cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _read_and_check(reader: CheckpointReader, names: Sequence[str]) -> Iterator[NDArray[Any]]:

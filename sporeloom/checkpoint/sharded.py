@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +19,8 @@ from sporeloom.checkpoint.finite import is_finite
 from sporeloom.checkpoint.manifest import FOLDER, LATEST, Manifest, Part, TensorEntry, checkpoints
 from sporeloom.checkpoint.tensor_files import Described, not_finite_tensors, write_tensor_by_tensor
 from sporeloom.errors import ConfigError
-from sporeloom.files import write_text_atomically
+from sporeloom.files import flush, remove, remove_folder, replace_folder, write_text_atomically
+from sporeloom.hashes import write_hashes
 from sporeloom.lines import first_line
 from sporeloom.reader import read_json
 
@@ -78,21 +77,12 @@ def finish(partial: Path, root: Path, num_ranks: int, step: int, about: Mapping[
     Manifest(step=step, tensors=_join(entries), files=files, **about).write(partial)
     for index in indices:
         index.unlink()
+    write_hashes(partial)
     folder = root / FOLDER.format(step)
-    publish(partial, folder)
+    replace_folder(partial, folder)
     write_text_atomically(root / LATEST, folder.name + "\n")
-    _flush(root)
+    flush(root)
     return folder
-
-
-def publish(partial: Path, folder: Path) -> None:
-    """Give a complete folder its name; one of that name is replaced."""
-    _flush(partial)
-    replaced = folder.with_name(f".{folder.name}.replaced")
-    if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _join(entries: Iterable[Mapping[str, Any]]) -> dict[str, TensorEntry]:
@@ -111,24 +101,14 @@ def _join(entries: Iterable[Mapping[str, Any]]) -> dict[str, TensorEntry]:
 def remove_old(root: Path, keep_last: int) -> None:
     """Leave the newest `keep_last` checkpoints."""
     for folder in checkpoints(root)[keep_last:]:
-        doomed = folder.with_name(f".{folder.name}.removed")  # first out of sight: never half a checkpoint
-        folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove_folder(folder)
 
 
 def remove_leftovers(root: Path) -> None:
     """Remove what killed runs left unfinished."""
+    checkpoints(root)  # one that was being replaced gets its name back
     for folder in root.glob(".step-*"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """Make sure that a power cut cannot lose it."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        remove(folder)
 
 
 class CheckpointReader:

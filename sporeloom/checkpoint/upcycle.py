@@ -7,7 +7,6 @@ Source: arXiv:2212.05055 (sparse upcycling).
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from sporeloom.checkpoint.contents import FACTORED, MOMENTS, WEIGHTS_ALONE, check_contents, is_trained, model_of
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from sporeloom.checkpoint.model_folder import CONFIG, check_shapes, copy_beside, load_config, write_config
-from sporeloom.checkpoint.reshard import find_checkpoint, new_folder, publish_new
+from sporeloom.checkpoint.reshard import find_checkpoint, new_folder
 from sporeloom.checkpoint.sharded import CheckpointReader, damage, file_name
 from sporeloom.checkpoint.shards import Rows, whole, write_shards
 from sporeloom.checkpoint.tensor_files import (
@@ -31,6 +30,7 @@ from sporeloom.checkpoint.tensor_files import (
     stored_tensors,
     write_model_files,
 )
+from sporeloom.checkpoint.tensor_hashes import tensor_damage
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig
 from sporeloom.models.parameters import EXPERTS, parameter_shapes
@@ -86,6 +86,8 @@ def open_dense(folder: Path) -> Dense:
     else:
         dense = Dense(folder, *load_config(folder), None)
         check_shapes({name: tensor.shape for name, tensor in dense.stored.items()}, dense.shapes, str(folder))
+        if problem := tensor_damage(folder):
+            raise ConfigError(problem)
     if dense.model.experts:
         raise ConfigError(
             f"{folder}: the model has {dense.model.experts.num_experts} experts already; give a dense one"
@@ -152,12 +154,9 @@ def write_model(job: Upcycling, target: Path) -> int:
         ConfigError: the target exists or cannot be written.
     """
     described = {name: Described("float32", shape) for name, shape in parameter_shapes(job.model).items()}
-    partial_folder = new_folder(target)
-    try:
+    with new_folder(target) as partial_folder:
         num_bytes = write_model_files(partial_folder, described, lambda names: map(job.rows, names), SHARD_BYTES)
-        _finish(job, partial_folder, target)
-    finally:
-        shutil.rmtree(partial_folder, ignore_errors=True)
+        _add_rest(job, partial_folder)
     return num_bytes
 
 
@@ -182,8 +181,7 @@ def write_checkpoint(job: Upcycling, target: Path) -> int:
         for name, shape in parameter_shapes(job.model).items()
         if not prefix or is_trained(name)
     }
-    partial_folder = new_folder(target)
-    try:
+    with new_folder(target) as partial_folder:
         tensors, files = write_shards(
             partial_folder,
             {name: Described("float32", shape) for name, shape in shapes.items()},
@@ -198,14 +196,11 @@ def write_checkpoint(job: Upcycling, target: Path) -> int:
             strategy={},
         )
         new.write(partial_folder)
-        _finish(job, partial_folder, target)
-    finally:
-        shutil.rmtree(partial_folder, ignore_errors=True)
+        _add_rest(job, partial_folder)
     return new.num_bytes
 
 
-def _finish(job: Upcycling, partial_folder: Path, target: Path) -> None:
-    """What else belongs to the folder, and its name."""
+def _add_rest(job: Upcycling, partial_folder: Path) -> None:
+    """What else belongs to the folder."""
     copy_beside(job.dense.folder, partial_folder)
     write_config(partial_folder, job.dense.family, job.model)
-    publish_new(partial_folder, target)

@@ -16,6 +16,7 @@ from sporeloom.bounded_process import BoundedProcess
 from sporeloom.data.documents import decode_text
 from sporeloom.data.special_tokens import Span, SpecialTokens, joined
 from sporeloom.errors import ConfigError
+from sporeloom.hashes import check_file
 from sporeloom.reader import parse_json, read_text
 
 TEMPLATE = "chat_template.jinja"
@@ -189,6 +190,10 @@ def with_template(tokenizer: Any, folder: Path, named: Path | None = None) -> An
     Raises:
         ConfigError: a file that cannot be read.
     """
+    for file in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE):
+        check_file(folder / file)
+    if named:
+        check_file(named)
     config, path = _read(folder / TOKENIZER_CONFIG), folder / TOKENIZER_CONFIG
     text = config.get("chat_template")
     if named or (folder / TEMPLATE).is_file():

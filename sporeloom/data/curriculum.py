@@ -26,11 +26,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.data.arrays import read_arrays
 from sporeloom.data.packing import Arrangement, Packing
 from sporeloom.data.sample_order import Ints, epoch_samples
 from sporeloom.data.token_file import TokenFile
 from sporeloom.errors import ConfigError
-from sporeloom.files import check_regular, write_atomically
+from sporeloom.files import write_atomically
 from sporeloom.numbers import Count, NotNegative, Positive
 from sporeloom.reader import fields_from, read_yaml
 
@@ -130,13 +131,12 @@ class DifficultyIndex:
         """Raises:
         ConfigError: it is none.
         """
+        if not path.exists():
+            raise ConfigError(f"{path}: there is no such file; make it with sporeloom preprocess difficulty")
         try:
-            check_regular(path)
-            with np.load(path) as archive:
-                return cls(**json.loads(str(archive["about"])), values=archive["values"])
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: there is no such file; make it with sporeloom preprocess difficulty") from None
-        except (OSError, ValueError, KeyError, TypeError, EOFError):
+            about, values = read_arrays(path, "about", "values")
+            return cls(**json.loads(str(about)), values=values)
+        except (ConfigError, ValueError, TypeError):
             raise ConfigError(f"{path}: not what sporeloom preprocess difficulty writes") from None
 
 

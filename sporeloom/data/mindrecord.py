@@ -29,6 +29,7 @@ from sporeloom.data.token_file import (
 )
 from sporeloom.data.tokenizer import Tokenizer, content_hash, open_tokenizer
 from sporeloom.errors import ConfigError
+from sporeloom.files import flush, flush_all
 from sporeloom.lines import first_line
 
 COLUMN = "input_ids"
@@ -60,7 +61,9 @@ def write_mindrecord(folder: Path, out: Path, seq_len: int, column: str = COLUMN
                 records = [np.array(tokens.tokens[start : start + seq_len + 1], np.int32) for start in starts]
                 writer.write_raw_data([{column: record} for record in records])
             writer.commit()
-            for file in Path(temporary).iterdir():  # the records and their index
+            made = sorted(Path(temporary).iterdir(), key=lambda file: file.name == out.name)
+            for file in made:  # the records last: what has their name has its index
+                flush(file)
                 file.replace(out.parent / file.name)
     except (RuntimeError, OSError) as error:
         raise ConfigError(f"{out}: cannot be written: {first_line(error)}") from None
@@ -82,6 +85,7 @@ def read_mindrecord(files: tuple[Path, ...], out: Path, family: str, tokenizer_p
     folder = partial_folder(out)
     try:
         count = _fill(folder, files, family, tokenizer, tokenizer_path, column)
+        flush_all(folder)
         folder.rename(out)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror or error}") from None

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.data.arrays import read_arrays
 from sporeloom.data.sample_order import Ints, counted_up, shuffled
 from sporeloom.data.token_file import TokenFile
 from sporeloom.files import write_atomically
@@ -99,8 +100,7 @@ class BestFit:
     """
 
     def __init__(self, tokens: TokenFile, seq_len: int, path: Path):
-        with np.load(path) as archive:
-            self._pieces, self._ends = archive["pieces"], archive["ends"]
+        self._pieces, self._ends = read_arrays(path, "pieces", "ends")
         self.num_samples = len(self._ends)
         lengths = self._pieces[:, 1] - self._pieces[:, 0]
         self.num_trained = (int(lengths.sum()) - self.num_samples) / max(1, self.num_samples)

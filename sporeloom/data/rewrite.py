@@ -20,6 +20,7 @@ from tqdm import tqdm
 from sporeloom.data.cluster import Workers, over_batches
 from sporeloom.data.sources import LINES, Batch, Source, TextDocument
 from sporeloom.errors import ConfigError
+from sporeloom.files import flush
 from sporeloom.json_text import json_text
 from sporeloom.locks import one_writer
 
@@ -145,6 +146,7 @@ def complete_or_absent(path: Path | None) -> Iterator[Callable[[bytes], object]]
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as raw, _compressed(raw, path) as file:
             yield file.write
+        flush(unfinished)
         unfinished.replace(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None

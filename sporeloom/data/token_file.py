@@ -19,12 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.errors import ConfigError
+from sporeloom.hashes import check_file, check_hashes, write_hashes
 from sporeloom.numbers import Amount, Count, Natural
 from sporeloom.reader import fields_from, read_json
 
 TOKENS, ENDS, INFO = "tokens.bin", "ends.bin", "dataset.json"
 VERSION = 1
 SCAN_TOKENS = 1 << 24
+CHECKED_BYTES = 64 << 20
+"""Of tokens: more are checked by `sporeloom checkpoint-info --verify` alone, fewer by every reader."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,13 @@ class TokenFile:
     def __init__(self, folder: Path):
         self.folder, self.info = folder, read_info(folder)
         info = self.info
+        is_large = info.num_tokens * np.dtype(info.dtype).itemsize > CHECKED_BYTES
         for name, size in ((TOKENS, info.num_tokens * np.dtype(info.dtype).itemsize), (ENDS, info.num_documents * 8)):
             found = (folder / name).stat().st_size if (folder / name).exists() else -1
             if found != size:
                 is_what = "is missing" if found < 0 else f"has {found} bytes, {INFO} says {size}"
                 raise ConfigError(f"{folder / name}: {is_what}; tokenize again")
+        check_hashes(folder, unread=(TOKENS,) if is_large else ())
         self.tokens: NDArray[Any] = np.memmap(folder / TOKENS, np.dtype(info.dtype).newbyteorder("<"), "r")
         self.ends: NDArray[np.int64] = np.memmap(folder / ENDS, "<i8", "r")
 
@@ -102,6 +107,7 @@ def read_info(folder: Path) -> TokenFileInfo:
         ConfigError: there is none, or not one of this version.
     """
     path = folder / INFO
+    check_file(path)
     if not path.is_file():
         partial = " (unfinished: run the same command again)" if partial_folder(folder).exists() else ""
         raise ConfigError(f"{folder}: no token files there{partial}; make them with tools/preprocess.py tokenize")
@@ -117,7 +123,9 @@ def read_info(folder: Path) -> TokenFileInfo:
 
 
 def write_info(folder: Path, info: TokenFileInfo) -> None:
+    """Write dataset.json, then the hashes of all files: the last thing that is made."""
     (folder / INFO).write_text(json.dumps(asdict(info), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_hashes(folder)
 
 
 def partial_folder(folder: Path) -> Path:

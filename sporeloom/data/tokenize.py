@@ -36,13 +36,13 @@ from sporeloom.data.token_file import (
 from sporeloom.data.tokenizer import Tokenizer, content_hash, open_tokenizer
 from sporeloom.data.workers import WorkersLostError
 from sporeloom.errors import ConfigError
-from sporeloom.files import write_text_atomically
+from sporeloom.files import flush_all, write_text_atomically
 from sporeloom.locks import one_writer
 from sporeloom.log import milestone
 from sporeloom.numbers import Amount
 from sporeloom.reader import fields_from, read_json
 
-PROGRESS = "progress.json"
+PROGRESS = ".progress.json"
 SAVE_SECONDS = 2.0
 SHOWN_PROBLEMS = 20
 
@@ -238,5 +238,6 @@ def _finish(folder: Path, out: Path, job: TokenizeJob, tokenizer: Tokenizer, dty
         report=progress.report(),
     )
     write_info(folder, info)
-    (folder / PROGRESS).unlink()
+    flush_all(folder)
     folder.rename(out)
+    (out / PROGRESS).unlink()  # last: who is killed before that has not lost what was done

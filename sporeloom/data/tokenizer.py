@@ -12,6 +12,7 @@ from sporeloom.data.chat_template import TemplatedTokenizer, with_template
 from sporeloom.data.special_tokens import Span, joined
 from sporeloom.errors import ConfigError
 from sporeloom.files import read_bytes
+from sporeloom.hashes import HASHES, check_file
 from sporeloom.models.adapters import base_folder, is_adapter_folder
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
@@ -99,6 +100,7 @@ def open_tokenizer(family: str, path: Path) -> Tokenizer:
     """
     if not path.exists():
         raise ConfigError(f"{path}: there is no such tokenizer; name one with --tokenizer")
+    check_file(path)
     tokenizer: Tokenizer = family_module(family, "tokenizer").open_tokenizer(path)
     return tokenizer
 
@@ -205,7 +207,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 def content_hash(path: Path) -> str:
     """Of a tokenizer's file, or of the files in its folder."""
-    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    files = sorted(f for f in path.iterdir() if f.is_file() and f.name != HASHES) if path.is_dir() else [path]
     return hashlib.sha256(b"".join(hashlib.sha256(read_bytes(file)).digest() for file in files)).hexdigest()
 
 

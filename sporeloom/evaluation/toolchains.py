@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sporeloom.evaluation.programs import ALL_TESTS_RAN
 from sporeloom.evaluation.sandbox import Step
+from sporeloom.files import private_cache
 from sporeloom.lines import split_lines
 
 COMPILE_S = 60.0
@@ -79,8 +80,12 @@ def _with_links(home: str) -> tuple[str, ...]:
 
 
 def _cache_folder(name: str) -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sporeloom" / "humaneval-x" / name
-    folder.mkdir(parents=True, exist_ok=True)
+    """Where the libraries of a language are kept. Some of it is open to the isolated user, so others must not get there."""
+    try:
+        folder = private_cache("humaneval-x") / name
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise MissingToolchainError(f"its libraries cannot be kept: {error.filename}: {error.strerror}") from None
     return folder
 
 

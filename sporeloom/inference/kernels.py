@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
-from sporeloom.files import cache_folder, write_atomically
+from sporeloom.files import flush, private_cache, read_private, remove
 from sporeloom.lines import first_line, split_lines
 from sporeloom.log import milestone
 from sporeloom.nn.attention import Attention
@@ -51,17 +51,46 @@ def kernel_library() -> Path | None:
     if compiler is None:
         milestone("no C compiler (cc): decoding with MindSpore's operators, which is slower")
         return None
-    path = cache_folder() / "kernels" / f"{_fingerprint(compiler)}.so"
     try:
-        if not path.is_file():
-            write_atomically(path, lambda partial: _build(compiler, partial))
+        path = _kept_or_built(private_cache("kernels"), compiler)
         # What it needs is there: MindSpore would end in a traceback of C++.
         ctypes.CDLL(str(path)).use_threads(num_threads())
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
+        if isinstance(error, OSError) and error.filename:
+            said = f"{error.filename}: {error.strerror}"
         milestone(f"kernels.c cannot be used, decoding is slower: {first_line(said)}")
         return None
     return path
+
+
+def _kept_or_built(folder: Path, compiler: str) -> Path:
+    """The library in a private folder. Its name ends with the hash of its content: one with another content is not loaded,
+    but built again."""
+    fingerprint = _fingerprint(compiler)
+    for path in sorted(folder.glob(f"{fingerprint}-*.so")):
+        try:
+            if path.stem == _named(fingerprint, read_private(path)):
+                return path
+            why = "its content is not what was built"
+        except OSError as error:
+            why = str(error.strerror)
+        milestone(f"{path}: {why}; building the kernels again")
+        remove(path)
+    partial = folder / f".{fingerprint}.{os.getpid()}.partial"
+    try:
+        _build(compiler, partial)
+        partial.chmod(0o700)
+        flush(partial)
+        path = folder / f"{_named(fingerprint, read_private(partial))}.so"
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _named(fingerprint: str, content: bytes) -> str:
+    return f"{fingerprint}-{hashlib.sha256(content).hexdigest()}"
 
 
 def num_threads() -> int:

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.hashes import check_file
 from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
 from sporeloom.reader import fields_from, read_json
 
@@ -49,6 +50,7 @@ def config_with_file(path: Path, base: ModelConfig, family: str) -> ModelConfig:
     Raises:
         ConfigError: what is wrong with it, or a model of another family.
     """
+    check_file(path)
     document = read_json(path)
     if document.mapping.get("family", family) != family:
         raise ConfigError(f"{path}: a model of {document.mapping['family']}; give --model {document.mapping['family']}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ class DPO(PairTask):
     objective = Preference
     reference: NDArray[np.float32]
     """(pairs, 2): of the learned tokens of each text, added up."""
+    _saved_hash: str | None = None
+    """Of those that the run began with, where it is resumed."""
 
     def loss(self) -> nn.Cell:
         return Preference(self.config.loss_type, self.config.beta, self.config.label_smoothing)
@@ -55,6 +58,10 @@ class DPO(PairTask):
                 raise ConfigError(f"{self._kept}: cannot be read: {error}; start anew") from None
             if self.reference.shape != (self.num_samples, 2):
                 raise ConfigError(f"{self._kept}: is not of this run's {self.num_samples} pairs; start anew")
+            if self._saved_hash not in (None, _hash(self.reference)):
+                raise ConfigError(
+                    f"{self._kept}: not as the run wrote it (its hash differs); restore it, or start anew"
+                )
             return
         size, length = 2 * self.config.batch_size, self.run.seq_len
         sums = list[NDArray[np.float32]]()
@@ -64,6 +71,13 @@ class DPO(PairTask):
         self.reference = np.concatenate(sums).reshape(-1, 2)
         if self.engine.rank == 0:
             write_atomically(self._kept, self._write)
+
+    def state(self) -> dict[str, Any]:
+        found = getattr(self, "reference", None)  # not yet known where the state of a run to resume is compared
+        return {} if found is None else {"reference": _hash(found)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._saved_hash = state.get("reference")
 
     def _write(self, path: Path) -> None:
         with path.open("wb") as file:
@@ -79,6 +93,10 @@ class DPO(PairTask):
         )  # before `begin`: to compile for
         reference[np.arange(len(first)), first] = known[self.samples(step)].reshape(-1)
         return [*batch._replace(loss_weights=batch.loss_weights / np.float32(self.config.batch_size)), reference]
+
+
+def _hash(reference: NDArray[np.float32]) -> str:
+    return hashlib.sha256(reference.tobytes()).hexdigest()
 
 
 TASK = DPO

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.data.arrays import read_arrays
 from sporeloom.data.blend import BlendEntry, short_datasets
 from sporeloom.data.curriculum import Curriculum, check_index, read_curriculum
 from sporeloom.data.loader import Dataset, Loader, rows_of_rank
@@ -124,12 +125,12 @@ def _ignored(run: Run, rank: int, tokens: TokenFile) -> NDArray[np.int64]:
     token = run.model.loss_ignore_id
     if token == tokens.info.eod_id:
         return tokens.places_of(token)
-    path = run.config.output_dir / "data" / f"places-{tokens.info.content[:16]}-{token}.npy"
+    path = run.config.output_dir / "data" / f"places-{tokens.info.content[:16]}-{token}.npz"
 
     def save(partial: Path) -> None:
         with partial.open("wb") as file:
-            np.save(file, tokens.places_of(token))
+            np.savez(file, places=tokens.places_of(token))
 
     made_once(path, rank == 0, lambda path: write_atomically(path, save))
-    places: NDArray[np.int64] = np.load(path, mmap_mode="r")
+    (places,) = read_arrays(path, "places")
     return places

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -18,6 +19,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tqdm import tqdm
 
+from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
 from sporeloom.json_text import json_text
 from sporeloom.lines import file_lines
@@ -94,7 +96,7 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, total_steps: int, steps_done: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
+        self._path = path = folder / "metrics.jsonl"
         kept = _lines_up_to(steps_done, path) if steps_done and path.exists() else []
         write_text_atomically(path, "".join(line + "\n" for line in kept))
         self._lines = path.open("a", encoding="utf-8")
@@ -111,8 +113,11 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         values = metrics.values()
-        self._lines.write(json_text(values) + "\n")
-        self._lines.flush()
+        try:
+            self._lines.write(json_text(values) + "\n")
+            self._lines.flush()
+        except OSError as error:
+            raise ConfigError(f"{self._path}: step {metrics.step} cannot be written: {error.strerror}") from None
         step = values.pop("step")
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
@@ -130,5 +135,7 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
-        self._events.close()
-        self._lines.close()
+        with contextlib.suppress(OSError):  # what is not written was told of, or is TensorBoard's alone
+            self._events.close()
+        with contextlib.suppress(OSError):
+            self._lines.close()

@@ -16,6 +16,8 @@ from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
 from sporeloom.errors import ConfigError
+from sporeloom.files import flush_all
+from sporeloom.hashes import write_hashes
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.parallel.parallelize import parallelize, wrap
@@ -42,6 +44,8 @@ def write_rank_files(
         (partial / LAYOUTS).mkdir(parents=True)
         for rank in range(strategy.mesh.size):
             _write_rank(partial, rank, weights, family, model, strategy)
+        write_hashes(partial)
+        flush_all(partial)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -31,7 +31,7 @@ from sporeloom.checkpoint.sharded import (
     write_parts,
 )
 from sporeloom.errors import ConfigError
-from sporeloom.files import write_text_atomically
+from sporeloom.files import remove, write_text_atomically
 from sporeloom.lines import split_lines
 from sporeloom.log import milestone
 from sporeloom.models.adapters import is_adapter
@@ -93,6 +93,7 @@ class Saver:
     Args:
         about: the fields of the manifest besides step, tensors and files, as they are when it is called.
         add_files: puts what else belongs to a checkpoint, the tokenizer, into its folder.
+        last_step: the step whose state is saved already.
     """
 
     def __init__(
@@ -108,11 +109,12 @@ class Saver:
         minutes: float = 0.0,
         keep_last: int = 0,
         in_background: bool = False,
+        last_step: int | None = None,
     ):
         self.cell, self.engine, self.report, self.root = cell, engine, report, root
         self.about, self.add_files = about, add_files
         self.every, self.minutes, self.keep_last, self.in_background = every, minutes, keep_last, in_background
-        self.last_step: int | None = None
+        self.last_step = last_step
         self.stop_requested = False
         self._last_time = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -262,7 +264,7 @@ def _told_by(rank: int, text: str, engine: Engine) -> str:
 
 def _set_aside(damaged: Sequence[Path], root: Path, newest: Path) -> None:
     for folder in damaged:
-        shutil.rmtree(root / f"damaged-{folder.name}", ignore_errors=True)
+        remove(root / f"damaged-{folder.name}")
         folder.rename(root / f"damaged-{folder.name}")
     write_text_atomically(root / LATEST, newest.name + "\n")
 

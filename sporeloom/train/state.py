@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,6 +13,7 @@ from sporeloom.checkpoint.contents import WEIGHTS_ALONE, model_of
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest
 from sporeloom.checkpoint.model_folder import write_config
 from sporeloom.errors import ConfigError
+from sporeloom.files import remove_folder
 from sporeloom.json_text import json_text
 from sporeloom.numbers import number_problem
 from sporeloom.reader import is_a
@@ -27,8 +27,8 @@ UNSAID = {"schedule": "cosine", "random_ltd": None, "packing": "stream", "curric
 SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")
 
 
-def make_saver(training: Training) -> Saver:
-    """What saves the run's state, as its configuration asks."""
+def make_saver(training: Training, steps_done: int) -> Saver:
+    """What saves the run's state, as its configuration asks. The state after `steps_done` is saved already."""
     run, config = training.run, training.run.config
     about = {
         "model": {"family": run.family, **run.model.to_dict()},
@@ -51,6 +51,7 @@ def make_saver(training: Training) -> Saver:
         minutes=config.save_minutes,
         keep_last=config.keep_last,
         in_background=config.async_save,
+        last_step=steps_done or None,
     )
 
 
@@ -70,7 +71,8 @@ def _state(training: Training) -> dict[str, Any]:
 
 
 def resume(training: Training) -> int:
-    """Load the newest complete checkpoint. Returns the steps done.
+    """Load the newest complete checkpoint. Returns the steps done; where that is all of them the final model is still to be
+    written, as a run may have been killed before that.
 
     Raises:
         ConfigError: there is none, or it belongs to a run that differs in more than its mesh.
@@ -93,11 +95,11 @@ def resume(training: Training) -> int:
         if name != "attention"  # the kernel may be another, as the mesh may
         if (theirs.get(part) or {}).get(name, UNSAID.get(name)) != value
     ]
-    if manifest.step >= config.steps:
+    if manifest.step > config.steps:
         changed.append(f"{folder}: {manifest.step} steps are done, --steps {config.steps} leaves none")
     if changed:
         raise ConfigError(changed)
-    compile_for(training, manifest.step)  # which decides what this rank holds
+    compile_for(training, min(manifest.step, config.steps - 1))  # which decides what this rank holds
     _take_up(training, folder, manifest)
     training.say(f"resumed after step {manifest.step} from {folder}")
     return manifest.step
@@ -146,7 +148,7 @@ def rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> No
     dropped = guard.to_drop(step, folder)
     engine.largest(0)  # all have looked
     for path in dropped if engine.rank == 0 else ():
-        shutil.rmtree(path)
+        remove_folder(path)
     engine.largest(0)
     found, manifest = newest_complete(folder, engine)
     _take_up(training, found, manifest)

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from sporeloom.checkpoint.adapters import Adapter, write_adapter
+from sporeloom.checkpoint.manifest import FOLDER
 from sporeloom.checkpoint.model_folder import load_config, save_checkpoint
-from sporeloom.files import write_text_atomically
+from sporeloom.errors import ConfigError
+from sporeloom.files import recover_folder, remove, write_text_atomically
 from sporeloom.json_text import json_text
+from sporeloom.lines import first_line
 from sporeloom.locks import one_writer
-from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import is_first_process
@@ -32,7 +36,14 @@ from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
 from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind
 
-LEFTOVERS = (".checkpoint_parts-*", ".checkpoint.*.partial", ".*.json.*.partial", "data/.*.partial")
+FLOAT32_BYTES = 4
+LEFTOVERS = (
+    ".checkpoint_parts-*",
+    ".checkpoint.*.partial",
+    ".checkpoint.replaced",
+    ".*.json.*.partial",
+    "data/.*.partial",
+)
 """What a run that was killed leaves in its folder, besides unfinished states and tokens."""
 
 
@@ -45,10 +56,11 @@ def train(run: Run) -> Path | None:
     if not is_first_process():
         return _train(run)
     with one_writer(run.config.output_dir):
+        recover_folder(run.config.checkpoint_dir)
         for pattern in LEFTOVERS:
             for path in run.config.output_dir.glob(pattern):
-                shutil.rmtree(path, ignore_errors=True)
-                path.unlink(missing_ok=True)
+                remove(path)
+        _check_room(run)
         return _train(run)
 
 
@@ -56,7 +68,7 @@ def _train(run: Run) -> Path | None:
     config = run.config
     training = start(run)
     steps_done = resume(training) if config.resume else 0
-    compile_for(training, steps_done)
+    compile_for(training, min(steps_done, config.steps - 1))
     if training.engine.rank == 0:  # now that all layouts are known
         _write_resolved(training.run, training.report)
     if config.from_checkpoint and (run.lora or not config.resume):
@@ -69,8 +81,9 @@ def _train(run: Run) -> Path | None:
             only_frozen=config.resume,
         )
         training.say(f"weights from {config.from_checkpoint}")
-    training.task.begin(training.step, steps_done)
-    saver = make_saver(training)  # after the schedule that is resumed is known
+    if steps_done < config.steps:
+        training.task.begin(training.step, steps_done)
+    saver = make_saver(training, steps_done)  # after the schedule that is resumed is known
     if training.engine.is_log_rank:
         with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:
             done, first, last = run_steps(training, writer, saver, steps_done)
@@ -84,17 +97,21 @@ def _train(run: Run) -> Path | None:
         training.say(f"stopped after step {done}; --resume goes on from there")
         training.engine.largest(0)  # likewise: before it is told
         return None
-    training.say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {config.steps - steps_done} steps")
-    _save(training, saver.token)
+    if first and last:
+        training.say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {config.steps - steps_done} steps")
+    try:
+        _save(training, saver.token)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(_not_written(config.checkpoint_dir, error, saver)) from None
     training.say(f"checkpoint in {config.checkpoint_dir}")
     return config.checkpoint_dir
 
 
 def run_steps(
     training: Training, writer: MetricsWriter | None, saver: Saver, steps_done: int
-) -> tuple[int, StepMetrics, StepMetrics]:
+) -> tuple[int, StepMetrics | None, StepMetrics | None]:
     """All steps still to do. Returns the steps done then and the first and the last one's metrics, as this rank knows
-    them."""
+    them; None where none was left or all were skipped."""
     run, guard, first, last, step = training.run, training.guard, None, None, steps_done
     left_out, log_rank = parse_steps(run.config.skip_steps), run.strategy.mesh.first_rank_of_last_stage
     for step in range(steps_done + 1, run.config.steps + 1):
@@ -114,7 +131,6 @@ def run_steps(
             first, last = first or metrics, metrics
         if saver.after_step(step):
             break
-    assert first and last
     return step, first, last
 
 
@@ -166,8 +182,7 @@ def _not_finite(engine: Engine, step: int, loss: float, norm: float) -> str:
 def _save(training: Training, token: int) -> None:
     """Write the whole model, or the adapters. `token` tells this run's parts from those of one that was killed here."""
     run, config = training.run, training.run.config
-    shapes = run.lora.shapes(run.model) if run.lora else parameter_shapes(run.model)
-    wanted = {f"model.{name}" for name in shapes}
+    wanted = {f"model.{name}" for name in _shapes(run)}
     parts_folder = config.output_dir / f".checkpoint_parts-{token}"
     whole = gather_whole(training.step, training.engine, training.report, parts_folder, wanted.__contains__)
     if whole is None:
@@ -179,6 +194,35 @@ def _save(training: Training, token: int) -> None:
         write_adapter(config.checkpoint_dir, adapter, *load_config(base), base, training.task.add_files)
     else:
         save_checkpoint(config.checkpoint_dir, named, run.family, run.model, training.task.add_files)
+
+
+def _shapes(run: Run) -> Shapes:
+    """Of what is trained: the whole model, or adapters."""
+    return run.lora.shapes(run.model) if run.lora else parameter_shapes(run.model)
+
+
+def _check_room(run: Run) -> None:
+    """Raises:
+    ConfigError: the disk has not even room for what is written in the end, and for one state if there are any.
+    """
+    config, numbers = run.config, sum(map(math.prod, _shapes(run).values()))
+    copies = 1 + (config.save_every > 0 or config.save_minutes > 0) * (1 if config.optimizer == "sgd" else 2)
+    free, needed = shutil.disk_usage(config.output_dir).free, FLOAT32_BYTES * numbers * copies
+    if free < needed:
+        raise ConfigError(
+            f"{config.output_dir}: {free / 1e6:,.1f} MB are free, the run writes at least {needed / 1e6:,.1f} MB of weights "
+            "and states there; make room, or give another --output-dir"
+        )
+
+
+def _not_written(folder: Path, error: OSError | SafetensorError, saver: Saver) -> str:
+    """What to say of a model that cannot be written."""
+    why = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    told = f"{folder}: the model cannot be written: {why}; "
+    if saver.last_step is None:
+        return f"{told}no state was saved, so it has to be trained again, with --save-every after room was made"
+    state = saver.root / FOLDER.format(saver.last_step)
+    return f"{told}{state} has its state: make room, then give the same command with --resume to write it"
 
 
 def _write_resolved(run: Run, report: Report) -> None:

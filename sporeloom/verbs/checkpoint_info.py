@@ -2,9 +2,12 @@
 """What a training checkpoint holds, whether it is sound, and how two of them differ.
 
     sporeloom checkpoint-info out/checkpoints --verify
+    sporeloom checkpoint-info out/checkpoint --verify
+    sporeloom checkpoint-info out/checkpoint --accept-changes
     sporeloom checkpoint-info out/checkpoints/step-00000020 --diff other/checkpoints/step-00000020
 
-A folder of checkpoints stands for the newest. With --diff the exit code is 1 if a tensor differs.
+A folder of checkpoints stands for the newest. --verify and --accept-changes are for every folder with hashes.json: model
+folders, adapters and token files, too. With --diff the exit code is 1 if a tensor differs.
 """
 
 from collections.abc import Sequence
@@ -13,11 +16,14 @@ from pathlib import Path
 
 from sporeloom.checkpoint.compare import Difference, compare
 from sporeloom.checkpoint.contents import MOMENTS, WEIGHTS_ALONE, check_contents, model_of
-from sporeloom.checkpoint.manifest import Manifest, read_manifest
+from sporeloom.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from sporeloom.checkpoint.reshard import find_checkpoint
 from sporeloom.checkpoint.sharded import damage
+from sporeloom.checkpoint.tensor_hashes import seal, tensor_damage
 from sporeloom.cli import argument, option, parse_args
+from sporeloom.data.token_file import TOKENS
 from sporeloom.errors import ConfigError
+from sporeloom.hashes import HASHES, check_hashes, read_hashes
 from sporeloom.log import counted, print_report
 from sporeloom.shipped import shipped_names
 from sporeloom.strategy.checks import model_problems
@@ -33,6 +39,10 @@ class InfoConfig:
     diff: Path | None = option(None, "another checkpoint: list the tensors that differ and by how much")
     tensors: bool = option(False, "list every tensor: shape, parts, hash")
     verify: bool = option(False, "read everything and recompute every hash")
+    accept_changes: bool = option(
+        False,
+        "write the hashes of all files anew after you edited some on purpose; tensors of a checkpoint stay as they are",
+    )
 
 
 def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
@@ -73,6 +83,10 @@ def show(difference: Difference) -> str:
 
 def main(argv: Sequence[str]) -> int:
     config = parse_args(InfoConfig, __doc__, argv)
+    if config.accept_changes:
+        return accept_changes(config.checkpoint)
+    if not (config.checkpoint / MANIFEST).exists() and (config.checkpoint / HASHES).exists():
+        return verify_folder(config.checkpoint, config.verify)
     folder = find_checkpoint(config.checkpoint)
     manifest = read_manifest(folder)
     check_contents(manifest, folder)
@@ -87,8 +101,42 @@ def main(argv: Sequence[str]) -> int:
     if config.verify:
         if problem := damage(folder, manifest):
             raise ConfigError(problem)
-        print(f"  all {len(manifest.tensors)} tensors are what was written")
+        print(f"  all {len(manifest.tensors)} tensors and {_counted(folder)} are as they were written")
     return 0
+
+
+def verify_folder(folder: Path, everything: bool) -> int:
+    """List the files of a model folder, of adapters, or of token files. `everything`: read them all."""
+    files = check_hashes(folder, unread=() if everything else (TOKENS,)) or {}
+    print(f"{folder}: {sum(entry['bytes'] for entry in files.values()) / 1e6:,.1f} MB in {_counted(folder)}")
+    print("".join(f"  {name}: {entry['bytes']:,} bytes\n" for name, entry in files.items()), end="")
+    if everything:
+        if problem := tensor_damage(folder):
+            raise ConfigError(problem)
+        print(f"  all {_counted(folder)} are as they were written")
+    return 0
+
+
+def accept_changes(folder: Path) -> int:
+    """Write the hashes of a folder's files as they are now.
+
+    Raises:
+        ConfigError: what they say cannot be.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder")
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder, is_trusted=True)
+        check_contents(manifest, folder)
+        if problem := damage(folder, manifest):
+            raise ConfigError(problem)
+    seal(folder)
+    print(f"{folder / HASHES}: {_counted(folder)} as they are now")
+    return 0
+
+
+def _counted(folder: Path) -> str:
+    return counted(len(read_hashes(folder) or {}), "file", "files")
 
 
 def _shortened(text: str) -> str:

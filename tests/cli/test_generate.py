@@ -13,6 +13,8 @@ import psutil
 import pytest
 from conftest import CONFIGS, ROOT, TWO_LAYERS, in_process, msrun, msrun_command, msrun_env, run, tool
 
+from sporeloom.hashes import write_hashes
+
 PROMPT = "小镇的早晨"
 
 pytestmark = pytest.mark.slow
@@ -98,6 +100,7 @@ def test_codegeex_learns_code_and_continues_it_in_its_language(tmp_path, write):
     folder = tmp_path / "out" / "checkpoint"
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
+        "hashes.json",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
@@ -128,6 +131,7 @@ def test_msrun_and_launch_give_the_tokens_of_one_device(checkpoint, tmp_path, wr
 
 def without_tokenizer(checkpoint, folder):
     shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("tokenizer.model"))
+    write_hashes(folder)
     return folder
 
 
@@ -135,6 +139,7 @@ def with_small_vocabulary(checkpoint, folder):
     shutil.copytree(checkpoint, folder)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "vocab_size": 100}))
+    write_hashes(folder)
     return folder
 
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from conftest import run, shared, tool
 
+from sporeloom.hashes import write_hashes
+
 ACTIVATIONS = {"gelu": "", "gelu_tanh": "_act_tanh", "fast_gelu": "_act_fast"}
 
 pytestmark = pytest.mark.slow
@@ -91,6 +93,7 @@ def test_codegeex_gives_the_originals_logits_and_losses(tmp_path, golden_codegee
     assert loss == pytest.approx(float(golden["loss_mindspore_convention"]), abs=1e-5)
     config = tmp_path / "checkpoint" / "config.json"
     config.write_text(config.read_text().replace('"loss_ignore_id": 100', '"loss_ignore_id": -1'))
+    write_hashes(config.parent)
     loss, logits = score(tmp_path, golden["tokens_plus_one"])
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)
     assert loss == pytest.approx(float(golden["loss"]), abs=1e-5)

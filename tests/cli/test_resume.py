@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
-from conftest import CONFIGS, ROOT, TWO_LAYERS, msrun_env, run, tool
+from conftest import CONFIGS, ROOT, TWO_LAYERS, in_process, msrun_env, run, tool
 from safetensors.numpy import load_file
 
 TEXT = ROOT / "examples" / "small_town.txt"
@@ -215,6 +216,47 @@ def test_a_full_disk_leaves_the_older_checkpoints(again):
     assert done.returncode == 2, done.stderr
     assert "the state of step 5 cannot be saved: File too large; older checkpoints are untouched" in done.stderr
     assert sorted(path.name for path in (again / "checkpoints").iterdir()) == before
+
+
+def test_a_run_that_was_killed_before_its_model_was_written_is_finished(saved, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(saved, out)
+    shutil.rmtree(out / "checkpoint")
+    (out / "checkpoint").write_text("in the way, as a full disk is")
+    outcome = train(out, "--steps", 6, "--resume", "--save-every", 2)
+    assert outcome.code == 2 and "Traceback" not in outcome.output
+    state = out / "checkpoints" / "step-00000006"
+    assert (
+        f"error: {out}/checkpoint: the model cannot be written: a file, which no folder replaces; choose another name; "
+        f"{state} has its state: make room, then give the same command with --resume to write it\n"
+    ) in outcome.output
+    (out / "checkpoint").unlink()
+    outcome = train(out, "--steps", 6, "--resume")
+    assert outcome.code == 0 and "resumed after step 6" in outcome.output, outcome.output
+    assert losses(out) == losses(saved)
+    assert sorted(path.name for path in (out / "checkpoints").glob("step-*")) == ["step-0000000" + s for s in "246"]
+    for path in (saved / "checkpoint").iterdir():
+        assert (out / "checkpoint" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_disk_without_room_for_the_model_is_told_of_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
+    flags = ("--steps", 1, "--seq-len", 32, "--config", TWO_LAYERS, "--output-dir", tmp_path / "out")
+    outcome = in_process("tools/train.py", "--data", TEXT, *flags, "--save-every", 1)
+    assert outcome.code == 2 and not (tmp_path / "out" / "metrics.jsonl").exists()
+    assert re.search(
+        r"error: \S+/out: 5\.0 MB are free, the run writes at least 8\.3 MB of weights and states there; make room",
+        outcome.output,
+    )
+
+
+def test_an_edited_state_is_not_gone_on_from(again):
+    """One bit of the least learning rate, as a fault leaves it."""
+    path = again / "checkpoints" / "step-00000004" / "manifest.json"
+    path.write_text(path.read_text().replace('"min_learning_rate": 0.0', '"min_learning_rate": 8.0'))
+    outcome = train(again, "--steps", 6, "--resume")
+    assert outcome.code == 0 and f"skipped: {path}: not as it was written" in outcome.output, outcome.output
+    assert "resumed after step 2" in outcome.output
 
 
 def test_the_tools_reshard_inspect_and_export(again, tmp_path):

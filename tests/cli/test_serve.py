@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from serving import adapter_folder, answers_alone, answers_together, broken_requests, mixed_requests, serving
 
 from sporeloom.errors import ConfigError
+from sporeloom.hashes import write_hashes
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.serve.config import ServeConfig, check
 from sporeloom.serve.service import Service
@@ -300,6 +301,7 @@ def test_adapters_that_cannot_be_served_are_told_at_once(checkpoint, tmp_path):
     tensors = load_file(folders["spoilt"] / "adapter_model.safetensors")
     next(iter(tensors.values()))[0, 0] = np.nan
     save_file(tensors, folders["spoilt"] / "adapter_model.safetensors")
+    write_hashes(folders["spoilt"])
     words = [f"{name}={folder}" for name, folder in folders.items()]
     words += ["helper", f"empty={tmp_path}", f"helper={folders['helper']}"]
     outcome = in_process("tools/serve.py", checkpoint, "--port", 0, "--lora-modules", *words)

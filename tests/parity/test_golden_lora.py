@@ -144,7 +144,11 @@ def test_a_folder_of_adapters_is_a_checkpoint(opened, base, tmp_path):
         assert weights.keys() == merged.keys()
         for name, value in merged.items():
             np.testing.assert_array_equal(weights[name], value)
-    beside = {path.name for path in (tmp_path / "merged").iterdir()} - {"model.safetensors", "config.json"}
+    beside = {path.name for path in (tmp_path / "merged").iterdir()} - {
+        "model.safetensors",
+        "config.json",
+        "hashes.json",
+    }
     assert beside == {"chat_template.jinja"}  # what the adapters were taught to answer
 
 

@@ -12,6 +12,7 @@ from sporeloom.checkpoint.model_folder import load_config, load_weights, write_c
 from sporeloom.checkpoint.reshard import export, find_checkpoint, reshard
 from sporeloom.checkpoint.sharded import Slice, damage, file_name, finish, write_parts
 from sporeloom.errors import ConfigError
+from sporeloom.hashes import write_hashes
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.reader import Document, fields_from
@@ -43,6 +44,7 @@ def edit(folder, change):
     values = json.loads(path.read_text())
     change(values)
     path.write_text(json.dumps(values))
+    write_hashes(folder)  # a liar can make these, too
 
 
 def checked(folder):
@@ -182,6 +184,7 @@ TEXTS = {
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_a_manifest_that_is_none(saved, text):
     (saved / "manifest.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    write_hashes(saved)
     with pytest.raises(ConfigError, match=r"manifest\.json"):
         read_manifest(saved)
 

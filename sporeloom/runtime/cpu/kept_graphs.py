@@ -3,7 +3,7 @@
 
 A file is a line that names the format, a line with the SHA-256 of the rest, one line of JSON (key, layouts, groups), and the
 MindIR as MindSpore made it, before anything is lowered. Files appear whole or not at all; the least recently used go first
-when there are too many bytes; a damaged one is dropped with one line.
+when there are too many bytes; a damaged one is dropped with one line. One that others could have written is not used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import mindspore as ms
 
-from sporeloom.files import cache_folder, write_atomically
+from sporeloom.files import cache_folder, read_private, write_atomically
 from sporeloom.lines import first_line
 from sporeloom.log import milestone
 from sporeloom.models.family import sources_hash
@@ -63,6 +63,7 @@ def kept_graph(key: Mapping[str, Any], make: Callable[[], PartitionedGraph]) -> 
     }
     body = json.dumps(header).encode() + b"\n" + graph.model.SerializeToString()
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(path, lambda partial: _write(partial, body))
         _remove_oldest()
     except OSError as error:
@@ -96,14 +97,18 @@ def kept() -> list[tuple[Path, float, int]]:
 
 
 def _write(path: Path, body: bytes) -> None:
+    path.touch(mode=0o600)
     path.write_bytes(FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
 
 
 def _read(path: Path, start: float) -> PartitionedGraph | None:
     try:
-        content = path.read_bytes()
+        content = read_private(path)
         os.utime(path)
-    except OSError:
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        milestone(f"the kept graph {path} is not used: {error.strerror}")
         return None
     try:
         name, digest, header, model = content.split(b"\n", 3)

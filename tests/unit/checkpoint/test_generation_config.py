@@ -12,6 +12,7 @@ from sporeloom.checkpoint.generation_config import end_tokens
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
 from sporeloom.checkpoint.model_folder import load_config, save_checkpoint, write_config
 from sporeloom.errors import ConfigError
+from sporeloom.hashes import write_hashes
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
@@ -99,6 +100,7 @@ def test_a_published_folder_ends_where_it_says(tmp_path, config, content, expect
     path = tmp_path / "published" / "config.json"
     values = {**json.loads(path.read_text()), "eos_token_id": config}
     path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+    write_hashes(path.parent)
     if content is not None:
         (tmp_path / "published" / "generation_config.json").write_text(json.dumps(content))
     source = open_published(tmp_path / "published")

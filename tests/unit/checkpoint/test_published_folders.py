@@ -17,6 +17,7 @@ from sporeloom.checkpoint.huggingface import export_published, import_published,
 from sporeloom.checkpoint.model_folder import load_config, load_weights, save_checkpoint
 from sporeloom.checkpoint.tensor_files import model_files
 from sporeloom.errors import ConfigError
+from sporeloom.hashes import HASHES
 from sporeloom.models.config import ExpertConfig, ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
@@ -72,6 +73,7 @@ def published(folder, model_type="llama", values=None, **change):
     model = dataclasses.replace(model, **change)
     save_checkpoint(folder / "ours", weights_of(model), family, model)
     export_published(folder / "ours", folder / "theirs", model_type=model_type)
+    (folder / "theirs" / HASHES).unlink()  # others have none
     edit(folder / "theirs", values or {})
     return folder / "theirs"
 

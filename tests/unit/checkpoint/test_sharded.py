@@ -18,6 +18,7 @@ from sporeloom.checkpoint.model_folder import load_config, load_weights
 from sporeloom.checkpoint.reshard import export, reshard
 from sporeloom.checkpoint.sharded import CheckpointReader, Slice, damage, file_name, finish, remove_old, write_parts
 from sporeloom.errors import ConfigError
+from sporeloom.hashes import write_hashes
 
 ABOUT = {
     "state": {"data": {"seed": 1}},
@@ -143,6 +144,7 @@ def edit(**changes):
     def change(folder):
         path = folder / "manifest.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        write_hashes(folder)
 
     return change
 
@@ -152,7 +154,14 @@ DAMAGE = {
     "a truncated file": (truncate, "it was cut off or overwritten"),
     "a missing file": (lambda folder: part_file(folder).unlink(), "missing; it holds"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "the checkpoint is not complete"),
-    "half a manifest": (lambda f: (f / "manifest.json").write_text('{"format": "mind'), "manifest.json: damaged"),
+    "half a manifest": (
+        lambda f: (f / "manifest.json").write_text('{"format": "mind'),
+        "manifest.json: 16 bytes, written",
+    ),
+    "an edited manifest": (
+        lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text().replace('"step": 1', '"step": 2')),
+        "manifest.json: not as it was written (its hash differs)",
+    ),
     "another version": (edit(version=2), "format version 2; this release reads version 1"),
     "another format": (edit(format="x"), "not a manifest of a training checkpoint"),
     "a lost tensor's part": (
@@ -161,7 +170,7 @@ DAMAGE = {
     ),
     "a header that lies": (
         lambda f: part_file(f).write_bytes(b"\xff" * part_file(f).stat().st_size),
-        "cannot be read",
+        "not as it was written (its hash differs)",
     ),
 }
 

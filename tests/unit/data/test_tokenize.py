@@ -21,6 +21,7 @@ from sporeloom.data.sources import Source
 from sporeloom.data.token_file import ENDS, INFO, TOKENS, TokenFile, partial_folder
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.errors import ConfigError
+from sporeloom.hashes import write_hashes
 
 TEXT = ROOT / "examples" / "small_town.txt"
 
@@ -231,13 +232,27 @@ def test_a_full_disk_is_said_and_the_run_goes_on_afterwards(tmp_path, write, voc
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def resealed(path, text):
+    path.write_text(text)
+    write_hashes(path.parent)
+
+
 def test_damaged_token_files_are_refused(tmp_path, vocabulary):
     make(tmp_path / "good", [TEXT], vocabulary)
     for name, damage, message in (
         (TOKENS, lambda path: path.write_bytes(path.read_bytes()[:-2]), "has .* bytes, dataset.json says"),
         (ENDS, lambda path: path.unlink(), "is missing"),
-        (INFO, lambda path: path.write_text("{"), "cannot be understood"),
-        (INFO, lambda path: path.write_text(path.read_text().replace('"version": 1', '"version": 2')), "version 2"),
+        (TOKENS, lambda path: flip(path, 9), "tokens.bin: not as it was written"),
+        (ENDS, lambda path: flip(path, 3), "ends.bin: not as it was written"),
+        (INFO, lambda path: path.write_text("{"), "dataset.json: 1 bytes, written were"),
+        (INFO, lambda path: resealed(path, "{"), "cannot be understood"),
+        (INFO, lambda path: resealed(path, path.read_text().replace('"version": 1', '"version": 2')), "version 2"),
     ):
         shutil.rmtree(tmp_path / "bad", ignore_errors=True)
         shutil.copytree(tmp_path / "good", tmp_path / "bad")
@@ -253,7 +268,7 @@ def test_damaged_token_files_are_refused(tmp_path, vocabulary):
 def test_changed_input_starts_anew(tmp_path, write, vocabulary):
     out, source = tmp_path / "out", write("a.jsonl", '{"text": "one"}\n')
     partial_folder(out).mkdir()
-    (partial_folder(out) / "progress.json").write_text('{"fingerprint": "another"}')
+    (partial_folder(out) / ".progress.json").write_text('{"fingerprint": "another"}')
     (partial_folder(out) / TOKENS).write_bytes(b"left over")
     make(out, [source], vocabulary)
     assert texts(out, CodeGeeXTokenizer(vocabulary)) == ["one"]

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of arrays (.npz) that are worked out once and kept. Each array has a checksum there, which reading it checks."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sporeloom.errors import ConfigError
+from sporeloom.files import check_regular
+
+
+def read_arrays(path: Path, *names: str) -> list[NDArray[Any]]:
+    """Arrays of a file, by their names.
+
+    Raises:
+        ConfigError: it is missing, damaged, or holds others.
+    """
+    try:
+        check_regular(path)
+        with np.load(path, allow_pickle=False) as archive:
+            return [archive[name] for name in names]
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        AttributeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(
+            f"{path}: damaged, or not what is written there: {why}; remove it and make it again"
+        ) from None

@@ -64,9 +64,9 @@ def solutions(data: Path) -> list[str]:
             rows.append(f"| {language} | skipped: {error} | | | |")
             continue
         problems = read_problems(data, language)
-        sources = {program(p, language, p["canonical_solution"]): task for task, p in problems.items()}
+        programs = {program(p, language, p["canonical_solution"]): task for task, p in problems.items()}
         start = time.perf_counter()
-        verdicts = {sources[s]: verdict for s, verdict in judge_all(list(sources), toolchain, Limits(), 20.0)}
+        verdicts = {programs[p]: verdict for p, verdict in judge_all(list(programs), toolchain, Limits(), 20.0)}
         seconds = time.perf_counter() - start
         failed = sorted(task for task, verdict in verdicts.items() if not verdict.passed)
         version = first_line(subprocess.run(VERSIONS[language], capture_output=True, text=True).stdout)

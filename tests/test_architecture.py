@@ -116,7 +116,8 @@ def test_private_names_of_mindspore_stand_in_one_module():
 INTERNAL_JSON = (
     *("runtime/*", "runtime/cpu/*", "certification/*", "data/*", "locks.py", "json_text.py", "integrations/trainer.py"),
     "bounded_process.py",
-    *("evaluation/config.py", "evaluation/jail.py", "evaluation/sandbox.py", "checkpoint/adapters.py"),
+    *("evaluation/config.py", "evaluation/jail.py", "evaluation/sandbox.py", "evaluation/rpc/rpc.py"),
+    "checkpoint/adapters.py",
     *("checkpoint/huggingface.py", "checkpoint/model_folder.py", "checkpoint/sharded.py", "checkpoint/tensor_files.py"),
 )
 """Where JSON goes from process to process, is a document that came as JSON, or holds configurations: finite numbers."""

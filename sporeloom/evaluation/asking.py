@@ -9,7 +9,8 @@ from typing import Literal
 from sporeloom.data.tokenizer import ChatMessage, Prompt, Tokenizer, chat_prompt, text_prompt
 from sporeloom.errors import ConfigError
 from sporeloom.evaluation.chat import question, translation_question
-from sporeloom.evaluation.programs import Problem, generation_prompt, translation_prompt
+from sporeloom.evaluation.checks import Problem
+from sporeloom.evaluation.programs import generation_prompt, translation_prompt
 from sporeloom.inference.config import GenerateJob, find_language, language_tags
 from sporeloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
 

@@ -5,23 +5,11 @@ from __future__ import annotations
 
 import re
 
-from sporeloom.evaluation.programs import NAMES, Problem, extract, generation_prompt, program, solution_program
+from sporeloom.evaluation.checks import Problem, Program, check
+from sporeloom.evaluation.programs import NAMES, extract, generation_prompt, program
+from sporeloom.evaluation.signatures import before_definition, defined
 
 BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-DEFINITIONS = {
-    "python": re.compile(r"^[ \t]*def (\w+)\(", re.MULTILINE),
-    "go": re.compile(r"^func (\w+)\(", re.MULTILINE),
-    "js": re.compile(
-        r"^[ \t]*(?:(?:const|let|var) (\w+)\s*=\s*(?:function\b|\(|\w+\s*=>)|function (\w+)\()", re.MULTILINE
-    ),
-    "rust": re.compile(r"^[ \t]*(?:pub )?fn (\w+)", re.MULTILINE),
-    "cpp": re.compile(
-        r"\b(?!(?:if|for|while|switch|catch)\b)(\w+)[ \t]*\([^(){};]*(?:\([^(){};]*\)[^(){};]*)*\)\s*"
-        r"(?:const\s*|throws [\w., ]+)?\{"
-    ),
-}
-DEFINITIONS["java"] = DEFINITIONS["cpp"]
-"""Where a function is defined, and its name."""
 TAKEN_IN = re.compile(r"^\s*(?:#include|using |import |from |use |package )")
 CLASS = "class Solution {"
 ENDS = {
@@ -55,8 +43,8 @@ def _fenced(text: str, language: str) -> str:
     return f"```{language}\n{text.strip()}\n```"
 
 
-def answer_program(problem: Problem, language: str, text: str) -> str:
-    """Source text that fails unless the function in an answer passes the problem's tests.
+def answer_program(problem: Problem, language: str, text: str) -> Program:
+    """The check of the function in an answer.
 
     The function is that of the first code block which defines it, or of the whole text. What the problem has before it,
     and the block lacks, is put before it: what it takes in, and functions it may call. A block that does not define it is
@@ -69,7 +57,7 @@ def answer_program(problem: Problem, language: str, text: str) -> str:
         return program(problem, language, extract(blocks[0], language), is_translation=True)
     if end := ENDS[language].search(block) if language in ENDS else None:
         block = block[: end.start()]
-    before = _before(problem["declaration"], language, entry)
+    before = before_definition(problem["declaration"], language, entry)
     missing = [name for name in helpers if name not in defined(block, language)]
     if language == "java":
         block = _in_class(block, before.partition(CLASS)[2] if missing else "")
@@ -78,18 +66,7 @@ def answer_program(problem: Problem, language: str, text: str) -> str:
     kept = lines if missing else [line for line in lines if TAKEN_IN.match(line)]
     if language == "go":
         block = _without_imports(block)
-    return solution_program(problem, language, "".join(kept), block)
-
-
-def defined(text: str, language: str) -> list[str]:
-    """Names of the functions that a text defines, in order."""
-    return [next(filter(None, found.groups())) for found in DEFINITIONS[language].finditer(text)]
-
-
-def _before(declaration: str, language: str, entry: str) -> str:
-    """What a declaration has before the function that is asked for."""
-    found = [m for m in DEFINITIONS[language].finditer(declaration) if entry in m.groups()][-1]
-    return declaration[: declaration.rfind("\n", 0, found.start(found.lastindex or 0)) + 1]
+    return check(problem, language, "".join(kept), block)
 
 
 def _in_class(block: str, helpers: str) -> str:

@@ -13,7 +13,8 @@ from sporeloom.cli import option
 from sporeloom.data.tokenizer import Prompt
 from sporeloom.errors import ConfigError, did_you_mean
 from sporeloom.evaluation.asking import PromptForm, asking_of
-from sporeloom.evaluation.programs import NAMES, Problem
+from sporeloom.evaluation.checks import Problem
+from sporeloom.evaluation.programs import NAMES
 from sporeloom.evaluation.sandbox import check_isolation
 from sporeloom.files import read_gzip, unwritable
 from sporeloom.inference import config as inference

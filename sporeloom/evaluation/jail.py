@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs commands that nobody vouches for. A script of its own, started by `sandbox`, with the standard library alone.
+"""Runs commands that nobody vouches for. A program of its own, started by `sandbox`, with the standard library alone.
 
 It reads a job as JSON from standard input and writes what became of each step to standard output. The commands live in
 namespaces of Linux, with a root of their own: the system's programs and libraries, their toolchain, both read-only, and
-one empty folder in memory that is theirs. They see no other process, no network, no other file of the host. A filter of
-system calls keeps them from namespaces, mounts, keys and memory that nobody counts. When the first process of the
-namespace ends, the kernel ends all others.
+one empty folder in memory that is theirs. They see no other process, no network, no other file of the host. A filter
+(`system_calls`) keeps them from what leads out. Process 1 of the namespace watches them; when it ends, the kernel ends all
+others, and this process, outside, reports it.
 """
 
+import base64
 import contextlib
 import ctypes
 import errno
+import fcntl
+import fnmatch
 import itertools
 import json
 import os
@@ -23,15 +26,20 @@ import sys
 import time
 from typing import Any, NoReturn
 
+from sporeloom.evaluation.system_calls import ARCHITECTURES, REFUSED, refuse_system_calls
+
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-CLONE_NEW = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | 0x2000080
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 1, 2, 4, 0x1000, 0x4000, 0x40000, 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 442, -100, 0x8000, 1, 2
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 LOOK_EVERY_S = 0.02
 THREADS_PER_PROCESS = 8  # RLIMIT_NPROC counts threads, of which Java and Node start a dozen
-OPEN_FILES = 512  # what waits in pipes and sockets is memory too
+OPEN_FILES = 256  # what waits in pipes and sockets is memory too
+SIGNALS = 1024  # that wait, and timers
+INODES = 32768  # of the folder: each takes memory of the kernel
+SOCKET_BYTES = 212992  # that may wait in one, unless the system says otherwise
+HIGH = 10  # numbers of open files from here on are out of the way
 PAGE = resource.getpagesize()
 
 SYSTEM = (
@@ -39,135 +47,9 @@ SYSTEM = (
     *("/usr/libexec", "/usr/include", "/usr/share/nodejs", "/etc/ld.so.cache", "/etc/alternatives"),
 )
 """What of the host every command sees, besides its toolchain."""
-DEVICES = ("null", "zero", "full", "random", "urandom")
-
-# name: (x86-64, aarch64). From 424 on the numbers are the same everywhere.
-REFUSED = {
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "fanotify_init": (300, 262),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
-    "acct": (163, 89),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "reboot": (169, 142),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "syslog": (103, 116),
-    "vhangup": (153, 58),
-}
-CLONE, CLONE3, SOCKET, IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
-ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-X32_BIT, TIOCSTI = 0x40000000, 0x5412
-SOCKET_FAMILIES = (1, 2, 10)  # Unix, IPv4, IPv6; not those that no namespace holds back
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x50000
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24  # places in what the filter is shown
+DEVICES = ("null", "full", "random", "urandom")  # not zero: mapped, it is memory that nobody counts
 
 libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _Instruction(ctypes.Structure):
-    _fields_ = [
-        ("code", ctypes.c_uint16),
-        ("if_true", ctypes.c_uint8),
-        ("if_false", ctypes.c_uint8),
-        ("value", ctypes.c_uint32),
-    ]
-
-
-class _Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction))]
-
-
-def _filter() -> list[tuple[int, int, int, int]]:
-    """The program that decides on each system call: (code, instructions to skip if true, if false, value)."""
-    column, architecture = ARCHITECTURES[platform.machine()]
-
-    def answer(result: int) -> tuple[int, int, int, int]:
-        return (RETURN, 0, 0, result)
-
-    program = [
-        (LOAD, 0, 0, ARCHITECTURE),
-        (EQUAL, 1, 0, architecture),
-        answer(KILL),
-        (LOAD, 0, 0, NUMBER),
-        (AT_LEAST, 0, 1, X32_BIT),
-        answer(ERROR | errno.EPERM),
-    ]
-    for numbers in REFUSED.values():
-        program += [(EQUAL, 0, 1, numbers[column]), answer(ERROR | errno.EPERM)]
-    program += [(EQUAL, 0, 1, CLONE3[column]), answer(ERROR | errno.ENOSYS)]  # its flags lie in memory: use clone
-    program += [
-        (EQUAL, 0, 4, CLONE[column]),
-        (LOAD, 0, 0, FIRST_ARGUMENT),
-        (ANY_BIT, 0, 1, CLONE_NEW),
-        answer(ERROR | errno.EPERM),
-        answer(ALLOW),
-    ]
-    program += [
-        (EQUAL, 0, len(SOCKET_FAMILIES) + 3, SOCKET[column]),
-        (LOAD, 0, 0, FIRST_ARGUMENT),
-        *((EQUAL, len(SOCKET_FAMILIES) - i, 0, family) for i, family in enumerate(SOCKET_FAMILIES)),
-        answer(ERROR | errno.EAFNOSUPPORT),
-        answer(ALLOW),
-    ]
-    program += [
-        (EQUAL, 0, 3, IOCTL[column]),
-        (LOAD, 0, 0, SECOND_ARGUMENT),
-        (EQUAL, 0, 1, TIOCSTI),
-        answer(ERROR | errno.EPERM),
-        answer(ALLOW),
-    ]
-    return program
-
-
-def refuse_system_calls() -> None:
-    """From here on this process and its children cannot ask the kernel for what `REFUSED` names."""
-    instructions = [_Instruction(*instruction) for instruction in _filter()]
-    array = (_Instruction * len(instructions))(*instructions)
-    program = _Program(len(instructions), array)
-    _check(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "seccomp")
 
 
 class _MountAttributes(ctypes.Structure):
@@ -202,13 +84,15 @@ def enter_namespaces() -> None:
                 file.write(text)
 
 
-def build_root(needed: list[str], uid: int | None, disk_bytes: int, folder: str) -> None:
-    """Make a root that holds what is allowed and nothing else, and leave the host's.
+def build_root(needed: list[str], uid: int | None, disk_bytes: int, folder: str) -> int:
+    """Make a root that holds what is allowed and nothing else, and leave the host's. Returns a handle of a /proc that
+    may be written, which the new root has not.
 
     `needed`: files and folders of the toolchain. `folder`: made empty, of the user `uid`.
     """
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)  # in which our open files have names
+    proc = os.open("/proc", os.O_RDONLY)
     opened = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in _outermost([*SYSTEM, *needed])}
     devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES}
     root = "/tmp"  # any folder will do: what is under it was opened before
@@ -226,8 +110,11 @@ def build_root(needed: list[str], uid: int | None, disk_bytes: int, folder: str)
         _show(handle, "", f"{root}/dev/{name}")
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         os.symlink(f"/proc/self/fd{target}", f"{root}/dev/{name}")
+    _set_tree_read_only(f"{root}/dev")
     owner = "" if uid is None else f",uid={uid},gid={uid}"
-    _mount("tmpfs", root + folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},mode=0700{owner}")
+    _mount(
+        "tmpfs", root + folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},nr_inodes={INODES},mode=0700{owner}"
+    )
     _mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_RDONLY)
     for handle in (*opened.values(), *devices.values()):
         os.close(handle)
@@ -235,6 +122,7 @@ def build_root(needed: list[str], uid: int | None, disk_bytes: int, folder: str)
     _check(libc.syscall(REFUSED["pivot_root"][ARCHITECTURES[platform.machine()][0]], b".", b"."), "pivot_root")
     _check(libc.umount2(b".", MNT_DETACH), "umount")
     os.chdir("/")
+    return proc
 
 
 def _outermost(paths: list[str]) -> list[str]:
@@ -273,8 +161,8 @@ def overlay(folder: str, overlays: dict[str, str]) -> None:
 class MemoryGroup:
     """A control group that counts everything, shared memory and the kernel's own for these processes, where there is one.
 
-    Where nobody may make one, resident pages are counted; `REFUSED`, the absence of /dev/shm and the size of the folder leave
-    nothing else to hoard in.
+    Where nobody may make one, pages, page tables and sockets are counted; the filter of system calls, the absence of
+    /dev/shm and the size of the folder leave nothing else to hoard in.
     """
 
     def __init__(self, limit: int):
@@ -288,7 +176,6 @@ class MemoryGroup:
                 self._write(f"{self.name}/{maximum}", str(limit))
                 with contextlib.suppress(OSError):
                     self._write(f"{self.name}/memory.swap.max", "0")
-                self._write(f"{self.name}/cgroup.procs", "0")
                 self.events = os.open(f"{self.name}/{events}", os.O_RDONLY, dir_fd=self.base)
                 return
             except OSError:
@@ -312,6 +199,11 @@ class MemoryGroup:
             if name.startswith("sporeloom-") and not os.path.exists(f"/proc/{name.partition('-')[2]}"):
                 self._remove(name)
 
+    def join(self) -> None:
+        """Count this process and its children. Not the one that watches, which the kernel might end in their place."""
+        if self.events is not None:
+            self._write(f"{self.name}/cgroup.procs", "0")
+
     def is_exceeded(self) -> bool:
         """Whether the kernel had to end a process for want of memory."""
         if self.events is None:
@@ -319,11 +211,14 @@ class MemoryGroup:
         words = os.pread(self.events, 4096, 0).decode().split()
         return any(key == "oom_kill" and int(count) > 0 for key, count in itertools.pairwise(words))
 
-    def leave(self) -> None:
-        """Once its other processes have ended."""
+    def remove(self) -> None:
+        """Once its processes have ended."""
         if self.events is not None:
-            self._write("cgroup.procs", "0")
-            self._remove(self.name)
+            for _ in range(50):
+                self._remove(self.name)
+                if self.name not in os.listdir(self.base):
+                    return
+                time.sleep(LOOK_EVERY_S)  # the kernel has yet to let go of the last one
 
 
 def memory_groups() -> list[tuple[str, str, str]]:
@@ -340,26 +235,42 @@ def memory_groups() -> list[tuple[str, str, str]]:
 
 
 def _processes() -> tuple[int, int]:
-    """(number, resident bytes) of all but process 1."""
-    count = resident = 0
+    """(number, bytes of pages and page tables) of all but process 1."""
+    count = held = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
             try:
-                with open(f"/proc/{name}/statm") as file:
-                    resident += int(file.read().split()[1]) * PAGE
+                with open(f"/proc/{name}/status") as file:
+                    held += sum(int(line.split()[1]) << 10 for line in file if line.startswith(("VmRSS", "VmPTE")))
                 count += 1
             except (OSError, IndexError):
                 pass  # it ended meanwhile
-    return count, resident
+    return count, held
 
 
-def _become(command: dict[str, Any], job: dict[str, Any], output: int, uid: int | None) -> NoReturn:
+def _sockets() -> int:
+    """Bytes that the sockets of this namespace may hold, also of those that no process has open."""
+    with open("/proc/net/unix") as file:
+        count = sum(1 for _ in file) - 1
+    return count * SOCKET_BYTES
+
+
+def _become(command: dict[str, Any], job: dict[str, Any], output: int, group: MemoryGroup) -> NoReturn:
     """In the child: give up every right, take the limits, become the command."""
     os.setsid()
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    os.closerange(3, 4096)
+    group.join()
+    with contextlib.suppress(OSError):  # where memory is short, the kernel ends these first
+        handle = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=job["proc"])
+        os.write(handle, b"1000")
+    sources = {0: os.open(os.devnull, os.O_RDONLY), 1: output, 2: output}
+    sources |= dict(zip(command["channel"], job["channel"] if command["channel"] else (), strict=True))
+    copies = {target: fcntl.fcntl(source, fcntl.F_DUPFD, HIGH) for target, source in sources.items()}
+    for target, copy in copies.items():
+        os.dup2(copy, target)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in copies:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(int(name))
     limits = job["limits"]
     threads = limits["processes"] * THREADS_PER_PROCESS
     for kind, value in (
@@ -369,58 +280,70 @@ def _become(command: dict[str, Any], job: dict[str, Any], output: int, uid: int 
         (resource.RLIMIT_CPU, int(command["time_s"]) + 1),
         (resource.RLIMIT_NPROC, threads),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_SIGPENDING, SIGNALS),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
         resource.setrlimit(kind, (value, value))
-    if uid is not None:
+    if job["uid"] is not None:
         os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
+        os.setresgid(job["uid"], job["uid"], job["uid"])
+        os.setresuid(job["uid"], job["uid"], job["uid"])
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores, as its children would
     _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     refuse_system_calls()
     os.chdir(job["folder"])
     os.execve(command["argv"][0], command["argv"], job["environment"])
 
 
-def run_step(command: dict[str, Any], job: dict[str, Any], uid: int | None, group: MemoryGroup) -> dict[str, Any]:
+def run_step(command: dict[str, Any], job: dict[str, Any], group: MemoryGroup) -> dict[str, Any]:
     """Run one command to its end, or to the first limit it hits; nothing it started is left."""
+    if command["channel"]:  # the time counts from the first call
+        calls = select.poll()  # not select: numbers of open files may be large
+        calls.register(job["channel"][0], select.POLLIN)
+        calls.poll(command["wait_s"] * 1000)
     reader, writer = os.pipe()
     start = time.monotonic()
     child = os.fork()
     if child == 0:
         try:
-            _become(command, job, writer, uid)
+            _become(command, job, writer, group)
         except BaseException as error:
             os.write(2, f"cannot start {command['argv'][0]}: {error}\n".encode())
         os._exit(127)
-    os.close(writer)
+    for handle in (writer, *(job["channel"] if command["channel"] else ())):
+        os.close(handle)
     output, broken, code = b"", None, None
     limits, open_ends = job["limits"], [reader]
     while code is None:
         if select.select(open_ends, [], [], LOOK_EVERY_S)[0]:
             chunk = os.read(reader, 1 << 16)
             output, open_ends = output + chunk, [reader] if chunk else []
-        count, resident = _processes()
-        if len(output) > limits["output_bytes"]:
-            broken = "output"
-        elif resident > limits["memory_bytes"] or group.is_exceeded():
-            broken = "memory"
-        elif count > limits["processes"]:
-            broken = "processes"
-        elif time.monotonic() - start > command["time_s"]:
+        broken = _broken_limit(limits, len(output), job["folder"], group)
+        if broken is None and time.monotonic() - start > command["time_s"]:
             broken = "time"
         if broken:
             os.kill(child, signal.SIGKILL)
         pid, status = os.waitpid(child if broken else -1, 0 if broken else os.WNOHANG)  # -1: also orphans
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
-    broken = broken or ("memory" if group.is_exceeded() else None)
+    broken = broken or _broken_limit(limits, 0, job["folder"], group) or ("time" if code == -signal.SIGXCPU else None)
     _end_all()
     while chunk := os.read(reader, 1 << 16):
         output += chunk
     os.close(reader)
     text = output[: limits["output_bytes"]].decode(errors="replace")
     return {"code": code, "broken_limit": broken, "seconds": time.monotonic() - start, "output": text}
+
+
+def _broken_limit(limits: dict[str, int], output_bytes: int, folder: str, group: MemoryGroup) -> str | None:
+    count, held = _processes()
+    if group.events is None:
+        held += _sockets()
+    if output_bytes > limits["output_bytes"]:
+        return "output"
+    if held > limits["memory_bytes"] or group.is_exceeded() or os.statvfs(folder).f_ffree == 0:
+        return "memory"
+    return "processes" if count > limits["processes"] else None
 
 
 def _end_all() -> None:
@@ -434,28 +357,80 @@ def _end_all() -> None:
             return
 
 
-def be_first_process(job: dict[str, Any], group: MemoryGroup, parent: int) -> None:
-    """Process 1: build the root, run the steps, report. `parent`: a pipe whose other end the parent holds."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    os.set_blocking(parent, False)
-    with contextlib.suppress(BlockingIOError):  # nothing to read: it is alive
-        os.read(parent, 1)
-        os._exit(1)  # it was killed before the line above
+def be_first_process(job: dict[str, Any], group: MemoryGroup, report: int) -> None:
+    """Process 1: build the root, run the steps, report each as a line of JSON."""
+    # What the kernel does by itself for process 1: signals of its children do nothing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     # Root's processes are not counted against RLIMIT_NPROC, and root may do too much: a user that nobody else is.
-    uid = 1_000_000 + job["number"] if os.getuid() == 0 else None
-    build_root(job["needed"], uid, job["limits"]["disk_bytes"], job["folder"])
-    overlay(job["folder"], job["overlays"])
-    for name, text in job["files"].items():
-        with open(os.path.join(job["folder"], name), "w", encoding="utf-8", errors="surrogatepass") as file:
-            file.write(text)
-    results = []
-    for command in job["steps"]:
-        results.append(run_step(command, job, uid, group))
-        if results[-1]["code"] != 0:
-            break
-    json.dump(results, sys.stdout)
-    sys.stdout.flush()
+    job["uid"] = 1_000_000 + job["number"] if os.getuid() == 0 else None
+    try:
+        job["proc"] = build_root(job["needed"], job["uid"], job["limits"]["disk_bytes"], job["folder"])
+        overlay(job["folder"], job["overlays"])
+        for name, content in job["files"].items():
+            handle = os.open(os.path.join(job["folder"], name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755)
+            with open(handle, "wb") as file:
+                file.write(base64.b64decode(content))
+    except OSError as error:
+        os.write(report, json.dumps({"refused": str(error)}).encode() + b"\n")
+        return
+    with open(report, "wb", closefd=False) as file:
+        for command in job["steps"]:
+            result = run_step(command, job, group)
+            file.write(json.dumps(result).encode() + b"\n")
+            file.flush()
+            if result["code"] != 0 or result["broken_limit"]:
+                break
+        file.write(json.dumps({"files": _kept(job["folder"], job["keep"])}).encode() + b"\n")
+
+
+def _kept(folder: str, patterns: list[str]) -> dict[str, str]:
+    """What the steps left in the folder under these names, regular files only."""
+    found = {}
+    for name in os.listdir(folder) if patterns else ():
+        path = os.path.join(folder, name)  # nothing runs there any more
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) and stat.S_ISREG(os.lstat(path).st_mode):
+            with open(path, "rb") as file:
+                found[name] = base64.b64encode(file.read()).decode()
+    return found
+
+
+def watch(job: dict[str, Any], group: MemoryGroup) -> dict[str, Any]:
+    """Fork process 1 and return what became of the steps, also where it was ended itself."""
+    reader, writer = os.pipe()
+    start = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.close(reader)
+        if not _has_reader(writer):
+            os._exit(1)  # its parent was killed before the line above
+        try:
+            be_first_process(job, group, writer)
+        except BaseException as error:  # for example where the machine has no memory left
+            broken = "memory" if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM else None
+            output = f"the sandbox failed: {type(error).__name__}: {error}"
+            result = {"code": -9, "broken_limit": broken, "seconds": time.monotonic() - start, "output": output}
+            os.write(writer, json.dumps(result).encode() + b'\n{"files": {}}\n')
+        os._exit(0)
+    for handle in (writer, *job["channel"]):
+        os.close(handle)
+    with open(reader, "rb") as file:
+        results = [json.loads(line) for line in file if line.endswith(b"\n")]
+    os.waitpid(child, 0)
+    if results and "refused" in results[-1]:
+        return results[-1]
+    if results and "files" in results[-1]:
+        return {"steps": results[:-1], **results[-1]}
+    broken = "memory" if group.is_exceeded() else None
+    ended = {"code": -9, "broken_limit": broken, "seconds": time.monotonic() - start, "output": ""}
+    return {"steps": [*results, ended], "files": {}}
+
+
+def _has_reader(writer: int) -> bool:
+    poll = select.poll()
+    poll.register(writer, select.POLLERR)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def main() -> None:
@@ -469,19 +444,9 @@ def main() -> None:
         if platform.machine() not in ARCHITECTURES:
             raise OSError(0, f"no filter of system calls for {platform.machine()}")
         enter_namespaces()
-        theirs, ours = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(ours)
-            be_first_process(job, group, theirs)
-            os._exit(0)
+        report = watch(job, group)
     except OSError as error:
-        json.dump({"refused": str(error)}, sys.stdout)
-        sys.stdout.flush()
-        os._exit(1)
-    os.waitpid(child, 0)
-    group.leave()
-
-
-if __name__ == "__main__":
-    main()
+        report = {"refused": str(error)}
+    json.dump(report, sys.stdout)
+    sys.stdout.flush()
+    group.remove()

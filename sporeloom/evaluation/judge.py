@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from sporeloom.evaluation import sandbox
-from sporeloom.evaluation.toolchains import Toolchain
+from sporeloom.evaluation.checks import Program
+from sporeloom.evaluation.toolchains import COMPILE_S, Toolchain
 
 DETAIL_LENGTH = 400
 
@@ -20,7 +24,8 @@ class Verdict:
     """What became of a program."""
 
     status: str
-    """`passed`, `failed`, `does not compile`, or the limit it broke: `time`, `memory`, `processes`, `output`."""
+    """`passed`, `failed`, `does not compile`, `the tests do not compile`, or the limit it broke: `time`, `memory`,
+    `processes`, `output`."""
     detail: str
     """The end of what it printed, unless it passed."""
     seconds: float
@@ -30,40 +35,117 @@ class Verdict:
         return self.status == "passed"
 
 
-def judge(source: str, toolchain: Toolchain, limits: sandbox.Limits, time_s: float) -> Verdict:
-    """Compile and run one program, isolated."""
-    steps = toolchain.steps(time_s)
-    results = sandbox.run(
-        {toolchain.file_name: source},
-        steps,
+@dataclass(frozen=True)
+class BuiltTests:
+    """The tests of a problem, ready to run for each of its solutions."""
+
+    files: Mapping[str, str | bytes]
+    failure: Verdict | None = None
+    """Why they do not compile."""
+
+
+def build_tests(tests: str, toolchain: Toolchain, limits: sandbox.Limits) -> BuiltTests:
+    """Compile the program that tests."""
+    if not toolchain.compile:
+        return BuiltTests({toolchain.file_name: tests})
+    results, kept = sandbox.run_job(toolchain.job(tests, toolchain.compile_steps(), limits, keep=toolchain.compiled))
+    last = results[-1]
+    if last.ok and kept:
+        return BuiltTests(kept)
+    status = f"{last.broken_limit or ''} the tests do not compile".strip()
+    return BuiltTests({}, Verdict(status, _end(last), last.seconds))
+
+
+def judge(
+    program: Program, toolchain: Toolchain, limits: sandbox.Limits, time_s: float, built: BuiltTests | None = None
+) -> Verdict:
+    """Run a solution and its tests, each isolated, a pipe in both directions between them.
+
+    A solution has passed if the tests came to their end: there they print a word of this run that nobody else knows.
+    """
+    built = built or build_tests(program.tests, toolchain, limits)
+    if built.failure:
+        return built.failure
+    calls, results = os.pipe(), os.pipe()
+    nonce = secrets.token_hex(16)
+    tests_time_s = COMPILE_S + time_s + sandbox.GRACE_S  # they wait for the solution, which has its own limit
+    testing_job = toolchain.job(
+        built.files,
+        [toolchain.execute_step(tests_time_s)],
         limits,
-        toolchain.environment,
-        toolchain.needed,
-        toolchain.overlays,
+        environment={"SPORELOOM_NONCE": nonce},
+        channel=(results[0], calls[1]),
     )
-    last, seconds = results[-1], sum(result.seconds for result in results)
-    complete = len(results) == len(steps)
-    if complete and last.ok and toolchain.passed_output in last.output:
-        return Verdict("passed", "", seconds)
+    steps = [*toolchain.compile_steps(), toolchain.execute_step(time_s, wait_s=sandbox.GRACE_S)]
+    answering_job = toolchain.job(program.solution, steps, limits, channel=(calls[0], results[1]))
+    with ThreadPoolExecutor(1) as other:
+        testing = other.submit(sandbox.run_job, testing_job)
+        answers, _ = sandbox.run_job(answering_job)
+        (test,), _ = testing.result()
+    return _verdict(answers, len(steps), test, nonce)
+
+
+def _verdict(answers: Sequence[sandbox.StepResult], num_steps: int, test: sandbox.StepResult, nonce: str) -> Verdict:
+    """What the ends of the solution and of its tests mean."""
+    last, seconds = answers[-1], sum(result.seconds for result in answers)
+    if len(answers) < num_steps:
+        status = f"{last.broken_limit} while compiling" if last.broken_limit else "does not compile"
+        return Verdict(status, _end(last), seconds)
     if last.broken_limit:
-        status = last.broken_limit if complete else f"{last.broken_limit} while compiling"
-    elif complete:
-        status = "failed"
-    else:
-        status = "does not compile"
-    detail = last.output.strip()[-DETAIL_LENGTH:]
-    if complete and last.ok:
-        detail = f"{detail}\nended before all tests ran".strip()
-    return Verdict(status, detail, seconds)
+        return Verdict(last.broken_limit, _end(last), seconds)
+    if test.ok and test.output.rstrip().endswith(nonce):
+        return Verdict("passed", "", seconds)
+    detail = f"{_end(last)}\n{_end(test)}".strip()[-DETAIL_LENGTH:]
+    return Verdict(test.broken_limit or "failed", detail, seconds)
+
+
+def _end(result: sandbox.StepResult) -> str:
+    return result.output.strip()[-DETAIL_LENGTH:]
+
+
+class _Builds:
+    """The tests that are needed still, each compiled once, by the first who asks."""
+
+    def __init__(self, programs: Sequence[Program], toolchain: Toolchain, limits: sandbox.Limits):
+        self._lock = threading.Lock()
+        self._left = Counter(program.tests for program in programs)
+        self._built: dict[str, Future[BuiltTests]] = {}
+        self._toolchain, self._limits = toolchain, limits
+
+    def judge(self, program: Program, time_s: float) -> Verdict:
+        try:
+            return judge(program, self._toolchain, self._limits, time_s, self._of(program.tests))
+        finally:
+            with self._lock:
+                self._left[program.tests] -= 1
+                if not self._left[program.tests]:
+                    self._built.pop(program.tests, None)
+
+    def _of(self, tests: str) -> BuiltTests:
+        with self._lock:
+            is_first = tests not in self._built
+            future = self._built.setdefault(tests, Future())
+        if is_first:
+            try:
+                future.set_result(build_tests(tests, self._toolchain, self._limits))
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
 
 
 def judge_all(
-    sources: Sequence[str], toolchain: Toolchain, limits: sandbox.Limits, time_s: float, workers: int | None = None
-) -> Iterator[tuple[str, Verdict]]:
+    programs: Sequence[Program],
+    toolchain: Toolchain,
+    limits: sandbox.Limits,
+    time_s: float,
+    workers: int | None = None,
+) -> Iterator[tuple[Program, Verdict]]:
     """(program, verdict) of each program, as they come; equal programs are run once. `workers`: one a core by default."""
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1)
+    different = list(dict.fromkeys(programs))
+    builds = _Builds(different, toolchain, limits)
     try:
-        running = {pool.submit(judge, source, toolchain, limits, time_s): source for source in dict.fromkeys(sources)}
+        running = {pool.submit(builds.judge, program, time_s): program for program in different}
         for future in as_completed(running):
             yield running[future], future.result()
     finally:

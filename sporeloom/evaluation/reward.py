@@ -40,14 +40,14 @@ def program_reward(name: str) -> Reward:
     def reward(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
         if missing := [column for column in ("declaration", "test") if column not in columns]:
             raise ValueError(f"the lines have no {', '.join(missing)}: they must be problems of HumanEval-X")
-        sources = []
+        programs = []
         for place, text in enumerate(completions):
             problem = {"prompt": prompts[place], **{name: values[place] for name, values in columns.items()}}
             if BLOCK.search(text):
-                sources.append(answer_program(problem, language, text))
+                programs.append(answer_program(problem, language, text))
             else:
-                sources.append(program(problem, language, extract(text, language)))
-        verdicts = dict(judge_all(sources, toolchain, Limits(memory_bytes=MEMORY_BYTES), SECONDS))
-        return [float(verdicts[source].passed) for source in sources]
+                programs.append(program(problem, language, extract(text, language)))
+        verdicts = dict(judge_all(programs, toolchain, Limits(memory_bytes=MEMORY_BYTES), SECONDS))
+        return [float(verdicts[one].passed) for one in programs]
 
     return reward

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,8 +20,8 @@ from sporeloom.errors import ConfigError
 
 FOLDER = "/box"
 """Where the commands work, in the root they see."""
-JAIL = Path(__file__).with_name("jail.py")
-GRACE_S = 20.0  # for starting, mounting and reporting, on a busy machine
+JAIL = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from sporeloom.evaluation import jail; jail.main()"
+GRACE_S = 60.0  # for starting, mounting and reporting, on a busy machine
 _numbers = itertools.count(os.getpid() * 1000)
 
 BrokenLimit = Literal["time", "memory", "processes", "output"]
@@ -44,6 +46,10 @@ class Step:
     argv: Sequence[str]
     time_s: float
     """Wall-clock time, after which all its processes are killed."""
+    channel: Sequence[int] = ()
+    """Its numbers of the files it reads from and writes to another program, see `run`."""
+    wait_s: float = 0.0
+    """How long the start, and with it the time, waits for something to read there."""
 
 
 @dataclass(frozen=True)
@@ -62,40 +68,70 @@ class StepResult:
         return self.code == 0 and self.broken_limit is None
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is run in one sandbox: an empty folder with some files, that vanishes afterwards."""
+
+    files: Mapping[str, str | bytes]
+    steps: Sequence[Step]
+    """Run there until one fails. `{folder}` in a word stands for the folder."""
+    limits: Limits
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the commands, who see no others; `{folder}` likewise."""
+    needed: Sequence[str] = ()
+    """Files and folders of the toolchain: besides the system's programs and libraries all the commands see."""
+    overlays: Mapping[str, str] = field(default_factory=dict)
+    """Name in the folder -> a folder elsewhere whose content stands there and may be changed, to no effect."""
+    channel: Sequence[int] = ()
+    """Open files that the steps with a `channel` read from and write to; `run_job` closes them."""
+    keep: Sequence[str] = ()
+    """Names, or patterns of names, of the files that are returned."""
+
+
 def run(
-    files: Mapping[str, str],
+    files: Mapping[str, str | bytes],
     steps: Sequence[Step],
     limits: Limits,
     environment: Mapping[str, str] | None = None,
     needed: Sequence[str] = (),
     overlays: Mapping[str, str] | None = None,
 ) -> list[StepResult]:
-    """Write `files` into an empty folder that vanishes afterwards and run `steps` there until one fails.
+    """How the steps of a job ended, see `Job`.
 
-    Args:
-        environment: variables of the commands, who see no others. `{folder}` in a value stands for their folder, as in
-            the words of `steps`.
-        needed: files and folders of the toolchain: besides the system's programs and libraries all the commands see.
-        overlays: name in the folder -> a folder elsewhere whose content stands there and may be changed, to no effect.
+    Raises:
+        ConfigError: this machine does not let us isolate a process.
+    """
+    return run_job(Job(files, steps, limits, environment or {}, needed, overlays or {}))[0]
+
+
+def run_job(job: Job) -> tuple[list[StepResult], dict[str, bytes]]:
+    """How the steps ended, and the files that are kept.
 
     Raises:
         ConfigError: this machine does not let us isolate a process.
     """
     variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8"}
-    variables |= {name: value.replace("{folder}", FOLDER) for name, value in (environment or {}).items()}
-    job = {
+    variables |= {name: value.replace("{folder}", FOLDER) for name, value in job.environment.items()}
+    contents = {
+        name: content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+        for name, content in job.files.items()
+    }
+    description = {
         "caller": os.getpid(),
         "number": next(_numbers) % 1_000_000_000,
         "folder": FOLDER,
-        "files": dict(files),
-        "steps": [{**asdict(s), "argv": [word.replace("{folder}", FOLDER) for word in s.argv]} for s in steps],
-        "limits": asdict(limits),
+        "files": {name: base64.b64encode(content).decode() for name, content in contents.items()},
+        "steps": [{**asdict(s), "argv": [word.replace("{folder}", FOLDER) for word in s.argv]} for s in job.steps],
+        "limits": asdict(job.limits),
         "environment": variables,
-        "needed": [*needed, *(overlays or {}).values()],
-        "overlays": dict(overlays or {}),
+        "needed": [*job.needed, *job.overlays.values()],
+        "overlays": dict(job.overlays),
+        "channel": list(job.channel),
+        "keep": list(job.keep),
     }
-    results = _run_jail(job, sum(step.time_s for step in steps) + GRACE_S)
-    return [StepResult(**result) for result in results]
+    report = _run_jail(description, sum(step.time_s + step.wait_s for step in job.steps) + GRACE_S)
+    kept = {name: base64.b64decode(content) for name, content in report["files"].items()}
+    return [StepResult(**result) for result in report["steps"]], kept
 
 
 def check_isolation() -> None:
@@ -107,30 +143,42 @@ def check_isolation() -> None:
     run({}, [Step(["/bin/true"], 10.0)], Limits())
 
 
-def _run_jail(job: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(JAIL)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+def _run_jail(job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    start = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", JAIL],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=job["channel"],
+        )
+    finally:
+        for handle in job["channel"]:
+            os.close(handle)
+    broken: BrokenLimit | None = None
+    output, errors = b"", b""
     try:
         output, errors = process.communicate(json.dumps(job).encode(), timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"the isolated process did not report within {timeout_s:.0f} s") from None
+        broken = "time"
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
+    if not broken and process.returncode == -signal.SIGKILL:
+        broken = "memory"  # nobody but the kernel ends it, where the machine has none left
+    if broken:
+        ended = {"code": -9, "broken_limit": broken, "seconds": time.monotonic() - start, "output": ""}
+        return {"steps": [ended], "files": {}}
     try:
-        report = json.loads(output)
+        report: dict[str, Any] = json.loads(output)
     except ValueError:
         raise RuntimeError(f"the isolated process failed: {errors.decode(errors='replace').strip()}") from None
-    if isinstance(report, dict):
+    if "refused" in report:
         raise ConfigError(
             f"programs cannot be isolated here: {report['refused']}; run as root, or allow unprivileged user "
             "namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0)"
         )
-    results: list[dict[str, Any]] = report
-    return results
+    return report

@@ -12,10 +12,11 @@ from tqdm import tqdm
 
 from sporeloom.errors import ConfigError
 from sporeloom.evaluation.chat import answer_program
+from sporeloom.evaluation.checks import Problem, Program
 from sporeloom.evaluation.config import RESULTS_FILE, SAMPLES_FILE, SUMMARY_FILE, Evaluation
 from sporeloom.evaluation.generation import Sample, read_samples
 from sporeloom.evaluation.judge import Verdict, judge_all, pass_at_k
-from sporeloom.evaluation.programs import Problem, extract, program
+from sporeloom.evaluation.programs import extract, program
 from sporeloom.evaluation.sandbox import Limits
 from sporeloom.evaluation.toolchains import MissingToolchainError, find_toolchain
 from sporeloom.files import write_text_atomically
@@ -64,7 +65,7 @@ def _key(sample: Sample) -> dict[str, Any]:
     return {name: sample[name] for name in ("task_id", "sample", "language")}
 
 
-def _source(sample: Sample, problem: Problem) -> str:
+def _program(sample: Sample, problem: Problem) -> Program:
     language = sample["language"]
     if sample.get("prompt_form") == "chat":
         return answer_program(problem, language, sample["text"])
@@ -80,13 +81,13 @@ def _verdicts(evaluation: Evaluation, language: str, samples: Sequence[Sample]) 
     except MissingToolchainError as error:
         return str(error)
     limits = Limits(memory_bytes=config.memory_limit_mb << 20)
-    sources = [_source(sample, problems[sample["task_id"]]) for sample in samples]
-    found: dict[str, Verdict] = {}
-    with tqdm(total=len(set(sources)), unit="program", desc=f"{language} tests") as bar:
-        for source, verdict in judge_all(sources, toolchain, limits, config.time_limit, config.workers):
-            found[source] = verdict
+    programs = [_program(sample, problems[sample["task_id"]]) for sample in samples]
+    found: dict[Program, Verdict] = {}
+    with tqdm(total=len(set(programs)), unit="program", desc=f"{language} tests") as bar:
+        for one, verdict in judge_all(programs, toolchain, limits, config.time_limit, config.workers):
+            found[one] = verdict
             bar.update()
-    return [found[source] for source in sources]
+    return [found[one] for one in programs]
 
 
 def _score(

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sporeloom.evaluation.programs import ALL_TESTS_RAN
-from sporeloom.evaluation.sandbox import Step
+from sporeloom.evaluation.sandbox import Job, Limits, Step
 from sporeloom.files import private_cache
 from sporeloom.lines import split_lines
 
@@ -21,7 +20,7 @@ DEBIAN_GO_PATH = Path("/usr/share/gocode")
 DEBIAN_CRATES = Path("/usr/share/cargo/registry")
 CPP_HEADERS = {"boost/any.hpp": "libboost-dev", "openssl/md5.h": "libssl-dev"}
 JS_PACKAGE = "js-md5@0.8"
-GO_IMPORTS = ("bytes", "crypto/md5", "github.com/stretchr/testify/assert", "math/rand", "regexp", "time")
+GO_IMPORTS = ("bytes", "crypto/md5", "github.com/stretchr/testify/assert", "math/rand", "reflect", "regexp", "time")
 CRATES = {"rand": "0.7", "regex": "1", "md5": "0.7"}
 """What the Rust problems use; the others above likewise."""
 
@@ -38,15 +37,41 @@ class Toolchain:
     compile: Sequence[str]
     """A command; empty for none."""
     execute: Sequence[str]
-    passed_output: str = ALL_TESTS_RAN
-    """Printed only when all tests ran."""
+    channel: Sequence[int] = (3, 4)
+    """Numbers of the files that `rpc` reads from and writes to."""
     environment: Mapping[str, str] = field(default_factory=dict)
     needed: Sequence[str] = ()
     overlays: Mapping[str, str] = field(default_factory=dict)
 
-    def steps(self, time_s: float) -> list[Step]:
-        compiling = [Step(self.compile, COMPILE_S)] if self.compile else []
-        return [*compiling, Step(self.execute, time_s)]
+    compiled: Sequence[str] = ("main",)
+    """What the compiler makes, and the last command needs: names or patterns."""
+
+    def compile_steps(self) -> list[Step]:
+        return [Step(self.compile, COMPILE_S)] if self.compile else []
+
+    def execute_step(self, time_s: float, wait_s: float = 0.0) -> Step:
+        return Step(self.execute, time_s, self.channel, wait_s)
+
+    def job(
+        self,
+        source: str | Mapping[str, str | bytes],
+        steps: Sequence[Step],
+        limits: Limits,
+        environment: Mapping[str, str] | None = None,
+        channel: Sequence[int] = (),
+        keep: Sequence[str] = (),
+    ) -> Job:
+        """`source`: the text of the program, or files made of it before."""
+        return Job(
+            {self.file_name: source} if isinstance(source, str) else source,
+            steps,
+            limits,
+            {**self.environment, **(environment or {})},
+            self.needed,
+            self.overlays,
+            channel,
+            keep,
+        )
 
 
 def find_toolchain(language: str) -> Toolchain:
@@ -130,7 +155,9 @@ def _java() -> Toolchain:
     (javac, home), (java, _) = _program("javac"), _program("java")
     quick = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xmx512m")
     compiling = (javac, *(f"-J{flag}" for flag in quick), "-nowarn", "Main.java")
-    return Toolchain("Main.java", compiling, (java, *quick, "Main"), needed=_with_links(home))
+    return Toolchain(
+        "Main.java", compiling, (java, *quick, "Main"), channel=(0, 1), compiled=("*.class",), needed=_with_links(home)
+    )
 
 
 def _go() -> Toolchain:
@@ -155,7 +182,6 @@ def _go() -> Toolchain:
         "main_test.go",
         compiling,
         ("{folder}/main", "-test.v"),
-        passed_output="\nPASS",
         environment={**environment, "GOCACHE": "{folder}/cache"},
         needed=(*_with_links(home), str(path), str(cache)),
         overlays={"cache": str(cache)},
@@ -187,12 +213,11 @@ def _rust() -> Toolchain:
     found = [(name, sorted(libraries.glob(f"lib{name}-*.rlib"))[-1]) for name in CRATES]
     externs = [word for name, path in found for word in ("--extern", f"{name}={path}")]
     compiler = str(Path(home) / "bin" / "rustc")
-    command = (compiler, "--test", "--edition=2021", "--cap-lints=allow", "-L", f"dependency={libraries}", *externs)
+    command = (compiler, "--edition=2021", "--cap-lints=allow", "-L", f"dependency={libraries}", *externs)
     return Toolchain(
         "main.rs",
         (*command, "-o", "main", "main.rs"),
         ("{folder}/main",),
-        passed_output="test result: ok.",
         needed=(home, str(folder)),
     )
 

@@ -9,6 +9,7 @@ from conftest import SHARED
 from codegeex.tokenizer import CodeGeeXTokenizer
 from sporeloom.data.special_tokens import SpecialTokens, content, template
 from sporeloom.errors import ConfigError
+from sporeloom.evaluation import rpc
 from sporeloom.evaluation.asking import Asking, asking_of
 from sporeloom.evaluation.chat import answer_program, defined, question, translation_question
 from sporeloom.evaluation.config import read_problems
@@ -23,9 +24,9 @@ HELPED = {
 
 
 def passes(text, problem=HELPED):
-    source = answer_program(problem, "python", text)
+    source = answer_program(problem, "python", text).solution.partition("\n# SPDX")[0]
     try:
-        exec(source, {})  # of this file's own
+        exec(f"{source}\n{problem['test']}", {})  # of this file's own
     except (AssertionError, NameError, IndentationError):
         return False
     return True
@@ -65,9 +66,10 @@ def test_every_published_solution_is_whole_in_an_answer(language):
         whole = problem["declaration"] + problem["canonical_solution"]
         own_main = {"cpp": "int main() { return 0; }\n", "go": "func main() {}\n", "rust": "fn main() { panic!() }\n"}
         answer = f"Here:\n```{language}\n{whole}\n{own_main.get(language, '')}```\nDone."
-        found = defined(answer_program(problem, language, answer), language)
+        solution = answer_program(problem, language, answer).solution.replace(rpc.source(language), "")
+        found = defined(solution, language)
         assert [found.count(name) for name in (*helpers, entry)] == [1] * (1 + len(helpers)), problem["task_id"]
-        assert found.count("main") == defined(problem["test"], language).count("main") + (language == "rust")
+        assert found.count("main") == (language in ("cpp", "java", "rust"))  # of the calls
 
 
 def test_a_java_method_alone_is_put_into_its_class():
@@ -76,7 +78,7 @@ def test_a_java_method_alone_is_put_into_its_class():
         "test": "public class Main { public static void main(String[] a) { } }",
     }
     for block in ("public int f(int x) {\n  return 1;\n}", "class Solution {\n public int f(int x) { return 1; }\n}"):
-        source = answer_program(problem, "java", f"```java\n{block}\n```")
+        source = answer_program(problem, "java", f"```java\n{block}\n```").solution
         assert source.count("class Solution {") == 1 and source.startswith("import java.util.*;")
         assert source.count("{") == source.count("}")
 
@@ -91,9 +93,9 @@ def test_go_takes_in_what_is_used():
     block = (
         'package main\n\nimport (\n    "fmt"\n    "math"\n)\n\nfunc F(x float64) float64 {\n    return math.Abs(x)\n}\n'
     )
-    source = answer_program(problem, "go", f"```go\n{block}\nfunc main() {{ fmt.Println(F(1)) }}\n```")
-    assert source.count("package main") == 1 and source.count("import") == 1
-    assert '"math"' in source and '"fmt"' not in source and "func main" not in source
+    source = answer_program(problem, "go", f"```go\n{block}\nfunc main() {{ fmt.Println(F(1)) }}\n```").solution
+    assert source.count("package main") == 1 and source.count("import (") == 1
+    assert '    "math"\n' in source and '    "fmt"\n' not in source and "func main" not in source
 
 
 def test_questions_have_the_problem_and_ask_for_a_block():

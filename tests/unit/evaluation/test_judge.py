@@ -58,9 +58,9 @@ def test_the_canonical_solutions_pass(installed):
     assert len(problems) == 164
     known = WRONG_SOLUTIONS.get(language, set()) | UNCERTAIN_SOLUTIONS.get(language, set())
     chosen = {task: p for i, (task, p) in enumerate(problems.items()) if i % 8 == 0 or task in known}
-    sources = {program(p, language, p["canonical_solution"]): task for task, p in chosen.items()}
-    assert len(sources) >= 21
-    verdicts = {sources[s]: verdict for s, verdict in judge_all(list(sources), toolchain, Limits(), 20.0)}
+    programs = {program(p, language, p["canonical_solution"]): task for task, p in chosen.items()}
+    assert len(programs) >= 21
+    verdicts = {programs[p]: verdict for p, verdict in judge_all(list(programs), toolchain, Limits(), 20.0)}
     failed = {task: verdict for task, verdict in verdicts.items() if not verdict.passed}
     for task in UNCERTAIN_SOLUTIONS.get(language, ()):
         failed.pop(task, None)

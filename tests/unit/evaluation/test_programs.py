@@ -3,9 +3,11 @@ import math
 from itertools import combinations
 
 import pytest
+from conftest import SHARED
 
+from sporeloom.evaluation.config import read_problems
 from sporeloom.evaluation.judge import pass_at_k
-from sporeloom.evaluation.programs import extract, generation_prompt, program, translation_prompt
+from sporeloom.evaluation.programs import NAMES, extract, generation_prompt, program, translation_prompt
 
 PYTHON = {
     "prompt": "def f(x):\n",
@@ -45,29 +47,43 @@ def test_extraction_follows_the_published_rules(language, text, expected):
 
 
 def test_a_python_program_ends_the_solution_at_a_line_without_indentation():
-    source = program(PYTHON, "python", "    return 1\nfor x in y: pass\n    more")
+    source = program(PYTHON, "python", "    return 1\nfor x in y: pass\n    more").solution
     assert "for x in y" not in source
-    assert source.index("import numpy as np") < source.index("def f(x):\n    return 1\nf(1)\nprint(")
+    assert source.index("import numpy as np") < source.index("def f(x):\n    return 1\n") < source.index(".serve(f=f)")
 
 
 def test_a_cpp_program_adds_the_headers_that_are_missing():
-    source = program({**CPP, "prompt": "#include<vector>\nint f(int x){"}, "cpp", "return x;}")
-    assert source.count("#include<vector>") == 1
-    assert "#include<climits>" in source
-    assert source.index("f(1);") < source.index("puts(") < source.rindex("}")
+    made = program({**CPP, "prompt": "#include<vector>\nint f(int x){"}, "cpp", "return x;}")
+    assert made.solution.count("#include<vector>") == 1
+    assert "#include<climits>" in made.solution
+    assert made.tests.index("sporeloom_f(1);") < made.tests.rindex("finish();") < made.tests.rindex("}")
 
 
 def test_a_go_program_imports_what_the_solution_uses():
     problem = {
+        "declaration": "func F() {",
         "prompt": 'import (\n "math"\n)\nfunc F() {',
         "import": 'import (\n "math"\n)',
-        "test": "func TestF(t *testing.T) {}",
+        "test": "func TestF(t *testing.T) { F() }",
         "test_setup": 'package main\nimport "testing"',
     }
-    source = program(problem, "go", "strings.ToUpper(a); rand.Int() }")
-    assert '"strings"' in source
-    assert '"math/rand"' in source
-    assert '"math"\n' not in source
+    made = program(problem, "go", "strings.ToUpper(a); rand.Int() }")
+    assert '"strings"' in made.solution
+    assert '"math/rand"' in made.solution
+    assert '    "math"\n' not in made.solution and '    "testing"\n' not in made.solution
+    assert '    "testing"\n' in made.tests and '    "math"\n' not in made.tests
+
+
+@pytest.mark.parametrize("language", NAMES)
+def test_no_program_has_what_belongs_to_the_other(language):
+    """Of all problems: the solution's has no line of the tests, the tests' no line of the solution."""
+    if not (SHARED / "data" / "humaneval-x").is_dir():
+        pytest.skip("no ../shared/data/humaneval-x")
+    for task, problem in read_problems(SHARED / "data" / "humaneval-x", language).items():
+        made = program(problem, language, "here stands the solution")
+        assert "here stands" not in made.tests, task
+        assertions = [line.strip() for line in problem["test"].splitlines() if "assert" in line and "==" in line]
+        assert not any(line in made.solution for line in assertions), task
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_sample():

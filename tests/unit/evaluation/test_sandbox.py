@@ -29,7 +29,10 @@ def nothing_is_left():
     """No process of the test's and no folder of the jail's."""
     yield
     assert not list(Path(tempfile.gettempdir()).glob("sporeloom-jail-*"))
-    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and _is_the_programs(pid)]
+    deadline = time.monotonic() + 20  # where the sandbox was killed, the kernel takes a moment to end what is in it
+    while any(_is_the_programs(pid) for pid in os.listdir("/proc") if pid.isdigit()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _is_the_programs(pid):
@@ -189,3 +192,82 @@ def test_several_at_once_do_not_see_each_other():
     for thread in threads:
         thread.join(30)
     assert [r.output for r in results] == ["['untrusted.py']\n"] * 4
+
+
+def children(pid):
+    """Of a process."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(name))
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["the process that reports", "the process that watches"])
+def test_a_sandbox_whose_own_process_is_killed_is_reported(depth):
+    """As by the kernel, where the machine has no memory left: a verdict, not an exception of the evaluation."""
+    results = []
+    caller = threading.Thread(target=lambda: results.append(run("import time; time.sleep(60)", time_s=60.0)))
+    before = set(children(os.getpid()))
+    caller.start()
+    deadline = time.monotonic() + 30
+    while not any(_is_the_programs(str(pid)) for pid in os.listdir("/proc") if str(pid).isdigit()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (victim,) = set(children(os.getpid())) - before
+    if depth == 2:
+        (victim,) = children(victim)
+    os.kill(victim, 9)
+    caller.join(30)
+    assert [(r.code, r.broken_limit) for r in results] == [(-9, "memory" if depth == 1 else None)]
+
+
+def test_a_sandbox_that_does_not_report_has_broken_the_limit_of_time(monkeypatch):
+    monkeypatch.setattr(sandbox, "GRACE_S", -59.0)
+    result = run("import time; time.sleep(60)", time_s=60.0)
+    assert (result.code, result.broken_limit) == (-9, "time")
+
+
+def test_files_are_kept_by_name_or_pattern_and_links_are_not():
+    code = "import os\nopen('a.class', 'w').write('x'); open('b', 'w'); os.mkdir('d.class')\n"
+    code += "os.symlink('/etc/passwd', 'l.class'); os.mkfifo('f.class')"
+    step = Step((sys.executable, "-I", "untrusted.py"), 10.0)
+    job = sandbox.Job({"untrusted.py": code}, [step], LIMITS, needed=(sys.prefix, sys.base_prefix), keep=("*.class",))
+    (result,), kept = sandbox.run_job(job)
+    assert result.ok
+    assert kept == {"a.class": b"x"}
+
+
+@pytest.mark.parametrize("numbers", [(3, 4), (0, 1)])
+def test_two_programs_talk_through_a_channel(numbers):
+    """Whatever numbers the open files have, and the second starts when there is something to read."""
+    there, back = os.pipe(), os.pipe()
+    high = os.dup2(there[0], 900, inheritable=False)
+    os.close(there[0])
+    read, write = numbers
+    asks = f"import os\nos.write({write}, b'asked'); assert os.read({read}, 9) == b'answered'"
+    answers = f"import os\nassert os.read({read}, 9) == b'asked'; os.write({write}, b'answered'); os.write(2, b'done')"
+    results = {}
+
+    def job(name, code, channel):
+        step = Step((sys.executable, "-I", "untrusted.py"), 10.0, numbers, 20.0 if name == "answers" else 0.0)
+        needed = (sys.prefix, sys.base_prefix)
+        results[name] = sandbox.run_job(
+            sandbox.Job({"untrusted.py": code}, [step], LIMITS, needed=needed, channel=channel)
+        )
+
+    threads = [
+        threading.Thread(target=job, args=("answers", answers, (high, back[1]))),
+        threading.Thread(target=job, args=("asks", asks, (back[0], there[1]))),
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.5)
+    for thread in threads:
+        thread.join(60)
+    assert all(results[name][0][0].ok for name in ("asks", "answers")), results
+    assert results["answers"][0][0].output == "done"

@@ -27,6 +27,7 @@ from sporeloom.checkpoint.model_folder import load_weights, open_weights, save_c
 from sporeloom.checkpoint.reshard import export, export_merged, reshard
 from sporeloom.checkpoint.sharded import CheckpointReader, Slice, damage, finish, write_parts
 from sporeloom.checkpoint.shards import whole
+from sporeloom.checkpoint.tensor_hashes import seal
 from sporeloom.checkpoint.upcycle import Upcycling, open_dense, upcycled, write_model
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig
@@ -122,11 +123,13 @@ def model_folder(folder, tensors, dtype=np.float32, files=1):
     tensors = {name: value.astype(dtype) for name, value in tensors.items()}
     if files == 1:
         save_file(tensors, folder / "model.safetensors")
+        seal(folder)
         return folder
     names = {name: f"model-{number % files + 1:05d}-of-{files:05d}.safetensors" for number, name in enumerate(tensors)}
     for file in set(names.values()):
         save_file({name: tensors[name] for name in tensors if names[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    seal(folder)
     return folder
 
 

@@ -10,12 +10,17 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from sporeloom.errors import silence
+
 T = TypeVar("T")
 MARK = "[sporeloom] "
 
 
 def milestone(text: str) -> None:
-    print(MARK + text, file=sys.stderr, flush=True)
+    try:
+        print(MARK + text, file=sys.stderr, flush=True)
+    except BrokenPipeError:  # nobody reads it any more, as in `2>&1 | head`: that ends no work
+        silence(sys.stderr)
 
 
 def counted(number: int, one: str, many: str) -> str:

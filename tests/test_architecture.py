@@ -24,6 +24,7 @@ CORE = {
     "log",
     "models",
     "numbers",
+    "outputs",
     "private_names",
     "processes",
     "reader",

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from sporeloom.cli import option
+from sporeloom import cli
+from sporeloom.cli import Overwrite, option
 from sporeloom.errors import ConfigError, Problems
 from sporeloom.files import unwritable
 from sporeloom.inference import config as inference
@@ -19,7 +20,7 @@ from sporeloom.runtime.environment import is_first_process
 
 
 @dataclass(frozen=True, kw_only=True)
-class HarnessConfig(ComputeFlags):
+class HarnessConfig(Overwrite, ComputeFlags):
     """One call of the harness."""
 
     heading: ClassVar[str] = "benchmark"
@@ -33,7 +34,7 @@ class HarnessConfig(ComputeFlags):
     apply_chat_template: bool = option(False, "questions as a user's messages, as the model was taught to talk")
     max_new_tokens: Count = option(256, "tokens of a generated answer at most, where a task does not say")
     batch_size: Count = option(8, "texts worked on at once")
-    output: Path | None = option(None, "JSON file for the results, with what was asked and answered")
+    output: Path | None = cli.output(None, "JSON file for the results, with what was asked and answered")
     compare: Path | None = option(None, "--output of an earlier call: tell the differences, too")
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training checkpoint holds, whether it is sound, and how two of them differ.
 
-    sporeloom checkpoint-info out/checkpoints --verify
-    sporeloom checkpoint-info out/checkpoints/step-00000020 --diff other/checkpoints/step-00000020
+    sporeloom checkpoint-info out/latest/checkpoints --verify
+    sporeloom checkpoint-info out/latest/checkpoints/step-00000020 --diff other/checkpoints/step-00000020
 
 A folder of checkpoints stands for the newest. With --diff the exit code is 1 if a tensor differs.
 """

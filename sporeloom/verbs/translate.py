@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sporeloom.cli import argument, check_numbers, option, parse_args
+from sporeloom.cli import Overwrite, argument, check_numbers, option, output, parse_args
 from sporeloom.dialects import Settings, Translation, translate
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
@@ -38,14 +38,14 @@ FILLS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TranslateConfig:
+class TranslateConfig(Overwrite):
     input: Path = argument("file to translate")
     to: Literal["ours", "mindformers1", "mindformers2", "megatron"] = option(..., "dialect to write")
     dialect: Literal["ours", "mindformers1", "mindformers2", "megatron", "deepspeed"] | None = option(
         None, "dialect of the input; found out without this"
     )
-    out: Path | None = option(None, "file to write; without it the text goes to stdout")
-    config_out: Path | None = option(
+    out: Path | None = output(None, "file to write; without it the text goes to stdout")
+    config_out: Path | None = output(
         None,
         "file to write with the configuration of the model, where the input describes one: for --config of other verbs",
     )
@@ -75,9 +75,6 @@ class TranslateConfig:
 def main(argv: Sequence[str]) -> int:
     config = parse_args(TranslateConfig, __doc__, argv)
     check_numbers(config)
-    for path in filter(None, (config.out, config.config_out)):
-        if path.exists():
-            raise ConfigError(f"{path}: is there already; remove it or give another name")
     if config.json and not config.out:
         raise ConfigError("--json needs --out FILE: both would go to stdout")
     done = translate(

@@ -113,6 +113,23 @@ def differences(page, command, stated, folder):
     return found + [f"{command}\ndoes not say: {line}\n{output}" for line in missing]
 
 
+OUTPUTS = ("--out", "--output-dir", "--output", "--html", "--logits-out", "--config-out", "--save-result")
+"""Flags that name what a command writes."""
+
+
+def test_no_two_commands_of_any_pages_write_to_the_same_name():
+    """All of them can be run in one folder, one after another."""
+    written = {}
+    for page in PAGES:
+        for command, _ in commands(page):
+            words = shlex.split(command.removesuffix("&"), comments=True)
+            for flag, name in zip(words, words[1:], strict=False):
+                if flag in OUTPUTS and "--resume" not in words:
+                    written.setdefault(name, []).append(f"{page}: {command}")
+    assert len(written) > 20
+    assert {name: where for name, where in written.items() if len(where) > 1} == {}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_says_what_it_is(page):
     assert {language for language, _ in blocks(page)} <= {"sh", "console", *SHOWN}

@@ -71,7 +71,7 @@ def _new(name: str) -> Path:
 def folder_problems(config: RunFlags, reads: Iterator[Path]) -> Iterator[str]:
     """An earlier run that would be lost. `reads`: what the run begins with."""
     folder = config.output_dir
-    held = [name for name in OWN if os.path.exists(folder / name)]  # False where Path.exists would raise
+    held = [name for name in OWN if os.path.lexists(folder / name)]  # False where Path.exists would raise
     if not held:
         return
     if not config.overwrite:

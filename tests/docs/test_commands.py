@@ -2,6 +2,7 @@
 """Every command of the README and the guides, run in its order from the text itself, says what is stated there."""
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -123,7 +124,7 @@ def test_no_two_commands_of_any_pages_write_to_the_same_name():
     for page in PAGES:
         for command, _ in commands(page):
             words = shlex.split(command.removesuffix("&"), comments=True)
-            for flag, name in zip(words, words[1:], strict=False):
+            for flag, name in itertools.pairwise(words):
                 if flag in OUTPUTS and "--resume" not in words:
                     written.setdefault(name, []).append(f"{page}: {command}")
     assert len(written) > 20

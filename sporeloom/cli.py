@@ -222,6 +222,10 @@ def _parser(kind: type[Any], description: str, words: Sequence[str]) -> _Parser:
         elif hint is bool and Path in get_args(hints[field.name]):
             reads = parser.reads(flag, Path)
             group.add_argument(flag, type=reads, nargs="?", const=True, metavar="PATH", **common)
+            if value:
+                group.add_argument(
+                    f"--no-{flag[2:]}", action="store_const", const=False, dest=field.name, help="not so"
+                )
         elif hint is bool:
             switch: Any = argparse.BooleanOptionalAction if value else "store_true"  # --no-FLAG where a run file has it
             group.add_argument(flag, action=switch, default=value, dest=field.name, help=text)

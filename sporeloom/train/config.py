@@ -199,6 +199,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         task = problems.of(config.about_task, lora)
         vouched = vouched_for(family, model, strategy, rows, seq_len, config.accumulate, task)
         problems.of(check_certificate, config.certificate, vouched)
+    problems += _folder_problems(config)
     problems.tell()
     assert model and strategy and sizes
     high, low = config.default_rates()
@@ -369,7 +370,11 @@ def _own_problems(config: TrainingConfig) -> list[str]:
         problems.append(f"--resume: {config.states_dir} holds no checkpoint; start without --resume")
     if config.resume and config.overwrite:
         problems.append("--resume goes on with a run, --overwrite replaces it; leave one out")
-    elif is_first_process() and not config.resume and not only_looks(config):
-        given = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
-        problems += folder_problems(config, (v for name, v in given if isinstance(v, Path) and name != "output_dir"))
     return problems
+
+
+def _folder_problems(config: TrainingConfig) -> Iterator[str]:
+    """An earlier run in the folder of this one."""
+    if is_first_process() and not config.resume and not only_looks(config):
+        given = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
+        yield from folder_problems(config, (v for name, v in given if isinstance(v, Path) and name != "output_dir"))

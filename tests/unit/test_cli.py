@@ -43,8 +43,8 @@ TEXT = str(ROOT / "examples/small_town.txt")
                 "0",
                 "--strategy",
                 "no_such",
-                "--dropout",
-                "2",
+                "--seed",
+                "-1",
             ],
             [
                 "--zzz",

@@ -1,7 +1,6 @@
 # make demo | test | check | lint | bench | toolchains. All but the last set up .venv first, once.
 VENV := .venv
 BIN := $(VENV)/bin
-export GLOG_v ?= 3
 
 .PHONY: demo test check lint format bench toolchains setup clean
 

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("GLOG_v", "3")  # MindSpore reads it when it is loaded: its warnings are about its own insides
 
 if TYPE_CHECKING:
     from sporeloom.certification.own import certify

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sporeloom.errors import ConfigError, did_you_mean
-from sporeloom.numbers import as_flag, number_problems
+from sporeloom.errors import ConfigError, Problems, did_you_mean
+from sporeloom.numbers import as_flag, number_problem, number_problems
+from sporeloom.outputs import OUTPUT, output_problems
 from sporeloom.run_file import read_run_file
 
 T = TypeVar("T")
@@ -24,6 +25,28 @@ def option(default: Any, help: str) -> Any:
     if default is ...:
         return dataclasses.field(metadata={"help": help})
     return dataclasses.field(default=default, metadata={"help": help})
+
+
+def output(default: Any, help: str) -> Any:
+    """As `option`, of a file or folder that the verb writes; its configuration is an `Overwrite`, too."""
+    return _as_output(option(default, help))
+
+
+def output_argument(help: str) -> Any:
+    """As `argument`, likewise."""
+    return _as_output(argument(help))
+
+
+def _as_output(field: Any) -> Any:
+    field.metadata = types.MappingProxyType({**field.metadata, OUTPUT: True})
+    return field
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Overwrite:
+    """A verb that writes files."""
+
+    overwrite: bool = option(False, "replace what is there already under the name of an output")
 
 
 def run_file() -> Any:
@@ -38,17 +61,18 @@ def argument(help: str) -> Any:
 
 
 class _Parser(argparse.ArgumentParser):
-    flags: Sequence[str] = ()
-
     def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.problems: list[str] = []
+        super().__init__(**options, exit_on_error=False)
+        self.problems: dict[str, str] = {}
+        """What is wrong with values, by their flags."""
+        self.missing: list[str] = []
 
     def error(self, message: str) -> NoReturn:
-        hint = ""
-        if message.startswith("unrecognized arguments: "):
-            hint = did_you_mean(message.split(": ")[1].split()[0].split("=")[0], self.flags)
-        raise ConfigError([*self.problems, f"{message}{hint} (see --help)"])
+        start = "the following arguments are required: "
+        if not message.startswith(start):
+            raise ConfigError(f"{message} (see --help)")
+        self.missing += message.removeprefix(start).split(", ")
+        return None  # type: ignore[misc] # argparse goes on, and so do we, to tell of the rest
 
     def reads(self, flag: str, kind: Any) -> Callable[[str], Any]:
         """Turns a text into a value; a wrong one becomes a problem, so that all of them are told at once."""
@@ -57,10 +81,14 @@ class _Parser(argparse.ArgumentParser):
             try:
                 return _value(text, kind)
             except ValueError as error:
-                self.problems.append(f"argument {flag}: {error}")
-                return None
+                self.problems[flag] = f"argument {flag}: {error}"
+                return WRONG
 
         return read
+
+
+WRONG = object()
+"""A value that was none."""
 
 
 def _value(text: str, kind: Any) -> Any:
@@ -84,12 +112,86 @@ def _value(text: str, kind: Any) -> Any:
         raise ValueError(f"invalid {kind.__name__} value: {text!r}") from None
 
 
-def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = None) -> T:
-    """The command line as a `kind`. Types are looked at here, the bounds of numbers by `number_problems`.
+def parse_args(
+    kind: type[T], description: str, argv: Sequence[str] | None = None, check: Callable[[T], object] | None = None
+) -> T:
+    """The command line as a `kind`. Types are looked at here, and whether an output is there already; the bounds of numbers
+    only where there is something else to tell.
+
+    Args:
+        check: what finds the other mistakes, of which is told here where the command line has mistakes as well.
 
     Raises:
-        ConfigError: an unknown flag, a missing one, values of the wrong type.
+        ConfigError: all mistakes of the command line: unknown flags, missing ones, values of the wrong type.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(kind, description, words)
+    values, problems = _parse(parser, words)
+    problems += [f"{problem} (see --help)" for problem in parser.problems.values()]
+    wrong = {name for name, value in values.items() if value is WRONG or (isinstance(value, list) and WRONG in value)}
+    missing = set()
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field.name in wrong:
+            values[field.name] = field.default
+        if values.get(field.name, dataclasses.MISSING) is dataclasses.MISSING:
+            missing.add(field.name)
+    if missing:
+        hints = get_type_hints(kind, include_extras=True)
+        told = ((name, value, number_problem(value, hints[name])) for name, value in values.items())
+        raise ConfigError([*problems, *(f"{as_flag(name)} {what}, got {value}" for name, value, what in told if what)])
+    config = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    more = Problems(output_problems(config)) if isinstance(config, Overwrite) else Problems()
+    if problems:
+        more += number_problems(config)
+        if check:
+            more.of(check, config)
+        flags = [as_flag(name) for name in wrong]  # the defaults stand for them
+        more = Problems(problem for problem in more if not problem.startswith(tuple(flags)) or not flags)
+    if problems or more:
+        raise ConfigError(dict.fromkeys([*problems, *more]))
+    return config
+
+
+def _parse(parser: _Parser, words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Values by their fields, and what is wrong with the words themselves. A flag that argparse stops at is left out, and the
+    others are read."""
+    problems, meant = [], set()
+    while True:
+        parser.problems.clear()
+        parser.missing.clear()
+        try:
+            namespace, unknown = parser.parse_known_args(words)
+            break
+        except argparse.ArgumentError as error:
+            problems.append(f"{error} (see --help)")
+            meant.add(error.argument_name or "")
+            names = (error.argument_name or "").split("/")
+            found = next((at for at, word in enumerate(words) if word.partition("=")[0] in names), None)
+            if found is None:
+                raise ConfigError(problems) from None
+            words = words[:found] + words[found + 1 :]
+    known = [action.option_strings[-1] for action in parser._actions if action.option_strings]
+    for flag, *rest in _by_flag(unknown):
+        hint = did_you_mean(flag.partition("=")[0], known)
+        meant.add(hint.removeprefix("; did you mean ").removesuffix("?"))
+        problems.append(f"unrecognized arguments: {' '.join([flag, *rest])}{hint} (see --help)")
+    if missing := [name for name in parser.missing if name not in meant]:
+        problems.append(f"the following arguments are required: {', '.join(missing)} (see --help)")
+    return vars(namespace), problems
+
+
+def _by_flag(words: Sequence[str]) -> list[list[str]]:
+    """Unknown flags, each with what follows it."""
+    found: list[list[str]] = []
+    for word in words:
+        if word.startswith("-") or not found:
+            found.append([word])
+        else:
+            found[-1].append(word)
+    return found
+
+
+def _parser(kind: type[Any], description: str, words: Sequence[str]) -> _Parser:
     parser = _Parser(
         description=description,
         allow_abbrev=False,
@@ -98,8 +200,8 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
     groups: dict[str, argparse._ArgumentGroup] = {}
     if own := vars(kind).get("heading"):  # what is special about a verb comes first
         groups[own] = parser.add_argument_group(own)
-    hints, given = get_type_hints(kind), _from_run_file(kind, sys.argv[1:] if argv is None else argv)
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+    hints, given = get_type_hints(kind), _from_run_file(kind, words)
+    for field in dataclasses.fields(kind):
         value = given.get(field.name, field.default)
         required = value is dataclasses.MISSING
         default = "" if required or value in (None, "", (), False) else f" (default: {value})"
@@ -117,6 +219,13 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
             metavar = choices or field.name.rstrip("s" if many else "").upper()
             reads = parser.reads(metavar if choices is None else field.name, hint)
             parser.add_argument(field.name, type=reads, nargs="+" if many else None, metavar=metavar, help=text)
+        elif hint is bool and Path in get_args(hints[field.name]):
+            reads = parser.reads(flag, Path)
+            group.add_argument(flag, type=reads, nargs="?", const=True, metavar="PATH", **common)
+            if value:
+                group.add_argument(
+                    f"--no-{flag[2:]}", action="store_const", const=False, dest=field.name, help="not so"
+                )
         elif hint is bool:
             switch: Any = argparse.BooleanOptionalAction if value else "store_true"  # --no-FLAG where a run file has it
             group.add_argument(flag, action=switch, default=value, dest=field.name, help=text)
@@ -126,11 +235,7 @@ def parse_args(kind: type[T], description: str, argv: Sequence[str] | None = Non
             group.add_argument(flag, type=reads, nargs="+" if many else None, metavar=metavar, **common)
     places = [action.metavar or "" for action in parser._actions if not action.option_strings]
     parser.usage = " ".join(["%(prog)s", *map(str, places), "[FLAGS]"])  # argparse would list all flags, unreadably
-    parser.flags = [action.option_strings[-1] for action in parser._actions if action.option_strings]
-    values = vars(parser.parse_args(argv))
-    if parser.problems:
-        raise ConfigError(f"{problem} (see --help)" for problem in parser.problems)
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    return parser
 
 
 def _heading(kind: Any, name: str) -> str:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 Result = TypeVar("Result")
 
@@ -77,6 +78,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]}?" if match else ""
 
 
+def silence(stream: TextIO) -> None:
+    """Let what is still written to `stream`, whose reader is gone, go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
 def run_tool(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> None:
     """Run a command line: a ConfigError becomes its message and exit code 2, Ctrl-C exit code 130.
 
@@ -92,7 +101,8 @@ def run_tool(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | 
             print(f"error: and {len(error.problems) - MAX_SHOWN:,} more problems", file=sys.stderr)
         code = EXIT_BAD_INPUT
     except BrokenPipeError:  # the reader of our output (head, less) left; Python would complain at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
+        silence(sys.stderr)
         code = 0
     except OSError as error:
         if error.filename is None and error.errno not in FULL:

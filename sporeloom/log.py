@@ -12,14 +12,17 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from sporeloom.errors import printable, without_control
+from sporeloom.errors import printable, silence, without_control
 
 T = TypeVar("T")
 MARK = "[sporeloom] "
 
 
 def milestone(text: str) -> None:
-    print(MARK + printable(text), file=sys.stderr, flush=True)
+    try:
+        print(MARK + printable(text), file=sys.stderr, flush=True)
+    except BrokenPipeError:  # nobody reads it any more, as in `2>&1 | head`: that ends no work
+        silence(sys.stderr)
 
 
 def print_report(text: str) -> None:

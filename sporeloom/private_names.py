@@ -17,8 +17,10 @@ SUPPORTED_VERSIONS = ("2.9", "2.10")
 try:
     from mindspore._c_expression import MSContext
     from mindspore._c_expression.typing import type_to_type_id
+    from mindspore.common.dtype import _dtype_to_nptype as numpy_type
     from mindspore.communication import _comm_helper as comm_helper
     from mindspore.communication import management as comm_management
+    from mindspore.context import _context as global_context
     from mindspore.graph._parse import compile_config
     from mindspore.graph.api import _cell_graph_executor as cell_graph_executor
     from mindspore.nn.layer.rnns import _DynamicLSTMCPUGPU as FusedLSTM
@@ -49,9 +51,11 @@ __all__ = [
     "comm_helper",
     "comm_management",
     "compile_config",
+    "global_context",
     "grad_comm_ops",
     "mind_ir",
     "nn_func",
+    "numpy_type",
     "own_parameters",
     "own_primitives",
     "type_to_type_id",

@@ -13,6 +13,7 @@ BASE = "base"
 """Key: another run file, beside this one, whose values hold where this one says nothing."""
 COMMAND_LINE_ONLY = {
     "run": "name other run files by `base`",
+    "overwrite": "give --overwrite",
     "launch": "give --launch: launched processes read the file again",
 }
 OF_A_RUN = "train"

@@ -39,7 +39,6 @@ CONFIGS = ROOT / "parallel_configs"
 TWO_LAYERS = ROOT / "tests" / "two_layers.json"
 """A model configuration for tests where depth proves nothing: half the layers, half the time to compile."""
 
-os.environ.setdefault("GLOG_v", "3")
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 TURN_NS = 100_000_000
 

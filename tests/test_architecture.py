@@ -27,6 +27,7 @@ CORE = {
     "log",
     "models",
     "numbers",
+    "outputs",
     "private_names",
     "processes",
     "reader",

@@ -15,7 +15,7 @@ from sporeloom.certification.shrink import (
     small_strategies,
     small_task,
 )
-from sporeloom.cli import option
+from sporeloom.cli import Overwrite, option, output
 from sporeloom.dry_run.config import DryRun, DryRunConfig
 from sporeloom.dry_run.config import check as check_dry_run
 from sporeloom.errors import ConfigError, Problems
@@ -29,7 +29,7 @@ from sporeloom.strategy.config import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig(TaskFlags):
+class CertifyConfig(Overwrite, TaskFlags):
     """The flags of tools/certify.py."""
 
     model: str = option("pangu", "model family")
@@ -37,7 +37,7 @@ class CertifyConfig(TaskFlags):
     config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
     strategy: Path = option(..., "strategy file, or the name of a shipped one")
     cluster: Path = option(..., "cluster file, or the name of a shipped one")
-    out: Path = option(..., "folder for certificate.json, certificate.html and the logs of the proof")
+    out: Path = output(..., "folder for certificate.json, certificate.html and the logs of the proof")
     batch_size: Count | None = option(
         None,
         "sequences of one step, over all devices, two for each pair of reward and dpo; one a microbatch and replica "

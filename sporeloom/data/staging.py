@@ -41,13 +41,17 @@ def staged(config: Config, scratch: Path) -> Iterator[Config]:
             is_there = target.exists()
         except Exception as error:  # each store has its own kinds
             raise ConfigError(f"{target}: cannot be opened: {_told(error)}") from None
-        if is_there:
-            raise ConfigError(f"{target}: is there already; remove it or give another name")
+        if is_there and not config.overwrite:  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"{target}: is there already; remove it or give another name, or replace it with --overwrite"
+            )
         local[name] = scratch / f"{hashlib.sha256(str(target).encode()).hexdigest()[:8]}-{target.name}"
         moves[name] = local[name], target
     yield dataclasses.replace(cast("Any", config), **local)
     for path, target in moves.values():
         try:
+            if target.exists():
+                target.fs.rm(target.path, recursive=True)
             _move(path, target)
         except Exception as error:  # likewise
             left = ", ".join(str(path) for path, _ in moves.values() if path.exists())

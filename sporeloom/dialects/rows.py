@@ -59,7 +59,7 @@ def read_rows(book: Book, rows: Iterable[Row], train: dict[str, Any], flags: boo
     """Put into `train` what an input says, and note it, by our flags rather than fields where `flags` is set.
 
     Raises:
-        ConfigError: a value that is none.
+        ConfigError: a value that is none, or another one than `train` has already.
     """
     for row in rows:
         if not book.is_open(row.key):
@@ -72,7 +72,13 @@ def read_rows(book: Book, rows: Iterable[Row], train: dict[str, Any], flags: boo
             continue
         except (TypeError, ValueError):
             raise ConfigError(f"{given.place}: {row.key} must be {row.takes}, got {given.value!r}") from None
-        train.update(zip(row.fields, value, strict=True) if len(row.fields) > 1 else {row.fields[0]: value})
+        found = dict(zip(row.fields, value, strict=True) if len(row.fields) > 1 else [(row.fields[0], value)])
+        for field, ours in found.items():
+            if train.setdefault(field, ours) != ours:
+                flag = f"--{field.replace('_', '-')}"
+                raise ConfigError(
+                    f"{given.place}: {row.key} is {given.value}, but {flag} is {train[field]}; leave one out"
+                )
         names = [f"--{field.replace('_', '-')}" if flags else field for field in row.fields]
         book.take(row.key, " and ".join(names))
 

@@ -108,7 +108,7 @@ class Book:
             f"{given.place}: {key} is no key of {dialect}{did_you_mean(name, strict[section])}"
             for key, given in self.given.items()
             for section, _, name in [key.partition(".")]
-            if section in strict and name not in strict[section]
+            if section in strict and name.partition(".")[0] not in strict[section] and (name or given.value)
         ]
 
     def is_open(self, key: str) -> bool:
@@ -119,6 +119,18 @@ class Book:
         """What became of a key that was given."""
         if key in self._open:
             self.notes.append(Note(key, self._open.pop(key).place, fate, text))
+
+    def add(self, key: str, place: str, fate: Fate, text: str) -> None:
+        """What follows from a key that is not there."""
+        self.notes.append(Note(key, place, fate, text))
+
+    def renote(self, key: str, fate: Fate, text: str) -> None:
+        """What became of a key, now that another one was seen."""
+        self.notes = [Note(key, note.place, fate, text) if note.key == key else note for note in self.notes]
+
+    def fill(self, key: str, given: Given) -> None:
+        """Read a key as `given`, which stands for what its file leaves open."""
+        self.given[key] = self._open[key] = given
 
     def take(self, key: str, name: str, default: Any = None) -> Any:
         """The value of a key that we call `name`."""
@@ -145,4 +157,4 @@ class Book:
             hint = explain(key) or f"no key that is known here{did_you_mean(key, known)}"
             self.note(key, "unknown", hint)
         order = {key: number for number, key in enumerate(self.given)}
-        return sorted(self.notes, key=lambda note: order[note.key])
+        return sorted(self.notes, key=lambda note: order.get(note.key, len(order)))

@@ -21,6 +21,10 @@ VALUES = (
     "betas",
     "select_comm_recompute",
     "pipeline_parallel_layers_per_stage",
+    "select_module",
+    "exclude_op",
+    "layer_swap",
+    "op_swap",
 )
 """Keys inside sections whose lists and mappings are values."""
 

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from sporeloom.cli import option
+from sporeloom.cli import Overwrite, option, output
 from sporeloom.errors import ConfigError, Problems
 from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
 from sporeloom.models.family import config_with_file, size_config, with_precision
@@ -19,7 +19,7 @@ from sporeloom.strategy.loader import load_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRunConfig(TaskFlags):
+class DryRunConfig(Overwrite, TaskFlags):
     """The flags of tools/dry_run.py."""
 
     model: str = option("pangu", "model family")
@@ -47,7 +47,7 @@ class DryRunConfig(TaskFlags):
         None, "graphs to compile at the same time, a process each; without this 1, with --fast 2"
     )
     json: bool = option(False, "JSON on stdout instead of the report")
-    html: Path | None = option(None, "also write the report as one HTML file")
+    html: Path | None = output(None, "also write the report as one HTML file")
 
 
 @dataclass(frozen=True)

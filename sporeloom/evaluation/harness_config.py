@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from sporeloom.cli import option
+from sporeloom import cli
+from sporeloom.cli import Overwrite, option
 from sporeloom.errors import ConfigError, Problems
 from sporeloom.evaluation.task_code import code_problems
 from sporeloom.files import unwritable
@@ -20,7 +21,7 @@ from sporeloom.runtime.environment import is_first_process
 
 
 @dataclass(frozen=True, kw_only=True)
-class HarnessConfig(ComputeFlags):
+class HarnessConfig(Overwrite, ComputeFlags):
     """One call of the harness."""
 
     heading: ClassVar[str] = "benchmark"
@@ -39,7 +40,7 @@ class HarnessConfig(ComputeFlags):
         "let the files of --tasks and --include-path run Python code, with all your rights: functions (`!function`), metrics "
         "and data sets that are programs",
     )
-    output: Path | None = option(None, "JSON file for the results, with what was asked and answered")
+    output: Path | None = cli.output(None, "JSON file for the results, with what was asked and answered")
     compare: Path | None = option(None, "--output of an earlier call: tell the differences, too")
 
 

@@ -25,6 +25,7 @@ from sporeloom.parallel.sharding import (
     unmatched_rules,
     with_parts_of_axes,
 )
+from sporeloom.private_names import numpy_type
 from sporeloom.strategy.config import Rule, Strategy
 from sporeloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
 from sporeloom.strategy.mesh import Mesh, part_of_axis
@@ -291,7 +292,7 @@ def _optimizer_shards(parameter: ms.Parameter, layout: Layout, part: Shape, stra
     for parts in degrees(layout, mesh):
         cut *= parts
     replicas = zero.shard_size or mesh.stage_size // cut
-    size = ms.dtype_to_nptype(parameter.dtype)().itemsize
+    size = numpy_type(parameter.dtype)().itemsize
     for length in part:
         size *= length
     return replicas if part[0] % replicas == 0 and size >= zero.threshold_kb * 1024 else 1

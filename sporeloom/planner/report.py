@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from sporeloom.planner.closed_forms import PRECISIONS
@@ -93,10 +95,11 @@ def _of_task(request: PlanRequest, best: Option) -> list[str]:
     return [f"{told}{times}" + (f"; GB of the best one's devices: {sizes}" if sizes else "")]
 
 
-def strategy_file(request: PlanRequest, option: Option, rules: str) -> str:
-    """The option as tools/train.py reads it."""
+def strategy_file(request: PlanRequest, option: Option, rules: str, about: Sequence[str] = ()) -> str:
+    """The option as tools/train.py reads it. `about`: flags that say the model and this file."""
     job, dims = option.job, request.dims
-    flags = f"--batch-size {job.global_batch_size // request.task.rows_per_unit} --seq-len {dims.seq_len}"
+    flags = f"{shlex.join(about)} " if about else ""
+    flags += f"--batch-size {job.global_batch_size // request.task.rows_per_unit} --seq-len {dims.seq_len}"
     flags += f" --compute-dtype {next(name for name, short in PRECISIONS.items() if short == job.precision)}"
     if not job.flash_attention and job.precision != "fp32":
         flags += " --attention plain"

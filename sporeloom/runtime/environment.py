@@ -59,13 +59,12 @@ def end_with_msrun() -> None:
 
 
 def prepare_environment() -> None:
-    """Quiet logs, and no more threads than this process's share of the cores. A user's own settings stay.
+    """Quiet warnings, and no more threads than this process's share of the cores. A user's own settings stay.
 
     A process of several ends with msrun. msrun's scheduler, whom CPU processes ask nothing, ends here.
     """
     if os.environ.get("MS_ROLE") == "MS_SCHED" and not devices():
         sys.exit(0)  # sooner than MindSpore would be loaded
-    os.environ.setdefault("GLOG_v", "3")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="pkg_resources is deprecated")
     if (processes := launched_processes()) > 1:

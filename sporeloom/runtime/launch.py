@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from sporeloom.errors import EXIT_BAD_INPUT
+from sporeloom.errors import EXIT_BAD_INPUT, ConfigError, silence
 from sporeloom.lines import split_lines
 from sporeloom.log import MARK
 from sporeloom.processes import FAST_MALLOC, LAUNCHER, MALLOC, end_with_parent
@@ -29,6 +29,10 @@ STOPPED = 128 + signal.SIGTERM
 """Exit code of a job that was told to stop and did so in good order."""
 STOPPED_MARK = f"{MARK}stopped after step "
 LOOK_EVERY_S = 0.05
+PER_CORE = 4
+"""Processes that can share a core."""
+PROCESS_GB = 0.4
+"""Memory of a process without a model: MindSpore's, as far as processes do not share it."""
 
 
 def free_port() -> int:
@@ -44,18 +48,53 @@ ENGINE = "sporeloom.runtime.engine"
 
 def launch_verb(verb: str, argv: Sequence[str], mesh: Mesh, log_dir: Path, loads: str = ENGINE) -> int:
     """`sporeloom VERB` again, in as many processes as the mesh has ranks; what its log rank prints. Returns the exit code."""
-    arguments = [verb, *(argument for argument in argv if argument != "--launch")]
-    return launch(SPORELOOM, arguments, mesh.size, log_dir, mesh.first_rank_of_last_stage, loads)
+    if "--oversubscribe" not in argv and (problem := too_many(mesh.size)):
+        raise ConfigError(problem)
+    arguments = [verb, *(argument for argument in argv if argument not in ("--launch", "--oversubscribe"))]
+    shown = mesh.first_rank_of_last_stage
+    return launch(SPORELOOM, arguments, mesh.size, log_dir, shown, loads, is_read=verb == "generate")
+
+
+def too_many(num_processes: int) -> str | None:
+    """Why so many processes are too many for this machine, which computes on its CPUs; None if they are not."""
+    if devices():
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    free, needed = free_memory_gb(), num_processes * PROCESS_GB
+    if num_processes <= max(4, PER_CORE * cores) and (free is None or needed <= free):
+        return None
+    memory = "" if free is None else f" and {free:.0f} GB of free memory"
+    return (
+        f"--launch: {num_processes} processes on {cores} cores{memory}; without a model they need {needed:.0f} GB, and "
+        f"more than {PER_CORE} a core hardly move. Take a strategy for fewer, or give --oversubscribe if you mean it"
+    )
+
+
+def free_memory_gb() -> float | None:
+    """Memory that programs can still have here; None where no system file says it."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.M)
+    return int(found.group(1)) * 1024 / 1e9 if found else None
 
 
 def launch(
-    script: str, arguments: Sequence[str], num_processes: int, log_dir: Path, shown_rank: int, loads: str = ENGINE
+    script: str,
+    arguments: Sequence[str],
+    num_processes: int,
+    log_dir: Path,
+    shown_rank: int,
+    loads: str = ENGINE,
+    is_read: bool = True,
 ) -> int:
     """Run `script` in `num_processes` workers; show what `shown_rank` prints. Returns the exit code.
 
     `loads`: the module that it will load, and MindSpore with it; on CPUs that is done once for all workers. The logs of all
-    workers are in `log_dir`. After a failure the first failing rank's last lines are shown. The job ends with this process,
-    however that ends.
+    workers are in `log_dir`. `is_read`: the job ends when nobody reads any more what it prints (head, less); else it has
+    files to write, and goes on. After a failure the first failing rank's last lines are shown. The job ends with this
+    process, however that ends.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     for old in log_dir.glob("worker_*.log"):
@@ -84,7 +123,7 @@ def launch(
     before = signal.signal(signal.SIGTERM, lambda *_: _terminate_workers(job.pid))
     shown = log_dir / f"worker_{shown_rank}.log"
     try:
-        _show(shown, lambda: job.poll() is not None)
+        _show(shown, lambda: job.poll() is not None, is_read)
         code = job.wait()
     except KeyboardInterrupt:
         job.send_signal(signal.SIGINT)  # it ends its workers
@@ -114,7 +153,7 @@ def _terminate_workers(job: int) -> None:
             os.kill(int(pid), signal.SIGTERM)
 
 
-def _show(log: Path, has_ended: Callable[[], bool]) -> None:
+def _show(log: Path, has_ended: Callable[[], bool], is_read: bool) -> None:
     """Print what a worker writes to its log until the job has ended.
 
     A log mixes a worker's two streams; milestones, errors and progress bars belong on stderr, as without msrun.
@@ -125,16 +164,21 @@ def _show(log: Path, has_ended: Callable[[], bool]) -> None:
         *lines, rest = re.split(rb"(?<=[\r\n])", rest + piece)
         for line in lines:
             is_bar, in_progress_bar = in_progress_bar or line.endswith(b"\r"), line.endswith(b"\r")
-            _write(sys.stderr if is_bar or line.startswith(TOLD) else sys.stdout, line)
+            _write(sys.stderr if is_bar or line.startswith(TOLD) else sys.stdout, line, is_read)
         if rest and not any(mark.startswith(rest[: len(mark)]) for mark in TOLD) and not in_progress_bar:
-            _write(sys.stdout, rest)  # text that is made token by token waits for no end of line
+            _write(sys.stdout, rest, is_read)  # text that is made token by token waits for no end of line
             rest = b""
-    _write(sys.stderr if in_progress_bar or rest.startswith(TOLD) else sys.stdout, rest)
+    _write(sys.stderr if in_progress_bar or rest.startswith(TOLD) else sys.stdout, rest, is_read)
 
 
-def _write(stream: TextIO, text: bytes) -> None:
-    stream.buffer.write(text)
-    stream.buffer.flush()
+def _write(stream: TextIO, text: bytes, is_read: bool) -> None:
+    try:
+        stream.buffer.write(text)
+        stream.buffer.flush()
+    except BrokenPipeError:
+        if is_read:
+            raise
+        silence(stream)
 
 
 def _growing(path: Path, has_ended: Callable[[], bool]) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
-from sporeloom.cli import option
+from sporeloom.cli import Overwrite, option, output
 from sporeloom.data.documents import decode_text, json_lines
 from sporeloom.errors import ConfigError
 from sporeloom.lines import stream_lines
@@ -25,7 +25,7 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchServeConfig:
+class BenchServeConfig(Overwrite):
     """One call of `sporeloom bench-serve`."""
 
     base_url: str = option("http://127.0.0.1:8000", "the server")
@@ -47,7 +47,7 @@ class BenchServeConfig:
     goodput: tuple[str, ...] = option((), "limits in ms that a good request keeps, as ttft:200 tpot:50 e2el:5000")
     metric_percentiles: tuple[float, ...] = option((50.0, 99.0), "percentiles to tell")
     seed: Seed = option(0, "of prompts and moments")
-    save_result: Path | None = option(None, "JSON file to write")
+    save_result: Path | None = output(None, "JSON file to write")
 
 
 @dataclass

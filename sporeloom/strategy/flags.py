@@ -17,6 +17,7 @@ class StrategyFlags:
     heading: ClassVar[str] = "parallelism"
 
     strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
+    oversubscribe: bool = option(False, "with --launch: start more processes than cores and memory are good for")
     launch: bool = option(
         False, "start the strategy's number of processes on this machine, under msrun where it has devices"
     )

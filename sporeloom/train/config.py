@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from sporeloom.certificate import about_task, check_certificate, vouched_for
@@ -27,6 +28,7 @@ from sporeloom.strategy.checks import adapter_problems, batch_problems, group_pr
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.flags import (
+    DEFAULT_FOLDER,
     CheckpointFlags,
     DataFlags,
     FaultFlags,
@@ -36,6 +38,7 @@ from sporeloom.train.flags import (
     PrecisionFlags,
     RunFlags,
 )
+from sporeloom.train.folder import folder_problems, settled
 from sporeloom.train.loss_scale import FLOAT16_INITIAL
 from sporeloom.train.spikes import parse_steps
 
@@ -162,6 +165,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
     """
     problems = Problems()
     family, model = problems.of(_model_config, config) or ("", None)
+    config = problems.of(_with_folder, config) or config
     if family:
         config = problems.of(_with_own_tokenizer, config, family) or config
     problems += _own_problems(config)
@@ -195,6 +199,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         task = problems.of(config.about_task, lora)
         vouched = vouched_for(family, model, strategy, rows, seq_len, config.accumulate, task)
         problems.of(check_certificate, config.certificate, vouched)
+    problems += _folder_problems(config)
     problems.tell()
     assert model and strategy and sizes
     high, low = config.default_rates()
@@ -213,6 +218,14 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         loss_scale=loss_scale,
         random_ltd=random_ltd,
     )
+
+
+def _with_folder(config: TrainingConfig) -> TrainingConfig:
+    is_default = config.output_dir == DEFAULT_FOLDER
+    if only_looks(config):  # the data it makes are found again by the next look
+        return dataclasses.replace(config, output_dir=DEFAULT_FOLDER.parent) if is_default else config
+    name = config.model_name() if config.task == "pretraining" else f"{config.task} {config.model_name()}"
+    return dataclasses.replace(settled(config, name, config.resume), resume=bool(config.resume))
 
 
 def _loss_scale(config: TrainingConfig, model: ModelConfig | None) -> float | None:
@@ -339,6 +352,11 @@ def _spike_problems(config: TrainingConfig) -> Iterator[str]:
         yield "--rewind-at-spike goes back to a checkpoint: give --save-every or --save-minutes"
 
 
+def only_looks(config: TrainingConfig) -> bool:
+    """Whether what the run would see is asked for, and nothing is trained."""
+    return bool(getattr(config, "inspect", 0) or getattr(config, "data_budget", False))
+
+
 def _own_problems(config: TrainingConfig) -> list[str]:
     problems = list(number_problems(config))
     if config.loss_scale_factor <= 1:
@@ -350,8 +368,13 @@ def _own_problems(config: TrainingConfig) -> list[str]:
     has_checkpoints = not place and bool(checkpoints(config.states_dir))
     if config.resume and not has_checkpoints:
         problems.append(f"--resume: {config.states_dir} holds no checkpoint; start without --resume")
-    if has_checkpoints and (config.save_every or config.save_minutes) and not config.resume:
-        problems.append(
-            f"{config.states_dir} holds checkpoints of an earlier run; go on with --resume, or give another --output-dir"
-        )
+    if config.resume and config.overwrite:
+        problems.append("--resume goes on with a run, --overwrite replaces it; leave one out")
     return problems
+
+
+def _folder_problems(config: TrainingConfig) -> Iterator[str]:
+    """An earlier run in the folder of this one."""
+    if is_first_process() and not config.resume and not only_looks(config):
+        given = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
+        yield from folder_problems(config, (v for name, v in given if isinstance(v, Path) and name != "output_dir"))

@@ -13,6 +13,9 @@ from sporeloom.numbers import Count, Natural, NotNegative, Positive, Rate
 from sporeloom.strategy.flags import StrategyFlags
 from sporeloom.train.schedules import Schedule
 
+DEFAULT_FOLDER = Path("out/<date>-<name>")
+"""Stands for a folder of the run's own (`train.folder`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
@@ -21,7 +24,11 @@ class RunFlags:
     heading: ClassVar[str] = "run"
 
     run: Path | None = run_file()
-    output_dir: Path = option(Path("out"), "where metrics, the resolved configuration and the checkpoint go")
+    output_dir: Path = option(
+        DEFAULT_FOLDER,
+        "folder for metrics, the resolved configuration and the checkpoint; the newest one made by default is out/latest",
+    )
+    overwrite: bool = option(False, "replace the run that --output-dir holds")
     steps: Count = option(50, "optimizer steps")
     batch_size: Count = option(8, "sequences of one step, over all devices")
     seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
@@ -165,4 +172,8 @@ class CheckpointFlags:
     save_minutes: NotNegative = option(0.0, "minutes between such checkpoints; 0: none")
     keep_last: Natural = option(0, "such checkpoints to keep, the newest; 0: all")
     async_save: bool = option(False, "go on training while a checkpoint is written; takes memory for one copy")
-    resume: bool = option(False, "go on from the newest complete checkpoint in --output-dir, on any mesh")
+    resume: bool | Path = option(
+        False,
+        "go on from the newest complete checkpoint of the run in this folder, or in --output-dir, or else in out/latest; on "
+        "any mesh",
+    )

@@ -40,7 +40,9 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
         ConfigError: the run is not possible, or has no such step or row.
     """
     train = {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
-    alone = TrainConfig(**{**train, "save_every": 0, "save_minutes": 0.0, "resume": False, "strategy": None})
+    alone = TrainConfig(
+        **{**train, "save_every": 0, "save_minutes": 0.0, "resume": False, "strategy": None, "data_budget": True}
+    )
     run = check(alone, None)
     tokenizer, loader = prepare_data(run, 0)
     batch_size, length = run.sizes.of_step(config.step - 1)

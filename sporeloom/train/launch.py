@@ -12,7 +12,7 @@ from sporeloom.locks import one_writer
 from sporeloom.runtime.environment import launched_processes, prepare_environment
 from sporeloom.runtime.launch import STOPPED, launch_verb
 from sporeloom.train.budget import data_budget
-from sporeloom.train.config import TrainingConfig, check
+from sporeloom.train.config import Run, TrainingConfig, check, only_looks
 from sporeloom.train.example_view import view
 
 TRAINER = "sporeloom.train.trainer"
@@ -20,16 +20,33 @@ TRAINER = "sporeloom.train.trainer"
 
 def run_training(verb: str, kind: type[TrainingConfig], description: str | None, argv: Sequence[str]) -> int:
     """Train as the flags of `kind` say; with --launch in as many processes as the strategy needs. Returns the exit code."""
-    config = parse_args(kind, description or "", argv)
+    config = parse_args(kind, description or "", argv, lambda config: check(config, _num_processes(config)))
     count, wants_budget = getattr(config, "inspect", 0), getattr(config, "data_budget", False)
-    run = check(config, None if config.launch or count or wants_budget else launched_processes())
+    run = check(config, _num_processes(config))
     if count or wants_budget:
         for line in data_budget(run) if wants_budget else view(run, count, sys.stdout.isatty()):
             print(line)
         return 0
     if config.launch:
-        with one_writer(config.output_dir):  # for all its processes
-            return launch_verb(verb, argv, run.strategy.mesh, config.output_dir / "logs", TRAINER)
+        folder = run.config.output_dir
+        with one_writer(folder):  # for all its processes
+            return launch_verb(verb, _with_folder(argv, run), run.strategy.mesh, folder / "logs", TRAINER)
     prepare_environment()
     train = import_module(TRAINER).train  # loads MindSpore, which the checks above do without
     return 0 if train(run) else STOPPED
+
+
+def _num_processes(config: TrainingConfig) -> int | None:
+    """Of the job, where its processes run already."""
+    return None if config.launch or only_looks(config) else launched_processes()
+
+
+def _with_folder(argv: Sequence[str], run: Run) -> list[str]:
+    """The command line for the processes of a job, with the one folder that all of them use."""
+    words, folder = list(argv), run.config.output_dir
+    for at, word in enumerate(words):
+        if word == "--resume" and at + 1 < len(words) and not words[at + 1].startswith("-"):
+            del words[at + 1]
+        elif word.startswith("--resume="):
+            words[at] = "--resume"
+    return [*words, "--output-dir", str(folder)]

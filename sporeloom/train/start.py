@@ -9,6 +9,7 @@ import math
 import time
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from mindspore import Tensor, nn
@@ -68,8 +69,9 @@ class Training:
 
 def start(run: Run) -> Training:
     """Everything up to the first step: network, data, graph."""
-    config = run.config
     engine = Engine.start(run.strategy)
+    run = _with_shared_folder(run, engine)
+    config = run.config
     _check_target(run, engine)
     engine.backend.watch_for(config.watchdog_s)
     if config.find_nan:
@@ -93,6 +95,12 @@ def start(run: Run) -> Training:
         training.say(line)
     training.say(f"metrics, configuration and checkpoints go to {config.output_dir}")
     return training
+
+
+def _with_shared_folder(run: Run, engine: Engine) -> Run:
+    """With the folder that the first process found."""
+    folder = Path(engine.share(str(run.config.output_dir), 0))
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, output_dir=folder))
 
 
 def _network(run: Run, engine: Engine, task: Task) -> nn.Cell:

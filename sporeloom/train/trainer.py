@@ -27,6 +27,7 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import is_first_process
 from sporeloom.runtime.gather import gather_whole
 from sporeloom.train.config import Run
+from sporeloom.train.folder import clear, point_to
 from sporeloom.train.metrics import MetricsWriter, StepMetrics
 from sporeloom.train.optim import set_number
 from sporeloom.train.rerun import run_twice
@@ -65,11 +66,14 @@ def train(run: Run) -> Path | None:
 
 
 def _train(run: Run) -> Path | None:
-    config = run.config
     training = start(run)
+    run, config = training.run, training.run.config
     steps_done = resume(training) if config.resume else 0
     compile_for(training, min(steps_done, config.steps - 1))
     if training.engine.rank == 0:  # now that all layouts are known
+        if config.overwrite:
+            clear(config.output_dir)
+        point_to(config.output_dir)
         _write_resolved(training.run, training.report)
     if config.from_checkpoint and (run.lora or not config.resume):
         start_from(
@@ -78,7 +82,7 @@ def _train(run: Run) -> Path | None:
             training.report,
             config.from_checkpoint,
             training.task.new_weights,
-            only_frozen=config.resume,
+            only_frozen=bool(config.resume),
         )
         training.say(f"weights from {config.from_checkpoint}")
     if steps_done < config.steps:
@@ -228,9 +232,11 @@ def _not_written(folder: Path, error: OSError | SafetensorError, saver: Saver) -
 def _write_resolved(run: Run, report: Report) -> None:
     """What the run really used, beside its metrics."""
     values: dict[str, Any] = {
-        # A run file that repeats it; what it was read from is all in it.
+        # A run file that repeats it, from the beginning; what it was read from is all in it.
         "train": {
-            k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(run.config).items() if k != "run"
+            k: str(v) if isinstance(v, Path) else v
+            for k, v in {**dataclasses.asdict(run.config), "resume": False, "overwrite": False}.items()
+            if k != "run"
         },
         "model": run.model.to_dict(),
         "strategy": {k: v for k, v in dataclasses.asdict(run.strategy).items() if k not in ("rules", "lines")},

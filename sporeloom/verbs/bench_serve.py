@@ -22,8 +22,8 @@ def main(argv: Sequence[str]) -> int:
     config = parse_args(BenchServeConfig, __doc__, argv)
     check_numbers(config)
     told = asyncio.run(bench(config))
-    for name, value in told.items():
-        print(f"{name:24} {value:,.2f}" if isinstance(value, float) else f"{name:24} {value}")
     if config.save_result:
         write_text_atomically(config.save_result, json_text(told, indent=1))
+    for name, value in told.items():
+        print(f"{name:24} {value:,.2f}" if isinstance(value, float) else f"{name:24} {value}")
     return 1 if told["failed"] else 0

@@ -25,7 +25,7 @@ SHOWN = 4
 
 
 def main(argv: Sequence[str]) -> int:
-    asked = check(parse_args(CertifyConfig, __doc__, argv))
+    asked = check(parse_args(CertifyConfig, __doc__, argv, check))
     prepare_environment()
     with one_writer(asked.config.out):
         values = import_module("sporeloom.certification.verdict").certify_decoder(asked)

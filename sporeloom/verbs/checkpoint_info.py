@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training checkpoint holds, whether it is sound, and how two of them differ.
 
-    sporeloom checkpoint-info out/checkpoints --verify
-    sporeloom checkpoint-info out/checkpoint --verify
-    sporeloom checkpoint-info out/checkpoint --accept-changes
-    sporeloom checkpoint-info out/checkpoints/step-00000020 --diff other/checkpoints/step-00000020
+    sporeloom checkpoint-info out/latest/checkpoints --verify
+    sporeloom checkpoint-info out/latest/checkpoint --verify
+    sporeloom checkpoint-info out/latest/checkpoint --accept-changes
+    sporeloom checkpoint-info out/latest/checkpoints/step-00000020 --diff other/checkpoints/step-00000020
 
 A folder of checkpoints stands for the newest. --verify and --accept-changes are for every folder with hashes.json: model
 folders, adapters and token files, too. With --diff the exit code is 1 if a tensor differs.

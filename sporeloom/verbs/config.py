@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What two configurations have different: run files, the config.json of runs, strategy files.
 
-    sporeloom config diff out/config.json other/config.json
+    sporeloom config diff out/latest/config.json other/config.json
     sporeloom config diff small.yaml large.yaml
 
 Run files are read with what they are based on. Exit code 1 if something differs.

@@ -30,7 +30,7 @@ from sporeloom.checkpoint.huggingface import (
     read_published,
 )
 from sporeloom.checkpoint.model_folder import check_weights, load_config, save_checkpoint
-from sporeloom.cli import argument, option, parse_args
+from sporeloom.cli import Overwrite, argument, option, output_argument, parse_args
 from sporeloom.errors import ConfigError
 from sporeloom.log import counted
 from sporeloom.models.config import ModelConfig
@@ -38,6 +38,7 @@ from sporeloom.models.family import family_module, size_config
 from sporeloom.models.parameters import num_parameters, parameter_shapes
 from sporeloom.models.weight_names import names
 from sporeloom.numbers import as_flag
+from sporeloom.outputs import replacing
 from sporeloom.reader import Document, fields_from, read_json
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.checks import model_problems
@@ -50,9 +51,9 @@ Dialect = Literal["megatron", "mindspore", "huggingface", "ours"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertConfig:
+class ConvertConfig(Overwrite):
     input: Path = argument("file or folder to read")
-    output: Path = argument("file or folder to write")
+    output: Path = output_argument("file or folder to write")
     model: str | None = option(None, "model family; without it pangu, or the one whose config.json IN has")
     from_: Dialect = option(..., "naming of IN")
     to: Dialect = option("ours", "naming of OUT")
@@ -103,6 +104,12 @@ def main(argv: Sequence[str]) -> int:
     config = parse_args(ConvertConfig, __doc__, argv)
     _check_flags(config)
     strategy = _check_output(config)
+    with replacing(config):
+        return convert(config, strategy)
+
+
+def convert(config: ConvertConfig, strategy: Strategy | None) -> int:
+    """Write what was asked for. `strategy`: whose ranks' files are wanted, if any."""
     if config.to == "huggingface":
         model_type, num_bytes = export_published(
             config.input, config.output, config.model, config.model_type, config.dtype
@@ -127,13 +134,13 @@ def main(argv: Sequence[str]) -> int:
     elif config.to == "ours":
         save_checkpoint(config.output, ours, family, model)
     else:
-        convert = import_module("sporeloom.checkpoint.convert")
+        files = import_module("sporeloom.checkpoint.convert")
         table = names(family_module(family, "weights").TABLES[config.to], model.num_layers)
         if table.keys() != ours.keys():
             raise ConfigError(
                 f"the {config.to} naming is of {family}'s model with a top query layer; use --to huggingface"
             )
-        convert.write_tensors(config.output, convert.from_ours(ours, table))
+        files.write_tensors(config.output, files.from_ours(ours, table))
     print(f"{config.output}: {len(ours)} tensors, {sum(value.size for value in ours.values()):,} parameters")
     return 0
 
@@ -222,13 +229,9 @@ def _check_output(config: ConvertConfig) -> Strategy | None:
     if config.ranks_of:
         if config.to != "ours":
             raise ConfigError(f"--ranks-of writes our networks' names; use --to ours, not --to {config.to}")
-        if config.output.exists():
-            raise ConfigError(f"{config.output}: exists; choose another name")
         return load_strategy(config.ranks_of)
     if config.to in ("megatron", "mindspore") and config.output.suffix not in (".npz", ".ckpt"):
         raise ConfigError(f"{config.output}: the {config.to} naming is written to a .npz or .ckpt file")
     if "huggingface" in (config.from_, config.to):
         return None  # they refuse what exists when they write
-    if config.to == "ours" and config.output.exists() and not (config.output / "config.json").is_file():
-        raise ConfigError(f"{config.output}: exists and is no checkpoint folder; choose another name")
     return None

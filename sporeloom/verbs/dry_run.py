@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         model, strategy = size_config(asked.model, asked.size), load_strategy(asked.strategy)
         print(import_module("sporeloom.dry_run.explain").explain(asked.model, model, strategy, asked.name))
         return 0
-    run = check(parse_args(DryRunConfig, __doc__, argv))
+    run = check(parse_args(DryRunConfig, __doc__, argv, check))
     values = summarize(run, compile_ranks(run))
     if run.config.html:
         write_text_atomically(run.config.html, page(values))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what a model can do: HumanEval-X, programs written in six languages and run against their tests.
 
-sporeloom evaluate humaneval-x --data humaneval-x --checkpoint out/checkpoint --language python cpp \\
+sporeloom evaluate humaneval-x --data humaneval-x --checkpoint out/latest/checkpoint --language python cpp \\
     --num-samples 20 --temperature 0.8 --top-p 0.95 --output-dir out/humaneval --allow-execution
 sporeloom evaluate humaneval-x --data humaneval-x --language cpp --translate-from python --checkpoint ...
 sporeloom evaluate humaneval-x --data humaneval-x --language all --canonical --output-dir out/canonical \\
     --allow-execution
 
-sporeloom evaluate lm-eval --tasks hellaswag piqa --checkpoint out/checkpoint --strategy ... --launch
-sporeloom evaluate lm-eval --tasks mine.yaml --checkpoint out/checkpoint --output now.json --compare before.json
+sporeloom evaluate lm-eval --tasks hellaswag piqa --checkpoint out/latest/checkpoint --strategy ... --launch
+sporeloom evaluate lm-eval --tasks mine.yaml --checkpoint out/latest/checkpoint --output now.json --compare before.json
 
 Programs a model wrote run only with --allow-execution, and isolated: no network, a folder of their own that vanishes,
 limits on time, memory, processes and output. Prints pass@k of each language in percent; the folder gets every sample,
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     prepare_environment()
     if "lm-eval" in argv:
         return run_harness(argv)
-    config = parse_args(EvaluateConfig, __doc__, argv)
+    config = parse_args(EvaluateConfig, __doc__, argv, lambda config: check(config, None))
     evaluation = check(config, None if config.launch else launched_processes())
     with one_writer(config.output_dir) if is_first_process() else nullcontext():
         return evaluate(config, evaluation, argv)
@@ -63,7 +63,7 @@ def evaluate(config: EvaluateConfig, evaluation: Evaluation, argv: Sequence[str]
 
 
 def run_harness(argv: Sequence[str]) -> int:
-    config = parse_args(HarnessConfig, __doc__, argv)
+    config = parse_args(HarnessConfig, __doc__, argv, lambda config: check_harness(config, None))
     if find_spec("lm_eval") is None:
         raise ConfigError("lm-eval is not installed: pip install -e '.[eval]'")
     harness = check_harness(config, None if config.launch else launched_processes())

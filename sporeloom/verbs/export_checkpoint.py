@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the model of a training checkpoint, whole, for tools/generate.py and everybody who reads safetensors.
 
-    sporeloom export-checkpoint out/checkpoints model --max-shard-mb 5000
+    sporeloom export-checkpoint out/latest/checkpoints model --max-shard-mb 5000
 
 IN is a checkpoint, or a folder of them: then the newest; or a folder of adapters, which are merged into their model. OUT
 gets model.safetensors (or several files and model.safetensors.index.json), config.json and the tokenizer.
@@ -14,15 +14,16 @@ from pathlib import Path
 from sporeloom.checkpoint.contents import check_contents
 from sporeloom.checkpoint.manifest import read_manifest
 from sporeloom.checkpoint.reshard import export, export_merged, find_checkpoint
-from sporeloom.cli import argument, check_numbers, option, parse_args
+from sporeloom.cli import Overwrite, argument, check_numbers, option, output_argument, parse_args
 from sporeloom.models.adapters import is_adapter_folder
 from sporeloom.numbers import Positive
+from sporeloom.outputs import replacing
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig:
+class ExportConfig(Overwrite):
     input: Path = argument("checkpoint to read")
-    output: Path = argument("folder to write")
+    output: Path = output_argument("folder to write")
     max_shard_mb: Positive = option(5000.0, "megabytes of a file at most; a larger tensor gets one of its own")
 
 
@@ -30,11 +31,13 @@ def main(argv: Sequence[str]) -> int:
     config = parse_args(ExportConfig, __doc__, argv)
     check_numbers(config)
     if is_adapter_folder(config.input):
-        num_bytes = export_merged(config.input, config.output, int(config.max_shard_mb * 1e6))
+        with replacing(config):
+            num_bytes = export_merged(config.input, config.output, int(config.max_shard_mb * 1e6))
         print(f"{config.output}: {num_bytes / 1e6:,.1f} MB of weights, the adapters of {config.input} merged in")
         return 0
     source = find_checkpoint(config.input)
     check_contents(read_manifest(source), source)
-    num_bytes = export(source, config.output, int(config.max_shard_mb * 1e6))
+    with replacing(config):
+        num_bytes = export(source, config.output, int(config.max_shard_mb * 1e6))
     print(f"{config.output}: {num_bytes / 1e6:,.1f} MB of weights from {source}")
     return 0

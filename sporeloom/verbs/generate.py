@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continue texts with a trained model, on one device or as a strategy file says.
 
-sporeloom generate --checkpoint out/checkpoint --prompt "明月几时有" --temperature 0.8 --top-p 0.9
-sporeloom generate --checkpoint out/checkpoint --interactive
-sporeloom generate --checkpoint out/checkpoint --prompt-file prompts.txt --strategy FILE --launch
+sporeloom generate --checkpoint out/latest/checkpoint --prompt "明月几时有" --temperature 0.8 --top-p 0.9
+sporeloom generate --checkpoint out/latest/checkpoint --interactive
+sporeloom generate --checkpoint out/latest/checkpoint --prompt-file prompts.txt --strategy FILE --launch
 msrun --worker_num=2 --local_worker_num=2 --join=True tools/generate.py --checkpoint ... --strategy ...
 """
 
@@ -21,7 +21,7 @@ TERMINAL = "sporeloom.inference.terminal"
 
 def main(argv: Sequence[str]) -> int:
     prepare_environment()
-    config = parse_args(GenerateConfig, __doc__, argv)
+    config = parse_args(GenerateConfig, __doc__, argv, lambda config: check(config, None))
     job = check(config, None if config.launch else launched_processes())
     if config.launch:
         with scratch_folder() as folder:

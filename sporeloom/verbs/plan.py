@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sporeloom.cli import argument, check_numbers, option, parse_args
+from sporeloom.cli import Overwrite, argument, check_numbers, option, output, parse_args
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
 from sporeloom.json_text import json_text
@@ -38,7 +38,7 @@ from sporeloom.strategy.loader import load_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(TaskFlags):
+class PlanConfig(Overwrite, TaskFlags):
     model: str | None = option(None, "model family")
     size: str | None = option(None, "one of the family's published sizes")
     config: Path | None = option(None, "YAML file with the dimensions of any decoder, instead of --model and --size")
@@ -51,7 +51,7 @@ class PlanConfig(TaskFlags):
     interleave: bool = option(False, "also consider virtual stages")
     reshard_after_forward: bool = option(False, "also consider weights that are gathered twice (ZeRO 3)")
     top: Count = option(10, "options to show")
-    out: Path | None = option(None, "write the best one as a strategy file for tools/train.py")
+    out: Path | None = output(None, "write the best one as a strategy file for tools/train.py")
     json: bool = option(False, "JSON on stdout instead of the table")
 
 
@@ -67,10 +67,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if argv[:1] == ["validate"]:
         return check_against_runs(parse_args(ValidateConfig, __doc__, argv[1:]))
-    config = parse_args(PlanConfig, __doc__, argv)
+    config = parse_args(PlanConfig, __doc__, argv, requested)
     request = requested(config)
-    if config.out and config.out.exists():
-        raise ConfigError(f"--out {config.out}: is there already; remove it or give another name")
     if config.out and not config.model:
         raise ConfigError("--out needs --model and --size: a strategy file names rules, which fit our own models")
     if config.out and not is_possible_size(config.devices):
@@ -82,16 +80,24 @@ def main(argv: Sequence[str]) -> int:
     if not options[0].fits:
         raise ConfigError(smallest_changes(request, options))
     shown = distinct([o for o in options if o.fits])[: config.top]
+    if config.out:
+        rules = EXPERTS if request.dims.num_experts else DECODER
+        write_text_atomically(config.out, strategy_file(request, shown[0], rules, _model_flags(config)))
+        print(f"strategy in {config.out}", file=sys.stderr)
     if config.json:
         print(json_text([as_dict(o, shown[0], request.cluster, request.task) for o in shown], indent=1))
     else:
         print_report(table(request, shown))
-    if config.out:
-        write_text_atomically(
-            config.out, strategy_file(request, shown[0], EXPERTS if request.dims.num_experts else DECODER)
-        )
-        print(f"strategy in {config.out}", file=sys.stderr)
     return 0
+
+
+def _model_flags(config: PlanConfig) -> list[str]:
+    """Of the command that runs the plan, what says the model and the file; other tasks begin with a checkpoint."""
+    model = ["--model", str(config.model), "--size", str(config.size)]
+    if config.task != "pretraining":
+        model = ["--from-checkpoint", "CHECKPOINT"]
+    adapters = ["--lora-r", str(config.lora_r)] if config.lora_r else []
+    return [*model, "--strategy", str(config.out), *adapters]
 
 
 def requested(config: PlanConfig) -> PlanRequest:

@@ -18,12 +18,13 @@ docs/guides/data.md has the whole story.
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from sporeloom.cli import argument, check_numbers, option, parse_args
+from sporeloom.cli import Overwrite, argument, check_numbers, option, output, output_argument, parse_args
 from sporeloom.data.cluster import Cluster, Workers, leave
 from sporeloom.data.curriculum import Metric
 from sporeloom.data.decontaminate import DecontaminationSettings, make_decontaminator, read_evaluation
@@ -42,6 +43,7 @@ from sporeloom.data.tokenizer import special_token
 from sporeloom.errors import ConfigError, did_you_mean
 from sporeloom.json_text import json_text
 from sporeloom.numbers import MOST, Bounds, Count, Natural, Positive, Probability, Seed, Share
+from sporeloom.outputs import replacing
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.train.difficulty import write_difficulty
 from sporeloom.train.inspection import InspectConfig, describe, inspect
@@ -51,7 +53,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 @dataclass(frozen=True, kw_only=True)
-class Common:
+class Common(Overwrite):
     inputs: tuple[DocumentPath, ...] = argument("files or folders of documents, or URLs as s3://BUCKET/FOLDER")
     key: str = option("text", "field of JSON lines, or column of tables, that holds the text")
     suffixes: tuple[str, ...] = option((), "take only files that end so from folders, as in .py .cpp")
@@ -96,7 +98,7 @@ class Common:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeConfig(Common):
-    out: DocumentPath = option(..., "folder for the token files")
+    out: DocumentPath = output(..., "folder for the token files")
     model: str = option("pangu", "model family, whose tokenizer it is")
     tokenizer: Path = option(..., "tokenizer of the family: a file, or a folder")
     fim_rate: Share = option(0.0, "share of documents rearranged so that a model learns to fill in the middle")
@@ -107,7 +109,7 @@ class TokenizeConfig(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class DedupConfig(Common):
-    out: DocumentPath = option(..., "folder for the files of what stays, one for each input, and duplicates.jsonl")
+    out: DocumentPath = output(..., "folder for the files of what stays, one for each input, and duplicates.jsonl")
     threshold: Probability = option(0.8, "Jaccard similarity from which documents are near-duplicates")
     shingle: Count = option(5, "characters of the pieces that are compared")
     seed: Seed = option(1, "of the hash functions")
@@ -115,8 +117,8 @@ class DedupConfig(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class SubstringsConfig(Common):
-    out: DocumentPath = option(..., "file for what is left: .jsonl, also with .gz, .zst, .bz2 or .xz")
-    report: DocumentPath | None = option(None, "file for every cut: where, and what")
+    out: DocumentPath = output(..., "file for what is left: .jsonl, also with .gz, .zst, .bz2 or .xz")
+    report: DocumentPath | None = output(None, "file for every cut: where, and what")
     min_length: Length = option(200, "characters of a run that is cut out where it was there before")
     min_rest: Natural = option(50, "characters, without white space, that must be left of a document that was cut")
 
@@ -125,8 +127,8 @@ class SubstringsConfig(Common):
 class DecontaminateConfig(Common):
     evaluation: tuple[Path, ...] = option(..., "files of the evaluation sets")
     evaluation_keys: tuple[str, ...] = option(("text",), "their fields that must not be seen in training")
-    out: DocumentPath = option(..., "file for what is left: .jsonl, also with .gz, .zst, .bz2 or .xz")
-    report: DocumentPath | None = option(None, "file for every cut: where, what, and of which evaluation document")
+    out: DocumentPath = output(..., "file for what is left: .jsonl, also with .gz, .zst, .bz2 or .xz")
+    report: DocumentPath | None = output(None, "file for every cut: where, what, and of which evaluation document")
     ngram: Count = option(13, "words in a row that both must have")
     margin: Natural = option(200, "characters cut away on each side of a match")
     min_piece: Natural = option(200, "characters of a piece that is kept")
@@ -135,9 +137,9 @@ class DecontaminateConfig(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class FilterConfig(Common):
-    out: DocumentPath = option(..., "file for what passes: .jsonl, also with .gz, .zst, .bz2 or .xz")
-    removed: DocumentPath | None = option(None, "file for what does not, with the rules it failed")
-    samples: DocumentPath | None = option(
+    out: DocumentPath = output(..., "file for what passes: .jsonl, also with .gz, .zst, .bz2 or .xz")
+    removed: DocumentPath | None = output(None, "file for what does not, with the rules it failed")
+    samples: DocumentPath | None = output(
         None, "text file for a few documents of each rule that failed them, to be read"
     )
     min_chars: Natural = option(0, "characters at least")
@@ -158,9 +160,9 @@ class FilterConfig(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DifficultyConfig:
+class DifficultyConfig(Overwrite):
     tokens: Path = argument("folder of token files")
-    out: Path = option(..., "file for the index, which a curriculum names: .npz")
+    out: Path = output(..., "file for the index, which a curriculum names: .npz")
     metric: Metric = option(
         "vocabularyrarity", "rarity of a sample's tokens, its tokens that are no padding, or its loss by --checkpoint"
     )
@@ -170,17 +172,17 @@ class DifficultyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToMindRecordConfig:
+class ToMindRecordConfig(Overwrite):
     tokens: Path = argument("folder of token files")
-    out: Path = argument("MindRecord file to write")
+    out: Path = output_argument("MindRecord file to write")
     seq_len: Count = option(1024, "tokens of a sequence; a record has one more")
     column: str = option(COLUMN, "name of the column")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromMindRecordConfig:
+class FromMindRecordConfig(Overwrite):
     files: tuple[Path, ...] = argument("MindRecord files of token ids")
-    out: Path = option(..., "folder for the token files")
+    out: Path = output(..., "folder for the token files")
     model: str = option("pangu", "model family, whose tokenizer made the ids")
     tokenizer: Path = option(..., "that tokenizer")
     column: str = option(COLUMN, "name of the column")
@@ -285,6 +287,7 @@ def main(argv: Sequence[str]) -> None:
     kind, work = COMMANDS[command]
     config: Any = parse_args(kind, f"tools/preprocess.py {command}\n\n{__doc__}", argv[1:])
     check_numbers(config)
-    report = _prepare(config, work) if isinstance(config, Common) else work(config)
+    with replacing(config) if isinstance(config, Overwrite) else nullcontext():
+        report = _prepare(config, work) if isinstance(config, Common) else work(config)
     if report is not None:
         print(json_text(report, indent=1, ensure_ascii=False))

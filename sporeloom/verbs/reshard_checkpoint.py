@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cut the files of a training checkpoint as another strategy's ranks hold them, without a device.
 
-    sporeloom reshard-checkpoint out/checkpoints resharded --strategy pangu_13b_dp128_tp8
-    sporeloom reshard-checkpoint out/checkpoints/step-00000020 whole --full --verify
+    sporeloom reshard-checkpoint out/latest/checkpoints resharded --strategy pangu_13b_dp128_tp8
+    sporeloom reshard-checkpoint out/latest/checkpoints/step-00000020 whole --full --verify
 
 IN is a checkpoint, or a folder of them: then the newest. Every checkpoint can be resumed on every mesh as it is; files cut
 for a mesh only spare its ranks reading other ranks' parts. Memory: the largest part of a tensor, twice.
@@ -16,18 +16,19 @@ from sporeloom.checkpoint.contents import check_contents, model_of
 from sporeloom.checkpoint.manifest import read_manifest
 from sporeloom.checkpoint.reshard import find_checkpoint, reshard
 from sporeloom.checkpoint.sharded import damage
-from sporeloom.cli import argument, option, parse_args
+from sporeloom.cli import Overwrite, argument, option, output_argument, parse_args
 from sporeloom.errors import ConfigError
 from sporeloom.log import counted
+from sporeloom.outputs import replacing
 from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.shards import shards_for
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReshardConfig:
+class ReshardConfig(Overwrite):
     input: Path = argument("checkpoint to read")
-    output: Path = argument("folder to write")
+    output: Path = output_argument("folder to write")
     strategy: Path | None = option(None, "strategy file, or the name of a shipped one")
     full: bool = option(False, "one file with everything whole, as one device holds it")
     verify: bool = option(False, "read the result again and recompute every hash")
@@ -44,9 +45,10 @@ def main(argv: Sequence[str]) -> int:
     manifest = read_manifest(source)
     shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
     shards = shards_for(strategy, *model_of(manifest, source), shapes)
-    manifest = reshard(source, config.output, shards, described)
-    if config.verify and (problem := damage(config.output, manifest)):
-        raise ConfigError(problem)
+    with replacing(config):
+        manifest = reshard(source, config.output, shards, described)
+        if config.verify and (problem := damage(config.output, manifest)):
+            raise ConfigError(problem)
     checked = f"; {len(manifest.tensors)} hashes verified" if config.verify else ""
     files = counted(len(manifest.files), "file", "files")
     print(f"{config.output}: {files}, {manifest.num_bytes / 1e6:,.1f} MB for {strategy.mesh}{checked}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a reward model: of two texts the preferred one gets the higher number.
 
-sporeloom reward --from-checkpoint out/checkpoint --data preferences.jsonl
+sporeloom reward --from-checkpoint out/latest/checkpoint --data preferences.jsonl
 
 Lines of --data: {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 1.0}, the margin left out where there is none
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits and loss of token ids under a checkpoint.
 
-    sporeloom score --checkpoint out/checkpoint --ids ids.npy --logits-out logits.npy
+    sporeloom score --checkpoint out/latest/checkpoint --ids ids.npy --logits-out logits.npy
 
 ids.npy holds (B, N) token ids; N may be one more than the model's context, the last column then being labels only.
 Prints {"loss": ..., "num_tokens": ..., "shape": [...]} and writes the logits (B, T, V).
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sporeloom.checkpoint.model_folder import load_text_config
-from sporeloom.cli import check_numbers, option, parse_args
+from sporeloom.cli import Overwrite, check_numbers, option, output, parse_args
 from sporeloom.errors import ConfigError
 from sporeloom.files import check_regular, write_atomically
 from sporeloom.json_text import json_text
@@ -30,10 +30,10 @@ from sporeloom.strategy.loader import load_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreConfig:
+class ScoreConfig(Overwrite):
     checkpoint: Path = option(..., "checkpoint folder")
     ids: Path = option(..., "NumPy file of token ids, (B, N)")
-    logits_out: Path | None = option(None, "NumPy file to write the logits to, (B, T, V)")
+    logits_out: Path | None = output(None, "NumPy file to write the logits to, (B, T, V)")
     eod_id: Natural | None = option(None, "end-of-document id after which attention and positions start anew")
     strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
     domain: Natural | None = option(None, "domain of all texts, for models whose experts have domains")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve a model over HTTP, as OpenAI's API does, with a page at /.
 
-sporeloom serve out/checkpoint --port 8000
-sporeloom serve out/checkpoint --strategy FILE --launch
+sporeloom serve out/latest/checkpoint --port 8000
+sporeloom serve out/latest/checkpoint --strategy FILE --launch
 msrun --worker_num=2 --local_worker_num=2 --join=True tools/serve.py CHECKPOINT --strategy ...
 """
 

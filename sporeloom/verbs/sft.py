@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised fine-tuning of a checkpoint, whole or by adapters.
 
-sporeloom sft --from-checkpoint out/checkpoint --data conversations.jsonl --chat-template chat.jinja
-sporeloom sft --from-checkpoint out/checkpoint --data answers.jsonl --lora-r 8 --strategy pangu_tiny_dp2_tp2 --launch
+sporeloom sft --from-checkpoint out/latest/checkpoint --data conversations.jsonl --chat-template chat.jinja
+sporeloom sft --from-checkpoint out/latest/checkpoint --data answers.jsonl --lora-r 8 --strategy pangu_tiny_dp2_tp2 --launch
 
 Lines of --data: {"prompt": ..., "completion": ...}, or {"messages": [{"role": "user", "content": ...}, ...]}
 """

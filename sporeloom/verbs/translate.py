@@ -18,27 +18,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sporeloom.cli import argument, check_numbers, option, parse_args
+from sporeloom.cli import Overwrite, argument, check_numbers, option, output, parse_args
 from sporeloom.dialects import Settings, Translation, translate
 from sporeloom.errors import ConfigError, without_control
 from sporeloom.files import write_text_atomically
 from sporeloom.json_text import json_text
+from sporeloom.models.config import ComputeDtype
 from sporeloom.models.family import size_config
-from sporeloom.numbers import Count
+from sporeloom.numbers import Count, Natural, NotNegative, Rate
 from sporeloom.planner.search import Devices
 from sporeloom.shipped import DECODER
 from sporeloom.strategy.config import SINGLE_DEVICE
 
+FILLS = (
+    *("batch_size", "seq_len", "accumulate", "learning_rate", "warmup_steps", "steps", "adam_beta1", "adam_beta2"),
+    *("adam_epsilon", "weight_decay", "max_grad_norm", "compute_dtype"),
+)
+"""Flags that say what a file leaves open."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class TranslateConfig:
+class TranslateConfig(Overwrite):
     input: Path = argument("file to translate")
     to: Literal["ours", "mindformers1", "mindformers2", "megatron"] = option(..., "dialect to write")
     dialect: Literal["ours", "mindformers1", "mindformers2", "megatron", "deepspeed"] | None = option(
         None, "dialect of the input; found out without this"
     )
-    out: Path | None = option(None, "file to write; without it the text goes to stdout")
-    config_out: Path | None = option(
+    out: Path | None = output(None, "file to write; without it the text goes to stdout")
+    config_out: Path | None = output(
         None,
         "file to write with the configuration of the model, where the input describes one: for --config of other verbs",
     )
@@ -48,6 +55,18 @@ class TranslateConfig:
     num_layers: Count | None = option(None, "layers of the model, where stages are counted from it")
     batch_size: Count | None = option(None, "sequences of one step over all devices, where a strategy does not say it")
     seq_len: Count | None = option(None, "tokens of a sequence")
+    accumulate: Count | None = option(None, "parts a step's batch is split into, where the input does not say it")
+    learning_rate: NotNegative | None = option(None, 'highest learning rate, where the input says "auto"')
+    warmup_steps: Natural | None = option(None, 'steps of linear warm-up, where the input says "auto"')
+    steps: Count | None = option(None, 'optimizer steps of the run, where the input says "auto"')
+    adam_beta1: Rate | None = option(None, 'decay of the first moment, where the input says "auto"')
+    adam_beta2: Rate | None = option(None, 'decay of the second moment, where the input says "auto"')
+    adam_epsilon: NotNegative | None = option(
+        None, 'added to the root of the second moment, where the input says "auto"'
+    )
+    weight_decay: NotNegative | None = option(None, 'weight decay, where the input says "auto"')
+    max_grad_norm: NotNegative | None = option(None, 'global norm to clip gradients to, where the input says "auto"')
+    compute_dtype: ComputeDtype | None = option(None, 'type of matrix products, where the input says "auto"')
     rules: Path = option(Path(DECODER), "rules, a file or shipped ones by name, that a strategy of ours names")
     json: bool = option(False, "the report as JSON on stdout")
     strict: bool = option(False, "exit code 1 where anything is approximated, not expressible or unknown")
@@ -56,9 +75,6 @@ class TranslateConfig:
 def main(argv: Sequence[str]) -> int:
     config = parse_args(TranslateConfig, __doc__, argv)
     check_numbers(config)
-    for path in filter(None, (config.out, config.config_out)):
-        if path.exists():
-            raise ConfigError(f"{path}: is there already; remove it or give another name")
     if config.json and not config.out:
         raise ConfigError("--json needs --out FILE: both would go to stdout")
     done = translate(
@@ -100,7 +116,7 @@ def known(config: TranslateConfig) -> Settings:
     """What the flags say besides the file."""
     if bool(config.model) != bool(config.size):
         raise ConfigError("give --model and --size together")
-    train: dict[str, Any] = {name: getattr(config, name) for name in ("batch_size", "seq_len") if getattr(config, name)}
+    train: dict[str, Any] = {name: value for name in FILLS if (value := getattr(config, name)) is not None}
     num_layers = config.num_layers
     if config.model and config.size:
         train |= {"model": config.model, "size": config.size}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a model with experts of a dense one: each expert begins as a copy of the MLP that was there.
 
-    sporeloom upcycle --checkpoint out/checkpoint --num-experts 8 --experts-per-token 2 --out moe --verify
+    sporeloom upcycle --checkpoint out/latest/checkpoint --num-experts 8 --experts-per-token 2 --out moe --verify
     sporeloom train --data data.txt --from-checkpoint moe
 
 The checkpoint is a model folder, or a training checkpoint or a folder of them: then the newest. What is written is a model
@@ -16,19 +16,20 @@ from pathlib import Path
 from typing import Literal
 
 from sporeloom.checkpoint.upcycle import Upcycling, open_dense, upcycled, write_checkpoint, write_model
-from sporeloom.cli import check_numbers, option, parse_args
+from sporeloom.cli import Overwrite, check_numbers, option, output, parse_args
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ExpertConfig
 from sporeloom.models.parameters import num_parameters
 from sporeloom.numbers import Count, Natural, NotNegative, Positive, Seed
+from sporeloom.outputs import replacing
 
 LARGEST_DIFFERENCE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpcycleConfig:
+class UpcycleConfig(Overwrite):
     checkpoint: Path = option(..., "dense checkpoint to read")
-    out: Path = option(..., "folder to write")
+    out: Path = output(..., "folder to write")
     num_experts: Count = option(..., "experts of a layer")
     experts_per_token: Count = option(2, "experts that a token is given to")
     first_dense_layers: Natural = option(0, "layers at the bottom that keep their MLP")
@@ -58,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
     job = Upcycling(dense, upcycled(dense, ExpertConfig(**given)), config.noise, config.seed)
     if config.verify and config.noise:
         raise ConfigError("--verify: with --noise the logits of both models differ; leave one out")
-    num_bytes = (write_checkpoint if config.carry_optimizer else write_model)(job, config.out)
+    with replacing(config):
+        num_bytes = (write_checkpoint if config.carry_optimizer else write_model)(job, config.out)
     print(
         f"{config.out}: {num_parameters(dense.model):,} parameters became {num_parameters(job.model):,}, "
         f"{num_bytes / 1e6:,.1f} MB"

@@ -282,7 +282,7 @@ def test_the_tools_reshard_inspect_and_export(again, tmp_path):
     assert outcome.code == 0, outcome.output
     outcome = tool("tools/export_checkpoint.py", there, tmp_path / "model")
     assert outcome.code == 2
-    assert "exists; choose another name" in outcome.output
+    assert "is there already" in outcome.output
     outcome = tool("tools/reshard_checkpoint.py", tmp_path, tmp_path / "x", "--full")
     assert outcome.code == 2
     assert "give a training checkpoint" in outcome.output

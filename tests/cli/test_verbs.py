@@ -175,7 +175,9 @@ def test_a_wheel_works_without_the_repository(tmp_path):
 
     small = ("--data", "text.txt", "--steps", 2, "--seq-len", 16, "--batch-size", 4)
     assert "pp 1 x dp 1 x tp 2 = 2" in verb("train", *small, "--strategy", "pangu_tiny_tp2", "--launch")
-    assert "2 tokens" in verb("generate", "--checkpoint", "out/checkpoint", "--prompt", "the", "--max-new-tokens", 2)
+    assert "2 tokens" in verb(
+        "generate", "--checkpoint", "out/latest/checkpoint", "--prompt", "the", "--max-new-tokens", 2
+    )
     plan = "plan --model codegeex --size 13b --cluster h100 --devices 8 --global-batch-size 64 --out planned.yaml"
     assert "step s" in verb(*plan.split())
     assert load_strategy(tmp_path / "planned.yaml").mesh.size == 8

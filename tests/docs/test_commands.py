@@ -2,6 +2,7 @@
 """Every command of the README and the guides, run in its order from the text itself, says what is stated there."""
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -111,6 +112,23 @@ def differences(page, command, stated, folder):
     found = [] if (code != 0) == fails else [f"{command}\nends with {code}\n{output}"]
     missing = (line for line in stated if without_numbers(line.removesuffix("...").rstrip()) not in said)
     return found + [f"{command}\ndoes not say: {line}\n{output}" for line in missing]
+
+
+OUTPUTS = ("--out", "--output-dir", "--output", "--html", "--logits-out", "--config-out", "--save-result")
+"""Flags that name what a command writes."""
+
+
+def test_no_two_commands_of_any_pages_write_to_the_same_name():
+    """All of them can be run in one folder, one after another."""
+    written = {}
+    for page in PAGES:
+        for command, _ in commands(page):
+            words = shlex.split(command.removesuffix("&"), comments=True)
+            for flag, name in itertools.pairwise(words):
+                if flag in OUTPUTS and "--resume" not in words:
+                    written.setdefault(name, []).append(f"{page}: {command}")
+    assert len(written) > 20
+    assert {name: where for name, where in written.items() if len(where) > 1} == {}
 
 
 @pytest.mark.parametrize("page", PAGES)

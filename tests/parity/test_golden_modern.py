@@ -198,7 +198,7 @@ def test_the_tool_reads_writes_and_refuses(imported, tmp_path):
     x = tmp_path / "x"
     cases = [
         ("--from huggingface", tmp_path / "absent", x, "there is no such folder"),
-        ("--from huggingface", published, ours, "exists; choose another name"),
+        ("--from huggingface", published, ours, "is there already"),
         ("--from huggingface", ours, x, "model_type 'pangu' is unknown"),
         ("--from huggingface --model codegeex", published, x, "model_type 'PanguEmbedded' is unknown"),
         ("--from huggingface --to megatron", published, x, "is written as ours, not as megatron"),

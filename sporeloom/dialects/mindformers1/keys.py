@@ -40,6 +40,7 @@ INTERLEAVE, SCHEDULER = "parallel.pipeline_config.pipeline_interleave", "paralle
 VIRTUAL = MODEL + "pp_interleave_num"
 FULL, SELECTIVE = "recompute_config.recompute", "recompute_config.select_recompute"
 ZERO, ZERO_CONFIG = "parallel.enable_parallel_optimizer", "parallel.parallel_optimizer_config."
+SHARD_SIZE = ZERO_CONFIG + "optimizer_weight_shard_size"
 LEVEL, GRADIENTS = ZERO_CONFIG + "optimizer_level", ZERO_CONFIG + "gradient_accumulation_shard"
 CONTEXT_METHOD = "parallel_config.context_parallel_algo"
 METHODS: dict[str, ContextMethod] = {"colossalai_cp": "gather", "ulysses_cp": "ulysses"}
@@ -127,7 +128,6 @@ WITHOUT_EFFECT = {
     "exclude_cann_cpu": "device and memory are the environment's",
     "train_precision_sync": "a run on one mesh repeats itself",
     "infer_precision_sync": "a run on one mesh repeats itself",
-    "lr_schedule.type": "a cosine with warm-up",
     "lr_schedule.total_steps": "the run's steps",
     "optimizer.type": "AdamW as the original models were trained",
 }
@@ -179,8 +179,8 @@ DEGREES = {
     "parallel_config.data_parallel": "dp",
     "parallel_config.context_parallel": "cp",
     "parallel_config.model_parallel": "tp",
-    "parallel_config.expert_parallel": "ep",
 }
+EXPERTS = "parallel_config.expert_parallel"
 NOT_EXPRESSIBLE = {
     "runner_config.epochs": "a run is so many steps (stop_step, --steps); it prints how many epochs that are",
     "lr_schedule.warmup_ratio": "warm-up is counted in steps (--warmup-steps)",

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from sporeloom.dialects.context import context_method
+from sporeloom.dialects.experts import expert_degree, shard_size
 from sporeloom.dialects.levels import gathers_again
 from sporeloom.dialects.mindformers1.keys import (
     CONTEXT_METHOD,
     DEFAULT_THRESHOLD_KB,
     DEGREES,
+    EXPERTS,
     FAMILIES,
     FULL,
     GRADIENTS,
@@ -27,6 +29,7 @@ from sporeloom.dialects.mindformers1.keys import (
     ONLY,
     SCHEDULER,
     SELECTIVE,
+    SHARD_SIZE,
     STRICT,
     TRAIN,
     VIRTUAL,
@@ -36,6 +39,7 @@ from sporeloom.dialects.mindformers1.keys import (
 )
 from sporeloom.dialects.mindformers1.model import read_model
 from sporeloom.dialects.mindformers1.swap import read_swap
+from sporeloom.dialects.rates import read_schedule
 from sporeloom.dialects.rows import read_rows
 from sporeloom.dialects.settings import Book, Given, Note, Settings
 from sporeloom.dialects.stages import virtual_stages
@@ -64,7 +68,9 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
         num_layers = found.model.num_layers
     if MODEL + "num_layers" in book:
         num_layers = book.take(MODEL + "num_layers", "num_layers")
-    mesh = Mesh(**{axis: book.take(key, f"mesh.{axis}", 1) for key, axis in DEGREES.items()})
+    degrees = {axis: book.take(key, f"mesh.{axis}", 1) for key, axis in DEGREES.items()}
+    beyond = degrees["tp"] * degrees["cp"] if all(type(degree) is int for degree in degrees.values()) else 1
+    mesh = Mesh(**degrees, ep=expert_degree(book, EXPERTS, degrees["dp"], beyond))
     recompute = _recompute(book)
     strategy = Strategy(
         mesh=mesh,
@@ -87,6 +93,9 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
     book.without_effect(WITHOUT_EFFECT)
     for name in MODEL_FIELDS:
         book.note(MODEL + name, "no effect", "the model's own configuration says it (--size, --config)")
+    if "trainer.model_name" in book and "model" not in train:
+        for key in [key for key in book.given if key.startswith(MODEL) and book.is_open(key)]:
+            book.note(key, "not expressible", "of a model that is none of ours")
     known_keys = [*(row.key for row in TRAIN), *WITHOUT_EFFECT, *NOT_EXPRESSIBLE, *(key for key, *_ in ONLY)]
     return Settings(strategy, train, num_layers, found.model if found and not found.size else None), book.finish(
         known_keys
@@ -161,13 +170,13 @@ def _optimizer_parallel(book: Book, recompute: Recompute | None, mesh: Mesh) -> 
     threshold = book.take(
         ZERO_CONFIG + "parallel_optimizer_threshold", "optimizer_parallel.threshold_kb", DEFAULT_THRESHOLD_KB
     )
-    size = book.take(ZERO_CONFIG + "optimizer_weight_shard_size", "optimizer_parallel.shard_size", -1)
+    size = book.take(SHARD_SIZE, "optimizer_parallel.shard_size", -1)
     again, gradients = gathers_again(book, LEVEL, recompute, mesh), book.peek(LEVEL) == "level2"
     book.note(LEVEL, "renamed", "optimizer_parallel" + ".shard_accumulated_gradients" * gradients)
     sharded = book.take(GRADIENTS, "optimizer_parallel.shard_accumulated_gradients", False)
     return OptimizerParallel(
         threshold_kb=threshold,
-        shard_size=None if size in (-1, None) else size,
+        shard_size=None if size in (-1, None) else shard_size(book, SHARD_SIZE, size, mesh.dp * mesh.cp),
         shard_accumulated_gradients=bool(sharded or gradients),
         reshard_after_forward=again,
     )
@@ -202,6 +211,7 @@ def _train(book: Book, strategy: Strategy, train: dict[str, Any]) -> None:
     if not book.peek("runner_config.stop_step"):
         book.note("runner_config.stop_step", "no effect", "0 is no limit; give --steps")
     read_rows(book, TRAIN, train)
+    read_schedule(book, "lr_schedule", train)
     if book.peek("runner_wrapper.use_clip_grad") is False:
         train["max_grad_norm"] = 0.0
     if "runner_config.batch_size" in book:

@@ -5,8 +5,8 @@
     from mindformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
     from sporeloom.integrations.trainer import Trainer           # for its YAML files
 
-    model = AutoModel.from_pretrained("out/checkpoint")
-    tokenizer = AutoTokenizer.from_pretrained("out/checkpoint")
+    model = AutoModel.from_pretrained("out/latest/checkpoint")
+    tokenizer = AutoTokenizer.from_pretrained("out/latest/checkpoint")
     pipeline("text_generation", model=model, tokenizer=tokenizer)("...", max_new_tokens=32)
 
 Adapters only: networks, caches, sampling and tokenizers are ours. Needs the extra `mindformers` (1.9).

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sporeloom.errors import ConfigError
 from sporeloom.lines import first_line
-from sporeloom.private_names import cell_graph_executor, mind_ir
+from sporeloom.private_names import cell_graph_executor, mind_ir, numpy_type
 from sporeloom.runtime.compiler import auto_parallel_context, faster_compilation
 from sporeloom.runtime.cpu.target import virtual_ascend
 from sporeloom.runtime.graph_checks import check_graph, groups_in
@@ -136,6 +136,6 @@ def describe_inputs(arrays: Sequence[NDArray[Any] | Tensor]) -> list[tuple[Shape
     """Shape and NumPy dtype of each input."""
     described = []
     for array in arrays:
-        dtype = ms.dtype_to_nptype(array.dtype) if isinstance(array, Tensor) else np.asarray(array).dtype
+        dtype = numpy_type(array.dtype) if isinstance(array, Tensor) else np.asarray(array).dtype
         described.append((tuple(array.shape), dtype))
     return described

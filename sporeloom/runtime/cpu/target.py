@@ -26,6 +26,7 @@ from sporeloom.private_names import (
     MSContext,
     comm_helper,
     comm_management,
+    global_context,
     is_supported_version,
 )
 from sporeloom.runtime.symbols import TargetError, lacks, library
@@ -170,12 +171,12 @@ def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
         setattr(module, name, _HELPERS[name](communicator))
     comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = True, comm_helper.Backend("hccl"), WORLD
     try:
-        ms.set_context(device_target="Ascend")
+        global_context().set_device_target("Ascend")  # set_context warns of it, set_device is for once
         communicator.name_chip()
         with communicator.quiet_search():
             yield communicator.groups
     finally:
-        ms.set_context(device_target="CPU")
+        global_context().set_device_target("CPU")
         comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = saved
         for module, name, original in helpers:
             setattr(module, name, original)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A strategy and a training run's fields as a MindFormers 2.x file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sporeloom.dialects.context import written_context
+from sporeloom.dialects.mindformers2.keys import METHODS, PARALLELISM, TRAIN
+from sporeloom.dialects.rows import written_rows
+from sporeloom.dialects.settings import Lost, Note, Settings
+from sporeloom.dialects.stages import rows_of_parts, stage_layers
+from sporeloom.dialects.yaml_file import flat_text
+from sporeloom.strategy.config import Recompute, Strategy
+
+
+def write(settings: Settings) -> tuple[str, list[Note]]:
+    """A MindFormers 2.x file: parallelism and recompute, and what of the rest is known."""
+    strategy, lost = settings.strategy, Lost("mindformers2")
+    mesh = strategy.mesh
+    if strategy.offload:
+        lost("offload", "MindFormers has swap_config in its 1.x files only")
+    if strategy.micro_batch_interleave > 1:
+        lost("micro_batch_interleave", "MindFormers has copies of microbatches in its 1.x files only")
+    written = {
+        PARALLELISM + "tensor_parallel": mesh.tp,
+        PARALLELISM + "pipeline_parallel": mesh.pp,
+        PARALLELISM + "context_parallel": mesh.cp,
+        **written_context(strategy, METHODS, PARALLELISM + "context_parallel", PARALLELISM + "context_parallel_method"),
+        **({PARALLELISM + "expert_parallel": mesh.ep} if mesh.ep > 1 else {}),
+        **_written_optimizer_parallel(strategy, lost),
+        PARALLELISM + "sequence_parallel": strategy.sequence_parallel,
+        **_written_pipeline(settings, lost),
+        **_written_recompute(strategy.recompute, lost),
+        **_written_train(settings, lost),
+    }
+    head = f"# {mesh.size} devices: its data parallel degree, {mesh.dp}, is what the others leave\n"
+    return head + flat_text(written), lost.notes
+
+
+def _written_optimizer_parallel(strategy: Strategy, lost: Lost) -> dict[str, Any]:
+    zero = strategy.optimizer_parallel
+    if zero is None:
+        return {PARALLELISM + "hsdp_shard_size": 1}
+    if zero.shard_accumulated_gradients:
+        lost("optimizer_parallel.shard_accumulated_gradients", "hsdp_optimizer_level decides by other rules")
+    return {
+        PARALLELISM + "hsdp_shard_size": zero.shard_size or strategy.mesh.dp,
+        PARALLELISM + "hsdp_threshold": zero.threshold_kb,
+        **({PARALLELISM + "hsdp_optimizer_level": "level3"} if zero.reshard_after_forward else {}),
+    }
+
+
+def _written_pipeline(settings: Settings, lost: Lost) -> dict[str, Any]:
+    strategy = settings.strategy
+    if strategy.mesh.pp == 1:
+        return {}
+    if settings.micro_batch_size is None:
+        lost("pipeline.num_microbatches", "2.x counts the sequences of a microbatch: give --batch-size")
+    written: dict[str, Any] = {PARALLELISM + "pipeline_parallel_microbatch_size": settings.micro_batch_size or 1}
+    if strategy.pipeline.virtual_stages > 1:
+        written[PARALLELISM + "pipeline_parallel_interleave_num"] = strategy.pipeline.virtual_stages
+        written[PARALLELISM + "pipeline_parallel_schedule"] = strategy.pipeline.schedule
+    if counts := stage_layers(settings, lost):
+        written[PARALLELISM + "pipeline_parallel_layers_per_stage"] = rows_of_parts(counts, strategy)
+    return written
+
+
+def _written_recompute(recompute: Recompute | None, lost: Lost) -> dict[str, Any]:
+    if recompute and (recompute.per_stage is not None or recompute.layers != "all"):
+        lost("recompute", "2.x recomputes all layers or none", "approximated")
+    if recompute and recompute.kind == "selective":
+        lost("recompute.kind", "MindFormers chooses the operators by itself", "approximated")
+    full = recompute is not None and recompute.kind == "full"
+    return {"recompute.full_recompute": full, "recompute.select_recompute": recompute is not None and not full}
+
+
+def _written_train(settings: Settings, lost: Lost) -> dict[str, Any]:
+    train, written = dict(settings.train), dict[str, Any]()
+    if settings.micro_batch_size:
+        written["training.local_batch_size"] = settings.micro_batch_size
+    written |= written_rows(TRAIN, train)
+    lost.rest({name: value for name, value in train.items() if name != "accumulate"})
+    return written

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verbs write: the one rule that nothing that is there is replaced without --overwrite, and then only by its complete
+successor."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sporeloom.log import milestone
+from sporeloom.numbers import as_flag
+
+OUTPUT = "output"
+"""Key of a field's metadata: it names a file or folder that the verb writes."""
+SUFFIX = ".replaced"
+
+
+def outputs(config: Any) -> Iterator[tuple[str, Path]]:
+    """(what a user calls it, path) of everything that a verb of this configuration writes on this machine."""
+    for field in dataclasses.fields(config):
+        path = getattr(config, field.name)
+        if OUTPUT not in field.metadata or path is None:
+            continue
+        if not isinstance(path, Path):  # of an object store, which `data.staging` asks
+            if "file" not in path.fs.protocol:
+                continue
+            path = Path(path.path)
+        name = field.name.rstrip("s").upper() if "positional" in field.metadata else as_flag(field.name)
+        yield name, path
+
+
+def is_taken(path: Path) -> bool:
+    """Whether something would be lost if `path` were written; an empty folder is nothing."""
+    if not os.path.lexists(path):  # False where Path.exists would raise: names that are too long
+        return False
+    return path.is_symlink() or not path.is_dir() or any(path.iterdir())
+
+
+def output_problems(config: Any) -> Iterator[str]:
+    """Outputs that are there already and would be replaced without --overwrite, or cannot be."""
+    if (os.environ.get("RANK_ID") or "0") != "0":
+        return  # the first process of a job looks; it may have begun to write
+    found = list(outputs(config))
+    for name, path in found:
+        if not is_taken(path):
+            continue
+        if not config.overwrite:
+            yield f"{name} {path}: is there already; remove it or give another name, or replace it with --overwrite"
+        elif path.is_dir() and (why := _holds_more(config, path)):
+            yield f"{name} {path}: --overwrite would remove {why}, which lies in it; give another name"
+
+
+def _holds_more(config: Any, folder: Path) -> str | None:
+    """What else would go with `folder`: where we are, or what the verb reads."""
+    if Path.cwd().is_relative_to(folder.resolve()):
+        return "the working folder"
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for path in value if isinstance(value, tuple) else (value,):
+            is_read = isinstance(path, Path) and OUTPUT not in field.metadata
+            if is_read and path.exists() and path.resolve().is_relative_to(folder.resolve()):
+                return str(path)
+    return None
+
+
+@contextlib.contextmanager
+def replacing(config: Any) -> Iterator[None]:
+    """Set aside what --overwrite replaces, until its successor is complete; after an error it is put back."""
+    moved = []
+    for _, path in outputs(config):
+        aside = path.with_name(f".{path.name}{SUFFIX}")
+        if aside.exists() and not is_taken(path):  # a call that was killed left it
+            aside.rename(path)
+            milestone(f"{path}: put back, after a call that was killed while it replaced it")
+        if config.overwrite and is_taken(path):
+            _remove(aside)
+            path.rename(aside)
+            moved.append((path, aside))
+    try:
+        yield
+    except BaseException:
+        for path, aside in moved:
+            _remove(path)
+            aside.rename(path)
+        raise
+    for path, aside in moved:
+        if is_taken(path):
+            _remove(aside)
+        else:  # the verb wrote nothing
+            aside.rename(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

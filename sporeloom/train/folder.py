@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: one of its own by default, an earlier one with --resume, never another run's without --overwrite."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from sporeloom.errors import ConfigError
+from sporeloom.log import milestone
+from sporeloom.runtime.environment import is_first_process
+from sporeloom.train.flags import DEFAULT_FOLDER, RunFlags
+
+Config = TypeVar("Config", bound=RunFlags)
+
+LATEST = DEFAULT_FOLDER.parent / "latest"
+"""The newest of the folders that runs get by default: a symbolic link."""
+OWN = ("checkpoints", "checkpoint", "config.json", "metrics.jsonl", "tensorboard", "reference.npy")
+"""What a run writes there, but for logs, and the data it can make again."""
+BY_DEFAULT = re.compile(r"\d{8}-\d{6}-.+")
+
+
+def settled(config: Config, name: str, resume: bool | Path) -> Config:
+    """`config` with the folder it stands for. Of a job that others have launched the first process finds a new one; the
+    others keep the placeholder and ask it (`start`).
+
+    Args:
+        name: of the run, for a new folder.
+        resume: as the command line says it.
+
+    Raises:
+        ConfigError: there is no run to go on with, or two are named.
+    """
+    given = config.output_dir
+    if isinstance(resume, Path):
+        folder = resume.resolve() if resume.is_symlink() else resume
+        if given not in (DEFAULT_FOLDER, resume):
+            raise ConfigError(f"--resume {resume} and --output-dir {given} name two folders; leave one out")
+        return dataclasses.replace(config, output_dir=folder)
+    if given != DEFAULT_FOLDER:
+        return config
+    if resume:
+        if not LATEST.is_dir():
+            raise ConfigError(f"--resume: {LATEST} is not there; name the run's folder: --resume PATH")
+        return dataclasses.replace(config, output_dir=_followed(LATEST))
+    return dataclasses.replace(config, output_dir=_new(name)) if is_first_process() else config
+
+
+def _followed(link: Path) -> Path:
+    target = Path(os.readlink(link)) if link.is_symlink() else link
+    return target if target.is_absolute() or not link.is_symlink() else link.parent / target
+
+
+def _new(name: str) -> Path:
+    """A folder that no run has."""
+    words = re.sub(r"[^\w.]+", "-", name).strip("-.").lower() or "run"
+    path = DEFAULT_FOLDER.parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{words}"
+    number = 2
+    while path.exists():
+        path = path.with_name(f"{path.name.removesuffix(f'-{number - 1}')}-{number}")
+        number += 1
+    return path
+
+
+def folder_problems(config: RunFlags, reads: Iterator[Path]) -> Iterator[str]:
+    """An earlier run that would be lost. `reads`: what the run begins with."""
+    folder = config.output_dir
+    held = [name for name in OWN if os.path.lexists(folder / name)]  # False where Path.exists would raise
+    if not held:
+        return
+    if not config.overwrite:
+        yield (
+            f"--output-dir {folder}: holds {held[0]} of an earlier run; go on with --resume, or give another --output-dir, "
+            "or replace it with --overwrite"
+        )
+        return
+    for path in reads:
+        for name in held:
+            if path.resolve().is_relative_to((folder / name).resolve()):
+                yield f"--output-dir {folder}: --overwrite would remove {path}, which the run begins with"
+
+
+def clear(folder: Path) -> None:
+    """Remove an earlier run, whose place is taken; what else is there stays."""
+    for name in OWN:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def point_to(folder: Path) -> None:
+    """Let `out/latest` be `folder`, if that is one that a run gets by default."""
+    if folder.parent != DEFAULT_FOLDER.parent or not BY_DEFAULT.fullmatch(folder.name):
+        return
+    if LATEST.exists() and not LATEST.is_symlink():
+        milestone(f"{LATEST} is there and no link: it stays; this run is in {folder}")
+        return
+    link = LATEST.with_name(f".{LATEST.name}.{os.getpid()}")
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(LATEST)
+    except OSError as error:  # a file system without links
+        milestone(f"{LATEST} cannot be made: {error.strerror}; this run is in {folder}")

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No verb replaces what is there without --overwrite; with it the old one goes when the new one is complete."""
+
+import dataclasses
+import importlib
+import os
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from sporeloom.cli import Overwrite, argument, option, output, output_argument, parse_args
+from sporeloom.errors import ConfigError
+from sporeloom.outputs import OUTPUT, replacing
+from sporeloom.train.config import TrainingConfig
+from sporeloom.verbs import VERBS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Overwrite):
+    source: Path = argument("to read")
+    target: Path = output_argument("to write")
+    extra: Path | None = output(None, "also to write")
+    count: int = option(1, "of something")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_text("in")
+    return tmp_path
+
+
+def asked(*words):
+    return parse_args(Asked, "", ["in", *words])
+
+
+@pytest.mark.parametrize(
+    ("make", "is_refused"),
+    [
+        (lambda path: None, False),
+        (lambda path: path.write_text("old"), True),
+        (lambda path: path.mkdir(), False),  # nothing would be lost
+        (lambda path: (path.mkdir(), (path / "x").write_text("old")), True),
+        (lambda path: path.symlink_to("nowhere"), True),
+    ],
+)
+@pytest.mark.parametrize("where", ["TARGET", "--extra"])
+def test_what_is_there_is_refused(here, make, is_refused, where):
+    make(here / "o")
+    words = ["o"] if where == "TARGET" else ["new", "--extra", "o"]
+    if is_refused:
+        with pytest.raises(ConfigError, match=f"^{where} o: is there already; .* --overwrite"):
+            asked(*words)
+    else:
+        asked(*words)
+    assert asked(*words, "--overwrite").overwrite
+
+
+def test_all_outputs_and_all_mistakes_are_told_at_once(here):
+    for name in ("a", "b"):
+        (here / name).write_text("old")
+    with pytest.raises(ConfigError) as raised:
+        asked("a", "--extra", "b", "--count", "many", "--overwrit")
+    assert [problem.split(" (see")[0][:40] for problem in raised.value.problems] == [
+        "unrecognized arguments: --overwrit; did you"[:40],
+        "argument --count: invalid int value: 'many'"[:40],
+        "TARGET a: is there already; remove it or"[:40],
+        "--extra b: is there already; remove it or"[:40],
+    ]
+
+
+@pytest.mark.parametrize("folder", [".", "..", "holder"])
+def test_a_folder_that_holds_more_is_not_replaced(here, folder):
+    (here / "holder").mkdir()
+    (here / "holder/in").write_text("x")
+    with pytest.raises(ConfigError, match="--overwrite would remove"):
+        parse_args(Asked, "", ["holder/in", folder, "--overwrite"])
+
+
+def test_of_a_job_the_first_process_looks(here, monkeypatch):
+    (here / "o").write_text("written by the first process meanwhile")
+    monkeypatch.setenv("RANK_ID", "1")
+    asked("o")
+
+
+def test_the_old_one_goes_when_the_new_one_is_complete(here):
+    (here / "o").mkdir()
+    (here / "o/old").write_text("old")
+    config = asked("o", "--overwrite")
+    with replacing(config):
+        assert not (here / "o").exists()  # whoever makes it finds its place free
+        (here / "o").write_text("new")
+    assert (here / "o").read_text() == "new"
+    assert sorted(os.listdir(here)) == ["in", "o"]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("error", [ConfigError("full"), KeyboardInterrupt(), OSError("no space")])
+def test_after_an_error_the_old_one_is_back(here, begins, error):
+    (here / "o").mkdir()
+    (here / "o/old").write_text("old")
+    with pytest.raises(type(error)), replacing(asked("o", "--overwrite")):  # noqa: PT012 (the block is what fails)
+        if begins:
+            (here / "o").mkdir()
+            (here / "o/half").write_text("half")
+        raise error
+    assert (here / "o/old").read_text() == "old" and sorted(os.listdir(here / "o")) == ["old"]
+    assert sorted(os.listdir(here)) == ["in", "o"]
+
+
+def test_after_a_kill_the_old_one_is_put_back_first(here):
+    (here / ".o.replaced").write_text("old")  # what such a call leaves
+    with pytest.raises(ConfigError, match="again"), replacing(asked("o", "--overwrite")):
+        raise ConfigError("again")
+    assert (here / "o").read_text() == "old"
+
+
+def kinds():
+    """Configurations of all verbs' command lines."""
+    for verb in VERBS:
+        module = importlib.import_module(f"sporeloom.verbs.{verb.replace('-', '_')}")
+        for value in vars(module).values():
+            if isinstance(value, type) and dataclasses.is_dataclass(value):
+                yield value
+
+
+def test_every_path_that_a_verb_writes_is_under_the_rule():
+    """Fields whose help says that something is written are outputs, and every verb that has one has --overwrite."""
+    written = {}
+    for kind in kinds():
+        for field in dataclasses.fields(kind):
+            hint = str(get_type_hints(kind)[field.name])
+            says = field.metadata.get("help", "").lower()
+            names = field.name in (
+                "out",
+                "output",
+                "html",
+                "save_result",
+                "logits_out",
+                "config_out",
+                "report",
+                "removed",
+            )
+            if ("Path" in hint) and (names or " to write" in says):
+                written[kind.__name__, field.name] = OUTPUT in field.metadata and issubclass(kind, Overwrite)
+    assert len(written) >= 15
+    assert [where for where, is_ruled in written.items() if not is_ruled] == []
+    assert "overwrite" in {field.name for field in dataclasses.fields(TrainingConfig)}
+
+
+def test_the_fields_of_a_verb_keep_their_help():
+    field = next(field for field in dataclasses.fields(Asked) if field.name == "target")
+    assert isinstance(field.metadata, types.MappingProxyType) and field.metadata["help"] == "to write"

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators and networks as users write them, sharded by `sporeloom.partition` on four processes, forward and backward."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import call
+
+WORKER = "tests/parity/spmd_networks.py"
+SOURCE = Path(__file__).with_name("spmd_functions.py").read_text()
+NAMES = [name for name in re.findall(r"^def (\w+)\(x\)", SOURCE, re.MULTILINE) if name != "images"]
+GROUPS = [NAMES[i : i + 16] for i in range(0, len(NAMES), 16)]
+SCHEMES = ["rows", "rows and columns", "columns over all"]
+OF_NETWORKS = ["rows", "rows, parameters by row", "rows over all, parameters too"]
+NETWORKS = ("mlp", "gated", "mixture", "cnn", "bag", "gru", "lstm", "encoder", "images")
+CLOSE = 5e-6
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("names", GROUPS, ids=lambda names: f"{names[0]} to {names[-1]}")
+def test_functions_train_as_on_one_device(names):
+    for told in call(WORKER, "compare", names, SCHEMES, processes=4, fresh=True, timeout=580):
+        for scheme in SCHEMES:
+            worst, _ = told[scheme]
+            assert max(worst.values()) < CLOSE, (scheme, worst)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_train_as_on_one_device(name):
+    for told in call(WORKER, "compare", [name], OF_NETWORKS, processes=4, fresh=True):
+        for scheme in OF_NETWORKS:
+            worst, _ = told[scheme]
+            assert worst[name] < CLOSE, (scheme, worst)

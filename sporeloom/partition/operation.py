@@ -137,3 +137,16 @@ def computed_unsharded(op: Operation) -> Plan:
 
 
 Handler = Callable[[Operation], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What a rule says of an operator."""
+
+    inputs: tuple[Layout, ...]
+    """One layout for each tensor that has dims, in order."""
+    outputs: tuple[Layout, ...] | None = None
+    local: bool = False
+    """Each rank runs the operator on its own parts as it stands."""
+    source: str = ""
+    """file:line"""

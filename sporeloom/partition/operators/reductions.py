@@ -96,6 +96,13 @@ def picked_along_dim(op: Operation, index: int = 1) -> Plan:
     return Plan(op.as_they_are({0: layout}), tuple(output for _ in op.types))
 
 
+def largest_of_last_dim(op: Operation) -> Plan:
+    """`TopK`: values and places along the last dim, which is gathered."""
+    x = op.tensor(0)
+    layout = ValueLayout((*x.dims[:-1], ()))
+    return Plan(op.as_they_are({0: layout}), (layout, layout))
+
+
 def squares_summed(op: Operation) -> Plan:
     """One number of all elements: the sum over every sharded dim is pending."""
     x = op.tensor(0)
@@ -111,5 +118,8 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("ReduceProd", "ProdExt"), partial(extreme_over, reduction="prod")),
     **dict.fromkeys(("ReduceAll", "ReduceAny"), any_or_all),
     **dict.fromkeys(("CumSum", "CumsumExt", "CumProd", "Cummax", "Cummin"), along_dim),
+    **dict.fromkeys(("Argmax", "Argmin", "ArgMaxExt", "ArgMinExt"), picked_along_dim),
+    **dict.fromkeys(("ArgMaxWithValue", "ArgMinWithValue"), picked_along_dim),
+    "TopK": largest_of_last_dim,
     "L2Loss": squares_summed,
 }

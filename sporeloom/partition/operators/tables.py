@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -24,15 +25,15 @@ def gather(op: Operation) -> Plan:
     dim = int(op.constant(2)) % len(table.shape)
     if batch_dims:
         return _batched_gather(op, dim, batch_dims)
-    rows = table.dims[dim]
-    other = _without(table.dims, frozenset(rows))
-    used = frozenset(axis for i, axes in enumerate(other) for axis in axes if i != dim)
     in_indices = {axis for axes in indices.dims for axis in axes}
-    if rows and dim == 0 and not in_indices & set(rows) and op.output.dtype.startswith(("float", "bfloat")):
+    rows = tuple(itertools.takewhile(lambda axis: axis not in in_indices, table.dims[dim]))
+    used = frozenset(axis for i, axes in enumerate(table.dims) for axis in axes if i != dim)
+    if rows and dim == 0 and op.output.dtype.startswith(("float", "bfloat")):
         wanted = _without(indices.dims, used)
         output = ValueLayout((*wanted, *table.dims[1:]), frozenset(rows))
         lookup = partial(_own_rows, op, rows, output)
-        return Plan(op.as_they_are({0: ValueLayout(table.dims), 1: ValueLayout(wanted)}), (output,), rewrite=lookup)
+        held = ValueLayout((rows, *table.dims[1:]))
+        return Plan(op.as_they_are({0: held, 1: ValueLayout(wanted)}), (output,), rewrite=lookup)
     dims = tuple(() if i == dim else axes for i, axes in enumerate(table.dims))
     wanted = _without(indices.dims, frozenset(axis for axes in dims for axis in axes))
     output = ValueLayout((*dims[:dim], *wanted, *dims[dim + 1 :]))
@@ -68,6 +69,16 @@ def segment_sum(op: Operation) -> Plan:
     return Plan(op.as_they_are(wanted), (ValueLayout(((), *columns), over | x.partial),))
 
 
+def scatter_along_dim(op: Operation) -> Plan:
+    """`TensorScatterElements(x, indices, updates)` along one dim, which is whole: the others are sharded alike."""
+    x, indices = op.tensor(0), op.tensor(1)
+    along = int(op.attributes["axis"]) % len(x.shape)
+    same = [i != along and size == indices.shape[i] for i, size in enumerate(x.shape)]
+    dims = tuple(axes if alike else () for alike, axes in zip(same, x.dims, strict=True))
+    layout = ValueLayout(dims)
+    return Plan(op.as_they_are(dict.fromkeys(range(3), layout)), (layout,))
+
+
 def one_hot(op: Operation) -> Plan:
     """Rows follow their indices; each rank makes all of the new dim."""
     indices = op.tensor(0)
@@ -77,4 +88,9 @@ def one_hot(op: Operation) -> Plan:
     return Plan(op.as_they_are({0: ValueLayout(indices.dims)}), (ValueLayout(dims),))
 
 
-HANDLERS: dict[str, Handler] = {"Gather": gather, "UnsortedSegmentSum": segment_sum, "OneHot": one_hot}
+HANDLERS: dict[str, Handler] = {
+    "Gather": gather,
+    "UnsortedSegmentSum": segment_sum,
+    "OneHot": one_hot,
+    "TensorScatterElements": scatter_along_dim,
+}

@@ -16,6 +16,7 @@ from sporeloom.partition.redistribute import redistribution
 
 GRIDS = [{"dp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 3}, {"dp": 2, "cp": 2, "tp": 2}]
 CASES = 100
+ATTRIBUTES = {"TensorScatterElements": {"axis": 1}}
 
 
 def is_tensor(value):
@@ -58,6 +59,12 @@ class Ranks:
         if kind == "AllReduce":
             held = communicated("all_reduce", self.held[inputs[0]], attributes["axes"], self.grid, op=attributes["op"])
             return (self.keep(held),)
+        if kind == "SliceOfRank":
+            return (
+                self.keep(
+                    communicated("slice", self.held[inputs[0]], attributes["axes"], self.grid, attributes["dim"])
+                ),
+            )
         results = []
         for rank in range(self.grid.size):
             result = COMPUTE[kind](*(self.values(name, rank) for name in inputs))
@@ -90,7 +97,7 @@ def check(kind, arguments, grid, random):
             o, held = operand(value)
             operands.append(o)
             given.append(held)
-    op = Operation(kind, tuple(operands), types, {}, grid)
+    op = Operation(kind, tuple(operands), types, ATTRIBUTES.get(kind, {}), grid)
     found = plan(op)
     assert found is not None
     ranks = Ranks(grid)

@@ -9,6 +9,7 @@ from ranks import communicated, shard
 from sporeloom.partition.graph import Graph, Node, RankOffset, TensorType
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout, fitted
+from sporeloom.partition.operation import Pin
 from sporeloom.partition.propagate import COLLECTIVE_OF, PartitionError, shard_graph
 
 STEP_OF = {kind: step for step, kind in COLLECTIVE_OF.items()}
@@ -178,15 +179,53 @@ def test_what_a_handler_communicates_is_reported_like_what_a_layout_costs():
 
 def test_a_pinned_operator_gets_the_layouts_that_its_rule_says():
     b, *outputs = mlp_step(np.random.default_rng(1))
-    pinned = {"up.matmul": [(("dp", "tp"), ()), ((), ())]}
+    pinned = {"up.matmul": Pin(((("dp", "tp"), ()), ((), ())))}
     sharded = check(b, outputs, GRID, {}, {"x": (("dp",), ())}, pinned)
     assert sharded.layouts["x"] == ValueLayout((("dp", "tp"), ()))
+
+
+def test_a_pinned_operator_gives_the_layout_that_its_rule_says():
+    b, *outputs = mlp_step(np.random.default_rng(1))
+    pinned = {"up.matmul": Pin(((("dp",), ()), ((), ())), ((("dp", "tp"), ()),))}
+    sharded = check(b, outputs, GRID, {}, {"x": (("dp",), ())}, pinned)
+    (name,) = [node.outputs[0] for node in b.graph.nodes if node.path == "up.matmul"]
+    assert sharded.layouts[name] == ValueLayout((("dp", "tp"), ()))
+
+
+def test_a_rule_that_speaks_of_other_dims_than_an_operator_has_is_refused_with_its_line():
+    b, *_ = mlp_step(np.random.default_rng(1))
+    pinned = {"up.matmul": Pin(((("dp",), (), ()), ((), ())), source="rules.yaml:7")}
+    with pytest.raises(PartitionError, match=r"rules\.yaml:7: up\.matmul, MatMul: input 1 has shape .* has 3 dims"):
+        shard_graph(b.graph, GRID, {}, {}, pinned)
+
+
+def test_a_local_operator_is_run_by_each_rank_on_its_own_part():
+    b = Builder()
+    x = b.tensor("x", np.arange(8.0))
+    b.node("Mystery", x, path="cache.pick")
+    last = b.graph.nodes[-1].outputs[0]
+    pinned = {"cache.pick": Pin(((("dp",),),), ((("dp",),),), local=True, source="rules.yaml:9")}
+    b.graph.outputs.append(last)
+    sharded = shard_graph(b.graph, GRID, {}, {}, pinned)
+    assert sharded.layouts[last] == ValueLayout((("dp",),)) and not sharded.unsharded
+    pinned["cache.pick"] = Pin(((("dp",),),), local=True, source="rules.yaml:9")
+    with pytest.raises(PartitionError, match=r"rules\.yaml:9: cache\.pick"):
+        shard_graph(b.graph, GRID, {}, {}, pinned)
+
+
+def test_what_an_input_was_before_it_was_sharded_is_not_gathered_again():
+    b = Builder()
+    x = b.tensor("x", np.arange(48.0).reshape(12, 4))
+    part = b.node("StridedSlice", x, (6, 0), (12, 4), (1, 1))
+    sharded = check(b, [part], GRID, {}, {x: (("dp",), ())})
+    assert [c.consumer for c in sharded.communications] == ["an output of the graph"]
+    assert sharded.layouts[part] == ValueLayout((("dp",), ()))
 
 
 def test_a_rule_for_an_operator_leaves_the_parameter_that_is_written_where_it_is():
     b, *_, dw1, _, _ = mlp_step(np.random.default_rng(1))
     new = b.node("Assign", "w1", b.node("Sub", "w1", b.node("Muls", dw1, 0.1)), side_effect_mem=True)
-    pinned = {"up.matmul": [(("dp",), ()), ((), ())]}
+    pinned = {"up.matmul": Pin(((("dp",), ()), ((), ())))}
     sharded = check(b, [new], GRID, {"w1": (("tp",), ())}, {"x": (("dp",), ())}, pinned)
     (written,) = [node for node in sharded.graph.nodes if node.kind == "Assign"]
     assert written.inputs[0] == "w1"

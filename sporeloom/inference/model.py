@@ -53,14 +53,7 @@ def build_model(
     `caches`: rows and slots of KV caches to attach. `int8`: matrices as int8 (see `quantize`). `weights_of`: such a model
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
     that tokens choose from (see `ranks_of_several`).
-
-    Raises:
-        ConfigError: the strategy's engine shards no caches.
     """
-    if strategy.is_spmd and caches:
-        raise ConfigError(
-            f"{strategy.at('engine')}: spmd shards no caches yet, which this needs to sample texts; write mindspore"
-        )
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
         if int8:

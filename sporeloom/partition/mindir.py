@@ -320,7 +320,8 @@ class _Writer:
         if node.origin is not None:
             self.graph.node.add().CopyFrom(node.origin)
         elif isinstance(node.value, RankOffset):
-            self.written_as(node, self.number(self.grid.index(self.rank, node.value.axes) * node.value.stride))
+            offset, type = self.grid.index(self.rank, node.value.axes) * node.value.stride, node.types[0]
+            self.written_as(node, self.number(offset) if type is None else self.tensor(offset, type))
         elif isinstance(node.value, tuple):
             self.written_as(node, self.numbers(node.value))
         elif node.types[0] is not None:

@@ -59,6 +59,7 @@ class Emitter(Protocol):
 
 
 Rewrite = Callable[[Emitter, Sequence[Input]], Sequence[Name]]
+Remake = Callable[[Emitter, Sequence[Input], ValueLayout], Name | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +71,14 @@ class Plan:
         outputs: layouts of what comes out of it then; None where it is not a tensor.
         constants: input -> what it is instead: a shape, say, that becomes a rank's own.
         rewrite: emits other nodes in place of the operator. Gets the names of the inputs in their layouts.
+        remake: emits what makes the output in another layout at once, for less than moving it there costs; None: it cannot.
     """
 
     inputs: tuple[ValueLayout | tuple[ValueLayout | None, ...] | None, ...]
     outputs: tuple[ValueLayout | None, ...]
     constants: Mapping[int, Any] = field(default_factory=dict)
     rewrite: Rewrite | None = None
+    remake: Remake | None = None
 
 
 @dataclass(frozen=True, slots=True)

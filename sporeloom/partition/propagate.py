@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from sporeloom.partition.graph import Graph, Input, Name, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.partition.layout import ValueLayout, fitted, replicated
+from sporeloom.partition.hints import wanted_by_updates
+from sporeloom.partition.layout import NONE, ValueLayout, fitted, replicated
 from sporeloom.partition.operation import Operand, Operands, Operation, Pin, Plan, computed_unsharded, whole
 from sporeloom.partition.operators import plan as plan_of
 from sporeloom.partition.redistribute import Step, redistribution
@@ -78,6 +80,7 @@ class _Value:
     is_parameter: bool = False
     copies: dict[ValueLayout, Name] = field(default_factory=dict)
     """The value in all layouts in which ranks have it."""
+    remake: Callable[[ValueLayout], Name | None] | None = None
 
 
 def shard_graph(
@@ -111,6 +114,7 @@ class _Walk:
         pinned: Mapping[str, Pin],
     ):
         self.source, self.grid, self.pinned = graph, grid, pinned
+        self.wanted = wanted_by_updates(graph, parameters)
         self.values: dict[Name, _Value] = {}
         self.result = ShardedGraph(Graph({}, dict(graph.inputs), [], []), {})
         self.consumer = ""
@@ -155,11 +159,27 @@ class _Walk:
         else:
             op = self.operation(node)
             plan = self.as_pinned(node) or plan_of(op)
+            if plan is not None and self.reduce_as_wanted(node, plan):
+                op = self.operation(node)
+                plan = self.as_pinned(node) or plan_of(op)
             if plan is None:
                 plan = self.unsharded(node, op)
                 if any(o.layout and not o.layout.is_replicated for o in _flat(op.operands)):
                     self.result.unsharded[node.kind] += 1
             self.compute(node, plan)
+
+    def reduce_as_wanted(self, node: Node, plan: Plan) -> bool:
+        """Add up what the node wants added up, where each rank will need a part of it alone: so that it gets no more."""
+        found = False
+        for name, wanted in zip(node.inputs, plan.inputs, strict=True):
+            if not isinstance(name, str) or not isinstance(wanted, ValueLayout) or name not in self.wanted:
+                continue
+            value, dims = self.values[name], self.wanted[name]
+            due = NONE if value.layout is None else value.layout.partial - wanted.partial
+            if value.type is not None and due & {axis for dim in dims for axis in dim}:
+                self.lay_out(name, ValueLayout(fitted(dims, value.type.shape, self.grid)))
+                found = True
+        return found
 
     # What a node is given
 
@@ -262,6 +282,8 @@ class _Walk:
                 node.outputs, node.types, plan.outputs, plan.rewrite(self, inputs), strict=True
             ):
                 self.values[name] = _Value(type, layout, written)
+        if plan.remake:
+            self.values[node.outputs[0]].remake = partial(plan.remake, self, inputs)
         pin = self.pinned.get(node.path)
         for name, type, dims in zip(node.outputs, node.types, (pin and pin.outputs) or (), strict=False):
             if type is not None and len(type.shape) == len(dims):
@@ -374,11 +396,17 @@ class _Walk:
         value = self.values[name]
         if value.type is None or value.layout is None or wanted is None or value.layout == wanted:
             return value.name
+        if wanted not in value.copies and value.remake and (made := value.remake(wanted)):
+            value.copies[wanted] = made
         if wanted not in value.copies:
             source, steps = self.nearest(value, wanted)
             for step in steps:
                 source = self.step(source, value.type, step)
             value.copies[wanted] = source
+            if wanted.partial < value.layout.partial:  # nobody is to add it up again
+                copies = {**value.copies, value.layout: value.name}
+                self.values[name] = replace(value, layout=wanted, name=source, copies=copies)
+                return source
         return value.copies[wanted]
 
     def lay_out(self, name: Name, wanted: ValueLayout) -> None:

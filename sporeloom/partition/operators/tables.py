@@ -66,7 +66,29 @@ def segment_sum(op: Operation) -> Plan:
     columns = _without(x.dims[num_row_dims:], frozenset(axis for dim in rows for axis in dim))
     wanted = {0: ValueLayout((*rows, *columns), x.partial), 1: ValueLayout(rows)}
     over = frozenset(axis for dim in rows for axis in dim)
-    return Plan(op.as_they_are(wanted), (ValueLayout(((), *columns), over | x.partial),))
+    output = ValueLayout(((), *columns), over | x.partial)
+    return Plan(op.as_they_are(wanted), (output,), remake=partial(_own_segments, op, wanted[1], output))
+
+
+def _own_segments(
+    op: Operation, of_ids: ValueLayout, made: ValueLayout, emit: Emitter, inputs: Sequence[Input], wanted: ValueLayout
+) -> Name | None:
+    """The sums of a rank's own segments alone: ids count from its first one, and others become negative: dropped."""
+    own = wanted.dims[0]
+    if not own or (wanted.dims[1:], wanted.partial) != (made.dims[1:], made.partial):
+        return None
+    count, ids = op.output.shape[0], op.tensor(1).type
+    assert ids is not None
+    local, number = TensorType(of_ids.local_shape(ids.shape, op.grid), ids.dtype), TensorType((), ids.dtype)
+    length = count // op.grid.degree(own)
+    (from_own,) = emit.node("Sub", [inputs[1], emit.constant(RankOffset(own, length), number)], [local])
+    (away,) = emit.node(
+        "FloorDiv", [from_own, emit.constant(length, number)], [local]
+    )  # 0: it is one of the rank's own
+    (far,) = emit.node("Mul", [*emit.node("Abs", [away], [local]), emit.constant(count, number)], [local])
+    (mine,) = emit.node("Sub", [from_own, far], [local])
+    result = TensorType(wanted.local_shape(op.output.shape, op.grid), op.output.dtype)
+    return emit.node(op.kind, [inputs[0], mine, emit.constant(length)], [result])[0]
 
 
 def scatter_along_dim(op: Operation) -> Plan:
@@ -85,7 +107,25 @@ def one_hot(op: Operation) -> Plan:
     axis = op.constant(4) if len(op.operands) > 4 else op.attributes.get("axis", -1)
     position = int(axis) % len(op.output.shape)
     dims = (*indices.dims[:position], (), *indices.dims[position:])
-    return Plan(op.as_they_are({0: ValueLayout(indices.dims)}), (ValueLayout(dims),))
+    remake = partial(_own_columns, op, position, ValueLayout(dims)) if len(op.operands) > 4 else None
+    return Plan(op.as_they_are({0: ValueLayout(indices.dims)}), (ValueLayout(dims),), remake=remake)
+
+
+def _own_columns(
+    op: Operation, position: int, made: ValueLayout, emit: Emitter, inputs: Sequence[Input], wanted: ValueLayout
+) -> Name | None:
+    """A rank's own part of the new dim alone: no index beyond it is hot."""
+    own = wanted.dims[position]
+    if not own or wanted.dims != (*made.dims[:position], own, *made.dims[position + 1 :]):
+        return None
+    indices = op.tensor(0)
+    assert indices.type is not None and indices.layout is not None
+    local = TensorType(indices.layout.reduced().local_shape(indices.shape, op.grid), indices.type.dtype)
+    length = op.output.shape[position] // op.grid.degree(own)
+    offset = emit.constant(RankOffset(own, length), TensorType((), indices.type.dtype))
+    (from_own,) = emit.node("Sub", [inputs[0], offset], [local])
+    result = TensorType(wanted.local_shape(op.output.shape, op.grid), op.output.dtype)
+    return emit.node(op.kind, [from_own, emit.constant(length), *inputs[2:]], [result])[0]
 
 
 HANDLERS: dict[str, Handler] = {

@@ -45,8 +45,9 @@ def softmax_backward(dy, y, dim):
 
 
 def segment_sum(x, ids, count):
+    """Negative ids are of no segment."""
     result = np.zeros((count, *x.shape[ids.ndim :]), x.dtype)
-    np.add.at(result, ids.reshape(-1), x.reshape(-1, *x.shape[ids.ndim :]))
+    np.add.at(result, ids[ids >= 0], x[ids >= 0])
     return result
 
 
@@ -109,6 +110,8 @@ COMPUTE = {
     "Square": np.square,
     "Tanh": np.tanh,
     "Maximum": np.maximum,
+    "Abs": np.abs,
+    "FloorDiv": np.floor_divide,
     "LessEqual": np.less_equal,
     "Select": np.where,
     "TanhGrad": lambda y, dy: dy * (1 - y * y),

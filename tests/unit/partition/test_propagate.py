@@ -146,6 +146,38 @@ def test_megatrons_scheme_costs_one_sum_a_pass_and_one_a_gradient():
     assert kinds.count(("AllReduce", ("dp",))) == 3  # two gradients, which the norm wants, and the loss
 
 
+def clipped_step():
+    """A step that scales its gradients by their norm, then updates the weights."""
+    b, _, dw1, dw2, norm = mlp_step(np.random.default_rng(1))
+    new = [
+        b.node("Assign", w, b.node("Sub", w, b.node("Mul", g, norm)), side_effect_mem=True)
+        for w, g in (("w1", dw1), ("w2", dw2))
+    ]
+    return b, norm, new
+
+
+def sent(sharded):
+    return sorted(
+        (c.kind, c.axes, c.elements) for c in sharded.communications if c.consumer != "an output of the graph"
+    )
+
+
+def test_a_gradient_that_a_norm_and_an_update_use_is_added_up_once():
+    b, norm, new = clipped_step()
+    sharded = check(b, [norm, *new], GRID, {}, {"x": (("dp",), ())})
+    # 12 x 4 and 6 x 12 elements, 2 x (2 - 1) / 2 of them; the norm is of whole gradients.
+    assert sent(sharded) == [("AllReduce", ("dp",), 48), ("AllReduce", ("dp",), 72)]
+
+
+def test_of_a_parameter_that_replicas_share_out_a_rank_gets_its_part_of_the_gradient_alone():
+    b, norm, new = clipped_step()
+    zero = {"w1": (("dp",), ()), "w2": (("dp",), ())}
+    sharded = check(b, [norm, *new], GRID, zero, {"x": (("dp",), ())})
+    gathers = [("AllGather", ("dp",), 24), ("AllGather", ("dp",), 36)]  # weights, for the products
+    scatters = [("ReduceScatter", ("dp",), 24), ("ReduceScatter", ("dp",), 36)]
+    assert sent(sharded) == [*gathers, ("AllReduce", ("dp",), 1), *scatters]
+
+
 def test_a_gradient_of_a_product_with_itself_over_the_batch_is_right():
     """x^T x of a sharded batch, cubed: what MindSpore's pass adjust_all_reduce_mul_add gets wrong."""
     random = np.random.default_rng(2)

@@ -59,3 +59,11 @@ def test_a_dry_run_says_so(write, more):
     path = write("s.yaml", strategy_text(of({"dp": 2, "tp": 2}), "decoder"))
     outcome = in_process("tools/dry_run.py", *more, "--model", "pangu", "--size", "tiny", "--strategy", path)
     assert outcome.code == 2 and "engine: dry runs and certificates read" in outcome.output
+
+
+def test_a_task_that_samples_texts_says_so(write, tmp_path):
+    path = write("s.yaml", strategy_text(of({"dp": 2, "tp": 2}), "decoder"))
+    data = write("data.jsonl", '{"prompt": "a", "completion": "b"}\n')
+    flags = ("--from-checkpoint", tmp_path, "--output-dir", tmp_path / "out")
+    outcome = in_process("tools/grpo.py", "--data", data, "--strategy", path, *flags)
+    assert outcome.code == 2 and "engine: spmd shards no caches yet" in outcome.output, outcome.output

@@ -6,14 +6,15 @@ No parallel mode of MindSpore is involved, nor a virtual device: the same graph 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from sporeloom.errors import ConfigError
 from sporeloom.lines import first_line
@@ -142,6 +143,27 @@ def compile_for_one_device(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -
             remove_dump(0)
             raise ConfigError(f"MindSpore cannot compile the network: {first_line(error)}") from None
         return mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
+
+
+@contextlib.contextmanager
+def whole_again(parameters: Iterable[Parameter], shapes: Mapping[str, Shape]) -> Iterator[None]:
+    """Within it parameters that an earlier graph has left as a rank's parts have their whole shapes: those of one device.
+    Their values are put back afterwards.
+
+    Args:
+        shapes: whole ones, by name.
+    """
+    parts = []
+    for parameter in parameters:
+        if parameter.sliced and tuple(parameter.shape) != (whole := shapes[parameter.name]):
+            parts.append((parameter, part := parameter.asnumpy().copy()))
+            nothing = np.zeros(whole, part.dtype)  # takes no memory until somebody writes it
+            parameter.set_data(Tensor.from_numpy(nothing), slice_shape=True)
+    try:
+        yield
+    finally:
+        for parameter, part in parts:
+            parameter.set_data(Tensor(part, dtype=parameter.dtype), slice_shape=True)
 
 
 def partition_for_rank(

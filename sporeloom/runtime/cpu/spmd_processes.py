@@ -15,7 +15,7 @@ from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.kept_graphs import kept_model
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.cpu.processes import CpuProcesses
-from sporeloom.runtime.cpu.spmd import compile_for_one_device, decide, partition_for_rank
+from sporeloom.runtime.cpu.spmd import compile_for_one_device, decide, partition_for_rank, whole_again
 from sporeloom.runtime.cpu.transport import Collectives
 from sporeloom.strategy.layout import Shape
 
@@ -29,11 +29,14 @@ class SpmdProcesses(CpuProcesses):
         super().__init__(*given)
         self.sharded: list[ShardedGraph] = []
         """Of each program, in their order."""
+        self._shapes: dict[str, Shape] = {}
+        """Whole shapes of the parameters of all programs."""
 
     def _checked(
         self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], trainable: Collection[str]
     ) -> PartitionedGraph:
         model = self._one_devices_graph(cell, described)
+        self._shapes |= {p.name.rpartition(":")[2]: tuple(p.dims) for p in model.graph.parameter}
         graph, sharded = partition_for_rank(model, decide(cell, self.strategy.mesh), self.rank)
         self.sharded.append(sharded)
         return graph
@@ -46,7 +49,8 @@ class SpmdProcesses(CpuProcesses):
         """
         problems, model = Problems(), None
         if self.rank == 0:
-            model = problems.of(self._compiled_or_kept, cell, described)
+            with whole_again(cell.get_parameters(), self._shapes):
+                model = problems.of(self._compiled_or_kept, cell, described)
         self.agree(problems)
         group = Collectives(self.transport, range(self.strategy.mesh.size), "graph of one device")
         written = b"" if model is None else model.SerializeToString()

@@ -19,6 +19,7 @@ from sporeloom.parallel.parallelize import parallelize
 from sporeloom.parallel.report import DERIVED, ParameterReport
 from sporeloom.parallel.sharding import Operator, Use, operators, parameter_uses
 from sporeloom.planner.task import PLAIN_TEXT
+from sporeloom.strategy.checks import dry_run_problems
 from sporeloom.strategy.config import Rule, Strategy
 from sporeloom.strategy.layout import show
 
@@ -30,8 +31,10 @@ def explain(family: str, model: ModelConfig, strategy: Strategy, name: str) -> s
     """Where the layout of `name` comes from: a parameter's name or an operator's path, or the end of one.
 
     Raises:
-        ConfigError: there is no such parameter or operator.
+        ConfigError: there is no such parameter or operator, or the strategy's engine tells nothing of it.
     """
+    if problems := dry_run_problems(strategy):
+        raise ConfigError(problems)
     with no_init_parameters():
         net = family_module(family, "model").ModelWithLoss(model)
     found = operators(net)

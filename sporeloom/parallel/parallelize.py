@@ -18,10 +18,11 @@ from sporeloom.parallel.sharding import (
     LARGE_OPERATORS,
     UNKNOWN_OPERATORS,
     Operator,
-    apply_rules,
     operators,
     parameter_uses,
     parts_of_heads,
+    rules_of,
+    shard_as_told,
     unmatched_rules,
     with_parts_of_axes,
 )
@@ -51,7 +52,11 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
     strategy = dataclasses.replace(strategy, rules=dataclasses.replace(strategy.rules, operators=rules))
     layers = _matching(net, strategy.rules.layers)
     _check(net, strategy, found, layers, whole)
-    owners = apply_rules(found, strategy.rules.operators, strategy.mesh)
+    owners = rules_of(found, strategy.rules.operators)
+    if not strategy.is_spmd:
+        for operator in found:
+            if operator.path in owners:
+                shard_as_told(operator.primitive, owners[operator.path], strategy.mesh)
     recomputed = [layers[i] for i in recomputed_layers(len(layers), strategy)]
     cells = dict(net.cells_and_names())
     if strategy.recompute and strategy.recompute.kind == "selective":
@@ -82,6 +87,8 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         stage_of_loss=strategy.stage_of_loss,
         recomputed=recomputed,
         tied=tied,
+        is_spmd=strategy.is_spmd,
+        owners=owners,
     )
     return net.parallel_report
 
@@ -112,6 +119,8 @@ def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
 
     Our own models are compiled once for all microbatches, in two thirds of the time; a user's network as it stands.
     """
+    if strategy.is_spmd:
+        return net  # microbatches are a step's own business there, and copies are for devices
     repeats = strategy.mesh.size > 1 and strategy.num_microbatches(accumulate) > 1
     if repeats and not isinstance(net, ShardBatch):
         keep_as_function(net)
@@ -142,8 +151,8 @@ def _matching(net: nn.Cell, patterns: Sequence[str]) -> list[str]:
 def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: Sequence[str], whole: bool) -> None:
     problems = [
         *_rule_problems(net, strategy, found, whole),
-        *_operator_problems(strategy, found),
-        *_lookup_problems(found, strategy.rules.operators, strategy.mesh),
+        *([] if strategy.is_spmd else _operator_problems(strategy, found)),
+        *([] if strategy.is_spmd else _lookup_problems(found, strategy.rules.operators, strategy.mesh)),
         *_mesh_problems(strategy, layers),
     ]
     if problems:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sporeloom.strategy.config import Rule
 from sporeloom.strategy.layout import Layout, Shape, local_shape, show
 from sporeloom.strategy.mesh import Mesh
 
@@ -56,11 +57,23 @@ class Report:
     """Parameters that several stages of a pipeline hold. Training updates them where they belong, and sends them with each
     step; the others' own are of no use until `Engine.refresh`."""
 
+    is_spmd: bool = False
+    """Whether the graph is compiled for one device and sharded afterwards: then nothing in it may hang on the mesh."""
+    owners: dict[str, Rule] = field(default_factory=dict, repr=False)
+    """Path of an operator -> its rule."""
+
+    @property
+    def compiled_mesh(self) -> Mesh:
+        """The devices that the compiler is told of."""
+        return Mesh() if self.is_spmd else self.mesh
+
     def norm_shares(self, names: Sequence[str], rank: int) -> tuple[float, ...]:
         """How much of each gradient's square sum `rank` adds to the global norm, so that every entry counts once.
 
         A tied parameter is held by several stages, but its whole gradient by the stage that owns it.
         """
+        if self.is_spmd:
+            return (1.0,) * len(names)
         stage = self.mesh.coordinate(rank, "pp")
         reports = [self.of(name) for name in names]
         return tuple(p.num_parts / self.mesh.stage_size if p.stage == stage else 0.0 for p in reports)
@@ -84,7 +97,8 @@ class Report:
         return {p.name: p for p in self.parameters}
 
     def to_dict(self) -> dict[str, object]:
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(dataclasses.replace(self, owners={}))
+        del values["owners"]
         for parameter in values["parameters"]:
             parameter["layout"] = show(parameter["layout"])
         return values

@@ -84,15 +84,13 @@ def operators(net: nn.Cell) -> list[Operator]:
     ]
 
 
-def apply_rules(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) -> dict[str, Rule]:
-    """Shard each operator by the last rule that matches it. Returns operator path -> rule."""
+def rules_of(found: Sequence[Operator], rules: Sequence[Rule]) -> dict[str, Rule]:
+    """Operator path -> the last rule that matches it."""
     owners: dict[str, Rule] = {}
     for operator in found:
         for rule in rules:
             if path_matches(rule.pattern, operator.path):
                 owners[operator.path] = rule
-        if operator.path in owners:
-            _shard(operator.primitive, owners[operator.path], mesh)
     return owners
 
 
@@ -122,7 +120,8 @@ def with_parts_of_axes(rules: Sequence[Rule], kv: Dim, group: Dim, mesh: Mesh) -
     )
 
 
-def _shard(primitive: Primitive, rule: Rule, mesh: Mesh) -> None:
+def shard_as_told(primitive: Primitive, rule: Rule, mesh: Mesh) -> None:
+    """Tell MindSpore the layouts that a rule says."""
     if rule.local:
         primitive.add_prim_attr("self_define_shard", True)
     shard(primitive, rule.inputs, mesh, rule.outputs, by_name=rule.local)

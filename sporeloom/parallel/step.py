@@ -101,11 +101,12 @@ class TrainStep(nn.Cell):
         self.max_norm = Tensor(max_grad_norm or 0.0, mstype.float32)
         self.map = ops.HyperMap()
         self.sqrt, self.add_n, self.maximum = ops.Sqrt(), ops.AddN(), ops.Maximum()
-        on_one_device = report.mesh.size == 1
+        mesh = report.compiled_mesh
+        on_one_device = mesh.size == 1
         self.num_parts = accumulate if on_one_device else 1
         # The last stage is asked for the loss; where another has it all are told.
-        self.tells_loss, self.of_stage = report.stage_of_loss != report.mesh.pp - 1, 1.0 / report.mesh.stage_size
-        self.buffered = report.mesh.pp > 1 or (accumulate > 1 and not on_one_device)
+        self.tells_loss, self.of_stage = report.stage_of_loss != mesh.pp - 1, 1.0 / mesh.stage_size
+        self.buffered = mesh.pp > 1 or (accumulate > 1 and not on_one_device)
         self.optimizer_parallel = report.optimizer_parallel
         if self.buffered:  # MindSpore's parallel passes add microbatches up in these, found by their name
             self.accumulated = self.trained.clone(prefix="accu_grads", init="zeros")
@@ -120,7 +121,7 @@ class TrainStep(nn.Cell):
         objectives = [entry for entry in counting if hasattr(entry[1], "metrics")]
         counting = objectives[:1] or counting  # the outermost; it leaves out what routers add
         counters = [cell.attach_counter(f"counter.{i}") for i, (_, cell) in enumerate(counting)]
-        mesh = self.report.mesh
+        mesh = self.report.compiled_mesh
         layers = [layer for stage in self.report.layers_of_stages for layer in stage]
         mine = self.report.layers_of_stages[mesh.coordinate(rank, "pp")] if mesh.pp > 1 else []
         is_last = mesh.coordinate(rank, "pp") == self.report.stage_of_loss

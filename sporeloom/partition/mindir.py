@@ -339,7 +339,8 @@ class _Writer:
         if node.origin is not None:
             self.graph.node.add().CopyFrom(node.origin)
         elif isinstance(node.value, RankOffset):
-            self.written_as(node, self.number(self.grid.index(self.rank, node.value.axes) * node.value.stride))
+            offset, type = self.grid.index(self.rank, node.value.axes) * node.value.stride, node.types[0]
+            self.written_as(node, self.number(offset) if type is None else self.tensor(offset, type))
         elif isinstance(node.value, IsFirst) and node.types[0] is not None:
             self.written_as(node, self.tensor(float(not self.grid.index(self.rank, node.value.axes)), node.types[0]))
         elif isinstance(node.value, tuple):

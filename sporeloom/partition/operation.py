@@ -63,6 +63,7 @@ class Emitter(Protocol):
 
 
 Rewrite = Callable[[Emitter, Sequence[Input]], Sequence[Name]]
+Remake = Callable[[Emitter, Sequence[Input], ValueLayout], Name | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Plan:
         constants: input -> what it is instead: a shape, say, that becomes a rank's own.
         attributes: of the primitive, that are others on a rank: a number of channels, say.
         rewrite: emits other nodes in place of the operator. Gets the names of the inputs in their layouts.
+        remake: emits what makes the output in another layout at once, for less than moving it there costs; None: it cannot.
     """
 
     inputs: tuple[ValueLayout | tuple[ValueLayout | None, ...] | None, ...]
@@ -82,6 +84,7 @@ class Plan:
     constants: Mapping[int, Any] = field(default_factory=dict)
     attributes: Mapping[str, int] = field(default_factory=dict)
     rewrite: Rewrite | None = None
+    remake: Remake | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +146,16 @@ def computed_unsharded(op: Operation) -> Plan:
 
 
 Handler = Callable[[Operation], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What a rule says of an operator."""
+
+    inputs: tuple[Layout, ...]
+    """One layout for each tensor that has dims, in order."""
+    outputs: tuple[Layout, ...] | None = None
+    local: bool = False
+    """Each rank runs the operator on its own parts as it stands."""
+    source: str = ""
+    """file:line"""

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from sporeloom.partition.decompositions import DECOMPOSITIONS
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.partition.layout import ValueLayout, fitted, replicated
-from sporeloom.partition.operation import Operand, Operands, Operation, Plan, computed_unsharded
+from sporeloom.partition.hints import wanted_by_updates
+from sporeloom.partition.layout import NONE, ValueLayout, fitted, replicated
+from sporeloom.partition.operation import Operand, Operands, Operation, Pin, Plan, computed_unsharded, whole
 from sporeloom.partition.operators import plan as plan_of
 from sporeloom.partition.redistribute import Step, redistribution
-from sporeloom.strategy.layout import Dim, Layout, Shape
+from sporeloom.strategy.layout import Dim, Layout, Shape, show
 
 STRUCTURE = ("UpdateState", "MakeTuple", "TupleGetItem", "Return")
 """Nodes that order or pack others: what they get is passed on as it is."""
@@ -79,6 +81,9 @@ class _Value:
     constant: Any = None
     is_constant: bool = False
     is_parameter: bool = False
+    copies: dict[ValueLayout, Name] = field(default_factory=dict)
+    """The value in all layouts in which ranks have it."""
+    remake: Callable[[ValueLayout], Name | None] | None = None
 
 
 def shard_graph(
@@ -86,17 +91,17 @@ def shard_graph(
     grid: DeviceGrid,
     parameters: Mapping[Name, Layout],
     inputs: Mapping[Name, Layout],
-    pinned: Mapping[str, Sequence[Layout]] | None = None,
+    pinned: Mapping[str, Pin] | None = None,
 ) -> ShardedGraph:
     """Shard `graph` over `grid`.
 
     Args:
         parameters: dims of those that are sharded; the others are replicated.
         inputs: dims by which what every rank is given whole is sharded at once.
-        pinned: path of an operator -> dims of its inputs, whatever they are otherwise.
+        pinned: path of an operator -> how its inputs lie, whatever they do otherwise.
 
     Raises:
-        PartitionError: an operator writes a sharded parameter in a way that is not known.
+        PartitionError: an operator writes a sharded parameter in a way that is not known, or a pin does not fit its operator.
     """
     walk = _Walk(graph, grid, parameters, inputs, pinned or {})
     return walk.run()
@@ -109,11 +114,11 @@ class _Walk:
         grid: DeviceGrid,
         parameters: Mapping[Name, Layout],
         inputs: Mapping[Name, Layout],
-        pinned: Mapping[str, Sequence[Layout]],
+        pinned: Mapping[str, Pin],
     ):
         self.source, self.grid, self.pinned = graph, grid, pinned
+        self.wanted = wanted_by_updates(graph, parameters)
         self.values: dict[Name, _Value] = {}
-        self.moved: dict[Name, dict[ValueLayout, Name]] = {}
         self.result = ShardedGraph(Graph({}, dict(graph.inputs), [], []), {})
         self.consumer = ""
         self.rewritten = Node("", (), (), ())
@@ -125,9 +130,7 @@ class _Walk:
         for name, type in graph.inputs.items():
             self.values[name] = _Value(type, replicated(len(type.shape)), name)
             dims = fitted(inputs.get(name, ((),) * len(type.shape)), type.shape, grid)
-            sharded = ValueLayout(dims)
-            self.values[name] = _Value(type, sharded, self.laid_out(name, sharded))
-            self.moved.clear()
+            self.lay_out(name, ValueLayout(dims))
 
     def run(self) -> ShardedGraph:
         for node in self.source.nodes:
@@ -155,13 +158,38 @@ class _Walk:
         elif node.attributes.get("side_effect_hidden"):
             drawn = self.drawn(node, tuple(node.flat_inputs()))
             self.values |= {output: self.values[name] for output, name in zip(node.outputs, drawn, strict=True)}
-        elif node.attributes.get("side_effect_mem") and (plan := self.updating(node)):
+        elif node.attributes.get("side_effect_mem") and (plan := self.as_pinned(node) or self.updating(node)):
             self.compute(node, plan)
-            self.moved.pop(next(node.flat_inputs()), None)  # copies of what was there before
-        elif plan := plan_of(op := self.operation(node)):
+            for name in node.flat_inputs():
+                if self.values[name].is_parameter:
+                    self.values[name].copies.clear()  # of what was there before
+        else:
+            self.compute_sharded(node)
+
+    def compute_sharded(self, node: Node) -> None:
+        """As a rule or its handler says, or for want of both on every rank."""
+        op = self.operation(node)
+        plan = self.as_pinned(node) or plan_of(op)
+        if plan is not None and self.reduce_as_wanted(node, plan):
+            op = self.operation(node)
+            plan = self.as_pinned(node) or plan_of(op)
+        if plan is not None:
             self.compute(node, plan)
         else:
             self.compute_unsharded(node, op)
+
+    def reduce_as_wanted(self, node: Node, plan: Plan) -> bool:
+        """Add up what the node wants added up, where each rank will need a part of it alone: so that it gets no more."""
+        found = False
+        for name, wanted in zip(node.inputs, plan.inputs, strict=True):
+            if not isinstance(name, str) or not isinstance(wanted, ValueLayout) or name not in self.wanted:
+                continue
+            value, dims = self.values[name], self.wanted[name]
+            due = NONE if value.layout is None else value.layout.partial - wanted.partial
+            if value.type is not None and due & {axis for dim in dims for axis in dim}:
+                self.lay_out(name, ValueLayout(fitted(dims, value.type.shape, self.grid)))
+                found = True
+        return found
 
     # What a node is given
 
@@ -170,20 +198,75 @@ class _Walk:
         return Operand(value.type, value.layout, value.constant, value.is_constant, value.is_parameter)
 
     def operation(self, node: Node) -> Operation:
-        if node.path in self.pinned:
-            self.pin(node)
+        own = self.pin(node) if node.path in self.pinned else {}
         operands: list[Operands] = [
-            self.operand(each) if isinstance(each, str) else tuple(map(self.operand, each)) for each in node.inputs
+            own.get(each) or self.operand(each) if isinstance(each, str) else tuple(map(self.operand, each))
+            for each in node.inputs
         ]
         return Operation(node.kind, tuple(operands), node.types, node.attributes, self.grid)
 
-    def pin(self, node: Node) -> None:
-        """Lay the inputs out as a rule says; for all later users, too. Not parameters: who writes one wants itself."""
-        for name, dims in zip(node.flat_inputs(), self.pinned[node.path], strict=False):
+    def pinned_inputs(self, node: Node) -> dict[Name, Layout]:
+        """Dims of the inputs that have any, as a rule says them.
+
+        Raises:
+            PartitionError: it speaks of other inputs.
+        """
+        pin = self.pinned[node.path]
+        types = {name: self.values[name].type for name in node.flat_inputs()}
+        tensors = [name for name in node.flat_inputs() if (type := types[name]) is not None and type.shape]
+        layouts = [layout for layout in pin.inputs if layout]
+        if node.kind == "OneHot" and layouts:  # rules say how what it gives lies, as MindSpore wants them
+            layouts[0] = layouts[0][:-1]
+        for name, layout in zip(tensors, layouts, strict=False):
+            type = types[name]
+            if type is not None and len(layout) != len(type.shape):
+                raise PartitionError(
+                    f"{pin.source}: {node.path}, {node.kind}: input {tensors.index(name) + 1} has shape {type.shape}, but "
+                    f"its layout {show(layout)} has {len(layout)} dims"
+                )
+        return dict(zip(tensors, layouts, strict=False))
+
+    def pin(self, node: Node) -> dict[Name, Operand]:
+        """Lay the inputs out as a rule says; for all later users, too. Not parameters, which those who write them want as
+        they are: this operator alone takes them so. Returns what it takes of these."""
+        own = {}
+        for name, dims in self.pinned_inputs(node).items():
             value = self.values[name]
-            if value.type is not None and value.layout is not None and not (value.is_constant or value.is_parameter):
-                target = ValueLayout(fitted(dims, value.type.shape, self.grid))
-                self.values[name] = _Value(value.type, target, self.laid_out(name, target))
+            assert value.type is not None
+            target = ValueLayout(fitted(dims, value.type.shape, self.grid))
+            if value.is_parameter:
+                own[name] = replace(self.operand(name), layout=target)
+            elif value.layout is not None and not value.is_constant:
+                self.lay_out(name, target)
+        return own
+
+    def as_pinned(self, node: Node) -> Plan | None:
+        """For an operator that each rank runs on its own parts as it stands: they lie as the rule says.
+
+        Raises:
+            PartitionError: they cannot.
+        """
+        pin = self.pinned.get(node.path)
+        if pin is None or not pin.local:
+            return None
+        wanted = self.pinned_inputs(node)
+        said = (*(pin.outputs or ()), *(None for _ in node.types))
+        outputs = [None if type is None else layout for type, layout in zip(node.types, said, strict=False)]
+        op = self.operation(node)
+        inputs = tuple(
+            ValueLayout(wanted[name]) if isinstance(name, str) and name in wanted else whole(operand)
+            for name, operand in zip(node.inputs, op.operands, strict=True)
+        )
+        shapes = [
+            *((self.values[name].type, dims) for name, dims in wanted.items()),
+            *zip(node.types, outputs, strict=True),
+        ]
+        for type, dims in shapes:
+            if type is not None and (dims is None or fitted(dims, type.shape, self.grid) != dims):
+                raise PartitionError(
+                    f"{pin.source}: {node.path}: shape {type.shape} cannot be sharded by {show(dims or ())}"
+                )
+        return Plan(inputs, tuple(None if dims is None else ValueLayout(dims) for dims in outputs))
 
     def as_it_is(self, given: Input) -> Input:
         return self.values[given].name if isinstance(given, str) else tuple(self.values[name].name for name in given)
@@ -204,12 +287,18 @@ class _Walk:
                 inputs.append(tuple(self.laid_out(n, w) for n, w in zip(given, wanted, strict=True)))
         if plan.rewrite is None:
             self.copy(node, inputs, plan.outputs, plan.attributes)
-            return
-        self.rewritten = node
-        for name, type, layout, written in zip(
-            node.outputs, node.types, plan.outputs, plan.rewrite(self, inputs), strict=True
-        ):
-            self.values[name] = _Value(type, layout, written)
+        else:
+            self.rewritten = node
+            for name, type, layout, written in zip(
+                node.outputs, node.types, plan.outputs, plan.rewrite(self, inputs), strict=True
+            ):
+                self.values[name] = _Value(type, layout, written)
+        if plan.remake:
+            self.values[node.outputs[0]].remake = partial(plan.remake, self, inputs)
+        pin = self.pinned.get(node.path)
+        for name, type, dims in zip(node.outputs, node.types, (pin and pin.outputs) or (), strict=False):
+            if type is not None and len(type.shape) == len(dims):
+                self.lay_out(name, ValueLayout(fitted(dims, type.shape, self.grid)))
 
     def copy(
         self,
@@ -260,8 +349,7 @@ class _Walk:
         for name, type in zip(node.outputs, node.types, strict=True):
             alike = next((o.layout for o in sharded if type and o.shape == type.shape and o.layout), None)
             if type and alike:
-                target = alike.reduced()
-                self.values[name] = _Value(type, target, self.laid_out(name, target))
+                self.lay_out(name, alike.reduced())
 
     def partly_summed(self, node: Node, names: Sequence[Name]) -> Name:
         name = self.fresh("sum")
@@ -352,13 +440,46 @@ class _Walk:
         value = self.values[name]
         if value.type is None or value.layout is None or wanted is None or value.layout == wanted:
             return value.name
-        copies = self.moved.setdefault(value.name, {})
-        if wanted not in copies:
-            written = value.name
-            for step in redistribution(value.layout, wanted, self.grid):
-                written = self.step(written, value.type, step)
-            copies[wanted] = written
-        return copies[wanted]
+        if wanted not in value.copies and value.remake and (made := value.remake(wanted)):
+            value.copies[wanted] = made
+        if wanted not in value.copies:
+            source, steps = self.nearest(value, wanted)
+            for step in steps:
+                source = self.step(source, value.type, step)
+            value.copies[wanted] = source
+            if wanted.partial < value.layout.partial:  # nobody is to add it up again
+                copies = {**value.copies, value.layout: value.name}
+                self.values[name] = replace(value, layout=wanted, name=source, copies=copies)
+                return source
+        return value.copies[wanted]
+
+    def lay_out(self, name: Name, wanted: ValueLayout) -> None:
+        """Let a value lie so for all who come."""
+        written, value = self.laid_out(name, wanted), self.values[name]
+        if value.layout is not None and value.layout != wanted:
+            copies = {value.layout: value.name, **value.copies}
+            self.values[name] = replace(value, layout=wanted, name=written, copies=copies)
+
+    def nearest(self, value: _Value, wanted: ValueLayout) -> tuple[Name, list[Step]]:
+        """Of the layouts in which the ranks have a value that from which they send least, and the steps from there."""
+        assert value.layout is not None and value.type is not None
+        found = [(value.name, redistribution(value.layout, wanted, self.grid))]
+        found += [
+            (name, redistribution(layout, wanted, self.grid))
+            for layout, name in value.copies.items()
+            if wanted.partial <= layout.partial
+        ]
+        num_elements = value.type.num_elements
+
+        def sent(steps: list[Step]) -> int:
+            """Elements that a rank sends."""
+            return sum(
+                int(SENT[kind](num_elements // self.grid.degree(step.layout.axes), self.grid.degree(step.axes)))
+                for step in steps
+                if (kind := COLLECTIVE_OF[step.kind]) in SENT
+            )
+
+        return min(found, key=lambda each: sent(each[1]))
 
     def step(self, name: Name, type: TensorType, step: Step) -> Name:
         kind = COLLECTIVE_OF[step.kind]

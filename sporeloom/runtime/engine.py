@@ -17,6 +17,7 @@ from sporeloom.errors import ConfigError
 from sporeloom.parallel.report import ParameterReport, Report
 from sporeloom.runtime.backend import Backend
 from sporeloom.runtime.cpu.processes import CpuProcesses
+from sporeloom.runtime.cpu.spmd_processes import SpmdProcesses
 from sporeloom.runtime.cpu.target import pin_cpu
 from sporeloom.runtime.environment import launched_processes
 from sporeloom.runtime.native import Devices
@@ -45,8 +46,11 @@ class Engine:
             raise ConfigError(problems)
         target = str(ms.get_context("device_target"))  # what MindSpore finds: Ascend, GPU, or else CPU
         ms.set_context(mode=ms.GRAPH_MODE)
+        if strategy.engine == "spmd" and target != "CPU":
+            raise ConfigError(f"{strategy.at('engine')}: spmd is for CPU processes; leave it out on {target} devices")
         if strategy.mesh.size > 1:
-            return cls(strategy, target, CpuProcesses.join(strategy) if target == "CPU" else Devices.join(strategy))
+            processes = SpmdProcesses if strategy.is_spmd else CpuProcesses
+            return cls(strategy, target, processes.join(strategy) if target == "CPU" else Devices.join(strategy))
         if target == "CPU":
             if strategy.offload:
                 raise ConfigError(f"{strategy.at('offload')}: one CPU device has one memory; leave it out")

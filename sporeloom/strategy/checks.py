@@ -104,6 +104,8 @@ def _option_problems(strategy: Strategy) -> list[str]:
         problems += _reshard_problems(strategy)
     if "context_parallel" in strategy.lines and mesh.cp == 1:
         problems.append(f"{strategy.at('context_parallel')} has no effect at mesh.cp = 1; remove it or raise mesh.cp")
+    if strategy.engine == "spmd" and mesh.pp > 1:
+        problems.append(f"{strategy.at('engine')}: spmd shards no pipelines yet; write mindspore, or leave out mesh.pp")
     if strategy.sequence_parallel and mesh.tp == 1:
         problems.append(f"{strategy.at('sequence_parallel')} has no effect at mesh.tp = 1; remove it or raise mesh.tp")
     return problems
@@ -264,12 +266,26 @@ def adapter_problems(strategy: Strategy) -> list[str]:
     return [f"{at}: it is not built for adapters (LoRA): {why}; leave it out"] if strategy.gathers_twice else []
 
 
+def dry_run_problems(strategy: Strategy) -> list[str]:
+    """What dry runs and certificates, which read MindSpore's own partition, do not know."""
+    if not strategy.is_spmd:
+        return []
+    return [
+        f"{strategy.at('engine')}: dry runs and certificates read what MindSpore partitions, not yet what spmd does; write "
+        "mindspore, or leave it out"
+    ]
+
+
 def check_own_network(strategy: Strategy) -> None:
     """What only our own models take.
 
     Raises:
         ConfigError: the strategy has it.
     """
+    if strategy.is_spmd:
+        raise ConfigError(
+            f"{strategy.at('engine')}: spmd shards the models of this package alone yet; write mindspore, or leave it out"
+        )
     if strategy.stage_of_loss < strategy.mesh.pp - 1:
         raise ConfigError(
             f"{strategy.at('pipeline.schedule')}: {strategy.pipeline.schedule} leaves the loss with the first stage, where a "

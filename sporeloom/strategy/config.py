@@ -12,6 +12,7 @@ from sporeloom.strategy.mesh import Mesh
 
 ContextMethod = Literal["gather", "ulysses"]
 Schedule = Literal["1f1b", "gpipe", "seqpipe", "zero_bubble_v"]
+Partitioner = Literal["mindspore", "spmd"]
 
 
 def stage_of_part(part: int, num_stages: int, schedule: Schedule) -> int:
@@ -152,10 +153,19 @@ class Strategy:
     micro_batch_interleave: Depth = 1
     """Copies that each microbatch (without a pipeline: the batch) is split into, so that devices can compute one while
     another communicates; the same arithmetic. MindSpore orders their collectives where `mesh.pp` is 1."""
+    engine: Partitioner = "mindspore"
+    """Who shards training steps for CPU processes: `mindspore`, whose compiler does so for every rank anew, or `spmd`, which
+    compiles the step of one device once for all and shards that (`sporeloom.partition`). The latter not yet in a pipeline,
+    in dry runs and certificates, where texts are sampled, and for networks of your own; inference is MindSpore's."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
     lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})
     """Line of each key, for messages."""
+
+    @property
+    def is_spmd(self) -> bool:
+        """Whether the graph of one device is compiled, and sharded afterwards."""
+        return self.engine == "spmd" and self.mesh.size > 1
 
     @property
     def optimizer_on_host(self) -> bool:

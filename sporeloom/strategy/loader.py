@@ -33,7 +33,8 @@ def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
 
     `for_inference` leaves out what only training needs, sequence and context parallel, recompute and optimizer parallel: one
     token a step leaves no sequence to shard, and weights sharded over the replicas would be gathered for every token. The
-    ranks of cp are further replicas then. Virtual stages are left out, too: a token would go around once for each.
+    ranks of cp are further replicas then. Virtual stages are left out, too: a token would go around once for each; and
+    `engine`, which is for training.
 
     Raises:
         ConfigError: all problems of the file and of its rules file.
@@ -78,6 +79,7 @@ def _strategy(document: Document, for_inference: bool = False) -> Strategy:
         mesh, pipeline = strategy.mesh.with_cp_as_replicas(), strategy.pipeline
         return dataclasses.replace(
             strategy,
+            engine="mindspore",
             mesh=mesh,
             pipeline=Pipeline(num_microbatches=pipeline.num_microbatches) if pipeline.virtual_stages > 1 else pipeline,
             sequence_parallel=False,

@@ -13,12 +13,12 @@ import parts
 from mindspore import Tensor, nn, ops
 from spmd_functions import COLUMNS, FUNCTIONS, ROWS
 
-from sporeloom.partition.mindir import UnreadableGraphError
-from sporeloom.partition.propagate import PartitionError
+from sporeloom.errors import ConfigError
+from sporeloom.partition.grid import DeviceGrid
 from sporeloom.runtime.cpu.executor import Program
 from sporeloom.runtime.cpu.partition import describe_inputs
 from sporeloom.runtime.cpu.processes import CpuProcesses
-from sporeloom.runtime.cpu.spmd import compile_for_one_device, device_grid, partition_for_rank
+from sporeloom.runtime.cpu.spmd import Decisions, compile_for_one_device, partition_for_rank
 from sporeloom.strategy.loader import strategy_of
 
 STEPS = 3
@@ -128,7 +128,7 @@ def compare(names, schemes):
     """Of this rank: {scheme: {name: how far it is off, relative where it is large}}, and kinds of operators that every rank
     computed whole; or why the graph is refused."""
     strategy = strategy_of({"mesh": {"dp": 2, "tp": 2}})
-    backend, grid = CpuProcesses.join(strategy), device_grid(strategy.mesh)
+    backend = CpuProcesses.join(strategy)
     ms.set_context(mode=ms.PYNATIVE_MODE)
     alone, inputs = trained(names)
     losses = np.array([alone(*inputs).asnumpy() for _ in range(STEPS)])
@@ -137,22 +137,23 @@ def compare(names, schemes):
     told = {}
     for scheme in schemes:
         try:
-            told[scheme] = compared(names, scheme, model, losses, alone, inputs, backend, grid)
-        except (PartitionError, UnreadableGraphError) as error:
+            told[scheme] = compared(names, scheme, model, losses, alone, inputs, backend)
+        except ConfigError as error:
             told[scheme] = str(error)
     backend.close()
     return told
 
 
-def compared(names, scheme, model, losses, alone, inputs, backend, grid):
+def compared(names, scheme, model, losses, alone, inputs, backend):
     of_inputs, of_parameters = SCHEMES[scheme]
+    grid = DeviceGrid({"dp": 2, "tp": 2})
     sharded = {
         p.name.rpartition(":")[2]: (of_parameters, *((),) * (len(p.dims) - 1))
         for p in model.graph.parameter
         if len(p.dims) > 1 and p.dims[0] % grid.degree(of_parameters) == 0
     }
     layouts = [of_inputs[: x.ndim] + ((),) * (x.ndim - 2) for x in inputs]
-    graph, made = partition_for_rank(model, grid, sharded, layouts, backend.rank)
+    graph, made = partition_for_rank(model, Decisions(grid, sharded, inputs=layouts), backend.rank)
     step, _ = trained(names)
     program = Program(graph, step, backend.transport, f"{names[0]}, {scheme}")
     found = np.array([program.run(inputs).asnumpy() for _ in range(STEPS)])

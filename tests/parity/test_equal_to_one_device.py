@@ -48,7 +48,9 @@ CASES = [
     "pangu_switch_tiny_dp4_ep2_zero+moe+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+sigma+shallow",  # texts of two domains
 ]
-LIKE_WITHOUT = ("accumulate", "copies", "flash", "gpipe", "seqpipe", "zero_bubble_v", "offload", "again")
+SPMD = [f"{case}+spmd" for case in CASES if "_pp" not in case]  # our own partitioner, which has no pipelines yet
+CASES += SPMD
+LIKE_WITHOUT = ("accumulate", "copies", "flash", "gpipe", "seqpipe", "zero_bubble_v", "offload", "again", "spmd")
 """Options of a mesh: one device is compared without them."""
 ACCUMULATED = "one_device+accumulate+shallow"
 
@@ -75,6 +77,7 @@ def results(tmp_path_factory):
         with np.load(out / f"{case}.{optimizer}.npz") as archive:
             return numbers, {name: archive[name] for name in archive.files}
 
+    load.folder = out
     return load
 
 
@@ -107,6 +110,13 @@ def test_weights_after_five_steps_of_sgd(results, case):
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("case", SPMD)
+def test_no_operator_is_computed_whole_by_all_ranks(results, case):
+    results(case, "SGD")
+    found = json.loads((results.folder / f"{case}.sharded.json").read_text())
+    assert not found["unsharded"]
 
 
 def test_accumulating_on_one_device_equals_the_whole_batch(results):

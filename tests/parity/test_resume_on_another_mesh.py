@@ -12,7 +12,10 @@ from conftest import CONFIGS, ROOT, call, fewer_microbatches, tool
 from sporeloom.checkpoint.manifest import FOLDER, read_manifest
 from sporeloom.checkpoint.sharded import CheckpointReader
 
-MESHES = ("one_device", "pangu_tiny_dp4", "pangu_tiny_dp2_tp2_zero", "pangu_tiny_tp2_pp2", "pangu_tiny_dp2_pp2")
+SHIPPED = ("one_device", "pangu_tiny_dp4", "pangu_tiny_dp2_tp2_zero", "pangu_tiny_tp2_pp2", "pangu_tiny_dp2_pp2")
+SPMD = "spmd"
+"""dp2_tp2_zero by our own partitioner."""
+MESHES = (*SHIPPED, SPMD)
 MODEL = {"num_layers": 2, "hidden_size": 64, "vocab_size": 512, "seq_len": 32, "dropout_rate": 0.1}
 WORKER = "tests/parity/resume_worker.py"
 
@@ -31,7 +34,9 @@ def out(tmp_path_factory):
     )
     assert outcome.code == 0, outcome.output
     shutil.copy(folder / "first" / "checkpoint" / "tokenizer.model", folder / "tokenizer.model")
-    strategies = [fewer_microbatches(CONFIGS / f"{mesh}.yaml", folder) for mesh in MESHES[1:]]
+    strategies = [fewer_microbatches(CONFIGS / f"{mesh}.yaml", folder) for mesh in SHIPPED[1:]]
+    (folder / f"{SPMD}.yaml").write_text(strategies[1].read_text() + "\nengine: spmd\n")
+    strategies.append(folder / f"{SPMD}.yaml")
     call(WORKER, "run", folder, ["save"], ["one_device"])
     call(WORKER, "run", folder, ["save", "resume"], [str(path) for path in strategies], processes=4, timeout=900)
     call(WORKER, "run", folder, ["resume"], ["one_device"])
@@ -94,7 +99,7 @@ def test_one_device_resumes_bit_for_bit(tmp_path):
 def test_resharded_to_every_mesh_and_back_every_hash_is_kept(out, tmp_path):
     start = out / "middle" / "pangu_tiny_dp2_tp2_zero"
     source = start
-    for mesh in (*MESHES, "pangu_tiny_dp2_tp2_zero"):
+    for mesh in (*SHIPPED, "pangu_tiny_dp2_tp2_zero"):
         how = ("--full",) if mesh == "one_device" else ("--strategy", CONFIGS / f"{mesh}.yaml")
         target = tmp_path / f"{mesh}_from_{source.name}"
         outcome = tool("tools/reshard_checkpoint.py", source, target, *how, "--verify")

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 
 import mindspore as ms
@@ -56,8 +57,8 @@ def train(path: str, options: list[str], out: str) -> None:
     """Five steps of each optimizer. Writes OUT.OPTIMIZER.json (losses, norms) and .npz (gradients or weights).
 
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
-    gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice), and shallow (2
-    layers, which compile in half the time).
+    gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice), spmd (our own
+    partitioner), and shallow (2 layers, which compile in half the time).
     A pipeline has as many microbatches as stages, for the same reason.
     """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
@@ -86,6 +87,8 @@ def train(path: str, options: list[str], out: str) -> None:
             optimizer_parallel=OptimizerParallel(shard_size=2, reshard_after_forward=True),
             recompute=Recompute(),
         )
+    if "spmd" in options and strategy.mesh.size > 1:
+        strategy = dataclasses.replace(strategy, engine="spmd")
     if "copies" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, micro_batch_interleave=2)
     accumulate, clip = 2 if "accumulate" in options else 1, 0.5 if "clip" in options else None
@@ -94,10 +97,14 @@ def train(path: str, options: list[str], out: str) -> None:
     else:
         engine, report = train_decoder(family, config, strategy, Path(out), BATCH, accumulate, clip)
     check_report(report, engine)
-    if "offload" in options and strategy.mesh.size > 1:
+    if "offload" in options and strategy.mesh.size > 1 and not strategy.is_spmd:
         kinds = {p.op_type for program in programs_of(engine) for p in program.graph.model.primitives}
         assert "MoveTo" in kinds
-    if config.attention == "flash":  # which one device computes plainly
+    if strategy.is_spmd and engine.is_log_rank:
+        (sharded,) = engine.backend.sharded
+        kinds = Counter(f"{c.kind} over {', '.join(c.axes)}" for c in sharded.communications)
+        Path(f"{out}.sharded.json").write_text(json.dumps({"unsharded": sharded.unsharded, "communications": kinds}))
+    if config.attention == "flash" and not strategy.is_spmd:  # which one device computes plainly
         for program in programs_of(engine):
             assert "FlashAttentionScoreGrad" in {p.op_type for p in program.graph.model.primitives}
     engine.close()

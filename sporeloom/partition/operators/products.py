@@ -42,6 +42,8 @@ def _product(op: Operation, x: Operand, w: Operand, transpose_x: bool, transpose
     keep = _kept(op, x, w)
     batch, used = _batch_dims(op, x, w, num_batch, keep)
     k = _without(_agreed(x.dims[x_k], w.dims[w_k]), used)
+    if not x.dims[x_k]:  # replicas that share out a weight have rows of their own: it is gathered
+        k = _without(k, frozenset(x.dims[x_m]))
     (k,) = op.fit([k], (x.shape[x_k],), used)
     used |= set(k)
     m = _without(x.dims[x_m], used)

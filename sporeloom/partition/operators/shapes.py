@@ -51,30 +51,47 @@ def groups_of_dims(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
 
 
 def reshape(op: Operation) -> Plan:
-    """Shards of the outermost dim of a run stay where they are, if they divide that of the other shape."""
+    """Shards that are contiguous in memory stay where they are, if they divide the dims of the other shape, too."""
     x, new = op.tensor(0), op.output.shape
     if 0 in x.shape or 0 in new:
         return Plan(op.as_they_are({}), (ValueLayout(((),) * len(new)),))
     source: list[Dim] = [()] * len(x.shape)
     target: list[Dim] = [()] * len(new)
     for olds, news in groups_of_dims(x.shape, new):
-        for old, at, axes in _followed(op, x, olds, news):
-            source[old], target[at] = axes, axes
+        axes = _contiguous(op, [(x.shape[dim], x.dims[dim]) for dim in olds])
+        axes = [axis for dim in _dealt(op, axes, [new[dim] for dim in news]) for axis in dim]
+        for dim, own in zip(olds, _dealt(op, axes, [x.shape[dim] for dim in olds]), strict=True):
+            source[dim] = own
+        for dim, own in zip(news, _dealt(op, axes, [new[dim] for dim in news]), strict=True):
+            target[dim] = own
     output = _same_pending(op, tuple(target))
     constants = {1: output.local_shape(new, op.grid)} if len(op.operands) > 1 else {}
     return Plan(op.as_they_are({0: _same_pending(op, tuple(source))}), (output,), constants)
 
 
-def _followed(op: Operation, x: Operand, olds: range, news: range) -> Iterator[tuple[int, int, Dim]]:
-    """Old dim, new dim and axes for what stays sharded of one run of dims: the first that is longer than 1."""
-    long_olds = [dim for dim in olds if x.shape[dim] > 1]
-    long_news = [dim for dim in news if op.output.shape[dim] > 1]
-    if not long_olds or not long_news:
-        return
-    old, new = long_olds[0], long_news[0]
-    (axes,) = op.fit([x.dims[old]], (x.shape[old],))
-    (axes,) = op.fit([axes], (op.output.shape[new],))
-    yield old, new, axes
+def _contiguous(op: Operation, dims: Sequence[tuple[int, Dim]]) -> list[str]:
+    """Axes that shard a run of dims, sizes and axes, so that each rank has one piece of it: those of a dim only if each entry
+    of the dims before it is another rank's."""
+    found: list[str] = []
+    for size, axes in dims:
+        found += axes
+        if op.grid.degree(axes) != size:
+            break
+    return found
+
+
+def _dealt(op: Operation, axes: Sequence[str], sizes: Sequence[int]) -> list[Dim]:
+    """The first of `axes`, as many as divide a run of dims, to these dims: to the next one where none of it is left."""
+    dims: list[Dim] = []
+    left = list(axes)
+    for size in sizes:
+        own: list[str] = []
+        while left and size % (op.grid.degree(own) * op.grid.degrees[left[0]]) == 0:
+            own.append(left.pop(0))
+        dims.append(tuple(own))
+        if op.grid.degree(own) != size:
+            left = []
+    return dims
 
 
 def broadcast(op: Operation, index: int = 1) -> Plan:
@@ -134,13 +151,30 @@ def split(op: Operation, index: int = 1) -> Plan:
 
 
 def strided_slice(op: Operation) -> Plan:
-    """Dims that are taken as they are stay sharded, with a rank's own length; the others are gathered."""
+    """Dims that are taken as they are stay sharded, with a rank's own length; the others are gathered, and what was taken of
+    them is sharded again: rows of a batch, say, that is whole on every rank before it is dealt out."""
     x, new = op.tensor(0), op.output.shape
     taken_whole = _taken_whole(op, x.shape, 1)
     if len(new) != len(x.shape) or taken_whole is None:
         return Plan(op.as_they_are({}), (ValueLayout(((),) * len(new)),))
     layout = _same_pending(op, _where(taken_whole, x.dims))
-    return Plan(op.as_they_are({0: layout}), (layout,), {2: _own_ends(op, 2, layout, x.shape)})
+    again = _same_pending(op, op.fit(x.dims, new, x.partial))
+    rewrite = None if again == layout else partial(_taken_and_sharded, op, layout, again)
+    return Plan(op.as_they_are({0: layout}), (again,), {2: _own_ends(op, 2, layout, x.shape)}, rewrite=rewrite)
+
+
+def _taken_and_sharded(
+    op: Operation, taken: ValueLayout, again: ValueLayout, emit: Emitter, inputs: Sequence[Input]
+) -> Sequence[Name]:
+    type = TensorType(taken.local_shape(op.output.shape, op.grid), op.output.dtype)
+    names = emit.operator(inputs, [type])
+    dims = list(taken.dims)
+    for dim, axes in enumerate(again.dims):
+        for run in op.grid.runs(axes[len(dims[dim]) :]):
+            dims[dim] += run
+            type = TensorType(ValueLayout(tuple(dims)).local_shape(op.output.shape, op.grid), type.dtype)
+            names = emit.node("SliceOfRank", names, [type], {"axes": run, "dim": dim})
+    return names
 
 
 def strided_slice_grad(op: Operation) -> Plan:

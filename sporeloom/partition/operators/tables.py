@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -24,15 +25,15 @@ def gather(op: Operation) -> Plan:
     dim = int(op.constant(2)) % len(table.shape)
     if batch_dims:
         return _batched_gather(op, dim, batch_dims)
-    rows = table.dims[dim]
-    other = _without(table.dims, frozenset(rows))
-    used = frozenset(axis for i, axes in enumerate(other) for axis in axes if i != dim)
     in_indices = {axis for axes in indices.dims for axis in axes}
-    if rows and dim == 0 and not in_indices & set(rows) and op.output.dtype.startswith(("float", "bfloat")):
+    rows = tuple(itertools.takewhile(lambda axis: axis not in in_indices, table.dims[dim]))
+    used = frozenset(axis for i, axes in enumerate(table.dims) for axis in axes if i != dim)
+    if rows and dim == 0 and op.output.dtype.startswith(("float", "bfloat")):
         wanted = _without(indices.dims, used)
         output = ValueLayout((*wanted, *table.dims[1:]), frozenset(rows))
         lookup = partial(_own_rows, op, rows, output)
-        return Plan(op.as_they_are({0: ValueLayout(table.dims), 1: ValueLayout(wanted)}), (output,), rewrite=lookup)
+        held = ValueLayout((rows, *table.dims[1:]))
+        return Plan(op.as_they_are({0: held, 1: ValueLayout(wanted)}), (output,), rewrite=lookup)
     dims = tuple(() if i == dim else axes for i, axes in enumerate(table.dims))
     wanted = _without(indices.dims, frozenset(axis for axes in dims for axis in axes))
     output = ValueLayout((*dims[:dim], *wanted, *dims[dim + 1 :]))
@@ -65,7 +66,39 @@ def segment_sum(op: Operation) -> Plan:
     columns = _without(x.dims[num_row_dims:], frozenset(axis for dim in rows for axis in dim))
     wanted = {0: ValueLayout((*rows, *columns), x.partial), 1: ValueLayout(rows)}
     over = frozenset(axis for dim in rows for axis in dim)
-    return Plan(op.as_they_are(wanted), (ValueLayout(((), *columns), over | x.partial),))
+    output = ValueLayout(((), *columns), over | x.partial)
+    return Plan(op.as_they_are(wanted), (output,), remake=partial(_own_segments, op, wanted[1], output))
+
+
+def _own_segments(
+    op: Operation, of_ids: ValueLayout, made: ValueLayout, emit: Emitter, inputs: Sequence[Input], wanted: ValueLayout
+) -> Name | None:
+    """The sums of a rank's own segments alone: ids count from its first one, and others become negative: dropped."""
+    own = wanted.dims[0]
+    if not own or (wanted.dims[1:], wanted.partial) != (made.dims[1:], made.partial):
+        return None
+    count, ids = op.output.shape[0], op.tensor(1).type
+    assert ids is not None
+    local, number = TensorType(of_ids.local_shape(ids.shape, op.grid), ids.dtype), TensorType((), ids.dtype)
+    length = count // op.grid.degree(own)
+    (from_own,) = emit.node("Sub", [inputs[1], emit.constant(RankOffset(own, length), number)], [local])
+    (away,) = emit.node(
+        "FloorDiv", [from_own, emit.constant(length, number)], [local]
+    )  # 0: it is one of the rank's own
+    (far,) = emit.node("Mul", [*emit.node("Abs", [away], [local]), emit.constant(count, number)], [local])
+    (mine,) = emit.node("Sub", [from_own, far], [local])
+    result = TensorType(wanted.local_shape(op.output.shape, op.grid), op.output.dtype)
+    return emit.node(op.kind, [inputs[0], mine, emit.constant(length)], [result])[0]
+
+
+def scatter_along_dim(op: Operation) -> Plan:
+    """`TensorScatterElements(x, indices, updates)` along one dim, which is whole: the others are sharded alike."""
+    x, indices = op.tensor(0), op.tensor(1)
+    along = int(op.attributes["axis"]) % len(x.shape)
+    same = [i != along and size == indices.shape[i] for i, size in enumerate(x.shape)]
+    dims = tuple(axes if alike else () for alike, axes in zip(same, x.dims, strict=True))
+    layout = ValueLayout(dims)
+    return Plan(op.as_they_are(dict.fromkeys(range(3), layout)), (layout,))
 
 
 def one_hot(op: Operation) -> Plan:
@@ -74,7 +107,30 @@ def one_hot(op: Operation) -> Plan:
     axis = op.constant(4) if len(op.operands) > 4 else op.attributes.get("axis", -1)
     position = int(axis) % len(op.output.shape)
     dims = (*indices.dims[:position], (), *indices.dims[position:])
-    return Plan(op.as_they_are({0: ValueLayout(indices.dims)}), (ValueLayout(dims),))
+    remake = partial(_own_columns, op, position, ValueLayout(dims)) if len(op.operands) > 4 else None
+    return Plan(op.as_they_are({0: ValueLayout(indices.dims)}), (ValueLayout(dims),), remake=remake)
 
 
-HANDLERS: dict[str, Handler] = {"Gather": gather, "UnsortedSegmentSum": segment_sum, "OneHot": one_hot}
+def _own_columns(
+    op: Operation, position: int, made: ValueLayout, emit: Emitter, inputs: Sequence[Input], wanted: ValueLayout
+) -> Name | None:
+    """A rank's own part of the new dim alone: no index beyond it is hot."""
+    own = wanted.dims[position]
+    if not own or wanted.dims != (*made.dims[:position], own, *made.dims[position + 1 :]):
+        return None
+    indices = op.tensor(0)
+    assert indices.type is not None and indices.layout is not None
+    local = TensorType(indices.layout.reduced().local_shape(indices.shape, op.grid), indices.type.dtype)
+    length = op.output.shape[position] // op.grid.degree(own)
+    offset = emit.constant(RankOffset(own, length), TensorType((), indices.type.dtype))
+    (from_own,) = emit.node("Sub", [inputs[0], offset], [local])
+    result = TensorType(wanted.local_shape(op.output.shape, op.grid), op.output.dtype)
+    return emit.node(op.kind, [from_own, emit.constant(length), *inputs[2:]], [result])[0]
+
+
+HANDLERS: dict[str, Handler] = {
+    "Gather": gather,
+    "UnsortedSegmentSum": segment_sum,
+    "OneHot": one_hot,
+    "TensorScatterElements": scatter_along_dim,
+}

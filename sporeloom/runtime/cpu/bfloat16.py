@@ -52,8 +52,10 @@ EXACT = frozenset(
             "Concat",
         ),
         *(
+            "Slice",
             "StridedSlice",
             "Gather",
+            "EmbeddingLookup",
             "Neg",
             "ZerosLike",
             "ZerosLikeExt",

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mindspore as ms
 
@@ -27,6 +27,8 @@ from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.layouts import ParameterLayout
 from sporeloom.strategy.config import Strategy
+
+Result = TypeVar("Result")
 
 SWITCH = "SPORELOOM_KEPT_GRAPHS"
 """Environment: 0 keeps and reads none; anything else is the folder."""
@@ -47,28 +49,50 @@ def kept_graph(key: Mapping[str, Any], make: Callable[[], PartitionedGraph]) -> 
 
     `key`: everything the graph depends on but the versions of MindSpore and of this package, which are added.
     """
+    start = time.perf_counter()
+
+    def read(header: Mapping[str, Any], model: mind_ir.ModelProto) -> PartitionedGraph:
+        layouts = {
+            name: ParameterLayout(**{key: _tuples(value) for key, value in layout.items()})
+            for name, layout in header["layouts"].items()
+        }
+        return PartitionedGraph(model, layouts, header["groups"], header["rank"], time.perf_counter() - start)
+
+    def header_of(graph: PartitionedGraph) -> dict[str, Any]:
+        layouts = {name: asdict(layout) for name, layout in graph.layouts.items()}
+        return {"rank": graph.rank, "groups": graph.groups, "layouts": layouts}
+
+    return _kept(key, make, read, lambda graph: (header_of(graph), graph.model))
+
+
+def kept_model(key: Mapping[str, Any], make: Callable[[], mind_ir.ModelProto]) -> mind_ir.ModelProto:
+    """The graph of one device of this key, likewise: of all ranks, meshes and strategies the same."""
+    return _kept(key, make, lambda _, model: model, lambda model: ({}, model))
+
+
+def _kept(
+    key: Mapping[str, Any],
+    make: Callable[[], Result],
+    read: Callable[[Mapping[str, Any], mind_ir.ModelProto], Result],
+    write: Callable[[Result], tuple[Mapping[str, Any], mind_ir.ModelProto]],
+) -> Result:
+    """`read` makes the result of a file's header and model, `write` these of the result."""
     if os.environ.get(SWITCH) == "0":
         return make()
     text = json.dumps({**key, "mindspore": ms.__version__, "sources": sources_hash()}, sort_keys=True, default=str)
     path = folder() / (hashlib.sha256(text.encode()).hexdigest() + SUFFIX)
-    start = time.perf_counter()
-    if (graph := _read(path, start)) is not None:
-        return graph
-    graph = make()
-    header = {
-        "key": text,
-        "rank": graph.rank,
-        "groups": graph.groups,
-        "layouts": {name: asdict(layout) for name, layout in graph.layouts.items()},
-    }
-    body = json.dumps(header).encode() + b"\n" + graph.model.SerializeToString()
+    if (found := _read(path, read)) is not None:
+        return found
+    result = make()
+    header, model = write(result)
+    body = json.dumps({"key": text, **header}).encode() + b"\n" + model.SerializeToString()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(path, lambda partial: _write(partial, body))
         _remove_oldest()
     except OSError as error:
         milestone(f"the compiled graph is not kept: {error.filename or path}: {error.strerror}")
-    return graph
+    return result
 
 
 def strategy_key(strategy: Strategy) -> str:
@@ -101,7 +125,7 @@ def _write(path: Path, body: bytes) -> None:
     path.write_bytes(FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
 
 
-def _read(path: Path, start: float) -> PartitionedGraph | None:
+def _read(path: Path, read: Callable[[Mapping[str, Any], mind_ir.ModelProto], Result]) -> Result | None:
     try:
         content = read_private(path)
         os.utime(path)
@@ -114,13 +138,7 @@ def _read(path: Path, start: float) -> PartitionedGraph | None:
         name, digest, header, model = content.split(b"\n", 3)
         if name + b"\n" != FORMAT or hashlib.sha256(header + b"\n" + model).hexdigest().encode() != digest:
             raise ValueError("its content is not what was written")
-        values = json.loads(header)
-        layouts = {
-            name: ParameterLayout(**{key: _tuples(value) for key, value in layout.items()})
-            for name, layout in values["layouts"].items()
-        }
-        proto = mind_ir.ModelProto.FromString(model)
-        return PartitionedGraph(proto, layouts, values["groups"], values["rank"], time.perf_counter() - start)
+        return read(json.loads(header), mind_ir.ModelProto.FromString(model))
     except (ValueError, KeyError, TypeError) as error:
         milestone(f"dropped the kept graph {path}: {first_line(error)}")
         path.unlink(missing_ok=True)

@@ -97,7 +97,7 @@ def partition(
         try:
             phase, _ = cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            _remove_dump(rank)
+            remove_dump(rank)
             raise ConfigError(_cannot_partition(error, strategy)) from None  # MindSpore's traceback is one of C++
         raw_layouts = executor.get_parameter_layout(phase)
         model = mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
@@ -124,7 +124,7 @@ def _cannot_partition(error: Exception, strategy: Strategy) -> str:
     return f"{message}; at {frames[-1][0]}:{frames[-1][1]}, {code}" + (f": it {DECIDES_BY_DATA}" if decides else "")
 
 
-def _remove_dump(rank: int) -> None:
+def remove_dump(rank: int) -> None:
     """Of a graph that failed, which MindSpore leaves in whatever folder the process is in."""
     folder = Path(f"rank_{rank}/om")
     (folder / "analyze_fail.ir").unlink(missing_ok=True)

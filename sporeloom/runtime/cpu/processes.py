@@ -38,6 +38,8 @@ class CpuProcesses(Backend):
     """One of the CPU processes of a job; a job of one, too, computes by Programs."""
 
     partitions = True
+    compiles_for_all = False
+    """Whether the graph of one device serves all ranks, and MindSpore is never told of several devices."""
 
     def __init__(self, strategy: Strategy, rank: int, transport: Transport):
         super().__init__(strategy, rank)
@@ -58,7 +60,7 @@ class CpuProcesses(Backend):
         end_with_msrun()
         pin_cpu()
         size = strategy.mesh.size
-        if compiled_size() not in (None, size):
+        if not cls.compiles_for_all and compiled_size() not in (None, size):
             raise ConfigError(
                 f"{strategy.at('mesh')}: this process has compiled for {compiled_size()} devices before, and MindSpore "
                 f"keeps that number; run what needs {size} in new processes"

@@ -6,23 +6,30 @@ No parallel mode of MindSpore is involved, nor a virtual device: the same graph 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
+from sporeloom.errors import ConfigError
+from sporeloom.lines import first_line
+from sporeloom.parallel.report import Report
 from sporeloom.parallel.sharding import operators
+from sporeloom.partition.graph import Graph
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout
-from sporeloom.partition.mindir import read_graph, write_rank
-from sporeloom.partition.propagate import ShardedGraph, shard_graph
+from sporeloom.partition.mindir import UnreadableGraphError, read_graph, write_rank
+from sporeloom.partition.operation import Pin
+from sporeloom.partition.parted import PartedAxes, UndividedAxisError, sharded_further
+from sporeloom.partition.propagate import PartitionError, ShardedGraph, shard_graph
 from sporeloom.private_names import cell_graph_executor, mind_ir
 from sporeloom.runtime.compiler import faster_compilation
-from sporeloom.runtime.cpu.partition import PartitionedGraph
+from sporeloom.runtime.cpu.partition import PartitionedGraph, remove_dump
 from sporeloom.runtime.layouts import Slices
 from sporeloom.strategy.layout import Layout, Shape
 from sporeloom.strategy.mesh import Mesh
@@ -41,6 +48,10 @@ class GridLayout:
 
     def slices(self, global_shape: Shape, rank: int, groups: Mapping[str, Sequence[int]]) -> Slices:
         """The part of the whole parameter that `rank` holds."""
+        return self.operator_slices(global_shape, rank)
+
+    def operator_slices(self, global_shape: Shape, rank: int) -> Slices:
+        """The same: what sharing out among replicas adds is in the layout."""
         result = []
         for size, axes in zip(global_shape, self.layout.dims, strict=True):
             length = size // self.grid.degree(axes)
@@ -49,9 +60,68 @@ class GridLayout:
         return tuple(result)
 
 
-def device_grid(mesh: Mesh) -> DeviceGrid:
-    """The ranks of a mesh of one stage."""
-    return DeviceGrid({axis: mesh.degree(axis) for axis in mesh.order if axis != "pp" and mesh.degree(axis) > 1})
+@dataclass(frozen=True)
+class Decisions:
+    """What a strategy decides about a Cell; all else follows from it."""
+
+    grid: DeviceGrid
+    parameters: dict[str, Layout] = field(default_factory=dict)
+    """By name, in the grid's axes; the others are replicated."""
+    pinned: dict[str, Pin] = field(default_factory=dict)
+    """By the path of an operator within the Cell."""
+    inputs: Sequence[Layout] | None = None
+    """Of the inputs; without them these are sharded over dp where they have the batch in dim 0, as the first one has."""
+
+
+def decide(cell: nn.Cell, mesh: Mesh) -> Decisions:
+    """What the reports of the parallelized networks in `cell` say of parameters and operators.
+
+    Raises:
+        ConfigError: rules or optimizer parallel want parts of an axis that do not go together.
+    """
+    degrees, layouts, pinned = mesh.sharding_axes, dict[str, Layout](), dict[str, Pin]()
+    try:
+        for path, report in reports_in(cell):
+            for said in report.parameters:
+                dims = sharded_further(said.layout, degrees, said.optimizer_shards) if said.layout else ()
+                layouts[said.name] = dims
+            for operator, rule in report.owners.items():
+                pinned[f"{path}.{operator}" if path else operator] = Pin(
+                    rule.inputs, rule.outputs, rule.local, rule.source
+                )
+        named = [*layouts.values(), *(each for pin in pinned.values() for each in (*pin.inputs, *(pin.outputs or ())))]
+        axes = PartedAxes(degrees, named)
+    except UndividedAxisError as error:
+        raise ConfigError(f"{mesh}: {error}") from None
+
+    def resolved(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        return tuple(map(axes.layout, layouts))
+
+    return Decisions(
+        axes.grid,
+        {name: axes.layout(layout) for name, layout in layouts.items()},
+        {
+            path: Pin(resolved(p.inputs), None if p.outputs is None else resolved(p.outputs), p.local, p.source)
+            for path, p in pinned.items()
+        },
+    )
+
+
+def reports_in(cell: nn.Cell) -> Iterator[tuple[str, Report]]:
+    """Path and report of each parallelized network in `cell`."""
+    for path, each in cell.cells_and_names():
+        if isinstance(report := getattr(each, "parallel_report", None), Report):
+            yield path, report
+
+
+def layouts_of(shapes: Mapping[str, Shape], decided: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Of parameters, and of optimizer states `prefix.NAME`, which lie as theirs if they have its shape."""
+    layouts = {}
+    for name, shape in shapes.items():
+        of = name if name in decided else name.partition(".")[2]
+        if of in decided and (of == name or shapes.get(of) == shape):
+            layouts[name] = decided[of]
+    return layouts
 
 
 def compile_for_one_device(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
@@ -59,32 +129,73 @@ def compile_for_one_device(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -
 
     Args:
         inputs: shape and NumPy dtype of each input.
+
+    Raises:
+        ConfigError: MindSpore cannot compile it.
     """
     for operator in operators(cell):
         operator.primitive.add_prim_attr("path", operator.path)
     tensors = [Tensor(np.zeros(shape, dtype)) for shape, dtype in inputs]
     executor = cell_graph_executor._graph_executor
     with faster_compilation():
-        phase, _ = cell_graph_executor.compile(
-            cell, *tensors, phase=f"export.mindir.one_device.{next(_phases)}", do_convert=False
-        )
+        try:
+            phase, _ = cell_graph_executor.compile(
+                cell, *tensors, phase=f"export.mindir.one_device.{next(_phases)}", do_convert=False
+            )
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            remove_dump(0)
+            raise ConfigError(f"MindSpore cannot compile the network: {first_line(error)}") from None
         return mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
 
 
-def partition_for_rank(
-    model: mind_ir.ModelProto, grid: DeviceGrid, parameters: Mapping[str, Layout], inputs: Sequence[Layout], rank: int
-) -> tuple[PartitionedGraph, ShardedGraph]:
-    """The part of one device's graph that `rank` computes.
+@contextlib.contextmanager
+def whole_again(parameters: Iterable[Parameter], shapes: Mapping[str, Shape]) -> Iterator[None]:
+    """Within it parameters that an earlier graph has left as a rank's parts have their whole shapes: those of one device.
+    Their values are put back afterwards.
 
     Args:
-        parameters: layouts by name; of those that are not named every rank holds all.
-        inputs: layouts by which the inputs, which every rank is given whole, are sharded at once.
+        shapes: whole ones, by name.
     """
-    start = time.perf_counter()
-    graph = read_graph(model)
-    names = {full: full.rpartition(":")[2] for full in graph.parameters}
-    wanted = {full: parameters[name] for full, name in names.items() if name in parameters}
-    sharded = shard_graph(graph, grid, wanted, dict(zip(graph.inputs, inputs, strict=True)))
+    parts = []
+    for parameter in parameters:
+        if parameter.sliced and tuple(parameter.shape) != (whole := shapes[parameter.name]):
+            parts.append((parameter, part := parameter.asnumpy().copy()))
+            nothing = np.zeros(whole, part.dtype)  # takes no memory until somebody writes it
+            parameter.set_data(Tensor.from_numpy(nothing), slice_shape=True)
+    try:
+        yield
+    finally:
+        for parameter, part in parts:
+            parameter.set_data(Tensor(part, dtype=parameter.dtype), slice_shape=True)
+
+
+def _by_row(graph: Graph, grid: DeviceGrid) -> list[Layout]:
+    rows = next((type.shape[0] for type in graph.inputs.values() if type.shape), 0)
+    batch = tuple(axis for axis in grid.degrees if axis.partition(":")[0].partition("/")[0] == "dp")
+    return [
+        tuple(batch if dim == 0 and size == rows else () for dim, size in enumerate(type.shape))
+        for type in graph.inputs.values()
+    ]
+
+
+def partition_for_rank(
+    model: mind_ir.ModelProto, decisions: Decisions, rank: int
+) -> tuple[PartitionedGraph, ShardedGraph]:
+    """The part of one device's graph that `rank` computes, which is given all inputs whole.
+
+    Raises:
+        ConfigError: it cannot be sharded so.
+    """
+    start, grid = time.perf_counter(), decisions.grid
+    try:
+        graph = read_graph(model)
+        names = {full: full.rpartition(":")[2] for full in graph.parameters}
+        decided = layouts_of({name: graph.parameters[full].shape for full, name in names.items()}, decisions.parameters)
+        wanted = {full: decided[name] for full, name in names.items() if name in decided}
+        inputs = dict(zip(graph.inputs, decisions.inputs or _by_row(graph, grid), strict=True))
+        sharded = shard_graph(graph, grid, wanted, inputs, decisions.pinned)
+    except (UnreadableGraphError, PartitionError) as error:
+        raise ConfigError(f"engine spmd: {error}") from None
     written, groups = write_rank(sharded, model, grid, rank)
     layouts: dict[str, Any] = {
         name: GridLayout(ValueLayout(wanted.get(full, ((),) * len(type.shape))), grid, local.shape)

@@ -45,8 +45,9 @@ def softmax_backward(dy, y, dim):
 
 
 def segment_sum(x, ids, count):
+    """Negative ids are of no segment."""
     result = np.zeros((count, *x.shape[ids.ndim :]), x.dtype)
-    np.add.at(result, ids.reshape(-1), x.reshape(-1, *x.shape[ids.ndim :]))
+    np.add.at(result, ids[ids >= 0], x[ids >= 0])
     return result
 
 
@@ -60,6 +61,23 @@ def gather(table, ids, dim, batch_dims=0):
         return np.take(table, ids, dim)
     assert batch_dims == 1
     return np.stack([np.take(t, i, dim - 1) for t, i in zip(table, ids, strict=True)])
+
+
+def top_k(x, k):
+    order = np.argsort(-x, -1, kind="stable")[..., :k]
+    return np.take_along_axis(x, order, -1), order
+
+
+def largest_along(x, dim, keep):
+    place = np.argmax(x, dim)
+    return (np.expand_dims(place, dim), x.max(dim, keepdims=True)) if keep else (place, x.max(dim))
+
+
+def scatter_elements(x, indices, updates, axis=1):
+    result = x.copy()
+    part = result[tuple(slice(None) if dim == axis else slice(size) for dim, size in enumerate(indices.shape))]
+    np.put_along_axis(part, indices, updates, axis)
+    return result
 
 
 def one_hot(ids, depth, on, off, axis):
@@ -96,6 +114,8 @@ COMPUTE = {
     "Square": np.square,
     "Tanh": np.tanh,
     "Maximum": np.maximum,
+    "Abs": np.abs,
+    "FloorDiv": np.floor_divide,
     "LessEqual": np.less_equal,
     "Select": np.where,
     "TanhGrad": lambda y, dy: dy * (1 - y * y),
@@ -107,6 +127,10 @@ COMPUTE = {
     "ReduceMax": lambda x, dims, keep: np.max(x, axes_of(dims), keepdims=bool(keep)),
     "ReduceProd": lambda x, dims, keep: np.prod(x, axes_of(dims), keepdims=bool(keep)),
     "ReduceAny": lambda x, dims, keep: np.any(x, axes_of(dims), keepdims=bool(keep)),
+    "Argmax": lambda x, dim: np.argmax(x, dim),
+    "ArgMaxWithValue": largest_along,
+    "TopK": top_k,
+    "TensorScatterElements": scatter_elements,
     "CumSum": lambda x, dim: np.cumsum(x, dim),
     "Transpose": lambda x, order: np.transpose(x, order),
     "Reshape": lambda x, shape: x.reshape(shape),
@@ -261,6 +285,16 @@ def hot(d):
     return [d.random.integers(0, depth, d.shape(1, 2)), depth, 1.0, 0.0, -1]
 
 
+def scattered(d):
+    """Each place at most once: what it gets is defined."""
+    x = d.of(*d.shape(2, 3))
+    count = int(d.random.integers(1, x.shape[1] + 1))
+    others = [size if d.flag() else int(d.random.integers(1, size + 1)) for size in x.shape]
+    shape = (others[0], count, *others[2:])
+    order = np.argsort(d.random.random((others[0], x.shape[1], *others[2:])), 1)[:, :count]
+    return [x, order, d.of(*shape)]
+
+
 def with_dim(d):
     x = d.of(*d.shape())
     return [x, d.dim(x.shape)]
@@ -301,7 +335,10 @@ SAMPLES = {
     "ReduceSum": lambda d: [*reduction(d), d.flag()],
     **dict.fromkeys(("ReduceMean", "ReduceMax", "ReduceProd"), reduction),
     "ReduceAny": lambda d: (lambda r: [r[0] > 1, *r[1:]])(reduction(d)),
-    "CumSum": with_dim,
+    **dict.fromkeys(("CumSum", "Argmax"), with_dim),
+    "ArgMaxWithValue": lambda d: [*with_dim(d), d.flag()],
+    "TopK": lambda d: (lambda x: [x, int(d.random.integers(1, x.shape[-1] + 1))])(d.of(*d.shape())),
+    "TensorScatterElements": scattered,
     "Transpose": lambda d: (lambda x: [x, tuple(int(i) for i in d.random.permutation(x.ndim))])(d.of(*d.shape())),
     "Reshape": reshaped,
     "ExpandDims": lambda d: (lambda x: [x, int(d.random.integers(-x.ndim - 1, x.ndim + 1))])(d.of(*d.shape(1, 3))),

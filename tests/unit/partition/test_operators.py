@@ -21,6 +21,8 @@ from sporeloom.partition.redistribute import redistribution
 COMPUTE, SAMPLES = {**KINDS, **MORE_KINDS}, {**SAMPLES_OF_KINDS, **SAMPLES_OF_MORE}
 GRIDS = [{"dp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 3}, {"dp": 2, "cp": 2, "tp": 2}]
 CASES = 100
+REMADE = []
+ATTRIBUTES = {"TensorScatterElements": {"axis": 1}}
 
 
 def is_tensor(value):
@@ -66,6 +68,12 @@ class Ranks:
         if kind == "AllReduce":
             held = communicated("all_reduce", self.held[inputs[0]], attributes["axes"], self.grid, op=attributes["op"])
             return (self.keep(held),)
+        if kind == "SliceOfRank":
+            return (
+                self.keep(
+                    communicated("slice", self.held[inputs[0]], attributes["axes"], self.grid, attributes["dim"])
+                ),
+            )
         results = []
         for rank in range(self.grid.size):
             result = COMPUTE[kind](*(self.values(name, rank) for name in inputs), **(attributes or {}))
@@ -99,7 +107,7 @@ def check(kind, arguments, grid, random):
             o, held = operand(value)
             operands.append(o)
             given.append(held)
-    op = Operation(kind, tuple(operands), types, attributes, grid)
+    op = Operation(kind, tuple(operands), types, {**ATTRIBUTES.get(kind, {}), **attributes}, grid)
     found = plan(op)
     assert found is not None
     ranks = Ranks(grid, kind, attributes)
@@ -120,7 +128,24 @@ def check(kind, arguments, grid, random):
     for name, layout, value in zip(outputs, found.outputs, expected, strict=True):
         got = gathered_close(ranks.held[name], layout, grid)
         np.testing.assert_allclose(got, value, rtol=1e-9, atol=1e-9, err_msg=f"{kind} {operands} -> {found}")
+    if found.remake:
+        check_remade(found, ranks, names, expected[0], random)
     return found
+
+
+def check_remade(found, ranks, names, expected, random):
+    """The output sharded further, made at once: right, or not made at all."""
+    (layout,), grid = found.outputs, ranks.grid
+    dim = int(random.integers(expected.ndim))
+    summed = layout.partial if random.integers(2) else frozenset()  # or added up where it is sharded
+    free = [axis for axis in grid.degrees if axis not in layout.axes | (layout.partial - summed)]
+    dims = [(*axes, *free) if i == dim else axes for i, axes in enumerate(layout.dims)]
+    wanted = ValueLayout(fitted(dims, expected.shape, grid), layout.partial - summed)
+    name = found.remake(ranks, names, wanted)
+    if name is not None:
+        assert wanted != layout
+        np.testing.assert_allclose(gathered_close(ranks.held[name], wanted, grid), expected, rtol=1e-9, atol=1e-9)
+        REMADE.append(wanted)
 
 
 def gathered_close(held, layout, grid):
@@ -138,6 +163,15 @@ def test_the_ranks_compute_what_one_device_does(kind):
         layouts = [*found.outputs, *(y for x in found.inputs for y in (x if isinstance(x, tuple) else (x,)))]
         sharded += any(layout is not None and not layout.is_replicated for layout in layouts)
     assert sharded > CASES // 25, f"anything was sharded in {sharded} of {CASES} cases only"
+
+
+@pytest.mark.parametrize("kind", ["OneHot", "UnsortedSegmentSum"])
+def test_what_is_wanted_sharded_is_made_so(kind):
+    REMADE.clear()
+    draw, random = Draw(1), np.random.default_rng(1)
+    for case in range(CASES):
+        check(kind, SAMPLES[kind](draw), DeviceGrid(GRIDS[case % len(GRIDS)]), random)
+    assert len(REMADE) > CASES // 25
 
 
 def test_every_kind_with_a_handler_of_its_own_is_tried():

@@ -9,6 +9,7 @@ from ranks import communicated, shard
 from sporeloom.partition.graph import Graph, IsFirst, Node, RankOffset, TensorType
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout, fitted
+from sporeloom.partition.operation import Pin
 from sporeloom.partition.propagate import COLLECTIVE_OF, PartitionError, shard_graph
 
 STEP_OF = {kind: step for step, kind in COLLECTIVE_OF.items()}
@@ -149,6 +150,38 @@ def test_megatrons_scheme_costs_one_sum_a_pass_and_one_a_gradient():
     assert kinds.count(("AllReduce", ("dp",))) == 3  # two gradients, which the norm wants, and the loss
 
 
+def clipped_step():
+    """A step that scales its gradients by their norm, then updates the weights."""
+    b, _, dw1, dw2, norm = mlp_step(np.random.default_rng(1))
+    new = [
+        b.node("Assign", w, b.node("Sub", w, b.node("Mul", g, norm)), side_effect_mem=True)
+        for w, g in (("w1", dw1), ("w2", dw2))
+    ]
+    return b, norm, new
+
+
+def sent(sharded):
+    return sorted(
+        (c.kind, c.axes, c.elements) for c in sharded.communications if c.consumer != "an output of the graph"
+    )
+
+
+def test_a_gradient_that_a_norm_and_an_update_use_is_added_up_once():
+    b, norm, new = clipped_step()
+    sharded = check(b, [norm, *new], GRID, {}, {"x": (("dp",), ())})
+    # 12 x 4 and 6 x 12 elements, 2 x (2 - 1) / 2 of them; the norm is of whole gradients.
+    assert sent(sharded) == [("AllReduce", ("dp",), 48), ("AllReduce", ("dp",), 72)]
+
+
+def test_of_a_parameter_that_replicas_share_out_a_rank_gets_its_part_of_the_gradient_alone():
+    b, norm, new = clipped_step()
+    zero = {"w1": (("dp",), ()), "w2": (("dp",), ())}
+    sharded = check(b, [norm, *new], GRID, zero, {"x": (("dp",), ())})
+    gathers = [("AllGather", ("dp",), 24), ("AllGather", ("dp",), 36)]  # weights, for the products
+    scatters = [("ReduceScatter", ("dp",), 24), ("ReduceScatter", ("dp",), 36)]
+    assert sent(sharded) == [*gathers, ("AllReduce", ("dp",), 1), *scatters]
+
+
 def test_a_gradient_of_a_product_with_itself_over_the_batch_is_right():
     """x^T x of a sharded batch, cubed: what MindSpore's pass adjust_all_reduce_mul_add gets wrong."""
     random = np.random.default_rng(2)
@@ -182,15 +215,53 @@ def test_what_a_handler_communicates_is_reported_like_what_a_layout_costs():
 
 def test_a_pinned_operator_gets_the_layouts_that_its_rule_says():
     b, *outputs = mlp_step(np.random.default_rng(1))
-    pinned = {"up.matmul": [(("dp", "tp"), ()), ((), ())]}
+    pinned = {"up.matmul": Pin(((("dp", "tp"), ()), ((), ())))}
     sharded = check(b, outputs, GRID, {}, {"x": (("dp",), ())}, pinned)
     assert sharded.layouts["x"] == ValueLayout((("dp", "tp"), ()))
+
+
+def test_a_pinned_operator_gives_the_layout_that_its_rule_says():
+    b, *outputs = mlp_step(np.random.default_rng(1))
+    pinned = {"up.matmul": Pin(((("dp",), ()), ((), ())), ((("dp", "tp"), ()),))}
+    sharded = check(b, outputs, GRID, {}, {"x": (("dp",), ())}, pinned)
+    (name,) = [node.outputs[0] for node in b.graph.nodes if node.path == "up.matmul"]
+    assert sharded.layouts[name] == ValueLayout((("dp", "tp"), ()))
+
+
+def test_a_rule_that_speaks_of_other_dims_than_an_operator_has_is_refused_with_its_line():
+    b, *_ = mlp_step(np.random.default_rng(1))
+    pinned = {"up.matmul": Pin(((("dp",), (), ()), ((), ())), source="rules.yaml:7")}
+    with pytest.raises(PartitionError, match=r"rules\.yaml:7: up\.matmul, MatMul: input 1 has shape .* has 3 dims"):
+        shard_graph(b.graph, GRID, {}, {}, pinned)
+
+
+def test_a_local_operator_is_run_by_each_rank_on_its_own_part():
+    b = Builder()
+    x = b.tensor("x", np.arange(8.0))
+    b.node("Mystery", x, path="cache.pick")
+    last = b.graph.nodes[-1].outputs[0]
+    pinned = {"cache.pick": Pin(((("dp",),),), ((("dp",),),), local=True, source="rules.yaml:9")}
+    b.graph.outputs.append(last)
+    sharded = shard_graph(b.graph, GRID, {}, {}, pinned)
+    assert sharded.layouts[last] == ValueLayout((("dp",),)) and not sharded.unsharded
+    pinned["cache.pick"] = Pin(((("dp",),),), local=True, source="rules.yaml:9")
+    with pytest.raises(PartitionError, match=r"rules\.yaml:9: cache\.pick"):
+        shard_graph(b.graph, GRID, {}, {}, pinned)
+
+
+def test_what_an_input_was_before_it_was_sharded_is_not_gathered_again():
+    b = Builder()
+    x = b.tensor("x", np.arange(48.0).reshape(12, 4))
+    part = b.node("StridedSlice", x, (6, 0), (12, 4), (1, 1))
+    sharded = check(b, [part], GRID, {}, {x: (("dp",), ())})
+    assert [c.consumer for c in sharded.communications] == ["an output of the graph"]
+    assert sharded.layouts[part] == ValueLayout((("dp",), ()))
 
 
 def test_a_rule_for_an_operator_leaves_the_parameter_that_is_written_where_it_is():
     b, *_, dw1, _, _ = mlp_step(np.random.default_rng(1))
     new = b.node("Assign", "w1", b.node("Sub", "w1", b.node("Muls", dw1, 0.1)), side_effect_mem=True)
-    pinned = {"up.matmul": [(("dp",), ()), ((), ())]}
+    pinned = {"up.matmul": Pin(((("dp",), ()), ((), ())))}
     sharded = check(b, [new], GRID, {"w1": (("tp",), ())}, {"x": (("dp",), ())}, pinned)
     (written,) = [node for node in sharded.graph.nodes if node.kind == "Assign"]
     assert written.inputs[0] == "w1"

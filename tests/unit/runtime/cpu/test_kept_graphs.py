@@ -6,7 +6,7 @@ import pytest
 
 from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu import kept_graphs
-from sporeloom.runtime.cpu.kept_graphs import SUFFIX, SWITCH, kept_graph
+from sporeloom.runtime.cpu.kept_graphs import SUFFIX, SWITCH, kept_graph, kept_model
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.layouts import ParameterLayout
 
@@ -37,6 +37,14 @@ def test_what_was_kept_is_what_was_made(folder):
     assert (read.layouts, read.groups, read.rank) == (made.layouts, made.groups, made.rank)
     assert read.compile_s < 3.0
     assert [path.suffix for path in folder.iterdir()] == [SUFFIX]
+
+
+def test_the_graph_of_one_device_is_kept_likewise(folder):
+    made = kept_model(KEY, lambda: graph().model)
+    assert kept_model(KEY, never).SerializeToString() == made.SerializeToString()
+    (path,) = folder.iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert kept_model(KEY, lambda: graph(11).model).producer_name == "x" * 11  # a damaged one is dropped
 
 
 @pytest.mark.parametrize("change", [{"rank": 2}, {"network": {"family": "codegeex"}}, {"inputs": []}, {"more": 1}])

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mesh axes taken apart where layouts speak of parts of them (see `Mesh.parted`): a grid's own axes are the parts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+
+from sporeloom.partition.grid import DeviceGrid
+from sporeloom.strategy.layout import Dim, Layout
+from sporeloom.strategy.mesh import part_of_axis
+
+
+class UndividedAxisError(ValueError):
+    """Layouts want parts of an axis that do not go together."""
+
+
+class PartedAxes:
+    """A grid whose axes make up all axes, and all parts of axes, that `layouts` name.
+
+    Args:
+        degrees: mesh axis -> number of ranks along it, outer to inner; those of one rank are left out.
+        layouts: that name axes and parts of axes.
+
+    Raises:
+        UndividedAxisError: an axis is wanted in halves here and in thirds there, say.
+    """
+
+    def __init__(self, degrees: Mapping[str, int], layouts: Iterable[Layout]):
+        cuts: dict[str, set[int]] = {axis: {1, degree} for axis, degree in degrees.items() if degree > 1}
+        for layout in layouts:
+            for dim in layout:
+                for name in dim:
+                    axis, outer, inner = part_of_axis(name)
+                    if axis in cuts and (outer or inner):
+                        cuts[axis].add(outer or inner)
+        grid: dict[str, int] = {}
+        self._parts: dict[str, list[tuple[str, int, int]]] = {}
+        for axis, found in cuts.items():
+            bounds = sorted(found)
+            for low, high in itertools.pairwise(bounds):
+                if high % low:
+                    raise UndividedAxisError(f"layouts take {axis} = {degrees[axis]} apart at {low} and at {high}")
+                name = _named(axis, low, high, degrees[axis])
+                grid[name] = high // low
+                self._parts.setdefault(axis, []).append((name, low, high))
+        self.grid = DeviceGrid(grid)
+
+    def axes(self, name: str) -> Dim:
+        """The grid's axes for a mesh axis or a part of one; none where that has one rank."""
+        axis, outer, inner = part_of_axis(name)
+        parts = self._parts.get(axis, [])
+        return tuple(part for part, low, high in parts if (not outer or high <= outer) and low >= inner)
+
+    def layout(self, layout: Layout) -> Layout:
+        return tuple(tuple(part for name in dim for part in self.axes(name)) for dim in layout)
+
+
+def _named(axis: str, low: int, high: int, degree: int) -> str:
+    """As `Mesh.parted` names parts."""
+    if (low, high) == (1, degree):
+        return axis
+    if low == 1:
+        return f"{axis}:{high}"
+    return f"{axis}/{low}" if high == degree else f"{axis}/{low}:{high}"
+
+
+def sharded_further(layout: Layout, degrees: Mapping[str, int], shards: int) -> Layout:
+    """`layout` with dim 0 sharded over `shards` of the ranks that hold the same of it: neighbours, the last axes first.
+
+    Raises:
+        UndividedAxisError: those are a part of an axis that has no name.
+    """
+    added: list[str] = []
+    for name in reversed(_free(layout, degrees)):
+        if shards == 1:
+            break
+        axis, outer, inner = part_of_axis(name)
+        degree = outer or degrees[axis] // (inner or 1)
+        taken = math.gcd(degree, shards)
+        shards //= taken
+        if taken == degree:
+            added.insert(0, name)
+        elif shards > 1 or outer:
+            raise UndividedAxisError(
+                f"{taken} of the {degree} ranks along {name}, beside others, share out a parameter"
+            )
+        else:
+            added.insert(0, f"{axis}/{degrees[axis] // taken}")
+    assert shards == 1, (layout, degrees)
+    return ((*layout[0], *added), *layout[1:])
+
+
+def _free(layout: Layout, degrees: Mapping[str, int]) -> list[str]:
+    """Axes, and parts of axes, along which ranks hold the same, outer to inner."""
+    used = {name for dim in layout for name in dim}
+    free = []
+    for axis, degree in degrees.items():
+        of_axis = [part_of_axis(name) for name in used if part_of_axis(name)[0] == axis]
+        if degree == 1 or axis in used or len(of_axis) > 1:
+            continue
+        if not of_axis:
+            free.append(axis)
+        else:
+            ((_, outer, inner),) = of_axis
+            free.append(f"{axis}/{outer}" if outer else f"{axis}:{inner}")
+    return free

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The setting that chooses who partitions, and where it is not there yet."""
+
+import pytest
+import yaml
+from conftest import in_process
+
+from sporeloom.errors import ConfigError
+from sporeloom.strategy.checks import check_own_network, dry_run_problems
+from sporeloom.strategy.loader import load_strategy, strategy_of
+from sporeloom.strategy.text import strategy_text
+
+
+def of(mesh, **settings):
+    return strategy_of({"mesh": mesh, "engine": "spmd", **settings}, "s.yaml")
+
+
+def test_without_the_key_mindspore_partitions():
+    assert strategy_of({"mesh": {"dp": 2}}).engine == "mindspore"
+    assert not strategy_of({"mesh": {"dp": 2}}).is_spmd
+    assert of({"dp": 2}).is_spmd
+    assert not of({"dp": 1}).is_spmd  # one device has nothing to shard
+
+
+def test_a_written_strategy_keeps_it(write):
+    path = write("s.yaml", strategy_text(of({"dp": 2, "tp": 2}), "decoder"))
+    assert yaml.safe_load(path.read_text())["engine"] == "spmd"
+    assert load_strategy(path).is_spmd and not load_strategy(path, for_inference=True).is_spmd
+    assert "engine" not in strategy_text(strategy_of({"mesh": {"dp": 2}}), "decoder")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"mesh": {"pp": 2}, "engine": "spmd", "pipeline": {"num_microbatches": 2}},
+            "engine: spmd shards no pipelines yet",
+        ),
+        ({"mesh": {"dp": 2}, "engine": "spdm"}, "spdm"),
+    ],
+)
+def test_what_it_cannot_be_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        strategy_of(settings, "s.yaml")
+
+
+def test_dry_runs_and_networks_of_your_own_do_not_have_it():
+    (problem,) = dry_run_problems(of({"dp": 2}))
+    assert (
+        problem.startswith("s.yaml:") and "engine: dry runs and certificates read what MindSpore partitions" in problem
+    )
+    assert not dry_run_problems(strategy_of({"mesh": {"dp": 2}}))
+    with pytest.raises(ConfigError, match="engine: spmd shards the models of this package alone yet"):
+        check_own_network(of({"dp": 2}))
+
+
+@pytest.mark.parametrize("more", [(), ("explain", "query.weight")])
+def test_a_dry_run_says_so(write, more):
+    path = write("s.yaml", strategy_text(of({"dp": 2, "tp": 2}), "decoder"))
+    outcome = in_process("tools/dry_run.py", *more, "--model", "pangu", "--size", "tiny", "--strategy", path)
+    assert outcome.code == 2 and "engine: dry runs and certificates read" in outcome.output
+
+
+def test_a_task_that_samples_texts_says_so(write, tmp_path):
+    path = write("s.yaml", strategy_text(of({"dp": 2, "tp": 2}), "decoder"))
+    data = write("data.jsonl", '{"prompt": "a", "completion": "b"}\n')
+    flags = ("--from-checkpoint", tmp_path, "--output-dir", tmp_path / "out")
+    outcome = in_process("tools/grpo.py", "--data", data, "--strategy", path, *flags)
+    assert outcome.code == 2 and "engine: spmd shards no caches yet" in outcome.output, outcome.output

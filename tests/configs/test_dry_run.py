@@ -202,7 +202,7 @@ def test_the_report_says_what_fits_and_the_page_stands_alone(write, tmp_path):
     )
     assert "rank 0: stage 0, 2 layers model.layers.0 .. model.layers.1, 2 recomputed; from 1 and 2 of them" in text
     assert "  fits" in text
-    outcome = tool("tools/dry_run.py", *arguments, "--memory-gb", 0.001)
+    outcome = tool("tools/dry_run.py", *arguments, "--memory-gb", 0.001, "--overwrite")
     assert outcome.code == 1
     assert "DOES NOT FIT" in outcome.output
     html = page.read_text()

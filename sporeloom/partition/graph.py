@@ -48,7 +48,7 @@ class Node:
     """An operator, or a constant."""
 
     kind: str
-    """The primitive's name, or `Constant`; in a sharded graph also one of `propagate.COLLECTIVE_OF`."""
+    """The primitive's name, or `Constant`; in a sharded graph also one of `held.COLLECTIVE_OF`."""
     inputs: tuple[Input, ...]
     outputs: tuple[Name, ...]
     types: tuple[TensorType | None, ...]

@@ -10,7 +10,7 @@ import numpy as np
 
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, RankOffset, TensorType
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.partition.propagate import ShardedGraph
+from sporeloom.partition.held import ShardedGraph
 from sporeloom.private_names import mind_ir
 
 DTYPES = {

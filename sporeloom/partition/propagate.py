@@ -6,84 +6,25 @@ The result is one graph for all ranks: what differs between them are groups, `Ra
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sporeloom.partition.decompositions import DECOMPOSITIONS
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
+from sporeloom.partition.held import Held, PartitionError, ShardedGraph, Value
 from sporeloom.partition.hints import wanted_by_updates
 from sporeloom.partition.layout import NONE, ValueLayout, fitted, replicated
 from sporeloom.partition.operation import Operand, Operands, Operation, Pin, Plan, computed_unsharded, whole
 from sporeloom.partition.operators import plan as plan_of
-from sporeloom.partition.redistribute import Step, redistribution
-from sporeloom.strategy.layout import Dim, Layout, Shape, show
+from sporeloom.strategy.layout import Layout, Shape, show
 
 STRUCTURE = ("UpdateState", "MakeTuple", "TupleGetItem", "Return")
 """Nodes that order or pack others: what they get is passed on as it is."""
 READERS = ("BatchNorm",)
 """Operators that may write some input, but not their first one."""
-COLLECTIVE_OF = {
-    "slice": "SliceOfRank",
-    "all_reduce": "AllReduce",
-    "reduce_scatter": "ReduceScatter",
-    "all_gather": "AllGather",
-    "all_to_all": "AllToAll",
-}
-
-SENT: dict[str, Callable[[int, int], int]] = {
-    "AllReduce": lambda held, ranks: 2 * held * (ranks - 1) // ranks,
-    "ReduceScatter": lambda held, ranks: held * (ranks - 1),
-    "AllGather": lambda held, ranks: held * (ranks - 1) // ranks,
-    "AllToAll": lambda held, ranks: held * (ranks - 1) // ranks,
-}
-"""Elements that a rank sends by the usual ring or pairwise algorithm, of what it holds afterwards."""
-
-
-class PartitionError(ValueError):
-    """The graph cannot be sharded so."""
-
-
-@dataclass(slots=True)
-class Communication:
-    """A collective, and why it is there."""
-
-    kind: str
-    axes: Dim
-    elements: int
-    """That a rank sends."""
-    dtype: str
-    value: Name
-    consumer: str
-    """Path or name of the operator that wants the value laid out otherwise."""
-
-
-@dataclass(slots=True)
-class ShardedGraph:
-    """What every rank computes, and how its values lie."""
-
-    graph: Graph
-    layouts: dict[Name, ValueLayout]
-    """Of the values of the graph it came from."""
-    communications: list[Communication] = field(default_factory=list)
-    unsharded: Counter[str] = field(default_factory=Counter)
-    """Kinds of operators that every rank computes whole, for want of a handler, and how many of each had a sharded input."""
-
-
-@dataclass(slots=True)
-class _Value:
-    type: TensorType | None
-    layout: ValueLayout | None
-    name: Name
-    constant: Any = None
-    is_constant: bool = False
-    is_parameter: bool = False
-    copies: dict[ValueLayout, Name] = field(default_factory=dict)
-    """The value in all layouts in which ranks have it."""
-    remake: Callable[[ValueLayout], Name | None] | None = None
 
 
 def shard_graph(
@@ -107,7 +48,7 @@ def shard_graph(
     return walk.run()
 
 
-class _Walk:
+class _Walk(Held):
     def __init__(
         self,
         graph: Graph,
@@ -116,19 +57,14 @@ class _Walk:
         inputs: Mapping[Name, Layout],
         pinned: Mapping[str, Pin],
     ):
-        self.source, self.grid, self.pinned = graph, grid, pinned
-        self.wanted = wanted_by_updates(graph, parameters)
-        self.values: dict[Name, _Value] = {}
-        self.result = ShardedGraph(Graph({}, dict(graph.inputs), [], []), {})
-        self.consumer = ""
-        self.rewritten = Node("", (), (), ())
-        self._serial = 0
+        super().__init__(graph, grid)
+        self.pinned, self.wanted = pinned, wanted_by_updates(graph, parameters)
         for name, type in graph.parameters.items():
             layout = ValueLayout(parameters.get(name, ((),) * len(type.shape)))
-            self.values[name] = _Value(type, layout, name, is_parameter=True)
+            self.values[name] = Value(type, layout, name, is_parameter=True)
             self.result.graph.parameters[name] = self.local(type, layout)
         for name, type in graph.inputs.items():
-            self.values[name] = _Value(type, replicated(len(type.shape)), name)
+            self.values[name] = Value(type, replicated(len(type.shape)), name)
             dims = fitted(inputs.get(name, ((),) * len(type.shape)), type.shape, grid)
             self.lay_out(name, ValueLayout(dims))
 
@@ -292,7 +228,7 @@ class _Walk:
             for name, type, layout, written in zip(
                 node.outputs, node.types, plan.outputs, plan.rewrite(self, inputs), strict=True
             ):
-                self.values[name] = _Value(type, layout, written)
+                self.values[name] = Value(type, layout, written)
         if plan.remake:
             self.values[node.outputs[0]].remake = partial(plan.remake, self, inputs)
         pin = self.pinned.get(node.path)
@@ -314,13 +250,13 @@ class _Walk:
         written = replace(node, inputs=tuple(inputs), types=tuple(types), changes=changes or {})
         self.result.graph.nodes.append(written)
         for name, type, layout in zip(node.outputs, node.types, layouts, strict=True):
-            self.values[name] = _Value(type, layout, name)
+            self.values[name] = Value(type, layout, name)
 
     def add_constant(self, node: Node) -> None:
         type = node.types[0]
         layout = None if type is None else replicated(len(type.shape))
         self.result.graph.nodes.append(node)
-        self.values[node.outputs[0]] = _Value(type, layout, node.outputs[0], node.value, is_constant=True)
+        self.values[node.outputs[0]] = Value(type, layout, node.outputs[0], node.value, is_constant=True)
 
     def add_up(self, node: Node) -> None:
         """A sum of many: first of those with the same sums pending, so that each of these is communicated once."""
@@ -430,62 +366,6 @@ class _Walk:
                 f"{node.kind} ({self.consumer}) writes a value that others use, too: use the operator that returns a new one"
             )
 
-    # Layouts
-
-    def local(self, type: TensorType, layout: ValueLayout) -> TensorType:
-        return TensorType(layout.local_shape(type.shape, self.grid), type.dtype)
-
-    def laid_out(self, name: Name, wanted: ValueLayout | None) -> Name:
-        """What holds a value in a layout."""
-        value = self.values[name]
-        if value.type is None or value.layout is None or wanted is None or value.layout == wanted:
-            return value.name
-        if wanted not in value.copies and value.remake and (made := value.remake(wanted)):
-            value.copies[wanted] = made
-        if wanted not in value.copies:
-            source, steps = self.nearest(value, wanted)
-            for step in steps:
-                source = self.step(source, value.type, step)
-            value.copies[wanted] = source
-            if wanted.partial < value.layout.partial:  # nobody is to add it up again
-                copies = {**value.copies, value.layout: value.name}
-                self.values[name] = replace(value, layout=wanted, name=source, copies=copies)
-                return source
-        return value.copies[wanted]
-
-    def lay_out(self, name: Name, wanted: ValueLayout) -> None:
-        """Let a value lie so for all who come."""
-        written, value = self.laid_out(name, wanted), self.values[name]
-        if value.layout is not None and value.layout != wanted:
-            copies = {value.layout: value.name, **value.copies}
-            self.values[name] = replace(value, layout=wanted, name=written, copies=copies)
-
-    def nearest(self, value: _Value, wanted: ValueLayout) -> tuple[Name, list[Step]]:
-        """Of the layouts in which the ranks have a value that from which they send least, and the steps from there."""
-        assert value.layout is not None and value.type is not None
-        found = [(value.name, redistribution(value.layout, wanted, self.grid))]
-        found += [
-            (name, redistribution(layout, wanted, self.grid))
-            for layout, name in value.copies.items()
-            if wanted.partial <= layout.partial
-        ]
-        num_elements = value.type.num_elements
-
-        def sent(steps: list[Step]) -> int:
-            """Elements that a rank sends."""
-            return sum(
-                int(SENT[kind](num_elements // self.grid.degree(step.layout.axes), self.grid.degree(step.axes)))
-                for step in steps
-                if (kind := COLLECTIVE_OF[step.kind]) in SENT
-            )
-
-        return min(found, key=lambda each: sent(each[1]))
-
-    def step(self, name: Name, type: TensorType, step: Step) -> Name:
-        kind = COLLECTIVE_OF[step.kind]
-        attributes: dict[str, Any] = {"axes": step.axes, "dim": step.dim, "to_dim": step.to_dim, "op": "sum"}
-        return self.node(kind, [name], [self.local(type, step.layout)], attributes)[0]
-
     # A builder, for decompositions
 
     def type_of(self, name: Name) -> TensorType:
@@ -533,48 +413,9 @@ class _Walk:
                     "same: draw floats and convert them"
                 )
             (first,) = self.node("Mul", [name, self.constant(IsFirst(axes), TensorType((), type.dtype))], [type])
-            self.values[first] = _Value(type, ValueLayout(((),) * len(type.shape), frozenset(axes)), first)
+            self.values[first] = Value(type, ValueLayout(((),) * len(type.shape), frozenset(axes)), first)
             agreed.append(first)
         return tuple(agreed)
-
-    # An emitter, for handlers that write other nodes
-
-    def fresh(self, hint: str) -> Name:
-        self._serial += 1
-        return f"{hint}.{self._serial}"
-
-    def fresh_outputs(self, node: Node) -> tuple[Name, ...]:
-        """Names like those of a node's outputs: items of a tuple have numbers."""
-        name = self.fresh(node.kind)
-        is_tuple = len(node.outputs) > 1 or "#" in node.outputs[0]
-        return tuple(f"{name}#{i}" for i in range(len(node.outputs))) if is_tuple else (name,)
-
-    def node(
-        self,
-        kind: str,
-        inputs: Sequence[Input],
-        types: Sequence[TensorType],
-        attributes: Mapping[str, Any] | None = None,
-    ) -> tuple[Name, ...]:
-        outputs = tuple(self.fresh(kind) for _ in types)
-        self.result.graph.nodes.append(Node(kind, tuple(inputs), outputs, tuple(types), attributes or {}))
-        if kind in SENT and attributes is not None:
-            axes, (type,), (value,) = attributes["axes"], types, inputs
-            sent = int(SENT[kind](type.num_elements, self.grid.degree(axes)))
-            self.result.communications.append(Communication(kind, axes, sent, type.dtype, str(value), self.consumer))
-        return outputs
-
-    def operator(self, inputs: Sequence[Input], types: Sequence[TensorType]) -> tuple[Name, ...]:
-        outputs = self.fresh_outputs(self.rewritten)
-        self.result.graph.nodes.append(
-            replace(self.rewritten, inputs=tuple(inputs), outputs=outputs, types=tuple(types))
-        )
-        return outputs
-
-    def constant(self, value: Any, type: TensorType | None = None) -> Name:
-        (name,) = outputs = (self.fresh("constant"),)
-        self.result.graph.nodes.append(Node("Constant", (), outputs, (type,), value=value))
-        return name
 
 
 def _whole(type: TensorType | None) -> ValueLayout | None:

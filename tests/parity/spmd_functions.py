@@ -106,18 +106,6 @@ def diag(x):
     return ops.diag(x[0])
 
 
-def einsum(x):
-    return ops.einsum("ij,kj->ik", x, x)
-
-
-def einsum_batch(x):
-    return ops.einsum("bij,bkj->bik", x.reshape(4, 2, 12), x.reshape(4, 2, 12))
-
-
-def elu(x):
-    return ops.elu(x)
-
-
 def erf(x):
     return ops.erf(x)
 
@@ -180,10 +168,6 @@ def index_ellipsis(x):
 
 def interpolate(x):
     return ops.interpolate(images(x), size=(6, 8), mode="bilinear")
-
-
-def layer_norm(x):
-    return ops.layer_norm(x, (COLUMNS,), ops.ones(COLUMNS, ms.float32), ops.ones(COLUMNS, ms.float32))
 
 
 def leaky_relu(x):
@@ -462,10 +446,6 @@ def cross(x):
     return ops.cross(x.reshape(ROWS, 4, 3), SOME.reshape(ROWS, 4, 3), dim=2)
 
 
-def dot(x):
-    return ops.dot(x, x.T)
-
-
 def floor(x):
     return ops.floor(x) * x
 
@@ -480,10 +460,6 @@ def index_select(x):
 
 def lerp(x):
     return ops.lerp(x, SOME, 0.3)
-
-
-def matrix_of_ones(x):
-    return ops.ones_like(x) * x
 
 
 def movedim(x):
@@ -508,10 +484,6 @@ def unfold(x):
 
 def viewed(x):
     return x.view(4, 24)
-
-
-def where_positive(x):
-    return ops.where(x > 0, x, SOME)
 
 
 FUNCTIONS = {

@@ -17,6 +17,7 @@ from sporeloom.checkpoint.huggingface import import_published, open_published
 from sporeloom.checkpoint.model_folder import load_config, load_weights
 from sporeloom.data.batch import Batch
 from sporeloom.errors import ConfigError
+from sporeloom.hashes import HASHES
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.nn.decoder import DecoderWithLoss
@@ -203,5 +204,6 @@ def test_adapters_of_a_reward_model_are_written_as_peft_does(opened, base, tmp_p
     assert {name: value.shape for name, value in weights.items()} == parameter_shapes(config.with_value_head())
     np.testing.assert_array_equal(weights["head.weight"], head)
     save_file({k: v for k, v in tensors.items() if "score" not in k}, folder / "adapter_model.safetensors")
+    (folder / HASHES).unlink()
     with pytest.raises(ConfigError, match=r"task_type is SEQ_CLS, .*score\.weight \(1, 64\) is not there"):
         load_weights(folder)

@@ -22,11 +22,12 @@ from sporeloom.parallel.report import Report
 from sporeloom.parallel.sharding import operators
 from sporeloom.partition.graph import Graph
 from sporeloom.partition.grid import DeviceGrid
+from sporeloom.partition.held import PartitionError, ShardedGraph
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.mindir import UnreadableGraphError, read_graph, write_rank
 from sporeloom.partition.operation import Pin
 from sporeloom.partition.parted import PartedAxes, UndividedAxisError, sharded_further
-from sporeloom.partition.propagate import PartitionError, ShardedGraph, shard_graph
+from sporeloom.partition.propagate import shard_graph
 from sporeloom.private_names import cell_graph_executor, mind_ir
 from sporeloom.runtime.compiler import faster_compilation
 from sporeloom.runtime.cpu.partition import PartitionedGraph, remove_dump

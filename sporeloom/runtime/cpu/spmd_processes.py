@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import nn
 
 from sporeloom.errors import Problems
-from sporeloom.partition.propagate import ShardedGraph
+from sporeloom.partition.held import ShardedGraph
 from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.kept_graphs import kept_model
 from sporeloom.runtime.cpu.partition import PartitionedGraph

@@ -8,9 +8,10 @@ from ranks import communicated, shard
 
 from sporeloom.partition.graph import Graph, IsFirst, Node, RankOffset, TensorType
 from sporeloom.partition.grid import DeviceGrid
+from sporeloom.partition.held import COLLECTIVE_OF, PartitionError
 from sporeloom.partition.layout import ValueLayout, fitted
 from sporeloom.partition.operation import Pin
-from sporeloom.partition.propagate import COLLECTIVE_OF, PartitionError, shard_graph
+from sporeloom.partition.propagate import shard_graph
 
 STEP_OF = {kind: step for step, kind in COLLECTIVE_OF.items()}
 COMPUTE_ALL = {**COMPUTE, "Mystery": lambda x: np.sort(x, 0) * 2, "Assign": lambda _, value, *monad: value}

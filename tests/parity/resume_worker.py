@@ -51,7 +51,7 @@ class Mesh:
         self.engine = self.training.engine
 
     def run(self, steps_done, kind):
-        saver, losses = self.state.make_saver(self.training), Losses()
+        saver, losses = self.state.make_saver(self.training, steps_done), Losses()
         self.trainer.run_steps(self.training, losses, saver, steps_done)
         if self.engine.is_log_rank:
             (self.out / f"{self.name}.from_{kind}.json").write_text(json.dumps(losses.values))

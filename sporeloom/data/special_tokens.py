@@ -9,6 +9,7 @@ wherever its spans end: as the text of a rendered template is.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -37,7 +38,7 @@ def joined(spans: Sequence[Span]) -> str:
     return "".join(span.text for span in spans)
 
 
-class SpecialTokens:
+class SpecialTokens(ABC):
     """What tokenizers share that have special tokens. Subclasses encode plain text."""
 
     prefix: Sequence[int] = ()
@@ -45,9 +46,9 @@ class SpecialTokens:
     special: Mapping[str, int] = {}
     """Name of a special token -> its id, where a prompt may name it."""
 
+    @abstractmethod
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text at the start of a text or behind a special token, without the prefix."""
-        raise NotImplementedError
 
     def encode_continuation(self, text: str) -> list[int]:
         """Ids of plain text that goes on where other text ends: what a model has to generate to say it."""

@@ -39,6 +39,8 @@ class Builder(Protocol):
         ...
 
 
+ADDED_UP = ("float32", "float64")
+"""Element types in which means of a batch are precise enough; of others MindSpore's kernels add up in float32."""
 Decomposition = Callable[[Builder, Node], tuple[Name, ...] | None]
 """Names of what the outputs are; None: the operator is taken as it is."""
 
@@ -66,7 +68,7 @@ def batch_norm(b: Builder, node: Node) -> tuple[Name, ...] | None:
     What it keeps for the gradient are the mean and one over the standard deviation.
     """
     x, scale, shift, moving_mean, moving_variance, is_training, epsilon, momentum, *_, monad = node.flat_inputs()
-    if not b.value_of(is_training):
+    if not b.value_of(is_training) or b.type_of(x).dtype not in ADDED_UP:
         return None
     shape = b.type_of(x).shape
     channels = (shape[1],)
@@ -90,7 +92,7 @@ def batch_norm(b: Builder, node: Node) -> tuple[Name, ...] | None:
 def batch_norm_grad(b: Builder, node: Node) -> tuple[Name, ...] | None:
     """Its gradients with respect to x, scale and shift."""
     dy, x, scale, mean, inverse, _, is_training, *_ = node.flat_inputs()
-    if not b.value_of(is_training):
+    if not b.value_of(is_training) or b.type_of(x).dtype not in ADDED_UP:
         return None
     shape = b.type_of(x).shape
     channels, dims = (shape[1],), _dims_of_channel(len(shape))

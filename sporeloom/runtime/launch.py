@@ -43,6 +43,7 @@ def free_port() -> int:
 
 SPORELOOM = str(Path(__file__).resolve().parents[1] / "__main__.py")
 FORK = str(Path(__file__).with_name("fork.py"))
+BIN = Path(sys.executable).parent
 ENGINE = "sporeloom.runtime.engine"
 
 
@@ -99,22 +100,9 @@ def launch(
     log_dir.mkdir(parents=True, exist_ok=True)
     for old in log_dir.glob("worker_*.log"):
         old.unlink()
-    bin_folder = Path(sys.executable).parent
-    path = f"{bin_folder}:{os.environ.get('PATH', '')}"
-    if devices():  # which want MindSpore's own launcher
-        command = [
-            str(bin_folder / "msrun"),
-            f"--worker_num={num_processes}",
-            f"--local_worker_num={num_processes}",
-            "--join=True",
-            f"--master_port={free_port()}",
-            f"--log_dir={log_dir}",
-            f"--tail_worker_log={num_processes}",  # of no rank: the one that is shown is read here
-        ]
-    else:
-        command = [sys.executable, FORK, loads, str(num_processes), str(free_port()), str(log_dir)]
+    path = f"{BIN}:{os.environ.get('PATH', '')}"
     job = subprocess.Popen(
-        [*command, script, *arguments],
+        [*_starter(num_processes, log_dir, loads), script, *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={MALLOC: FAST_MALLOC, **os.environ, "PATH": path, LAUNCHER: str(os.getpid())},
@@ -144,6 +132,21 @@ def launch(
     if not (is_mistake and report in said):  # a user's mistake, every rank says, and one of them was shown
         print(report, file=sys.stderr)
     return EXIT_BAD_INPUT if is_mistake else 1
+
+
+def _starter(num_processes: int, log_dir: Path, loads: str) -> list[str]:
+    """The command that starts the workers: on devices MindSpore's own launcher, else one that loads MindSpore once."""
+    if not devices():
+        return [sys.executable, FORK, loads, str(num_processes), str(free_port()), str(log_dir)]
+    return [
+        str(BIN / "msrun"),
+        f"--worker_num={num_processes}",
+        f"--local_worker_num={num_processes}",
+        "--join=True",
+        f"--master_port={free_port()}",
+        f"--log_dir={log_dir}",
+        f"--tail_worker_log={num_processes}",  # of no rank: the one that is shown is read here
+    ]
 
 
 def _terminate_workers(job: int) -> None:

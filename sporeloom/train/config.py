@@ -195,10 +195,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         problems += _strategy_problems(config, strategy, model, sizes, num_processes)
         problems += adapter_problems(strategy) if lora else []
     if config.certificate and model and strategy:
-        rows = config.batch_size * config.rows_per_unit
-        task = problems.of(config.about_task, lora)
-        vouched = vouched_for(family, model, strategy, rows, seq_len, config.accumulate, task)
-        problems.of(check_certificate, config.certificate, vouched)
+        problems.of(_check_certificate, config, config.certificate, family, model, strategy, seq_len, lora)
     problems += _folder_problems(config)
     problems.tell()
     assert model and strategy and sizes
@@ -218,6 +215,23 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         loss_scale=loss_scale,
         random_ltd=random_ltd,
     )
+
+
+def _check_certificate(
+    config: TrainingConfig,
+    certificate: Path,
+    family: str,
+    model: ModelConfig,
+    strategy: Strategy,
+    seq_len: int,
+    lora: LoRAConfig | None,
+) -> None:
+    """Raises:
+    ConfigError: it is none, or not of this run.
+    """
+    rows = config.batch_size * config.rows_per_unit
+    task = config.about_task(lora)
+    check_certificate(certificate, vouched_for(family, model, strategy, rows, seq_len, config.accumulate, task))
 
 
 def _with_folder(config: TrainingConfig) -> TrainingConfig:

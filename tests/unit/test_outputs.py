@@ -83,7 +83,7 @@ def test_a_folder_that_holds_more_is_not_replaced(here, folder):
 def test_of_a_job_the_first_process_looks(here, monkeypatch):
     (here / "o").write_text("written by the first process meanwhile")
     monkeypatch.setenv("RANK_ID", "1")
-    asked("o")
+    assert asked("o").target == Path("o")
 
 
 def test_the_old_one_goes_when_the_new_one_is_complete(here):

@@ -136,14 +136,22 @@ def _sharding(
 
 
 def _is_plain(op: Operation) -> bool:
-    """Whether images are rows, channels, height, width."""
-    return all(op.attributes.get(name, "NCHW") in ("NCHW", "NCDHW") for name in ("format", "data_format"))
+    """Whether images are rows, channels, height, width, or with depth before these: some operators take one without a row."""
+    formats = (op.attributes.get(name, "NCHW") for name in ("format", "data_format"))
+    return len(op.tensor(0).shape) == (5 if "3D" in op.kind else 4) and all(f in ("NCHW", "NCDHW") for f in formats)
 
 
 def of_images(op: Operation, line: str, linear: Sequence[int] = ()) -> Plan:
     if not _is_plain(op):
-        raise UnknownValueError(f"{op.kind}: channels last")
+        raise UnknownValueError(f"{op.kind}: no rows, or channels last")
     return along(op, line, linear)
+
+
+def evaluated(op: Operation, line: str, is_training: int) -> Plan:
+    """Batch norm by given statistics, or its gradient; by those of the batch it is decomposed, or computed unsharded."""
+    if op.constant(is_training):
+        raise UnknownValueError(f"{op.kind}: statistics of the batch")
+    return along(op, line)
 
 
 def convolution(op: Operation, line: str) -> Plan:
@@ -193,8 +201,8 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad"), partial(of_images, line=POOL_GRADIENT)),
     "AvgPoolGrad": partial(of_images, line=POOL_GRADIENT),
     "ResizeBilinearGrad": partial(of_images, line="n c .., n c .. -> n c .."),
-    "BatchNorm": partial(along, line="n .., ., ., ., . -> n .., ., ., ., ."),  # in evaluation, as its gradient
-    "BatchNormGrad": partial(along, line="n .., n .., ., ., ., . -> n .., +n ., +n ."),
+    "BatchNorm": partial(evaluated, is_training=5, line="n .., ., ., ., . -> n .., ., ., ., ."),
+    "BatchNormGrad": partial(evaluated, is_training=6, line="n .., n .., ., ., ., . -> n .., +n ., +n ."),
     "GroupNorm": partial(along, line="n .., -, ., . -> n .., n ., n ."),
     "GroupNormGrad": partial(along, line="n .., n .., n ., n ., . -> n .., +n ., +n ."),
     **dict.fromkeys(("Tril", "Triu"), partial(along, line="* . . -> * . .", linear=(0,))),

@@ -181,3 +181,25 @@ def test_every_kind_with_a_handler_of_its_own_is_tried():
     assert alone <= {"RmsNormGrad", "Load", "StopGradient", "ReduceMin", "AminExt", "MatMulExt", "BatchMatMulExt"}, (
         alone
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes", "known", "attributes"),
+    [
+        ("AdaptiveAvgPool2D", [(4, 8, 8)], [], {}),  # channels, height, width: no rows
+        ("MaxPool", [(4, 8, 8, 4)], [], {"format": "NHWC"}),
+        ("BatchNorm", [(8, 4, 2, 2), (4,), (4,), (4,), (4,)], [True], {}),
+        ("BatchNormGrad", [(8, 4, 2, 2), (8, 4, 2, 2), (4,), (4,), (4,), (4,)], [True], {}),
+        ("BiasAdd", [(4, 8, 8), (8,)], [1], {}),
+        ("Argmax", [(4, 8)], [None], {}),
+        ("KLDivLoss", [(4, 8), (4, 8)], [], {"reduction": "batchmean"}),
+    ],
+)
+def test_what_a_handler_does_not_know_is_computed_unsharded(kind, shapes, known, attributes):
+    """These take the same inputs for something else."""
+    grid = DeviceGrid({"dp": 2, "tp": 2})
+    layout = lambda shape: ValueLayout(fitted([("dp",), ("tp",), (), ()][: len(shape)], shape, grid))  # noqa: E731
+    operands = [Operand(TensorType(shape, "float32"), layout(shape)) for shape in shapes]
+    operands += [Operand(None, None, value, True) for value in known]
+    op = Operation(kind, tuple(operands), (TensorType(shapes[0], "float32"),), attributes, grid)
+    assert plan(op) is None

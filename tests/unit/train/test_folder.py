@@ -68,7 +68,7 @@ def test_an_earlier_run_is_not_replaced(here, name):
 
 def test_logs_and_other_files_are_no_run(here):
     finished("old", "logs", "data", "notes.txt")
-    checked("--output-dir", "old")
+    assert checked("--output-dir", "old").output_dir == Path("old")
 
 
 def test_what_a_run_begins_with_is_not_removed(here):

@@ -302,14 +302,6 @@ def repeat(x):
     return ops.repeat_interleave(x, 2, 1)
 
 
-def roll(x):
-    return ops.roll(x, 2, 0) * x
-
-
-def roll_of_columns(x):
-    return ops.roll(x, 5, 1) * x
-
-
 def scatter(x):
     return ops.scatter(x, 1, COLUMN, COLUMN.astype(ms.float32))
 

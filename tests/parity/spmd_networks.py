@@ -4,6 +4,7 @@
 A function is trained through the scales of its columns and a bias, so its gradient counts, too.
 """
 
+import pickle
 import re
 
 import mindspore as ms
@@ -15,10 +16,12 @@ from spmd_functions import COLUMNS, FUNCTIONS, ROWS
 
 from sporeloom.errors import ConfigError
 from sporeloom.partition.grid import DeviceGrid
+from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.executor import Program
 from sporeloom.runtime.cpu.partition import describe_inputs
 from sporeloom.runtime.cpu.processes import CpuProcesses
 from sporeloom.runtime.cpu.spmd import Decisions, compile_for_one_device, partition_for_rank
+from sporeloom.runtime.cpu.transport import Collectives
 from sporeloom.strategy.loader import strategy_of
 
 STEPS = 3
@@ -124,27 +127,36 @@ def trained(names):
     return nn.TrainOneStepCell(net, optimizer).set_train(), batch()
 
 
-def compare(names, schemes):
-    """Of this rank: {scheme: {name: how far it is off, relative where it is large}}, and kinds of operators that every rank
-    computed whole; or why the graph is refused."""
-    strategy = strategy_of({"mesh": {"dp": 2, "tp": 2}})
-    backend = CpuProcesses.join(strategy)
+def on_one_device(names, inputs):
+    """What the first rank finds for all: losses and parameters without any mesh, and the graph."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    alone, inputs = trained(names)
+    alone, _ = trained(names)
     losses = np.array([alone(*inputs).asnumpy() for _ in range(STEPS)])
     ms.set_context(mode=ms.GRAPH_MODE)
     model = compile_for_one_device(trained(names)[0], describe_inputs(inputs))
-    told = {}
+    parameters = {p.name: p.asnumpy() for p in alone.get_parameters()}
+    return pickle.dumps((losses, parameters, model.SerializeToString()))
+
+
+def compare(names, schemes):
+    """Of this rank: {scheme: {name: how far it is off, relative where it is large}}, and kinds of operators that every rank
+    computed whole; or why the graph is refused."""
+    backend = CpuProcesses.join(strategy_of({"mesh": {"dp": 2, "tp": 2}}))
+    _, inputs = trained(names)
+    group = Collectives(backend.transport, range(4), "of one device")
+    found = np.frombuffer(b"" if backend.rank else on_one_device(names, inputs), np.uint8)
+    losses, parameters, model = pickle.loads(group.broadcast(found, 0).tobytes())
+    model, told = mind_ir.ModelProto.FromString(model), {}
     for scheme in schemes:
         try:
-            told[scheme] = compared(names, scheme, model, losses, alone, inputs, backend)
+            told[scheme] = compared(names, scheme, model, losses, parameters, inputs, backend)
         except ConfigError as error:
             told[scheme] = str(error)
     backend.close()
     return told
 
 
-def compared(names, scheme, model, losses, alone, inputs, backend):
+def compared(names, scheme, model, losses, parameters, inputs, backend):
     of_inputs, of_parameters = SCHEMES[scheme]
     grid = DeviceGrid({"dp": 2, "tp": 2})
     sharded = {
@@ -159,9 +171,10 @@ def compared(names, scheme, model, losses, alone, inputs, backend):
     found = np.array([program.run(inputs).asnumpy() for _ in range(STEPS)])
     of_losses = (np.abs(found - losses) / (1 + np.abs(losses))).reshape(STEPS, -1).max(0)
     worst = dict(zip(names, map(float, of_losses), strict=True))
-    for mine, whole in zip(step.get_parameters(), alone.get_parameters(), strict=True):
+    for mine in step.get_parameters():
         if layout := graph.layouts.get(mine.name):
-            expected = whole.asnumpy()[layout.slices(whole.shape, backend.rank, {})]
+            whole = parameters[mine.name]
+            expected = whole[layout.slices(whole.shape, backend.rank, {})]
             off = float((np.abs(mine.asnumpy() - expected) / (1 + np.abs(expected))).max(initial=0))
             owner = re.search(r"nets\.(\d+)\.", mine.name)
             name = names[int(owner[1])] if owner else names[0]

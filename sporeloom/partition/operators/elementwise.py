@@ -15,7 +15,18 @@ UNARY = (
     *("Square", "Sqrt", "Rsqrt", "Reciprocal", "Inv", "IsFinite", "IsNan", "IsInf", "LogicalNot", "BitwiseNot"),
     *("ReLU", "ReLU6", "ReLUV3", "Elu", "EluExt", "CeLU", "SeLU", "SeLUExt", "LeakyReLU", "LeakyReLUExt", "Mish"),
     *("GeLU", "FastGeLU", "GeluExt", "SiLU", "Sigmoid", "LogSigmoid", "Softplus", "SoftplusExt", "Softsign"),
-    *("HSigmoid", "HSwish", "HShrink", "SoftShrink", "Cast", "OnesLike", "ZerosLike", "ClampScalar", "NanToNum"),
+    *(
+        "HSigmoid",
+        "HSwish",
+        "HShrink",
+        "SoftShrink",
+        "Cast",
+        "OnesLike",
+        "ZerosLike",
+        "ZerosLikeExt",
+        "ClampScalar",
+        "NanToNum",
+    ),
     *("PowTensorScalar", "AddScalar", "SubScalar", "Identity"),
 )
 BINARY = (
@@ -119,6 +130,6 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys((*UNARY, *BINARY, *GRADIENTS), aligned),
     **dict.fromkeys(("Add", "Sub", "Neg"), linear_in_all),
     **dict.fromkeys(("Mul", "Muls"), linear_in_one),
-    **dict.fromkeys(("Div", "RealDiv"), linear_in_first),
+    **dict.fromkeys(("Div", "RealDiv", "Divs"), linear_in_first),
     "AddN": added_up,
 }

@@ -30,6 +30,10 @@ class Builder(Protocol):
         becomes a constant; one that is a float, a tensor."""
         ...
 
+    def wait(self, result: Name, other: Name) -> Name:
+        """`result`, once `other` has been computed."""
+        ...
+
     def update(self, parameter: Name, value: Name, monad: Name, result: Name) -> Name:
         """Assign a parameter. Returns `result`, which then waits for it."""
         ...
@@ -106,7 +110,9 @@ def batch_norm_grad(b: Builder, node: Node) -> tuple[Name, ...] | None:
     rest = b.put("Sub", [dy, _per_channel(b, b.put("Mul", [d_shift, 1 / count], channels), x)], shape)
     d_normal = b.put("Sub", [rest, along_normal], shape)
     factor = b.put("Mul", [_per_channel(b, scale, x), wide_inverse], b.type_of(wide_inverse).shape)
-    return b.put("Mul", [d_normal, factor], shape), d_scale, d_shift
+    dx = b.put("Mul", [d_normal, factor], shape)
+    # The scale is read as it stands, not a copy: nobody may update it by its gradient before dx is there.
+    return dx, b.wait(d_scale, dx), d_shift
 
 
 def dropout(b: Builder, node: Node) -> tuple[Name, ...]:

@@ -389,12 +389,14 @@ class _Walk(Held):
         self.add_constant(Node("Constant", (), (name := self.fresh("constant"),), (type,), value=value))
         return name
 
-    def update(self, parameter: Name, value: Name, monad: Name, result: Name) -> Name:
-        type, written, waiting = self.type_of(parameter), self.fresh("Assign"), self.fresh("Depend")
-        writes = {"side_effect_mem": True}
-        self.visit(Node("Assign", (parameter, value, monad), (written,), (type,), writes))
-        self.visit(Node("Depend", (result, written), (waiting,), (self.type_of(result),)))
+    def wait(self, result: Name, other: Name) -> Name:
+        self.visit(Node("Depend", (result, other), (waiting := self.fresh("Depend"),), (self.type_of(result),)))
         return waiting
+
+    def update(self, parameter: Name, value: Name, monad: Name, result: Name) -> Name:
+        type, written = self.type_of(parameter), self.fresh("Assign")
+        self.visit(Node("Assign", (parameter, value, monad), (written,), (type,), {"side_effect_mem": True}))
+        return self.wait(result, written)
 
     def drawn(self, node: Node, inputs: Sequence[Name]) -> tuple[Name, ...]:
         """Every rank draws all of it, and what all but the first one have counts for nothing: its sum is pending.

@@ -311,6 +311,17 @@ def test_a_sharded_parameter_is_not_handed_as_a_copy_to_an_operator_that_may_wri
         shard_graph(b.graph, GRID, {"w": (("dp",), ())}, {})
 
 
+def before(graph, name):
+    """Outputs of the nodes that a value needs, its own included."""
+    by_output, found, todo = {out: n for n in graph.nodes for out in n.outputs}, set(), [name]
+    while todo:
+        node = by_output.get(todo.pop())
+        if node and node.outputs not in found:
+            found.add(node.outputs)
+            todo += node.flat_inputs()
+    return found
+
+
 def batch_norm(x, scale, shift, moving_mean, moving_variance, *_):
     mean, variance = x.mean((0, 2), keepdims=True), x.var((0, 2), keepdims=True)
     y = (x - mean) / np.sqrt(variance + 0.1) * scale[:, None] + shift[:, None]
@@ -342,6 +353,12 @@ def test_a_batch_norm_takes_the_mean_of_the_whole_batch(dims, monkeypatch):
     y = b.node("BatchNorm", *given, "x", side_effect_mem=True)  # its last input only says what it waits for
     dx = b.node("BatchNormGrad", dy, x, "scale", y[:-1] + "3", y[:-1] + "4", y[:-1] + "4", True, 0.1, 0)
     sharded = check(b, [y, y[:-1] + "3", dx, dx[:-1] + "1", dx[:-1] + "2"], GRID, {}, {"x": dims, "dy": dims})
+    # An update of the scale by its gradient waits until nobody reads the old one, of which a Reshape is a view.
+    backward = before(sharded.graph, sharded.graph.outputs[2])
+    views = {"scale"} | {n.outputs[0] for n in sharded.graph.nodes if n.kind == "Reshape" and "scale" in n.inputs}
+    readers = {n.outputs for n in sharded.graph.nodes if views & set(n.flat_inputs())}
+    assert len(readers & backward) >= 2
+    assert readers & backward <= before(sharded.graph, sharded.graph.outputs[3])
     held = on_all_ranks(sharded, b, {}, GRID)
     written = {n.inputs[0]: held[n.outputs[0]] for n in sharded.graph.nodes if n.kind == "Assign"}
     whole, count = b.values["x"], 8 * 6

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of (8, 12), one operator or a few each, by which `spmd_networks` sweeps the handlers of operators.
 
-Not `ops.pad` by a constant: from its second call on, MindSpore 2.9's own gradient is another in graph mode than in PyNative mode,
-on one device.
+Not `ops.pad` by a constant: from its second call on, MindSpore 2.9's own gradient is another in graph mode than in PyNative
+mode, on one device.
 """
 
 import mindspore as ms

@@ -63,6 +63,7 @@ def score(folder, ids, *arguments, start=tool):
         folder / "ids.npy",
         "--logits-out",
         logits,
+        "--overwrite",
         *arguments,
     )
     assert outcome.code == 0, outcome.output

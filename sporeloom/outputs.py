@@ -51,20 +51,20 @@ def output_problems(config: Any) -> Iterator[str]:
             continue
         if not config.overwrite:
             yield f"{name} {path}: is there already; remove it or give another name, or replace it with --overwrite"
-        elif path.is_dir() and (why := _holds_more(config, path)):
-            yield f"{name} {path}: --overwrite would remove {why}, which lies in it; give another name"
+        elif why := _holds_more(config, path):
+            yield f"{name} {path}: --overwrite would remove {why}; give another name"
 
 
-def _holds_more(config: Any, folder: Path) -> str | None:
-    """What else would go with `folder`: where we are, or what the verb reads."""
-    if Path.cwd().is_relative_to(folder.resolve()):
+def _holds_more(config: Any, output: Path) -> str | None:
+    """What else would go with `output`: where we are, or what the verb reads."""
+    if Path.cwd().is_relative_to(output.resolve()):
         return "the working folder"
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         for path in value if isinstance(value, tuple) else (value,):
             is_read = isinstance(path, Path) and OUTPUT not in field.metadata
-            if is_read and path.exists() and path.resolve().is_relative_to(folder.resolve()):
-                return str(path)
+            if is_read and path.exists() and path.resolve().is_relative_to(output.resolve()):
+                return f"{path}, which is read"
     return None
 
 

@@ -80,6 +80,11 @@ def test_a_folder_that_holds_more_is_not_replaced(here, folder):
         parse_args(Asked, "", ["holder/in", folder, "--overwrite"])
 
 
+def test_what_is_read_is_not_replaced(here):
+    with pytest.raises(ConfigError, match="--overwrite would remove in, which is read; give another name"):
+        asked("in", "--overwrite")
+
+
 def test_of_a_job_the_first_process_looks(here, monkeypatch):
     (here / "o").write_text("written by the first process meanwhile")
     monkeypatch.setenv("RANK_ID", "1")

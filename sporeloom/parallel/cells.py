@@ -33,10 +33,7 @@ class ShardBatch(nn.Cell):
         self.cut_1, self.cut_2, self.cut_3, self.cut_4, self.cut_5 = cuts
 
     def __call__(self, *args, **kwargs):
-        if ms.get_context("mode") != ms.GRAPH_MODE:
-            raise ConfigError(
-                "a parallel network runs in graph mode: call ms.set_context(mode=ms.GRAPH_MODE) before it"
-            )
+        check_mode()
         return super().__call__(*args, **kwargs)
 
     def construct(self, *inputs):
@@ -64,17 +61,43 @@ class ShardBatch(nn.Cell):
         return x
 
 
-class FunctionCell(nn.Cell):
-    """A function as a Cell, with the Cells that it uses: they own its parameters."""
+class ParallelNetwork(nn.Cell):
+    """What `auto_parallel` returns in place of `network`, whose graph is sharded once it is compiled."""
 
-    def __init__(self, function, cells):
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def __call__(self, *args, **kwargs):
+        check_mode()
+        return super().__call__(*args, **kwargs)
+
+    def construct(self, *args, **kwargs):
+        return self.network(*args, **kwargs)
+
+
+def check_mode():
+    """
+    Raises:
+        ConfigError: Cells are not compiled.
+    """
+    if ms.get_context("mode") != ms.GRAPH_MODE:
+        raise ConfigError("a parallel network runs in graph mode: call ms.set_context(mode=ms.GRAPH_MODE) before it")
+
+
+class FunctionCell(nn.Cell):
+    """A function as a Cell, with the Cells that it uses, which own its parameters, and parameters that it uses besides."""
+
+    def __init__(self, function, cells, parameters=()):
         super().__init__(auto_prefix=False)
         self.function = function
         for number, cell in enumerate(cells):
             setattr(self, f"cell_{number}", cell)
+        for number, parameter in enumerate(parameters):
+            setattr(self, f"parameter_{number}", parameter)
 
-    def construct(self, *inputs):
-        return self.function(*inputs)
+    def construct(self, *inputs, **named):
+        return self.function(*inputs, **named)
 
 
 class Gradients(nn.Cell):

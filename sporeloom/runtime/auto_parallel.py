@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,29 @@ from mindspore.ops.composite.base import GradOperation_
 
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
-from sporeloom.parallel.cells import FunctionCell, Gradients, ShardBatch, average_over_all_rows, prepare_to_shard
+from sporeloom.parallel.call import Call
+from sporeloom.parallel.cells import (
+    FunctionCell,
+    Gradients,
+    ParallelNetwork,
+    ShardBatch,
+    average_over_all_rows,
+    prepare_to_shard,
+)
 from sporeloom.parallel.choose import choose
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
 from sporeloom.parallel.sums import add_by_pairs_in
 from sporeloom.private_names import ClipByGlobalNorm
+from sporeloom.runtime.calls import calling, nested
 from sporeloom.runtime.compiler import set_auto_parallel_context
 from sporeloom.runtime.cpu.kept_graphs import strategy_key
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import is_first_process, launched_processes
-from sporeloom.runtime.inputs import inputs_of, is_first
+from sporeloom.runtime.inputs import arguments_of, inputs_of, is_first
 from sporeloom.runtime.one_device import Comparison
+from sporeloom.runtime.reached import cells_of, reached_from, trains
 from sporeloom.strategy.checks import check_own_network
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.loader import load_strategy, strategy_of
@@ -58,6 +67,8 @@ _engines: dict[str, Engine] = {}
 _networks: dict[int, _Parallel] = {}  # by id; what is kept here keeps its id
 _contents: dict[int, tuple[Any, _Parallel | None]] = {}
 _steps: dict[Any, tuple[Any, nn.Cell]] = {}
+_calls: dict[Any, Call] = {}
+"""By what is called, and the source text of its arguments."""
 _looked_at: dict[Any, Any] = {}
 """Calls on devices whose graphs were held against one device's, and"""
 _compared: dict[Any, Any] = {}
@@ -124,10 +135,11 @@ def auto_parallel(
         raise ConfigError(
             "auto_parallel(..., check=True): CPU processes can, where one device's graph runs beside; try there"
         )
-    if loaded.mesh.size > 1:
+    if loaded.mesh.size > 1 and not loaded.is_spmd:
         prepare_to_shard(net)
-    report = parallelize(net, loaded)
-    whole = ShardBatch(net, loaded.mesh) if loaded.mesh.size > 1 else net
+    report, whole = parallelize(net, loaded), net
+    if loaded.mesh.size > 1:
+        whole = ParallelNetwork(net) if loaded.is_spmd else ShardBatch(net, loaded.mesh)
     network = wrap(whole, loaded)
     _networks[id(network)] = _Parallel(network, whole, report, engine, check)
     _contents.clear()
@@ -195,16 +207,48 @@ def report_of(network: nn.Cell) -> Report:
 
 def _run_cell(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
     """A graph-mode call of a Cell."""
-    if isinstance(cell, ClipByGlobalNorm) and (sharded := [p for p in _networks.values() if _holds_parts(p.network)]):
+    if isinstance(cell, ClipByGlobalNorm) and (sharded := [p for p in _networks.values() if _gives_parts(p)]):
         return _clipped(args[0], float(cell.clip_norm.asnumpy()[0]), sharded)
     parallel = _parallel_in(cell, cell.cells_and_names)
     if parallel is None or parallel.engine.strategy.mesh.size == 1:
         return _compile_and_run(cell, *args, **kwargs)
+    if parallel.engine.strategy.is_spmd:
+        return _run_call(cell, cell, args, kwargs, parallel, lambda c: _compile_and_run(c.alone, *args, **kwargs))
     inputs = inputs_of(cell, cell.construct, args, kwargs, parallel.engine)
     run = _run_in_pipeline if parallel.engine.strategy.mesh.pp > 1 else _run_whole
     if not parallel.check or not is_first(cell, inputs, _compared):
         return run(cell, inputs, parallel)
     return _compared_with_one_device(cell, inputs, parallel, run)
+
+
+def _run_call(
+    owner: Any,
+    called: nn.Cell,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    parallel: _Parallel,
+    alone: Callable[[Comparison], Any],
+) -> Any:
+    """A call of a Cell, or of a function that the Cell `called` stands for, whose graph is sharded after it was compiled for
+    one device. `alone` makes the call there."""
+    outside = not any(id(cell) in _networks for _, cell in called.cells_and_names())
+    function = called.construct if owner is called else owner
+    arguments = arguments_of(owner, function, args, kwargs, parallel.engine, has_batch=not outside)
+    key = id(called), arguments.source
+    if key not in _calls:
+        _calls[key] = Call(called, calling(arguments), parallel.report if outside else None)
+    call = _calls[key]
+    call.training = called.training
+
+    def together() -> Any:
+        return nested(call.structure, parallel.engine.run(call, *arguments.tensors))
+
+    if not parallel.check or not is_first(owner, arguments.tensors, _compared):
+        return together()
+    comparison = Comparison(called, called if owner is called else None, parallel.engine, parallel.report)
+    given = comparison.of(lambda: alone(comparison), together, [parallel.network.trainable_params()], keeps=True)
+    comparison.tell()
+    return given
 
 
 def _compared_with_one_device(cell: nn.Cell, inputs: tuple[Tensor, ...], parallel: _Parallel, run: Any) -> Any:
@@ -269,10 +313,10 @@ def _clipped(gradients: Sequence[Tensor], clip_norm: float, sharded: Sequence[_P
     return tuple(Tensor(g * np.asarray(scale, g.dtype)) for g in arrays)
 
 
-def _holds_parts(network: nn.Cell) -> bool:
-    """Whether ranks hold parts of what `network` trains."""
-    report = _networks[id(network)].report
-    return any(_num_parts(weight, report) > 1 for weight in network.trainable_params())
+def _gives_parts(parallel: _Parallel) -> bool:
+    """Whether ranks are given parts of the gradients of a network."""
+    report, weights = parallel.report, parallel.network.trainable_params()
+    return not report.is_spmd and any(_num_parts(weight, report) > 1 for weight in weights)
 
 
 def _num_parts(weight: Parameter, report: Report) -> int:
@@ -303,7 +347,7 @@ def _run_in_pipeline(cell: nn.Cell, inputs: tuple[Tensor, ...], parallel: _Paral
 def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
     """A call of a function that `ms.jit` or a gradient of MindSpore compiles."""
     function = executor.fn
-    parallel = None if executor.obj is not None else _parallel_in(function, lambda: _cells_of(function))
+    parallel = None if executor.obj is not None else _parallel_in(function, lambda: cells_of(function))
     if parallel is None or parallel.engine.strategy.mesh.size == 1 or not parallel.engine.partitions_itself:
         return _call_jit(executor, *args, **kwargs)
     if parallel.engine.strategy.mesh.pp > 1:
@@ -313,20 +357,23 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
         )
     key = (id(function), parallel.network.training)
     if key not in _steps:
-        for _, value in _reached_from(function):
-            _check_gradient(value, parallel.engine.strategy)
-        cells = dict(_cells_of(function))
+        if not parallel.engine.strategy.is_spmd:
+            for _, value in reached_from(function):
+                _check_gradient(value, parallel.engine.strategy)
+        reached = list(reached_from(function))
+        cells = dict(cells_of(function))
         parallel.network.set_grad()  # as MindSpore's own steps do
-        cell = FunctionCell(function, cells.values())
-        cell.trained = {
-            p.name for _, v in _reached_from(function) if isinstance(v, (list, tuple)) for p in v if _trains(p)
-        }
+        cell = FunctionCell(function, cells.values(), [v for _, v in reached if isinstance(v, Parameter)])
+        cell.trained = {p.name for _, v in reached if isinstance(v, (list, tuple)) for p in v if trains(p)}
         _steps[key] = (function, cell)
-    cell, inputs = _steps[key][1], inputs_of(function, function, args, kwargs, parallel.engine)
+    cell = _steps[key][1]
+    if parallel.engine.strategy.is_spmd:
+        return _run_call(function, cell, args, kwargs, parallel, lambda _: _call_jit(executor, *args, **kwargs))
+    inputs = inputs_of(function, function, args, kwargs, parallel.engine)
     if not parallel.check or not is_first(cell, inputs, _compared):
         return _run(cell, inputs, parallel.engine)
     comparison = Comparison(cell, None, parallel.engine, parallel.report)
-    lists = [v for _, v in _reached_from(function) if isinstance(v, (list, tuple)) and v and all(map(_trains, v))]
+    lists = [v for _, v in reached_from(function) if isinstance(v, (list, tuple)) and v and all(map(trains, v))]
     given = comparison.of(
         lambda: _call_jit(executor, *args, **kwargs), lambda: _run(cell, inputs, parallel.engine), lists, keeps=True
     )
@@ -386,50 +433,25 @@ def _parallel_in(owner: Any, cells: Any) -> _Parallel | None:
         found = [_networks[key] for key in inside if key in _networks]
         if len({id(parallel.engine) for parallel in found}) > 1:
             raise ConfigError(f"{type(owner).__name__} holds networks under two strategies; one graph has one")
-        if found and found[0].engine.strategy.mesh.size > 1:
+        if found and found[0].engine.strategy.mesh.size > 1 and not found[0].engine.strategy.is_spmd:
             for cell in inside.values():
                 average_over_all_rows(cell)
                 add_by_pairs_in(cell)
+        if not found:
+            found = list(_parallel_by_parameters(owner))
         _contents[id(owner)] = (owner, found[0] if found else None)
     return _contents[id(owner)][1]
 
 
-def _cells_of(function: Any) -> Iterator[tuple[str, nn.Cell]]:
-    return ((name, value) for name, value in _reached_from(function) if isinstance(value, nn.Cell))
-
-
-def _reached_from(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function or those that it calls refer to, by closure, module or argument default; each once."""
-    seen: set[int] = set()
-    waiting: list[tuple[str, Any]] = [("", function)]
-    while waiting:
-        name, value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield name, value
-        if isinstance(value, MethodType):
-            waiting += [(name, value.__self__), (name, value.__func__)]
-        elif isinstance(value, FunctionType):
-            code, module = value.__code__, value.__globals__
-            closure = zip(code.co_freevars, value.__closure__ or (), strict=True)
-            waiting += [(free, cell.cell_contents) for free, cell in closure if _is_filled(cell)]
-            if not value.__module__.startswith("mindspore."):
-                waiting += [(used, module[used]) for used in code.co_names if used in module]
-            waiting += [(name, default) for default in value.__defaults__ or ()]
-        elif isinstance(value, (list, tuple)) and len(value) < 64:
-            waiting += [(f"{name}_{place}", item) for place, item in enumerate(value)]
-
-
-def _trains(value: Any) -> bool:
-    return isinstance(value, Parameter) and value.requires_grad
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+def _parallel_by_parameters(owner: Any) -> Iterator[_Parallel]:
+    """The network whose parameters `owner`, an optimizer say, uses without it: ranks hold parts of these."""
+    if isinstance(owner, nn.Cell):
+        used = {id(parameter) for parameter in owner.get_parameters()}
+    else:
+        used = {id(value) for _, value in reached_from(owner) if isinstance(value, Parameter)}
+    for parallel in _networks.values():
+        if parallel.report.is_spmd and not used.isdisjoint(map(id, parallel.network.get_parameters())):
+            yield parallel
 
 
 def _pipeline_step(cell: nn.Cell, parallel: _Parallel) -> TrainStep:

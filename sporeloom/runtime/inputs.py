@@ -6,15 +6,19 @@ from __future__ import annotations
 import inspect
 import itertools
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from sporeloom.errors import ConfigError, Problems
+from sporeloom.runtime.calls import Arguments, UnknownArgumentError
 from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.config import Strategy
+
+Given = TypeVar("Given")
 
 _agreed: dict[Any, Any] = {}
 
@@ -28,13 +32,56 @@ def inputs_of(
     Raises:
         ConfigError: one is no Tensor, the batch cannot be sharded, or another rank was given other values.
     """
+    return _agreed_on(owner, function, engine, lambda: _in_order(function, args, kwargs, engine), lambda inputs: inputs)
+
+
+def arguments_of(
+    owner: Any, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], engine: Engine, has_batch: bool
+) -> Arguments:
+    """The arguments, agreed upon in the same way, of what is compiled for one device: Tensors may be nested in them, and
+    numbers, texts and None beside them.
+
+    Args:
+        has_batch: whether the batch is among them.
+
+    Raises:
+        ConfigError: one is nothing that a graph takes, the batch cannot be sharded, or another rank was given other values.
+    """
+
+    def flattened() -> Arguments:
+        try:
+            arguments = Arguments.of(args, kwargs)
+        except UnknownArgumentError as error:
+            raise ConfigError(
+                f"{function.__qualname__}: {error}; a parallel network takes Tensors, numbers and texts, and lists, tuples "
+                "and dicts of these: give anything else to its __init__"
+            ) from None
+        if has_batch:
+            _check_rows(arguments.tensors, engine.strategy)
+        return arguments
+
+    return _agreed_on(owner, function, engine, flattened, lambda arguments: arguments.tensors)
+
+
+def _check_rows(tensors: Sequence[Tensor], strategy: Strategy) -> None:
+    batches = [x.shape[0] for x in tensors if x.ndim]
+    if batches and all(rows % strategy.mesh.dp for rows in batches):
+        raise ConfigError(
+            f"{strategy.at('mesh.dp')}: a batch of {batches[0]} rows is not divisible by dp {strategy.mesh.dp}"
+        )
+
+
+def _agreed_on(
+    owner: Any, function: Any, engine: Engine, make: Callable[[], Given], tensors: Callable[[Given], Sequence[Tensor]]
+) -> Given:
     problems, is_new = Problems(), is_first(owner, (), _agreed)
-    inputs = problems.of(_in_order, function, args, kwargs, engine)
+    given = problems.of(make)
+    inputs = () if given is None else tensors(given)
     if not is_new:
         problems.tell()  # the others are beyond their first call, and do not wait for this one
-    if is_new or is_first(owner, inputs or (), _agreed):
+    if is_new or is_first(owner, inputs, _agreed):
         engine.backend.agree(problems)
-        sums = [_checksum(x) for x in inputs or ()]
+        sums = [_checksum(x) for x in inputs] + ([given.source] if isinstance(given, Arguments) else [])
         pairs = itertools.zip_longest(sums, engine.share(sums, 0))
         other = [str(place) for place, (mine, first) in enumerate(pairs, 1) if mine != first]
         problem = (
@@ -43,8 +90,8 @@ def inputs_of(
             "num_shards, and shuffle by one seed"
         )
         engine.backend.agree([problem] if other else [])
-    assert inputs is not None
-    return inputs
+    assert given is not None  # or it had problems
+    return given
 
 
 def is_first(owner: Any, inputs: Sequence[Tensor], seen: dict[Any, Any]) -> bool:

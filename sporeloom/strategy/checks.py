@@ -282,10 +282,6 @@ def check_own_network(strategy: Strategy) -> None:
     Raises:
         ConfigError: the strategy has it.
     """
-    if strategy.is_spmd:
-        raise ConfigError(
-            f"{strategy.at('engine')}: spmd shards the models of this package alone yet; write mindspore, or leave it out"
-        )
     if strategy.stage_of_loss < strategy.mesh.pp - 1:
         raise ConfigError(
             f"{strategy.at('pipeline.schedule')}: {strategy.pipeline.schedule} leaves the loss with the first stage, where a "

@@ -156,7 +156,7 @@ class Strategy:
     engine: Partitioner = "mindspore"
     """Who shards training steps for CPU processes: `mindspore`, whose compiler does so for every rank anew, or `spmd`, which
     compiles the step of one device once for all and shards that (`sporeloom.partition`). The latter not yet in a pipeline,
-    in dry runs and certificates, where texts are sampled, and for networks of your own; inference is MindSpore's."""
+    in dry runs and certificates, and where texts are sampled; inference is MindSpore's."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
     lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})

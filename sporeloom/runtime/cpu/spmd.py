@@ -71,7 +71,9 @@ class Decisions:
     pinned: dict[str, Pin] = field(default_factory=dict)
     """By the path of an operator within the Cell."""
     inputs: Sequence[Layout] | None = None
-    """Of the inputs; without them these are sharded over dp where they have the batch in dim 0, as the first one has."""
+    """Of the inputs; without them these are sharded over dp where they have the batch in dim 0: as many rows as the first one
+    that can be sharded so."""
+    takes_batch: bool = True
 
 
 def decide(cell: nn.Cell, mesh: Mesh) -> Decisions:
@@ -105,6 +107,7 @@ def decide(cell: nn.Cell, mesh: Mesh) -> Decisions:
             path: Pin(resolved(p.inputs), None if p.outputs is None else resolved(p.outputs), p.local, p.source)
             for path, p in pinned.items()
         },
+        takes_batch=getattr(cell, "takes_batch", True),
     )
 
 
@@ -170,9 +173,10 @@ def whole_again(parameters: Iterable[Parameter], shapes: Mapping[str, Shape]) ->
             parameter.set_data(Tensor(part, dtype=parameter.dtype), slice_shape=True)
 
 
-def _by_row(graph: Graph, grid: DeviceGrid) -> list[Layout]:
-    rows = next((type.shape[0] for type in graph.inputs.values() if type.shape), 0)
+def _by_row(graph: Graph, grid: DeviceGrid, takes_batch: bool) -> list[Layout]:
     batch = tuple(axis for axis in grid.degrees if axis.partition(":")[0].partition("/")[0] == "dp")
+    shapes = [type.shape for type in graph.inputs.values() if type.shape and takes_batch]
+    rows = next((shape[0] for shape in shapes if shape[0] % grid.degree(batch) == 0), 0)
     return [
         tuple(batch if dim == 0 and size == rows else () for dim, size in enumerate(type.shape))
         for type in graph.inputs.values()
@@ -193,7 +197,7 @@ def partition_for_rank(
         names = {full: full.rpartition(":")[2] for full in graph.parameters}
         decided = layouts_of({name: graph.parameters[full].shape for full, name in names.items()}, decisions.parameters)
         wanted = {full: decided[name] for full, name in names.items() if name in decided}
-        inputs = dict(zip(graph.inputs, decisions.inputs or _by_row(graph, grid), strict=True))
+        inputs = dict(zip(graph.inputs, decisions.inputs or _by_row(graph, grid, decisions.takes_batch), strict=True))
         sharded = shard_graph(graph, grid, wanted, inputs, decisions.pinned)
     except (UnreadableGraphError, PartitionError) as error:
         raise ConfigError(f"engine spmd: {error}") from None

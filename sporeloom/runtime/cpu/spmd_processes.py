@@ -10,6 +10,7 @@ import numpy as np
 from mindspore import nn
 
 from sporeloom.errors import Problems
+from sporeloom.parallel.call import Call
 from sporeloom.partition.held import ShardedGraph
 from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.kept_graphs import kept_model
@@ -52,6 +53,8 @@ class SpmdProcesses(CpuProcesses):
             with whole_again(cell.get_parameters(), self._shapes):
                 model = problems.of(self._compiled_or_kept, cell, described)
         self.agree(problems)
+        if isinstance(cell, Call):
+            cell.structure = self.share(cell.take_structure() if self.rank == 0 else None, 0)
         group = Collectives(self.transport, range(self.strategy.mesh.size), "graph of one device")
         written = b"" if model is None else model.SerializeToString()
         content = group.broadcast(np.frombuffer(written, np.uint8), 0)

@@ -6,7 +6,7 @@ import yaml
 from conftest import in_process
 
 from sporeloom.errors import ConfigError
-from sporeloom.strategy.checks import check_own_network, dry_run_problems
+from sporeloom.strategy.checks import dry_run_problems
 from sporeloom.strategy.loader import load_strategy, strategy_of
 from sporeloom.strategy.text import strategy_text
 
@@ -44,14 +44,12 @@ def test_what_it_cannot_be_is_refused(settings, message):
         strategy_of(settings, "s.yaml")
 
 
-def test_dry_runs_and_networks_of_your_own_do_not_have_it():
+def test_dry_runs_do_not_have_it():
     (problem,) = dry_run_problems(of({"dp": 2}))
     assert (
         problem.startswith("s.yaml:") and "engine: dry runs and certificates read what MindSpore partitions" in problem
     )
     assert not dry_run_problems(strategy_of({"mesh": {"dp": 2}}))
-    with pytest.raises(ConfigError, match="engine: spmd shards the models of this package alone yet"):
-        check_own_network(of({"dp": 2}))
 
 
 @pytest.mark.parametrize("more", [(), ("explain", "query.weight")])

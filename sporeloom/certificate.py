@@ -30,14 +30,14 @@ SEAL_NOTE = "its seal shows accidental changes; it is not a signature, and anybo
 
 
 def about_strategy(strategy: Strategy) -> dict[str, Any]:
-    """A strategy and its rules as data, without the files they came from."""
+    """A strategy and its rules as data, without the files they came from, nor who shards it on CPUs."""
     values = dataclasses.asdict(strategy)
     rules = values["rules"]
     rules["operators"] = {
         rule["pattern"]: {"place": place, **{key: rule[key] for key in ("inputs", "outputs", "local")}}
         for place, rule in enumerate(rules["operators"])
     }
-    return {key: value for key, value in values.items() if key not in ("source", "lines")}
+    return {key: value for key, value in values.items() if key not in ("source", "lines", "engine")}
 
 
 def about_versions() -> dict[str, str]:

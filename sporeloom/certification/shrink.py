@@ -60,7 +60,7 @@ def small_strategies(strategy: Strategy, num_layers: int | None, processes: int)
         meshes.append(Mesh(dp=4))
     if 1 < mesh.ep < mesh.dp and processes >= 4 and not any(1 < small.ep < small.dp for small in meshes):
         meshes.append(Mesh(dp=4, ep=2))
-    return [_small(strategy, mesh, num_layers) for mesh in meshes]
+    return [_small(strategy.by_mindspore(), mesh, num_layers) for mesh in meshes]
 
 
 def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:

@@ -56,7 +56,7 @@ def compile_full_size(subject: dict[str, Any], rank: int, folder: Path) -> None:
 
 def _large(subject: dict[str, Any]) -> Strategy:
     given = subject.get("strategy")
-    return load_strategy(given) if given else strategy_of(subject["settings"])
+    return (load_strategy(given) if given else strategy_of(subject["settings"])).by_mindspore()
 
 
 def _inputs(folder: Path) -> list[NDArray[Any]]:

@@ -49,6 +49,7 @@ def compile_rank(
 
     `batch`: sequences of a step over all ranks and their tokens. `accumulate`: parts it is split into without a pipeline.
     """
+    strategy = strategy.by_mindspore()
     prepare_environment()
     gc.disable()  # millions of small objects, none in cycles, before and after the compilation, too
     cell, report, inputs, trained = _cell(family, model, strategy, rank, batch, inference, accumulate, task)
@@ -73,6 +74,7 @@ def compile_own_rank(
         ConfigError: MindSpore cannot partition it, lays a parameter out otherwise than its rule says, or leaves a gradient
             that several ranks have a part of.
     """
+    strategy = strategy.by_mindspore()
     with virtual_ascend(rank, strategy.mesh.size):
         all_reduce = ms.ops.AllReduce(group=WORLD)
     with no_init_parameters():

@@ -35,6 +35,7 @@ def explain(family: str, model: ModelConfig, strategy: Strategy, name: str) -> s
     """
     if problems := dry_run_problems(strategy):
         raise ConfigError(problems)
+    strategy = strategy.by_mindspore()
     with no_init_parameters():
         net = family_module(family, "model").ModelWithLoss(model)
     found = operators(net)

@@ -53,7 +53,7 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
     layers = _matching(net, strategy.rules.layers)
     _check(net, strategy, found, layers, whole)
     owners = rules_of(found, strategy.rules.operators)
-    if not strategy.is_spmd:
+    if not shards_itself(strategy):
         for operator in found:
             if operator.path in owners:
                 shard_as_told(operator.primitive, owners[operator.path], strategy.mesh)
@@ -87,10 +87,15 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         stage_of_loss=strategy.stage_of_loss,
         recomputed=recomputed,
         tied=tied,
-        is_spmd=strategy.is_spmd,
+        is_spmd=shards_itself(strategy),
         owners=owners,
     )
     return net.parallel_report
+
+
+def shards_itself(strategy: Strategy) -> bool:
+    """Whether graphs are compiled for one device and sharded by `sporeloom.partition`."""
+    return strategy.is_spmd and ms.get_context("device_target") == "CPU"
 
 
 def _recompute_operators(strategy: Strategy, found: Sequence[Operator], layers: Sequence[str]) -> None:
@@ -119,7 +124,7 @@ def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
 
     Our own models are compiled once for all microbatches, in two thirds of the time; a user's network as it stands.
     """
-    if strategy.is_spmd:
+    if shards_itself(strategy):
         return net  # microbatches are a step's own business there, and copies are for devices
     repeats = strategy.mesh.size > 1 and strategy.num_microbatches(accumulate) > 1
     if repeats and not isinstance(net, ShardBatch):
@@ -151,8 +156,8 @@ def _matching(net: nn.Cell, patterns: Sequence[str]) -> list[str]:
 def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: Sequence[str], whole: bool) -> None:
     problems = [
         *_rule_problems(net, strategy, found, whole),
-        *([] if strategy.is_spmd else _operator_problems(strategy, found)),
-        *([] if strategy.is_spmd else _lookup_problems(found, strategy.rules.operators, strategy.mesh)),
+        *([] if shards_itself(strategy) else _operator_problems(strategy, found)),
+        *([] if shards_itself(strategy) else _lookup_problems(found, strategy.rules.operators, strategy.mesh)),
         *_mesh_problems(strategy, layers),
     ]
     if problems:

@@ -28,7 +28,7 @@ from sporeloom.parallel.cells import (
     prepare_to_shard,
 )
 from sporeloom.parallel.choose import choose
-from sporeloom.parallel.parallelize import parallelize, wrap
+from sporeloom.parallel.parallelize import parallelize, shards_itself, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
 from sporeloom.parallel.sums import add_by_pairs_in
@@ -135,11 +135,11 @@ def auto_parallel(
         raise ConfigError(
             "auto_parallel(..., check=True): CPU processes can, where one device's graph runs beside; try there"
         )
-    if loaded.mesh.size > 1 and not loaded.is_spmd:
+    if loaded.mesh.size > 1 and not shards_itself(loaded):
         prepare_to_shard(net)
     report, whole = parallelize(net, loaded), net
     if loaded.mesh.size > 1:
-        whole = ParallelNetwork(net) if loaded.is_spmd else ShardBatch(net, loaded.mesh)
+        whole = ParallelNetwork(net) if shards_itself(loaded) else ShardBatch(net, loaded.mesh)
     network = wrap(whole, loaded)
     _networks[id(network)] = _Parallel(network, whole, report, engine, check)
     _contents.clear()
@@ -212,7 +212,7 @@ def _run_cell(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
     parallel = _parallel_in(cell, cell.cells_and_names)
     if parallel is None or parallel.engine.strategy.mesh.size == 1:
         return _compile_and_run(cell, *args, **kwargs)
-    if parallel.engine.strategy.is_spmd:
+    if parallel.report.is_spmd:
         return _run_call(cell, cell, args, kwargs, parallel, lambda c: _compile_and_run(c.alone, *args, **kwargs))
     inputs = inputs_of(cell, cell.construct, args, kwargs, parallel.engine)
     run = _run_in_pipeline if parallel.engine.strategy.mesh.pp > 1 else _run_whole
@@ -357,7 +357,7 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
         )
     key = (id(function), parallel.network.training)
     if key not in _steps:
-        if not parallel.engine.strategy.is_spmd:
+        if not parallel.report.is_spmd:
             for _, value in reached_from(function):
                 _check_gradient(value, parallel.engine.strategy)
         reached = list(reached_from(function))
@@ -367,7 +367,7 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
         cell.trained = {p.name for _, v in reached if isinstance(v, (list, tuple)) for p in v if trains(p)}
         _steps[key] = (function, cell)
     cell = _steps[key][1]
-    if parallel.engine.strategy.is_spmd:
+    if parallel.report.is_spmd:
         return _run_call(function, cell, args, kwargs, parallel, lambda _: _call_jit(executor, *args, **kwargs))
     inputs = inputs_of(function, function, args, kwargs, parallel.engine)
     if not parallel.check or not is_first(cell, inputs, _compared):
@@ -433,7 +433,7 @@ def _parallel_in(owner: Any, cells: Any) -> _Parallel | None:
         found = [_networks[key] for key in inside if key in _networks]
         if len({id(parallel.engine) for parallel in found}) > 1:
             raise ConfigError(f"{type(owner).__name__} holds networks under two strategies; one graph has one")
-        if found and found[0].engine.strategy.mesh.size > 1 and not found[0].engine.strategy.is_spmd:
+        if found and found[0].engine.strategy.mesh.size > 1 and not found[0].report.is_spmd:
             for cell in inside.values():
                 average_over_all_rows(cell)
                 add_by_pairs_in(cell)

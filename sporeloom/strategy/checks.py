@@ -268,7 +268,7 @@ def adapter_problems(strategy: Strategy) -> list[str]:
 
 def dry_run_problems(strategy: Strategy) -> list[str]:
     """What dry runs and certificates, which read MindSpore's own partition, do not know."""
-    if not strategy.is_spmd:
+    if strategy.engine != "spmd":
         return []
     return [
         f"{strategy.at('engine')}: dry runs and certificates read what MindSpore partitions, not yet what spmd does; write "

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from sporeloom.numbers import Count, Depth, Natural, Positive
@@ -153,10 +153,10 @@ class Strategy:
     micro_batch_interleave: Depth = 1
     """Copies that each microbatch (without a pipeline: the batch) is split into, so that devices can compute one while
     another communicates; the same arithmetic. MindSpore orders their collectives where `mesh.pp` is 1."""
-    engine: Partitioner = "mindspore"
-    """Who shards training steps for CPU processes: `mindspore`, whose compiler does so for every rank anew, or `spmd`, which
-    compiles the step of one device once for all and shards that (`sporeloom.partition`). The latter not yet in a pipeline,
-    in dry runs and certificates, and where texts are sampled; inference is MindSpore's."""
+    engine: Partitioner | None = None
+    """Who shards graphs for CPU processes: `spmd`, which compiles the graph of one device once for all ranks and shards that
+    (`sporeloom.partition`), or `mindspore`, whose compiler does so for every rank anew. Without it `spmd`, and in a pipeline,
+    in dry runs, in certificates and on devices `mindspore`."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
     lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})
@@ -165,7 +165,11 @@ class Strategy:
     @property
     def is_spmd(self) -> bool:
         """Whether the graph of one device is compiled, and sharded afterwards."""
-        return self.engine == "spmd" and self.mesh.size > 1
+        return self.engine != "mindspore" and self.mesh.size > 1 and self.mesh.pp == 1
+
+    def by_mindspore(self) -> Strategy:
+        """The same, whose graphs MindSpore shards."""
+        return replace(self, engine="mindspore")
 
     @property
     def optimizer_on_host(self) -> bool:

@@ -79,7 +79,6 @@ def _strategy(document: Document, for_inference: bool = False) -> Strategy:
         mesh, pipeline = strategy.mesh.with_cp_as_replicas(), strategy.pipeline
         return dataclasses.replace(
             strategy,
-            engine="mindspore",
             mesh=mesh,
             pipeline=Pipeline(num_microbatches=pipeline.num_microbatches) if pipeline.virtual_stages > 1 else pipeline,
             sequence_parallel=False,

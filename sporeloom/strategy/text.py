@@ -48,7 +48,7 @@ def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> s
         lines.append(f"context_parallel: {strategy.context_parallel}")
     if strategy.micro_batch_interleave > 1:
         lines.append(f"micro_batch_interleave: {strategy.micro_batch_interleave}")
-    if strategy.engine != Strategy.engine:
+    if strategy.engine:
         lines.append(f"engine: {strategy.engine}")
     return "\n".join(lines) + "\n"
 

@@ -306,8 +306,6 @@ def _strategy_problems(
     yield from model_problems(strategy, model) if model else []
     if config.samples_texts and strategy.mesh.cp > 1:
         yield f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out"
-    if config.samples_texts and strategy.is_spmd:
-        yield f"{strategy.at('engine')}: spmd shards no caches yet, which sampling needs; write mindspore, or leave it out"
     if strategy.optimizer_on_host and not config.optimizer.startswith("adamw"):
         yield f"{strategy.at('offload.optimizer')}: AdamW's moments can be moved, not those of --optimizer {config.optimizer}"
     if strategy.pipeline.virtual_stages > 1 and config.task in ("dpo", "grpo", "ppo"):

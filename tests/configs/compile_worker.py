@@ -66,7 +66,7 @@ def reduced(family, size, strategy):
 
 def shortened(path):
     """The strategy of a file, with a shorter pipeline."""
-    strategy = load_strategy(path)
+    strategy = load_strategy(path).by_mindspore()
     if strategy.mesh.pp <= 4:
         return strategy
     stages, virtual = strategy.mesh.pp if Path(path).stem == LONGEST else 4, min(2, strategy.pipeline.virtual_stages)

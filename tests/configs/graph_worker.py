@@ -52,7 +52,7 @@ def dry_run(path, model, rank, as_function, accumulate=1):
 
 
 def inference(path, size, rank, length, int8):
-    strategy, config = load_strategy(path, for_inference=True), size_config("pangu", size)
+    strategy, config = load_strategy(path, for_inference=True).by_mindspore(), size_config("pangu", size)
     rows, slots = 2 * strategy.mesh.dp, 256
     net = build_model("pangu", config, strategy, (rows, slots), int8)
     shapes = [(rows, length), (rows, length), (rows,), (rows, config.kv_heads, length, 3)]
@@ -62,7 +62,7 @@ def inference(path, size, rank, length, int8):
 
 
 def recompute(path):
-    strategy = load_strategy(path)
+    strategy = load_strategy(path).by_mindspore()
     net = PanGuWithLoss(dataclasses.replace(size_config("pangu", "tiny"), dropout_rate=0.1, num_layers=2))
     report = parallelize(net, strategy)
     step = TrainStep(net, SGD(net.trainable_params()), report, 0).set_train()
@@ -88,7 +88,7 @@ def by_depth(path, model, rank):
 
 def both_ways(path):
     """Every node of a training step, as MindSpore compiles it by itself and by our faster way."""
-    strategy, found = load_strategy(path), []
+    strategy, found = load_strategy(path).by_mindspore(), []
     for context in (contextlib.nullcontext, compilation.faster_compilation):
         config = dataclasses.replace(size_config("pangu", "tiny"), num_layers=2)
         net = family_module("pangu", "model").ModelWithLoss(config)
@@ -126,7 +126,7 @@ def dry_run_values(arguments):
 
 def order_of_passes(path):
     """[kind, part, microbatch] of every stage, in the order that a training graph chains them, of a layer a part."""
-    strategy, found = load_strategy(path), []
+    strategy, found = load_strategy(path).by_mindspore(), []
     config = dataclasses.replace(size_config("pangu", "tiny"), num_layers=strategy.num_virtual_stages)
     for stage in range(strategy.mesh.pp):
         rank, batch = strategy.mesh.ranks_of_stage(stage)[0], (strategy.pipeline.num_microbatches, 16)

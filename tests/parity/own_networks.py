@@ -377,13 +377,13 @@ def refused(what):
     ms.set_context(mode=ms.GRAPH_MODE)
     module._engines.clear()
     kinds = {"if": If, "while": While, "mean of own rows": MeanOfRows}
-    net, batch = auto_parallel(kinds.get(what, Mlp)(), mesh={"dp": 2}), data("mlp")
+    net, batch = auto_parallel(kinds.get(what, Mlp)(), mesh={"dp": 2}, engine="mindspore"), data("mlp")
     try:
         if what in kinds:
             by_step(net, tuple(map(Tensor, batch)))
         elif what == "forgotten":
             with unittest.mock.patch.object(cells, "_linear", linear_of_mindspore):
-                net = auto_parallel(Encoder(), mesh={"dp": 2})
+                net = auto_parallel(Encoder(), mesh={"dp": 2}, engine="mindspore")
             by_step(net, tuple(map(Tensor, data("encoder"))))
         elif what == "evaluated in a pipeline":
             settings = {"pipeline": {"num_microbatches": 2}, "rules": {"layers": ["blocks.*"], "last_stage": ["head"]}}
@@ -400,7 +400,8 @@ def refused(what):
         elif what == "gradients of inputs":
             ms.grad(net, 0)(*map(Tensor, batch))
         elif what == "norm of something else":
-            net = auto_parallel(Mlp(), mesh={"tp": 2}, rules={"up.matmul": [["dp", None], ["tp", None]]})
+            rules = {"up.matmul": [["dp", None], ["tp", None]]}
+            net = auto_parallel(Mlp(), mesh={"tp": 2}, rules=rules, engine="mindspore")
             net(*map(Tensor, batch))
             ops.clip_by_global_norm([Tensor(batch[0])], 1.0)
         elif what == "has_aux":

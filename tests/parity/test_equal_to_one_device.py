@@ -48,9 +48,9 @@ CASES = [
     "pangu_switch_tiny_dp4_ep2_zero+moe+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+sigma+shallow",  # texts of two domains
 ]
-SPMD = [f"{case}+spmd" for case in CASES if "_pp" not in case]  # our own partitioner, which has no pipelines yet
-CASES += SPMD
-LIKE_WITHOUT = ("accumulate", "copies", "flash", "gpipe", "seqpipe", "zero_bubble_v", "offload", "again", "spmd")
+SPMD = [case for case in CASES if "_pp" not in case]  # our own partitioner has no pipelines yet
+CASES += [f"{case}+mindspore" for case in SPMD]
+LIKE_WITHOUT = ("accumulate", "copies", "flash", "gpipe", "seqpipe", "zero_bubble_v", "offload", "again", "mindspore")
 """Options of a mesh: one device is compared without them."""
 ACCUMULATED = "one_device+accumulate+shallow"
 

@@ -32,17 +32,16 @@ CASES = [
     ("gated", "step", "auto", {"devices": 4}),
     ("gated", "step, called", {"pp": 2, "dp": 2}, PIPELINE),
 ]
-WITHOUT_MINDSPORES = [
-    (name, way, mesh, {**(settings or {}), "engine": "spmd"})
+BY_MINDSPORE = [
+    (name, way, mesh, {**(settings or {}), "engine": "mindspore"})
     for name, way, mesh, settings in CASES
     if mesh != "auto" and "pp" not in mesh
 ]
-"""Partitioner: the same by `engine: spmd`."""
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("name", "way", "mesh", "settings"), [*CASES, *WITHOUT_MINDSPORES])
+@pytest.mark.parametrize(("name", "way", "mesh", "settings"), [*CASES, *BY_MINDSPORE])
 def test_a_mesh_trains_as_one_device(name, way, mesh, settings, tmp_path):
     settings = {**settings, "out": str(tmp_path / "chosen.yaml")} if mesh == "auto" else settings
     processes = 4 if mesh == "auto" else math.prod(mesh.values())

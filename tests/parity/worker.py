@@ -57,8 +57,8 @@ def train(path: str, options: list[str], out: str) -> None:
     """Five steps of each optimizer. Writes OUT.OPTIMIZER.json (losses, norms) and .npz (gradients or weights).
 
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
-    gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice), spmd (our own
-    partitioner), and shallow (2 layers, which compile in half the time).
+    gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice), mindspore
+    (its partitioner), and shallow (2 layers, which compile in half the time).
     A pipeline has as many microbatches as stages, for the same reason.
     """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
@@ -87,8 +87,8 @@ def train(path: str, options: list[str], out: str) -> None:
             optimizer_parallel=OptimizerParallel(shard_size=2, reshard_after_forward=True),
             recompute=Recompute(),
         )
-    if "spmd" in options and strategy.mesh.size > 1:
-        strategy = dataclasses.replace(strategy, engine="spmd")
+    if "mindspore" in options:
+        strategy = strategy.by_mindspore()
     if "copies" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, micro_batch_interleave=2)
     accumulate, clip = 2 if "accumulate" in options else 1, 0.5 if "clip" in options else None

@@ -48,7 +48,7 @@ class InAMethod(Plain):
 def compile_for(rank, net, write, more=""):
     """As the engine of that rank does it."""
     text = f"mesh: {{dp: 2, tp: 2}}\nrules:\n  operators:\n    matmul: [[dp, ~], [tp, ~]]\n{more}"
-    strategy = load_strategy(write("s.yaml", text))
+    strategy = load_strategy(write("s.yaml", text)).by_mindspore()
     parallelize(net, strategy)
     graph = partition(net.set_train(False), strategy, rank, [((8, 4), np.float32)])
     learn_layouts(net.parallel_report, graph.layouts, graph.groups, rank, strategy.source)
@@ -124,5 +124,5 @@ def test_meshes_that_the_rules_do_not_fill_are_refused(write, mesh, message):
     net.other = ops.MatMul()
     text = f"mesh: {mesh}\nrules:\n  operators:\n    matmul: [[dp, ~], [~, ~]]\n"
     with pytest.raises(ConfigError) as caught:
-        parallelize(net, load_strategy(write("s.yaml", text)))
+        parallelize(net, load_strategy(write("s.yaml", text)).by_mindspore())
     assert message in str(caught.value)

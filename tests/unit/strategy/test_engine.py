@@ -15,17 +15,18 @@ def of(mesh, **settings):
     return strategy_of({"mesh": mesh, "engine": "spmd", **settings}, "s.yaml")
 
 
-def test_without_the_key_mindspore_partitions():
-    assert strategy_of({"mesh": {"dp": 2}}).engine == "mindspore"
-    assert not strategy_of({"mesh": {"dp": 2}}).is_spmd
-    assert of({"dp": 2}).is_spmd
-    assert not of({"dp": 1}).is_spmd  # one device has nothing to shard
+def test_without_the_key_pipelines_alone_are_mindspores():
+    without = strategy_of({"mesh": {"dp": 2}})
+    assert without.engine is None and without.is_spmd and not without.by_mindspore().is_spmd
+    assert not strategy_of({"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}}).is_spmd
+    assert not strategy_of({"mesh": {"dp": 1}}).is_spmd  # one device has nothing to shard
+    assert not strategy_of({"mesh": {"dp": 2}, "engine": "mindspore"}).is_spmd
 
 
 def test_a_written_strategy_keeps_it(write):
     path = write("s.yaml", strategy_text(of({"dp": 2, "tp": 2}), "decoder"))
     assert yaml.safe_load(path.read_text())["engine"] == "spmd"
-    assert load_strategy(path).is_spmd and not load_strategy(path, for_inference=True).is_spmd
+    assert load_strategy(path).engine == load_strategy(path, for_inference=True).engine == "spmd"
     assert "engine" not in strategy_text(strategy_of({"mesh": {"dp": 2}}), "decoder")
 
 
@@ -49,7 +50,8 @@ def test_dry_runs_do_not_have_it():
     assert (
         problem.startswith("s.yaml:") and "engine: dry runs and certificates read what MindSpore partitions" in problem
     )
-    assert not dry_run_problems(strategy_of({"mesh": {"dp": 2}}))
+    for settings in ({}, {"engine": "mindspore"}):
+        assert not dry_run_problems(strategy_of({"mesh": {"dp": 2}, **settings}))
 
 
 @pytest.mark.parametrize("more", [(), ("explain", "query.weight")])
@@ -57,11 +59,3 @@ def test_a_dry_run_says_so(write, more):
     path = write("s.yaml", strategy_text(of({"dp": 2, "tp": 2}), "decoder"))
     outcome = in_process("tools/dry_run.py", *more, "--model", "pangu", "--size", "tiny", "--strategy", path)
     assert outcome.code == 2 and "engine: dry runs and certificates read" in outcome.output
-
-
-def test_a_task_that_samples_texts_says_so(write, tmp_path):
-    path = write("s.yaml", strategy_text(of({"dp": 2, "tp": 2}), "decoder"))
-    data = write("data.jsonl", '{"prompt": "a", "completion": "b"}\n')
-    flags = ("--from-checkpoint", tmp_path, "--output-dir", tmp_path / "out")
-    outcome = in_process("tools/grpo.py", "--data", data, "--strategy", path, *flags)
-    assert outcome.code == 2 and "engine: spmd shards no caches yet" in outcome.output, outcome.output

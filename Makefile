@@ -1,19 +1,23 @@
-# make demo | test | check | lint | bench | toolchains. All but the last set up .venv first, once.
+# make demo | test | test-all | check | lint | bench | toolchains. All but the last set up .venv first, once.
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format bench toolchains setup clean
+.PHONY: demo test test-all check lint format bench toolchains setup clean
 
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
 
-# jemalloc, which ray has in its package: compiling makes millions of small objects, and takes a seventh less time with it.
-JEMALLOC = $(firstword $(shell ls $(CURDIR)/$(VENV)/lib/python3*/site-packages/ray/core/libjemalloc.so 2>/dev/null))
+# jemalloc, of Debian or of ray's package: compiling makes millions of small objects, and takes a seventh less time with it.
+JEMALLOC = $(firstword $(shell ls /usr/lib/*/libjemalloc.so.2 $(CURDIR)/$(VENV)/lib/python3*/site-packages/ray/core/libjemalloc.so 2>/dev/null))
+PYTEST = LD_PRELOAD=$(JEMALLOC) $(BIN)/python -m pytest --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 test: $(VENV)/.dev
-	LD_PRELOAD=$(JEMALLOC) $(BIN)/python -m pytest --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not long"
 
-lint: $(VENV)/.dev
+test-all: $(VENV)/.all
+	$(PYTEST)
+
+lint: $(VENV)/.all
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -21,7 +25,7 @@ lint: $(VENV)/.dev
 check: lint
 	$(BIN)/python -m pytest tests/test_architecture.py tests/unit -m "not slow"
 
-format: $(VENV)/.dev
+format: $(VENV)/.all
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -43,7 +47,7 @@ bench: $(VENV)/.bench
 toolchains:
 	tools/install_toolchains.sh
 
-setup: $(VENV)/.dev
+setup: $(VENV)/.all
 
 $(VENV)/bin/python:
 	@python=$$(tools/find_python.sh) && echo "setting up $(VENV) with $$python" && $$python -m venv $(VENV)
@@ -53,10 +57,14 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,mindformers,serve,web,ray]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve]'
 	@touch $@
 
-$(VENV)/.bench: $(VENV)/.dev
+$(VENV)/.all: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve,data,web,ray,mindformers,all-tests]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.all
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[benchmark]'
 	@touch $@
 

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import importlib.util
 import io
+import itertools
 import os
 import platform
 import re
@@ -36,6 +37,7 @@ __all__ = [
 
 SHARED = ROOT.parent / "shared"
 CONFIGS = ROOT / "parallel_configs"
+LONG = ROOT / "tests" / "long.txt"
 TWO_LAYERS = ROOT / "tests" / "two_layers.json"
 """A model configuration for tests where depth proves nothing: half the layers, half the time to compile."""
 
@@ -133,6 +135,19 @@ def fewer_microbatches(path: Path, folder: Path) -> Path:
     copy = folder / path.name
     copy.write_text(re.sub(r"num_microbatches: \d+", "num_microbatches: 2", text))
     return copy
+
+
+def pytest_collection_modifyitems(session, config, items):
+    """Mark what is in long.txt."""
+    lines = [line for line in LONG.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    found = {line: [item for item in items if item.nodeid.startswith(line)] for line in lines}
+    for item in itertools.chain.from_iterable(found.values()):
+        item.add_marker(pytest.mark.long)
+    files = {item.nodeid.partition("::")[0] for item in items}
+    missing = [line for line, matching in found.items() if not matching and line.partition("::")[0] in files]
+    missing += [line for line in lines if not (ROOT / line.partition("::")[0]).exists()]
+    if missing and len(session.config.args) == 1 and "::" not in config.args[0]:
+        raise pytest.UsageError(f"{LONG}: these are the beginning of no test: {', '.join(missing)}")
 
 
 def pytest_collection_finish():

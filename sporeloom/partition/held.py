@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from sporeloom.partition.graph import Graph, Input, Name, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout
@@ -59,6 +61,18 @@ class ShardedGraph:
     communications: list[Communication] = field(default_factory=list)
     unsharded: Counter[str] = field(default_factory=Counter)
     """Kinds of operators that every rank computes whole, for want of a handler, and how many of each had a sharded input."""
+
+    def summary(self) -> str:
+        """What a rank sends, and what every rank computes whole."""
+        sent = sum(
+            each.elements * (2 if each.dtype == "bfloat16" else np.dtype(each.dtype).itemsize)
+            for each in self.communications
+        )
+        text = f"each rank sends {sent / 1e6:.3g} MB in {len(self.communications)} collectives"
+        if not self.unsharded:
+            return text
+        kinds = ", ".join(f"{kind} {count}" for kind, count in self.unsharded.most_common())
+        return f"{text}; computed whole on every rank, for which there is no rule: {kinds}"
 
 
 @dataclass(slots=True)

@@ -40,6 +40,8 @@ class Backend:
         """Communication groups that the compiler made: name -> ranks."""
         self.rounded: Counter[str] = Counter()
         """Kinds of operators of the largest graph that are computed in float32 and give bfloat16, and how many of each."""
+        self.told_of_graph = ""
+        """Of the latest graph: what ranks send, and what all of them compute whole; where it is known."""
         self._ran: set[tuple[Any, ...]] = set()
         """Cells and the inputs they were called with."""
 

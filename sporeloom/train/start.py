@@ -130,9 +130,9 @@ def _check_target(run: Run, engine: Engine) -> None:
 
 def _told_of_attention(engine: Engine, net: nn.Cell) -> str:
     """How attention is computed in a network that has FlashAttention."""
-    if engine.backend_of(net).partitions:
+    if engine.backend_of(net).partitions and not net.parallel_report.is_spmd:
         return "FlashAttentionScore, by NumPy here, which is slow"
-    return "FlashAttentionScore" if engine.target == "Ascend" else "plain; one CPU device has no FlashAttentionScore"
+    return "FlashAttentionScore" if engine.target == "Ascend" else "plain; CPUs have no FlashAttentionScore"
 
 
 def compile_for(training: Training, step: int) -> None:
@@ -148,6 +148,8 @@ def compile_for(training: Training, step: int) -> None:
     for_what = f" for {shape[0]} sequences of {shape[1]}" if len(training.run.sizes.shapes()) > 1 else ""
     seen = f"; {shape[2]} tokens of each in the layers that drop some" if shape[2:] else ""
     training.say(f"compiled{for_what} in {time.perf_counter() - begin:.1f} s{seen}")
+    if (told := training.engine.backend.told_of_graph) and len(training.compiled) == 1:
+        training.say(told)
     if (rounded := training.engine.rounded) and len(training.compiled) == 1:
         kinds = ", ".join(f"{kind} {count}" for kind, count in rounded.most_common())
         training.say(

@@ -40,6 +40,7 @@ class SpmdProcesses(CpuProcesses):
         self._shapes |= {p.name.rpartition(":")[2]: tuple(p.dims) for p in model.graph.parameter}
         graph, sharded = partition_for_rank(model, decide(cell, self.strategy.mesh), self.rank)
         self.sharded.append(sharded)
+        self.told_of_graph = sharded.summary()
         return graph
 
     def _one_devices_graph(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
@@ -66,7 +67,8 @@ class SpmdProcesses(CpuProcesses):
             return compile_for_one_device(cell, described)
         inputs = [[list(shape), np.dtype(dtype).str] for shape, dtype in described]
         strategy, rules = self.strategy, self.strategy.rules  # what is marked in the network before it is compiled
-        marks = repr((strategy.recompute, strategy.offload, rules.layers, rules.selective))
+        repeats = any(getattr(each, "repeats_heads", False) for _, each in cell.cells_and_names())
+        marks = repr((strategy.recompute, strategy.offload, rules.layers, rules.selective, repeats))
         more = {"network": key, "one_device": True, "inputs": inputs, "training": cell.training, "marks": marks}
         return kept_model(more, lambda: compile_for_one_device(cell, described))
 

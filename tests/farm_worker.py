@@ -55,7 +55,7 @@ def as_a_process_of_its_own(task):
     # The ranks of a job name their connections by the engines they made before; some sat out earlier tasks.
     sys.modules["sporeloom.runtime.cpu.processes"]._jobs = itertools.count()
     if scripts := sys.modules.get("sporeloom.runtime.auto_parallel"):
-        for known in (scripts._engines, scripts._networks, scripts._contents, scripts._steps):
+        for known in (scripts._engines, scripts._networks, scripts._contents, scripts._steps, scripts._calls):
             known.clear()
     for number, name in ((1, task["stdout"]), (2, task["stderr"])):
         handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -241,7 +241,8 @@ def _run_call(
     call.training = called.training
 
     def together() -> Any:
-        return nested(call.structure, parallel.engine.run(call, *arguments.tensors))
+        given = parallel.engine.run(call, *arguments.tensors)  # which learns the structure, at the first call
+        return nested(call.structure, given)
 
     if not parallel.check or not is_first(owner, arguments.tensors, _compared):
         return together()

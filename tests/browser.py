@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import time
 
-import aiohttp
 import pytest
+
+aiohttp = pytest.importorskip("aiohttp")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")

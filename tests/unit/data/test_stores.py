@@ -4,14 +4,15 @@
 import gzip
 import json
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from conftest import ROOT, in_process
-from fsspec.implementations.memory import MemoryFileSystem
-from upath import UPath
 
 from sporeloom.models.family import family_module
+
+pyarrow = pytest.importorskip("pyarrow")
+pytest.importorskip("pyarrow.parquet")
+memory = pytest.importorskip("fsspec.implementations.memory")
+UPath = pytest.importorskip("upath").UPath
 
 TEXT = (ROOT / "examples/small_town.txt").read_text(encoding="utf-8")
 PARAGRAPHS = [part for part in TEXT.split("\n\n") if part.strip()] or TEXT.splitlines()
@@ -113,7 +114,7 @@ def test_what_a_store_does_not_take_stays_in_the_folder(folder, tmp_path, monkey
     def refuse(*_):
         raise PermissionError("Access Denied")
 
-    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    monkeypatch.setattr(memory.MemoryFileSystem, "put_file", refuse)
     outputs = ("--out", "memory://refused/kept.jsonl", "--removed", "memory://refused/removed.jsonl")
     outcome = in_process("tools/preprocess.py", "filter", folder, *outputs, "--min-chars", 3, "--scratch", tmp_path)
     removed, made = sorted(tmp_path.iterdir(), key=lambda path: path.name.endswith("-kept.jsonl"))

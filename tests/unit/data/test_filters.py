@@ -78,6 +78,7 @@ def test_a_classifier_that_cannot_be_used_is_named(tmp_path, write, code, messag
 
 
 def test_files_are_filtered_and_each_rule_counted(tmp_path, write):
+    pytest.importorskip("zstandard")
     lines = [{"text": "ab"}, {"text": "12345", "id": 7}, {"text": "abcdef", "id": 8}, {"text": " "}]
     source = Source(
         (write("a.jsonl", "".join(json.dumps(line) + "\n" for line in lines) + "broken\n"),), on_error="skip"

@@ -191,6 +191,9 @@ def test_broken_lines_are_skipped_and_counted_when_asked(tmp_path, write, vocabu
     ],
 )
 def test_each_file_that_cannot_be_read_is_named(tmp_path, write, vocabulary, name, content, message):
+    for ending, package in ((".zst", "zstandard"), (".parquet", "pyarrow")):
+        if name.endswith(ending):
+            pytest.importorskip(package)
     with pytest.raises(ConfigError) as caught:
         make(tmp_path / "out", [write(name, content)], vocabulary)
     assert message in str(caught.value)

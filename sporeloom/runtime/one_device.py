@@ -118,6 +118,8 @@ class Comparison:
         """Where the parts lie that this rank gives."""
         places = {}
         for name, parameter in self.parameters.items():
+            if not parameter.sliced:
+                continue  # it is whole yet, whatever another network of that name has
             said = self.report.by_name.get(name) or self.report.by_name.get(name.partition(".")[2])
             if said and (slices := self.engine.slices_to_write(name, said)) is not None:
                 places[name] = [[s.start, s.stop] for s in slices], np.dtype(parameter.asnumpy().dtype).name

@@ -344,7 +344,7 @@ def checked(names, fault):
             patches.enter_context(unittest.mock.patch.object(compiler, "add_by_pairs"))
             for place, name in sums._places:
                 patches.enter_context(unittest.mock.patch.object(place, name, ops.AddN()))
-        return outcomes(names, "mindspore", True)
+        return outcomes(names, "mindspore" if fault else "spmd", True)
 
 
 def fed(what):

@@ -13,6 +13,7 @@ from typing import get_type_hints
 
 import pytest
 
+from sporeloom.checkpoint.reshard import new_folder
 from sporeloom.cli import Overwrite, argument, option, output, output_argument, parse_args
 from sporeloom.errors import ConfigError
 from sporeloom.files import own_name, recover_folder, replaced_folder, write_text_atomically
@@ -241,8 +242,10 @@ def test_who_writes_removes_what_killed_writers_began(here, killed):
         own_name(here / "o", ".partial").name.replace(str(os.getpid()), "1")
     )
     others = [running, killed(here / "p", ".partial"), killed(here / "o.p", ".partial"), here / ".o.partial"]
-    for name in [killed(here / "o", ".partial"), killed(here / "t", ".partial"), *others]:
+    for name in [*(killed(here / name, ".partial") for name in "otn"), *others]:
         old_folder(name)
     folder_writer(False)(here / "o")
     write_text_atomically(here / "t", "new")
-    assert sorted(os.listdir(here)) == sorted(["in", "o", "t", *(path.name for path in others)])
+    with new_folder(here / "n") as partial:
+        (partial / "new").write_text("new")
+    assert sorted(os.listdir(here)) == sorted(["in", "n", "o", "t", *(path.name for path in others)])

@@ -21,6 +21,7 @@ MAX_SHOWN = 50
 """Problems of a call that are printed."""
 MAX_WORD = 100
 """Characters of a word that others are compared with."""
+_LINKS_IN_A_CIRCLE = "Symlink loop from "
 _LONGEST, _END = 1200, 400
 """Characters of a problem that are kept, and how many of them are its last."""
 _CONTROL = re.compile(
@@ -109,6 +110,11 @@ def run_tool(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | 
             raise
         where = "" if error.filename is None else f"{str(error.filename)[:200]}: "
         print(f"error: {printable(f'{where}{error.strerror or error}')}", file=sys.stderr)
+        code = EXIT_BAD_INPUT
+    except RuntimeError as error:  # of Path.resolve, before Python 3.13
+        if not str(error).startswith(_LINKS_IN_A_CIRCLE):
+            raise
+        print(f"error: {printable(str(error).removeprefix(_LINKS_IN_A_CIRCLE))}: links in a circle", file=sys.stderr)
         code = EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

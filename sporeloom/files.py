@@ -8,13 +8,19 @@ import ctypes
 import errno
 import gzip
 import os
+import platform
+import re
 import shutil
 import stat
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
+
+from sporeloom.processes import is_alive
 
 WAIT_S = 3600.0
 _OTHER_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
@@ -98,7 +104,7 @@ _rename_at = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` make a file beside `path`, then give it its name: it is complete or absent, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = partial_name(path)
     try:
         write(partial)
         flush(partial)
@@ -116,6 +122,40 @@ def write_text_atomically(path: Path, text: str) -> None:
     write_atomically(path, write)
 
 
+PARTIAL, REPLACED = ".partial", ".replaced"
+
+
+def own_name(path: Path, suffix: str) -> Path:
+    """A hidden name beside `path` that is this process's alone, and tells whose it was if that is killed."""
+    return path.with_name(f".{path.name}.{_machine()}-{os.getpid()}{suffix}")
+
+
+def partial_name(path: Path) -> Path:
+    """A name to write under what is to be `path`; what processes that were killed have left of it is removed."""
+    for found in (*left(path, PARTIAL), own_name(path, PARTIAL)):
+        remove(found)
+    return own_name(path, PARTIAL)
+
+
+def left(path: Path, suffix: str) -> list[Path]:
+    """What is there under `own_name`s of processes of this machine that are no more, the newest first."""
+    form = re.compile(rf"\.{re.escape(path.name)}\.{_machine()}-(\d+){re.escape(suffix)}")
+    with contextlib.suppress(OSError):  # no such folder
+        found = [(form.fullmatch(name), path.with_name(name)) for name in os.listdir(path.parent)]
+        ended = [each for match, each in found if match and not is_alive(int(match[1]))]
+        return sorted(ended, key=lambda each: each.lstat().st_mtime, reverse=True)
+    return []
+
+
+@cache
+def _machine() -> str:
+    """Short for this machine, or container: where numbers of processes mean the same."""
+    name = platform.node()
+    with contextlib.suppress(OSError):
+        name += os.readlink("/proc/self/ns/pid")
+    return f"{zlib.crc32(name.encode()):08x}"
+
+
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which then takes the name of `folder`; an older one goes only when this one is complete."""
@@ -124,8 +164,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         folder = folder.resolve()  # what it leads to is replaced, on that disk
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "a file, which no folder replaces; choose another name", str(folder))
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = partial_name(folder)
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -154,10 +193,13 @@ def recover_folder(folder: Path) -> None:
     """Give a folder its name back whose replacement was killed between the removal of the old name and the new one's."""
     if folder.exists() or not folder.name:  # `.`, which has no name to lose
         return
-    replaced = _name_of_replaced(folder)
-    if replaced.exists():
-        with contextlib.suppress(OSError):  # another process was faster, or may not
-            replaced.rename(folder)
+    if own_name(folder, REPLACED).exists():  # it is about to be replaced here
+        return
+    for replaced in (_name_of_replaced(folder), *left(folder, REPLACED)):
+        if replaced.exists():
+            with contextlib.suppress(OSError):  # another process was faster, or may not
+                replaced.rename(folder)
+            return
 
 
 def remove(path: Path) -> None:
@@ -196,7 +238,7 @@ def flush(path: Path) -> None:
 
 
 def _name_of_replaced(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.replaced")
+    return folder.with_name(f".{folder.name}{REPLACED}")
 
 
 def _put_in_place(partial: Path, folder: Path, replaced: Path) -> None:

@@ -92,6 +92,12 @@ def check_hashes(
     return files
 
 
+def without_hash(folder: Path) -> list[str]:
+    """Files that were put into a folder later, and that nothing is known of."""
+    files = read_hashes(folder)
+    return [] if files is None else [name for name in _names(folder) if name not in files]
+
+
 def check_file(path: Path) -> None:
     """`check_hashes` of one file that is named by itself, or of a folder.
 

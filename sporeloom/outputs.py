@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sporeloom.errors import Problems
+from sporeloom.files import REPLACED, left, own_name
 from sporeloom.log import milestone
 from sporeloom.numbers import as_flag
 
 OUTPUT = "output"
 """Key of a field's metadata: it names a file or folder that the verb writes."""
-SUFFIX = ".replaced"
 
 
 def outputs(config: Any) -> Iterator[tuple[str, Path]]:
@@ -70,18 +71,26 @@ def _holds_more(config: Any, output: Path) -> str | None:
 
 @contextlib.contextmanager
 def replacing(config: Any) -> Iterator[None]:
-    """Set aside what --overwrite replaces, until its successor is complete; after an error it is put back."""
-    moved = []
+    """Set aside what --overwrite replaces, until its successor is complete; after an error it is put back.
+
+    Raises:
+        ConfigError: a call that was killed had set aside what is not to be replaced; it is back.
+    """
     for _, path in outputs(config):
-        aside = path.with_name(f".{path.name}{SUFFIX}")
-        if aside.exists() and not is_taken(path):  # a call that was killed left it
-            aside.rename(path)
-            milestone(f"{path}: put back, after a call that was killed while it replaced it")
-        if config.overwrite and is_taken(path):
-            _remove(aside)
-            path.rename(aside)
-            moved.append((path, aside))
+        if not is_taken(path):
+            for aside in (path.with_name(f".{path.name}{REPLACED}"), *left(path, REPLACED)):
+                if os.path.lexists(aside):
+                    _remove(path)
+                    aside.rename(path)
+                    milestone(f"{path}: put back, after a call that was killed while it replaced it")
+                    break
+    Problems(output_problems(config)).tell()
+    moved = []
     try:
+        for _, path in outputs(config):
+            if config.overwrite and is_taken(path):
+                path.rename(aside := own_name(path, REPLACED))
+                moved.append((path, aside))
         yield
     except BaseException:
         for path, aside in moved:
@@ -89,10 +98,14 @@ def replacing(config: Any) -> Iterator[None]:
             aside.rename(path)
         raise
     for path, aside in moved:
-        if is_taken(path):
-            _remove(aside)
-        else:  # the verb wrote nothing
+        if not is_taken(path):  # the verb wrote nothing
             aside.rename(path)
+            continue
+        for each in (
+            aside,
+            *left(path, REPLACED),
+        ):  # the latter of calls that were killed before their new one was whole
+            _remove(each)
 
 
 def _remove(path: Path) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from sporeloom.checkpoint.shards import Shard, whole, write_shards
 from sporeloom.checkpoint.tensor_files import Described, write_model_files
 from sporeloom.checkpoint.tensor_hashes import seal
 from sporeloom.errors import ConfigError
-from sporeloom.files import flush_all
+from sporeloom.files import flush_all, partial_name
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -106,7 +105,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     if target.exists():
         raise ConfigError(f"{target}: exists; choose another name")
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial = partial_name(target)
     try:
         partial.mkdir(parents=True)
         yield partial

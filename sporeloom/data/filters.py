@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 from collections import Counter
@@ -34,6 +35,7 @@ SCRIPTS = {
 }
 LETTER = regex.compile(r"\p{L}")
 SPACE = re.compile(r"\s")
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 NGRAM = 10
 
 
@@ -125,14 +127,21 @@ class FilterRules:
         edited = load_function(self.edit, "--edit", "edit")(text)
         if edited is not None and not isinstance(edited, str):
             raise ConfigError(f"--edit {self.edit}: edit(text) returned a {type(edited).__name__}, not a text or None")
+        if edited is not None and not edited.isascii() and HALF_A_PAIR.search(edited):
+            raise ConfigError(
+                f"--edit {self.edit}: edit(text) returned half of a surrogate pair, which is no character"
+            )
         return edited
 
     def _score(self, text: str) -> float:
         assert self.classifier
         try:
-            return float(load_function(self.classifier, "--classifier", "score")(text))
-        except (TypeError, ValueError):
+            score = float(load_function(self.classifier, "--classifier", "score")(text))
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"--classifier {self.classifier}: score(text) returned no number") from None
+        if math.isnan(score):  # which is not below anything
+            raise ConfigError(f"--classifier {self.classifier}: score(text) returned NaN")
+        return score
 
 
 def share_of_letters(text: str) -> float:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,16 @@ def two(values: Any) -> Any:
 def betas(key: str) -> Row:
     """Those of AdamW, which others have as a list."""
     return Row(key, ("adam_beta1", "adam_beta2"), two, list, "two numbers")
+
+
+def fill_defaults(
+    book: Book, train: dict[str, Any], key: str, place: str, defaults: Mapping[str, Any], whose: str
+) -> None:
+    """Put into `train` what holds there where an input says nothing, and note it under `key`: our defaults are others."""
+    for field, value in defaults.items():
+        if field not in train:
+            train[field] = value
+            book.add(key, place, "renamed", f"--{field.replace('_', '-')} {value}, {whose} default")
 
 
 def read_rows(book: Book, rows: Iterable[Row], train: dict[str, Any], flags: bool = False) -> None:

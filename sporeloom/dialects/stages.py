@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import get_args
 
 from sporeloom.dialects.settings import Book, Lost, Settings
@@ -53,3 +54,14 @@ def virtual_stages(
     else:
         book.note(schedule, "renamed", f"pipeline.schedule {order}")
     return dataclasses.replace(pipeline, virtual_stages=number, schedule=order)
+
+
+def as_ranges(numbers: Sequence[int]) -> list[str]:
+    """[1, 2, 3, 7] as 1-3 and 7."""
+    runs: list[list[int]] = []
+    for layer in sorted(numbers):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]

@@ -21,6 +21,7 @@ from sporeloom.errors import ConfigError
 FOLDER = "/box"
 """Where the commands work, in the root they see."""
 JAIL = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from sporeloom.evaluation import jail; jail.main()"
+MAX_LINKS = 40
 GRACE_S = 60.0  # for starting, mounting and reporting, on a busy machine
 _numbers = itertools.count(os.getpid() * 1000)
 
@@ -124,7 +125,7 @@ def run_job(job: Job) -> tuple[list[StepResult], dict[str, bytes]]:
         "steps": [{**asdict(s), "argv": [word.replace("{folder}", FOLDER) for word in s.argv]} for s in job.steps],
         "limits": asdict(job.limits),
         "environment": variables,
-        "needed": [*job.needed, *job.overlays.values()],
+        "needed": [name for path in (*job.needed, *job.overlays.values()) for name in _links(path)],
         "overlays": dict(job.overlays),
         "channel": list(job.channel),
         "keep": list(job.keep),
@@ -132,6 +133,15 @@ def run_job(job: Job) -> tuple[list[StepResult], dict[str, bytes]]:
     report = _run_jail(description, sum(step.time_s + step.wait_s for step in job.steps) + GRACE_S)
     kept = {name: base64.b64decode(content) for name, content in report["files"].items()}
     return [StepResult(**result) for result in report["steps"]], kept
+
+
+def _links(path: str) -> list[str]:
+    """A path and what it leads to, link by link: a virtual environment may be a link, and its name must hold inside, too."""
+    found = [path]
+    while os.path.islink(path) and len(found) < MAX_LINKS:
+        path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
+        found.append(path)
+    return found
 
 
 def check_isolation() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
-from sporeloom.files import flush, private_cache, read_private, remove
+from sporeloom.files import flush, partial_name, private_cache, read_private, remove
 from sporeloom.lines import first_line, split_lines
 from sporeloom.log import milestone
 from sporeloom.nn.attention import Attention
@@ -77,7 +77,7 @@ def _kept_or_built(folder: Path, compiler: str) -> Path:
             why = str(error.strerror)
         milestone(f"{path}: {why}; building the kernels again")
         remove(path)
-    partial = folder / f".{fingerprint}.{os.getpid()}.partial"
+    partial = partial_name(folder / fingerprint)
     try:
         _build(compiler, partial)
         partial.chmod(0o700)

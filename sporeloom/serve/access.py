@@ -45,11 +45,12 @@ class AccessControl:
 
         answer: ASGIApp = self.app
         try:
+            _check_framing(headers)
             cross_origin = self._cross_origin(headers, self._host(headers))
             if cross_origin and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 answer = _preflight(headers)
         except RequestError as error:
-            answer = JSONResponse(error.body, error.status)
+            answer = JSONResponse(error.body, error.status, error.headers)
         await answer(scope, receive, send_with_headers)
 
     def _host(self, headers: Headers) -> HostPort:
@@ -85,6 +86,13 @@ class AccessControl:
         raise RequestError(
             403, f"pages of {shown(given[0])} may not use this server; --allowed-origins names those that may"
         )
+
+
+def _check_framing(headers: Headers) -> None:
+    """Raises:
+    RequestError: its end is said in two ways, so a proxy may see another request behind it than we do (smuggling)."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise RequestError(400, "send Content-Length or Transfer-Encoding, not both", headers={"Connection": "close"})
 
 
 def _add_headers(headers: MutableHeaders, cross_origin: str | None) -> None:

@@ -38,7 +38,7 @@ from sporeloom.train.flags import (
     PrecisionFlags,
     RunFlags,
 )
-from sporeloom.train.folder import folder_problems, settled
+from sporeloom.train.folder import earlier_run, folder_problems, settled
 from sporeloom.train.loss_scale import FLOAT16_INITIAL
 from sporeloom.train.spikes import parse_steps
 
@@ -380,8 +380,9 @@ def _own_problems(config: TrainingConfig) -> list[str]:
     place = list(_place_problems(config)) if is_first_process() else []
     problems += place
     has_checkpoints = not place and bool(checkpoints(config.states_dir))
-    if config.resume and not has_checkpoints:
-        problems.append(f"--resume: {config.states_dir} holds no checkpoint; start without --resume")
+    if config.resume and not has_checkpoints and config.output_dir != DEFAULT_FOLDER:  # else there is no run at all
+        instead = "with --overwrite instead of" if earlier_run(config.output_dir) else "without"
+        problems.append(f"--resume: {config.states_dir} holds no checkpoint; start {instead} --resume")
     if config.resume and config.overwrite:
         problems.append("--resume goes on with a run, --overwrite replaces it; leave one out")
     return problems

@@ -68,11 +68,15 @@ def _new(name: str) -> Path:
     return path
 
 
+def earlier_run(folder: Path) -> list[str]:
+    """Names of what a run left there."""
+    return [name for name in OWN if os.path.lexists(folder / name)]  # False where Path.exists would raise
+
+
 def folder_problems(config: RunFlags, reads: Iterator[Path]) -> Iterator[str]:
     """An earlier run that would be lost. `reads`: what the run begins with."""
     folder = config.output_dir
-    held = [name for name in OWN if os.path.lexists(folder / name)]  # False where Path.exists would raise
-    if not held:
+    if not (held := earlier_run(folder)):
         return
     if not config.overwrite:
         yield (

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
 from sporeloom.errors import ConfigError
-from sporeloom.files import flush_all
+from sporeloom.files import flush_all, partial_name
 from sporeloom.hashes import write_hashes
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
@@ -39,7 +38,7 @@ def write_rank_files(
     """
     if folder.exists():
         raise ConfigError(f"{folder}: exists; choose another name")
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    partial = partial_name(folder)
     try:
         (partial / LAYOUTS).mkdir(parents=True)
         for rank in range(strategy.mesh.size):

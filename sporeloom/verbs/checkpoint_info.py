@@ -22,8 +22,8 @@ from sporeloom.checkpoint.sharded import damage
 from sporeloom.checkpoint.tensor_hashes import seal, tensor_damage
 from sporeloom.cli import argument, option, parse_args
 from sporeloom.data.token_file import TOKENS
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import HASHES, check_hashes, read_hashes
+from sporeloom.errors import ConfigError, without_control
+from sporeloom.hashes import HASHES, TENSORS, check_hashes, command, read_hashes, without_hash
 from sporeloom.log import counted, print_report
 from sporeloom.shipped import shipped_names
 from sporeloom.strategy.checks import model_problems
@@ -87,6 +87,11 @@ def main(argv: Sequence[str]) -> int:
         return accept_changes(config.checkpoint)
     if not (config.checkpoint / MANIFEST).exists() and (config.checkpoint / HASHES).exists():
         return verify_folder(config.checkpoint, config.verify)
+    if not (config.checkpoint / MANIFEST).exists() and any(config.checkpoint.glob(f"*{TENSORS}")):
+        raise ConfigError(
+            f"{config.checkpoint}: there is no {HASHES}, as in folders that others publish, so nothing says whether the "
+            f"files are as they were written; if you trust them as they are: {command(config.checkpoint)}"
+        )
     folder = find_checkpoint(config.checkpoint)
     manifest = read_manifest(folder)
     check_contents(manifest, folder)
@@ -102,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
         if problem := damage(folder, manifest):
             raise ConfigError(problem)
         print(f"  all {len(manifest.tensors)} tensors and {_counted(folder)} are as they were written")
+        _list_added(folder)
     return 0
 
 
@@ -114,7 +120,13 @@ def verify_folder(folder: Path, everything: bool) -> int:
         if problem := tensor_damage(folder):
             raise ConfigError(problem)
         print(f"  all {_counted(folder)} are as they were written")
+        _list_added(folder)
     return 0
+
+
+def _list_added(folder: Path) -> None:
+    for name in without_hash(folder):
+        print(without_control(f"  {name}: has no hash; it was put here later"))
 
 
 def accept_changes(folder: Path) -> int:

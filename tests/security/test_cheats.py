@@ -20,11 +20,13 @@ except ConfigError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 CHEATS = yaml.safe_load(Path(__file__).with_name("cheats.yaml").read_text(encoding="utf-8"))
+NAN_CHEATS = yaml.safe_load(Path(__file__).with_name("nan_cheats.yaml").read_text(encoding="utf-8"))
+"""Tests that fail if a difference is too large, which none to NaN is."""
 
 
-def programs_of(language):
+def programs_of(language, cheats=CHEATS):
     """program -> what it does; the first is right"""
-    case = CHEATS[language]
+    case = cheats[language]
     problem = {**case["problem"], "prompt": case["problem"]["declaration"]}
     answers = {"right": case["right"], **case["wrong"]}
     return {answer_program(problem, language, f"```\n{text}```"): what for what, text in answers.items()}
@@ -33,6 +35,7 @@ def programs_of(language):
 def test_there_are_enough():
     assert set(CHEATS) == set(NAMES)
     assert sum(len(case["wrong"]) for case in CHEATS.values()) >= 110
+    assert set(NAN_CHEATS) == set(NAMES)
 
 
 @pytest.mark.parametrize("language", CHEATS)
@@ -45,17 +48,18 @@ def test_a_cheat_has_nothing_of_the_tests_within_reach(language):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cheats", [CHEATS, NAN_CHEATS], ids=["all tests", "tests of differences"])
 @pytest.mark.parametrize("language", CHEATS)
-def test_cheats_fail(language):
+def test_cheats_fail(language, cheats):
     try:
         toolchain = find_toolchain(language)
     except MissingToolchainError as error:
         pytest.skip(f"{language}: {error}")
-    programs = programs_of(language)
+    programs = programs_of(language, cheats)
     verdicts = {programs[p]: v for p, v in judge_all(list(programs), toolchain, Limits(), 5.0)}
     right = verdicts.pop("right")
     assert right.passed, right
-    assert len(verdicts) == len(CHEATS[language]["wrong"])
+    assert len(verdicts) == len(cheats[language]["wrong"])
     assert not {what: verdict for what, verdict in verdicts.items() if verdict.passed}
 
 

@@ -161,6 +161,27 @@ def test_a_host_header_opens_nothing_that_needs_a_key(start):
     assert running.get("/v1/models")[0] == 401
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_request_hides_in_another_one(start, order):
+    """Its end is said in two ways: who reads the other one, as a proxy may, sees no second request."""
+    ends = ["Content-Length: 5", "Transfer-Encoding: chunked"][::order]
+    head = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        *ends,
+        "",
+        "0",
+        "",
+        "",
+    ]
+    with start().connect() as client:
+        client.sendall("\r\n".join([*head, "GET /hidden HTTP/1.1", "Host: localhost", "", ""]).encode())
+        told = read_all(client)
+    assert told.startswith(b"HTTP/1.1 400 ") and b"not both" in told
+    assert told.count(b"HTTP/1.1 ") == 1 and b"hidden" not in told
+
+
 def test_long_bodies_that_stop_before_their_end_do_not_fill_the_memory(start):
     running = start(max_connections=200, max_body_kb=1)
     crowd = [running.connect() for _ in range(80)]

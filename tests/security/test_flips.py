@@ -263,3 +263,22 @@ def test_the_format_is_as_documented(tmp_path):
     assert (
         tmp_path / HASHES
     ).read_text() == f'{before},\n "sha256": "{hashlib.sha256(before.encode()).hexdigest()}"\n}}\n'
+
+
+@pytest.mark.parametrize("kind", ["model", "state"])
+def test_files_that_were_put_there_later_are_named(folders, tmp_path, kind):
+    """Some are read, such as a template, and --verify does not vouch for them."""
+    folder = shutil.copytree(folders / kind, tmp_path / kind)
+    (folder / "notes.txt").write_text("{}")
+    outcome = in_process("tools/checkpoint_info.py", folder, "--verify")
+    assert outcome.code == 0
+    assert outcome.output.endswith("  notes.txt: has no hash; it was put here later\n")
+
+
+def test_a_model_folder_without_hashes_cannot_be_verified(folders, tmp_path):
+    folder = shutil.copytree(folders / "model", tmp_path / "model")
+    (folder / HASHES).unlink()
+    outcome = in_process("tools/checkpoint_info.py", folder, "--verify")
+    assert outcome.code == 2 and "there is no hashes.json" in outcome.output and "--accept-changes" in outcome.output
+    assert in_process("tools/checkpoint_info.py", folder, "--accept-changes").code == 0
+    assert in_process("tools/checkpoint_info.py", folder, "--verify").code == 0

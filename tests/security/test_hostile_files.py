@@ -265,6 +265,43 @@ def test_what_is_no_regular_file_is_refused_wherever_it_is_named(put, tmp_path):
             raise AssertionError(f"{name}: {error}") from None
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "--data", TEXT, "--resume", "loop"),
+        ("train", "--data", TEXT, "--output-dir", "loop"),
+        (
+            "plan",
+            *[
+                "--model",
+                "pangu",
+                "--size",
+                "tiny",
+                "--cluster",
+                "ascend910b",
+                "--devices",
+                "4",
+                "--global-batch-size",
+                "8",
+            ],
+            "--out",
+            "loop",
+            "--overwrite",
+        ),
+        ("translate", CONFIGS / "pangu_tiny_dp2.yaml", "--to", "mindformers1", "--out", "loop", "--overwrite"),
+        ("export_checkpoint", "loop", "out"),
+        ("serve", "loop"),
+    ],
+    ids=lambda words: f"{words[0]} {[word for word in words if str(word).startswith('--')][-1:]}",
+)
+def test_links_in_a_circle_are_a_line(words, tmp_path, monkeypatch):
+    (tmp_path / "loop").symlink_to("second")
+    (tmp_path / "second").symlink_to("loop")
+    monkeypatch.chdir(tmp_path)
+    lines = call(words, tmp_path)
+    assert any(line.startswith("error: ") and "loop" in line for line in lines), lines
+
+
 SIZES = [
     "num_layers",
     "hidden_size",

@@ -4,15 +4,19 @@
 import dataclasses
 import importlib
 import os
+import subprocess
 import types
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 
+from sporeloom.checkpoint.reshard import new_folder
 from sporeloom.cli import Overwrite, argument, option, output, output_argument, parse_args
 from sporeloom.errors import ConfigError
+from sporeloom.files import own_name, recover_folder, replaced_folder, write_text_atomically
 from sporeloom.outputs import OUTPUT, replacing
 from sporeloom.train.config import TrainingConfig
 from sporeloom.verbs import VERBS
@@ -116,8 +120,22 @@ def test_after_an_error_the_old_one_is_back(here, begins, error):
     assert sorted(os.listdir(here)) == ["in", "o"]
 
 
-def test_after_a_kill_the_old_one_is_put_back_first(here):
-    (here / ".o.replaced").write_text("old")  # what such a call leaves
+@pytest.fixture(scope="module")
+def killed():
+    """The name under which a process that is no more has set something aside, or begun it."""
+
+    def name(path, suffix):
+        return own_name(path, suffix).with_name(
+            own_name(path, suffix).name.replace(f"-{os.getpid()}.", f"-{done.pid}.")
+        )
+
+    done = subprocess.Popen(["true"])
+    done.wait()
+    return name
+
+
+def test_after_a_kill_the_old_one_is_put_back_first(here, killed):
+    killed(here / "o", ".replaced").write_text("old")  # what such a call leaves
     with pytest.raises(ConfigError, match="again"), replacing(asked("o", "--overwrite")):
         raise ConfigError("again")
     assert (here / "o").read_text() == "old"
@@ -159,3 +177,75 @@ def test_every_path_that_a_verb_writes_is_under_the_rule():
 def test_the_fields_of_a_verb_keep_their_help():
     field = next(field for field in dataclasses.fields(Asked) if field.name == "target")
     assert isinstance(field.metadata, types.MappingProxyType) and field.metadata["help"] == "to write"
+
+
+def folder_writer(fails):
+    def write(folder):
+        with replaced_folder(folder) as partial:
+            (partial / "new").write_text("new")
+            if fails:
+                raise ConfigError("full")
+
+    return write
+
+
+def old_folder(path):
+    path.mkdir()
+    (path / "old").write_text("old")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_writers_of_folders_replace_them_or_leave_them(here, fails):
+    """As export, convert and upcycle: their folder's name is looked after twice."""
+    old_folder(here / "o")
+    with pytest.raises(ConfigError, match="full") if fails else nullcontext(), replacing(asked("o", "--overwrite")):
+        folder_writer(fails)(here / "o")
+    assert sorted(os.listdir(here / "o")) == (["old"] if fails else ["new"])
+    assert sorted(os.listdir(here)) == ["in", "o"]
+
+
+def test_what_a_kill_left_is_not_replaced_without_being_asked(here, killed):
+    old_folder(killed(here / "o", ".replaced"))
+    with pytest.raises(ConfigError, match="TARGET o: is there already"), replacing(asked("o")):
+        folder_writer(False)(here / "o")
+    assert sorted(os.listdir(here / "o")) == ["old"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_kill_between_two_calls_loses_neither(here, killed, fails):
+    """The first was killed while its folder, which it makes file by file, was half there."""
+    old_folder(killed(here / "o", ".replaced"))
+    (here / "o").mkdir()
+    (here / "o/half").write_text("half")
+    with pytest.raises(ConfigError, match="full") if fails else nullcontext(), replacing(asked("o", "--overwrite")):
+        folder_writer(fails)(here / "o")
+    if fails:
+        assert {tuple(os.listdir(path)) for path in here.iterdir() if path.is_dir()} == {("half",), ("old",)}
+    else:
+        assert sorted(os.listdir(here / "o")) == ["new"] and sorted(os.listdir(here)) == ["in", "o"]
+
+
+def test_a_reader_recovers_what_a_kill_left_and_nothing_that_is_in_use(here, killed):
+    old_folder(here / "used")
+    with replacing(asked("used", "--overwrite")):
+        recover_folder(here / "used")
+        assert not (here / "used").exists()
+        (here / "used").write_text("new")
+    old_folder(killed(here / "left", ".replaced"))
+    recover_folder(here / "left")
+    assert os.listdir(here / "left") == ["old"]
+
+
+def test_who_writes_removes_what_killed_writers_began(here, killed):
+    """Of the same name alone, and not what a process that is there is writing."""
+    running = own_name(here / "o", ".partial").with_name(
+        own_name(here / "o", ".partial").name.replace(str(os.getpid()), "1")
+    )
+    others = [running, killed(here / "p", ".partial"), killed(here / "o.p", ".partial"), here / ".o.partial"]
+    for name in [*(killed(here / name, ".partial") for name in "otn"), *others]:
+        old_folder(name)
+    folder_writer(False)(here / "o")
+    write_text_atomically(here / "t", "new")
+    with new_folder(here / "n") as partial:
+        (partial / "new").write_text("new")
+    assert sorted(os.listdir(here)) == sorted(["in", "n", "o", "t", *(path.name for path in others)])

@@ -4,6 +4,6 @@
 It knows no pipelines: devices are replicas, but for `tensor_parallel.autotp_size` and `sequence_parallel_size`.
 """
 
-from sporeloom.dialects.deepspeed.reader import as_ranges, read
+from sporeloom.dialects.deepspeed.reader import read
 
-__all__ = ["as_ranges", "read"]
+__all__ = ["read"]

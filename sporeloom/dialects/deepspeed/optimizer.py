@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sporeloom.dialects.deepspeed.keys import ADAM, ADAM_DEFAULTS, OPTIMIZER, SCHEDULER, SGD, positive, whole
-from sporeloom.dialects.rows import read_rows
+from sporeloom.dialects.rows import fill_defaults, read_rows
 from sporeloom.dialects.settings import Book
 from sporeloom.errors import Problems
 
@@ -29,6 +29,8 @@ def optimizer(book: Book, train: dict[str, Any]) -> None:
     if kind is None:
         read_rows(book, ADAM, train, flags=True)
         return
+    place = book.given["optimizer.type"].place
+    fill_defaults(book, train, "gradient_clipping", place, {"max_grad_norm": 0.0}, "DeepSpeed's")
     name = str(kind).lower()
     if name in ADAMS:
         _adam(book, train)
@@ -46,15 +48,7 @@ def optimizer(book: Book, train: dict[str, Any]) -> None:
 
 def _adam(book: Book, train: dict[str, Any]) -> None:
     read_rows(book, ADAM, train, flags=True)
-    for field, value in ADAM_DEFAULTS.items():
-        if field not in train:
-            train[field] = value
-            book.add(
-                f"{OPTIMIZER}*",
-                book.given["optimizer.type"].place,
-                "renamed",
-                f"--{field.replace('_', '-')} {value}, DeepSpeed's default",
-            )
+    fill_defaults(book, train, f"{OPTIMIZER}*", book.given["optimizer.type"].place, ADAM_DEFAULTS, "DeepSpeed's")
     has_correction = book.peek(f"{OPTIMIZER}bias_correction", True) is not False
     train["optimizer"] = "adamw" if has_correction else "adamw-original"
     book.note("optimizer.type", "renamed", f"--optimizer {train['optimizer']}")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from sporeloom.dialects.deepspeed.keys import (
 from sporeloom.dialects.deepspeed.optimizer import optimizer, schedule
 from sporeloom.dialects.rows import read_rows
 from sporeloom.dialects.settings import Book, Given, Note, Settings
+from sporeloom.dialects.stages import as_ranges
 from sporeloom.dialects.yaml_file import read_flat
 from sporeloom.errors import ConfigError, Problems
 from sporeloom.strategy.config import ContextMethod, Offload, OptimizerParallel, Strategy
@@ -198,17 +199,6 @@ def _random_ltd(book: Book, train: dict[str, Any]) -> int | None:
     book.note(f"{LTD_SCHEDULE}max_value", "same" if highest == length else "approximated", why)
     total: int | None = _value(book, f"{LTD}total_layer_num", whole, "a number of layers", None)
     return total
-
-
-def as_ranges(numbers: Sequence[int]) -> list[str]:
-    """[1, 2, 3, 7] as 1-3 and 7."""
-    runs: list[list[int]] = []
-    for layer in sorted(numbers):
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
 
 
 def _stage(book: Book) -> int | None:

@@ -38,6 +38,18 @@ TRAIN = (
     Row("--loss-scale-window", "loss_scale_window", int),
     Row("--rampup-batch-size", "batch_size_ramp", ramp, spaced, "whole numbers"),
 )
+DEFAULTS = {
+    "optimizer": "adamw",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+    "min_learning_rate": 0.0,
+}
+"""Of Megatron-LM's flags for training; ours differ."""
+OF_ANY_OPTIMIZER = ("max_grad_norm", "min_learning_rate")
+WARMUPS = ("--lr-warmup-iters", "--lr-warmup-fraction", "--lr-warmup-samples")
 DEGREES = {
     "--tensor-model-parallel-size": "tp",
     "--pipeline-model-parallel-size": "pp",

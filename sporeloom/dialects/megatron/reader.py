@@ -11,18 +11,21 @@ from typing import Any
 from sporeloom.dialects.context import context_method
 from sporeloom.dialects.megatron.keys import (
     BACKENDS,
+    DEFAULTS,
     DEGREES,
     DTYPES,
     ENDS,
     MANY_VALUES,
     METHODS,
     NOT_EXPRESSIBLE,
+    OF_ANY_OPTIMIZER,
     ONLY,
     TRAIN,
     VIRTUAL,
+    WARMUPS,
     WITHOUT_EFFECT,
 )
-from sporeloom.dialects.rows import read_rows
+from sporeloom.dialects.rows import fill_defaults, read_rows
 from sporeloom.dialects.settings import Book, Fate, Given, Note, Settings
 from sporeloom.errors import ConfigError
 from sporeloom.lines import file_lines
@@ -39,6 +42,8 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     book = Book(_flags(path))
     mesh, train = _mesh(book, path, devices), dict(known.train)
     read_rows(book, TRAIN, train, flags=True)
+    if "--lr" in book:
+        _defaults(book, train)
     _precision(book, train)
     if "--loss-scale" in book:  # a fixed one
         train |= {"loss_scale": _number(book, "--loss-scale", None, float), "loss_scale_window": 0}
@@ -67,6 +72,18 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     return Settings(strategy, train, num_layers), book.finish(
         [*(row.key for row in TRAIN), *WITHOUT_EFFECT, *NOT_EXPRESSIBLE]
     )
+
+
+def _defaults(book: Book, train: dict[str, Any]) -> None:
+    """What holds there where a script that trains leaves it out."""
+    place, whose = book.given["--lr"].place, "Megatron-LM's"
+    if (kind := book.peek("--optimizer", "adam")) == "adam":
+        book.note("--optimizer", "renamed", "--optimizer adamw")
+    defaults = {field: value for field, value in DEFAULTS.items() if kind == "adam" or field in OF_ANY_OPTIMIZER}
+    warmup = {} if any(flag in book for flag in WARMUPS) else {"warmup_steps": 0}
+    fill_defaults(book, train, "--lr", place, {**defaults, **warmup}, whose)
+    if "--lr-decay-style" not in book:
+        book.add("--lr-decay-style", place, "approximated", f"linear, {whose} default: the rate follows a cosine")
 
 
 def _mesh(book: Book, path: Path, devices: int | None) -> Mesh:

@@ -109,6 +109,7 @@ def ramp(value: Any) -> Any:
     return tuple(value)
 
 
+ADAM_DEFAULTS = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "weight_decay": 0.01}
 TRAIN = (
     Row("training.steps", "steps"),
     Row("training.global_batch_size", "batch_size"),

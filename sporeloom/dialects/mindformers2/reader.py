@@ -12,6 +12,7 @@ from sporeloom.dialects.experts import expert_degree, shard_size
 from sporeloom.dialects.levels import gathers_again
 from sporeloom.dialects.mindformers2.keys import (
     ABOUT_LORA,
+    ADAM_DEFAULTS,
     METHODS,
     ONLY,
     ONLY_2_1,
@@ -24,7 +25,7 @@ from sporeloom.dialects.mindformers2.keys import (
     WITHOUT_EFFECT,
 )
 from sporeloom.dialects.rates import read_schedule
-from sporeloom.dialects.rows import read_rows
+from sporeloom.dialects.rows import fill_defaults, read_rows
 from sporeloom.dialects.settings import Book, Given, Note, Settings
 from sporeloom.dialects.stages import virtual_stages
 from sporeloom.dialects.yaml_file import read_flat
@@ -47,9 +48,12 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     mesh = _mesh(book, path, devices)
     layers = book.peek("model.num_hidden_layers", known.num_layers)
     train = dict(known.train)
-    _optimizer(book, train)
+    has_adam = _optimizer(book, train)
     saves = book.peek("checkpoint.enable_save", True) is not False
     read_rows(book, TRAIN, train)
+    if has_adam:
+        place = next(given.place for key, given in book.given.items() if key.startswith("optimizer."))
+        fill_defaults(book, train, "optimizer.*", place, ADAM_DEFAULTS, "MindFormers'")
     if not saves:
         train["save_every"] = 0
         book.note("checkpoint.enable_save", "renamed", "save_every 0")
@@ -101,8 +105,8 @@ def _mesh(book: Book, path: Path, devices: int | None) -> Mesh:
     return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=expert_degree(book, "parallelism.expert_parallel", dp, tp * cp))
 
 
-def _optimizer(book: Book, train: dict[str, Any]) -> None:
-    """Keys of another optimizer than AdamW mean nothing; its AdamW corrects the bias of its moments."""
+def _optimizer(book: Book, train: dict[str, Any]) -> bool:
+    """Whether it is AdamW, which corrects the bias of its moments there. Keys of another optimizer mean nothing."""
     kind = book.peek("optimizer.type", "AdamW" if any(key.startswith("optimizer.") for key in book.given) else None)
     if kind == "AdamW":
         train["optimizer"] = "adamw"
@@ -112,6 +116,7 @@ def _optimizer(book: Book, train: dict[str, Any]) -> None:
         kept = {"optimizer.weight_decay", "optimizer.weight_decay_include", "optimizer.weight_decay_exclude"}
         for key in [k for k in book.given if k.startswith("optimizer.") and k not in kept and book.is_open(k)]:
             book.note(key, "not expressible", f"of {kind}")
+    return kind == "AdamW"
 
 
 def _ulysses(book: Book, mesh: Mesh, method: str) -> None:

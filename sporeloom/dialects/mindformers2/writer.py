@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy and a training run's fields as a MindFormers 2.x file."""
+"""A strategy and a training run's fields as a MindFormers 2.x file, in the words of 2.1, which refuses older ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sporeloom.dialects.context import written_context
 from sporeloom.dialects.mindformers2.keys import METHODS, PARALLELISM, TRAIN
 from sporeloom.dialects.rows import written_rows
 from sporeloom.dialects.settings import Lost, Note, Settings
-from sporeloom.dialects.stages import rows_of_parts, stage_layers
+from sporeloom.dialects.stages import as_ranges, rows_of_parts, stage_layers
 from sporeloom.dialects.yaml_file import flat_text
 from sporeloom.strategy.config import Recompute, Strategy
 
@@ -31,7 +31,7 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
         **_written_optimizer_parallel(strategy, lost),
         PARALLELISM + "sequence_parallel": strategy.sequence_parallel,
         **_written_pipeline(settings, lost),
-        **_written_recompute(strategy.recompute, lost),
+        **_written_recompute(strategy.recompute, settings.num_layers, lost),
         **_written_train(settings, lost),
     }
     head = f"# {mesh.size} devices: its data parallel degree, {mesh.dp}, is what the others leave\n"
@@ -41,13 +41,14 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
 def _written_optimizer_parallel(strategy: Strategy, lost: Lost) -> dict[str, Any]:
     zero = strategy.optimizer_parallel
     if zero is None:
-        return {PARALLELISM + "hsdp_shard_size": 1}
+        return {PARALLELISM + "data_parallel_shard": 1}
     if zero.shard_accumulated_gradients:
-        lost("optimizer_parallel.shard_accumulated_gradients", "hsdp_optimizer_level decides by other rules")
+        lost("optimizer_parallel.shard_accumulated_gradients", "data_parallel_shard_strategy decides by other rules")
+    if zero.threshold_kb:
+        lost("optimizer_parallel.threshold_kb", "2.1 shards parameters of every size", "approximated")
     return {
-        PARALLELISM + "hsdp_shard_size": zero.shard_size or strategy.mesh.dp,
-        PARALLELISM + "hsdp_threshold": zero.threshold_kb,
-        **({PARALLELISM + "hsdp_optimizer_level": "level3"} if zero.reshard_after_forward else {}),
+        PARALLELISM + "data_parallel_shard": zero.shard_size or strategy.mesh.dp,
+        PARALLELISM + "reshard_after_forward_policy": "always" if zero.reshard_after_forward else "never",
     }
 
 
@@ -66,13 +67,21 @@ def _written_pipeline(settings: Settings, lost: Lost) -> dict[str, Any]:
     return written
 
 
-def _written_recompute(recompute: Recompute | None, lost: Lost) -> dict[str, Any]:
-    if recompute and (recompute.per_stage is not None or recompute.layers != "all"):
-        lost("recompute", "2.x recomputes all layers or none", "approximated")
-    if recompute and recompute.kind == "selective":
+def _written_recompute(recompute: Recompute | None, num_layers: int | None, lost: Lost) -> dict[str, Any]:
+    if recompute is None:
+        return {"recompute.mode": "None"}
+    is_selective, layers = recompute.kind == "selective", recompute.layers
+    if recompute.per_stage is not None or (is_selective and layers != "all"):
+        layers = "all"
+        lost("recompute", "all layers are computed again", "approximated")
+    if is_selective:
         lost("recompute.kind", "MindFormers chooses the operators by itself", "approximated")
-    full = recompute is not None and recompute.kind == "full"
-    return {"recompute.full_recompute": full, "recompute.select_recompute": recompute is not None and not full}
+        return {"recompute.mode": "select"}
+    if layers == "all" and num_layers is None:
+        lost("recompute", "2.1 lists the layers, and their number is not known: give --num-layers")
+        return {"recompute.mode": "None"}
+    numbers = range(num_layers or 0) if layers == "all" else layers
+    return {"recompute.mode": "full", "recompute.full_recompute_layer": as_ranges(list(numbers))}
 
 
 def _written_train(settings: Settings, lost: Lost) -> dict[str, Any]:

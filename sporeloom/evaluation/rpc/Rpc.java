@@ -66,8 +66,8 @@ class SporeloomRpc {
             case 'H': return in.readShort();
             case 'I': return in.readInt();
             case 'J': return in.readLong();
-            case 'F': return in.readFloat();
-            case 'D': return in.readDouble();
+            case 'F': return (float) number(in.readFloat());
+            case 'D': return number(in.readDouble());
             case 'C': return in.readChar();
             case 'S': return takeText(in).intern(); // as literals are: Java/137 compares with ==
             case 'B': return new java.math.BigInteger(takeText(in));
@@ -84,6 +84,11 @@ class SporeloomRpc {
             case 'A': return takeArray(in);
             default: throw new IllegalArgumentException("this is not a value");
         }
+    }
+
+    static double number(double value) {
+        if (value != value) throw new IllegalArgumentException("NaN is no answer"); // it would pass `if (abs(a - b) > 1e-4) throw`
+        return value;
     }
 
     static int takeLength(java.io.DataInputStream in) throws java.io.IOException {

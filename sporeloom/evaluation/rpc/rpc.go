@@ -154,6 +154,9 @@ func (r *sporeloomReader) take(t sporeloomReflect.Type) sporeloomReflect.Value {
 		v.SetUint(r.number())
 	case sporeloomReflect.Float32, sporeloomReflect.Float64:
 		v.SetFloat(sporeloomMath.Float64frombits(r.number()))
+		if sporeloomMath.IsNaN(v.Float()) {
+			panic("NaN is no answer") // `if math.Abs(a-b) > 1e-4 { t.Fail() }` would be passed
+		}
 	case sporeloomReflect.Interface:
 		if found := r.typed(); found.IsValid() {
 			v.Set(found)

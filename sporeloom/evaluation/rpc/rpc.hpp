@@ -80,6 +80,7 @@ template <class T> struct Wire<T, typename std::enable_if<std::is_floating_point
     if (tag != 'f') throw std::runtime_error("a number was expected");
     double d;
     in.copy(&d, sizeof d);
+    if (d != d) throw std::runtime_error("NaN is no answer"); // `if (abs(a - b) > 1e-4) return false;` would be passed
     return T(d);
   }
 };

@@ -24,17 +24,22 @@ const sporeloomRpc = (() => {
     return ['object', Object.keys(value).map((key) => [key, encode(value[key])])]
   }
 
+  const number = (value) => {
+    if (Number.isNaN(value)) throw new RangeError('NaN is no answer') // `if (Math.abs(a - b) > 1e-4) throw ...` would be passed
+    return value
+  }
+
   const decode = (data) => {
     if (!Array.isArray(data)) return data
     const [kind, value] = data
     switch (kind) {
       case 'undefined': return undefined
       case 'bigint': return BigInt(value)
-      case 'number': return Number(value)
+      case 'number': return number(Number(value))
       case 'array': return value.map(decode)
       case 'map': return new Map(value.map(([k, v]) => [decode(k), decode(v)]))
       case 'set': return new Set(value.map(decode))
-      case 'date': return new Date(decode(value))
+      case 'date': return new Date(number(Number(decode(value))))
       case 'object': {
         const made = {}
         for (const [key, v] of value) Object.defineProperty(made, String(key), { value: decode(v), writable: true, enumerable: true, configurable: true })

@@ -60,6 +60,16 @@ class SporeloomRpc:
         raise TypeError(f"a {type(value).__name__} cannot be passed on")
 
     def decode(self, data: Any) -> Any:
+        """A value of the other side's. NaN is none: `if abs(a - b) > 1e-4: fail` would be passed."""
+        value = self._decoded(data)
+        is_array = self.numpy is not None and isinstance(value, self.numpy.ndarray)
+        if (value != value).any() if is_array else value != value:
+            raise ValueError("NaN is no answer")
+        return value
+
+    def _decoded(self, data: Any) -> Any:
+        if isinstance(data, dict):
+            raise ValueError("this is not a value")
         if not isinstance(data, list):
             return data
         kind, *values = data
@@ -82,6 +92,7 @@ class SporeloomRpc:
         if kind == "array":
             import numpy
 
+            self.numpy = numpy
             return numpy.array([self.decode(v) for v in values[1]], dtype=str(values[0]))
         raise ValueError("this is not a value")
 

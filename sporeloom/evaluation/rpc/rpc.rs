@@ -90,7 +90,11 @@ mod sporeloom_rpc {
         impl Take for $kind {
             fn take(from: &mut Input) -> Self {
                 from.expect(b'f');
-                f64::from_le_bytes(from.next(8).try_into().unwrap()) as $kind
+                let value = f64::from_le_bytes(from.next(8).try_into().unwrap());
+                if value.is_nan() {
+                    panic!("NaN is no answer"); // `if (a - b).abs() > 1e-4 { panic!() }` would be passed
+                }
+                value as $kind
             }
         }
     )* } }

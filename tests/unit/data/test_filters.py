@@ -103,3 +103,34 @@ def test_files_are_filtered_and_each_rule_counted(tmp_path, write):
     with pytest.raises(ConfigError, match=r"score\(text\) raised ZeroDivisionError"):
         rewrite(source, tmp_path / "no.jsonl", partial(make_filter, source, FilterRules(classifier=failing), False), 1)
     assert not (tmp_path / "no.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("float('nan')", r"score\(text\) returned NaN"),
+        ("'NaN'", r"score\(text\) returned NaN"),
+        ("10**400", r"score\(text\) returned no number"),
+        ("None", r"score\(text\) returned no number"),
+        ("'much'", r"score\(text\) returned no number"),
+        ("1j", r"score\(text\) returned no number"),
+    ],
+)
+def test_what_is_no_score_is_refused(write, returned, message):
+    """NaN is not below any --min-score."""
+    rules = FilterRules(classifier=write("c.py", f"def score(text):\n    return {returned}\n"), min_score=0.5)
+    with pytest.raises(ConfigError, match=message):
+        rules.failed("text")
+
+
+@pytest.mark.parametrize(("score", "failed"), [("float('inf')", []), ("float('-inf')", ["min_score"]), ("True", [])])
+def test_scores_without_end_are_numbers(write, score, failed):
+    rules = FilterRules(classifier=write("c.py", f"def score(text):\n    return {score}\n"), min_score=0.5)
+    assert rules.failed("text") == failed
+
+
+@pytest.mark.parametrize("returned", [r"'a\ud800'", r"'\udfff'", "7", "b'a'", "[]"])
+def test_what_is_no_text_is_refused(write, returned):
+    rules = FilterRules(edit=write("e.py", f"def edit(text):\n    return {returned}\n"))
+    with pytest.raises(ConfigError, match=r"edit\(text\) returned"):
+        rules.edited("text")

@@ -7,7 +7,7 @@ import pytest
 from conftest import CONFIGS
 
 from sporeloom.dialects import Settings, recognize, translate
-from sporeloom.dialects.deepspeed import as_ranges
+from sporeloom.dialects.stages import as_ranges
 from sporeloom.errors import ConfigError
 from sporeloom.strategy.config import SINGLE_DEVICE, Offload, OptimizerParallel
 from sporeloom.strategy.mesh import Mesh

@@ -386,6 +386,13 @@ def test_mindformers_2_needs_the_devices_for_its_data_parallel_degree(write, tmp
         )
 
 
+MEGATRON_DEFAULTS = {
+    **{"optimizer": "adamw", "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.01},
+    **{"max_grad_norm": 1.0, "min_learning_rate": 0.0, "warmup_steps": 0},
+}
+"""Of its arguments, as its documentation lists them."""
+
+
 def test_a_megatron_script_is_read(write, tmp_path):
     script = """#!/bin/bash
 # a comment with --not-a-flag
@@ -406,7 +413,7 @@ torchrun --nproc_per_node 8 --nnodes 8 pretrain_gpt.py \\
         source="",
     )
     train = {"batch_size": 64, "learning_rate": 1.5e-4, "compute_dtype": "bfloat16", "batch_size_ramp": (16, 16, 1000)}
-    assert done.settings.train == train
+    assert done.settings.train == {**MEGATRON_DEFAULTS, **train}
     found = fates(done)
     assert found["--made-up"] == "unknown"
     assert found["--num-layers-per-virtual-pipeline-stage"] == "not expressible"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MindFormers 2.1's own kinds of files: every key of its PyNative configuration, and meshes whose experts reach beyond dp."""
 
+import dataclasses
+
 import pytest
 import yaml
 from conftest import CONFIGS
@@ -9,6 +11,7 @@ from sporeloom.dialects import Settings, translate
 from sporeloom.errors import ConfigError
 from sporeloom.strategy.config import SINGLE_DEVICE, Offload, OptimizerParallel, Recompute, Stages
 from sporeloom.strategy.mesh import Mesh
+from sporeloom.strategy.text import strategy_text
 
 RULES = CONFIGS / "rules" / "decoder.yaml"
 PYNATIVE = {  # the keys of its five files, and the other fields of the classes behind them
@@ -272,3 +275,33 @@ def test_a_constant_rate_stays_constant(write, schedule, lowest, fate):
     done = translate(path, "ours", RULES, path.parent / "mine.yaml", Settings(SINGLE_DEVICE, {}), None)
     assert done.settings.train.get("min_learning_rate") == lowest
     assert fates(done)["lr_schedule.type"] == fate
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_is_written_has_its_keys_alone(path, tmp_path):
+    """It refuses those of older releases, as `hsdp_shard_size` and `full_recompute`."""
+    done = translate(
+        path, "mindformers2", RULES, tmp_path / "o.yaml", Settings(SINGLE_DEVICE, {"batch_size": 4096}, 64)
+    )
+    written = yaml.safe_load(done.text)
+    assert written["parallelism"] and written["recompute"]
+    for section, values in written.items():
+        assert set(values) <= set(PYNATIVE[section])
+
+
+@pytest.mark.parametrize(
+    ("recompute", "num_layers", "written"),
+    [
+        (None, 4, {"mode": "None"}),
+        (Recompute(), 4, {"mode": "full", "full_recompute_layer": ["0-3"]}),
+        (Recompute(layers=[0, 1, 3]), 4, {"mode": "full", "full_recompute_layer": ["0-1", "3"]}),
+        (Recompute(kind="selective"), 4, {"mode": "select"}),
+        (Recompute(), None, {"mode": "None"}),  # which is said
+    ],
+)
+def test_recomputation_is_a_mode_with_layers(tmp_path, recompute, num_layers, written):
+    path = tmp_path / "s.yaml"
+    path.write_text(strategy_text(dataclasses.replace(SINGLE_DEVICE, recompute=recompute), str(RULES)))
+    done = translate(path, "mindformers2", RULES, tmp_path / "o.yaml", Settings(SINGLE_DEVICE, {}, num_layers))
+    assert yaml.safe_load(done.text)["recompute"] == written
+    assert ("recompute" in [note.key for note in done.losses]) == (recompute is not None and num_layers is None)

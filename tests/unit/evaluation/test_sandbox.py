@@ -271,3 +271,16 @@ def test_two_programs_talk_through_a_channel(numbers):
         thread.join(60)
     assert all(results[name][0][0].ok for name in ("asks", "answers")), results
     assert results["answers"][0][0].output == "done"
+
+
+def test_a_toolchain_behind_links_has_its_name_inside_too(tmp_path):
+    """As a virtual environment that is a link to another one's."""
+    (tmp_path / "real" / "bin").mkdir(parents=True)
+    (tmp_path / "real" / "bin" / "say").write_text("#!/bin/sh\necho said\n")
+    (tmp_path / "real" / "bin" / "say").chmod(0o755)
+    (tmp_path / "second").symlink_to("real")
+    (tmp_path / "first").symlink_to(tmp_path / "second")
+    (tmp_path / "circle").symlink_to("circle")
+    needed = (str(tmp_path / "first"), str(tmp_path / "circle"))
+    (result,) = sandbox.run({}, [Step((str(tmp_path / "first" / "bin" / "say"),), 10.0)], LIMITS, needed=needed)
+    assert result.ok and result.output == "said\n"

@@ -120,12 +120,15 @@ def test_resume_finds_the_run(here, words, folder):
         (["--resume"], "--resume: out/latest is not there; name the run's folder: --resume PATH"),
         (["--resume", "a", "--output-dir", "b"], "--resume a and --output-dir b name two folders"),
         (["--resume", "a", "--overwrite"], "--resume goes on with a run, --overwrite replaces it"),
-        (["--resume", "a"], "a/checkpoints holds no checkpoint"),
+        (["--resume", "a"], "a/checkpoints holds no checkpoint; start without --resume"),
+        (["--resume", "begun"], "begun/checkpoints holds no checkpoint; start with --overwrite instead of --resume"),
     ],
 )
 def test_a_run_that_cannot_be_resumed_is_told(here, words, told):
-    with pytest.raises(ConfigError, match=told):
+    finished("begun", "config.json")  # killed before it saved
+    with pytest.raises(ConfigError, match=told) as error:
         checked(*words)
+    assert len(error.value.problems) == (1 if len(words) == 2 or words == ["--resume"] else 2)
 
 
 def test_latest_is_the_newest_that_got_its_folder_by_default(here):

@@ -105,9 +105,14 @@ class _Reader:
         for position, item in enumerate(self.items(proto.input[0])):
             name = f"{proto.output[0]}#{position}"
             items.append(name)
-            yield Node("Depend", (item, *self.items(proto.input[1])), (name,), (self.types[item],))
+            yield Node("Depend", (item, *self.awaited(proto.input[1])), (name,), (self.types[item],))
             self.types[name] = self.types[item]
         self.tuples[proto.output[0]] = tuple(items)
+
+    def awaited(self, name: Name) -> tuple[Input, ...]:
+        """What waits for a tuple waits for all of its items: as one tuple, for MindSpore drops what further inputs are."""
+        items = self.items(name)
+        return (items,) if len(items) > 1 and all(self.types.get(item) for item in items) else items
 
     def operator(self, proto: mind_ir.NodeProto, kind: str, attributes: dict[str, Any]) -> Node:
         name = proto.output[0]
@@ -118,13 +123,15 @@ class _Reader:
             types = tuple(_type(v.tensors[0]) if v.type == Proto.TENSORS else None for v in shape.values)
         elif shape is not None and shape.type == Proto.TENSORS:
             types = (_type(shape.tensors[0]),)
+        if is_tuple and not any(types):  # numbers, a shape say: passed on as one value
+            is_tuple, types = False, (None,)
         outputs = tuple(f"{name}#{i}" for i in range(len(types))) if is_tuple else (name,)
         if is_tuple:
             self.tuples[name] = outputs
         self.types.update(zip(outputs, types, strict=True))
         inputs: tuple[Input, ...] = tuple(self.given(each) for each in proto.input)
-        if kind in ORDERING:  # what waits for a tuple waits for all of its items
-            inputs = tuple(item for each in proto.input for item in self.items(each))
+        if kind in ORDERING:
+            inputs = tuple(item for each in proto.input for item in self.awaited(each))
         path = attributes.get("path", "")
         return Node(kind, inputs, outputs, types, attributes, path, None, proto)
 
@@ -324,7 +331,7 @@ class _Writer:
         name = node.outputs[0].rpartition("#")[0] if "#" in node.outputs[0] else node.outputs[0]
         written.name = written.output[0] = name
         for attribute in written.attribute:
-            if attribute.name != SHAPE:
+            if attribute.name != SHAPE or not any(node.types):
                 continue
             is_tuple = attribute.type in (Proto.TUPLE, Proto.LIST)
             for proto, type in zip(attribute.values if is_tuple else [attribute], node.types, strict=True):

@@ -115,6 +115,25 @@ class Operation:
             raise UnknownValueError(f"{self.kind}: input {index + 1} is computed")
         return operand.value
 
+    def setting(self, index: int, name: str) -> Any:
+        """What some primitives have as an attribute and others as an input.
+
+        Raises:
+            UnknownValueError: it is neither, or computed.
+        """
+        if index < len(self.operands):
+            return self.constant(index)
+        if name not in self.attributes:
+            raise UnknownValueError(f"{self.kind}: {name} is not known")
+        return self.attributes[name]
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the length of a dim depends on values: nobody knows who holds what of it."""
+        operands = (each for o in self.operands for each in (o if isinstance(o, tuple) else (o,)))
+        types = (*self.types, *(operand.type for operand in operands))
+        return any(size < 0 for type in types if type is not None for size in type.shape)
+
     @property
     def output(self) -> TensorType:
         assert self.types[0] is not None

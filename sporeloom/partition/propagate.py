@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from sporeloom.partition.decompositions import DECOMPOSITIONS
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
@@ -89,7 +91,11 @@ class _Walk(Held):
             self.copy(node, [self.as_it_is(each) for each in node.inputs], [layout])
         elif node.kind == "AddN":
             self.add_up(node)
-        elif node.kind in DECOMPOSITIONS and (names := DECOMPOSITIONS[node.kind](self, node)):
+        elif (
+            node.kind in DECOMPOSITIONS
+            and not self.operation(node).is_dynamic
+            and (names := DECOMPOSITIONS[node.kind](self, node))
+        ):
             self.values |= {output: self.values[name] for output, name in zip(node.outputs, names, strict=False)}
         elif node.attributes.get("side_effect_hidden"):
             drawn = self.drawn(node, tuple(node.flat_inputs()))
@@ -214,7 +220,8 @@ class _Walk(Held):
         inputs: list[Input] = []
         for position, (given, wanted) in enumerate(zip(node.inputs, plan.inputs, strict=True)):
             if position in plan.constants:
-                inputs.append(self.constant(plan.constants[position]))
+                assert isinstance(given, str)
+                inputs.append(self.constant_like(given, plan.constants[position]))
             elif isinstance(given, str):
                 assert not isinstance(wanted, tuple)
                 inputs.append(self.laid_out(given, wanted))
@@ -258,6 +265,11 @@ class _Walk(Held):
         self.result.graph.nodes.append(node)
         self.values[node.outputs[0]] = Value(type, layout, node.outputs[0], node.value, is_constant=True)
 
+    def constant_like(self, name: Name, value: Any) -> Name:
+        """A rank's own value of a constant: a tensor if that is one."""
+        type = self.values[name].type
+        return self.constant(value) if type is None else self.constant(np.array(value, type.dtype), type)
+
     def add_up(self, node: Node) -> None:
         """A sum of many: first of those with the same sums pending, so that each of these is communicated once."""
         (items,) = node.inputs
@@ -271,9 +283,7 @@ class _Walk(Held):
             summed = [group[0] if len(group) == 1 else self.partly_summed(node, group) for group in groups.values()]
             items = tuple(summed)
         whole = Node(node.kind, (items,), node.outputs, node.types, node.attributes, node.path, None, node.origin)
-        plan = plan_of(self.operation(whole))
-        assert plan is not None
-        self.compute(whole, plan)
+        self.compute_sharded(whole)
 
     def compute_unsharded(self, node: Node, op: Operation) -> None:
         """On every rank. What has the shape of an input that was sharded is sharded so again, and those who use it, too."""
@@ -290,9 +300,7 @@ class _Walk(Held):
     def partly_summed(self, node: Node, names: Sequence[Name]) -> Name:
         name = self.fresh("sum")
         part = Node(node.kind, (tuple(names),), (name,), node.types, node.attributes, "", None, node.origin)
-        plan = plan_of(self.operation(part))
-        assert plan is not None
-        self.compute(part, plan)
+        self.compute_sharded(part)
         return name
 
     def unsharded(self, node: Node, op: Operation) -> Plan:

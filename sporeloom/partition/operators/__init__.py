@@ -11,6 +11,7 @@ from sporeloom.partition.operators import (
     losses,
     normalization,
     products,
+    recurrent,
     reductions,
     shapes,
     tables,
@@ -26,6 +27,7 @@ HANDLERS: dict[str, Handler] = {
     **labelled.HANDLERS,
     **indices.HANDLERS,
     **losses.HANDLERS,
+    **recurrent.HANDLERS,
 }
 """By the primitive's name. What has none is computed unsharded."""
 
@@ -33,7 +35,7 @@ HANDLERS: dict[str, Handler] = {
 def plan(op: Operation) -> Plan | None:
     """How the ranks compute an operator; None: nothing is known of it, so every rank must compute all of it."""
     handler = HANDLERS.get(op.kind)
-    if handler is None:
+    if handler is None or op.is_dynamic:
         return None
     try:
         return handler(op)

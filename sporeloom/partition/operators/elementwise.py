@@ -27,7 +27,8 @@ UNARY = (
         "ClampScalar",
         "NanToNum",
     ),
-    *("PowTensorScalar", "AddScalar", "SubScalar", "Identity"),
+    *("PowTensorScalar", "AddScalar", "SubScalar", "Identity", "EqScalar", "NotEqualScalar", "GreaterScalar"),
+    *("GreaterEqualScalar", "LessScalar", "LessEqualScalar"),
 )
 BINARY = (
     *("Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr", "LogicalXor"),

@@ -85,7 +85,7 @@ def padded(op: Operation) -> Plan:
 def unstacked(op: Operation) -> Plan:
     """One output for each place along a dim."""
     x = op.tensor(0)
-    axis = op.constant(1) if len(op.operands) > 1 else op.attributes["axis"]
+    axis = op.setting(1, "axis")
     dim = int(axis) % len(x.shape)
     whole = tuple(() if i == dim else axes for i, axes in enumerate(x.dims))
     output = ValueLayout(whole[:dim] + whole[dim + 1 :], x.partial)

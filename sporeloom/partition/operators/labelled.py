@@ -180,6 +180,16 @@ def bias(op: Operation, line: str, position: int, linear: Sequence[int] = ()) ->
     return along(op, line, linear)
 
 
+def slope(op: Operation) -> Plan:
+    """Leaky by a weight: one number, or one for each channel; or its gradients."""
+    is_gradient = op.kind == "PReLUGrad"
+    label = WHOLE if op.tensor(2 if is_gradient else 1).shape == (1,) else "c"
+    if not is_gradient:
+        return along(op, f"n c *, {label} -> n c *")
+    of_weight = "+n +c +* ." if label == WHOLE else "+n +* c"
+    return along(op, f"n c *, n c *, {label} -> n c *, {of_weight}")
+
+
 FEATURES = "n c .. -> n c .."
 POOL_GRADIENT = "n c .., n c .., n c .. -> n c .."
 
@@ -188,12 +198,12 @@ HANDLERS: dict[str, Handler] = {
     "BiasAddGrad": partial(bias, line="n c * -> +n +* c", position=1, linear=(0,)),
     **dict.fromkeys(("Conv2D", "Conv3D"), partial(convolution, line="n c .., o c .. -> +c n o ..")),
     **dict.fromkeys(
-        ("Conv2DBackpropInput", "Conv3DBackpropInput", "Conv2DTranspose", "Conv3DTranspose"),
+        ("Conv2DBackpropInput", "Conv2DTranspose", "Conv3DTranspose"),
         partial(convolution, line="n o .., o c .., = -> +o n c .."),
     ),
-    **dict.fromkeys(
-        ("Conv2DBackpropFilter", "Conv3DBackpropFilter"), partial(convolution, line="n o .., n c .., = -> +n o c ..")
-    ),
+    "Conv2DBackpropFilter": partial(convolution, line="n o .., n c .., = -> +n o c .."),
+    "Conv3DBackpropInput": partial(convolution, line="o c .., n o .., = -> +o n c .."),  # in another order
+    "Conv3DBackpropFilter": partial(convolution, line="n c .., n o .., = -> +n o c .."),
     **dict.fromkeys(
         ("MaxPool", "MaxPool3D", "ResizeBilinearV2", "ResizeNearestNeighborV2"), partial(of_images, line=FEATURES)
     ),
@@ -201,6 +211,13 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad"), partial(of_images, line=POOL_GRADIENT)),
     "AvgPoolGrad": partial(of_images, line=POOL_GRADIENT),
     "ResizeBilinearGrad": partial(of_images, line="n c .., n c .. -> n c .."),
+    "AdaptiveAvgPool2DGrad": partial(of_images, line="n c .., = -> n c ..", linear=(0,)),
+    "AdaptiveMaxPool2D": partial(of_images, line=FEATURES),
+    "AdaptiveMaxPool2DGrad": partial(of_images, line=POOL_GRADIENT),
+    "PReLU": slope,
+    "PReLUGrad": slope,
+    "CTCLossV2": partial(along, line=". n ., n ., n, n -> n, n . ."),
+    "CTCLossV2Grad": partial(along, line="n, . n ., n ., n, n, n, n . . -> . n ."),
     "BatchNorm": partial(evaluated, is_training=5, line="n .., ., ., ., . -> n .., ., ., ., ."),
     "BatchNormGrad": partial(evaluated, is_training=6, line="n .., n .., ., ., ., . -> n .., +n ., +n ."),
     "GroupNorm": partial(along, line="n .., -, ., . -> n .., n ., n ."),

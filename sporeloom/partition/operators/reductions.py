@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from sporeloom.partition.graph import Input, Name, TensorType
 from sporeloom.partition.layout import NONE, ValueLayout
@@ -15,8 +16,11 @@ NONE_OF_THEM: frozenset[int] = frozenset()
 
 def reduced_dims(op: Operation, index: int = 1) -> frozenset[int]:
     """The dims of the first input that are reduced, as the input at `index` says: none or an empty tuple are all."""
+    return _named(op, op.constant(index) if index < len(op.operands) else None)
+
+
+def _named(op: Operation, given: Any) -> frozenset[int]:
     num_dims = len(op.tensor(0).shape)
-    given = op.constant(index) if index < len(op.operands) else None
     if given is None or given == () or given == []:
         return frozenset(range(num_dims))
     dims = given if isinstance(given, tuple | list) else (given,)
@@ -62,13 +66,14 @@ def extreme_over(op: Operation, reduction: str) -> Plan:
     over = op.grid.in_order(axis for dim in dims for axis in x.dims[dim])
     output = ValueLayout(_output_dims(op, dims, layout))
     local = TensorType(output.local_shape(op.output.shape, op.grid), op.output.dtype)
-    rewrite = partial(_extreme_of_all, local, over, reduction) if over else None
+    rewrite = partial(extreme_of_all, local, over, reduction) if over else None
     return Plan(op.as_they_are({0: layout}), (output,), rewrite=rewrite)
 
 
-def _extreme_of_all(
+def extreme_of_all(
     local: TensorType, axes: tuple[str, ...], reduction: str, emit: Emitter, inputs: Sequence[Input]
 ) -> Sequence[Name]:
+    """Of what each rank finds among its own."""
     (own,) = emit.operator(inputs, [local])
     return emit.node("AllReduce", [own], [local], {"axes": axes, "op": reduction})
 
@@ -83,8 +88,16 @@ def any_or_all(op: Operation) -> Plan:
 def along_dim(op: Operation, index: int = 1) -> Plan:
     """An operator whose outputs have the shape of its input, which it works through along one dim or several: those are
     gathered, the others stay sharded. What is linear in it could keep its sums; few are."""
+    return _whole_along(op, reduced_dims(op, index))
+
+
+def along_attribute(op: Operation) -> Plan:
+    """The same where an attribute names the dims."""
+    return _whole_along(op, _named(op, op.attributes.get("axis")))
+
+
+def _whole_along(op: Operation, dims: frozenset[int]) -> Plan:
     x = op.tensor(0)
-    dims = reduced_dims(op, index)
     layout = ValueLayout(tuple(() if dim in dims else axes for dim, axes in enumerate(x.dims)))
     outputs = tuple(layout if type is not None else None for type in op.types)
     tensors = {i: layout for i, o in enumerate(op.operands) if isinstance(o, Operand) and o.type and o.shape == x.shape}
@@ -93,7 +106,16 @@ def along_dim(op: Operation, index: int = 1) -> Plan:
 
 def picked_along_dim(op: Operation, index: int = 1) -> Plan:
     """An operator that takes one dim away, by position and not by value: argmax, or the maximum with where it is."""
-    x, dims = op.tensor(0), reduced_dims(op, index)
+    return _taken_away(op, reduced_dims(op, index))
+
+
+def norm_over_attribute(op: Operation) -> Plan:
+    """A norm over the dims that an attribute names: these are gathered."""
+    return _taken_away(op, _named(op, op.attributes.get("axis")))
+
+
+def _taken_away(op: Operation, dims: frozenset[int]) -> Plan:
+    x = op.tensor(0)
     layout = ValueLayout(tuple(() if dim in dims else axes for dim, axes in enumerate(x.dims)))
     output = ValueLayout(_output_dims(op, dims, layout))
     return Plan(op.as_they_are({0: layout}), tuple(output for _ in op.types))
@@ -113,6 +135,8 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("ReduceMin", "AminExt"), partial(extreme_over, reduction="min")),
     **dict.fromkeys(("ReduceProd", "ProdExt"), partial(extreme_over, reduction="prod")),
     **dict.fromkeys(("ReduceAll", "ReduceAny"), any_or_all),
-    **dict.fromkeys(("CumSum", "CumsumExt", "CumProd", "Cummax", "Cummin"), along_dim),
+    **dict.fromkeys(("CumSum", "CumsumExt", "CumProd", "Cummax", "Cummin", "CumulativeLogsumexp"), along_dim),
+    **dict.fromkeys(("L2Normalize", "L2NormalizeGrad"), along_attribute),
+    "LpNorm": norm_over_attribute,
     "L2Loss": squares_summed,
 }

@@ -135,7 +135,7 @@ def concatenate(op: Operation) -> Plan:
 def stack(op: Operation) -> Plan:
     items = op.operands[0]
     assert isinstance(items, tuple)
-    position = int(op.constant(1) if len(op.operands) > 1 else op.attributes["axis"]) % len(op.output.shape)
+    position = int(op.setting(1, "axis")) % len(op.output.shape)
     dims, keep = _joined(op, items, None)
     output = ValueLayout((*dims[:position], (), *dims[position:]), keep)
     rest = tuple(None for _ in op.operands[1:])
@@ -265,6 +265,6 @@ HANDLERS: dict[str, Handler] = {
     "StridedSliceGrad": strided_slice_grad,
     "Slice": slice_of,
     "Squeeze": squeeze,
-    **dict.fromkeys(("Load", "StopGradient"), unchanged),
+    **dict.fromkeys(("Load", "StopGradient", "TensorMove"), unchanged),
     "ReverseV2": reversed_along,
 }

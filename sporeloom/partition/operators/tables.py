@@ -10,6 +10,7 @@ from functools import partial
 from sporeloom.partition.graph import Input, Name, RankOffset, TensorType
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.operation import Emitter, Handler, Operation, Plan
+from sporeloom.partition.operators.reductions import extreme_of_all
 from sporeloom.strategy.layout import Dim, Layout
 
 
@@ -91,10 +92,21 @@ def _own_segments(
     return emit.node(op.kind, [inputs[0], mine, emit.constant(length)], [result])[0]
 
 
+def segment_extreme(op: Operation, reduction: str) -> Plan:
+    """The largest (smallest, the product) of a segment's rows: of each rank's own ones, then of all."""
+    plan = segment_sum(op)
+    x, rows, (output,) = plan.inputs[0], plan.inputs[1], plan.outputs
+    assert isinstance(x, ValueLayout) and isinstance(rows, ValueLayout) and output is not None
+    over, output = op.grid.in_order(rows.axes), ValueLayout(output.dims)
+    local = TensorType(output.local_shape(op.output.shape, op.grid), op.output.dtype)
+    rewrite = partial(extreme_of_all, local, over, reduction) if over else None
+    return Plan((x.reduced(), *plan.inputs[1:]), (output,), rewrite=rewrite)
+
+
 def scatter_along_dim(op: Operation) -> Plan:
     """`TensorScatterElements(x, indices, updates)` along one dim, which is whole: the others are sharded alike."""
     x, indices = op.tensor(0), op.tensor(1)
-    along = int(op.attributes["axis"]) % len(x.shape)
+    along = int(op.setting(3, "axis")) % len(x.shape)
     same = [i != along and size == indices.shape[i] for i, size in enumerate(x.shape)]
     dims = tuple(axes if alike else () for alike, axes in zip(same, x.dims, strict=True))
     layout = ValueLayout(dims)
@@ -131,6 +143,9 @@ def _own_columns(
 HANDLERS: dict[str, Handler] = {
     "Gather": gather,
     "UnsortedSegmentSum": segment_sum,
+    "UnsortedSegmentMax": partial(segment_extreme, reduction="max"),
+    "UnsortedSegmentMin": partial(segment_extreme, reduction="min"),
+    "UnsortedSegmentProd": partial(segment_extreme, reduction="prod"),
     "OneHot": one_hot,
     "TensorScatterElements": scatter_along_dim,
 }

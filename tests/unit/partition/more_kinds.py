@@ -5,6 +5,7 @@ import functools
 import itertools
 
 import numpy as np
+from kinds import with_dim
 
 
 def convolution(x, w, group=1, **_):
@@ -35,6 +36,11 @@ def convolution_input(dy, w, shape, **attributes):
 
 def convolution_weight(dy, x, shape, **attributes):
     return linear_gradient(lambda w: convolution(x, w, **attributes), shape, dy)
+
+
+def in_depth(function, dy, other, shape, **attributes):
+    """Of images of one layer."""
+    return function(dy[:, :, 0], other[:, :, 0], (*shape[:2], *shape[3:]), **attributes)[:, :, None]
 
 
 def windows(x):
@@ -150,12 +156,53 @@ def cross_entropy(logits, labels):
     return -(labels * np.log(probabilities)).sum(-1), probabilities - labels
 
 
+def segment_extreme(ufunc, empty):
+    def compute(x, ids, count):
+        result = np.full((count, *x.shape[ids.ndim :]), empty, x.dtype)
+        ufunc.at(result, ids[ids >= 0], x[ids >= 0])
+        return result
+
+    return compute
+
+
+def per_channel(weight, x):
+    return weight.reshape((-1,) + (1,) * (x.ndim - 2))
+
+
+def prelu_grad(dy, x, weight):
+    of_each = np.where(x > 0, 0, dy * x)
+    of_weight = of_each.sum((0, *range(2, x.ndim)))
+    return np.where(x > 0, dy, dy * per_channel(weight, x)), of_weight if len(weight) > 1 else of_weight.sum(
+        keepdims=True
+    )
+
+
+def l2_normalize_grad(x, y, dy, axis):
+    length = np.sqrt((x * x).sum(axis, keepdims=True) + 1)
+    return (dy - y * (y * dy).sum(axis, keepdims=True)) / length
+
+
 COMPUTE = {
+    "UnsortedSegmentMax": segment_extreme(np.maximum, -1e30),
+    "UnsortedSegmentMin": segment_extreme(np.minimum, 1e30),
+    "UnsortedSegmentProd": segment_extreme(np.multiply, 1),
+    "PReLU": lambda x, weight: np.where(x > 0, x, x * per_channel(weight, x)),
+    "PReLUGrad": prelu_grad,
+    "L2Normalize": lambda x, axis: x / np.sqrt((x * x).sum(axis, keepdims=True) + 1),
+    "L2NormalizeGrad": l2_normalize_grad,
+    "LpNorm": lambda x, axis, keep_dims: (abs(x) ** 3).sum(axis, keepdims=keep_dims),
+    "CumulativeLogsumexp": lambda x, dim: np.logaddexp.accumulate(x, dim),
+    "AdaptiveAvgPool2DGrad": lambda dy, shape: (
+        (dy / 4).repeat(shape[2] // dy.shape[2], 2).repeat(shape[3] // dy.shape[3], 3)
+    ),
+    "AdaptiveMaxPool2D": lambda x, _: (windows(x).max((3, 5)), windows(x).argmax(3).max(4)),
     "BiasAdd": lambda x, bias, _: x + bias.reshape((-1,) + (1,) * (x.ndim - 2)),
     "BiasAddGrad": lambda dy, _: dy.sum((0, *range(2, dy.ndim))),
     "Conv2D": convolution,
     "Conv2DBackpropInput": convolution_input,
     "Conv2DBackpropFilter": convolution_weight,
+    "Conv3DBackpropInput": lambda w, dy, shape, **a: in_depth(convolution_input, dy, w, shape, **a),
+    "Conv3DBackpropFilter": lambda x, dy, shape, **a: in_depth(convolution_weight, dy, x, shape, **a),
     "MaxPool": lambda x: windows(x).max((3, 5)),
     "MaxPoolGrad": max_pool_grad,
     "AvgPool": lambda x: windows(x).mean((3, 5)),
@@ -205,6 +252,27 @@ def bias(d):
     return [x, d.of(x.shape[1]), 0]
 
 
+def segments(d):
+    ids, count = d.shape(1, 2), d.size()
+    return [d.of(*ids, *d.shape(0, 2)), d.random.integers(0, count, ids), count]
+
+
+def sloped(d):
+    x = d.of(*d.shape(2, 4))
+    return [x, d.of(x.shape[1] if d.flag() else 1)]
+
+
+def normalized(d):
+    x = d.of(*d.shape())
+    dims = tuple(sorted({int(i) for i in d.random.integers(0, x.ndim, 2)}))
+    return x, {"axis": dims if d.flag() else dims[0] - x.ndim}
+
+
+def norm_of_powers(d):
+    x, attributes = normalized(d)
+    return [x, {**attributes, "keep_dims": d.flag()}]
+
+
 def layer(d):
     group = int(d.random.choice([1, 1, 2]))
     x, out = image(d), int(d.random.choice([2, 4, 8]))
@@ -215,6 +283,13 @@ def layer_gradient(d, of_input):
     x, w, attributes = layer(d)
     dy = d.of(len(x), len(w), *x.shape[2:])
     return [dy, w, x.shape, attributes] if of_input else [dy, x, w.shape, attributes]
+
+
+def deep(d, of_input):
+    """The same in three dims, whose inputs come in another order; dims of one size tell which is which."""
+    dy, other, shape, attributes = layer_gradient(d, of_input)
+    dy, other, shape = dy[:, :, None], other[:, :, None], (*shape[:2], 1, *shape[2:])
+    return [other, dy, shape, attributes]
 
 
 def pooled(d):
@@ -300,11 +375,22 @@ def classified(d):
 
 
 SAMPLES = {
+    **dict.fromkeys(("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"), segments),
+    "PReLU": sloped,
+    "PReLUGrad": lambda d: (lambda a: [d.of(*a[0].shape), *a])(sloped(d)),
+    "L2Normalize": lambda d: list(normalized(d)),
+    "L2NormalizeGrad": lambda d: (lambda x, a: [x, d.of(*x.shape), d.of(*x.shape), a])(*normalized(d)),
+    "LpNorm": norm_of_powers,
+    "CumulativeLogsumexp": with_dim,
+    "AdaptiveAvgPool2DGrad": lambda d: (lambda x: [d.of(*x.shape[:2], 2, 1), np.array(x.shape)])(image(d)),
+    "AdaptiveMaxPool2D": lambda d: [image(d), (2, 1)],
     "BiasAdd": bias,
     "BiasAddGrad": lambda d: [d.of(*d.shape(2, 4)), 0],
     "Conv2D": lambda d: list(layer(d)),
     "Conv2DBackpropInput": functools.partial(layer_gradient, of_input=True),
     "Conv2DBackpropFilter": functools.partial(layer_gradient, of_input=False),
+    "Conv3DBackpropInput": functools.partial(deep, of_input=True),
+    "Conv3DBackpropFilter": functools.partial(deep, of_input=False),
     "MaxPool": lambda d: [image(d)],
     "MaxPoolGrad": pooled,
     "AvgPool": lambda d: [image(d)],

@@ -178,9 +178,18 @@ def test_every_kind_with_a_handler_of_its_own_is_tried():
     """Kinds that share a handler with one that is tried need no case; those that have one alone do."""
     tried = {str(HANDLERS[kind]) for kind in SAMPLES}
     alone = {kind for kind in HANDLERS if str(HANDLERS[kind]) not in tried}
-    assert alone <= {"RmsNormGrad", "Load", "StopGradient", "ReduceMin", "AminExt", "MatMulExt", "BatchMatMulExt"}, (
-        alone
-    )
+    others = {
+        "RmsNormGrad",
+        "Load",
+        "StopGradient",
+        "TensorMove",
+        "ReduceMin",
+        "AminExt",
+        "MatMulExt",
+        "BatchMatMulExt",
+    }
+    by_networks = {"LSTM", "LSTMGrad", "CTCLossV2", "CTCLossV2Grad"}  # `speech` of tests/parity/user_networks.py
+    assert alone <= others | by_networks, alone
 
 
 @pytest.mark.parametrize(
@@ -192,6 +201,8 @@ def test_every_kind_with_a_handler_of_its_own_is_tried():
         ("BatchNormGrad", [(8, 4, 2, 2), (8, 4, 2, 2), (4,), (4,), (4,), (4,)], [True], {}),
         ("BiasAdd", [(4, 8, 8), (8,)], [1], {}),
         ("Argmax", [(4, 8)], [None], {}),
+        ("Add", [(-1, 8), (8,)], [], {}),  # as long as values say
+        ("Reshape", [(4, -1)], [(-1,)], {}),
         ("KLDivLoss", [(4, 8), (4, 8)], [], {"reduction": "batchmean"}),
     ],
 )
@@ -203,3 +214,24 @@ def test_what_a_handler_does_not_know_is_computed_unsharded(kind, shapes, known,
     operands += [Operand(None, None, value, True) for value in known]
     op = Operation(kind, tuple(operands), (TensorType(shapes[0], "float32"),), attributes, grid)
     assert plan(op) is None
+
+
+def test_the_gradient_of_an_lstm_takes_the_rows_that_the_forward_operator_had():
+    """What that keeps has an order of its own, so no rank can use another's."""
+    grid, real = DeviceGrid({"dp": 2}), "float32"
+    rows, states, weights, kept = (6, 4, 3), (1, 4, 5), (200, 1, 1), (1, 1)
+    by_row = ValueLayout(((), ("dp",), ()))
+
+    def operand(shape, layout=None):
+        return Operand(TensorType(shape, real), layout or ValueLayout(((),) * len(shape)))
+
+    types = tuple(TensorType(shape, real) for shape in ((6, 4, 5), states, states, kept, kept))
+    given = (operand(rows, by_row), operand(states), operand(states), operand(weights))
+    forward = plan(Operation("LSTM", given, types, {}, grid))
+    assert forward.inputs == (by_row, by_row, by_row, ValueLayout(((), (), ()))) and forward.outputs[0] == by_row
+    types = tuple(TensorType(shape, real) for shape in (rows, states, states, weights))
+    given = (*map(operand, (rows, states, states, weights, (6, 4, 5), *(states,) * 2, (6, 4, 5), *(states,) * 2)),)
+    backward = plan(Operation("LSTMGrad", (*given, operand(kept, forward.outputs[3])), types, {}, grid))
+    assert {layout for i, layout in enumerate(backward.inputs[:10]) if i != 3} == {by_row}
+    assert backward.inputs[10] == forward.outputs[3]
+    assert backward.outputs == (by_row, by_row, by_row, ValueLayout(((), (), ()), frozenset({"dp"})))

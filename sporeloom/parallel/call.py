@@ -80,10 +80,13 @@ class Call(nn.Cell):
     Args:
         call: calls `called`, its first argument, with the Tensors that follow in their places.
         report: of a parallelized network outside `called`, which uses its parameters alone.
+        parameters: that its graph holds, and `called` does not own.
     """
 
-    def __init__(self, called, call, report=None):
+    def __init__(self, called, call, report=None, parameters=()):
         super().__init__(auto_prefix=False)
+        for number, parameter in enumerate(parameters):
+            setattr(self, f"parameter_{number}", parameter)
         self.called, self.number = called, next(_serial)
         self.parallel_report, self.takes_batch = report, report is None
         self.call = call

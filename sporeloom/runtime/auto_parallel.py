@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import is_first_process, launched_processes
 from sporeloom.runtime.inputs import arguments_of, inputs_of, is_first
 from sporeloom.runtime.one_device import Comparison
-from sporeloom.runtime.reached import cells_of, reached_from, trains
+from sporeloom.runtime.reached import cells_of, parameters_beside, reached_from, trains
 from sporeloom.strategy.checks import check_own_network
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.loader import load_strategy, strategy_of
@@ -236,7 +236,8 @@ def _run_call(
     arguments = arguments_of(owner, function, args, kwargs, parallel.engine, has_batch=not outside)
     key = id(called), arguments.source
     if key not in _calls:
-        _calls[key] = Call(called, calling(arguments), parallel.report if outside else None)
+        report = _report_of_all(called, parallel) if outside else None
+        _calls[key] = Call(called, calling(arguments), report, parameters_beside(called))
     call = _calls[key]
     call.training = called.training
 
@@ -246,10 +247,22 @@ def _run_call(
 
     if not parallel.check or not is_first(owner, arguments.tensors, _compared):
         return together()
-    comparison = Comparison(called, called if owner is called else None, parallel.engine, parallel.report)
+    report = _report_of_all(called, parallel)
+    comparison = Comparison(called, called if owner is called else None, parallel.engine, report)
     given = comparison.of(lambda: alone(comparison), together, [parallel.network.trainable_params()], keeps=True)
     comparison.tell()
     return given
+
+
+def _report_of_all(called: nn.Cell, parallel: _Parallel) -> Report:
+    """What was decided about the parameters of all parallel networks that a call uses: two of them in a GAN."""
+    used = {id(parameter) for parameter in called.get_parameters()}
+    reports = [
+        each.report
+        for each in _networks.values()
+        if each.engine is parallel.engine and not used.isdisjoint(map(id, each.network.get_parameters()))
+    ]
+    return replace(parallel.report, parameters=[each for report in reports for each in report.parameters])
 
 
 def _compared_with_one_device(cell: nn.Cell, inputs: tuple[Tensor, ...], parallel: _Parallel, run: Any) -> Any:

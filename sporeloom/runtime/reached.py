@@ -34,8 +34,23 @@ def reached_from(function: Any) -> Iterator[tuple[str, Any]]:
             if not value.__module__.startswith("mindspore."):
                 waiting += [(used, module[used]) for used in code.co_names if used in module]
             waiting += [(name, default) for default in value.__defaults__ or ()]
+        elif _is_compiled_object(value):
+            waiting += vars(value).items()
         elif isinstance(value, (list, tuple)) and len(value) < 64:
             waiting += [(f"{name}_{place}", item) for place, item in enumerate(value)]
+
+
+def parameters_beside(cell: nn.Cell) -> Iterator[Parameter]:
+    """Those that a Cell does not own but its graph holds: of objects among its attributes, a loss scaler say."""
+    for _, part in cell.cells_and_names():
+        for value in vars(part).values():
+            if _is_compiled_object(value):
+                yield from (each for _, each in reached_from(value) if isinstance(each, Parameter))
+
+
+def _is_compiled_object(value: Any) -> bool:
+    """Whether its class is one that MindSpore compiles: by its `jit_class`."""
+    return hasattr(value, "__ms_class__") and not isinstance(value, (type, nn.Cell))
 
 
 def trains(value: Any) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,15 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from numpy.typing import NDArray
 
+from sporeloom.errors import ConfigError
 from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.lowering import lower
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.cpu.transport import Transport
 from sporeloom.scratch import scratch_folder
+
+_MISSING = re.compile(r"Unsupported op \[(\w+)\] on CPU")
+WITHOUT_KERNEL = "one device has none either; use another operator, optimizer or step, or element type"
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,11 @@ class Program:
         materialize(owners.values(), graph)
         for name in self.widened.parameters:
             owners[name] = _in_float32(owners[name])
+        if lost := [p.name for p in self.cell.get_parameters() if p.name not in owners]:
+            raise ConfigError(
+                f"the graph uses the parameter {lost[0]}, which no Cell of the network or step owns: make what holds it an "
+                "attribute of one"
+            )
         # One storage from now on: a write by either is seen by both.
         self._pairs = [(parameter, owners[parameter.name]) for parameter in self.cell.get_parameters()]
         for parameter, owner in self._pairs:
@@ -75,7 +85,12 @@ class Program:
         for parameter, owner in self._pairs:
             if parameter.data_ptr() != owner.data_ptr():  # the owner was given new data, as a learning rate is
                 parameter.set_data(owner)
-        return self.cell(*inputs)
+        try:
+            return self.cell(*inputs)
+        except (RuntimeError, TypeError) as error:
+            if missing := _MISSING.search(str(error)):
+                raise ConfigError(f"MindSpore has no kernel of {missing[1]} for CPUs: {WITHOUT_KERNEL}") from None
+            raise
 
 
 def _in_float32(parameter: Parameter) -> Parameter:

@@ -14,9 +14,21 @@ from typing import NamedTuple
 
 from sporeloom.private_names import mind_ir
 
+SELECT = "Select:of two branches"
+EFFECTS = ("side_effect_mem", "side_effect_io", "side_effect_hidden")
+
 
 class InliningError(RuntimeError):
     """The graph uses functions in a way that is not known here."""
+
+
+class BranchError(InliningError):
+    """It branches by a value, and both ways cannot be computed."""
+
+    def __init__(self, place: str, why: str):
+        super().__init__(why)
+        self.place = place
+        """Of what chooses: its domain, as MindSpore names it."""
 
 
 class Closure(NamedTuple):
@@ -32,12 +44,25 @@ class Items(NamedTuple):
     items: tuple[Value, ...]
 
 
-Value = str | Closure | Items
+class Choice(NamedTuple):
+    """One of two functions, as a value on the device says."""
+
+    condition: str
+    taken: Value
+    other: Value
+    place: str
+    """The domain of what chooses."""
+
+
+Value = str | Closure | Items | Choice
 """The name of what a node gives, or something that no node can give."""
 
 
 def inline_functions(model: mind_ir.ModelProto) -> int:
     """Replace all calls in `model`, in place. Returns how many there were.
+
+    Where a value chooses between two functions, both are computed, if they write nothing, and of their results each is
+    selected.
 
     Raises:
         InliningError: a function is used in a way that is not known here.
@@ -91,6 +116,11 @@ class _Inliner:
         self.tuples: dict[str, Sequence[str]] = {}
         """What tuples that nodes make hold."""
         self.calls = 0
+        self.active: list[str] = []
+        """Functions that are being written out."""
+        self.branches: list[str] = []
+        """Domains of what chose them."""
+        self.writes = {p.name for p in model.primitives if any(a.name in EFFECTS and _truth(a) for a in p.attribute)}
 
     def run(self) -> int:
         main = self.model.graph
@@ -108,6 +138,9 @@ class _Inliner:
         del main.node[:]
         main.node.extend(self.made.values())
         del self.model.functions[:]
+        kept = [p for p in self.model.primitives if p.op_type not in ("Partial", "Switch")]  # nobody calls one any more
+        del self.model.primitives[:]
+        self.model.primitives.extend(kept)
         return self.calls
 
     def _evaluate(self, graph: mind_ir.GraphProto, env: dict[str, Value], suffix: str) -> dict[str, Value]:
@@ -115,26 +148,74 @@ class _Inliner:
             if node.op_type == "Constant":
                 continue
             target = node.op_type.removeprefix("REF::")
-            arguments = [env.get(name, name) for name in node.input]
+            arguments = [env.get(name, self._function_or(name)) for name in node.input]
             called = Closure(target, ()) if target in self.functions else env.get(target)
-            if isinstance(called, Closure):
-                result = self._call(called, arguments)
+            if isinstance(called, Closure | Choice):
+                result = self._call(called, arguments, node)
             else:
                 result = self._operator(node, self.kinds.get(target, node.op_type), arguments, suffix)
             env[node.output[0]] = result
         return env
 
-    def _call(self, called: Closure, arguments: Sequence[Value]) -> Value:
+    def _call(self, called: Value, arguments: Sequence[Value], node: mind_ir.NodeProto) -> Value:
+        if isinstance(called, Choice):
+            self.branches.append(called.place)
+            taken, other = (self._call(each, arguments, node) for each in (called.taken, called.other))
+            chosen = self._chosen(called.condition, taken, other)
+            self.branches.pop()
+            return chosen
+        if not isinstance(called, Closure):
+            raise InliningError(f"{node.name} calls what is no function")
+        if called.function in self.active:
+            raise BranchError((self.branches or [node.domain])[-1], "it loops as long as a value says")
         function, given = self.functions[called.function], (*called.captured, *arguments)
         if len(function.input) != len(given):
             raise InliningError(f"{function.name} takes {len(function.input)} arguments, not {len(given)}")
         self.calls += 1
         env = {i.name: value for i, value in zip(function.input, given, strict=True)}
-        return self._evaluate(function, env, f"~{self.calls}").get(function.output[0].name, function.output[0].name)
+        self.active.append(called.function)
+        env = self._evaluate(function, env, f"~{self.calls}")
+        self.active.pop()
+        return env.get(function.output[0].name, function.output[0].name)
+
+    def _chosen(self, condition: str, taken: Value, other: Value) -> Value:
+        """Of what two functions give the one or the other."""
+        if taken == other:
+            return taken
+        items = [self._items(each) for each in (taken, other)]
+        if items[0] is not None and items[1] is not None and len(items[0]) == len(items[1]):
+            return Items(tuple(self._chosen(condition, *pair) for pair in zip(*items, strict=True)))
+        if isinstance(taken, str) and isinstance(other, str) and items == [None, None]:
+            return self._selected(condition, taken, other)
+        if isinstance(taken, Closure | Choice) and isinstance(other, Closure | Choice):
+            return Choice(condition, taken, other, self.branches[-1])
+        raise BranchError(self.branches[-1], "its ways give different things")
+
+    def _items(self, value: Value) -> Sequence[Value] | None:
+        return value.items if isinstance(value, Items) else self.tuples.get(value) if isinstance(value, str) else None
+
+    def _selected(self, condition: str, taken: str, other: str) -> str:
+        shapes = [self._shape(each) for each in (taken, other)]
+        dims = [[(tuple(t.dims), t.data_type) for a in shape for t in a.tensors] for shape in shapes]
+        if not dims[0] or dims[0] != dims[1]:
+            raise BranchError(self.branches[-1], "its ways give different shapes or types")
+        if SELECT not in self.kinds:
+            self.kinds[SELECT] = self.model.primitives.add(name=SELECT, op_type="Select").op_type
+        name = f"select.{len(self.made)}"
+        node = mind_ir.NodeProto(output=[name], op_type=f"REF::{SELECT}", domain=self.branches[-1])
+        node.attribute.extend(shapes[0])
+        return self._add(node, [condition, taken, other], name)
 
     def _operator(self, node: mind_ir.NodeProto, kind: str, arguments: Sequence[Value], suffix: str) -> Value:
         if kind == "Partial":
             return Closure(node.input[0], tuple(arguments[1:]))
+        if kind == "Switch" and isinstance(arguments[0], str):
+            self.branches.append(node.domain)
+            chosen = self._chosen(arguments[0], *arguments[1:])
+            self.branches.pop()
+            return chosen
+        if self.branches and node.op_type.removeprefix("REF::") in self.writes:
+            raise BranchError(self.branches[-1], f"one of its ways writes something ({kind})")
         names = [name for argument in arguments for name in ([argument] if isinstance(argument, str) else ())]
         if kind == "TupleGetItem" and names and names[0] in self.tuples:
             # Not a node that takes it out again: MindSpore's runtime would no longer see what an item of a tuple waits for.
@@ -150,9 +231,16 @@ class _Inliner:
         if kind == "Depend":
             needed = [leaf for argument in arguments[1:] for leaf in _leaves(argument)]
             return self._after(arguments[0], needed, node, suffix)
-        if kind == "UpdateState":
-            return self._add(node, [leaf for a in arguments for leaf in _leaves(a)], node.output[0] + suffix)
+        if kind == "UpdateState":  # one after the other: MindSpore drops what it finds in further places
+            state, *needed = [leaf for argument in arguments for leaf in _leaves(argument)]
+            for i, leaf in enumerate(needed):
+                last = "" if i == len(needed) - 1 else f"~{i}"
+                state = self._add(node, [state, leaf], f"{node.output[0]}{suffix}{last}")
+            return state
         raise InliningError(f"{kind} ({node.name}) takes a function")
+
+    def _function_or(self, name: str) -> Value:
+        return Closure(name, ()) if name in self.functions else name
 
     def _add(self, node: mind_ir.NodeProto, inputs: Sequence[str], name: str) -> str:
         copied = _copy(node)
@@ -166,7 +254,7 @@ class _Inliner:
         if isinstance(value, Items):
             parts = (self._after(each, needed, node, f"{suffix}~{i}") for i, each in enumerate(value.items))
             return Items(tuple(parts))
-        if isinstance(value, Closure):
+        if isinstance(value, Closure | Choice):
             return value
         for i, name in enumerate(needed):
             after = mind_ir.NodeProto(input=[value, name], op_type=node.op_type, domain=node.domain)
@@ -203,11 +291,17 @@ def _number(node: mind_ir.NodeProto) -> int:
     return next(a for a in node.attribute if a.name == "value").i
 
 
+def _truth(attribute: mind_ir.AttributeProto) -> bool:
+    return bool(attribute.ints[0] if attribute.ints else attribute.i)
+
+
 def _leaves(value: Value) -> list[str]:
     """What is there once a value is; of a call its results, and what its backward function keeps only if there are none."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Closure):
         return [leaf for each in value.captured for leaf in _leaves(each)]
-    results = [item for item in value.items if not isinstance(item, Closure)] or value.items
+    if isinstance(value, Choice):
+        return [value.condition, *_leaves(value.taken), *_leaves(value.other)]
+    results = [item for item in value.items if not isinstance(item, Closure | Choice)] or value.items
     return [leaf for item in results for leaf in _leaves(item)]

@@ -35,10 +35,12 @@ DECIDES_BY_DATA = (
     "has an `if` or `while` on a Tensor, which MindSpore does not partition; compute every way "
     "and choose with ops.where(condition, a, b), or let a number given to __init__ decide"
 )
+BRANCHES = ("if ", "elif ", "while ")
 _FRAME = re.compile(r"In file (\S+?):(\d+)")
 _OUR_PLUMBING = (
     str(Path(ms.__file__).parent),
     *(str(Path(__file__).parents[2] / part) for part in ("runtime", "parallel")),
+    "<",  # written here, see `runtime.calls`
 )
 
 
@@ -98,7 +100,8 @@ def partition(
             phase, _ = cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             remove_dump(rank)
-            raise ConfigError(_cannot_partition(error, strategy)) from None  # MindSpore's traceback is one of C++
+            what = f"{strategy.source}: MindSpore cannot partition the network"
+            raise ConfigError(refusal(error, what)) from None  # MindSpore's traceback is one of C++
         raw_layouts = executor.get_parameter_layout(phase)
         model = mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
         layouts = read_layouts(raw_layouts)
@@ -109,18 +112,19 @@ def partition(
     return PartitionedGraph(model, layouts, held, rank, time.perf_counter() - start)
 
 
-def _cannot_partition(error: Exception, strategy: Strategy) -> str:
-    """MindSpore's first line, and the last line of the network, not of MindSpore or of what we put around, that led there."""
+def refusal(error: Exception, what: str) -> str:
+    """`what` happened, MindSpore's first line, and the last line of the network, not of MindSpore or of what we put around,
+    that led there."""
     said = str(error).strip()
     first = first_line(error)
-    message = f"{strategy.source}: MindSpore cannot partition the network: {first}"
+    message = f"{what}: {first}"
     if "has multiple users" in first:
         message += "; operators that use it got different layouts: write a rule for each"
     frames = [(file, int(line)) for file, line in _FRAME.findall(said) if not file.startswith(_OUR_PLUMBING)]
     if not frames:
         return message
     code = linecache.getline(*frames[-1]).strip()
-    decides = code.startswith(("if ", "elif ", "while "))
+    decides = code.startswith(BRANCHES)
     return f"{message}; at {frames[-1][0]}:{frames[-1][1]}, {code}" + (f": it {DECIDES_BY_DATA}" if decides else "")
 
 

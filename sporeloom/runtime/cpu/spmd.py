@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,6 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from sporeloom.errors import ConfigError
-from sporeloom.lines import first_line
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.sharding import operators
 from sporeloom.partition.graph import Graph
@@ -30,12 +31,25 @@ from sporeloom.partition.parted import PartedAxes, UndividedAxisError, sharded_f
 from sporeloom.partition.propagate import shard_graph
 from sporeloom.private_names import cell_graph_executor, mind_ir
 from sporeloom.runtime.compiler import faster_compilation
-from sporeloom.runtime.cpu.partition import PartitionedGraph, remove_dump
+from sporeloom.runtime.cpu.branches import why_branching_fails
+from sporeloom.runtime.cpu.inlining import BranchError, inline_functions
+from sporeloom.runtime.cpu.partition import PartitionedGraph, refusal, remove_dump
 from sporeloom.runtime.layouts import Slices
 from sporeloom.strategy.layout import Layout, Shape
 from sporeloom.strategy.mesh import Mesh
 
 _phases = itertools.count()
+
+FAILURES = (AttributeError, RuntimeError, TypeError, ValueError)
+LEFT_TO_PYTHON = ("PyExecute", "AbstractAny")
+"""What MindSpore says where a graph holds something that it wants to run in Python."""
+SYNTAX_LEVEL, STRICT = "MS_DEV_JIT_SYNTAX_LEVEL", "0"
+"""MindSpore's variable that says whether its compiler may leave anything to Python."""
+_LAXER = re.compile(r"\.? You can use os\.environ\[.*?current syntax\.")
+NO_PYTHON = (
+    "a graph computes with operators of MindSpore alone: take no Tensor to NumPy or Python inside construct (asnumpy, item, "
+    "an f-string), but return it"
+)
 
 
 @dataclass(frozen=True)
@@ -139,30 +153,59 @@ def compile_for_one_device(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -
     """
     for operator in operators(cell):
         operator.primitive.add_prim_attr("path", operator.path)
-    tensors = [Tensor(np.zeros(shape, dtype)) for shape, dtype in inputs]
-    executor = cell_graph_executor._graph_executor
     with faster_compilation():
         try:
-            phase, _ = cell_graph_executor.compile(
-                cell, *tensors, phase=f"export.mindir.one_device.{next(_phases)}", do_convert=False
-            )
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            remove_dump(0)
-            raise ConfigError(f"MindSpore cannot compile the network: {first_line(error)}") from None
-        return mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
+            model = _compiled(cell, inputs)
+        except FAILURES as error:
+            raise ConfigError(_why_not(error, cell, inputs)) from None
+    try:
+        inline_functions(model)
+    except BranchError as error:
+        raise ConfigError(why_branching_fails(error, cell)) from None
+    return model
+
+
+def _compiled(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
+    tensors = [Tensor(np.zeros(shape, dtype)) for shape, dtype in inputs]
+    # A phase of its own: MindSpore would give the graph of an earlier one again, whatever has changed in the Cell.
+    name = f"export.mindir.one_device.{next(_phases)}"
+    try:
+        phase, _ = cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
+        written = cell_graph_executor._graph_executor.get_func_graph_proto(phase, "mind_ir", False)
+    except FAILURES:
+        remove_dump(0)
+        raise
+    return mind_ir.ModelProto.FromString(written)
+
+
+def _why_not(error: Exception, cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> str:
+    """What MindSpore says, and where. Of what it would leave to Python it only says where if it is told not to."""
+    if any(word in str(error) for word in LEFT_TO_PYTHON):
+        before = os.environ.get(SYNTAX_LEVEL)
+        os.environ[SYNTAX_LEVEL] = STRICT
+        try:
+            _compiled(cell, inputs)
+        except FAILURES as strict:
+            error = strict
+        finally:
+            os.environ.pop(SYNTAX_LEVEL)
+            os.environ |= {SYNTAX_LEVEL: before} if before is not None else {}
+        said = _LAXER.sub("", refusal(error, "MindSpore would leave a part of the network to Python"))
+        return f"{said}; {NO_PYTHON}"
+    return refusal(error, "MindSpore cannot compile the network")
 
 
 @contextlib.contextmanager
-def whole_again(parameters: Iterable[Parameter], shapes: Mapping[str, Shape]) -> Iterator[None]:
+def whole_again(parameters: Iterable[Parameter], shapes: Mapping[int, Shape]) -> Iterator[None]:
     """Within it parameters that an earlier graph has left as a rank's parts have their whole shapes: those of one device.
     Their values are put back afterwards.
 
     Args:
-        shapes: whole ones, by name.
+        shapes: whole ones, by id: two networks may have parameters of one name.
     """
     parts = []
     for parameter in parameters:
-        if parameter.sliced and tuple(parameter.shape) != (whole := shapes[parameter.name]):
+        if parameter.sliced and tuple(parameter.shape) != (whole := shapes[id(parameter)]):
             parts.append((parameter, part := parameter.asnumpy().copy()))
             nothing = np.zeros(whole, part.dtype)  # takes no memory until somebody writes it
             parameter.set_data(Tensor.from_numpy(nothing), slice_shape=True)

@@ -30,14 +30,16 @@ class SpmdProcesses(CpuProcesses):
         super().__init__(*given)
         self.sharded: list[ShardedGraph] = []
         """Of each program, in their order."""
-        self._shapes: dict[str, Shape] = {}
-        """Whole shapes of the parameters of all programs."""
+        self._shapes: dict[int, Shape] = {}
+        """Whole shapes of the parameters of all programs, by id: these keep them."""
 
     def _checked(
         self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], trainable: Collection[str]
     ) -> PartitionedGraph:
         model = self._one_devices_graph(cell, described)
-        self._shapes |= {p.name.rpartition(":")[2]: tuple(p.dims) for p in model.graph.parameter}
+        owners = {parameter.name: id(parameter) for parameter in cell.get_parameters()}
+        names = {p.name.rpartition(":")[2]: tuple(p.dims) for p in model.graph.parameter}
+        self._shapes |= {owners[name]: shape for name, shape in names.items() if name in owners}
         graph, sharded = partition_for_rank(model, decide(cell, self.strategy.mesh), self.rank)
         self.sharded.append(sharded)
         self.told_of_graph = sharded.summary()

@@ -4,9 +4,9 @@
 import pytest
 
 from sporeloom.private_names import mind_ir
-from sporeloom.runtime.cpu.inlining import InliningError, calls_of_functions, inline_functions
+from sporeloom.runtime.cpu.inlining import BranchError, InliningError, calls_of_functions, inline_functions
 
-KINDS = ("Mul", "Depend", "MakeTuple", "TupleGetItem", "Partial", "AddN", "AssignAdd")
+KINDS = ("Mul", "Depend", "MakeTuple", "TupleGetItem", "Partial", "AddN", "AssignAdd", "Switch", "UpdateState")
 
 
 def graph_of(graph, inputs, lines, output):
@@ -73,3 +73,72 @@ def test_what_cannot_be_written_out_is_refused():
     taken = ["all = forward x sum", "bad = Mul all x"]
     with pytest.raises(InliningError, match=r"Mul \(bad\) takes a function"):
         inline_functions(model_of((taken, "bad"), forward=FORWARD, backward=BACKWARD))
+
+
+CHOICE = (
+    ["t = Partial taken x", "o = Partial other x", "which = Switch x t o", "chosen = which", "total = Mul chosen x"],
+    "total",
+)
+TAKEN, OTHER = (("a",), ["p = Mul a a"], "p"), (("b",), ["q = AddN b"], "q")
+
+
+def choosing(taken=TAKEN, other=OTHER, lengths=(2, 2), **more):
+    model = model_of(CHOICE, taken=taken, other=other, **more)
+    next(p for p in model.primitives if p.name == "AssignAdd").attribute.add(
+        name="side_effect_mem", type=mind_ir.AttributeProto.BOOL, i=1
+    )
+    for graph, length in zip((model.graph, *model.functions), (2, *lengths, 2, 2), strict=False):
+        for node in graph.node:
+            shape = node.attribute.add(name="shape", type=mind_ir.AttributeProto.TENSORS)
+            shape.tensors.add(dims=[length], data_type=1)
+    return model
+
+
+def test_of_two_functions_both_are_computed_and_one_result_is_selected():
+    model = choosing()
+    inline_functions(model)
+    nodes = written_out(model)
+    kinds = {p.name: p.op_type for p in model.primitives}
+    (select,) = (inputs for kind, *inputs in nodes.values() if kinds.get(kind) == "Select")
+    condition, first, second = select
+    assert condition == "x" and nodes[first] == ("Mul", "x", "x") and nodes[second] == ("AddN", "x")
+    assert not {"Switch", "Partial"} & set(kinds.values())
+
+
+def test_functions_that_two_functions_give_are_chosen_between_too():
+    """As the backward functions of both ways are."""
+    give = lambda back: (("a",), [f"f = Partial {back} a"], "f")  # noqa: E731
+    backs = {"back": (("c",), ["p = Mul c c"], "p"), "forth": (("c",), ["q = AddN c"], "q")}
+    main = [*CHOICE[0][:-1], "later = chosen", "total = Mul later x"]
+    model = model_of((main, "total"), taken=give("back"), other=give("forth"), **backs)
+    for graph in (model.graph, *model.functions):
+        for node in graph.node:
+            node.attribute.add(name="shape", type=mind_ir.AttributeProto.TENSORS).tensors.add(dims=[2], data_type=1)
+    inline_functions(model)
+    assert sorted(kind for kind, *_ in written_out(model).values()) == ["AddN", "Mul", "Mul", "Select:of two branches"]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"taken": (("a",), ["p = AssignAdd a a"], "p")}, "one of its ways writes something (AssignAdd)"),
+        ({"lengths": (2, 3)}, "its ways give different shapes or types"),
+        ({"other": (("b",), ["q = MakeTuple b b"], "q")}, "its ways give different things"),
+        (
+            {"other": (("b",), ["r = Partial other b", "s = Switch b r r", "q = s"], "q")},
+            "it loops as long as a value says",
+        ),
+    ],
+)
+def test_ways_that_cannot_both_be_computed_are_refused(given, why):
+    with pytest.raises(BranchError) as refused:
+        inline_functions(choosing(**given))
+    assert str(refused.value) == why
+
+
+def test_what_waits_for_a_function_waits_for_all_that_it_holds():
+    """One after the other: of several in one node MindSpore would drop some."""
+    main = ["y = forward x sum", "both = MakeTuple sum y", "late = UpdateState x both", "total = Depend x late"]
+    model = model_of((main, "total"), forward=FORWARD, backward=BACKWARD)
+    inline_functions(model)
+    assert all(len(inputs) == 2 for kind, *inputs in written_out(model).values() if kind == "UpdateState")

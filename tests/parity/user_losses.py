@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks of users: losses and single layers that are not sums over rows of what each row gives."""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from user_cases import channels, columns, ids, normal, rows, trained, uniform
+
+ROWS = 8
+
+
+class OneLayer(nn.Cell):
+    """A layer, and a function of what it gives and of the labels."""
+
+    def __init__(self, loss, outputs=8, inputs=6):
+        super().__init__()
+        self.dense, self.loss = nn.Dense(inputs, outputs), loss
+
+    def construct(self, x, *labels):
+        return self.loss(self.dense(x), *labels)
+
+
+class TwoLayers(nn.Cell):
+    """Of which the second adds up over tp, a function between them and the head."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.up, self.down, self.head = nn.Dense(6, 8), nn.Dense(8, 4), nn.Dense(4, 3)
+        self.scale, self.between = Parameter(Tensor(np.ones(4, np.float32)), name="scale"), between
+
+    def construct(self, x, label):
+        return ops.cross_entropy(self.head(self.between(self.down(self.up(x)), self.scale)), label)
+
+
+def gram(h):
+    return (ops.matmul(h.T, h) ** 2).sum() * 0.001
+
+
+def sums_of_batch(h):
+    return (h.sum(0) ** 2).sum() * 0.01 + (h.mean(0) ** 3).sum()
+
+
+def covariance(h):
+    """VICReg: variance and covariance of the features of a batch."""
+    centred = h - h.mean(0)
+    spread = ops.sqrt((centred**2).mean(0) + 1e-4)
+    products = ops.matmul(centred.T, centred) / (h.shape[0] - 1)
+    off_diagonal = products * (1 - ops.eye(h.shape[1], h.shape[1], ms.float32))
+    return ops.relu(1 - spread).mean() + (off_diagonal**2).sum() / h.shape[1]
+
+
+def standard_deviation(h):
+    return ops.std(h, 0).sum() + ops.var(h, 1).mean() + ops.norm(h) * 0.1
+
+
+def largest_of_columns(h, label):
+    """Each row is pulled to the class that it is taken for."""
+    return ops.cross_entropy(h, h.argmax(1)) + ops.cross_entropy(h, label)
+
+
+def largest_of_rows(h, label):
+    return (h.argmax(0).astype(ms.float32) * h[0]).sum() * 0.1 + ops.cross_entropy(h, label)
+
+
+def scatter_added(h, label):
+    """Features of a class added up, as in a center loss."""
+    total = ops.tensor_scatter_elements(
+        ops.zeros((ROWS, 8), ms.float32), ops.tile(label.reshape(-1, 1), (1, 8)), h, 0, "add"
+    )
+    return (total**2).mean()
+
+
+def index_added(h, label):
+    return (ops.index_add(ops.zeros((5, 8), ms.float32), label, h, 0) ** 2).mean()
+
+
+def scattered(h, label):
+    return (ops.tensor_scatter_add(ops.zeros((5, 8), ms.float32), label.reshape(-1, 1), h) ** 2).mean()
+
+
+def pooled_by_segment(h, label):
+    largest, smallest = ops.unsorted_segment_max(h, label, 5), ops.unsorted_segment_min(h, label, 5)
+    seen = (ops.unsorted_segment_sum(ops.ones_like(h), label, 5) > 0).astype(ms.float32)
+    return (ops.where(seen > 0, largest, 0.0) ** 2).mean() + (ops.where(seen > 0, smallest, 0.0) ** 2).mean()
+
+
+def cox(h, label):
+    """Survival: each row against all that live longer."""
+    risk = h.sum(1)
+    return (ops.logcumsumexp(risk, 0) - risk).mean()
+
+
+def chosen_rows(h, label):
+    """The hardest half of the rows."""
+    each = ops.cross_entropy(h, label, reduction="none")
+    hardest, where = ops.topk(each, 4)
+    return hardest.mean() + (ops.gather(h, where, 0) ** 2).mean()
+
+
+def divergence(h, label):
+    target = ops.softmax(ops.one_hot(label, 8, Tensor(2.0, ms.float32), Tensor(0.0, ms.float32)))
+    return ops.kl_div(ops.log_softmax(h, -1), target, "sum") * 0.1
+
+
+def written_rms_norm(d, scale):
+    return d * ops.rsqrt((d * d).mean(-1, keep_dims=True) + 1e-5) * scale
+
+
+def written_gelu(d, scale):
+    return 0.5 * d * (1 + ops.tanh(0.79788456 * (d + 0.044715 * d * d * d))) * scale
+
+
+def written_swish(d, scale):
+    return d * ops.sigmoid(d * scale)
+
+
+def factorization_machine(d, scale):
+    return d + 0.5 * (d.sum(1, keepdims=True) ** 2 - (d**2).sum(1, keepdims=True)) * scale
+
+
+def softmax_pooling(d, scale):
+    """Attention over the batch."""
+    return d * scale + ops.softmax(ops.matmul(d, d.T), -1) @ d
+
+
+class FunctionalBatchNorm(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.head = nn.Dense(6, 8), nn.Dense(8, 3)
+        self.mean, self.variance = (
+            Parameter(Tensor(v, ms.float32), name=n, requires_grad=False)
+            for n, v in (("mean", [0] * 8), ("variance", [1] * 8))
+        )
+        self.gamma, self.beta = (
+            Parameter(Tensor([1] * 8, ms.float32), name="gamma"),
+            Parameter(Tensor([0] * 8, ms.float32), name="beta"),
+        )
+
+    def construct(self, x, label):
+        h = ops.batch_norm(self.dense(x), self.mean, self.variance, self.gamma, self.beta, training=True)
+        return ops.cross_entropy(self.head(ops.relu(h)), label)
+
+
+class Normed(nn.Cell):
+    def __init__(self, norm):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), norm, nn.Dense(4, 3)
+
+    def construct(self, x, label):
+        return ops.cross_entropy(self.head(ops.relu(self.norm(self.conv(x))).mean((2, 3))), label)
+
+
+class MeanGradient(nn.Cell):
+    """Identity, through which every row gets the mean gradient of the batch."""
+
+    def construct(self, x):
+        return x * 1.0
+
+    def bprop(self, x, out, dout):
+        return (ops.zeros_like(dout) + dout.mean(0),)
+
+
+class OwnGradient(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.even, self.head = nn.Dense(6, 8), MeanGradient(), nn.Dense(8, 3)
+
+    def construct(self, x, label):
+        return ops.cross_entropy(self.head(self.even(ops.tanh(self.dense(x)))), label)
+
+
+def binary(h, target):
+    return ops.binary_cross_entropy_with_logits(
+        h, target, ops.ones_like(h), ops.ones_like(h)
+    ) + ops.binary_cross_entropy(ops.sigmoid(h), target)
+
+
+def cosine(a, b, sign):
+    return ops.cosine_embedding_loss(a, b, sign, margin=0.1)
+
+
+class Siamese(nn.Cell):
+    def __init__(self, loss):
+        super().__init__()
+        self.dense, self.loss = nn.Dense(6, 8), loss
+
+    def construct(self, *inputs):
+        encoded = ()
+        for x in inputs[: 2 if len(inputs) < 4 else 3]:
+            encoded = (*encoded, ops.tanh(self.dense(x)))
+        return self.loss(*encoded, *inputs[len(encoded) :])
+
+
+def barlow(a, b):
+    a, b = (a - a.mean(0)) / (a.std(0) + 1e-5), (b - b.mean(0)) / (b.std(0) + 1e-5)
+    c = ops.matmul(a.T, b) / a.shape[0]
+    eye = ops.eye(8, 8, ms.float32)
+    return (((c - eye) ** 2) * (eye + 0.1 * (1 - eye))).sum()
+
+
+def contrastive(a, b):
+    """SimCLR."""
+    z = ops.cat((a, b), 0)
+    z = z / ops.sqrt((z * z).sum(1, keepdims=True))
+    n = z.shape[0]
+    logits = ops.matmul(z, z.T) / 0.5 - ops.eye(n, n, ms.float32) * 1e9
+    partner = ops.cat((ops.arange(n // 2, n), ops.arange(0, n // 2))).astype(ms.int32)
+    return ops.cross_entropy(logits, partner)
+
+
+def hardest_triplet(a, b):
+    distance = ops.sqrt(((a.expand_dims(1) - b.expand_dims(0)) ** 2).sum(-1) + 1e-6)
+    same = ops.eye(ROWS, ROWS, ms.float32)
+    nearest_other = (distance + same * 1e3).min(1)
+    return ops.relu((distance * same).sum(1) - nearest_other + 1.0).mean()
+
+
+def smoothed(h, label):
+    return ops.cross_entropy(h, label, label_smoothing=0.1)
+
+
+WEIGHTS = Tensor(np.arange(1, 9, dtype=np.float32))
+
+
+def weighted(h, label):
+    return ops.cross_entropy(h, label, WEIGHTS)
+
+
+def ignoring(h, label):
+    return ops.cross_entropy(h, label, ignore_index=2)
+
+
+def likelihood(h, label):
+    return ops.nll_loss(ops.log_softmax(h, 1), label)
+
+
+def hinge(h, label):
+    return ops.multi_margin_loss(h, label.astype(ms.int64))
+
+
+def huber(h, target):
+    return ops.huber_loss(h, target, delta=0.5)
+
+
+def smooth_l1(h, target):
+    return ops.smooth_l1_loss(h, target, 0.5, "mean")
+
+
+def focal(h, label):
+    return ((1 - ops.softmax(h, -1)) ** 2 * -ops.log_softmax(h, -1) * ops.one_hot(label, 8)).sum() / ROWS
+
+
+def dice(h, target):
+    return 1 - (2 * (ops.sigmoid(h) * target).sum() + 1) / (ops.sigmoid(h).sum() + target.sum() + 1)
+
+
+def positives(h):
+    """As many as there happen to be."""
+    return (h[h > 0] ** 2).sum()
+
+
+def at_positives(h):
+    return (ops.gather_nd(h, ops.nonzero(h > 0)) ** 3).sum() * 0.1
+
+
+def different_labels(h, label):
+    return h[ops.unique(label)[0]].mean() + (h**2).mean()
+
+
+def product(h):
+    return ops.sigmoid(h).prod(-1).mean() + h.max() * 0.1
+
+
+def either(h):
+    if h.mean() > 0:
+        h = h * 2 + 1
+    return (h**2).mean() if h[0, 0] > 0 else h.mean()
+
+
+def until(h):
+    while h.abs().max() > 0.5:
+        h = h * 0.5
+    return h.sum()
+
+
+def to_numpy(h):
+    return (h * float(np.mean(h.asnumpy()))).sum()
+
+
+X, LABEL = normal(ROWS, 6), ids(5, ROWS)
+THREE = ids(3, ROWS)
+DENSE = columns("dense")
+PAIR = (X, normal(ROWS, 6, seed=5))
+
+
+def layer(loss, *labels, **more):
+    return trained(lambda: OneLayer(loss), X, *labels, rules=DENSE, **more)
+
+
+CASES = {
+    "gram matrix": layer(gram),
+    "sums over the batch": layer(sums_of_batch),
+    "covariance": layer(covariance),
+    "standard deviation": layer(standard_deviation),
+    "argmax of columns": layer(largest_of_columns, LABEL),
+    "argmax of rows": layer(largest_of_rows, LABEL),
+    "scatter by element": layer(scatter_added, LABEL),
+    "index add": layer(index_added, LABEL),
+    "scatter add": layer(scattered, LABEL),
+    "segment max": layer(pooled_by_segment, LABEL),
+    "logcumsumexp": layer(cox, LABEL),
+    "hard example mining": layer(chosen_rows, LABEL),
+    "divergence with sum": layer(divergence, LABEL),
+    "positives alone": layer(positives),
+    "where it is positive": layer(at_positives),
+    "different labels": layer(different_labels, LABEL),
+    "product": layer(product),
+    "either": layer(either),
+    "until": layer(
+        until,
+        refused="OneLayer has an `if` or `while` on a Tensor, and it loops as long as a value says; compute every way",
+    ),
+    "numpy": layer(
+        to_numpy,
+        refused=", return (h * float(np.mean(h.asnumpy()))).sum(); a graph computes with operators of MindSpore alone",
+    ),
+    "label smoothing": layer(smoothed, LABEL),
+    "weighted classes": layer(weighted, LABEL),
+    "ignored labels": layer(ignoring, LABEL),
+    "likelihood": layer(likelihood, LABEL),
+    "binary": layer(binary, uniform(ROWS, 8)),
+    "hinge": layer(hinge, LABEL),
+    "huber": layer(huber, normal(ROWS, 8, seed=3)),
+    "smooth l1": layer(smooth_l1, normal(ROWS, 8, seed=3)),
+    "focal": layer(focal, LABEL),
+    "dice": layer(dice, uniform(ROWS, 8)),
+    "written rms norm": trained(lambda: TwoLayers(written_rms_norm), X, THREE, rules=columns("up") | rows("down")),
+    "written gelu": trained(lambda: TwoLayers(written_gelu), X, THREE, rules=columns("up") | rows("down")),
+    "written swish": trained(lambda: TwoLayers(written_swish), X, THREE, rules=columns("up") | rows("down")),
+    "factorization machine": trained(
+        lambda: TwoLayers(factorization_machine), X, THREE, rules=columns("up") | rows("down")
+    ),
+    "attention over the batch": trained(
+        lambda: TwoLayers(softmax_pooling), X, THREE, rules=columns("up") | rows("down")
+    ),
+    "functional batch norm": trained(FunctionalBatchNorm, X, THREE, rules=DENSE),
+    "synchronized batch norm": trained(
+        lambda: Normed(nn.SyncBatchNorm(4)), normal(ROWS, 3, 4, 4), THREE, rules=channels("conv")
+    ),
+    "instance norm": trained(lambda: Normed(nn.GroupNorm(4, 4)), normal(ROWS, 3, 4, 4), THREE, rules=channels("conv")),
+    "own gradient": trained(OwnGradient, X, THREE, rules=DENSE),
+    "cosine": trained(
+        lambda: Siamese(cosine), *PAIR, Tensor(np.array([1, -1, -1, 1, 1, 1, -1, 1], np.int32)), rules=DENSE
+    ),
+    "barlow twins": trained(lambda: Siamese(barlow), *PAIR, rules=DENSE),
+    "simclr": trained(lambda: Siamese(contrastive), *PAIR, rules=DENSE),
+    "triplet": trained(lambda: Siamese(hardest_triplet), *PAIR, rules=DENSE),
+}

@@ -161,11 +161,6 @@ class _Reader:
 def _type(tensor: mind_ir.TensorProto) -> TensorType:
     if tensor.data_type not in DTYPES:
         raise UnreadableGraphError(f"{tensor.name or 'a tensor'} has the element type {tensor.data_type}")
-    if any(length < 0 for length in tensor.dims):
-        raise UnreadableGraphError(
-            "it has a tensor whose shape depends on the data (ops.nonzero, x[x > 0], ops.unique): choose with ops.where, "
-            "or take a fixed number with ops.topk"
-        )
     return TensorType(tuple(tensor.dims), DTYPES[tensor.data_type])
 
 

@@ -241,15 +241,22 @@ def _run_call(
     call = _calls[key]
     call.training = called.training
 
-    def together() -> Any:
+    def together(call: Call) -> Any:
         given = parallel.engine.run(call, *arguments.tensors)  # which learns the structure, at the first call
         return nested(call.structure, given)
 
     if not parallel.check or not is_first(owner, arguments.tensors, _compared):
-        return together()
-    report = _report_of_all(called, parallel)
+        return together(call)
+    report, is_step = _report_of_all(called, parallel), isinstance(called, nn.TrainOneStepCell) and owner is called
     comparison = Comparison(called, called if owner is called else None, parallel.engine, report)
-    given = comparison.of(lambda: alone(comparison), together, [parallel.network.trainable_params()], keeps=True)
+    weights = [parallel.network.trainable_params(), list(getattr(called, "weights", ()))]
+    if is_step and not kwargs and _takes(called.network, args):
+        probe, theirs = (
+            Gradients(each.network, each.weights).set_train(called.training) for each in (called, comparison.alone)
+        )
+        of_probe = Call(probe, calling(arguments))
+        comparison.of(lambda: _compile_and_run(theirs, *args), lambda: together(of_probe), weights, keeps=False)
+    given = comparison.of(lambda: alone(comparison), lambda: together(call), weights, keeps=True)
     comparison.tell()
     return given
 
@@ -294,7 +301,7 @@ def _without_microbatches(cell: nn.Cell, parallel: _Parallel) -> nn.Cell:
     return nn.TrainOneStepCell(parallel.whole, cell.optimizer).set_train(cell.training)
 
 
-def _takes(cell: nn.Cell, inputs: tuple[Tensor, ...]) -> bool:
+def _takes(cell: nn.Cell, inputs: tuple[Any, ...]) -> bool:
     """Whether `cell` can be called with these."""
     try:
         inspect.signature((cell.network if isinstance(cell, ShardBatch) else cell).construct).bind(*inputs)

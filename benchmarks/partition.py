@@ -98,7 +98,7 @@ def in_process(function: str, *arguments: str) -> dict:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.strip().rpartition("\n")[2])
 
 
 def ready(engine: str, folder: Path) -> list[float]:

@@ -89,10 +89,11 @@ def _nested(structure: Shown, tensors: Iterator[Tensor]) -> Any:
 def calling(arguments: Arguments) -> Any:
     """Calls something with these arguments. MindSpore reads its source, which no file has, as `inspect` does."""
     names = "".join(f", a{place}" for place in range(len(arguments.tensors)))
-    text = f"def {_NAME}(called{names}):\n    return called({arguments.source})\n"
+    lines = [f"def {_NAME}(called{names}):\n", f"    return called({arguments.source})\n"]
+    text = "".join(lines)
     if text not in _functions:
         file = f"<call {len(_functions)}>"
-        linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+        linecache.cache[file] = len(text), None, lines, file
         made: dict[str, Any] = {"__name__": __name__}
         exec(compile(text, file, "exec"), made)
         _functions[text] = made[_NAME]

@@ -216,6 +216,7 @@ def test_a_connection_too_many_is_told_to_come_again_and_little_is_logged(start,
 
 CROWD = """
 import socket, sys, time
+sys.stdin.readline()  # until the server has few files left: this process has a limit of its own
 crowd = [socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=10) for _ in range(200)]
 time.sleep(0.3)
 for client in crowd:
@@ -249,10 +250,11 @@ def files():
 @pytest.mark.parametrize("is_known", [True, False], ids=["some are left", "none is left"])
 def test_without_file_descriptors_it_says_so_and_goes_on(start, files, monkeypatch, capfd, is_known):
     running = start(max_connections=10**4)
-    crowd = subprocess.Popen([sys.executable, "-c", CROWD, str(running.address[1])], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", CROWD, str(running.address[1])]
+    crowd = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     limit = files(60)
     monkeypatch.setattr(running.server, "_max_files", limit if is_known else 10**6)  # others open files, too
-    said, _ = crowd.communicate(timeout=60)
+    said, _ = crowd.communicate("\n", timeout=60)
     assert crowd.returncode == 0 and "HTTP/1.1 503 Service Unavailable" in said, said
     status, deadline = 0, time.monotonic() + 20
     while status != 200 and time.monotonic() < deadline:

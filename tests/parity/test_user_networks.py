@@ -48,7 +48,11 @@ def jobs(names):
 
 
 SHORT, LONG = [n for n in NAMES if n in ALSO_IN_SHORT], [n for n in NAMES if n not in ALSO_IN_SHORT]
-JOBS = [*((names, "dp2 tp2") for names in (*jobs(SHORT), *jobs(LONG))), (list(BY_ROWS), "dp4")]
+JOBS = [
+    *((names, "dp2 tp2") for names in jobs(SHORT)),
+    *(pytest.param(names, "dp2 tp2", marks=pytest.mark.long) for names in jobs(LONG)),
+    pytest.param(list(BY_ROWS), "dp4", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize(("names", "mesh"), JOBS, ids=lambda value: value if isinstance(value, str) else value[0])

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our partitioner beside MindSpore's: layouts, bytes sent, seconds; writes results/partition.md. `--large`: models of 2.6B to 200B, too.
+"""Our partitioner beside MindSpore's: layouts, bytes sent, seconds; writes results/partition.md.
+
+`--large`: models of 2.6B to 200B, too, which take minutes.
 
 The same training step (AdamW, clipping) of rank 0 by both, for every shipped strategy of four processes without a pipeline;
 seconds of larger models by ours, whose front end compiles one device's graph once for all ranks; and whole commands.

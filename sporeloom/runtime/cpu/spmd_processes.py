@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from mindspore import nn
 
 from sporeloom.errors import Problems
 from sporeloom.parallel.call import Call
+from sporeloom.partition.graph import Graph
 from sporeloom.partition.held import ShardedGraph
 from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.kept_graphs import kept_model
@@ -29,7 +31,7 @@ class SpmdProcesses(CpuProcesses):
     def __init__(self, *given: Any):
         super().__init__(*given)
         self.sharded: list[ShardedGraph] = []
-        """Of each program, in their order."""
+        """What each program sends and computes whole, in their order; their graphs are not kept."""
         self._shapes: dict[int, Shape] = {}
         """Whole shapes of the parameters of all programs, by id: these keep them."""
 
@@ -41,7 +43,7 @@ class SpmdProcesses(CpuProcesses):
         names = {p.name.rpartition(":")[2]: tuple(p.dims) for p in model.graph.parameter}
         self._shapes |= {owners[name]: shape for name, shape in names.items() if name in owners}
         graph, sharded = partition_for_rank(model, decide(cell, self.strategy.mesh), self.rank)
-        self.sharded.append(sharded)
+        self.sharded.append(replace(sharded, graph=Graph({}, {}, [], []), layouts={}))
         self.told_of_graph = sharded.summary()
         return graph
 

@@ -83,7 +83,7 @@ def ours(name: str, mesh: str = "") -> dict:
         start = time.perf_counter()
         partitioned, sharded = partition_for_rank(graph, decisions, rank)
         seconds.append(time.perf_counter() - start)
-    own = {p.name for p in net.get_parameters()}
+    own = {p.name for p in net.trainable_params()}
     return {
         "front": front,
         "seconds": max(seconds),

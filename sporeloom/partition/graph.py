@@ -62,6 +62,8 @@ class Node:
     """What it was read from."""
     changes: Mapping[str, int] = field(default_factory=dict)
     """Attributes of the primitive that are others than those of its origin."""
+    forward: Name = ""
+    """Of an operator of a gradient, the first output of the operator whose gradient it computes."""
 
     def flat_inputs(self) -> Iterator[Name]:
         for each in self.inputs:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 from sporeloom.partition.graph import Graph, Name, TensorType
 from sporeloom.partition.operators.elementwise import HANDLERS as ELEMENTWISE
@@ -35,3 +37,26 @@ def wanted_by_updates(graph: Graph, parameters: Mapping[Name, Layout]) -> dict[N
             if type is not None and type.shape == like.shape and name not in graph.parameters:
                 wanted.setdefault(name, dims)
     return wanted
+
+
+def ids_by_row(graph: Graph) -> dict[Name, int]:
+    """Ids of which row i of dim 0 has those from i * n on, and n: by such ones MindSpore adds up the gradient of a gather in
+    which each row of a batch has indices of its own."""
+    constants = {node.outputs[0]: node.value for node in graph.nodes if node.kind == "Constant"}
+    found = {}
+    for node in graph.nodes:
+        if node.kind in ("Add", "AddExt") and node.types[0] is not None and node.types[0].shape:
+            counts = [_row_length(constants.get(name), node.types[0].shape[0]) for name in node.flat_inputs()]
+            if any(counts):
+                found[node.outputs[0]] = max(counts)
+    return found
+
+
+def _row_length(value: Any, num_rows: int) -> int:
+    """n, if `value` is 0, n, 2 n, .. along its dim 0, which is not broadcast; else 0."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "i" or not value.ndim or num_rows < 2:
+        return 0
+    if len(value) != value.size or len(value) != num_rows:
+        return 0
+    n = int(value.flat[1])
+    return n if n > 0 and np.array_equal(value.ravel(), np.arange(num_rows) * n) else 0

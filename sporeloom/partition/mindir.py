@@ -58,6 +58,8 @@ class _Reader:
         self.tuples: dict[Name, tuple[Name, ...]] = {}
         self.constants: dict[Name, Any] = {}
         self.renamed: dict[Name, Name] = {}
+        self.forward: dict[bytes, Name] = {}
+        """By MindSpore's numbers for operators, which their gradients name."""
 
     def graph(self) -> Graph:
         source = self.model.graph
@@ -133,7 +135,11 @@ class _Reader:
         if kind in ORDERING:
             inputs = tuple(item for each in proto.input for item in self.awaited(each))
         path = attributes.get("path", "")
-        return Node(kind, inputs, outputs, types, attributes, path, None, proto)
+        numbers = {each.name: each.s for each in proto.primal_attr}
+        if "unique_id" in numbers:
+            self.forward.setdefault(numbers["unique_id"], outputs[0])
+        forward = self.forward.get(numbers.get("forward_unique_id", b""), "")
+        return Node(kind, inputs, outputs, types, attributes, path, None, proto, forward=forward)
 
     @property
     def types(self) -> dict[Name, TensorType | None]:

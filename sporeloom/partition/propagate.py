@@ -17,10 +17,12 @@ from sporeloom.partition.decompositions import DECOMPOSITIONS
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.held import Held, PartitionError, ShardedGraph, Value
-from sporeloom.partition.hints import wanted_by_updates
+from sporeloom.partition.hints import ids_by_row, wanted_by_updates
 from sporeloom.partition.layout import NONE, ValueLayout, fitted, replicated
 from sporeloom.partition.operation import Operand, Operands, Operation, Pin, Plan, computed_unsharded, whole
+from sporeloom.partition.operators import CONTRACTIONS
 from sporeloom.partition.operators import plan as plan_of
+from sporeloom.partition.operators.tables import IDS_BY_ROW
 from sporeloom.strategy.layout import Layout, Shape, show
 
 STRUCTURE = ("UpdateState", "MakeTuple", "TupleGetItem", "Return")
@@ -61,6 +63,9 @@ class _Walk(Held):
     ):
         super().__init__(graph, grid)
         self.pinned, self.wanted = pinned, wanted_by_updates(graph, parameters)
+        self.ids_by_row = ids_by_row(graph)
+        self.forward: dict[Name, tuple[Node, Plan]] = {}
+        """Operators of the forward pass, by their first output."""
         for name, type in graph.parameters.items():
             layout = ValueLayout(parameters.get(name, ((),) * len(type.shape)))
             self.values[name] = Value(type, layout, name, is_parameter=True)
@@ -116,6 +121,8 @@ class _Walk(Held):
             op = self.operation(node)
             plan = self.as_pinned(node) or plan_of(op)
         if plan is not None:
+            if not node.forward:
+                self.forward[node.outputs[0]] = node, plan
             self.compute(node, plan)
         else:
             self.compute_unsharded(node, op)
@@ -140,12 +147,15 @@ class _Walk(Held):
         return Operand(value.type, value.layout, value.constant, value.is_constant, value.is_parameter)
 
     def operation(self, node: Node) -> Operation:
-        own = self.pin(node) if node.path in self.pinned else {}
+        own = self.pin(node) if node.path in self.pinned else self.as_in_forward(node)
         operands: list[Operands] = [
             own.get(each) or self.operand(each) if isinstance(each, str) else tuple(map(self.operand, each))
             for each in node.inputs
         ]
-        return Operation(node.kind, tuple(operands), node.types, node.attributes, self.grid)
+        attributes, ids = node.attributes, node.inputs[1] if len(node.inputs) > 1 else None
+        if ids in self.ids_by_row:
+            attributes = {**attributes, IDS_BY_ROW: self.ids_by_row[ids]}
+        return Operation(node.kind, tuple(operands), node.types, attributes, self.grid)
 
     def pinned_inputs(self, node: Node) -> dict[Name, Layout]:
         """Dims of the inputs that have any, as a rule says them.
@@ -180,6 +190,32 @@ class _Walk(Held):
                 own[name] = replace(self.operand(name), layout=target)
             elif value.layout is not None and not value.is_constant:
                 self.lay_out(name, target)
+        return own
+
+    def as_in_forward(self, node: Node) -> dict[Name, Operand]:
+        """Of an operator of a gradient, what the forward pass had, laid out as there if ranks still hold it so. Of a contraction
+        the gradient of the output, too, as the output: else a rank that holds rows of a gradient and columns of a weight would
+        gather the weight, and all gradients below would be sharded otherwise than the activations they go with."""
+        if node.forward not in self.forward:
+            return {}
+        forward, plan = self.forward[node.forward]
+        before = dict(zip((*forward.inputs, *forward.outputs), (*plan.inputs, *plan.outputs), strict=True))
+        contracts = node.kind in CONTRACTIONS
+        own: dict[Name, Operand] = {}
+        for name in node.flat_inputs():
+            value, wanted = self.values[name], before.get(name)
+            if value.layout is None:
+                continue
+            if contracts and wanted is None and value.type == forward.types[0]:
+                wanted = plan.outputs[0]
+            if not isinstance(wanted, ValueLayout):
+                continue
+            target = ValueLayout(wanted.dims, value.layout.partial - wanted.axes if contracts else NONE)
+            if not contracts and target not in value.copies:
+                continue
+            if name not in before and self.grid.degree(target.axes) >= self.grid.degree(value.layout.axes):
+                self.lay_out(name, target)  # the gradient of a bias takes it so, too
+            own[name] = replace(self.operand(name), layout=target)
         return own
 
     def as_pinned(self, node: Node) -> Plan | None:

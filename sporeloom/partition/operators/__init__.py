@@ -31,6 +31,9 @@ HANDLERS: dict[str, Handler] = {
 }
 """By the primitive's name. What has none is computed unsharded."""
 
+CONTRACTIONS = frozenset((*products.HANDLERS, *(kind for kind in labelled.HANDLERS if kind.startswith("Conv"))))
+"""Operators that multiply and add up; gradients of them are some of them, too."""
+
 
 def plan(op: Operation) -> Plan | None:
     """How the ranks compute an operator; None: nothing is known of it, so every rank must compute all of it."""
@@ -43,4 +46,4 @@ def plan(op: Operation) -> Plan | None:
         return None
 
 
-__all__ = ["HANDLERS", "computed_unsharded", "plan"]
+__all__ = ["CONTRACTIONS", "HANDLERS", "computed_unsharded", "plan"]

@@ -46,11 +46,16 @@ GRADIENTS = (
 
 
 def _merged(op: Operation, operands: Sequence[Operand], keep: frozenset[str]) -> Layout:
-    """Dims of the output: those of the inputs, of larger ones first, as far as they go together."""
+    """Dims of the output: those of the inputs, of larger ones first and of more sharded ones among these, as far as they go
+    together: a slice costs nothing."""
     shape = op.output.shape
     dims: list[Dim] = [()] * len(shape)
-    largest_first = sorted(operands, key=lambda operand: -operand.type.num_elements if operand.type else 0)
-    for operand in largest_first:
+
+    def order(operand: Operand) -> tuple[int, int]:
+        layout, type = operand.layout, operand.type
+        return (type.num_elements if type else 0, op.grid.degree(layout.axes) if layout else 1)
+
+    for operand in sorted(operands, key=order, reverse=True):
         offset = len(shape) - len(operand.shape)
         for position, axes in enumerate(operand.dims):
             used = keep.union(*dims)

@@ -13,6 +13,9 @@ from sporeloom.partition.operation import Emitter, Handler, Operation, Plan
 from sporeloom.partition.operators.reductions import extreme_of_all
 from sporeloom.strategy.layout import Dim, Layout
 
+IDS_BY_ROW = "ids_by_row"
+"""Attribute of an operator whose second input has ids from i * n on in row i: n (see `hints.ids_by_row`)."""
+
 
 def _without(dims: Layout, used: frozenset[str]) -> Layout:
     return tuple(tuple(axis for axis in dim if axis not in used) for dim in dims)
@@ -63,12 +66,42 @@ def segment_sum(op: Operation) -> Plan:
     """Rows added up by segment: each rank adds its own rows, and the sum over the ranks that share them is pending."""
     x, ids = op.tensor(0), op.tensor(1)
     num_row_dims = len(ids.shape)
+    if op.attributes.get(IDS_BY_ROW, 0) * ids.shape[0] == op.output.shape[0]:
+        return _segments_by_row(op)
     rows = op.fit(x.dims[:num_row_dims], ids.shape)
     columns = _without(x.dims[num_row_dims:], frozenset(axis for dim in rows for axis in dim))
     wanted = {0: ValueLayout((*rows, *columns), x.partial), 1: ValueLayout(rows)}
     over = frozenset(axis for dim in rows for axis in dim)
     output = ValueLayout(((), *columns), over | x.partial)
     return Plan(op.as_they_are(wanted), (output,), remake=partial(_own_segments, op, wanted[1], output))
+
+
+def _segments_by_row(op: Operation) -> Plan:
+    """The same where each row of ids has segments of its own: a rank that has whole rows has all of theirs."""
+    x, ids = op.tensor(0), op.tensor(1)
+    num_row_dims = len(ids.shape)
+    most = max((ids.dims[0], x.dims[0]), key=op.grid.degree)
+    rest = _without(x.dims[1:num_row_dims], frozenset(most))
+    own, *others = rows = op.fit((most, *rest), ids.shape)
+    columns = _without(x.dims[num_row_dims:], frozenset(axis for dim in rows for axis in dim))
+    wanted = {0: ValueLayout((*rows, *columns), x.partial - frozenset(own)), 1: ValueLayout(rows)}
+    output = ValueLayout((own, *columns), wanted[0].partial.union(*others))
+    return Plan(
+        op.as_they_are(wanted), (output,), rewrite=partial(_of_own_rows, op, wanted[1], output) if own else None
+    )
+
+
+def _of_own_rows(
+    op: Operation, of_ids: ValueLayout, output: ValueLayout, emit: Emitter, inputs: Sequence[Input]
+) -> Sequence[Name]:
+    """By ids that count from the first segment of a rank's own rows."""
+    ids, own = op.tensor(1).type, output.dims[0]
+    assert ids is not None
+    length = op.output.shape[0] // op.grid.degree(own)
+    local, number = TensorType(of_ids.local_shape(ids.shape, op.grid), ids.dtype), TensorType((), ids.dtype)
+    (from_own,) = emit.node("Sub", [inputs[1], emit.constant(RankOffset(own, length), number)], [local])
+    result = TensorType(output.local_shape(op.output.shape, op.grid), op.output.dtype)
+    return emit.node(op.kind, [inputs[0], from_own, emit.constant(length)], [result])
 
 
 def _own_segments(

@@ -170,12 +170,24 @@ def _compiled(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> mind_ir.Mod
     # A phase of its own: MindSpore would give the graph of an earlier one again, whatever has changed in the Cell.
     name = f"export.mindir.one_device.{next(_phases)}"
     try:
-        phase, _ = cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
+        with _undrawn(cell):
+            phase, _ = cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
         written = cell_graph_executor._graph_executor.get_func_graph_proto(phase, "mind_ir", False)
     except FAILURES:
         remove_dump(0)
         raise
     return mind_ir.ModelProto.FromString(written)
+
+
+@contextlib.contextmanager
+def _undrawn(cell: nn.Cell) -> Iterator[None]:
+    """Within it MindSpore gives no parameter its initial value, as it does of a network that it has compiled for one device:
+    that were all of the model on one rank."""
+    cell.__dict__["init_parameters_data"] = lambda **_: {}
+    try:
+        yield
+    finally:
+        del cell.__dict__["init_parameters_data"]
 
 
 def _why_not(error: Exception, cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> str:

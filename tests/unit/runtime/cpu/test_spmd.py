@@ -2,9 +2,12 @@
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.initializer import Normal
+from mindspore.nn.utils import no_init_parameters
 
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout
+from sporeloom.partition.mindir import read_graph
 from sporeloom.runtime.cpu.executor import keep_slice
 from sporeloom.runtime.cpu.spmd import GridLayout, compile_for_one_device, layouts_of, whole_again
 
@@ -43,3 +46,41 @@ def test_a_state_lies_as_its_parameter_if_it_has_its_shape():
     decided = {"up.weight": (("tp",), ())}
     shapes = {"up.weight": (8, 4), "adam_m.up.weight": (8, 4), "adafactor_rows.up.weight": (8,), "rate": ()}
     assert set(layouts_of(shapes, decided)) == {"up.weight", "adam_m.up.weight"}
+
+
+def test_gradients_know_whose_they_are():
+    ms.set_context(mode=ms.GRAPH_MODE)
+
+    class Squares(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.net, self.square, self.sum = Product(), ops.Square(), ops.ReduceSum()
+
+        def construct(self, x):
+            return self.sum(self.square(self.net(x)))
+
+    class Step(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.net = Squares()
+            self.weights = (self.net.net.weight,)
+            self.grad = ops.GradOperation(get_by_list=True, get_all=True)
+
+        def construct(self, x):
+            return self.net(x), self.grad(self.net, self.weights)(x)
+
+    graph = read_graph(compile_for_one_device(Step(), [((2, 4), np.float32)]))
+    products = [node for node in graph.nodes if node.kind == "MatMul"]
+    (forward,) = [node for node in products if not node.forward]
+    of_x, of_weight = (node for node in products if node.forward)
+    assert of_x.forward == of_weight.forward == forward.outputs[0]
+
+
+def test_compiling_draws_no_parameter():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    with no_init_parameters():
+        net = nn.Dense(4, 3, weight_init=Normal(), bias_init="ones")
+    model = compile_for_one_device(net, [((2, 4), np.float32)])
+    assert {p.name.rpartition(":")[2]: tuple(p.dims) for p in model.graph.parameter} == {"weight": (3, 4), "bias": (3,)}
+    assert all(parameter.has_init for parameter in net.get_parameters())
+    assert "init_parameters_data" not in vars(net)

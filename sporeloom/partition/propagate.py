@@ -193,9 +193,9 @@ class _Walk(Held):
         return own
 
     def as_in_forward(self, node: Node) -> dict[Name, Operand]:
-        """Of an operator of a gradient, what the forward pass had, laid out as there if ranks still hold it so. Of a contraction
-        the gradient of the output, too, as the output: else a rank that holds rows of a gradient and columns of a weight would
-        gather the weight, and all gradients below would be sharded otherwise than the activations they go with."""
+        """Of an operator of a gradient, what the forward pass had, laid out as there if ranks still hold it so. Of a
+        contraction the gradient of the output, too, as the output: else a rank that holds rows of a gradient and columns of a
+        weight would gather the weight, and all gradients below would lie otherwise than the activations they go with."""
         if node.forward not in self.forward:
             return {}
         forward, plan = self.forward[node.forward]

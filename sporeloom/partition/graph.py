@@ -64,6 +64,8 @@ class Node:
     """Attributes of the primitive that are others than those of its origin."""
     forward: Name = ""
     """Of an operator of a gradient, the first output of the operator whose gradient it computes."""
+    again: Name = ""
+    """Of an operator that recomputes, the first output of the one that it repeats."""
 
     def flat_inputs(self) -> Iterator[Name]:
         for each in self.inputs:

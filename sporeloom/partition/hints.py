@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -37,6 +38,23 @@ def wanted_by_updates(graph: Graph, parameters: Mapping[Name, Layout]) -> dict[N
             if type is not None and type.shape == like.shape and name not in graph.parameters:
                 wanted.setdefault(name, dims)
     return wanted
+
+
+def summed_with(graph: Graph) -> dict[Name, tuple[Name, ...]]:
+    """Values that are used once, in a sum of many, and its other items; where that sum is an item of another one, those of
+    both."""
+    uses = Counter(graph.outputs)
+    for node in graph.nodes:
+        if node.kind != "UpdateState":  # which uses no value, but waits for it
+            uses.update(node.flat_inputs())
+    found: dict[Name, tuple[Name, ...]] = {}
+    for node in reversed(graph.nodes):
+        if node.kind == "AddN":
+            items, further = tuple(node.flat_inputs()), found.get(node.outputs[0], ())
+            for item in items:
+                if uses[item] == 1:
+                    found[item] = (*(other for other in items if other != item), *further)
+    return found
 
 
 def ids_by_row(graph: Graph) -> dict[Name, int]:

@@ -60,6 +60,8 @@ class _Reader:
         self.renamed: dict[Name, Name] = {}
         self.forward: dict[bytes, Name] = {}
         """By MindSpore's numbers for operators, which their gradients name."""
+        self.repeated: dict[int, Name] = {}
+        """The same of operators that are recomputed."""
 
     def graph(self) -> Graph:
         source = self.model.graph
@@ -139,7 +141,10 @@ class _Reader:
         if "unique_id" in numbers:
             self.forward.setdefault(numbers["unique_id"], outputs[0])
         forward = self.forward.get(numbers.get("forward_unique_id", b""), "")
-        return Node(kind, inputs, outputs, types, attributes, path, None, proto, forward=forward)
+        marks = {each.name: each.i for each in proto.node_attr}
+        again = self.repeated.setdefault(marks["recompute_id"], outputs[0]) if "recompute_id" in marks else ""
+        again = again if "duplicated" in marks else ""
+        return Node(kind, inputs, outputs, types, attributes, path, None, proto, forward=forward, again=again)
 
     @property
     def types(self) -> dict[Name, TensorType | None]:

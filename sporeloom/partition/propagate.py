@@ -17,11 +17,12 @@ from sporeloom.partition.decompositions import DECOMPOSITIONS
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.held import Held, PartitionError, ShardedGraph, Value
-from sporeloom.partition.hints import ids_by_row, wanted_by_updates
+from sporeloom.partition.hints import ids_by_row, summed_with, wanted_by_updates
 from sporeloom.partition.layout import NONE, ValueLayout, fitted, replicated
 from sporeloom.partition.operation import Operand, Operands, Operation, Pin, Plan, computed_unsharded, whole
-from sporeloom.partition.operators import CONTRACTIONS
+from sporeloom.partition.operators import CONTRACTIONS, ELEMENTWISE
 from sporeloom.partition.operators import plan as plan_of
+from sporeloom.partition.operators.products import PENDING_BESIDE
 from sporeloom.partition.operators.tables import IDS_BY_ROW
 from sporeloom.strategy.layout import Layout, Shape, show
 
@@ -66,6 +67,9 @@ class _Walk(Held):
         self.ids_by_row = ids_by_row(graph)
         self.forward: dict[Name, tuple[Node, Plan]] = {}
         """Operators of the forward pass, by their first output."""
+        self.original: dict[Name, Name] = {}
+        """What was recomputed, and what it was in the forward pass."""
+        self.summed_with = summed_with(graph)
         for name, type in graph.parameters.items():
             layout = ValueLayout(parameters.get(name, ((),) * len(type.shape)))
             self.values[name] = Value(type, layout, name, is_parameter=True)
@@ -121,7 +125,9 @@ class _Walk(Held):
             op = self.operation(node)
             plan = self.as_pinned(node) or plan_of(op)
         if plan is not None:
-            if not node.forward:
+            if node.again in self.forward:
+                self.original |= zip(node.outputs, self.forward[node.again][0].outputs, strict=True)
+            elif not node.forward:
                 self.forward[node.outputs[0]] = node, plan
             self.compute(node, plan)
         else:
@@ -155,6 +161,9 @@ class _Walk(Held):
         attributes, ids = node.attributes, node.inputs[1] if len(node.inputs) > 1 else None
         if ids in self.ids_by_row:
             attributes = {**attributes, IDS_BY_ROW: self.ids_by_row[ids]}
+        if beside := self.summed_with.get(node.outputs[0]):
+            layouts = [self.values[name].layout for name in beside if name in self.values]
+            attributes = {**attributes, PENDING_BESIDE: NONE.union(*(each.partial for each in layouts if each))}
         return Operation(node.kind, tuple(operands), node.types, attributes, self.grid)
 
     def pinned_inputs(self, node: Node) -> dict[Name, Layout]:
@@ -193,28 +202,29 @@ class _Walk(Held):
         return own
 
     def as_in_forward(self, node: Node) -> dict[Name, Operand]:
-        """Of an operator of a gradient, what the forward pass had, laid out as there if ranks still hold it so. Of a
-        contraction the gradient of the output, too, as the output: else a rank that holds rows of a gradient and columns of a
-        weight would gather the weight, and all gradients below would lie otherwise than the activations they go with."""
+        """Of an operator of a gradient, what the forward pass had, laid out as there if ranks still hold it so. The
+        gradient of the output of a product as the output: else a rank that holds rows of a gradient and columns of a weight
+        would gather the weight, and all gradients below would lie otherwise than the activations they go with. That of the
+        output of an element-wise operator, too, if its sum is pending along axes that shard the output."""
         if node.forward not in self.forward:
             return {}
         forward, plan = self.forward[node.forward]
         before = dict(zip((*forward.inputs, *forward.outputs), (*plan.inputs, *plan.outputs), strict=True))
-        contracts = node.kind in CONTRACTIONS
+        contracts, is_elementwise = node.kind in CONTRACTIONS, node.kind in ELEMENTWISE
         own: dict[Name, Operand] = {}
         for name in node.flat_inputs():
-            value, wanted = self.values[name], before.get(name)
-            if value.layout is None:
+            value, wanted = self.values[name], before.get(self.original.get(name, name))
+            is_gradient = wanted is None and value.type == forward.types[0]
+            wanted = plan.outputs[0] if is_gradient else wanted
+            if value.layout is None or not isinstance(wanted, ValueLayout):
                 continue
-            if contracts and wanted is None and value.type == forward.types[0]:
-                wanted = plan.outputs[0]
-            if not isinstance(wanted, ValueLayout):
+            pending = value.layout.partial
+            target = ValueLayout(wanted.dims, pending - wanted.axes if contracts or is_gradient else NONE)
+            if is_gradient and (contracts or (is_elementwise and pending & wanted.axes)):
+                if self.grid.degree(target.axes) >= self.grid.degree(value.layout.axes):
+                    self.lay_out(name, target)  # for all who use it, as the gradient of a bias does
+            elif not contracts and target not in value.copies:
                 continue
-            target = ValueLayout(wanted.dims, value.layout.partial - wanted.axes if contracts else NONE)
-            if not contracts and target not in value.copies:
-                continue
-            if name not in before and self.grid.degree(target.axes) >= self.grid.degree(value.layout.axes):
-                self.lay_out(name, target)  # the gradient of a bias takes it so, too
             own[name] = replace(self.operand(name), layout=target)
         return own
 

@@ -33,6 +33,7 @@ HANDLERS: dict[str, Handler] = {
 
 CONTRACTIONS = frozenset((*products.HANDLERS, *(kind for kind in labelled.HANDLERS if kind.startswith("Conv"))))
 """Operators that multiply and add up; gradients of them are some of them, too."""
+ELEMENTWISE = frozenset(elementwise.HANDLERS)
 
 
 def plan(op: Operation) -> Plan | None:
@@ -46,4 +47,4 @@ def plan(op: Operation) -> Plan | None:
         return None
 
 
-__all__ = ["CONTRACTIONS", "HANDLERS", "computed_unsharded", "plan"]
+__all__ = ["CONTRACTIONS", "ELEMENTWISE", "HANDLERS", "computed_unsharded", "plan"]

@@ -7,6 +7,9 @@ from sporeloom.partition.layout import NONE, ValueLayout
 from sporeloom.partition.operation import Handler, Operand, Operation, Plan
 from sporeloom.strategy.layout import Dim
 
+PENDING_BESIDE = "pending_beside"
+"""Attribute of an operator whose output is an item of a sum and nothing else: axes over which other items are pending."""
+
 
 def _without(dim: Dim, used: frozenset[str]) -> Dim:
     return tuple(axis for axis in dim if axis not in used)
@@ -59,14 +62,16 @@ def _product(op: Operation, x: Operand, w: Operand, transpose_x: bool, transpose
 
 
 def _kept(op: Operation, x: Operand, w: Operand) -> frozenset[str]:
-    """Sums of one operand that may stay pending: a product is linear in each. Not if the product is larger than it."""
+    """Sums of one operand that may stay pending: a product is linear in each. Not if the product is larger than it, unless it
+    is added to what the same sums are pending of."""
     if bool(x.partial) == bool(w.partial):
         return NONE
     operand, other = (x, w) if x.partial else (w, x)
     assert operand.type is not None
+    keep = operand.partial - frozenset(axis for dim in (*other.dims, *operand.dims) for axis in dim)
     if op.output.num_elements > operand.type.num_elements:
-        return NONE
-    return operand.partial - frozenset(axis for dim in (*other.dims, *operand.dims) for axis in dim)
+        return keep & op.attributes.get(PENDING_BESIDE, NONE)
+    return keep
 
 
 def _batch_dims(

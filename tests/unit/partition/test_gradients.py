@@ -122,3 +122,60 @@ def test_other_ids_are_not_taken_for_those_of_rows(base):
     b, total = gathered_rows(base)
     sharded = check(b, [b.node("Square", total)], GRID, {}, {"dy": (("dp",), (), ()), "chosen": (("dp",), ())})
     assert sent(sharded) == [("AllReduce", ("dp",), 24)]
+
+
+def test_a_gradient_that_a_weight_and_a_norm_use_is_added_up_once():
+    """x * w, rows sharded over tp, then a product by columns: the gradient of what goes into it is a pending sum, which the
+    gradients of x and of w use."""
+    random, b = np.random.default_rng(8), Builder()
+    x = b.tensor("x", random.standard_normal((TOKENS, WIDTH)))
+    scale = b.tensor("scale", random.standard_normal(WIDTH), is_parameter=True)
+    w = b.tensor("w", random.standard_normal((WIDE, WIDTH)), is_parameter=True)
+    scaled = b.node("Mul", b.node("Tanh", x, path="norm"), scale)
+    y = b.node("MatMul", scaled, w, False, True, path="product")
+    dy = b.node("Muls", y, 2.0)
+    d_scaled = gradient(b, y, "MatMul", dy, w, False, False)
+    dx = b.node("Square", gradient(b, scaled, "Mul", scale, d_scaled))
+    d_scale = b.node("ReduceSum", gradient(b, scaled, "Mul", b.graph.nodes[0].outputs[0], d_scaled), (0,), False)
+    rows = (("dp", "tp"), ())
+    pinned = {"norm": Pin((rows,)), "product": Pin(((("dp",), ()), (("tp",), ())))}
+    sharded = check(b, [dx, d_scale], GRID, {"w": (("tp",), ())}, {"x": rows}, pinned)
+    of_rows = TOKENS * WIDTH // 2 // 2
+    assert sent(sharded) == [("AllGather", ("tp",), of_rows), ("ReduceScatter", ("tp",), of_rows)]
+
+
+def test_what_is_recomputed_lies_as_it_did_before():
+    """A square product: its input has the shape of its output, and is not taken for the gradient of that."""
+    random, b = np.random.default_rng(9), Builder()
+    x = b.tensor("x", random.standard_normal((TOKENS, TOKENS)))
+    w = b.tensor("w", random.standard_normal((TOKENS, TOKENS)), is_parameter=True)
+    a = b.node("Tanh", x, path="activation")
+    y = b.node("MatMul", a, w, False, True, path="product")
+    again = b.node("Tanh", x, path="activation")
+    b.graph.nodes[-1] = replace(b.graph.nodes[-1], again=a)
+    dw = gradient(b, y, "MatMul", b.node("Muls", y, 2.0), again, True, False)
+    by_rows = ((("dp",), ("tp",)), ((), ("tp",)))
+    pinned = {"activation": Pin(by_rows[:1]), "product": Pin(by_rows, ((("dp", "tp"), ()),))}
+    sharded = check(b, [b.node("Square", dw)], GRID, {"w": ((), ("tp",))}, {"x": (("dp",), ("tp",))}, pinned)
+    # The rows of the gradient of y are gathered; of what was recomputed nothing is.
+    assert [each for each in sent(sharded) if each[0] == "AllGather"] == [("AllGather", ("tp",), TOKENS * TOKENS // 4)]
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_narrow_pending_sum_stays_pending_where_its_product_is_added_to_others(is_nested):
+    """As of keys with few heads: each rank has an addend of their narrow gradient, and of the wide one of queries."""
+    random, b = np.random.default_rng(10), Builder()
+    queries = b.tensor("queries", random.standard_normal((TOKENS, WIDE)))
+    keys = b.tensor("keys", random.standard_normal((TOKENS, WIDE)))
+    wide = b.tensor("wide", random.standard_normal((WIDE, WIDE)), is_parameter=True)
+    narrow = b.tensor("narrow", random.standard_normal((2, WIDE)), is_parameter=True)
+    one = b.tensor("one", random.standard_normal((WIDE, 2)))
+    dq = b.node("MatMul", queries, wide, False, False)
+    dk = b.node("MatMul", b.node("MatMul", keys, one, False, False), narrow, False, False)
+    inner = dk
+    if is_nested:
+        inner = b.node("AddN", (dk, b.node("MatMul", b.node("MatMul", keys, one, False, False), narrow, False, False)))
+    total = b.node("Square", b.node("AddN", (dq, inner)))
+    by_columns = {"queries": ((), ("tp",)), "keys": ((), ("tp",)), "one": (("tp",), ())}
+    sharded = check(b, [total], GRID, {"wide": (("tp",), ())}, by_columns)
+    assert sent(sharded) == [("AllReduce", ("tp",), TOKENS * WIDE)]

@@ -12,8 +12,10 @@ import itertools
 import math
 from typing import Any
 
+from sporeloom.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig
 from sporeloom.planner.task import TrainedTask
+from sporeloom.strategy.checks import spans_tensor_parallel
 from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
 from sporeloom.strategy.stages import layers_per_part, offloaded_layers, recomputed_layers
@@ -53,7 +55,12 @@ def small_strategies(strategy: Strategy, num_layers: int | None, processes: int)
     several replicas hold the same experts.
 
     `num_layers`: of the large model; None for a network that keeps its layers.
+
+    Raises:
+        ConfigError: experts are sharded over ranks of tp, too.
     """
+    if strategy.mesh.ep > strategy.mesh.dp:  # what is proved is what MindSpore shards
+        raise ConfigError(spans_tensor_parallel(strategy))
     meshes, zero, mesh = small_meshes(strategy.mesh, processes), strategy.optimizer_parallel, strategy.mesh
     grouped = zero and zero.shard_size and zero.shard_size < mesh.dp * mesh.cp
     if grouped and processes >= 4 and Mesh(dp=4) not in meshes:

@@ -27,6 +27,7 @@ from sporeloom.parallel.sharding import (
     with_parts_of_axes,
 )
 from sporeloom.private_names import numpy_type
+from sporeloom.strategy.checks import spans_tensor_parallel
 from sporeloom.strategy.config import Rule, Strategy
 from sporeloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
 from sporeloom.strategy.mesh import Mesh, part_of_axis
@@ -41,8 +42,11 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
     Optimizer parallel and the number of stages are MindSpore settings of the whole process: `runtime` makes them.
 
     Raises:
-        ConfigError: a rule that matches nothing, a parameter that cannot be sharded, stages for which there are no layers.
+        ConfigError: a rule that matches nothing, a parameter that cannot be sharded, stages for which there are no layers,
+            experts over ranks of tp by MindSpore.
     """
+    if strategy.mesh.ep > strategy.mesh.dp and not shards_itself(strategy):
+        raise ConfigError(spans_tensor_parallel(strategy))
     found = operators(net)
     kv_parts, group_parts = parts_of_heads(net, strategy.mesh)
     rules = with_parts_of_axes(strategy.rules.operators, kv_parts, group_parts, strategy.mesh)

@@ -102,15 +102,18 @@ def parts_of_heads(net: nn.Cell, mesh: Mesh) -> tuple[Dim, Dim]:
 
 
 def with_parts_of_axes(rules: Sequence[Rule], kv: Dim, group: Dim, mesh: Mesh) -> tuple[Rule, ...]:
-    """The rules with `kv`, `group`, `ep` and `edp` in the mesh's own axes (see `sporeloom.strategy.layout`)."""
-    edp, ep = mesh.parted("dp", mesh.dp // mesh.ep)
+    """The rules with `kv`, `group`, `ep` and `edp` in the mesh's own axes (see `sporeloom.strategy.layout`). Where ep shards
+    a tensor tp is what ep leaves of it."""
+    edp, ep, tp_of_expert = mesh.expert_parts
     parts = {KV_AXIS: kv, GROUP_AXIS: group, EXPERT_AXIS: ep, EXPERT_REPLICA_AXIS: edp}
 
     def resolved(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-        def of_dim(dim: Dim) -> Dim:
-            return tuple(name for axis in dim for name in parts.get(axis, (axis,)))
+        return tuple(map(of_layout, layouts))
 
-        return tuple(tuple(map(of_dim, layout)) for layout in layouts)
+    def of_layout(layout: Layout) -> Layout:
+        has_experts = any(EXPERT_AXIS in dim for dim in layout)
+        own = {**parts, "tp": tp_of_expert} if has_experts else parts
+        return tuple(tuple(name for axis in dim for name in own.get(axis, (axis,))) for dim in layout)
 
     return tuple(
         dataclasses.replace(

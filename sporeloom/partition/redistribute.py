@@ -110,11 +110,14 @@ class _Walk:
         return True
 
     def gathers(self) -> bool:
+        """Of a dim that has an axis which is to shard another one what lies further in alone: that axis is moved then."""
+        moved = {axis for dim in range(len(self.dims)) for axis in self.missing(dim)[:1]}
         for dim, have in enumerate(self.dims):
             want = self.target.dims[dim]
             common = len(_leading(list(zip(have, want, strict=False)), lambda pair: pair[0] == pair[1]))
             if len(have) > common:
-                run = self.grid.runs(have[common:])[-1]  # the innermost first
+                kept = max((at + 1 for at, axis in enumerate(have) if axis in moved), default=common)
+                run = self.grid.runs(have[max(kept, common) :])[-1]  # the innermost first
                 self.dims[dim] = have[: len(have) - len(run)]
                 self.take("all_gather", run, dim)
                 return True

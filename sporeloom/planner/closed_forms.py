@@ -64,6 +64,7 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         cp=mesh.cp,
         ulysses=mesh.cp > 1 and strategy.context_parallel == "ulysses",
         ep=mesh.ep,
+        expert_tp=mesh.tp * mesh.dp // mesh.ep if mesh.ep > mesh.dp else 0,
         microbatch=max(1, batch_size // mesh.dp // microbatches),
         num_microbatches=microbatches,
         virtual_stages=strategy.pipeline.virtual_stages,

@@ -23,13 +23,26 @@ def is_possible_size(devices: int) -> bool:
     return devices in (1, 2, 4) or devices % 8 == 0
 
 
+def spans_tensor_parallel(strategy: Strategy) -> str:
+    """Why experts over ranks of tp, too, are refused."""
+    mesh = strategy.mesh
+    return (
+        f"{strategy.at('mesh.ep')} = {mesh.ep} reaches beyond mesh.dp = {mesh.dp} over tensor parallel ranks, which only "
+        "graphs that are sharded by this package can: engine spmd on CPU, without a pipeline; use at most "
+        f"{mesh.dp} (possible: {', '.join(map(str, divisors(mesh.dp)))})"
+    )
+
+
 def strategy_problems(strategy: Strategy) -> list[str]:
     """What is wrong whatever the model is."""
     mesh, pipeline, problems = strategy.mesh, strategy.pipeline, []
     for axis in (*AXES, "ep"):
         if problem := number_problem(mesh.degree(axis), Count):
             problems.append(f"{strategy.at('mesh.' + axis)} {problem}, got {mesh.degree(axis)}")
-    if not problems and mesh.dp % mesh.ep:
+    if not problems and mesh.ep > mesh.dp and mesh.dp * mesh.tp % mesh.ep == 0 == mesh.ep % mesh.dp:
+        if not strategy.is_spmd:
+            problems.append(spans_tensor_parallel(strategy))
+    elif not problems and mesh.dp % mesh.ep:
         problems.append(
             f"{strategy.at('mesh.ep')} = {mesh.ep} does not divide mesh.dp = {mesh.dp}: the ranks that share out the experts "
             f"are a part of the replicas; possible: {', '.join(map(str, divisors(mesh.dp)))}"

@@ -40,7 +40,8 @@ class Mesh:
     cp: Count = 1
     """Context parallel ranks: each takes a part of every sequence. Shards what the rules shard over it."""
     ep: Count = 1
-    """Expert parallel ranks: neighbours along dp, which ep divides, each with a part of the experts. Without dp, dp is ep."""
+    """Expert parallel ranks: neighbours along dp, which ep divides, each with a part of the experts. Without dp, dp is ep.
+    Or more than dp: all of dp and a part of tp, which then shards no expert."""
     tp: Count = 1
     """Tensor parallel ranks: each holds a part of every large matrix."""
     order: tuple[str, ...] = field(default=AXES, metadata={"hidden": True})
@@ -107,6 +108,14 @@ class Mesh:
         """dp as two: replicas of the same experts, outer, and the ranks that share them out, ep."""
         return f"dp:{self.dp // self.ep}", f"dp/{self.dp // self.ep}"
 
+    @property
+    def expert_parts(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """The axes whose ranks hold the same experts, those that shard them out (ep), and those that shard each of them."""
+        if self.ep <= self.dp:
+            return *self.parted("dp", self.dp // self.ep), ("tp",)
+        over_tp, rest = self.parted("tp", self.ep // self.dp)
+        return (), ("dp", *over_tp) if self.dp > 1 else over_tp, rest
+
     def degree(self, axis: str) -> int:
         """Of an axis, or of a part of one (see `parted`)."""
         name, outer, inner = part_of_axis(axis)
@@ -125,6 +134,9 @@ class Mesh:
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Place of `rank` along `axis`, or along a part of one."""
+        if axis == "ep" and self.ep > self.dp:
+            over_dp, over_tp = self.coordinate(rank, "dp"), self.coordinate(rank, self.expert_parts[1][-1])
+            return over_dp * (self.ep // self.dp) + over_tp
         name, outer, inner = part_of_axis(self.expert_axes[1] if axis == "ep" else axis)
         if outer or inner:
             place, rest = self.coordinate(rank, name), self.degree(name) // (outer or inner)
@@ -137,6 +149,9 @@ class Mesh:
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that differ from `rank` in their places along `axes` only, ascending, itself among them."""
+        if "ep" in axes and self.ep > self.dp:
+            further = (part for part in self.expert_parts[1] if part_of_axis(part)[0] not in axes)
+            axes = (*(axis for axis in axes if axis != "ep"), *further)
         axes = tuple(axis for axis in axes if axis != "ep" or "dp" not in axes)  # a part of it
         base = rank - sum(self._stride(axis) * self.coordinate(rank, axis) for axis in axes)
         places = itertools.product(*(range(self.degree(axis)) for axis in axes))

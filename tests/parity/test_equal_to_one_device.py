@@ -45,6 +45,7 @@ CASES = [
     "pangu_tiny_tp2_pp2_recompute+dropping",
     "pangu_pro_moe_tiny_ep2_tp2+moge+shallow",
     "pangu_pro_moe_tiny_ep2_pp2+moe+shallow",  # the last stage has no experts
+    "pangu_pro_moe_tiny_ep2_tp2+moge+ep_over_tp+shallow",
     "pangu_switch_tiny_dp4_ep2_zero+moe+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+sigma+shallow",  # texts of two domains
 ]
@@ -71,7 +72,18 @@ IN_SHORT = [
     "pangu_tiny_tp2_pp2+embedded+shallow",
 ]
 CASES += [f"{case}+mindspore" for case in BY_MINDSPORE]
-LIKE_WITHOUT = ("accumulate", "copies", "flash", "gpipe", "seqpipe", "zero_bubble_v", "offload", "again", "mindspore")
+LIKE_WITHOUT = (
+    "accumulate",
+    "copies",
+    "flash",
+    "gpipe",
+    "seqpipe",
+    "zero_bubble_v",
+    "offload",
+    "again",
+    "mindspore",
+    "ep_over_tp",
+)
 """Options of a mesh: one device is compared without them."""
 ACCUMULATED = "one_device+accumulate+shallow"
 

@@ -19,6 +19,7 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.gather import gather_whole
 from sporeloom.strategy.config import SINGLE_DEVICE, Offload, OptimizerParallel, Pipeline, Recompute
 from sporeloom.strategy.loader import load_strategy
+from sporeloom.strategy.mesh import Mesh
 from sporeloom.train.adafactor import Adafactor
 
 BATCH = 8
@@ -58,7 +59,8 @@ def train(path: str, options: list[str], out: str) -> None:
 
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
     gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice), mindspore
-    (its partitioner), and shallow (2 layers, which compile in half the time).
+    (its partitioner), ep_over_tp (experts over all four ranks, each of them whole), and shallow (2 layers, which compile in
+    half the time).
     A pipeline has as many microbatches as stages, for the same reason.
     """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
@@ -87,6 +89,8 @@ def train(path: str, options: list[str], out: str) -> None:
             optimizer_parallel=OptimizerParallel(shard_size=2, reshard_after_forward=True),
             recompute=Recompute(),
         )
+    if "ep_over_tp" in options and strategy.mesh.size > 1:
+        strategy = dataclasses.replace(strategy, mesh=Mesh(dp=2, ep=4, tp=2))
     if "mindspore" in options:
         strategy = strategy.by_mindspore()
     if "copies" in options and strategy.mesh.size > 1:

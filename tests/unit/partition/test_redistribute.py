@@ -61,6 +61,7 @@ def layout(*dims, partial=()):
         (layout("dp tp", ""), layout("", ""), ["all_gather"]),
         (layout("tp dp", ""), layout("", ""), ["all_gather", "all_gather"]),
         (layout("dp tp", ""), layout("dp", "tp"), ["all_to_all"]),
+        (layout("dp tp", ""), layout("", "dp"), ["all_gather", "all_to_all"]),  # tp alone is gathered
         (layout("", "", partial=["dp"]), layout("", "", partial=["dp"]), []),
     ],
     ids=str,

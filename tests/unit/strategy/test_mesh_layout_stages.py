@@ -55,6 +55,37 @@ def test_expert_parallel_ranks_are_neighbours_along_dp():
     assert "mesh.ep = 4 does not divide mesh.dp = 2" in problem and "1, 2" in problem
 
 
+EP_BEYOND_DP = [
+    # dp, tp, ep -> axes of ep, what of tp shards each expert, the ranks that share out the experts with rank 3
+    (2, 2, 4, ("dp", "tp"), (), [0, 1, 2, 3]),
+    (2, 4, 4, ("dp", "tp:2"), ("tp/2",), [1, 3, 5, 7]),
+    (1, 4, 4, ("tp",), (), [0, 1, 2, 3]),
+    (1, 4, 2, ("tp:2",), ("tp/2",), [1, 3]),
+    (4, 2, 4, ("dp",), ("tp",), [1, 3, 5, 7]),
+]
+
+
+@pytest.mark.parametrize(("dp", "tp", "ep", "axes", "rest", "group"), EP_BEYOND_DP)
+def test_experts_may_be_sharded_over_all_of_dp_and_a_part_of_tp(dp, tp, ep, axes, rest, group):
+    mesh = Mesh(dp=dp, ep=ep, tp=tp)
+    assert mesh.expert_parts == ((), axes, rest)
+    assert mesh.group(3, "ep") == group and len(group) == ep
+    assert [mesh.coordinate(rank, "ep") for rank in group] == list(range(ep))
+    assert not strategy_problems(Strategy(mesh=mesh))
+    held_alike = mesh.group(3, *rest)
+    assert all(mesh.coordinate(rank, "ep") == mesh.coordinate(3, "ep") for rank in held_alike)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [Strategy(mesh=Mesh(dp=2, ep=4, tp=2), engine="mindspore"), Strategy(mesh=Mesh(pp=2, dp=2, ep=4, tp=2))],
+    ids=["mindspore", "pipeline"],
+)
+def test_experts_over_tensor_parallel_ranks_are_refused_where_mindspore_shards(strategy):
+    (problem,) = [each for each in strategy_problems(strategy) if "mesh.ep" in each]
+    assert "mesh.ep = 4 reaches beyond mesh.dp = 2" in problem and "possible: 1, 2" in problem
+
+
 def test_a_layout_cuts_each_dim_by_the_product_of_its_axes():
     layout = (("dp", "tp"), (), ("tp",))
     assert degrees(layout, MESH) == (12, 1, 4)

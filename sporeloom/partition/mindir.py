@@ -58,6 +58,8 @@ class _Reader:
         self.tuples: dict[Name, tuple[Name, ...]] = {}
         self.constants: dict[Name, Any] = {}
         self.renamed: dict[Name, Name] = {}
+        self.made_by: dict[Name, Name] = {}
+        """Items of operators with several outputs -> the operator."""
         self.forward: dict[bytes, Name] = {}
         """By MindSpore's numbers for operators, which their gradients name."""
         self.repeated: dict[int, Name] = {}
@@ -114,8 +116,9 @@ class _Reader:
         self.tuples[proto.output[0]] = tuple(items)
 
     def awaited(self, name: Name) -> tuple[Input, ...]:
-        """What waits for a tuple waits for all of its items: as one tuple, for MindSpore drops what further inputs are."""
-        items = self.items(name)
+        """What waits for a tuple waits for all of its items, of which one of each operator will do: as one tuple, for
+        MindSpore drops what further inputs are."""
+        items = tuple({self.made_by.get(item, item): item for item in reversed(self.items(name))}.values())[::-1]
         return (items,) if len(items) > 1 and all(self.types.get(item) for item in items) else items
 
     def operator(self, proto: mind_ir.NodeProto, kind: str, attributes: dict[str, Any]) -> Node:
@@ -132,6 +135,7 @@ class _Reader:
         outputs = tuple(f"{name}#{i}" for i in range(len(types))) if is_tuple else (name,)
         if is_tuple:
             self.tuples[name] = outputs
+            self.made_by |= dict.fromkeys(outputs, name)
         self.types.update(zip(outputs, types, strict=True))
         inputs: tuple[Input, ...] = tuple(self.given(each) for each in proto.input)
         if kind in ORDERING:
@@ -218,6 +222,10 @@ class _Writer:
         self.types: dict[Name, TensorType] = {}
         self.written: dict[Name, Name] = {}
         """Item of an operator with several outputs -> what holds it."""
+        self.items: dict[Name, tuple[Name, int, TensorType]] = {}
+        """Those that nobody has used yet: their operator and place."""
+        self.shared: dict[Any, Name] = {}
+        """Tuples and constants, each of which is written once."""
         self._serial = 0
         self._outputs = model.graph.output
 
@@ -256,12 +264,22 @@ class _Writer:
     # What is given
 
     def name(self, value: Name) -> Name:
+        if value in self.items:
+            operator, position, type = self.items.pop(value)
+            self.written[value] = self.operator("TupleGetItem", [operator, self.number(position)], type)
         return self.written.get(value, value)
 
     def inputs(self, node: Node) -> list[Name]:
         return [self.name(each) if isinstance(each, str) else self.make_tuple(each) for each in node.inputs]
 
     def make_tuple(self, items: Sequence[Name]) -> Name:
+        """All outputs of an operator are what it gives."""
+        key = tuple(items)
+        if key not in self.shared:
+            self.shared[key] = self.new_tuple(items)
+        return self.shared[key]
+
+    def new_tuple(self, items: Sequence[Name]) -> Name:
         node = self.add(self.primitive("MakeTuple"), [self.name(item) for item in items], "tuple")
         shape = node.attribute.add(name=SHAPE, type=Proto.TUPLE)
         for item in items:
@@ -349,9 +367,11 @@ class _Writer:
 
     def take_items(self, node: Node, name: Name) -> None:
         """The items of an operator with several outputs."""
+        if all(node.types):
+            self.shared[node.outputs] = name
         for position, (item, type) in enumerate(zip(node.outputs, node.types, strict=True)):
             if type is not None:
-                self.written[item] = self.operator("TupleGetItem", [name, self.number(position)], type)
+                self.items[item] = name, position, type
 
     def write_constant(self, node: Node) -> None:
         if node.origin is not None:
@@ -382,15 +402,18 @@ class _Writer:
         return name, node.attribute.add(name="value", type=kind)
 
     def number(self, value: int) -> Name:
-        name, attribute = self._constant(Proto.INT64)
-        attribute.i = value
-        return name
+        if ("number", value) not in self.shared:
+            self.shared["number", value], attribute = self._constant(Proto.INT64)
+            attribute.i = value
+        return self.shared["number", value]
 
     def numbers(self, values: Sequence[int]) -> Name:
-        name, attribute = self._constant(Proto.TUPLE)
-        for value in values:
-            attribute.values.add(type=Proto.INT64).ints.append(int(value))
-        return name
+        key = ("numbers", *map(int, values))
+        if key not in self.shared:
+            self.shared[key], attribute = self._constant(Proto.TUPLE)
+            for value in key[1:]:
+                attribute.values.add(type=Proto.INT64).ints.append(value)
+        return self.shared[key]
 
     def tensor(self, value: Any, type: TensorType) -> Name:
         name, attribute = self._constant(Proto.TENSORS)

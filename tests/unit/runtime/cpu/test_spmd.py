@@ -9,7 +9,14 @@ from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.mindir import read_graph
 from sporeloom.runtime.cpu.executor import keep_slice
-from sporeloom.runtime.cpu.spmd import GridLayout, compile_for_one_device, layouts_of, whole_again
+from sporeloom.runtime.cpu.spmd import (
+    Decisions,
+    GridLayout,
+    compile_for_one_device,
+    layouts_of,
+    partition_for_rank,
+    whole_again,
+)
 
 
 class Product(nn.Cell):
@@ -84,3 +91,27 @@ def test_compiling_draws_no_parameter():
     assert {p.name.rpartition(":")[2]: tuple(p.dims) for p in model.graph.parameter} == {"weight": (3, 4), "bias": (3,)}
     assert all(parameter.has_init for parameter in net.get_parameters())
     assert "init_parameters_data" not in vars(net)
+
+
+def test_a_ranks_graph_has_no_item_that_nobody_uses_and_each_constant_once():
+    """MindSpore chooses a kernel for each node of each rank: they are what its compilation takes."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+
+    class Thirds(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.split, self.sum = ops.Split(1, 3), ops.ReduceSum()
+
+        def construct(self, x, y):
+            _, second, _ = self.split(x)
+            _, _, third = self.split(y)
+            return self.sum(second) + self.sum(third)
+
+    model = compile_for_one_device(Thirds(), [((4, 6), np.float32)] * 2)
+    graph, sharded = partition_for_rank(model, Decisions(DeviceGrid({"dp": 2})), 1)
+    assert sum(c.kind == "AllReduce" for c in sharded.communications) == 1
+    kinds = {p.name: p.op_type for p in graph.model.primitives}
+    nodes = [(kinds.get(n.op_type.removeprefix("REF::"), n.op_type), n) for n in graph.model.graph.node]
+    assert [kind for kind, _ in nodes].count("Split") == [kind for kind, _ in nodes].count("TupleGetItem") == 2
+    written = [n.attribute[0].SerializeToString() for kind, n in nodes if kind == "Constant" and "sharded" in n.name]
+    assert len(set(written)) == len(written) > 0

@@ -66,7 +66,7 @@ def segment_sum(op: Operation) -> Plan:
     """Rows added up by segment: each rank adds its own rows, and the sum over the ranks that share them is pending."""
     x, ids = op.tensor(0), op.tensor(1)
     num_row_dims = len(ids.shape)
-    if op.attributes.get(IDS_BY_ROW, 0) * ids.shape[0] == op.output.shape[0]:
+    if op.kind == "UnsortedSegmentSum" and op.attributes.get(IDS_BY_ROW, 0) * ids.shape[0] == op.output.shape[0]:
         return _segments_by_row(op)
     rows = op.fit(x.dims[:num_row_dims], ids.shape)
     columns = _without(x.dims[num_row_dims:], frozenset(axis for dim in rows for axis in dim))

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_propagate import Builder, check, sent, type_of
+from more_kinds import COMPUTE as MORE_COMPUTE
+from test_propagate import COMPUTE_ALL, Builder, check, sent, type_of
 
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.operation import Pin
@@ -85,7 +86,7 @@ def test_of_two_tensors_of_one_shape_the_less_sharded_one_is_sliced():
         assert not sent(check(b, [b.node("Mul", *names)], GRID, {}, given))
 
 
-def gathered_rows(base, num_rows=4, length=3):
+def gathered_rows(base, num_rows=4, length=3, kind="UnsortedSegmentSum"):
     """Rows added up by ids that count from `base[i]` on in row i: the gradient of a gather of a batch's own rows."""
     random, b = np.random.default_rng(7), Builder()
     dy = b.tensor("dy", random.standard_normal((num_rows, 6, 2)))
@@ -93,7 +94,7 @@ def gathered_rows(base, num_rows=4, length=3):
     offsets = b.constant(np.array(base).reshape(num_rows, 1))
     b.graph.nodes[-1] = replace(b.graph.nodes[-1], types=(type_of(b.values[offsets]),))
     ids = b.node("Add", chosen, offsets)
-    return b, b.node("UnsortedSegmentSum", dy, ids, num_rows * length)
+    return b, b.node(kind, dy, ids, num_rows * length)
 
 
 BY_ROW = [0, 3, 6, 9]
@@ -115,6 +116,13 @@ BY_ROW = [0, 3, 6, 9]
 def test_rows_with_ids_of_their_own_are_added_up_where_they_are(of_dy, of_ids, expected):
     b, total = gathered_rows(BY_ROW)
     assert sent(check(b, [b.node("Square", total)], GRID, {}, {"dy": of_dy, "chosen": of_ids})) == expected
+
+
+@pytest.mark.parametrize("kind", ["UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"])
+def test_other_reductions_of_rows_with_ids_of_their_own_are_right(kind, monkeypatch):
+    monkeypatch.setitem(COMPUTE_ALL, kind, MORE_COMPUTE[kind])
+    b, total = gathered_rows(BY_ROW, kind=kind)
+    check(b, [b.node("Square", total)], GRID, {}, {"dy": (("dp",), ("tp",), ()), "chosen": (("dp",), ())})
 
 
 @pytest.mark.parametrize("base", [[0, 3, 6, 8], [1, 4, 7, 9], [0, 2, 4, 6], [0, 0, 0, 0], [9, 6, 3, 0]])

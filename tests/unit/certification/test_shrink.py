@@ -7,6 +7,7 @@ import pytest
 from conftest import CONFIGS
 
 from sporeloom.certification.shrink import BATCH, SEQ_LEN, small_meshes, small_model, small_strategies
+from sporeloom.errors import ConfigError
 from sporeloom.models.family import family_and_size, size_config
 from sporeloom.strategy.checks import batch_problems, model_problems, strategy_problems
 from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
@@ -92,3 +93,9 @@ def test_several_domains_stay_so():
         small = small_model(dataclasses.replace(model, experts=experts), strategy, 4)
         assert (small.num_domains, small.mixture.domain) == (wanted, wanted - 1)
         assert small.mixture.router == "hash"
+
+
+def test_experts_over_tensor_parallel_ranks_are_not_proved_by_others():
+    """MindSpore shards what is proved, and experts over dp alone."""
+    with pytest.raises(ConfigError, match=r"mesh.ep = 4 reaches beyond mesh.dp = 2"):
+        small_strategies(Strategy(mesh=Mesh(dp=2, ep=4, tp=2)), 4, 4)

@@ -35,6 +35,11 @@ def rms_norm(x, gamma, epsilon):
     return x * inverse * gamma, inverse
 
 
+def rms_norm_grad(dy, x, inverse, gamma):
+    normal, d = x * inverse, dy * gamma
+    return inverse * (d - normal * (d * normal).mean(-1, keepdims=True)), (dy * normal).sum(tuple(range(x.ndim - 1)))
+
+
 def softmax(x, dim):
     e = np.exp(x - x.max(dim, keepdims=True))
     return e / e.sum(dim, keepdims=True)
@@ -103,6 +108,7 @@ def reduce_sum(x, dims, keep, skip=False):
     return x if skip and dims == () else np.sum(x, axes_of(dims), keepdims=bool(keep))
 
 
+COPIES = ("Load", "StopGradient", "TensorMove")
 COMPUTE = {
     "Add": np.add,
     "Sub": np.subtract,
@@ -122,9 +128,11 @@ COMPUTE = {
     "AddN": lambda items: sum(items[1:], items[0]),
     "MatMul": matmul,
     "BatchMatMul": matmul,
+    **dict.fromkeys(("MatMulExt", "BatchMatMulExt"), np.matmul),
     "ReduceSum": reduce_sum,
     "ReduceMean": lambda x, dims, keep: np.mean(x, axes_of(dims), keepdims=bool(keep)),
     "ReduceMax": lambda x, dims, keep: np.max(x, axes_of(dims), keepdims=bool(keep)),
+    **dict.fromkeys(("ReduceMin", "AminExt"), lambda x, dims, keep: np.min(x, axes_of(dims), keepdims=bool(keep))),
     "ReduceProd": lambda x, dims, keep: np.prod(x, axes_of(dims), keepdims=bool(keep)),
     "ReduceAny": lambda x, dims, keep: np.any(x, axes_of(dims), keepdims=bool(keep)),
     "Argmax": lambda x, dim: np.argmax(x, dim),
@@ -156,6 +164,8 @@ COMPUTE = {
     "LayerNorm": layer_norm,
     "LayerNormGrad": layer_norm_grad,
     "RmsNorm": rms_norm,
+    "RmsNormGrad": rms_norm_grad,
+    **dict.fromkeys(COPIES, lambda x: x.copy()),
     "L2Loss": lambda x: (x * x).sum() / 2,
 }
 
@@ -326,14 +336,18 @@ SAMPLES = {
     **dict.fromkeys(("Add", "Sub", "Mul", "Maximum", "LessEqual"), binary),
     "Muls": lambda d: [d.of(*d.shape()), 3.0],
     "Div": quotient,
-    **dict.fromkeys(("Neg", "Exp", "Square", "Tanh", "L2Loss", "Squeeze"), lambda d: [d.of(*d.shape())]),
+    **dict.fromkeys(
+        ("Neg", "Abs", "Exp", "Square", "Tanh", "L2Loss", "Squeeze", *COPIES), lambda d: [d.of(*d.shape())]
+    ),
     "Select": lambda d: (lambda x: [x[0] > x[1], d.of(*np.broadcast_shapes(x[0].shape, x[1].shape)), x[1]])(binary(d)),
     "TanhGrad": lambda d: (lambda s: [d.of(*s), d.of(*s)])(d.shape()),
     "AddN": lambda d: (lambda s: [tuple(d.of(*s) for _ in range(3))])(d.shape()),
     "MatMul": product,
     "BatchMatMul": lambda d: product(d, d.shape(1, 2)),
+    "MatMulExt": lambda d: (lambda m, k, n: [d.of(m, k), d.of(k, n)])(d.size(), d.size(), d.size()),
+    "BatchMatMulExt": lambda d: (lambda b, m, k, n: [d.of(b, m, k), d.of(b, k, n)])(*(d.size() for _ in range(4))),
     "ReduceSum": lambda d: [*reduction(d), d.flag()],
-    **dict.fromkeys(("ReduceMean", "ReduceMax", "ReduceProd"), reduction),
+    **dict.fromkeys(("ReduceMean", "ReduceMax", "ReduceMin", "AminExt", "ReduceProd"), reduction),
     "ReduceAny": lambda d: (lambda r: [r[0] > 1, *r[1:]])(reduction(d)),
     **dict.fromkeys(("CumSum", "Argmax"), with_dim),
     "ArgMaxWithValue": lambda d: [*with_dim(d), d.flag()],
@@ -361,5 +375,6 @@ SAMPLES = {
     "LayerNorm": norm_inputs,
     "LayerNormGrad": norm_grad,
     "RmsNorm": lambda d: (lambda n: [n[0], n[1], 1e-5])(norm_inputs(d)),
+    "RmsNormGrad": lambda d: (lambda n: [d.of(*n[0].shape), n[0], rms_norm(n[0], n[1], 1e-5)[1], n[1]])(norm_inputs(d)),
 }
 """Kind -> what draws its inputs: arrays are tensors, tuples of arrays several; all else is known before the graph runs."""

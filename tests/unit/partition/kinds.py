@@ -140,6 +140,7 @@ COMPUTE = {
     "TopK": top_k,
     "TensorScatterElements": scatter_elements,
     "CumSum": lambda x, dim: np.cumsum(x, dim),
+    "Dense": lambda x, w, bias: x @ w.T + (0 if bias is None else bias),
     "Transpose": lambda x, order: np.transpose(x, order),
     "Reshape": lambda x, shape: x.reshape(shape),
     "ExpandDims": np.expand_dims,
@@ -232,6 +233,12 @@ def product(d, batch=()):
     m, k, n, ta, tb = d.size(), d.size(), d.size(), d.flag(), d.flag()
     other = d.broadcast(batch) if batch and d.flag() else batch
     return [d.of(*batch, *((k, m) if ta else (m, k))), d.of(*other, *((n, k) if tb else (k, n))), ta, tb]
+
+
+def layer(d):
+    """Of a vector, too; with a bias or without."""
+    x, n = d.of(*d.shape(1, 3)), d.size()
+    return [x, d.of(n, x.shape[-1]), d.of(n) if d.flag() else None]
 
 
 def norm_inputs(d):
@@ -346,6 +353,7 @@ SAMPLES = {
     "BatchMatMul": lambda d: product(d, d.shape(1, 2)),
     "MatMulExt": lambda d: (lambda m, k, n: [d.of(m, k), d.of(k, n)])(d.size(), d.size(), d.size()),
     "BatchMatMulExt": lambda d: (lambda b, m, k, n: [d.of(b, m, k), d.of(b, k, n)])(*(d.size() for _ in range(4))),
+    "Dense": layer,
     "ReduceSum": lambda d: [*reduction(d), d.flag()],
     **dict.fromkeys(("ReduceMean", "ReduceMax", "ReduceMin", "AminExt", "ReduceProd"), reduction),
     "ReduceAny": lambda d: (lambda r: [r[0] > 1, *r[1:]])(reduction(d)),

@@ -330,10 +330,16 @@ class _Walk(Held):
         if not target.is_parameter:
             self.check_is_last(node)
             return None
-        for position, operand in enumerate(_flat(op.operands[1:]), 1):
-            if operand.is_parameter and operand.layout != target.layout and operand.layout and operand.layout.axes:
+        names = list(node.flat_inputs())
+        for name, operand in zip(names[1:], _flat(op.operands[1:]), strict=True):
+            if not operand.is_parameter or operand.layout is None or operand.layout == target.layout:
+                continue
+            if operand.shape == target.shape or operand.layout.axes:
+                weight, other = (each.rpartition(":")[2] for each in (names[0], name))
                 raise PartitionError(
-                    f"{node.kind} ({self.consumer}): input {position + 1} is a parameter sharded otherwise"
+                    f"{node.kind} ({self.consumer}): the parameter {other} is not sharded as {weight} is, and may be "
+                    "written, too: what an optimizer keeps of a weight is sharded as that is if its name is "
+                    f"PREFIX.{weight}"
                 )
 
         def like_target(operand: Operand) -> ValueLayout | None:

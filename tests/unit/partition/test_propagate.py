@@ -211,6 +211,26 @@ def test_a_write_that_is_not_element_by_element_is_refused_of_a_sharded_paramete
         shard_graph(b.graph, GRID, {"w": (("dp",), ())}, {})
 
 
+@pytest.mark.parametrize("of_state", [(), ((), ("dp",)), (("dp",), ())], ids=str)
+def test_a_state_that_is_written_beside_a_weight_lies_as_that_does(of_state):
+    """A rank would write a slice of it that nobody reads again."""
+    b = Builder()
+    w, state = (b.tensor(name, np.ones((4, 2)), True) for name in ("net.w", "own"))
+    g = b.tensor("g", np.ones((4, 2)))
+    kind = ("ApplyMomentum", (w, state, g), ("y",), (TensorType((4, 2), "float64"),), {"side_effect_mem": True})
+    b.graph.nodes.append(Node(*kind))
+    b.graph.outputs = ["y"]
+    layouts = {"net.w": (("dp",), ()), **({"own": of_state} if of_state else {})}
+    if of_state == layouts["net.w"]:
+        (written,) = [
+            node for node in shard_graph(b.graph, GRID, layouts, {}).graph.nodes if node.kind == "ApplyMomentum"
+        ]
+        assert written.inputs[:2] == ("net.w", "own")
+        return
+    with pytest.raises(PartitionError, match=r"own is not sharded as net\.w is, .* its name is PREFIX\.net\.w"):
+        shard_graph(b.graph, GRID, layouts, {})
+
+
 def test_a_sharded_parameter_is_not_handed_as_a_copy_to_an_operator_that_may_write_it():
     b = Builder()
     w = b.tensor("w", np.ones((4, 2)), True)
@@ -264,7 +284,9 @@ def test_a_batch_norm_takes_the_mean_of_the_whole_batch(dims, monkeypatch):
     sharded = check(b, [y, y[:-1] + "3", dx, dx[:-1] + "1", dx[:-1] + "2"], GRID, {}, {"x": dims, "dy": dims})
     # An update of the scale by its gradient waits until nobody reads the old one, of which a Reshape is a view.
     backward = before(sharded.graph, sharded.graph.outputs[2])
-    views = {"scale"} | {n.outputs[0] for n in sharded.graph.nodes if n.kind == "Reshape" and "scale" in n.inputs}
+    views = {"scale"}
+    for n in sharded.graph.nodes:
+        views |= {n.outputs[0]} if n.kind in ("Reshape", "Depend") and n.inputs[0] in views else set()
     readers = {n.outputs for n in sharded.graph.nodes if views & set(n.flat_inputs())}
     assert len(readers & backward) >= 2
     assert readers & backward <= before(sharded.graph, sharded.graph.outputs[3])
@@ -276,6 +298,25 @@ def test_a_batch_norm_takes_the_mean_of_the_whole_batch(dims, monkeypatch):
         np.testing.assert_allclose(written["mean"][rank], expected, rtol=1e-12)
         expected = 0.75 * b.values["variance"] + 0.25 * whole.var((0, 2)) * count / (count - 1)
         np.testing.assert_allclose(written["variance"][rank], expected, rtol=1e-12)
+
+
+def test_a_batch_norm_reads_its_parameters_after_what_it_waits_for(monkeypatch):
+    """It is given these as they stand: an optimizer before it in the graph writes them."""
+    more = {"BatchNorm": batch_norm, "BatchNormGrad": batch_norm_grad, "Depend": lambda x, *_: x}
+    monkeypatch.setattr("graphs.COMPUTE_ALL", {**COMPUTE_ALL, **more})
+    random, b = np.random.default_rng(5), Builder()
+    x, dy = (b.tensor(name, random.standard_normal((8, 4, 6))) for name in ("x", "dy"))
+    weights = [b.tensor(name, random.random(4), True) for name in ("scale", "shift", "mean", "variance")]
+    state = b.tensor("state", np.zeros(()))
+    y = b.node("BatchNorm", x, *weights, True, 0.1, 0.25, 0, state, side_effect_mem=True)
+    b.node("BatchNormGrad", dy, x, "scale", y[:-1] + "3", y[:-1] + "4", y[:-1] + "4", True, 0.1, 0)
+    sharded = shard_graph(b.graph, GRID, {}, {"x": (("dp",), (), ()), "dy": (("dp",), (), ())})
+    read = [node for node in sharded.graph.nodes if set(weights) & set(node.flat_inputs()) and node.kind != "Assign"]
+    assert {node.kind for node in read} == {"Depend"}
+    after = [(node.inputs[0], "state" if "state" in node.inputs else "dy") for node in read]
+    assert sorted(after) == sorted([*((name, "state") for name in weights), ("scale", "dy")])
+    behind_dy = {"dy"} | {out for node in sharded.graph.nodes if "dy" in node.inputs for out in node.outputs}
+    assert all(set(node.inputs[1:]) & ({"state"} | behind_dy) for node in read)
 
 
 def test_ranks_that_hold_the_same_drop_the_same(monkeypatch):

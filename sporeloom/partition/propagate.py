@@ -224,7 +224,7 @@ class _Walk(Held):
                 inputs.append(self.constant_like(given, plan.constants[position]))
             elif isinstance(given, str):
                 assert not isinstance(wanted, tuple)
-                inputs.append(self.laid_out(given, wanted))
+                inputs.append(self.laid_out(self.as_of_now(node, given, wanted), wanted))
             else:
                 assert isinstance(wanted, tuple)
                 inputs.append(tuple(self.laid_out(n, w) for n, w in zip(given, wanted, strict=True)))
@@ -242,6 +242,13 @@ class _Walk(Held):
         for name, type, dims in zip(node.outputs, node.types, (pin and pin.outputs) or (), strict=False):
             if type is not None and len(type.shape) == len(dims):
                 self.lay_out(name, ValueLayout(fitted(dims, type.shape, self.grid)))
+
+    def as_of_now(self, node: Node, given: Name, wanted: ValueLayout | None) -> Name:
+        """A parameter that an operator is given as it stands, no copy: if one must be made of it, then only once what the
+        operator waits for is done, an update of it say."""
+        value, last = self.values[given], list(node.flat_inputs())[-1]
+        is_copied = value.is_parameter and wanted is not None and wanted != value.layout
+        return self.wait(given, last) if is_copied and node.attributes.get("side_effect_mem") else given
 
     def copy(
         self,

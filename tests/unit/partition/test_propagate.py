@@ -319,6 +319,22 @@ def test_a_batch_norm_reads_its_parameters_after_what_it_waits_for(monkeypatch):
     assert all(set(node.inputs[1:]) & ({"state"} | behind_dy) for node in read)
 
 
+def test_so_it_is_where_a_sharded_one_must_be_gathered():
+    random, b = np.random.default_rng(5), Builder()
+    x = b.tensor("x", random.standard_normal((8, 4, 6)))
+    weights = [b.tensor(name, random.random(4), True) for name in ("scale", "shift", "mean", "variance")]
+    types = (TensorType((8, 4, 6), "float64"), *(TensorType((4,), "float64"),) * 4)
+    b.tensor("state", np.zeros(()))
+    known = [b.constant(each) for each in (False, 0.1, 0.25, 0)]
+    outputs = tuple(f"y#{i}" for i in range(5))
+    b.graph.nodes.append(Node("BatchNorm", (x, *weights, *known, "state"), outputs, types, {"side_effect_mem": True}))
+    b.graph.outputs = ["y#0"]
+    graph = shard_graph(b.graph, GRID, {"scale": (("dp",),)}, {"x": (("dp",), (), ())}).graph
+    (gathered,) = [node for node in graph.nodes if node.kind == "AllGather" and node.types[0].shape == (4,)]
+    (waiting,) = [node for node in graph.nodes if node.outputs == gathered.inputs]
+    assert (waiting.kind, waiting.inputs) == ("Depend", ("scale", "state"))
+
+
 def test_ranks_that_hold_the_same_drop_the_same(monkeypatch):
     """Each draws anew here, as with other seeds: what counts is what the first one drew."""
     random = np.random.default_rng(6)

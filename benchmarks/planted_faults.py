@@ -56,6 +56,7 @@ def graphs():
 
 WHY = {
     "a stale copy of an updated parameter": "not there: MindSpore reads each state of a parameter by a Load of its own",
+    "columns of one-hot rows count from the first of all": "not met by these networks, which take parts of whole rows",
 }
 PROPERTIES = (redistribution, operators, graphs)
 

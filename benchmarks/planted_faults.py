@@ -21,7 +21,8 @@ import test_operators
 import test_propagate
 import test_random_graphs
 import test_redistribute
-from planted_faults import FAULTS, FirstSteps, planted
+from first_steps import FirstSteps
+from planted_faults import FAULTS, planted
 from planted_networks import NETWORKS
 
 from sporeloom.partition import mindir

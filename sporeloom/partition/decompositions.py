@@ -76,18 +76,23 @@ def batch_norm(b: Builder, node: Node) -> tuple[Name, ...] | None:
         return None
     shape = b.type_of(x).shape
     channels = (shape[1],)
+    # Parameters come as they stand, no copies: an update before this operator must be over when they are read.
+    own_scale, own_shift, old_mean, old_variance = (
+        b.wait(parameter, monad) for parameter in (scale, shift, moving_mean, moving_variance)
+    )
     mean = _mean(b, x)
     centred = b.put("Sub", [x, mean], shape)
     variance = _mean(b, b.put("Square", [centred], shape))
     wide = b.type_of(variance).shape
     inverse = b.put("Rsqrt", [b.put("Add", [variance, float(b.value_of(epsilon))], wide)], wide)
     normal = b.put("Mul", [centred, inverse], shape)
-    y = b.put("Add", [b.put("Mul", [normal, _per_channel(b, scale, x)], shape), _per_channel(b, shift, x)], shape)
+    scaled = b.put("Mul", [normal, _per_channel(b, own_scale, x)], shape)
+    y = b.put("Add", [scaled, _per_channel(b, own_shift, x)], shape)
     own_mean, own_variance, own_inverse = (b.put("Reshape", [v, channels], channels) for v in (mean, variance, inverse))
     count, share = math.prod(shape) // shape[1], float(b.value_of(momentum))
     unbiased = b.put("Mul", [own_variance, count / max(count - 1, 1)], channels)
-    for parameter, found in ((moving_mean, own_mean), (moving_variance, unbiased)):
-        kept = b.put("Mul", [parameter, 1.0 - share], channels)
+    for parameter, old, found in ((moving_mean, old_mean, own_mean), (moving_variance, old_variance, unbiased)):
+        kept = b.put("Mul", [old, 1.0 - share], channels)
         new = b.put("Add", [kept, b.put("Mul", [found, share], channels)], channels)
         y = b.update(parameter, new, monad, y)
     return y, own_mean, own_variance, own_mean, own_inverse
@@ -109,7 +114,8 @@ def batch_norm_grad(b: Builder, node: Node) -> tuple[Name, ...] | None:
     along_normal = b.put("Mul", [normal, _per_channel(b, b.put("Mul", [d_scale, 1 / count], channels), x)], shape)
     rest = b.put("Sub", [dy, _per_channel(b, b.put("Mul", [d_shift, 1 / count], channels), x)], shape)
     d_normal = b.put("Sub", [rest, along_normal], shape)
-    factor = b.put("Mul", [_per_channel(b, scale, x), wide_inverse], b.type_of(wide_inverse).shape)
+    own_scale = b.wait(scale, dy)  # after an update that the forward operator has waited for
+    factor = b.put("Mul", [_per_channel(b, own_scale, x), wide_inverse], b.type_of(wide_inverse).shape)
     dx = b.put("Mul", [d_normal, factor], shape)
     # The scale is read as it stands, not a copy: nobody may update it by its gradient before dx is there.
     return dx, b.wait(d_scale, dx), d_shift

@@ -270,7 +270,7 @@ class _Walk(Held):
                 inputs.append(self.constant_like(given, plan.constants[position]))
             elif isinstance(given, str):
                 assert not isinstance(wanted, tuple)
-                inputs.append(self.laid_out(given, wanted))
+                inputs.append(self.laid_out(self.as_of_now(node, given, wanted), wanted))
             else:
                 assert isinstance(wanted, tuple)
                 inputs.append(tuple(self.laid_out(n, w) for n, w in zip(given, wanted, strict=True)))
@@ -288,6 +288,13 @@ class _Walk(Held):
         for name, type, dims in zip(node.outputs, node.types, (pin and pin.outputs) or (), strict=False):
             if type is not None and len(type.shape) == len(dims):
                 self.lay_out(name, ValueLayout(fitted(dims, type.shape, self.grid)))
+
+    def as_of_now(self, node: Node, given: Name, wanted: ValueLayout | None) -> Name:
+        """A parameter that an operator is given as it stands, no copy: if one must be made of it, then only once what the
+        operator waits for is done, an update of it say."""
+        value, last = self.values[given], list(node.flat_inputs())[-1]
+        is_copied = value.is_parameter and wanted is not None and wanted != value.layout
+        return self.wait(given, last) if is_copied and node.attributes.get("side_effect_mem") else given
 
     def copy(
         self,
@@ -376,10 +383,16 @@ class _Walk(Held):
         if not target.is_parameter:
             self.check_is_last(node)
             return None
-        for position, operand in enumerate(_flat(op.operands[1:]), 1):
-            if operand.is_parameter and operand.layout != target.layout and operand.layout and operand.layout.axes:
+        names = list(node.flat_inputs())
+        for name, operand in zip(names[1:], _flat(op.operands[1:]), strict=True):
+            if not operand.is_parameter or operand.layout is None or operand.layout == target.layout:
+                continue
+            if operand.shape == target.shape or operand.layout.axes:
+                weight, other = (each.rpartition(":")[2] for each in (names[0], name))
                 raise PartitionError(
-                    f"{node.kind} ({self.consumer}): input {position + 1} is a parameter sharded otherwise"
+                    f"{node.kind} ({self.consumer}): the parameter {other} is not sharded as {weight} is, and may be "
+                    "written, too: what an optimizer keeps of a weight is sharded as that is if its name is "
+                    f"PREFIX.{weight}"
                 )
 
         def like_target(operand: Operand) -> ValueLayout | None:

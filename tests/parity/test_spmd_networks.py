@@ -10,7 +10,8 @@ from conftest import call
 WORKER = "tests/parity/spmd_networks.py"
 SOURCE = Path(__file__).with_name("spmd_functions.py").read_text()
 NAMES = [name for name in re.findall(r"^def (\w+)\(x\)", SOURCE, re.MULTILINE) if name != "images"]
-GROUPS = [NAMES[i : i + 32] for i in range(0, len(NAMES), 32)]
+GROUPS = [NAMES[:32]]
+"""On processes of their own; all of them, and more, in one process: see test_operator_sweep."""
 SCHEMES = ["rows and columns"]
 OF_NETWORKS = ["rows over all, parameters too"]
 NETWORKS = ("mixture", "cnn", "encoder", "images")

@@ -10,7 +10,7 @@ from sporeloom.partition.operation import Handler, Operand, Operation, Plan
 from sporeloom.strategy.layout import Dim, Layout, Shape
 
 UNARY = (
-    *("Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Sin", "Sinh", "Tan", "Tanh"),
+    *("Abs", "ACos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Sin", "Sinh", "Tan", "Tanh"),
     *("Ceil", "Floor", "Round", "Rint", "Trunc", "Sign", "Erf", "Erfc", "Erfinv", "Exp", "Expm1", "Log", "Log1p"),
     *("Square", "Sqrt", "Rsqrt", "Reciprocal", "Inv", "IsFinite", "IsNan", "IsInf", "LogicalNot", "BitwiseNot"),
     *("ReLU", "ReLU6", "ReLUV3", "Elu", "EluExt", "CeLU", "SeLU", "SeLUExt", "LeakyReLU", "LeakyReLUExt", "Mish"),
@@ -34,10 +34,11 @@ BINARY = (
     *("Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr", "LogicalXor"),
     *("Maximum", "Minimum", "Pow", "FloorDiv", "FloorMod", "Mod", "TruncateDiv", "TruncateMod", "Atan2", "Xdivy"),
     *("Xlogy", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "SquaredDifference", "Hypot", "DivNoNan", "Remainder"),
-    *("Select", "ClampTensor", "MaskedFill", "Lerp", "LerpScalar", "Addcmul", "Addcdiv"),
+    *("Select", "ClampTensor", "MaskedFill", "Lerp", "LerpScalar", "Addcmul", "Addcdiv", "DivMod", "DivMods"),
+    *("BitwiseAndTensor", "BitwiseOrTensor", "BitwiseXorTensor"),
 )
 GRADIENTS = (
-    *("AbsGrad", "AcosGrad", "AcoshGrad", "AsinGrad", "AsinhGrad", "AtanGrad", "EluGrad", "EluGradExt", "ReluGrad"),
+    *("AbsGrad", "ACosGrad", "AcoshGrad", "AsinGrad", "AsinhGrad", "AtanGrad", "EluGrad", "EluGradExt", "ReluGrad"),
     *("ReLU6Grad", "FastGeLUGrad", "GeLUGrad", "GeluGradExt", "SiLUGrad", "SigmoidGrad", "TanhGrad", "SqrtGrad"),
     *("RsqrtGrad", "ReciprocalGrad", "InvGrad", "SoftplusGrad", "SoftplusGradExt", "HSigmoidGrad", "HSwishGrad"),
     *("LeakyReLUGradExt", "SeluGrad", "SoftShrinkGrad", "HShrinkGrad", "LogSigmoidGrad", "MishGradExt"),

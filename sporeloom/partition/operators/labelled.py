@@ -209,6 +209,8 @@ HANDLERS: dict[str, Handler] = {
     ),
     **dict.fromkeys(("AvgPool", "AvgPool3D", "AdaptiveAvgPool2D"), partial(of_images, line=FEATURES, linear=(0,))),
     **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad"), partial(of_images, line=POOL_GRADIENT)),
+    **dict.fromkeys(("MaxPoolWithArgmaxV2", "MaxPool3DWithArgmax"), partial(of_images, line=FEATURES)),
+    **dict.fromkeys(("MaxPoolGradWithArgmaxV2", "MaxPool3DGradWithArgmax"), partial(of_images, line=POOL_GRADIENT)),
     "AvgPoolGrad": partial(of_images, line=POOL_GRADIENT),
     "ResizeBilinearGrad": partial(of_images, line="n c .., n c .. -> n c .."),
     "AdaptiveAvgPool2DGrad": partial(of_images, line="n c .., = -> n c ..", linear=(0,)),

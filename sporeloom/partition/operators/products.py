@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from sporeloom.partition.layout import NONE, ValueLayout
 from sporeloom.partition.operation import Handler, Operand, Operation, Plan
+from sporeloom.partition.operators.labelled import along
 from sporeloom.strategy.layout import Dim
 
 PENDING_BESIDE = "pending_beside"
@@ -116,9 +117,18 @@ def _whole_product(op: Operation) -> Plan:
     )
 
 
+def dense(op: Operation) -> Plan:
+    """x w^T with or without a bias, which each rank would add to a sum that is pending: then what is contracted is whole."""
+    bias = op.operands[2] if len(op.operands) > 2 else None
+    if isinstance(bias, Operand) and bias.type is not None:
+        return along(op, "* ., n ., n -> * n")
+    return along(op, "* k, n k -> +k * n", (0, 1))
+
+
 HANDLERS: dict[str, Handler] = {
     "MatMul": matrix_product,
     "BatchMatMul": matrix_product,
     "MatMulExt": plain_product,
     "BatchMatMulExt": plain_product,
+    "Dense": dense,
 }

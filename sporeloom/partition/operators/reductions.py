@@ -131,8 +131,8 @@ def squares_summed(op: Operation) -> Plan:
 HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("ReduceSum", "SumExt"), sum_over),
     **dict.fromkeys(("ReduceMean", "MeanExt"), mean_over),
-    **dict.fromkeys(("ReduceMax", "AmaxExt"), partial(extreme_over, reduction="max")),
-    **dict.fromkeys(("ReduceMin", "AminExt"), partial(extreme_over, reduction="min")),
+    **dict.fromkeys(("ReduceMax", "AmaxExt", "Max"), partial(extreme_over, reduction="max")),
+    **dict.fromkeys(("ReduceMin", "AminExt", "Min"), partial(extreme_over, reduction="min")),
     **dict.fromkeys(("ReduceProd", "ProdExt"), partial(extreme_over, reduction="prod")),
     **dict.fromkeys(("ReduceAll", "ReduceAny"), any_or_all),
     **dict.fromkeys(("CumSum", "CumsumExt", "CumProd", "Cummax", "Cummin", "CumulativeLogsumexp"), along_dim),

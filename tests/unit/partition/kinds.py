@@ -35,6 +35,11 @@ def rms_norm(x, gamma, epsilon):
     return x * inverse * gamma, inverse
 
 
+def rms_norm_grad(dy, x, inverse, gamma):
+    normal, d = x * inverse, dy * gamma
+    return inverse * (d - normal * (d * normal).mean(-1, keepdims=True)), (dy * normal).sum(tuple(range(x.ndim - 1)))
+
+
 def softmax(x, dim):
     e = np.exp(x - x.max(dim, keepdims=True))
     return e / e.sum(dim, keepdims=True)
@@ -103,6 +108,7 @@ def reduce_sum(x, dims, keep, skip=False):
     return x if skip and dims == () else np.sum(x, axes_of(dims), keepdims=bool(keep))
 
 
+COPIES = ("Load", "StopGradient", "TensorMove")
 COMPUTE = {
     "Add": np.add,
     "Sub": np.subtract,
@@ -122,9 +128,11 @@ COMPUTE = {
     "AddN": lambda items: sum(items[1:], items[0]),
     "MatMul": matmul,
     "BatchMatMul": matmul,
+    **dict.fromkeys(("MatMulExt", "BatchMatMulExt"), np.matmul),
     "ReduceSum": reduce_sum,
     "ReduceMean": lambda x, dims, keep: np.mean(x, axes_of(dims), keepdims=bool(keep)),
     "ReduceMax": lambda x, dims, keep: np.max(x, axes_of(dims), keepdims=bool(keep)),
+    **dict.fromkeys(("ReduceMin", "AminExt"), lambda x, dims, keep: np.min(x, axes_of(dims), keepdims=bool(keep))),
     "ReduceProd": lambda x, dims, keep: np.prod(x, axes_of(dims), keepdims=bool(keep)),
     "ReduceAny": lambda x, dims, keep: np.any(x, axes_of(dims), keepdims=bool(keep)),
     "Argmax": lambda x, dim: np.argmax(x, dim),
@@ -132,6 +140,7 @@ COMPUTE = {
     "TopK": top_k,
     "TensorScatterElements": scatter_elements,
     "CumSum": lambda x, dim: np.cumsum(x, dim),
+    "Dense": lambda x, w, bias: x @ w.T + (0 if bias is None else bias),
     "Transpose": lambda x, order: np.transpose(x, order),
     "Reshape": lambda x, shape: x.reshape(shape),
     "ExpandDims": np.expand_dims,
@@ -156,6 +165,8 @@ COMPUTE = {
     "LayerNorm": layer_norm,
     "LayerNormGrad": layer_norm_grad,
     "RmsNorm": rms_norm,
+    "RmsNormGrad": rms_norm_grad,
+    **dict.fromkeys(COPIES, lambda x: x.copy()),
     "L2Loss": lambda x: (x * x).sum() / 2,
 }
 
@@ -222,6 +233,12 @@ def product(d, batch=()):
     m, k, n, ta, tb = d.size(), d.size(), d.size(), d.flag(), d.flag()
     other = d.broadcast(batch) if batch and d.flag() else batch
     return [d.of(*batch, *((k, m) if ta else (m, k))), d.of(*other, *((n, k) if tb else (k, n))), ta, tb]
+
+
+def layer(d):
+    """Of a vector, too; with a bias or without."""
+    x, n = d.of(*d.shape(1, 3)), d.size()
+    return [x, d.of(n, x.shape[-1]), d.of(n) if d.flag() else None]
 
 
 def norm_inputs(d):
@@ -326,14 +343,19 @@ SAMPLES = {
     **dict.fromkeys(("Add", "Sub", "Mul", "Maximum", "LessEqual"), binary),
     "Muls": lambda d: [d.of(*d.shape()), 3.0],
     "Div": quotient,
-    **dict.fromkeys(("Neg", "Exp", "Square", "Tanh", "L2Loss", "Squeeze"), lambda d: [d.of(*d.shape())]),
+    **dict.fromkeys(
+        ("Neg", "Abs", "Exp", "Square", "Tanh", "L2Loss", "Squeeze", *COPIES), lambda d: [d.of(*d.shape())]
+    ),
     "Select": lambda d: (lambda x: [x[0] > x[1], d.of(*np.broadcast_shapes(x[0].shape, x[1].shape)), x[1]])(binary(d)),
     "TanhGrad": lambda d: (lambda s: [d.of(*s), d.of(*s)])(d.shape()),
     "AddN": lambda d: (lambda s: [tuple(d.of(*s) for _ in range(3))])(d.shape()),
     "MatMul": product,
     "BatchMatMul": lambda d: product(d, d.shape(1, 2)),
+    "MatMulExt": lambda d: (lambda m, k, n: [d.of(m, k), d.of(k, n)])(d.size(), d.size(), d.size()),
+    "BatchMatMulExt": lambda d: (lambda b, m, k, n: [d.of(b, m, k), d.of(b, k, n)])(*(d.size() for _ in range(4))),
+    "Dense": layer,
     "ReduceSum": lambda d: [*reduction(d), d.flag()],
-    **dict.fromkeys(("ReduceMean", "ReduceMax", "ReduceProd"), reduction),
+    **dict.fromkeys(("ReduceMean", "ReduceMax", "ReduceMin", "AminExt", "ReduceProd"), reduction),
     "ReduceAny": lambda d: (lambda r: [r[0] > 1, *r[1:]])(reduction(d)),
     **dict.fromkeys(("CumSum", "Argmax"), with_dim),
     "ArgMaxWithValue": lambda d: [*with_dim(d), d.flag()],
@@ -361,5 +383,6 @@ SAMPLES = {
     "LayerNorm": norm_inputs,
     "LayerNormGrad": norm_grad,
     "RmsNorm": lambda d: (lambda n: [n[0], n[1], 1e-5])(norm_inputs(d)),
+    "RmsNormGrad": lambda d: (lambda n: [d.of(*n[0].shape), n[0], rms_norm(n[0], n[1], 1e-5)[1], n[1]])(norm_inputs(d)),
 }
 """Kind -> what draws its inputs: arrays are tensors, tuples of arrays several; all else is known before the graph runs."""

@@ -2,40 +2,54 @@
 """As `kinds`: images, indices, losses. A sample that ends with a dict gives attributes of the primitive."""
 
 import functools
-import itertools
 
 import numpy as np
 from kinds import with_dim
 
 
+def around(x, kernel):
+    """As many zeros around the images as keep their size."""
+    kh, kw = kernel
+    return np.pad(x, ((0, 0), (0, 0), (kh // 2, (kh - 1) // 2), (kw // 2, (kw - 1) // 2)))
+
+
+def by_group(x, group):
+    """Dim 1, channels, taken apart."""
+    return x.reshape(len(x), group, -1, *x.shape[2:])
+
+
 def convolution(x, w, group=1, **_):
-    """Of stride 1, with as many zeros around the image as keep its size."""
-    (n, _, height, width), (out, per_group, kh, kw) = x.shape, w.shape
-    around = np.pad(x, ((0, 0), (0, 0), (kh // 2, (kh - 1) // 2), (kw // 2, (kw - 1) // 2)))
-    y = np.zeros((n, out, height, width))
-    for o, i, j in itertools.product(range(out), range(kh), range(kw)):
-        first = o // (out // group) * per_group
-        window = around[:, first : first + per_group, i : i + height, j : j + width]
-        y[:, o] += (window * w[o, :, i, j][:, None, None]).sum(1)
-    return y
+    """Of stride 1."""
+    height, width = x.shape[2:]
+    wide, kernels = by_group(around(x, w.shape[2:]), group), w.reshape(group, -1, *w.shape[1:])
+    y = 0
+    for i, j in np.ndindex(*w.shape[2:]):
+        window = wide[..., i : i + height, j : j + width]
+        y = y + np.einsum("ngchw,goc->ngohw", window, kernels[..., i, j])
+    return y.reshape(len(x), -1, height, width)
 
 
-def linear_gradient(function, shape, dy):
-    """Of sum(dy * function(x)) with respect to x of `shape`, for a linear function."""
-    result = np.zeros(shape)
-    for place in np.ndindex(*shape):
-        unit = np.zeros(shape)
-        unit[place] = 1
-        result[place] = (function(unit) * dy).sum()
+def convolution_input(dy, w, shape, group=1, **_):
+    """The gradient of sum(dy * convolution(x, w)) with respect to x."""
+    height, width = shape[2:]
+    kh, kw = w.shape[2:]
+    wide, kernels = np.zeros(around(np.zeros(shape), (kh, kw)).shape), w.reshape(group, -1, *w.shape[1:])
+    apart = by_group(wide, group)  # a view
+    for i, j in np.ndindex(kh, kw):
+        apart[..., i : i + height, j : j + width] += np.einsum(
+            "ngohw,goc->ngchw", by_group(dy, group), kernels[..., i, j]
+        )
+    return wide[:, :, kh // 2 : kh // 2 + height, kw // 2 : kw // 2 + width]
+
+
+def convolution_weight(dy, x, shape, group=1, **_):
+    height, width = x.shape[2:]
+    wide, result = by_group(around(x, shape[2:]), group), np.zeros(shape)
+    for i, j in np.ndindex(*shape[2:]):
+        window = wide[..., i : i + height, j : j + width]
+        found = np.einsum("ngohw,ngchw->goc", by_group(dy, group), window)
+        result[..., i, j] = found.reshape(shape[:2])
     return result
-
-
-def convolution_input(dy, w, shape, **attributes):
-    return linear_gradient(lambda x: convolution(x, w, **attributes), shape, dy)
-
-
-def convolution_weight(dy, x, shape, **attributes):
-    return linear_gradient(lambda w: convolution(x, w, **attributes), shape, dy)
 
 
 def in_depth(function, dy, other, shape, **attributes):

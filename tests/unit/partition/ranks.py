@@ -82,3 +82,59 @@ def redistributed(held: list, steps: list[Step], grid: DeviceGrid) -> list:
     for step in steps:
         held = communicated(step.kind, held, step.axes, grid, step.dim, step.to_dim)
     return held
+
+
+# All ranks in one array: the axes of the mesh come first, then the dims of what each rank holds.
+
+
+def split_by_axes(value, layout: ValueLayout, degrees: dict):
+    """What each rank holds of a value; of what is pending the whole."""
+    shape = [n for size, axes in zip(value.shape, layout.dims, strict=True) for n in _taken_apart(size, axes, degrees)]
+    places = [axis for axes in layout.dims for axis in (*axes, None)]
+    order = [places.index(axis) for axis in degrees if axis in places]
+    apart = value.reshape(shape).transpose([*order, *(i for i, axis in enumerate(places) if axis is None)])
+    local = apart.shape[len(order) :]
+    wide = apart.reshape([*(n if axis in places else 1 for axis, n in degrees.items()), *local])
+    return np.broadcast_to(wide, (*degrees.values(), *local))
+
+
+def _taken_apart(size: int, axes, degrees: dict) -> list:
+    counts = [degrees[axis] for axis in axes]
+    return [*counts, size // math.prod(counts)]
+
+
+def spread_by_axes(value, layout: ValueLayout, degrees: dict, random):
+    """As `spread`, of whole numbers."""
+    held = split_by_axes(value, layout, degrees)
+    pending = tuple(i for i, axis in enumerate(degrees) if axis in layout.partial)
+    if not pending:
+        return held
+    varies = layout.partial.union(*layout.dims)
+    shape = [n if axis in varies else 1 for axis, n in degrees.items()]
+    addends = random.integers(-9, 10, (*shape, *held.shape[len(degrees) :])).astype(value.dtype)
+    first = tuple(slice(0, 1) if i in pending else slice(None) for i in range(len(degrees)))
+    own = held[tuple(slice(n) for n in addends[first].shape[: len(degrees)])]
+    addends[first] += own - addends.sum(pending, keepdims=True)
+    return np.broadcast_to(addends, held.shape)
+
+
+def stepped_by_axes(held, step: Step, degrees: dict):
+    """As `communicated`."""
+    names, count = list(degrees), len(degrees)
+    if step.kind in ("all_reduce", "reduce_scatter"):
+        summed = held.sum(tuple(names.index(axis) for axis in step.axes), keepdims=True)
+        held = np.broadcast_to(summed, held.shape)
+    if step.kind in ("all_gather", "all_to_all"):
+        for axis in reversed(step.axes):  # the innermost first
+            moved = np.moveaxis(held, names.index(axis), count - 1 + step.dim)
+            shape = list(moved.shape)
+            shape[count - 1 + step.dim : count + 1 + step.dim] = [-1]
+            whole = np.expand_dims(moved.reshape(shape), names.index(axis))
+            held = np.broadcast_to(whole, (*degrees.values(), *whole.shape[count:]))
+    if step.kind in ("slice", "reduce_scatter", "all_to_all"):
+        dim = step.to_dim if step.kind == "all_to_all" else step.dim
+        for axis in step.axes:  # the outermost first
+            at = count + dim
+            apart = held.reshape((*held.shape[:at], degrees[axis], -1, *held.shape[at + 1 :]))
+            held = np.moveaxis(np.diagonal(apart, 0, names.index(axis), at), -1, names.index(axis))
+    return held

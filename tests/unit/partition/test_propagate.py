@@ -3,106 +3,15 @@
 
 import numpy as np
 import pytest
+from graphs import COMPUTE_ALL, Builder, check, on_all_ranks
 from kinds import COMPUTE, SAMPLES, Draw
-from ranks import communicated, shard
 
-from sporeloom.partition.graph import Graph, IsFirst, Node, RankOffset, TensorType
+from sporeloom.partition.graph import Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.partition.held import COLLECTIVE_OF, PartitionError
+from sporeloom.partition.held import PartitionError
 from sporeloom.partition.layout import ValueLayout, fitted
 from sporeloom.partition.operation import Pin
 from sporeloom.partition.propagate import shard_graph
-
-STEP_OF = {kind: step for step, kind in COLLECTIVE_OF.items()}
-COMPUTE_ALL = {**COMPUTE, "Mystery": lambda x: np.sort(x, 0) * 2, "Assign": lambda _, value, *monad: value}
-
-
-def type_of(value):
-    return TensorType(np.shape(value), str(np.asarray(value).dtype))
-
-
-class Builder:
-    """Writes a graph, and computes it on one device meanwhile."""
-
-    def __init__(self):
-        self.graph, self.values = Graph({}, {}, [], []), {}
-
-    def tensor(self, name, value, is_parameter=False):
-        (self.graph.parameters if is_parameter else self.graph.inputs)[name] = type_of(value)
-        self.values[name] = value
-        return name
-
-    def constant(self, value):
-        name = f"c{len(self.values)}"
-        self.graph.nodes.append(Node("Constant", (), (name,), (None,), value=value))
-        self.values[name] = value
-        return name
-
-    def value(self, name):
-        return tuple(map(self.values.__getitem__, name)) if isinstance(name, tuple) else self.values[name]
-
-    def node(self, kind, *inputs, path="", **attributes):
-        names = [
-            i if isinstance(i, str) or (isinstance(i, tuple) and i and i[0] in self.values) else None for i in inputs
-        ]
-        names = [self.constant(i) if n is None else n for n, i in zip(names, inputs, strict=True)]
-        result = COMPUTE_ALL[kind](*map(self.value, names))
-        results = result if isinstance(result, tuple) else (result,)
-        outputs = tuple(f"{kind}{len(self.values)}.{i}" for i in range(len(results)))
-        self.values.update(zip(outputs, results, strict=True))
-        types = tuple(map(type_of, results))
-        self.graph.nodes.append(Node(kind, tuple(names), outputs, types, attributes, path))
-        return outputs[0]
-
-
-def on_all_ranks(sharded, builder, parameters, grid):
-    """What each rank holds of every value."""
-    held = {}
-    for name in builder.graph.parameters:
-        layout = ValueLayout(parameters.get(name, ((),) * np.ndim(builder.values[name])))
-        held[name] = [shard(builder.values[name], layout, rank, grid) for rank in range(grid.size)]
-    for name in builder.graph.inputs:
-        held[name] = [builder.values[name]] * grid.size
-
-    def given(name, rank):
-        return tuple(held[n][rank] for n in name) if isinstance(name, tuple) else held[name][rank]
-
-    for node in sharded.graph.nodes:
-        if node.kind == "Constant":
-            v = node.value
-            held[node.outputs[0]] = [
-                grid.index(rank, v.axes) * v.stride
-                if isinstance(v, RankOffset)
-                else float(grid.index(rank, v.axes) == 0)
-                if isinstance(v, IsFirst)
-                else v
-                for rank in range(grid.size)
-            ]
-        elif node.kind in STEP_OF:
-            a = node.attributes
-            step = STEP_OF[node.kind]
-            held[node.outputs[0]] = communicated(
-                step, held[node.inputs[0]], a["axes"], grid, a.get("dim", 0), a.get("to_dim", 0), a.get("op", "sum")
-            )
-        else:
-            results = [COMPUTE_ALL[node.kind](*(given(n, rank) for n in node.inputs)) for rank in range(grid.size)]
-            results = [r if isinstance(r, tuple) else (r,) for r in results]
-            for position, name in enumerate(node.outputs):
-                held[name] = [r[position] for r in results]
-        for name, type in zip(node.outputs, node.types, strict=True):
-            assert type is None or np.shape(held[name][0]) == type.shape, (node, np.shape(held[name][0]))
-    return held
-
-
-def check(builder, outputs, grid, parameters=None, inputs=None, pinned=None):
-    """Every rank ends with what one device has."""
-    builder.graph.outputs = list(outputs)
-    sharded = shard_graph(builder.graph, grid, parameters or {}, inputs or {}, pinned)
-    held = on_all_ranks(sharded, builder, parameters or {}, grid)
-    for name, written in zip(outputs, sharded.graph.outputs, strict=True):
-        for of_rank in held[written]:
-            np.testing.assert_allclose(of_rank, builder.values[name], rtol=1e-9, atol=1e-9, err_msg=name)
-    return sharded
 
 
 def mlp_step(random):
@@ -302,6 +211,26 @@ def test_a_write_that_is_not_element_by_element_is_refused_of_a_sharded_paramete
         shard_graph(b.graph, GRID, {"w": (("dp",), ())}, {})
 
 
+@pytest.mark.parametrize("of_state", [(), ((), ("dp",)), (("dp",), ())], ids=str)
+def test_a_state_that_is_written_beside_a_weight_lies_as_that_does(of_state):
+    """A rank would write a slice of it that nobody reads again."""
+    b = Builder()
+    w, state = (b.tensor(name, np.ones((4, 2)), True) for name in ("net.w", "own"))
+    g = b.tensor("g", np.ones((4, 2)))
+    kind = ("ApplyMomentum", (w, state, g), ("y",), (TensorType((4, 2), "float64"),), {"side_effect_mem": True})
+    b.graph.nodes.append(Node(*kind))
+    b.graph.outputs = ["y"]
+    layouts = {"net.w": (("dp",), ()), **({"own": of_state} if of_state else {})}
+    if of_state == layouts["net.w"]:
+        (written,) = [
+            node for node in shard_graph(b.graph, GRID, layouts, {}).graph.nodes if node.kind == "ApplyMomentum"
+        ]
+        assert written.inputs[:2] == ("net.w", "own")
+        return
+    with pytest.raises(PartitionError, match=r"own is not sharded as net\.w is, .* its name is PREFIX\.net\.w"):
+        shard_graph(b.graph, GRID, layouts, {})
+
+
 def test_a_sharded_parameter_is_not_handed_as_a_copy_to_an_operator_that_may_write_it():
     b = Builder()
     w = b.tensor("w", np.ones((4, 2)), True)
@@ -344,7 +273,7 @@ def test_a_batch_norm_takes_the_mean_of_the_whole_batch(dims, monkeypatch):
         "Depend": lambda x, *_: x,
         "Rsqrt": lambda x: x**-0.5,
     }
-    monkeypatch.setattr(f"{__name__}.COMPUTE_ALL", {**COMPUTE_ALL, **more})
+    monkeypatch.setattr("graphs.COMPUTE_ALL", {**COMPUTE_ALL, **more})
     random = np.random.default_rng(5)
     b = Builder()
     x, dy = (b.tensor(name, random.standard_normal((8, 4, 6))) for name in ("x", "dy"))
@@ -355,7 +284,9 @@ def test_a_batch_norm_takes_the_mean_of_the_whole_batch(dims, monkeypatch):
     sharded = check(b, [y, y[:-1] + "3", dx, dx[:-1] + "1", dx[:-1] + "2"], GRID, {}, {"x": dims, "dy": dims})
     # An update of the scale by its gradient waits until nobody reads the old one, of which a Reshape is a view.
     backward = before(sharded.graph, sharded.graph.outputs[2])
-    views = {"scale"} | {n.outputs[0] for n in sharded.graph.nodes if n.kind == "Reshape" and "scale" in n.inputs}
+    views = {"scale"}
+    for n in sharded.graph.nodes:
+        views |= {n.outputs[0]} if n.kind in ("Reshape", "Depend") and n.inputs[0] in views else set()
     readers = {n.outputs for n in sharded.graph.nodes if views & set(n.flat_inputs())}
     assert len(readers & backward) >= 2
     assert readers & backward <= before(sharded.graph, sharded.graph.outputs[3])
@@ -369,6 +300,41 @@ def test_a_batch_norm_takes_the_mean_of_the_whole_batch(dims, monkeypatch):
         np.testing.assert_allclose(written["variance"][rank], expected, rtol=1e-12)
 
 
+def test_a_batch_norm_reads_its_parameters_after_what_it_waits_for(monkeypatch):
+    """It is given these as they stand: an optimizer before it in the graph writes them."""
+    more = {"BatchNorm": batch_norm, "BatchNormGrad": batch_norm_grad, "Depend": lambda x, *_: x}
+    monkeypatch.setattr("graphs.COMPUTE_ALL", {**COMPUTE_ALL, **more})
+    random, b = np.random.default_rng(5), Builder()
+    x, dy = (b.tensor(name, random.standard_normal((8, 4, 6))) for name in ("x", "dy"))
+    weights = [b.tensor(name, random.random(4), True) for name in ("scale", "shift", "mean", "variance")]
+    state = b.tensor("state", np.zeros(()))
+    y = b.node("BatchNorm", x, *weights, True, 0.1, 0.25, 0, state, side_effect_mem=True)
+    b.node("BatchNormGrad", dy, x, "scale", y[:-1] + "3", y[:-1] + "4", y[:-1] + "4", True, 0.1, 0)
+    sharded = shard_graph(b.graph, GRID, {}, {"x": (("dp",), (), ()), "dy": (("dp",), (), ())})
+    read = [node for node in sharded.graph.nodes if set(weights) & set(node.flat_inputs()) and node.kind != "Assign"]
+    assert {node.kind for node in read} == {"Depend"}
+    after = [(node.inputs[0], "state" if "state" in node.inputs else "dy") for node in read]
+    assert sorted(after) == sorted([*((name, "state") for name in weights), ("scale", "dy")])
+    behind_dy = {"dy"} | {out for node in sharded.graph.nodes if "dy" in node.inputs for out in node.outputs}
+    assert all(set(node.inputs[1:]) & ({"state"} | behind_dy) for node in read)
+
+
+def test_so_it_is_where_a_sharded_one_must_be_gathered():
+    random, b = np.random.default_rng(5), Builder()
+    x = b.tensor("x", random.standard_normal((8, 4, 6)))
+    weights = [b.tensor(name, random.random(4), True) for name in ("scale", "shift", "mean", "variance")]
+    types = (TensorType((8, 4, 6), "float64"), *(TensorType((4,), "float64"),) * 4)
+    b.tensor("state", np.zeros(()))
+    known = [b.constant(each) for each in (False, 0.1, 0.25, 0)]
+    outputs = tuple(f"y#{i}" for i in range(5))
+    b.graph.nodes.append(Node("BatchNorm", (x, *weights, *known, "state"), outputs, types, {"side_effect_mem": True}))
+    b.graph.outputs = ["y#0"]
+    graph = shard_graph(b.graph, GRID, {"scale": (("dp",),)}, {"x": (("dp",), (), ())}).graph
+    (gathered,) = [node for node in graph.nodes if node.kind == "AllGather" and node.types[0].shape == (4,)]
+    (waiting,) = [node for node in graph.nodes if node.outputs == gathered.inputs]
+    assert (waiting.kind, waiting.inputs) == ("Depend", ("scale", "state"))
+
+
 def test_ranks_that_hold_the_same_drop_the_same(monkeypatch):
     """Each draws anew here, as with other seeds: what counts is what the first one drew."""
     random = np.random.default_rng(6)
@@ -378,7 +344,7 @@ def test_ranks_that_hold_the_same_drop_the_same(monkeypatch):
         return x * mask / keep, mask
 
     more = {"Dropout": dropout, "BroadcastTo": lambda x, shape: np.broadcast_to(x, shape)}
-    monkeypatch.setattr(f"{__name__}.COMPUTE_ALL", {**COMPUTE_ALL, **more})
+    monkeypatch.setattr("graphs.COMPUTE_ALL", {**COMPUTE_ALL, **more})
     b = Builder()
     x = b.tensor("x", random.standard_normal((8, 6)))
     y = b.node("Dropout", b.node("Square", x), 0.5, 0, 0, side_effect_hidden=True)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators in layouts, forward and backward: equal to one device or refused.
+
+`benchmarks/operators.py` tries all layouts; here each group of functions meets one on two ranks and one on four.
+"""
+
+import math
+
+import pytest
+from conftest import call
+
+WORKER = "tests/parity/operator_sweep.py"
+REFUSED = {"index_add": "leave that parameter unsharded"}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def told():
+    """{scheme: {function: outcome}} of each group."""
+    return call(WORKER, "deterministic_part", timeout=580)
+
+
+def test_every_function_is_met(told):
+    assert told["groups"] == len(told["outcomes"]) and sum(map(len, told["outcomes"][0].values())) >= 32
+    assert sum(len(of) for group in told["outcomes"] for of in group.values()) >= 500
+
+
+def test_none_is_wrong(told):
+    outcomes = [(*each, scheme) for group in told["outcomes"] for scheme, of in group.items() for each in of.items()]
+    refused = {name: said for name, said, _ in outcomes if isinstance(said, str)}
+    assert refused.keys() <= REFUSED.keys() and all(REFUSED[name] in said for name, said in refused.items()), refused
+    wrong = [each for each in outcomes if not isinstance(each[1], str) and not each[1][0] < told["close"]]
+    assert not wrong and math.isfinite(told["close"])

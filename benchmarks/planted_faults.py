@@ -25,7 +25,7 @@ from first_steps import FirstSteps
 from planted_faults import FAULTS, planted
 from planted_networks import NETWORKS
 
-from sporeloom.partition import mindir
+from sporeloom.partition import rank_mindir
 from sporeloom.partition.grid import DeviceGrid
 
 RESULTS = ROOT / "benchmarks" / "results" / "planted_faults.md"
@@ -86,7 +86,7 @@ def main():
     for name in FAULTS:
         with planted(name):
             found = first_steps.differences()
-            properties = [FAULTS[name][0] is not mindir._Writer and notices(each) for each in PROPERTIES]
+            properties = [FAULTS[name][0] is not rank_mindir._Writer and notices(each) for each in PROPERTIES]
         by_step = {who: any(found[net][who] for net in NETWORKS) for who in ("certificate", "check")}
         shown = next((f"{net}: {found[net]['certificate']}" for net in NETWORKS if found[net]["certificate"]), "")
         caught = [*by_step.values(), *properties]

@@ -44,6 +44,22 @@ class IsFirst:
 
 
 @dataclass(frozen=True, slots=True)
+class Scope:
+    """Where in a network an operator stands, and what it goes with."""
+
+    cell: str = ""
+    """Path of the Cell in whose `construct` it is; of a gradient's operator nothing, which may be another one's."""
+    is_backward: bool = False
+    """Whether it belongs to the backward pass: to a gradient, or to what is recomputed for one."""
+    name: Name = ""
+    """Its first output in the graph that was read."""
+    forward: Name = ""
+    """Of an operator of a gradient, the first output of the operator whose gradient it computes."""
+    again: Name = ""
+    """Of an operator that recomputes, the first output of the one that it repeats."""
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """An operator, or a constant."""
 
@@ -62,10 +78,16 @@ class Node:
     """What it was read from."""
     changes: Mapping[str, int] = field(default_factory=dict)
     """Attributes of the primitive that are others than those of its origin."""
-    forward: Name = ""
-    """Of an operator of a gradient, the first output of the operator whose gradient it computes."""
-    again: Name = ""
-    """Of an operator that recomputes, the first output of the one that it repeats."""
+    scope: Scope | None = None
+    """None: nobody knows, so it goes with what it is computed from."""
+
+    @property
+    def forward(self) -> Name:
+        return self.scope.forward if self.scope else ""
+
+    @property
+    def again(self) -> Name:
+        return self.scope.again if self.scope else ""
 
     def flat_inputs(self) -> Iterator[Name]:
         for each in self.inputs:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of one pipeline stage as a grid over axes that nothing divides any further."""
+"""Ranks as a grid over axes that nothing divides any further."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from sporeloom.strategy.layout import Dim
+
+STAGES = "pp"
+"""The axis of the stages of a pipeline, by which no value is sharded: where there is one it is the outermost."""
 
 
 class DeviceGrid:

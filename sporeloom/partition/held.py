@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from sporeloom.partition.graph import Graph, Input, Name, Node, TensorType
+from sporeloom.partition.graph import Graph, Input, Name, Node, Scope, TensorType
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.redistribute import Step, redistribution
@@ -49,6 +49,8 @@ class Communication:
     value: Name
     consumer: str
     """Path or name of the operator that wants the value laid out otherwise."""
+    result: Name = ""
+    """What comes of it."""
 
 
 @dataclass(slots=True)
@@ -62,17 +64,24 @@ class ShardedGraph:
     unsharded: Counter[str] = field(default_factory=Counter)
     """Kinds of operators that every rank computes whole, for want of a handler, and how many of each had a sharded input."""
 
-    def summary(self) -> str:
+    def within(self, graphs: Iterable[Graph]) -> list[Communication]:
+        """The collectives of some graphs that were cut out of this one."""
+        known = {each.result: each for each in self.communications}
+        return [known[n] for graph in graphs for node in graph.nodes for n in node.outputs if n in known]
+
+    def summary(self, who: str = "each rank") -> str:
         """What a rank sends, and what every rank computes whole."""
-        sent = sum(
-            each.elements * (2 if each.dtype == "bfloat16" else np.dtype(each.dtype).itemsize)
-            for each in self.communications
-        )
-        text = f"each rank sends {sent / 1e6:.3g} MB in {len(self.communications)} collectives"
+        sent = sum(each.elements * item_size(each.dtype) for each in self.communications)
+        text = f"{who} sends {sent / 1e6:.3g} MB in {len(self.communications)} collectives"
         if not self.unsharded:
             return text
         kinds = ", ".join(f"{kind} {count}" for kind, count in self.unsharded.most_common())
         return f"{text}; computed whole on every rank, for which there is no rule: {kinds}"
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of an element."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 @dataclass(slots=True)
@@ -99,6 +108,8 @@ class Held:
         self.result = ShardedGraph(Graph({}, dict(source.inputs), [], []), {})
         self.consumer = ""
         """Path or name of the operator that is being sharded."""
+        self.scope: Scope | None = None
+        """Of that operator; None while values are laid out otherwise, which goes with these."""
         self.rewritten = Node("", (), (), ())
         """In whose place a handler writes others."""
         self._serial = 0
@@ -113,8 +124,16 @@ class Held:
         value = self.values[name]
         if value.type is None or value.layout is None or wanted is None or value.layout == wanted:
             return value.name
+        scope, self.scope = self.scope, None
+        try:
+            return self._copied(name, value, wanted)
+        finally:
+            self.scope = scope
+
+    def _copied(self, name: Name, value: Value, wanted: ValueLayout) -> Name:
         if wanted not in value.copies and value.remake and (made := value.remake(wanted)):
             value.copies[wanted] = made
+        assert value.type is not None and value.layout is not None
         if wanted not in value.copies:
             source, steps = self.nearest(value, wanted)
             for step in steps:
@@ -179,11 +198,15 @@ class Held:
         attributes: Mapping[str, Any] | None = None,
     ) -> tuple[Name, ...]:
         outputs = tuple(self.fresh(kind) for _ in types)
-        self.result.graph.nodes.append(Node(kind, tuple(inputs), outputs, tuple(types), attributes or {}))
+        self.result.graph.nodes.append(
+            Node(kind, tuple(inputs), outputs, tuple(types), attributes or {}, scope=self.scope)
+        )
         if kind in SENT and attributes is not None:
             axes, (type,), (value,) = attributes["axes"], types, inputs
             sent = int(SENT[kind](type.num_elements, self.grid.degree(axes)))
-            self.result.communications.append(Communication(kind, axes, sent, type.dtype, str(value), self.consumer))
+            self.result.communications.append(
+                Communication(kind, axes, sent, type.dtype, str(value), self.consumer, outputs[0])
+            )
         return outputs
 
     def operator(self, inputs: Sequence[Input], types: Sequence[TensorType]) -> tuple[Name, ...]:

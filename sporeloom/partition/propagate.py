@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from sporeloom.partition.building import Building
 from sporeloom.partition.decompositions import DECOMPOSITIONS
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
-from sporeloom.partition.grid import DeviceGrid
-from sporeloom.partition.held import Held, PartitionError, ShardedGraph, Value
+from sporeloom.partition.grid import STAGES, DeviceGrid
+from sporeloom.partition.held import PartitionError, ShardedGraph, Value
 from sporeloom.partition.hints import ids_by_row, summed_with, wanted_by_updates
 from sporeloom.partition.layout import NONE, ValueLayout, fitted, replicated
 from sporeloom.partition.operation import Operand, Operands, Operation, Pin, Plan, computed_unsharded, whole
@@ -24,7 +25,7 @@ from sporeloom.partition.operators import CONTRACTIONS, ELEMENTWISE
 from sporeloom.partition.operators import plan as plan_of
 from sporeloom.partition.operators.products import PENDING_BESIDE
 from sporeloom.partition.operators.tables import IDS_BY_ROW
-from sporeloom.strategy.layout import Layout, Shape, show
+from sporeloom.strategy.layout import Layout, show
 
 STRUCTURE = ("UpdateState", "MakeTuple", "TupleGetItem", "Return")
 """Nodes that order or pack others: what they get is passed on as it is."""
@@ -38,6 +39,8 @@ def shard_graph(
     parameters: Mapping[Name, Layout],
     inputs: Mapping[Name, Layout],
     pinned: Mapping[str, Pin] | None = None,
+    held: Mapping[Name, ValueLayout] | None = None,
+    gathers_outputs: bool = True,
 ) -> ShardedGraph:
     """Shard `graph` over `grid`.
 
@@ -45,15 +48,17 @@ def shard_graph(
         parameters: dims of those that are sharded; the others are replicated.
         inputs: dims by which what every rank is given whole is sharded at once.
         pinned: path of an operator -> how its inputs lie, whatever they do otherwise.
+        held: inputs of which each rank is given its part alone, as another graph left it; sums may be pending.
+        gathers_outputs: whether every rank returns outputs whole; otherwise they stay as they lie.
 
     Raises:
         PartitionError: an operator writes a sharded parameter in a way that is not known, or a pin does not fit its operator.
     """
-    walk = _Walk(graph, grid, parameters, inputs, pinned or {})
-    return walk.run()
+    walk = _Walk(graph, grid, parameters, inputs, pinned or {}, held or {})
+    return walk.run(gathers_outputs)
 
 
-class _Walk(Held):
+class _Walk(Building):
     def __init__(
         self,
         graph: Graph,
@@ -61,6 +66,7 @@ class _Walk(Held):
         parameters: Mapping[Name, Layout],
         inputs: Mapping[Name, Layout],
         pinned: Mapping[str, Pin],
+        held: Mapping[Name, ValueLayout],
     ):
         super().__init__(graph, grid)
         self.pinned, self.wanted = pinned, wanted_by_updates(graph, parameters)
@@ -75,17 +81,22 @@ class _Walk(Held):
             self.values[name] = Value(type, layout, name, is_parameter=True)
             self.result.graph.parameters[name] = self.local(type, layout)
         for name, type in graph.inputs.items():
+            if name in held:
+                self.values[name] = Value(type, held[name], name)
+                self.result.graph.inputs[name] = self.local(type, held[name])
+                continue
             self.values[name] = Value(type, replicated(len(type.shape)), name)
             dims = fitted(inputs.get(name, ((),) * len(type.shape)), type.shape, grid)
             self.lay_out(name, ValueLayout(dims))
 
-    def run(self) -> ShardedGraph:
+    def run(self, gathers_outputs: bool) -> ShardedGraph:
         for node in self.source.nodes:
-            self.consumer = node.path or node.outputs[0]
+            self.consumer, self.scope = node.path or node.outputs[0], node.scope
             self.visit(node)
         self.consumer = "an output of the graph"
         for name in self.source.outputs:
-            self.result.graph.outputs.append(self.laid_out(name, _whole(self.values[name].type)))
+            wanted = _whole(self.values[name].type) if gathers_outputs else self.values[name].layout
+            self.result.graph.outputs.append(self.laid_out(name, wanted))
         self.result.layouts = {name: value.layout for name, value in self.values.items() if value.layout is not None}
         return self.result
 
@@ -312,12 +323,6 @@ class _Walk(Held):
         for name, type, layout in zip(node.outputs, node.types, layouts, strict=True):
             self.values[name] = Value(type, layout, name)
 
-    def add_constant(self, node: Node) -> None:
-        type = node.types[0]
-        layout = None if type is None else replicated(len(type.shape))
-        self.result.graph.nodes.append(node)
-        self.values[node.outputs[0]] = Value(type, layout, node.outputs[0], node.value, is_constant=True)
-
     def constant_like(self, name: Name, value: Any) -> Name:
         """A rank's own value of a constant: a tensor if that is one."""
         type = self.values[name].type
@@ -335,8 +340,7 @@ class _Walk(Held):
         if len(groups) > 1:
             summed = [group[0] if len(group) == 1 else self.partly_summed(node, group) for group in groups.values()]
             items = tuple(summed)
-        whole = Node(node.kind, (items,), node.outputs, node.types, node.attributes, node.path, None, node.origin)
-        self.compute_sharded(whole)
+        self.compute_sharded(replace(node, inputs=(items,)))
 
     def compute_unsharded(self, node: Node, op: Operation) -> None:
         """On every rank. What has the shape of an input that was sharded is sharded so again, and those who use it, too."""
@@ -352,7 +356,7 @@ class _Walk(Held):
 
     def partly_summed(self, node: Node, names: Sequence[Name]) -> Name:
         name = self.fresh("sum")
-        part = Node(node.kind, (tuple(names),), (name,), node.types, node.attributes, "", None, node.origin)
+        part = replace(node, inputs=(tuple(names),), outputs=(name,), path="")
         self.compute_sharded(part)
         return name
 
@@ -433,38 +437,6 @@ class _Walk(Held):
                 f"{node.kind} ({self.consumer}) writes a value that others use, too: use the operator that returns a new one"
             )
 
-    # A builder, for decompositions
-
-    def type_of(self, name: Name) -> TensorType:
-        type = self.values[name].type
-        assert type is not None, name
-        return type
-
-    def value_of(self, name: Name) -> Any:
-        if not self.values[name].is_constant:
-            raise PartitionError(f"{self.consumer}: an input that must be known is computed")
-        return self.values[name].constant
-
-    def put(self, kind: str, inputs: Sequence[Any], shape: Shape, dtype: str = "") -> Name:
-        type = TensorType(shape, dtype or self.type_of(inputs[0]).dtype)
-        names = tuple(each if isinstance(each, str) else self.known(each, type.dtype) for each in inputs)
-        self.visit(Node(kind, names, (name := self.fresh(kind),), (type,)))
-        return name
-
-    def known(self, value: Any, dtype: str) -> Name:
-        type = TensorType((), dtype) if isinstance(value, float) else None
-        self.add_constant(Node("Constant", (), (name := self.fresh("constant"),), (type,), value=value))
-        return name
-
-    def wait(self, result: Name, other: Name) -> Name:
-        self.visit(Node("Depend", (result, other), (waiting := self.fresh("Depend"),), (self.type_of(result),)))
-        return waiting
-
-    def update(self, parameter: Name, value: Name, monad: Name, result: Name) -> Name:
-        type, written = self.type_of(parameter), self.fresh("Assign")
-        self.visit(Node("Assign", (parameter, value, monad), (written,), (type,), {"side_effect_mem": True}))
-        return self.wait(result, written)
-
     def drawn(self, node: Node, inputs: Sequence[Name]) -> tuple[Name, ...]:
         """Every rank draws all of it, and what all but the first one have counts for nothing: its sum is pending.
 
@@ -474,7 +446,7 @@ class _Walk(Held):
         whole = [self.laid_out(name, _whole(self.values[name].type)) for name in inputs]
         outputs = self.fresh_outputs(node)
         self.result.graph.nodes.append(replace(node, inputs=tuple(whole), outputs=outputs))
-        axes, agreed = tuple(self.grid.degrees), []
+        axes, agreed = tuple(axis for axis in self.grid.degrees if axis != STAGES), []
         for name, type in zip(outputs, node.types, strict=True):
             if type is None or not type.dtype.startswith(("float", "bfloat")):
                 raise PartitionError(

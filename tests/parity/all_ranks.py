@@ -11,8 +11,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from sporeloom.partition.mindir import Proto, read_graph, write_rank
+from sporeloom.partition.mindir import Proto, read_graph
 from sporeloom.partition.propagate import shard_graph
+from sporeloom.partition.rank_mindir import write_rank
 from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.lowering import attributes, names_group
 from sporeloom.runtime.cpu.spmd import GridLayout, ValueLayout
@@ -48,7 +49,12 @@ class Merged:
                 self.shapes[own.name] = own
         for each in self.model.graph.input:
             self.shapes[each.name] = each.tensor[0]
-        for nodes in zip(*(model.graph.node for model in self.models), strict=True):
+        for rank, model in enumerate(self.models):  # each of which a rank writes once, so these are not the same
+            for node in model.graph.node:
+                if node.op_type == "Constant":
+                    self.copy(rank, node)
+        others = ([n for n in model.graph.node if n.op_type != "Constant"] for model in self.models)
+        for nodes in zip(*others, strict=True):
             values = [
                 found.get(node.op_type.removeprefix("REF::")) for found, node in zip(collectives, nodes, strict=True)
             ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from first_steps import FirstSteps
 
-from sporeloom.partition import decompositions, mindir, propagate, redistribute
+from sporeloom.partition import decompositions, propagate, rank_mindir, redistribute
 from sporeloom.partition.graph import IsFirst, RankOffset
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import NONE, ValueLayout
@@ -84,7 +84,7 @@ fault("a sum over the first of its axes alone", redistribute._Walk, "take")(step
 fault("a slice in place of a reduce-scatter", redistribute._Walk, "take")(steps_changed(as_slice))
 
 
-@fault("an all-to-all that gathers and shards the wrong dims", mindir._Writer, "collective")
+@fault("an all-to-all that gathers and shards the wrong dims", rank_mindir._Writer, "collective")
 def swapped_dims(right):
     def collective(writer, node):
         if node.kind == "AllToAll":
@@ -105,7 +105,7 @@ def swapped_index(right):
     return lambda grid, rank, axes: right(grid, rank, tuple(axes)[::-1])
 
 
-@fault("every rank slices the part of its neighbour", mindir._Writer, "slice")
+@fault("every rank slices the part of its neighbour", rank_mindir._Writer, "slice")
 def neighbours_slice(right):
     def slice_of_neighbour(writer, node):
         own = writer.rank
@@ -116,7 +116,7 @@ def neighbours_slice(right):
     return slice_of_neighbour
 
 
-@fault("a slice begins one too early", mindir._Writer, "slice")
+@fault("a slice begins one too early", rank_mindir._Writer, "slice")
 def early_slice(right):
     def off_by_one(writer, node):
         numbers, calls = writer.numbers, []
@@ -132,7 +132,7 @@ def early_slice(right):
     return off_by_one
 
 
-@fault("parts are gathered, and scattered, along dim 0 whatever the dim", mindir._Writer, "along_first_dim")
+@fault("parts are gathered, and scattered, along dim 0 whatever the dim", rank_mindir._Writer, "along_first_dim")
 def wrong_dim(_):
     def along_first_dim(writer, node, given, before, after, group, count):
         attributes = {"group": group, "rank_size": count, **({"op": "sum"} if node.kind == "ReduceScatter" else {})}
@@ -143,7 +143,7 @@ def wrong_dim(_):
     return along_first_dim
 
 
-@fault("the maximum of all ranks as their sum", mindir._Writer, "collective")
+@fault("the maximum of all ranks as their sum", rank_mindir._Writer, "collective")
 def sum_for_max(right):
     def collective(writer, node):
         right(writer, replace(node, attributes={**node.attributes, "op": "sum"}))
@@ -151,7 +151,7 @@ def sum_for_max(right):
     return collective
 
 
-@fault("every rank's offset is that of the first", mindir._Writer, "write_constant")
+@fault("every rank's offset is that of the first", rank_mindir._Writer, "write_constant")
 def first_offset(right):
     def write_constant(writer, node):
         value = node.value
@@ -160,7 +160,7 @@ def first_offset(right):
     return write_constant
 
 
-@fault("every rank counts as the first", mindir._Writer, "write_constant")
+@fault("every rank counts as the first", rank_mindir._Writer, "write_constant")
 def all_first(right):
     def write_constant(writer, node):
         right(writer, replace(node, value=IsFirst(())) if isinstance(node.value, IsFirst) else node)

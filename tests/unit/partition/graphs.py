@@ -109,3 +109,9 @@ def check(builder, outputs, grid, parameters=None, inputs=None, pinned=None):
         for of_rank in held[written]:
             np.testing.assert_allclose(of_rank, builder.values[name], rtol=1e-9, atol=1e-9, err_msg=name)
     return sharded
+
+
+def sent(sharded):
+    return sorted(
+        (c.kind, c.axes, c.elements) for c in sharded.communications if c.consumer != "an output of the graph"
+    )

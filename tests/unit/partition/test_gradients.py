@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from graphs import COMPUTE_ALL, Builder, check, sent, type_of
 from more_kinds import COMPUTE as MORE_COMPUTE
-from test_propagate import COMPUTE_ALL, Builder, check, sent, type_of
 
+from sporeloom.partition.graph import Scope
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.operation import Pin
 
@@ -18,7 +19,7 @@ TOKENS, WIDTH, WIDE = 16, 4, 8
 def gradient(b, forward, kind, *inputs):
     """An operator of the gradient of the one that made `forward`."""
     name = b.node(kind, *inputs)
-    b.graph.nodes[-1] = replace(b.graph.nodes[-1], forward=forward)
+    b.graph.nodes[-1] = replace(b.graph.nodes[-1], scope=Scope(is_backward=True, forward=forward))
     return name
 
 
@@ -160,7 +161,7 @@ def test_what_is_recomputed_lies_as_it_did_before():
     a = b.node("Tanh", x, path="activation")
     y = b.node("MatMul", a, w, False, True, path="product")
     again = b.node("Tanh", x, path="activation")
-    b.graph.nodes[-1] = replace(b.graph.nodes[-1], again=a)
+    b.graph.nodes[-1] = replace(b.graph.nodes[-1], scope=Scope(is_backward=True, again=a))
     dw = gradient(b, y, "MatMul", b.node("Muls", y, 2.0), again, True, False)
     by_rows = ((("dp",), ("tp",)), ((), ("tp",)))
     pinned = {"activation": Pin(by_rows[:1]), "product": Pin(by_rows, ((("dp", "tp"), ()),))}

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from graphs import COMPUTE_ALL, Builder, check, on_all_ranks
+from graphs import COMPUTE_ALL, Builder, check, on_all_ranks, sent
 from kinds import COMPUTE, SAMPLES, Draw
 
 from sporeloom.partition.graph import Node, TensorType
@@ -68,12 +68,6 @@ def clipped_step():
         for w, g in (("w1", dw1), ("w2", dw2))
     ]
     return b, norm, new
-
-
-def sent(sharded):
-    return sorted(
-        (c.kind, c.axes, c.elements) for c in sharded.communications if c.consumer != "an output of the graph"
-    )
 
 
 def test_a_gradient_that_a_norm_and_an_update_use_is_added_up_once():

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts a sharded graph of a microbatch's loss and gradients into the passes of pipeline stages.
+
+A forward operator belongs to the part of the model that its Cell is in, or goes with what it is computed from; a backward one
+to the part of its forward operator. What depends on no part, a mask say, is computed by each part that wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from sporeloom.partition.graph import Graph, Input, Name, Node, Scope, TensorType
+
+PassKind = Literal["forward", "backward", "weights"]
+NOWHERE = Scope()
+
+
+class StagePass(NamedTuple):
+    """What is computed of a part of the model at once for one microbatch."""
+
+    kind: PassKind
+    """`weights`: gradients that no other part waits for, where they are cut off from the backward pass."""
+    part: int
+
+
+@dataclass(slots=True)
+class PassGraph:
+    """The graph of a pass. Its inputs are those of the network, then what other passes give."""
+
+    graph: Graph
+    network_inputs: list[int]
+    """Positions."""
+    taken: list[Name]
+    """From other passes."""
+    given: list[Name]
+    """What its outputs are."""
+
+
+@dataclass(slots=True)
+class StageGraphs:
+    """A microbatch's graph, cut."""
+
+    passes: dict[StagePass, PassGraph]
+    """Only those that compute something."""
+    givers: dict[Name, StagePass]
+    """Of each value that another pass takes, or that is a result."""
+    takers: dict[Name, list[StagePass]]
+    results: list[dict[int, Name]]
+    """Of each output: part -> what this adds to it. Gradients of a weight that several parts use have several."""
+    holders: dict[Name, list[int]] = field(default_factory=dict)
+    """Parts that use a parameter."""
+
+
+class _Place(NamedTuple):
+    """Where an operator is computed."""
+
+    part: int | None
+    """None: wherever it is wanted."""
+    is_backward: bool
+
+
+ANYWHERE = _Place(None, False)
+
+
+def cut_into_stages(
+    graph: Graph, parts: Mapping[str, int], splits_weights: bool = False, sums_from: int | None = None
+) -> StageGraphs:
+    """Cut a sharded graph of a microbatch.
+
+    Args:
+        parts: path of a Cell -> the part of the model that it is in. Cells within are, too; others go with their inputs.
+        splits_weights: whether gradients that no other part waits for become passes of their own.
+        sums_from: outputs from this one on are gradients, sums of which each part may give its own share.
+    """
+    return _Cut(graph, _places(graph, parts), splits_weights, sums_from).run()
+
+
+def _places(graph: Graph, parts: Mapping[str, int]) -> list[_Place]:
+    """Of each node."""
+    pinned: dict[Name, int] = {}
+    while True:
+        placed = _Places(graph, parts, pinned)
+        if placed.written == pinned:
+            return placed.found
+        pinned = placed.written
+
+
+class _Places:
+    """One walk along the graph. `pinned`: parameters that some part writes, and which."""
+
+    def __init__(self, graph: Graph, parts: Mapping[str, int], pinned: Mapping[Name, int]):
+        self.graph, self.parts = graph, parts
+        self.found: list[_Place] = []
+        self.written: dict[Name, int] = {}
+        self._of: dict[Name, _Place] = {}
+        self._forward: dict[Name, int | None] = {}
+        for node in graph.nodes:
+            loaded = pinned.get(next(node.flat_inputs())) if node.kind == "Load" else None
+            place = self.place(node) if loaded is None else _Place(loaded, False)
+            self.found.append(place)
+            self._of |= dict.fromkeys(node.outputs, place)
+            scope = node.scope or NOWHERE
+            if scope.name and scope.name not in self._forward:
+                self._forward[scope.name] = place.part
+            if is_effect(node, graph):
+                self.written |= {name: place.part or 0 for name in node.flat_inputs() if name in graph.parameters}
+
+    def place(self, node: Node) -> _Place:
+        scope = node.scope or NOWHERE
+        if node.kind in ("Constant", "UpdateState", "Load"):
+            return ANYWHERE
+        given = [self._of[name] for name in node.flat_inputs() if name in self._of]
+        is_backward = scope.is_backward or any(place.is_backward for place in given)
+        behind = [place.part for place in given if place.is_backward and place.part is not None]
+        before = [place.part for place in given if not place.is_backward and place.part is not None]
+        part = self._forward.get(scope.forward) if scope.forward else self.part_of(scope.cell)
+        if is_backward:
+            if part is None and (behind or before):
+                part = min(behind) if behind else max(before)
+            return _Place(min([part, *behind]) if part is not None else None, True)
+        if part is not None or before:
+            part = max([*before, part if part is not None else 0])
+        if part is None and (is_effect(node, self.graph) or node.attributes.get("side_effect_hidden")):
+            part = 0
+        return _Place(part, False)
+
+    def part_of(self, cell: str) -> int | None:
+        """Of the innermost Cell that is assigned to one."""
+        found = [path for path in self.parts if f".{path}." in f".{cell}."]
+        return self.parts[max(found, key=len)] if found else None
+
+
+def is_effect(node: Node, graph: Graph) -> bool:
+    """Whether an operator writes a parameter."""
+    return bool(node.attributes.get("side_effect_mem")) and any(name in graph.parameters for name in node.flat_inputs())
+
+
+class _Cut:
+    def __init__(self, graph: Graph, places: Sequence[_Place], splits_weights: bool, sums_from: int | None):
+        self.graph, self.places, self.nodes = graph, list(places), list(graph.nodes)
+        self.splits_weights, self.sums_from = splits_weights, sums_from
+        self.makers = {output: i for i, node in enumerate(self.nodes) for output in node.outputs}
+        self.types: dict[Name, TensorType | None] = {**graph.parameters, **graph.inputs}
+        for node in self.nodes:
+            self.types |= zip(node.outputs, node.types, strict=True)
+
+    def run(self) -> StageGraphs:
+        sums_from = len(self.graph.outputs) if self.sums_from is None else self.sums_from
+        results = [self.result(output, i >= sums_from) for i, output in enumerate(self.graph.outputs)]
+        live = self.live(results)
+        of_node = self.passes_of_nodes(live)
+        members: dict[StagePass, list[int]] = {}
+        for i, one in enumerate(of_node):
+            if one is not None:
+                members.setdefault(one, []).append(i)
+        built = {one: self.closure(one, found, of_node) for one, found in members.items()}
+        givers: dict[Name, StagePass] = {}
+        takers: dict[Name, list[StagePass]] = {}
+        for one in sorted(built, key=_order):
+            for name in built[one][1]:
+                maker = of_node[self.makers[name]]
+                assert maker is not None
+                givers[name] = maker
+                takers.setdefault(name, []).append(one)
+        wanted: dict[StagePass, dict[Name, None]] = {one: {} for one in built}
+        for name, maker in givers.items():
+            wanted[maker][name] = None
+        for result in results:
+            for name in result.values():
+                maker = of_node[self.makers[name]]
+                assert maker is not None
+                givers[name] = maker
+                wanted[maker][name] = None
+        passes = {
+            one: self.pass_graph(found, taken, list(wanted[one]))
+            for one, (found, taken) in built.items()
+            if wanted[one] or any(is_effect(self.nodes[i], self.graph) for i in found)
+        }
+        holders: dict[Name, list[int]] = {}
+        for one, made in passes.items():
+            for name in made.graph.parameters:
+                if one.part not in holders.setdefault(name, []):
+                    holders[name].append(one.part)
+        return StageGraphs(passes, givers, takers, results, {name: sorted(found) for name, found in holders.items()})
+
+    # Results
+
+    def result(self, output: Name, is_sum: bool) -> dict[int, Name]:
+        """By part, what it gives of an output."""
+        shares = self.shares(output) if is_sum else {}
+        if len(shares) < 2:
+            name = output if output in self.makers else self.passed_on(output)
+            place = self.places[self.makers[name]]
+            if place.part is None:  # a number, or zeros for a weight that nobody uses
+                name = self.add(Node("Depend", (name, name), (f"{name}.result",), (self.types[name],)), _Place(0, True))
+                return {0: name}
+            return {place.part: name}
+        return {part: self.summed(output, part, names) for part, names in shares.items()}
+
+    def passed_on(self, name: Name) -> Name:
+        return self.add(Node("Depend", (name, name), (f"{name}.result",), (self.types[name],)), _Place(0, False))
+
+    def shares(self, name: Name) -> dict[int, list[Name]]:
+        """The items of a sum, by the part that computes them; empty if that is not known of all."""
+        maker = self.makers.get(name)
+        if maker is None:
+            return {}
+        node, place = self.nodes[maker], self.places[maker]
+        if node.kind == "Depend" and isinstance(node.inputs[0], str):  # what it waits for is done anyway
+            return self.shares(node.inputs[0])
+        items = [item for each in node.inputs for item in ((each,) if isinstance(each, str) else each)]
+        if node.kind in ("Add", "AddN") and all(self.types.get(item) == node.types[0] for item in items):
+            of_items = [self.shares(item) for item in items]
+            if all(of_items) and len({part for shares in of_items for part in shares}) > 1:
+                joined: dict[int, list[Name]] = {}
+                for shares in of_items:
+                    for part, names in shares.items():
+                        joined.setdefault(part, []).extend(names)
+                return joined
+        return {} if place.part is None else {place.part: [name]}
+
+    def summed(self, output: Name, part: int, names: Sequence[Name]) -> Name:
+        if len(names) == 1:
+            return names[0]
+        sum_of, *rest = names
+        for i, name in enumerate(rest):
+            node = Node("Add", (sum_of, name), (f"{output}.part{part}.{i}",), (self.types[output],))
+            sum_of = self.add(node, _Place(part, True))
+        return sum_of
+
+    def add(self, node: Node, place: _Place) -> Name:
+        self.makers |= dict.fromkeys(node.outputs, len(self.nodes))
+        self.types |= zip(node.outputs, node.types, strict=True)
+        self.nodes.append(node)
+        self.places.append(place)
+        return node.outputs[0]
+
+    # Passes
+
+    def live(self, results: Sequence[Mapping[int, Name]]) -> set[int]:
+        """The nodes that results or written parameters depend on. A sum whose items are results is none."""
+        names = [name for shares in results for name in shares.values()]
+        names += [node.outputs[0] for node in self.nodes if is_effect(node, self.graph)]
+        todo = [self.makers[name] for name in names]
+        found = set(todo)
+        while todo:
+            for name in _followed(self.nodes[todo.pop()]):
+                maker = self.makers.get(name)
+                if maker is not None and maker not in found:
+                    found.add(maker)
+                    todo.append(maker)
+        return found
+
+    def passes_of_nodes(self, live: set[int]) -> list[StagePass | None]:
+        """Which pass computes each node; None: every one that wants it, or none."""
+        found: list[StagePass | None] = [
+            StagePass("backward" if place.is_backward else "forward", place.part)
+            if place.part is not None and i in live
+            else None
+            for i, place in enumerate(self.places)
+        ]
+        if not self.splits_weights:
+            return found
+        waited: set[int] = set()
+        for i, node in enumerate(self.nodes):
+            one = found[i]
+            for name in node.flat_inputs():
+                maker = self.makers.get(name)
+                if one and maker is not None and (other := found[maker]) and other != one and other.kind == "backward":
+                    waited.add(maker)
+        todo = list(waited)
+        while todo:
+            for name in self.nodes[todo.pop()].flat_inputs():
+                maker = self.makers.get(name)
+                if maker is not None and maker not in waited:
+                    waited.add(maker)
+                    todo.append(maker)
+        return [
+            one._replace(kind="weights") if one and one.kind == "backward" and i not in waited else one
+            for i, one in enumerate(found)
+        ]
+
+    def closure(
+        self, one: StagePass, members: Iterable[int], of_node: Sequence[StagePass | None]
+    ) -> tuple[set[int], list[Name]]:
+        """The nodes of a pass, those of no part that it wants among them, and what it takes from others."""
+        found, taken, todo = set(members), dict[Name, None](), list(members)
+        while todo:
+            node = self.nodes[todo.pop()]
+            for name in _followed(node):
+                maker = self.makers.get(name)
+                if maker is None or maker in found or name in taken:
+                    continue
+                if of_node[maker] in (None, one) or self.types[name] is None:
+                    found.add(maker)
+                    todo.append(maker)
+                else:
+                    taken[name] = None
+        return found, sorted(taken, key=self.makers.__getitem__)
+
+    def pass_graph(self, found: set[int], taken: Sequence[Name], outputs: Sequence[Name]) -> PassGraph:
+        nodes = [self.nodes[i] for i in sorted(found)]
+        inputs = {name: type for name, type in self.graph.inputs.items() if any(name in n.flat_inputs() for n in nodes)}
+        made = assemble(nodes, self.graph.parameters, [*inputs, *taken], outputs, self.types)
+        positions = {name: position for position, name in enumerate(self.graph.inputs)}
+        return PassGraph(made, [positions[name] for name in inputs], list(taken), list(outputs))
+
+
+def _order(one: StagePass) -> tuple[int, int]:
+    kinds: tuple[PassKind, ...] = ("forward", "backward", "weights")
+    return kinds.index(one.kind), one.part
+
+
+def _followed(node: Node) -> Iterable[Name]:
+    """Inputs that a node cannot do without: what others only wait for may be elsewhere."""
+    if node.kind in ("UpdateState", "Depend"):
+        first = node.inputs[0]
+        return (first,) if isinstance(first, str) else first
+    return node.flat_inputs()
+
+
+def assemble(
+    nodes: Sequence[Node],
+    parameters: Mapping[Name, TensorType],
+    inputs: Sequence[Name],
+    outputs: Sequence[Name],
+    types: Mapping[Name, TensorType | None],
+    roots: Sequence[Name] = (),
+) -> Graph:
+    """A graph of some nodes, which wait for each other as far as they are in it.
+
+    Args:
+        roots: values that must be computed, whether anybody looks at them or not; besides writes of parameters, all of which
+            are.
+    """
+    there, renamed = {*parameters, *inputs}, dict[Name, Name]()
+    kept: list[Node] = []
+    for node in nodes:
+        given: tuple[Input, ...] = tuple(_renamed(each, renamed) for each in node.inputs)
+        if node.kind in ("UpdateState", "Depend"):
+            first, *rest = given
+            rest = [each for each in (_those(each, there) for each in rest) if each]
+            if not rest and isinstance(first, str):
+                renamed[node.outputs[0]] = first
+                continue
+            given = (first, *rest)
+        kept.append(replace(node, inputs=given))
+        there |= set(node.outputs)
+    used = {name for node in kept for name in node.flat_inputs()}
+    graph = Graph({name: type for name, type in parameters.items() if name in used}, {}, kept, [])
+    graph.outputs = [renamed.get(name, name) for name in outputs]
+    for name in inputs:
+        type = types[name]
+        assert type is not None, name
+        graph.inputs[name] = type
+    done = [node.outputs[0] for node in kept if is_effect(node, graph)] + list(roots)
+    if done:
+        assert graph.outputs, "effects without an output"
+    for i, name in enumerate(done):
+        first, waiting = graph.outputs[0], f"{outputs[0]}.done{i}"
+        kept.append(Node("Depend", (first, name), (waiting,), (types[outputs[0]],)))
+        graph.outputs[0] = waiting
+    return graph
+
+
+def _renamed(given: Input, names: Mapping[Name, Name]) -> Input:
+    return names.get(given, given) if isinstance(given, str) else tuple(names.get(name, name) for name in given)
+
+
+def _those(given: Input, there: set[Name]) -> Input:
+    """Of what is waited for that which is there."""
+    if isinstance(given, str):
+        return given if given in there else ()
+    return tuple(name for name in given if name in there)

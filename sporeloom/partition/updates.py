@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts the graph of an update, from gradients to new parameters, into what each stage of a pipeline computes.
+
+Stages work at the same time here, each on the parameters that it holds. A number that all of them make up together, the norm
+of all gradients say, is added up over them; so are gradients of a parameter that several hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from sporeloom.partition.graph import Graph, Name, Node, TensorType
+from sporeloom.partition.grid import STAGES
+from sporeloom.partition.held import PartitionError
+from sporeloom.partition.stages import assemble, is_effect
+
+Stages = frozenset[int]
+
+
+def cut_updates(
+    graph: Graph, num_stages: int, holders: Mapping[Name, Stages], gradients: Mapping[Name, Stages]
+) -> list[Graph]:
+    """One graph for each stage.
+
+    Args:
+        graph: sharded over the ranks of a stage.
+        holders: parameter -> stages that hold it; what is not named, all do.
+        gradients: input -> stages that hold that gradient's parameter. Where they are several, each has its own share of it.
+
+    Raises:
+        PartitionError: what one stage alone computes and another wants cannot be sent.
+    """
+    return _Updates(graph, num_stages, holders, gradients).run()
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An operator, and the stages that compute it."""
+
+    node: Node
+    stages: Stages
+    is_message: bool = False
+
+
+@dataclass(slots=True)
+class _Updates:
+    graph: Graph
+    num_stages: int
+    holders: Mapping[Name, Stages]
+    gradients: Mapping[Name, Stages]
+    entries: list[_Entry] = field(default_factory=list)
+    available: dict[Name, Stages] = field(default_factory=dict)
+    types: dict[Name, TensorType | None] = field(default_factory=dict)
+    sent: dict[Name, Name] = field(default_factory=dict)
+    """Value -> what holds it in all stages."""
+
+    @property
+    def all_stages(self) -> Stages:
+        return frozenset(range(self.num_stages))
+
+    def run(self) -> list[Graph]:
+        self.types = {**self.graph.parameters, **self.graph.inputs}
+        for node in self.graph.nodes:
+            self.types |= zip(node.outputs, node.types, strict=True)
+        self.available = {name: self.holders.get(name, self.all_stages) for name in self.graph.parameters}
+        renamed: dict[Name, Name] = {}
+        for name in self.graph.inputs:
+            stages = self.gradients.get(name, self.all_stages)
+            self.available[name] = stages
+            if name in self.gradients and len(stages) > 1:
+                renamed[name] = self.added_up(dict.fromkeys(stages, name), name)
+        for node in self.graph.nodes:
+            given = tuple(
+                renamed.get(each, each) if isinstance(each, str) else tuple(renamed.get(n, n) for n in each)
+                for each in node.inputs
+            )
+            self.place(replace(node, inputs=given))
+        outputs = [self.everywhere(renamed.get(name, name)) for name in self.graph.outputs]
+        return [self.of_stage(stage, outputs) for stage in range(self.num_stages)]
+
+    def place(self, node: Node) -> None:
+        if node.kind in ("Constant", "UpdateState"):
+            self.put(node, self.all_stages)
+            return
+        if node.kind == "Depend":
+            self.put(node, self.available[next(node.flat_inputs())])
+            return
+        names = [name for name in node.flat_inputs() if name in self.available]
+        if is_effect(node, self.graph):
+            written = next(name for name in names if name in self.graph.parameters)
+            stages = self.available[written]
+        else:
+            stages = frozenset(self.all_stages).intersection(*(self.available[name] for name in names))
+        if not stages and node.kind == "AddN":
+            self.add_up(node)
+            return
+        wanted = stages or self.all_stages
+        replaced = {name: self.everywhere(name) for name in names if not wanted <= self.available[name]}
+        self.put(_with(node, replaced), wanted)
+
+    def put(self, node: Node, stages: Stages) -> None:
+        self.entries.append(_Entry(node, stages))
+        self.available |= dict.fromkeys(node.outputs, stages)
+        self.types |= zip(node.outputs, node.types, strict=True)
+
+    def add_up(self, node: Node) -> None:
+        """A sum over what different stages have: each adds up its own first."""
+        own: dict[int, list[Name]] = {}
+        for name in node.flat_inputs():
+            own.setdefault(min(self.available[name]), []).append(name)
+        shares = {}
+        for stage, names in own.items():
+            shares[stage] = names[0]
+            if len(names) > 1:
+                shares[stage] = f"{node.outputs[0]}.stage{stage}"
+                part = replace(node, inputs=(tuple(names),), outputs=(shares[stage],))
+                self.put(part, frozenset([stage]))
+        self.sent[node.outputs[0]] = self.added_up(shares, node.outputs[0], node.outputs[0])
+
+    def everywhere(self, name: Name) -> Name:
+        """What holds a value in all stages."""
+        if self.available[name] == self.all_stages:
+            return name
+        if name not in self.sent:
+            self.sent[name] = self.added_up({min(self.available[name]): name}, name)
+        return self.sent[name]
+
+    def added_up(self, shares: Mapping[int, Name], name: Name, result: Name = "") -> Name:
+        """The sum over stages of what some of them have of a value: in those that hold it all if they are just those."""
+        type = self.types[name]
+        if type is None or not type.dtype.startswith(("float", "bfloat", "int")):
+            raise PartitionError(
+                f"{name.rpartition(':')[2]}: one stage of the pipeline computes what others want; only numbers are sent"
+            )
+        is_gradient = name in self.gradients and len(shares) > 1
+        stages = frozenset(shares) if is_gradient else self.all_stages
+        result = result or f"{name}.all_stages"
+        zeros = f"{name}.nothing"
+        if stages - set(shares):
+            value = np.zeros((), np.float32 if type.dtype == "bfloat16" else type.dtype)
+            self.put(Node("Constant", (), (zeros,), (type,), value=value), stages - set(shares))
+        attributes: dict[str, Any] = {"axes": (STAGES,), "op": "sum", "stages": tuple(sorted(stages))}
+        for stage in sorted(stages):
+            node = Node("AllReduce", (shares.get(stage, zeros),), (result,), (type,), attributes)
+            self.entries.append(_Entry(node, frozenset([stage]), is_message=True))
+        self.available[result], self.types[result] = stages, type
+        return result
+
+    def of_stage(self, stage: int, outputs: Sequence[Name]) -> Graph:
+        entries = [entry for entry in self.entries if stage in entry.stages]
+        makers = {name: entry for entry in entries for name in entry.node.outputs}
+        messages = [entry.node.outputs[0] for entry in entries if entry.is_message]
+        roots = [entry for entry in entries if entry.is_message or is_effect(entry.node, self.graph)]
+        roots += [makers[name] for name in outputs if name in makers]
+        kept: set[int] = set()
+        todo = list(roots)
+        while todo:
+            entry = todo.pop()
+            if id(entry) in kept:
+                continue
+            kept.add(id(entry))
+            todo += [makers[name] for name in _wanted(entry.node) if name in makers]
+        nodes = [entry.node for entry in entries if id(entry) in kept]
+        inputs = [name for name in self.graph.inputs if any(name in node.flat_inputs() for node in nodes)]
+        inputs += [name for name in outputs if name in self.graph.inputs and name not in inputs]
+        return assemble(nodes, self.graph.parameters, inputs, outputs, self.types, messages)
+
+
+def _wanted(node: Node) -> Iterable[Name]:
+    if node.kind in ("UpdateState", "Depend"):
+        first = node.inputs[0]
+        return (first,) if isinstance(first, str) else first
+    return node.flat_inputs()
+
+
+def _with(node: Node, names: Mapping[Name, Name]) -> Node:
+    given = tuple(
+        names.get(each, each) if isinstance(each, str) else tuple(names.get(name, name) for name in each)
+        for each in node.inputs
+    )
+    return replace(node, inputs=given)

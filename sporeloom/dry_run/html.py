@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from sporeloom.dry_run.summary import GB, describe_layout
-from sporeloom.strategy.schedule import times
+from sporeloom.strategy.schedule import SPLIT, times
 
 PARTS = (
     ("parameter_bytes", "parameters", "#4878a8"),
@@ -93,7 +93,7 @@ def _pipeline(job: dict[str, Any]) -> str:
             cells.append(f"<text x='{x + 2:g}' y='{y + 13}' font-size='10'>{i}</text>")
     last = max(drawn[-1][2] for drawn in stages)
     note = f"{schedule}, forward blue, backward green, {shown} of {job['num_microbatches']} microbatches"
-    note += "; gradients of weights that are computed later yellow" if schedule == "zero_bubble_v" else ""
+    note += "; gradients of weights that are computed later yellow" if schedule in SPLIT else ""
     note += f"; the {virtual} parts of a stage in shades" if virtual > 1 else ""
     size = f"width='{80 + unit * last:g}' height='{8 + 22 * num_stages}'"
     return f"{stages_table}<p>{note}</p><div style='overflow-x:auto'><svg {size}>{''.join(cells)}</svg></div>"

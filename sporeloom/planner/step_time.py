@@ -20,7 +20,7 @@ from sporeloom.planner.memory import (
     moments_on_host,
     stage_parameters,
 )
-from sporeloom.strategy.schedule import Pass, idle_microbatches, times
+from sporeloom.strategy.schedule import SPLIT, Pass, idle_microbatches, times
 
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
@@ -294,13 +294,13 @@ def _bubble(
     """Seconds that the slowest stage waits, with each stage's `busy` seconds for a microbatch. `parts`: of a layer, of the
     head, and what a recomputed layer adds.
 
-    Filling and draining takes the other stages' time once, a v-th of it with v virtual stages. zero_bubble_v is counted out,
-    pass by pass.
+    Filling and draining takes the other stages' time once, a v-th of it with v virtual stages. Zero-bubble schedules are
+    counted out, pass by pass.
     """
     if job.pp == 1:
         return 0.0
     order = job.pp, job.num_microbatches, job.virtual_stages, job.schedule
-    if job.schedule != "zero_bubble_v":
+    if job.schedule not in SPLIT:
         return (sum(busy) - max(busy)) / (job.pp - 1) * idle_microbatches(*order)
     (layer, head, again), stages = parts, job.parts(dims.num_layers)
 

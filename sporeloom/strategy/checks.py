@@ -28,7 +28,7 @@ def spans_tensor_parallel(strategy: Strategy) -> str:
     mesh = strategy.mesh
     return (
         f"{strategy.at('mesh.ep')} = {mesh.ep} reaches beyond mesh.dp = {mesh.dp} over tensor parallel ranks, which only "
-        "graphs that are sharded by this package can: engine spmd on CPU, without a pipeline; use at most "
+        "graphs that are sharded by this package can: engine spmd on CPU; use at most "
         f"{mesh.dp} (possible: {', '.join(map(str, divisors(mesh.dp)))})"
     )
 
@@ -79,11 +79,18 @@ def _option_problems(strategy: Strategy) -> list[str]:
     pipeline = strategy.pipeline
     if strategy.offload and not (strategy.offload.optimizer or strategy.offload.layers):
         problems.append(f"{strategy.at('offload')} moves nothing; give optimizer: true, or layers")
-    if pipeline.schedule != "1f1b" and pipeline.virtual_stages == 1:
+    if pipeline.schedule in ("seqpipe", "zero_bubble_v") and pipeline.virtual_stages == 1:
         problems.append(
             f"{strategy.at('pipeline.schedule')}: {pipeline.schedule} is for pipelines with virtual_stages; without them "
-            "MindSpore has 1f1b alone"
+            "take 1f1b, gpipe or zero_bubble_h1"
         )
+    if pipeline.schedule == "zero_bubble_h1" and pipeline.virtual_stages > 1:
+        problems.append(
+            f"{strategy.at('pipeline.virtual_stages')}: zero_bubble_h1 has no virtual stages; leave them out, or take "
+            "zero_bubble_v"
+        )
+    if strategy.engine == "mindspore":
+        problems += strategy.mindspore_problems()
     if pipeline.schedule == "zero_bubble_v" and pipeline.virtual_stages > 1:
         if pipeline.virtual_stages != 2:
             problems.append(
@@ -117,8 +124,6 @@ def _option_problems(strategy: Strategy) -> list[str]:
         problems += _reshard_problems(strategy)
     if "context_parallel" in strategy.lines and mesh.cp == 1:
         problems.append(f"{strategy.at('context_parallel')} has no effect at mesh.cp = 1; remove it or raise mesh.cp")
-    if strategy.engine == "spmd" and mesh.pp > 1:
-        problems.append(f"{strategy.at('engine')}: spmd shards no pipelines yet; write mindspore, or leave out mesh.pp")
     if strategy.sequence_parallel and mesh.tp == 1:
         problems.append(f"{strategy.at('sequence_parallel')} has no effect at mesh.tp = 1; remove it or raise mesh.tp")
     return problems
@@ -282,7 +287,7 @@ def adapter_problems(strategy: Strategy) -> list[str]:
 def dry_run_problems(strategy: Strategy) -> list[str]:
     """What dry runs and certificates, which read MindSpore's own partition, do not know."""
     if strategy.engine != "spmd":
-        return []
+        return strategy.mindspore_problems()
     return [
         f"{strategy.at('engine')}: dry runs and certificates read what MindSpore partitions, not yet what spmd does; write "
         "mindspore, or leave it out"
@@ -295,6 +300,11 @@ def check_own_network(strategy: Strategy) -> None:
     Raises:
         ConfigError: the strategy has it.
     """
+    if strategy.mesh.pp > 1 and strategy.engine == "spmd":
+        raise ConfigError(
+            f"{strategy.at('engine')}: spmd runs pipelines of our models, not yet of your own network; leave it out, or take "
+            "dp and tp without pp"
+        )
     if strategy.stage_of_loss < strategy.mesh.pp - 1:
         raise ConfigError(
             f"{strategy.at('pipeline.schedule')}: {strategy.pipeline.schedule} leaves the loss with the first stage, where a "

@@ -6,12 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from sporeloom.errors import ConfigError
 from sporeloom.numbers import Count, Depth, Natural, Positive
 from sporeloom.strategy.layout import Layout
 from sporeloom.strategy.mesh import Mesh
 
 ContextMethod = Literal["gather", "ulysses"]
-Schedule = Literal["1f1b", "gpipe", "seqpipe", "zero_bubble_v"]
+Schedule = Literal["1f1b", "gpipe", "seqpipe", "zero_bubble_h1", "zero_bubble_v"]
 Partitioner = Literal["mindspore", "spmd"]
 
 
@@ -44,9 +45,10 @@ class Pipeline:
     """Parts of the model that each stage holds, assigned in turn (interleaving): with v of them filling and draining the
     pipeline takes a v-th of the time, and v times as much is sent between stages."""
     schedule: Schedule = "1f1b"
-    """Order in which virtual stages work on microbatches, one of MindSpore's: `1f1b`, a forward and a backward in turn;
-    `gpipe`, all forward first; `seqpipe`; `zero_bubble_v`, whose 2 virtual stages go down the stages and up again and whose
-    backward passes are taken apart to fill the idle time."""
+    """Order in which stages work on microbatches: `1f1b`, a forward and a backward in turn; `gpipe`, all forward first;
+    `seqpipe`, which interleaves virtual stages otherwise; `zero_bubble_h1`, 1f1b whose backward passes are taken apart to
+    fill the idle time; `zero_bubble_v`, where they are, too, and whose 2 virtual stages go down the stages and up again.
+    MindSpore's own pipelines, on devices, have no zero_bubble_h1, and gpipe with virtual stages alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +157,8 @@ class Strategy:
     another communicates; the same arithmetic. MindSpore orders their collectives where `mesh.pp` is 1."""
     engine: Partitioner | None = None
     """Who shards graphs for CPU processes: `spmd`, which compiles the graph of one device once for all ranks and shards that
-    (`sporeloom.partition`), or `mindspore`, whose compiler does so for every rank anew. Without it `spmd`, and in a pipeline,
-    in dry runs, in certificates and on devices `mindspore`."""
+    (`sporeloom.partition`), or `mindspore`, whose compiler does so for every rank anew. Without it `spmd`, but in dry runs,
+    in certificates, on devices, and in pipelines of users' networks `mindspore`."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
     lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})
@@ -165,11 +167,27 @@ class Strategy:
     @property
     def is_spmd(self) -> bool:
         """Whether the graph of one device is compiled, and sharded afterwards."""
-        return self.engine != "mindspore" and self.mesh.size > 1 and self.mesh.pp == 1
+        return self.engine != "mindspore" and self.mesh.size > 1
 
     def by_mindspore(self) -> Strategy:
-        """The same, whose graphs MindSpore shards."""
+        """The same, whose graphs MindSpore shards.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if problems := self.mindspore_problems():
+            raise ConfigError(problems)
         return replace(self, engine="mindspore")
+
+    def mindspore_problems(self) -> list[str]:
+        """What MindSpore's own pipelines do not have."""
+        pipeline = self.pipeline
+        if pipeline.schedule == "zero_bubble_h1" or (pipeline.schedule == "gpipe" and pipeline.virtual_stages == 1):
+            return [
+                f"{self.at('pipeline.schedule')}: MindSpore's own pipelines, which run on devices and are dry-run and "
+                f"certified, have no {pipeline.schedule} without virtual stages; take 1f1b"
+            ]
+        return []
 
     @property
     def optimizer_on_host(self) -> bool:

@@ -29,6 +29,8 @@ Seconds = Callable[[int, Pass], float]
 """Of a stage's pass, given that its backward pass is whole."""
 DRAWN: dict[str, int] = {"forward": 1, "backward": 2}
 """How long a pass takes in a drawing."""
+SPLIT: tuple[Schedule, ...] = ("zero_bubble_h1", "zero_bubble_v")
+"""Schedules that take backward passes apart."""
 WHOLE_GROUPS = 3
 """Of interleaved microbatches, after which a stage holds nothing that it has not held before."""
 
@@ -40,6 +42,8 @@ def passes(
     some forward passes a forward and a backward one follow each other."""
     if schedule == "zero_bubble_v":
         return _zero_bubble_v(stage, num_stages, num_microbatches)
+    if schedule == "zero_bubble_h1":
+        return _zero_bubble_h1(stage, num_stages, num_microbatches)
     groups, parts = _groups(num_stages, num_microbatches, schedule), range(virtual_stages)
     forward = [Pass("forward", part, i) for group in groups for part in parts for i in group]
     backward = [Pass("backward", part, i) for group in groups for part in reversed(parts) for i in group]
@@ -65,6 +69,18 @@ def _groups(num_stages: int, num_microbatches: int, schedule: Schedule) -> list[
         sizes = [num_stages + each + (number < more) for number in range(count)]
     ends = [0, *itertools.accumulate(sizes)]
     return [range(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def _zero_bubble_h1(stage: int, num_stages: int, num_microbatches: int) -> list[Pass]:
+    """1f1b, but the gradients of weights wait: on stage s for s further backward passes, so that none holds more than the
+    first one (arXiv:2401.10241, section 2.3)."""
+    ahead = min(num_stages - stage, num_microbatches)
+    order = [Pass("forward", 0, i) for i in range(ahead)]
+    for i in range(num_microbatches):
+        order.append(Pass("backward", 0, i))
+        order += [Pass("weights", 0, i - stage)] if i >= stage else []
+        order += [Pass("forward", 0, ahead + i)] if ahead + i < num_microbatches else []
+    return order + [Pass("weights", 0, i) for i in range(max(0, num_microbatches - stage), num_microbatches)]
 
 
 def _zero_bubble_v(stage: int, num_stages: int, num_microbatches: int) -> list[Pass]:
@@ -126,7 +142,7 @@ def times(
         before = sum(map(len, result))
         for stage in range(num_stages):
             while one := waiting[stage]:
-                place = _place(one.part, stage, num_stages, schedule)
+                place = part_of_model(one.part, stage, num_stages, schedule)
                 needed = _needed(one._replace(part=place), last)
                 if needed and needed not in ends:
                     break
@@ -141,7 +157,7 @@ def times(
     return result
 
 
-def _place(part: int, stage: int, num_stages: int, schedule: Schedule) -> int:
+def part_of_model(part: int, stage: int, num_stages: int, schedule: Schedule) -> int:
     """Which part of the model a stage's part is."""
     if schedule == "zero_bubble_v" and part == 1:
         return 2 * num_stages - 1 - stage
@@ -167,7 +183,7 @@ def held_parts(
     if schedule == "gpipe":
         return ((num_microbatches,) * virtual_stages,)
     if virtual_stages == 1:
-        return ((min(num_microbatches, num_stages - stage),),)
+        return ((min(num_microbatches, num_stages - (0 if schedule == "zero_bubble_h1" else stage)),),)
     if schedule == "1f1b":  # the rest repeats
         num_microbatches = min(num_microbatches, num_microbatches % num_stages + WHOLE_GROUPS * num_stages)
     order = passes(stage, num_stages, num_microbatches, virtual_stages, schedule)
@@ -207,9 +223,9 @@ def idle_microbatches(num_stages: int, num_microbatches: int, virtual_stages: in
     """For how many microbatches' time a stage waits in a step, if all parts take equally long: the bubble.
 
     Filling and draining takes p - 1 of a part. Fewer microbatches than stages also wait before each further part. The last
-    stage of zero_bubble_v waits as its order has it, a forward pass taking as long as either half of a backward one.
+    stage of a zero-bubble schedule waits as its order has it, a forward pass taking as long as either half of a backward one.
     """
-    if schedule == "zero_bubble_v":
+    if schedule in SPLIT:
         drawn = times(num_stages, num_microbatches, virtual_stages, schedule)
         return max(stage[-1][2] for stage in drawn) / (3 * virtual_stages) - num_microbatches
     short = max(0, num_stages - num_microbatches) * (virtual_stages - 1)

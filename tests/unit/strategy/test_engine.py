@@ -15,10 +15,10 @@ def of(mesh, **settings):
     return strategy_of({"mesh": mesh, "engine": "spmd", **settings}, "s.yaml")
 
 
-def test_without_the_key_pipelines_alone_are_mindspores():
+def test_without_the_key_it_is_spmd():
     without = strategy_of({"mesh": {"dp": 2}})
     assert without.engine is None and without.is_spmd and not without.by_mindspore().is_spmd
-    assert not strategy_of({"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}}).is_spmd
+    assert strategy_of({"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}}).is_spmd
     assert not strategy_of({"mesh": {"dp": 1}}).is_spmd  # one device has nothing to shard
     assert not strategy_of({"mesh": {"dp": 2}, "engine": "mindspore"}).is_spmd
 
@@ -33,10 +33,6 @@ def test_a_written_strategy_keeps_it(write):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"mesh": {"pp": 2}, "engine": "spmd", "pipeline": {"num_microbatches": 2}},
-            "engine: spmd shards no pipelines yet",
-        ),
         ({"mesh": {"dp": 2}, "engine": "spdm"}, "spdm"),
     ],
 )

@@ -96,8 +96,8 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
             "s.yaml:2: pipeline.num_microbatches = 4: zero_bubble_v wants at least twice as many as the 4 stages",
         ),
         (
-            "mesh: {pp: 2}\npipeline: {num_microbatches: 4, schedule: gpipe}",
-            "s.yaml:2: pipeline.schedule: gpipe is for pipelines with virtual_stages",
+            "mesh: {pp: 2}\npipeline: {num_microbatches: 4, schedule: seqpipe}",
+            "s.yaml:2: pipeline.schedule: seqpipe is for pipelines with virtual_stages",
         ),
         (
             "mesh: {pp: 2}\npipeline: {num_microbatches: 4, virtual_stages: 2}\nmicro_batch_interleave: 2",

@@ -12,7 +12,9 @@ from sporeloom.strategy.schedule import held_parts, idle_microbatches, passes, s
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 3), (3, 8), (4, 4), (4, 9), (4, 11), (4, 30), (8, 8), (8, 12), (8, 40)]
 """Stages and microbatches."""
-KINDS = [(v, schedule) for v in (1, 2, 3, 4, 6) for schedule in ("1f1b", "gpipe", "seqpipe")] + [(2, "zero_bubble_v")]
+KINDS = [(v, schedule) for v in (1, 2, 3, 4, 6) for schedule in ("1f1b", "gpipe", "seqpipe")] + [
+    *((1, "zero_bubble_h1"), (2, "zero_bubble_v"))
+]
 GRID = [
     (p, m, v, schedule)
     for p, m in SIZES

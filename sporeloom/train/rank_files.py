@@ -38,7 +38,7 @@ def write_rank_files(
     """
     if folder.exists():
         raise ConfigError(f"{folder}: exists; choose another name")
-    partial = partial_name(folder)
+    strategy, partial = strategy.by_mindspore(), partial_name(folder)
     try:
         (partial / LAYOUTS).mkdir(parents=True)
         for rank in range(strategy.mesh.size):

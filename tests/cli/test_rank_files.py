@@ -3,7 +3,10 @@
 
 import pytest
 from conftest import CONFIGS, tool
+from mindspore import load_checkpoint
 from safetensors.numpy import load_file
+
+MLP_UP = "layers.0.mlp.up.weight"
 
 pytestmark = pytest.mark.slow
 
@@ -13,14 +16,19 @@ def convert(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "layouts"),
-    [("pangu_tiny_dp2_tp2_zero", "layouts/strategy_0.ckpt"), ("pangu_tiny_tp2_pp2", "layouts")],
+    ("strategy", "layouts", "parts"),
+    [("pangu_tiny_dp2_tp2_zero", "layouts/strategy_0.ckpt", 4), ("pangu_tiny_tp2_pp2", "layouts", 2)],
 )
-def test_there_and_back_is_bit_identical(checkpoint, tmp_path, strategy, layouts):
+def test_there_and_back_is_bit_identical(checkpoint, tmp_path, strategy, layouts, parts):
     ranks, back = tmp_path / "ranks", tmp_path / "back"
     outcome = convert(checkpoint, ranks, "--ranks-of", CONFIGS / f"{strategy}.yaml")
     assert outcome.code == 0, outcome.output
     assert len(list(ranks.glob("rank_*/*.ckpt"))) == 4
+    whole = load_file(checkpoint / "model.safetensors")[MLP_UP].shape
+    (held,) = (
+        v.shape for n, v in load_checkpoint(str(ranks / "rank_0" / "checkpoint_0.ckpt")).items() if n.endswith(MLP_UP)
+    )
+    assert held == (whole[0] // parts, *whole[1:])  # a part, not the whole on every rank
     outcome = convert(ranks, back, "--layouts", ranks / layouts, "--size", "tiny")
     assert outcome.code == 0, outcome.output
     first, second = (load_file(folder / "model.safetensors") for folder in (checkpoint, back))

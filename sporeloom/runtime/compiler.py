@@ -6,12 +6,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mindspore as ms
 
+from sporeloom.lines import first_line
+from sporeloom.log import milestone
 from sporeloom.parallel.sums import add_by_pairs
 from sporeloom.private_names import RELEASE_OWNER, SEARCH_COSTS, compile_config
 from sporeloom.private_names import auto_parallel_context as mindspores_context
@@ -21,6 +24,13 @@ from sporeloom.strategy.config import Strategy
 
 FASTER = {"GREED_PARSE": "1", "COMPILE_DEBUG_MODE": "release"}
 """Switches of MindSpore's compiler; a version without one is slower, no more."""
+
+UNLUCKY = re.compile(r"Graph cycle exists|out of range: \d+, cnode: @kernel_graph")
+"""What MindSpore says of graphs that one of its own passes has just broken. Those passes go by the addresses of nodes, so
+the same graph compiles in hundreds of cases and fails in one."""
+TRIES = 4
+
+Result = TypeVar("Result")
 
 gc.freeze()  # MindSpore collects garbage before every compilation; what importing it made is none
 
@@ -79,6 +89,25 @@ def faster_compilation() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(compile_config, name, value)
+
+
+def compile_again_if_unlucky(compile: Callable[[], Result], prepare: Callable[[], None] = lambda: None) -> Result:
+    """What `compile` gives, tried anew where MindSpore broke a graph that it compiles at other addresses (see `UNLUCKY`).
+
+    Args:
+        prepare: called before each further try.
+    """
+    for number in range(1, TRIES):
+        try:
+            return compile()
+        except RuntimeError as error:
+            if not UNLUCKY.search(str(error)):
+                raise
+            milestone(
+                f"MindSpore broke a graph while it compiled it ({first_line(error)}); try {number + 1} of {TRIES}"
+            )
+            prepare()
+    return compile()
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ VERBS = {
     "score": "logits and loss of token ids",
     "plan": "the best strategy for a model, a cluster and a batch; `plan list`: those that are shipped",
     "dry-run": "what ranks of a cluster would hold, send and compute; `dry-run explain NAME`: one layout",
+    "rules": "the operators of your own network that a strategy's rules can name",
     "certify": "one verdict before a cluster is booked",
     "preprocess": "from raw text to token files",
     "checkpoint-info": "what a training checkpoint holds, and whether it is sound",

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators of your own network that the rules of a strategy can name.
+
+    sporeloom rules net.py
+    sporeloom rules net.py:Net --inputs 8x32:float32 8x10:float32
+
+An operator that is an attribute of a Cell has a path, by which a rule finds it; what has none (x + y, ops.relu(x)) lies
+as its inputs do. A rule is worth writing for products with large weights and for large tables; all else follows from these.
+"""
+
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sporeloom.cli import argument, option, parse_args
+from sporeloom.errors import ConfigError
+from sporeloom.lines import first_line
+from sporeloom.runtime.environment import prepare_environment
+
+INPUT = re.compile(r"(\d+(?:x\d+)*|scalar):(\w+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulesConfig:
+    network: str = argument(
+        "FILE or FILE:NAME: a Cell, or a class or function at the top of a Python file that is called without arguments and "
+        "gives one; without NAME the only one that there is. The file is run"
+    )
+    inputs: tuple[str, ...] = option(
+        (),
+        "shape and element type of each input, as in 8x32:float32; the network is compiled, and all shapes are shown",
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(RulesConfig, __doc__, argv)
+    inputs = [_input(text) for text in config.inputs]
+    prepare_environment()
+    import_module("mindspore").set_device("CPU")
+    net = _network(config.network)
+    addressable = import_module("sporeloom.parallel.addressable")  # loads MindSpore
+    shapes, without = (None, 0) if not inputs else _shapes(net, inputs)
+    print(addressable.table_of_operators(net, shapes))
+    if without:
+        print(f"\n{without} more operators of the forward pass have no path; they lie as their inputs do.")
+    return 0
+
+
+def _input(text: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    found = INPUT.fullmatch(text)
+    try:
+        if found:
+            sizes = () if found[1] == "scalar" else tuple(map(int, found[1].split("x")))
+            return sizes, np.dtype(found[2])
+    except TypeError:
+        pass
+    raise ConfigError(f"--inputs {text}: write shape:type, as in 8x32:float32 or scalar:int32")
+
+
+def _network(text: str) -> Any:
+    """The Cell that a file defines.
+
+    Raises:
+        ConfigError: there is none, or several, or the file cannot be run.
+    """
+    nn = import_module("mindspore").nn
+    file, _, name = text.partition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(f"{file}: there is no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{file}: is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.argv = [file]  # a script may look at its arguments
+    try:
+        spec.loader.exec_module(module)
+        own = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, nn.Cell)
+            or (inspect.isclass(value) and issubclass(value, nn.Cell) and value.__module__ == path.stem)
+        }
+        if name and not hasattr(module, name):
+            raise ConfigError(f"{file}: has no {name}; it has {', '.join(own) or 'no Cell'}")
+        if not name and len(own) != 1:
+            raise ConfigError(
+                f"{file}: has {', '.join(own) or 'no Cell'}; name one, as in {file}:{next(iter(own), 'Net')}"
+            )
+        value = getattr(module, name) if name else next(iter(own.values()))
+        net = value() if callable(value) and not isinstance(value, nn.Cell) else value
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{text}: {type(error).__name__}: {first_line(error)}") from None
+    if not isinstance(net, nn.Cell):
+        raise ConfigError(f"{text}: is no Cell and gives none")
+    return net
+
+
+def _shapes(net: Any, inputs: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[dict[str, Any], int]:
+    """Shapes by path, and how many operators of the forward pass have none.
+
+    Raises:
+        ConfigError: MindSpore cannot compile the network for these inputs.
+    """
+    spmd, mindir = import_module("sporeloom.runtime.cpu.spmd"), import_module("sporeloom.partition.mindir")
+    import_module("mindspore").set_context(mode=0)  # graphs
+    graph = mindir.read_graph(spmd.compile_for_one_device(net.set_train(False), inputs))
+    types = {**graph.parameters, **graph.inputs}
+    for node in graph.nodes:
+        types |= zip(node.outputs, node.types, strict=True)
+    shapes: dict[str, Any] = {}
+    without = 0
+    for node in graph.nodes:
+        tensors = [type for type in node.types if type is not None]
+        if node.path:
+            given = [types[name].shape for name in node.flat_inputs() if types.get(name) is not None]
+            shapes.setdefault(node.path, (given, [type.shape for type in tensors]))
+        elif tensors and node.kind not in ("Constant", "Load", "Depend"):
+            without += 1
+    return shapes, without

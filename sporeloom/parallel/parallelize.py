@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import mindspore as ms
 from mindspore import nn
@@ -70,11 +70,14 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
             cells[path].recompute()
     for number in offloaded_layers(len(layers), strategy):
         cells[layers[number]].offload()
-    stages = _assign_stages(net, strategy, layers)
+    parts = _parts_of_cells(net, strategy, layers)
+    stages = {path: strategy.stage_of_part(part) for path, part in parts.items()}
+    if not shards_itself(strategy):
+        _assign_stages(net, strategy, parts)
     ties, tied = all(getattr(cell, "tied_embedding", True) for _, cell in net.cells_and_names()), []
     for parameter in net.get_parameters():
         is_tied = ties and any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied)
-        is_sent = is_tied and strategy.stage_of_loss > 0
+        is_sent = is_tied and strategy.stage_of_loss > 0 and not shards_itself(strategy)
         tied += [parameter.name] if is_sent else []
         if is_sent or not parameter.shape:  # MindSpore dies of cutting a number
             parameter.parallel_optimizer = False
@@ -91,6 +94,7 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         stage_of_loss=strategy.stage_of_loss,
         recomputed=recomputed,
         tied=tied,
+        parts=parts,
         is_spmd=shards_itself(strategy),
         owners=owners,
     )
@@ -252,10 +256,9 @@ def _lookup_problems(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mes
             )
 
 
-def _assign_stages(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> dict[str, int]:
-    """Set the pipeline stage, and virtual stage, of each named cell. Returns cell path -> stage."""
-    num_stages = strategy.mesh.pp
-    if num_stages == 1:
+def _parts_of_cells(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> dict[str, int]:
+    """Path of each Cell that the rules name -> the part of the model that it is in; none without a pipeline."""
+    if strategy.mesh.pp == 1:
         return {}
     parts = dict(zip(layers, part_of_layers(len(layers), strategy), strict=True))
     for patterns, part in (
@@ -264,12 +267,16 @@ def _assign_stages(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> d
     ):
         found = _matching(net, patterns)  # `norm` is the end of layers.0.norm, too, which goes with its layer
         parts |= {path: part for path in found if not any(path.startswith(f"{layer}.") for layer in layers)}
+    return parts
+
+
+def _assign_stages(net: nn.Cell, strategy: Strategy, parts: Mapping[str, int]) -> None:
+    """Tell MindSpore the pipeline stage, and virtual stage, of each Cell."""
     for path, cell in net.cells_and_names():
         if path in parts:
             cell.pipeline_stage = strategy.stage_of_part(parts[path])
             if strategy.pipeline.virtual_stages > 1:
-                cell.pipeline_segment = parts[path] // num_stages
-    return {path: strategy.stage_of_part(part) for path, part in parts.items()}
+                cell.pipeline_segment = parts[path] // strategy.mesh.pp
 
 
 def _layers_of_stages(layers: Sequence[str], strategy: Strategy) -> list[list[str]]:

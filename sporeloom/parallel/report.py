@@ -57,6 +57,9 @@ class Report:
     """Parameters that several stages of a pipeline hold. Training updates them where they belong, and sends them with each
     step; the others' own are of no use until `Engine.refresh`."""
 
+    parts: dict[str, int] = field(default_factory=dict, repr=False)
+    """Path of a Cell -> the part of the model, in the order of the layers, that a pipeline assigned it to."""
+
     is_spmd: bool = False
     """Whether the graph is compiled for one device and sharded afterwards: then nothing in it may hang on the mesh."""
     owners: dict[str, Rule] = field(default_factory=dict, repr=False)
@@ -88,6 +91,12 @@ class Report:
         )
         self.parameters[self.parameters.index(whole)] = self.by_name[name] = learned
 
+    def place(self, name: str, stage: int) -> None:
+        """Learn the first stage that uses a parameter."""
+        if (known := self.by_name.get(name)) is not None and known.stage != stage:
+            learned = dataclasses.replace(known, stage=stage)
+            self.parameters[self.parameters.index(known)] = self.by_name[name] = learned
+
     def of(self, name: str) -> ParameterReport:
         """The report of a parameter, or of the one an optimizer state `prefix.name` belongs to."""
         return self.by_name[name] if name in self.by_name else self.by_name[name.partition(".")[2]]
@@ -97,8 +106,8 @@ class Report:
         return {p.name: p for p in self.parameters}
 
     def to_dict(self) -> dict[str, object]:
-        values = dataclasses.asdict(dataclasses.replace(self, owners={}))
-        del values["owners"]
+        values = dataclasses.asdict(dataclasses.replace(self, owners={}, parts={}))
+        del values["owners"], values["parts"]
         for parameter in values["parameters"]:
             parameter["layout"] = show(parameter["layout"])
         return values

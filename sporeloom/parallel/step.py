@@ -103,9 +103,11 @@ class TrainStep(nn.Cell):
         self.sqrt, self.add_n, self.maximum = ops.Sqrt(), ops.AddN(), ops.Maximum()
         mesh = report.compiled_mesh
         on_one_device = mesh.size == 1
-        self.num_parts = accumulate if on_one_device else 1
+        self.num_parts = accumulate if on_one_device and not report.is_spmd else 1
+        self.accumulate, self.takes_gradients = accumulate, False
         # The last stage is asked for the loss; where another has it all are told.
-        self.tells_loss, self.of_stage = report.stage_of_loss != mesh.pp - 1, 1.0 / mesh.stage_size
+        self.tells_loss = not report.is_spmd and report.stage_of_loss != mesh.pp - 1
+        self.of_stage = 1.0 / mesh.stage_size
         self.buffered = mesh.pp > 1 or (accumulate > 1 and not on_one_device)
         self.optimizer_parallel = report.optimizer_parallel
         if self.buffered:  # MindSpore's parallel passes add microbatches up in these, found by their name
@@ -143,7 +145,10 @@ class TrainStep(nn.Cell):
         self.biases = ParameterTuple([cell.balance_bias for cell in self.balanced])
 
     def construct(self, *batch):
-        loss, gradients = self.in_parts(*batch) if self.num_parts > 1 else self.at_once(*batch)
+        if self.takes_gradients:  # see `Microbatch`
+            loss, gradients = batch[0], batch[1:]
+        else:
+            loss, gradients = self.in_parts(*batch) if self.num_parts > 1 else self.at_once(*batch)
         if self.tells_loss:
             loss = self.all_reduce(loss) * self.of_stage
         accumulated = gradients
@@ -206,3 +211,17 @@ class TrainStep(nn.Cell):
             loss = loss + part_loss
             gradients = part_gradients if gradients is None else self.map(_add, gradients, part_gradients)
         return loss, gradients
+
+
+class Microbatch(nn.Cell):
+    """The first half of a `TrainStep`, which a schedule repeats: batch -> loss and gradients, one after the other. The step
+    itself is the second half from then on: what those add up to -> what it returns."""
+
+    def __init__(self, step):
+        super().__init__(auto_prefix=False)
+        self.step = step
+        step.takes_gradients = True
+
+    def construct(self, *batch):
+        loss, gradients = self.step.at_once(*batch)
+        return (loss, *gradients)

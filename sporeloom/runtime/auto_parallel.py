@@ -128,6 +128,8 @@ def auto_parallel(
         raise ConfigError(
             f"auto_parallel: {', '.join(settings)} belong into {strategy}, or give mesh=... instead of it"
         )
+    if loaded.mesh.pp > 1:
+        loaded = loaded.by_mindspore()
     key = strategy_key(loaded)
     engine = _engines.pop(key) if key in _engines else Engine.start(loaded)
     _engines[key] = engine

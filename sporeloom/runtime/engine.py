@@ -48,6 +48,8 @@ class Engine:
         ms.set_context(mode=ms.GRAPH_MODE)
         if strategy.engine == "spmd" and target != "CPU":
             raise ConfigError(f"{strategy.at('engine')}: spmd is for CPU processes; leave it out on {target} devices")
+        if target != "CPU" and (problems := strategy.mindspore_problems()):
+            raise ConfigError(problems)
         if strategy.mesh.size > 1:
             processes = SpmdProcesses if strategy.is_spmd else CpuProcesses
             return cls(strategy, target, processes.join(strategy) if target == "CPU" else Devices.join(strategy))

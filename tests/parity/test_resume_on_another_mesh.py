@@ -38,7 +38,16 @@ def out(tmp_path_factory):
     (folder / f"{MINDSPORES}.yaml").write_text(strategies[1].read_text() + "\nengine: mindspore\n")
     strategies.append(folder / f"{MINDSPORES}.yaml")
     call(WORKER, "run", folder, ["save"], ["one_device"])
-    call(WORKER, "run", folder, ["save", "resume"], [str(path) for path in strategies], processes=4, timeout=900)
+    call(
+        WORKER,
+        "run",
+        folder,
+        ["save", "resume"],
+        [str(path) for path in strategies],
+        processes=4,
+        timeout=900,
+        fresh=True,
+    )
     call(WORKER, "run", folder, ["resume"], ["one_device"])
     return folder
 

@@ -39,7 +39,12 @@ def tell_what_is_held():
             return metrics(self, step, counts)
         own = {id(parameter) for parameter in self.net.get_parameters()}
         # What this rank's graphs do not use is there, too, whole, in a process without a device.
-        used = {name for program in self.engine.backend.programs.values() for name in program.graph.parameters}
+        used = {
+            name
+            for program in self.engine.backend.programs.values()
+            for graph in program.graphs
+            for name in graph.parameters
+        }
         nets = {
             "reference": self.reference and self.reference.net,
             "reward model": self.judge and self.judge.net,

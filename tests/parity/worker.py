@@ -102,15 +102,17 @@ def train(path: str, options: list[str], out: str) -> None:
         engine, report = train_decoder(family, config, strategy, Path(out), BATCH, accumulate, clip)
     check_report(report, engine)
     if "offload" in options and strategy.mesh.size > 1 and not strategy.is_spmd:
-        kinds = {p.op_type for program in programs_of(engine) for p in program.graph.model.primitives}
+        kinds = {p.op_type for graph in graphs_of(engine) for p in graph.model.primitives}
         assert "MoveTo" in kinds
     if strategy.is_spmd and engine.is_log_rank:
-        (sharded,) = engine.backend.sharded
-        kinds = Counter(f"{c.kind} over {', '.join(c.axes)}" for c in sharded.communications)
-        Path(f"{out}.sharded.json").write_text(json.dumps({"unsharded": sharded.unsharded, "communications": kinds}))
+        unsharded, kinds = Counter(), Counter()
+        for sharded in engine.backend.sharded:
+            unsharded += sharded.unsharded
+            kinds += Counter(f"{c.kind} over {', '.join(c.axes)}" for c in sharded.communications)
+        Path(f"{out}.sharded.json").write_text(json.dumps({"unsharded": unsharded, "communications": kinds}))
     if config.attention == "flash" and not strategy.is_spmd:  # which one device computes plainly
-        for program in programs_of(engine):
-            assert "FlashAttentionScoreGrad" in {p.op_type for p in program.graph.model.primitives}
+        for graph in graphs_of(engine):
+            assert "FlashAttentionScoreGrad" in {p.op_type for p in graph.model.primitives}
     engine.close()
 
 
@@ -161,15 +163,15 @@ def train_adafactor(path: str, options: list[str], out: str) -> None:
     engine.close()
 
 
-def programs_of(engine):
+def graphs_of(engine):
     """What CPU processes execute; one device has none."""
-    return getattr(engine.backend, "programs", {}).values()
+    return [graph for program in getattr(engine.backend, "programs", {}).values() for graph in program.graphs]
 
 
 def check_report(report, engine):
     """What `parallelize` foresaw is what the compiler did."""
-    for program in programs_of(engine):
+    for graph in graphs_of(engine):
         for parameter in report.parameters:
-            found = program.graph.parameters.get(parameter.name)
+            found = graph.parameters.get(parameter.name)
             if found is not None and parameter.stage == engine.strategy.mesh.coordinate(engine.rank, "pp"):
                 assert found == parameter.local_shape, (parameter, found)

@@ -94,7 +94,7 @@ def widen_bfloat16(model: mind_ir.ModelProto) -> Widened:
             done.values.add(node.output[0])
     narrow_parameters = [p.name for p in graph.parameter if p.data_type == NARROW]
     done.parameters = {name.rpartition(":")[2] for name in narrow_parameters}
-    done.values |= {*narrow_parameters}
+    done.values |= {*narrow_parameters, *(i.name for i in graph.input if i.tensor[0].data_type == NARROW)}
     if not done.values:
         return done
     to_round = [
@@ -106,7 +106,8 @@ def widen_bfloat16(model: mind_ir.ModelProto) -> Widened:
     ]
     wide, narrow = _type_constant("sporeloom_float32", WIDE_ID), _type_constant("sporeloom_bfloat16", NARROW_ID)
     _tell_float32(model, kinds, done.values, wide.output[0])
-    for tensor in (*graph.parameter, *(t for node in graph.node for t in _tensors(node))):
+    given = [each.tensor[0] for each in graph.input]
+    for tensor in (*graph.parameter, *given, *(t for node in graph.node for t in _tensors(node))):
         if tensor.data_type == NARROW:
             tensor.data_type = WIDE
             tensor.raw_data = from_bits(tensor.raw_data)

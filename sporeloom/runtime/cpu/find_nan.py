@@ -58,6 +58,11 @@ class NanFinder:
         del graph.node[:]
         graph.node.extend(ordered)
 
+    def receive(self, array: NDArray[Any]) -> None:
+        """Take note of what another stage of a pipeline sent."""
+        if self.first is None and array.dtype.kind == "f" and not np.isfinite(array).all():
+            self.first = FROM_OTHERS
+
     def _look(self, what: str) -> Any:
         def look(x: NDArray[Any]) -> NDArray[Any]:
             if self.first is None and not np.isfinite(x).all():

@@ -57,13 +57,19 @@ def attributes(primitive: mind_ir.PrimitiveProto) -> dict[str, Any]:
 
 
 def lower(
-    model: mind_ir.ModelProto, transport: Transport, groups: dict[str, list[int]], program: str
+    model: mind_ir.ModelProto,
+    transport: Transport,
+    groups: dict[str, list[int]],
+    program: str,
+    among: Sequence[int] | None = None,
 ) -> tuple[set[str], Widened]:
     """Replace every collective of `model`, in place, and put them in an order that cannot deadlock; first what CPUs do not
     know: functions, moves to a host, FlashAttention, bfloat16. Returns the names of what the collectives give, and what was
     bfloat16.
 
-    `program` keeps the messages of several graphs apart.
+    Args:
+        program: keeps the messages of several graphs apart.
+        among: the ranks that have a graph of that name; all if it is not given.
 
     Raises:
         ConfigError: the network decides by its data.
@@ -101,7 +107,7 @@ def lower(
         run = in_bfloat16(run) if node.output[0] in widened.values else run
         run = transport.watched(f"{kind} of {place_of(node.domain)}, ranks {', '.join(map(str, message.ranks))}", run)
         node.op_type = add_pyfunc_primitive(model, run, is_scalar=not output_of(node).dims)
-    order_messages(model, messages, transport, program)
+    order_messages(model, messages, transport, program, among)
     return set(messages), widened
 
 

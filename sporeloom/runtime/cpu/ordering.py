@@ -35,11 +35,17 @@ Dependencies = dict[Message, list[Message]]
 
 
 def order_messages(
-    model: mind_ir.ModelProto, messages: Mapping[str, Message], transport: Transport, program: str
+    model: mind_ir.ModelProto,
+    messages: Mapping[str, Message],
+    transport: Transport,
+    program: str,
+    among: Sequence[int] | None = None,
 ) -> None:
-    """Put the messages of this rank's graph in the order that all ranks of the job agree on.
+    """Put the messages of this rank's graph in the order that all ranks agree on.
 
-    `messages`: by the name of a node's output.
+    Args:
+        messages: by the name of a node's output.
+        among: the ranks that have a graph; all of the job if it is not given.
 
     Raises:
         TransportError: a message is sent twice or never, or the graphs wait for each other.
@@ -47,8 +53,8 @@ def order_messages(
     if twice := [m for m, count in Counter(messages.values()).items() if count > 1]:
         raise TransportError(f"rank {transport.rank} holds {twice[0]} twice: one cannot be told from the other")
     mine = to_lists(dependencies(model.graph, messages))
-    ranks = [from_lists(lists) for lists in transport.gather_values(mine, (program, "order"))]
-    chain(model, messages, common_order(ranks))
+    ranks = [from_lists(lists) for lists in transport.gather_values(mine, (program, "order"), among)]
+    chain(model, messages, common_order(dict(zip(among or range(transport.size), ranks, strict=True))))
 
 
 def to_lists(rank: Dependencies) -> list[Any]:
@@ -77,7 +83,7 @@ def dependencies(graph: mind_ir.GraphProto, messages: Mapping[str, Message]) -> 
     return result
 
 
-def common_order(ranks: Sequence[Dependencies]) -> list[Message]:
+def common_order(ranks: Mapping[int, Dependencies]) -> list[Message]:
     """An order that suits every rank, the same wherever it is computed.
 
     Raises:
@@ -85,7 +91,7 @@ def common_order(ranks: Sequence[Dependencies]) -> list[Message]:
     """
     joined: dict[Message, dict[Message, None]] = {}
     holders: dict[Message, list[int]] = {}
-    for rank, messages in enumerate(ranks):
+    for rank, messages in ranks.items():
         for message, needed in messages.items():
             holders.setdefault(message, []).append(rank)
             joined.setdefault(message, {}).update(dict.fromkeys(needed))

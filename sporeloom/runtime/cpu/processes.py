@@ -9,7 +9,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mindspore import Tensor, nn, ops
@@ -34,6 +34,19 @@ from sporeloom.strategy.layout import Shape
 _jobs = itertools.count()
 
 
+class Runnable(Protocol):
+    """A compiled Cell."""
+
+    @property
+    def graphs(self) -> Sequence[PartitionedGraph]:
+        """What this rank executes."""
+        ...
+
+    def compile(self, inputs: Sequence[Tensor]) -> None: ...
+
+    def run(self, inputs: Sequence[Tensor]) -> Any: ...
+
+
 class CpuProcesses(Backend):
     """One of the CPU processes of a job; a job of one, too, computes by Programs."""
 
@@ -44,7 +57,7 @@ class CpuProcesses(Backend):
     def __init__(self, strategy: Strategy, rank: int, transport: Transport):
         super().__init__(strategy, rank)
         self.transport = transport
-        self.programs: dict[tuple[int, bool, str], Program] = {}
+        self.programs: dict[tuple[int, bool, str], Runnable] = {}
         """By Cell, whether it is trained, and the shapes of its inputs."""
         self._nan_finder: NanFinder | None = None
 
@@ -79,7 +92,7 @@ class CpuProcesses(Backend):
             self._nan_finder.first = None
         return self.program(cell, inputs).run(inputs)
 
-    def program(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Program:
+    def program(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Runnable:
         """The compiled part of this rank, compiled on first use for each set of input shapes."""
         described = describe_inputs(inputs)
         key = (id(cell), cell.training, str(described))
@@ -88,7 +101,7 @@ class CpuProcesses(Backend):
                 self.programs[key] = self._compiled(cell, described)
         return self.programs[key]
 
-    def _compiled(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> Program:
+    def _compiled(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> Runnable:
         trainable = {parameter.name for parameter in cell.trainable_params()} & parallelized(cell)
         problems = Problems()
         graph = problems.of(self._checked, cell, described, trainable)

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,19 +22,20 @@ from sporeloom.errors import ConfigError
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.sharding import operators
 from sporeloom.partition.graph import Graph
-from sporeloom.partition.grid import DeviceGrid
+from sporeloom.partition.grid import STAGES, DeviceGrid
 from sporeloom.partition.held import PartitionError, ShardedGraph
 from sporeloom.partition.layout import ValueLayout
-from sporeloom.partition.mindir import UnreadableGraphError, read_graph, write_rank
+from sporeloom.partition.mindir import UnreadableGraphError, read_graph
 from sporeloom.partition.operation import Pin
 from sporeloom.partition.parted import PartedAxes, UndividedAxisError, sharded_further
 from sporeloom.partition.propagate import shard_graph
+from sporeloom.partition.rank_mindir import write_rank
 from sporeloom.private_names import cell_graph_executor, mind_ir
-from sporeloom.runtime.compiler import faster_compilation
+from sporeloom.runtime.compiler import compile_again_if_unlucky, faster_compilation
 from sporeloom.runtime.cpu.branches import why_branching_fails
 from sporeloom.runtime.cpu.inlining import BranchError, inline_functions
 from sporeloom.runtime.cpu.partition import PartitionedGraph, refusal, remove_dump
-from sporeloom.runtime.layouts import Slices
+from sporeloom.runtime.layouts import ParameterLayout, Slices
 from sporeloom.strategy.layout import Layout, Shape
 from sporeloom.strategy.mesh import Mesh
 
@@ -107,7 +108,7 @@ def decide(cell: nn.Cell, mesh: Mesh) -> Decisions:
                     rule.inputs, rule.outputs, rule.local, rule.source
                 )
         named = [*layouts.values(), *(each for pin in pinned.values() for each in (*pin.inputs, *(pin.outputs or ())))]
-        axes = PartedAxes(degrees, named)
+        axes = PartedAxes({STAGES: mesh.pp, **degrees}, named)
     except UndividedAxisError as error:
         raise ConfigError(f"{mesh}: {error}") from None
 
@@ -155,7 +156,7 @@ def compile_for_one_device(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -
         operator.primitive.add_prim_attr("path", operator.path)
     with faster_compilation():
         try:
-            model = _compiled(cell, inputs)
+            model = compile_again_if_unlucky(lambda: _compiled(cell, inputs))
         except FAILURES as error:
             raise ConfigError(_why_not(error, cell, inputs)) from None
     try:
@@ -238,6 +239,57 @@ def _by_row(graph: Graph, grid: DeviceGrid, takes_batch: bool) -> list[Layout]:
     ]
 
 
+@dataclass(frozen=True)
+class Sharded:
+    """One device's graph, sharded over the ranks of a stage."""
+
+    result: ShardedGraph
+    source: Graph
+    model: mind_ir.ModelProto
+    layouts: dict[str, ParameterLayout]
+    """Of all parameters."""
+    grid: DeviceGrid
+
+    def of_rank(self, rank: int, graph: Graph | None = None) -> PartitionedGraph:
+        """What `rank` executes: all of it, or `graph`, a part."""
+        start = time.perf_counter()
+        sharded = self.result if graph is None else replace(self.result, graph=graph)
+        written, groups = write_rank(sharded, self.model, self.grid, rank)
+        return PartitionedGraph(written, self.layouts, groups, rank, time.perf_counter() - start)
+
+
+def shard(
+    model: mind_ir.ModelProto,
+    decisions: Decisions,
+    held: Sequence[ValueLayout] | None = None,
+    gathers_outputs: bool = True,
+) -> Sharded:
+    """Shard one device's graph. Ranks are given all inputs whole, or as `held` says.
+
+    Raises:
+        ConfigError: it cannot be sharded so.
+    """
+    grid = decisions.grid
+    try:
+        graph = read_graph(model)
+        names = {full: full.rpartition(":")[2] for full in graph.parameters}
+        decided = layouts_of({name: graph.parameters[full].shape for full, name in names.items()}, decisions.parameters)
+        wanted = {full: decided[name] for full, name in names.items() if name in decided}
+        parts = dict(zip(graph.inputs, held, strict=True)) if held is not None else {}
+        of_inputs = decisions.inputs or _by_row(graph, grid, decisions.takes_batch and held is None)
+        inputs = dict(zip(graph.inputs, of_inputs, strict=True))
+        sharded = shard_graph(graph, grid, wanted, inputs, decisions.pinned, parts, gathers_outputs)
+    except (UnreadableGraphError, PartitionError) as error:
+        raise ConfigError(f"engine spmd: {error}") from None
+    layouts: dict[str, Any] = {
+        name: GridLayout(ValueLayout(wanted.get(full, ((),) * len(type.shape))), grid, local.shape)
+        for (full, name), type, local in zip(
+            names.items(), graph.parameters.values(), sharded.graph.parameters.values(), strict=True
+        )
+    }
+    return Sharded(sharded, graph, model, layouts, grid)
+
+
 def partition_for_rank(
     model: mind_ir.ModelProto, decisions: Decisions, rank: int
 ) -> tuple[PartitionedGraph, ShardedGraph]:
@@ -246,21 +298,5 @@ def partition_for_rank(
     Raises:
         ConfigError: it cannot be sharded so.
     """
-    start, grid = time.perf_counter(), decisions.grid
-    try:
-        graph = read_graph(model)
-        names = {full: full.rpartition(":")[2] for full in graph.parameters}
-        decided = layouts_of({name: graph.parameters[full].shape for full, name in names.items()}, decisions.parameters)
-        wanted = {full: decided[name] for full, name in names.items() if name in decided}
-        inputs = dict(zip(graph.inputs, decisions.inputs or _by_row(graph, grid, decisions.takes_batch), strict=True))
-        sharded = shard_graph(graph, grid, wanted, inputs, decisions.pinned)
-    except (UnreadableGraphError, PartitionError) as error:
-        raise ConfigError(f"engine spmd: {error}") from None
-    written, groups = write_rank(sharded, model, grid, rank)
-    layouts: dict[str, Any] = {
-        name: GridLayout(ValueLayout(wanted.get(full, ((),) * len(type.shape))), grid, local.shape)
-        for (full, name), type, local in zip(
-            names.items(), graph.parameters.values(), sharded.graph.parameters.values(), strict=True
-        )
-    }
-    return PartitionedGraph(written, layouts, groups, rank, time.perf_counter() - start), sharded
+    sharded = shard(model, decisions)
+    return sharded.of_rank(rank), sharded.result

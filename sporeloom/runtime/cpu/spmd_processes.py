@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,17 +11,32 @@ from typing import Any
 import numpy as np
 from mindspore import nn
 
-from sporeloom.errors import Problems
+from sporeloom.errors import ConfigError, Problems
 from sporeloom.parallel.call import Call
-from sporeloom.partition.graph import Graph
-from sporeloom.partition.held import ShardedGraph
+from sporeloom.parallel.step import Microbatch, TrainStep
+from sporeloom.partition.graph import Graph, Name, TensorType
+from sporeloom.partition.held import Communication, PartitionError, ShardedGraph
+from sporeloom.partition.layout import ValueLayout
+from sporeloom.partition.stages import StageGraphs, cut_into_stages
+from sporeloom.partition.updates import cut_updates
 from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu.executor import Program
 from sporeloom.runtime.cpu.kept_graphs import kept_model
 from sporeloom.runtime.cpu.partition import PartitionedGraph
-from sporeloom.runtime.cpu.processes import CpuProcesses
-from sporeloom.runtime.cpu.spmd import compile_for_one_device, decide, partition_for_rank, whole_again
+from sporeloom.runtime.cpu.pipeline import ForwardStages, ScheduledStep, StagePrograms
+from sporeloom.runtime.cpu.processes import CpuProcesses, Runnable
+from sporeloom.runtime.cpu.spmd import (
+    Sharded,
+    compile_for_one_device,
+    decide,
+    partition_for_rank,
+    reports_in,
+    shard,
+    whole_again,
+)
 from sporeloom.runtime.cpu.transport import Collectives
 from sporeloom.strategy.layout import Shape
+from sporeloom.strategy.schedule import SPLIT
 
 
 class SpmdProcesses(CpuProcesses):
@@ -39,13 +55,166 @@ class SpmdProcesses(CpuProcesses):
         self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], trainable: Collection[str]
     ) -> PartitionedGraph:
         model = self._one_devices_graph(cell, described)
-        owners = {parameter.name: id(parameter) for parameter in cell.get_parameters()}
-        names = {p.name.rpartition(":")[2]: tuple(p.dims) for p in model.graph.parameter}
-        self._shapes |= {owners[name]: shape for name, shape in names.items() if name in owners}
         graph, sharded = partition_for_rank(model, decide(cell, self.strategy.mesh), self.rank)
+        self._remember(sharded)
+        return graph
+
+    def _remember(self, sharded: ShardedGraph) -> None:
         self.sharded.append(replace(sharded, graph=Graph({}, {}, [], []), layouts={}))
         self.told_of_graph = sharded.summary()
-        return graph
+
+    def _compiled(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> Runnable:
+        is_step = isinstance(cell, TrainStep)
+        repeats = self.strategy.num_microbatches(cell.accumulate) if is_step else 1
+        if repeats > 1 or (is_step and self.strategy.mesh.pp > 1):
+            return self._scheduled_step(cell, described, repeats)
+        if self.strategy.mesh.pp > 1:
+            return ForwardStages(self._stages(cell, described)[0], self.strategy.num_virtual_stages)
+        return super()._compiled(cell, described)
+
+    # Microbatches and stages
+
+    def _scheduled_step(
+        self, step: TrainStep, described: Sequence[tuple[Shape, Any]], num_microbatches: int
+    ) -> ScheduledStep:
+        """Raises:
+        ConfigError: the batch does not divide into microbatches.
+        """
+        rows = described[0][0][0]
+        if rows % num_microbatches:
+            low = rows // num_microbatches * num_microbatches
+            near = f"{low} or {low + num_microbatches}" if low else str(num_microbatches)
+            raise ConfigError(
+                f"{self.strategy.at('pipeline.num_microbatches')}: a batch of {rows} does not divide into "
+                f"{num_microbatches} microbatches; take {near}"
+            )
+        microbatch = Microbatch(step).set_train(step.training)
+        if (key := getattr(step, "graph_key", None)) is not None:
+            microbatch.graph_key, step.graph_key = {**key, "half": "microbatch"}, {**key, "half": "update"}
+        parts = [((shape[0] // num_microbatches, *shape[1:]), dtype) for shape, dtype in described]
+        programs, sharded = self._stages(microbatch, parts, is_training=True)
+        source = sharded.source
+        types = _types(source)
+        outputs = [types[name] for name in source.outputs]
+        held = [sharded.result.layouts[name] for name in source.outputs]
+        made, updated = self._with_update(programs, step, outputs, held, num_microbatches)
+        mine = sharded.result.within(programs.cut.passes[one].graph for one in programs.programs)
+        communications = mine * num_microbatches + updated
+        of_stage = replace(sharded.result, communications=communications)
+        self.told_of_graph = of_stage.summary()
+        if self.strategy.mesh.pp > 1:
+            told, sent = (
+                of_stage.summary(f"each rank of stage {programs.stage}"),
+                programs.sent_bytes * num_microbatches,
+            )
+            self.told_of_graph = f"{told}; {sent / 1e6:.3g} MB to other stages"
+        return made
+
+    def _stages(
+        self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], is_training: bool = False
+    ) -> tuple[StagePrograms, Sharded]:
+        """The passes of this rank's stage; those of all stages are cut out of one graph, the same on all ranks."""
+        problems, name = Problems(), f"program {len(self.programs)}"
+        cut = problems.of(self._cut, cell, described, is_training)
+        self.agree(problems)
+        assert cut is not None
+        sharded, graphs = cut
+        self._learn_stages(cell, graphs)
+        mine = self.strategy.mesh.ranks_of_stage(self.strategy.mesh.coordinate(self.rank, "pp"))
+        programs = {}
+        for one, made in graphs.passes.items():
+            if self.strategy.stage_of_part(one.part) == mine.start // len(mine):
+                graph = sharded.of_rank(self.rank, made.graph)
+                programs[one] = self._program(graph, cell, f"{name} {one.kind} {one.part}", mine)
+        types = _types(sharded.result.graph)
+        return StagePrograms(self.strategy, graphs, programs, types, self.transport, name, self._nan_finder), sharded
+
+    def _program(self, graph: PartitionedGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> Program:
+        program = Program(graph, cell, self.transport, name, self._nan_finder, among)
+        self.layouts |= graph.held_layouts
+        self.groups |= graph.groups
+        self.rounded = max(self.rounded, program.widened.rounded, key=Counter.total)
+        return program
+
+    def _cut(
+        self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], is_training: bool
+    ) -> tuple[Sharded, StageGraphs]:
+        model = self._one_devices_graph(cell, described)
+        sharded = shard(model, decide(cell, self.strategy.mesh), gathers_outputs=not is_training)
+        self._remember(sharded.result)
+        parts: dict[str, int] = {}
+        for _, report in reports_in(cell):
+            parts |= report.parts
+        pipeline = self.strategy.pipeline
+        graphs = cut_into_stages(
+            sharded.result.graph,
+            parts,
+            splits_weights=is_training and pipeline.schedule in SPLIT,
+            sums_from=1 if is_training else None,
+        )
+        return sharded, graphs
+
+    def _learn_stages(self, cell: nn.Cell, graphs: StageGraphs) -> None:
+        """Tell the reports which stages use each parameter."""
+        for name, parts in graphs.holders.items():
+            stage = min(map(self.strategy.stage_of_part, parts))
+            for _, report in reports_in(cell):
+                report.place(name.rpartition(":")[2], stage)
+
+    def _with_update(
+        self,
+        programs: StagePrograms,
+        step: TrainStep,
+        given: Sequence[TensorType],
+        held: Sequence[ValueLayout],
+        num_microbatches: int,
+    ) -> tuple[ScheduledStep, list[Communication]]:
+        """The step, and the collectives of the update.
+
+        Args:
+            given: loss and gradients as one device has them.
+            held: how the ranks of a stage hold them.
+        """
+        problems = Problems()
+        cut = problems.of(self._cut_update, programs, step, given, held)
+        self.agree(problems)
+        assert cut is not None
+        sharded, graphs = cut
+        graph = graphs[programs.stage]
+        positions = {name: position for position, name in enumerate(sharded.result.graph.inputs)}
+        program = self._program(
+            sharded.of_rank(self.rank, graph), step, f"{programs.name} update", range(self.strategy.mesh.size)
+        )
+        types = list(sharded.result.graph.inputs.values())
+        taken = [positions[name] for name in graph.inputs]
+        return ScheduledStep(programs, program, taken, types, num_microbatches), sharded.result.within([graph])
+
+    def _cut_update(
+        self, programs: StagePrograms, step: TrainStep, given: Sequence[TensorType], held: Sequence[ValueLayout]
+    ) -> tuple[Sharded, list[Graph]]:
+        model = self._one_devices_graph(step, [(type.shape, np.dtype(type.dtype)) for type in given])
+        sharded = shard(model, decide(step, self.strategy.mesh), held)
+        self._remember(sharded.result)
+        stages = {
+            name.rpartition(":")[2]: frozenset(map(self.strategy.stage_of_part, parts))
+            for name, parts in programs.cut.holders.items()
+        }
+        graph = sharded.result.graph
+        holders = {}
+        for name in graph.parameters:
+            short = name.rpartition(":")[2]
+            of = short if short in stages else short.partition(".")[2]
+            if of in stages:
+                holders[name] = stages[of]
+        loss, *gradients = graph.inputs
+        of_inputs = {loss: frozenset([self.strategy.stage_of_loss])}
+        for position, (name, parameter) in enumerate(zip(gradients, step.trained, strict=True), 1):
+            found = set(map(self.strategy.stage_of_part, programs.cut.results[position]))
+            of_inputs[name] = stages.get(parameter.name, frozenset()) | found
+        try:
+            return sharded, cut_updates(graph, self.strategy.mesh.pp, holders, of_inputs)
+        except PartitionError as error:
+            raise ConfigError(f"engine spmd: {error}") from None
 
     def _one_devices_graph(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
         """From rank 0, which reads or compiles it.
@@ -63,7 +232,11 @@ class SpmdProcesses(CpuProcesses):
         group = Collectives(self.transport, range(self.strategy.mesh.size), "graph of one device")
         written = b"" if model is None else model.SerializeToString()
         content = group.broadcast(np.frombuffer(written, np.uint8), 0)
-        return model if model is not None else mind_ir.ModelProto.FromString(content.tobytes())
+        model = model if model is not None else mind_ir.ModelProto.FromString(content.tobytes())
+        owners = {parameter.name: id(parameter) for parameter in cell.get_parameters()}
+        names = {p.name.rpartition(":")[2]: tuple(p.dims) for p in model.graph.parameter}
+        self._shapes |= {owners[name]: shape for name, shape in names.items() if name in owners}
+        return model
 
     def _compiled_or_kept(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
         key = getattr(cell, "graph_key", None)
@@ -78,3 +251,11 @@ class SpmdProcesses(CpuProcesses):
 
     def all_reduce(self) -> None:
         return None
+
+
+def _types(graph: Graph) -> dict[Name, TensorType]:
+    """Of all values."""
+    types = {**graph.parameters, **graph.inputs}
+    for node in graph.nodes:
+        types |= {name: type for name, type in zip(node.outputs, node.types, strict=True) if type is not None}
+    return types

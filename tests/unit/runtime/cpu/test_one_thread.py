@@ -82,7 +82,9 @@ def stands_still(ranks, seed):
 
 
 def chained(ranks, kept=lambda message: True):
-    order = common_order([from_lists(to_lists(dependencies(rank.model.graph, rank.messages))) for rank in ranks])
+    order = common_order(
+        {i: from_lists(to_lists(dependencies(rank.model.graph, rank.messages))) for i, rank in enumerate(ranks)}
+    )
     for rank in ranks:
         chain(rank.model, rank.messages, [message for message in order if kept(message)])
     return ranks

@@ -29,6 +29,8 @@ UNLUCKY = re.compile(r"Graph cycle exists|out of range: \d+, cnode: @kernel_grap
 """What MindSpore says of graphs that one of its own passes has just broken. Those passes go by the addresses of nodes, so
 the same graph compiles in hundreds of cases and fails in one."""
 TRIES = 4
+DUMPS = "TOPO_SORT_CIRCLE_GRAPHS_*.ir"
+"""What it leaves in the current folder then."""
 
 Result = TypeVar("Result")
 
@@ -106,6 +108,8 @@ def compile_again_if_unlucky(compile: Callable[[], Result], prepare: Callable[[]
             milestone(
                 f"MindSpore broke a graph while it compiled it ({first_line(error)}); try {number + 1} of {TRIES}"
             )
+            for dump in Path().glob(DUMPS):
+                dump.unlink(missing_ok=True)
             prepare()
     return compile()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,12 @@ from sporeloom.partition.layout import replicated
 from sporeloom.strategy.layout import Shape
 
 
-class Building(Held):
+class Building(Held, ABC):
     """Values by name, and a builder for decompositions."""
 
+    @abstractmethod
     def visit(self, node: Node) -> None:
         """Shard an operator."""
-        raise NotImplementedError
 
     def add_constant(self, node: Node) -> None:
         type = node.types[0]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from sporeloom.partition.graph import Graph, Input, Name, Node, Scope, TensorType
+from sporeloom.partition.held import PartitionError
 
 PassKind = Literal["forward", "backward", "weights"]
 NOWHERE = Scope()
@@ -246,7 +247,7 @@ class _Cut:
         todo = [self.makers[name] for name in names]
         found = set(todo)
         while todo:
-            for name in _followed(self.nodes[todo.pop()]):
+            for name in followed(self.nodes[todo.pop()]):
                 maker = self.makers.get(name)
                 if maker is not None and maker not in found:
                     found.add(maker)
@@ -289,7 +290,7 @@ class _Cut:
         found, taken, todo = set(members), dict[Name, None](), list(members)
         while todo:
             node = self.nodes[todo.pop()]
-            for name in _followed(node):
+            for name in followed(node):
                 maker = self.makers.get(name)
                 if maker is None or maker in found or name in taken:
                     continue
@@ -313,7 +314,7 @@ def _order(one: StagePass) -> tuple[int, int]:
     return kinds.index(one.kind), one.part
 
 
-def _followed(node: Node) -> Iterable[Name]:
+def followed(node: Node) -> Iterable[Name]:
     """Inputs that a node cannot do without: what others only wait for may be elsewhere."""
     if node.kind in ("UpdateState", "Depend"):
         first = node.inputs[0]
@@ -334,11 +335,14 @@ def assemble(
     Args:
         roots: values that must be computed, whether anybody looks at them or not; besides writes of parameters, all of which
             are.
+
+    Raises:
+        PartitionError: it has effects and no output that could wait for them.
     """
     there, renamed = {*parameters, *inputs}, dict[Name, Name]()
     kept: list[Node] = []
     for node in nodes:
-        given: tuple[Input, ...] = tuple(_renamed(each, renamed) for each in node.inputs)
+        given = with_names(node, renamed).inputs
         if node.kind in ("UpdateState", "Depend"):
             first, *rest = given
             rest = [each for each in (_those(each, there) for each in rest) if each]
@@ -356,8 +360,8 @@ def assemble(
         assert type is not None, name
         graph.inputs[name] = type
     done = [node.outputs[0] for node in kept if is_effect(node, graph)] + list(roots)
-    if done:
-        assert graph.outputs, "effects without an output"
+    if done and not graph.outputs:
+        raise PartitionError("a pass of a stage writes parameters, but nobody takes anything from it")
     for i, name in enumerate(done):
         first, waiting = graph.outputs[0], f"{outputs[0]}.done{i}"
         kept.append(Node("Depend", (first, name), (waiting,), (types[outputs[0]],)))
@@ -365,8 +369,13 @@ def assemble(
     return graph
 
 
-def _renamed(given: Input, names: Mapping[Name, Name]) -> Input:
-    return names.get(given, given) if isinstance(given, str) else tuple(names.get(name, name) for name in given)
+def with_names(node: Node, names: Mapping[Name, Name]) -> Node:
+    """A node whose inputs have other names."""
+
+    def renamed(given: Input) -> Input:
+        return names.get(given, given) if isinstance(given, str) else tuple(names.get(name, name) for name in given)
+
+    return replace(node, inputs=tuple(map(renamed, node.inputs)))
 
 
 def _those(given: Input, there: set[Name]) -> Input:

@@ -7,7 +7,7 @@ of all gradients say, is added up over them; so are gradients of a parameter tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from sporeloom.partition.graph import Graph, Name, Node, TensorType
 from sporeloom.partition.grid import STAGES
 from sporeloom.partition.held import PartitionError
-from sporeloom.partition.stages import assemble, is_effect
+from sporeloom.partition.stages import assemble, followed, is_effect, with_names
 
 Stages = frozenset[int]
 
@@ -74,11 +74,7 @@ class _Updates:
             if name in self.gradients and len(stages) > 1:
                 renamed[name] = self.added_up(dict.fromkeys(stages, name), name)
         for node in self.graph.nodes:
-            given = tuple(
-                renamed.get(each, each) if isinstance(each, str) else tuple(renamed.get(n, n) for n in each)
-                for each in node.inputs
-            )
-            self.place(replace(node, inputs=given))
+            self.place(with_names(node, renamed))
         outputs = [self.everywhere(renamed.get(name, name)) for name in self.graph.outputs]
         return [self.of_stage(stage, outputs) for stage in range(self.num_stages)]
 
@@ -100,7 +96,7 @@ class _Updates:
             return
         wanted = stages or self.all_stages
         replaced = {name: self.everywhere(name) for name in names if not wanted <= self.available[name]}
-        self.put(_with(node, replaced), wanted)
+        self.put(with_names(node, replaced), wanted)
 
     def put(self, node: Node, stages: Stages) -> None:
         self.entries.append(_Entry(node, stages))
@@ -163,23 +159,8 @@ class _Updates:
             if id(entry) in kept:
                 continue
             kept.add(id(entry))
-            todo += [makers[name] for name in _wanted(entry.node) if name in makers]
+            todo += [makers[name] for name in followed(entry.node) if name in makers]
         nodes = [entry.node for entry in entries if id(entry) in kept]
         inputs = [name for name in self.graph.inputs if any(name in node.flat_inputs() for node in nodes)]
         inputs += [name for name in outputs if name in self.graph.inputs and name not in inputs]
         return assemble(nodes, self.graph.parameters, inputs, outputs, self.types, messages)
-
-
-def _wanted(node: Node) -> Iterable[Name]:
-    if node.kind in ("UpdateState", "Depend"):
-        first = node.inputs[0]
-        return (first,) if isinstance(first, str) else first
-    return node.flat_inputs()
-
-
-def _with(node: Node, names: Mapping[Name, Name]) -> Node:
-    given = tuple(
-        names.get(each, each) if isinstance(each, str) else tuple(names.get(name, name) for name in each)
-        for each in node.inputs
-    )
-    return replace(node, inputs=given)

@@ -28,7 +28,7 @@ def spans_tensor_parallel(strategy: Strategy) -> str:
     mesh = strategy.mesh
     return (
         f"{strategy.at('mesh.ep')} = {mesh.ep} reaches beyond mesh.dp = {mesh.dp} over tensor parallel ranks, which only "
-        "graphs that are sharded by this package can: engine spmd on CPU; use at most "
+        "graphs that are sharded by this package can: engine spmd on CPU, without a pipeline; use at most "
         f"{mesh.dp} (possible: {', '.join(map(str, divisors(mesh.dp)))})"
     )
 
@@ -40,7 +40,7 @@ def strategy_problems(strategy: Strategy) -> list[str]:
         if problem := number_problem(mesh.degree(axis), Count):
             problems.append(f"{strategy.at('mesh.' + axis)} {problem}, got {mesh.degree(axis)}")
     if not problems and mesh.ep > mesh.dp and mesh.dp * mesh.tp % mesh.ep == 0 == mesh.ep % mesh.dp:
-        if not strategy.is_spmd:
+        if not strategy.is_spmd or mesh.pp > 1:
             problems.append(spans_tensor_parallel(strategy))
     elif not problems and mesh.dp % mesh.ep:
         problems.append(

@@ -116,7 +116,7 @@ class Rules:
     """What the strategy knows about a family of models."""
 
     layers: tuple[str, ...] = ()
-    """Patterns of the cells a pipeline deals out and recompute wraps, in order."""
+    """Patterns of the Cells that a pipeline assigns to stages and recompute wraps, in order."""
     first_stage: tuple[str, ...] = ()
     """Patterns of the cells that go with the first layer."""
     last_stage: tuple[str, ...] = ()

@@ -146,13 +146,11 @@ class SpmdProcesses(CpuProcesses):
         for _, report in reports_in(cell):
             parts |= report.parts
         pipeline = self.strategy.pipeline
-        graphs = cut_into_stages(
-            sharded.result.graph,
-            parts,
-            splits_weights=is_training and pipeline.schedule in SPLIT,
-            sums_from=1 if is_training else None,
-        )
-        return sharded, graphs
+        splits, sums_from = is_training and pipeline.schedule in SPLIT, 1 if is_training else None
+        try:
+            return sharded, cut_into_stages(sharded.result.graph, parts, splits, sums_from)
+        except PartitionError as error:
+            raise ConfigError(f"engine spmd: {error}") from None
 
     def _learn_stages(self, cell: nn.Cell, graphs: StageGraphs) -> None:
         """Tell the reports which stages use each parameter."""

@@ -76,8 +76,12 @@ def test_experts_may_be_sharded_over_all_of_dp_and_a_part_of_tp(dp, tp, ep, axes
     assert all(mesh.coordinate(rank, "ep") == mesh.coordinate(3, "ep") for rank in held_alike)
 
 
-def test_experts_over_tensor_parallel_ranks_are_refused_where_mindspore_shards():
-    strategy = Strategy(mesh=Mesh(dp=2, ep=4, tp=2), engine="mindspore")
+@pytest.mark.parametrize(
+    "strategy",
+    [Strategy(mesh=Mesh(dp=2, ep=4, tp=2), engine="mindspore"), Strategy(mesh=Mesh(pp=2, dp=2, ep=4, tp=2))],
+    ids=["mindspore", "pipeline"],
+)
+def test_experts_over_tensor_parallel_ranks_are_refused_where_that_is_not_proved(strategy):
     (problem,) = [each for each in strategy_problems(strategy) if "mesh.ep" in each]
     assert "mesh.ep = 4 reaches beyond mesh.dp = 2" in problem and "possible: 1, 2" in problem
 

@@ -17,8 +17,8 @@ from mindspore import nn, ops
 
 from sporeloom.private_names import own_primitives
 
-_places: list[tuple[Any, str]] = []
-"""Modules of MindSpore and their names for an AddN."""
+_places: list[tuple[Any, str, ops.AddN]] = []
+"""Modules of MindSpore, their names for an AddN, and the AddN."""
 _looked_at: set[str] = set()
 _add, _add_n = ops.Add(), ops.AddN()
 
@@ -54,9 +54,15 @@ def add_by_pairs(pipeline: bool) -> None:
         _looked_at.add(name)
         module = sys.modules[name]
         if name.startswith("mindspore."):
-            _places.extend((module, held) for held, value in vars(module).items() if isinstance(value, ops.AddN))
-    for module, held in _places:
+            _places.extend((module, held, value) for held, value in vars(module).items() if isinstance(value, ops.AddN))
+    for module, held, _ in _places:
         setattr(module, held, add_up_tensors if pipeline else add_up)
+
+
+def add_by_add_n() -> None:
+    """The opposite. In a graph of one device, MindSpore's recomputation makes cycles of sums that are not by AddN."""
+    for module, held, value in _places:
+        setattr(module, held, value)
 
 
 def add_by_pairs_in(cell: nn.Cell) -> None:

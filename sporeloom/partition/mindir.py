@@ -92,16 +92,20 @@ class _Reader:
         kind = self.primitives[key].op_type
         if kind in ("MakeTuple", "make_list"):
             self.tuples[name] = tuple(proto.input)
+        elif kind == "Depend" and not self.awaited(proto.input[1]):  # recomputation makes such: they wait for nothing
+            self.name_again(name, proto.input[0])
         elif kind == "TupleGetItem" and proto.input[0] in self.tuples:
-            item = self.tuples[proto.input[0]][self.constants[proto.input[1]]]
-            if item in self.tuples:
-                self.tuples[name] = self.tuples[item]
-            else:
-                self.renamed[name] = self.renamed.get(item, item)
+            self.name_again(name, self.tuples[proto.input[0]][self.constants[proto.input[1]]])
         elif kind == "Depend" and proto.input[0] in self.tuples:
             yield from self.depending_items(proto)
         else:
             yield self.operator(proto, kind, self.attributes[key])
+
+    def name_again(self, name: Name, item: Name) -> None:
+        if item in self.tuples:
+            self.tuples[name] = self.tuples[item]
+        else:
+            self.renamed[name] = self.renamed.get(item, item)
 
     def depending_items(self, proto: mind_ir.NodeProto) -> Iterator[Node]:
         """A tuple that waits for something: each of its items does."""

@@ -6,16 +6,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mindspore as ms
 
-from sporeloom.lines import first_line
-from sporeloom.log import milestone
-from sporeloom.parallel.sums import add_by_pairs
+from sporeloom.parallel.sums import add_by_add_n, add_by_pairs
 from sporeloom.private_names import RELEASE_OWNER, SEARCH_COSTS, compile_config
 from sporeloom.private_names import auto_parallel_context as mindspores_context
 from sporeloom.runtime.gradients import decided_branches
@@ -24,15 +21,6 @@ from sporeloom.strategy.config import Strategy
 
 FASTER = {"GREED_PARSE": "1", "COMPILE_DEBUG_MODE": "release"}
 """Switches of MindSpore's compiler; a version without one is slower, no more."""
-
-UNLUCKY = re.compile(r"Graph cycle exists|out of range: \d+, cnode: @kernel_graph")
-"""What MindSpore says of graphs that one of its own passes has just broken. Those passes go by the addresses of nodes, so
-the same graph compiles in hundreds of cases and fails in one."""
-TRIES = 4
-DUMPS = "TOPO_SORT_CIRCLE_GRAPHS_*.ir"
-"""What it leaves in the current folder then."""
-
-Result = TypeVar("Result")
 
 gc.freeze()  # MindSpore collects garbage before every compilation; what importing it made is none
 
@@ -45,6 +33,7 @@ def auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path | No
         yield
     finally:
         ms.reset_auto_parallel_context()
+        add_by_add_n()
 
 
 def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path | None = None) -> None:
@@ -91,27 +80,6 @@ def faster_compilation() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(compile_config, name, value)
-
-
-def compile_again_if_unlucky(compile: Callable[[], Result], prepare: Callable[[], None] = lambda: None) -> Result:
-    """What `compile` gives, tried anew where MindSpore broke a graph that it compiles at other addresses (see `UNLUCKY`).
-
-    Args:
-        prepare: called before each further try.
-    """
-    for number in range(1, TRIES):
-        try:
-            return compile()
-        except RuntimeError as error:
-            if not UNLUCKY.search(str(error)):
-                raise
-            milestone(
-                f"MindSpore broke a graph while it compiled it ({first_line(error)}); try {number + 1} of {TRIES}"
-            )
-            for dump in Path().glob(DUMPS):
-                dump.unlink(missing_ok=True)
-            prepare()
-    return compile()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from mindspore import Parameter, Tensor, nn
 from numpy.typing import NDArray
 
 from sporeloom.errors import ConfigError
-from sporeloom.runtime.compiler import compile_again_if_unlucky
 from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.lowering import lower
 from sporeloom.runtime.cpu.partition import PartitionedGraph
@@ -69,16 +68,12 @@ class Program:
                 f"the graph uses the parameter {lost[0]}, which no Cell of the network or step owns: make what holds it an "
                 "attribute of one"
             )
-        self._owners, self._is_compiled = owners, False
-        self._load()
-
-    def _load(self) -> None:
         with scratch_folder() as folder:
             path = folder / "rank.mindir"
-            path.write_bytes(self.graph.model.SerializeToString())
+            path.write_bytes(graph.model.SerializeToString())
             self.cell = nn.GraphCell(ms.load(str(path)))
         # One storage from now on: a write by either is seen by both.
-        self._pairs = [(parameter, self._owners[parameter.name]) for parameter in self.cell.get_parameters()]
+        self._pairs = [(parameter, owners[parameter.name]) for parameter in self.cell.get_parameters()]
         for parameter, owner in self._pairs:
             parameter.set_data(owner)
 
@@ -88,10 +83,6 @@ class Program:
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
         """Let MindSpore choose the CPU kernels; the first `run` would do so."""
-        compile_again_if_unlucky(lambda: self._compile(inputs), self._load)
-        self._is_compiled = True
-
-    def _compile(self, inputs: Sequence[Tensor]) -> None:
         self.cell.phase = "graph_load_from_mindir"  # as GraphCell.__call__ sets it
         self.cell._add_attr("graph_load_from_mindir", self.cell.graph)
         self.cell.compile(*inputs)
@@ -101,8 +92,6 @@ class Program:
             if parameter.data_ptr() != owner.data_ptr():  # the owner was given new data, as a learning rate is
                 parameter.set_data(owner)
         try:
-            if not self._is_compiled:
-                self.compile(inputs)
             return self.cell(*inputs)
         except (RuntimeError, TypeError) as error:
             if missing := _MISSING.search(str(error)):

@@ -31,7 +31,7 @@ from sporeloom.partition.parted import PartedAxes, UndividedAxisError, sharded_f
 from sporeloom.partition.propagate import shard_graph
 from sporeloom.partition.rank_mindir import write_rank
 from sporeloom.private_names import cell_graph_executor, mind_ir
-from sporeloom.runtime.compiler import compile_again_if_unlucky, faster_compilation
+from sporeloom.runtime.compiler import faster_compilation
 from sporeloom.runtime.cpu.branches import why_branching_fails
 from sporeloom.runtime.cpu.inlining import BranchError, inline_functions
 from sporeloom.runtime.cpu.partition import PartitionedGraph, refusal, remove_dump
@@ -156,7 +156,7 @@ def compile_for_one_device(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -
         operator.primitive.add_prim_attr("path", operator.path)
     with faster_compilation():
         try:
-            model = compile_again_if_unlucky(lambda: _compiled(cell, inputs))
+            model = _compiled(cell, inputs)
         except FAILURES as error:
             raise ConfigError(_why_not(error, cell, inputs)) from None
     try:

@@ -8,6 +8,7 @@ from mindspore.nn.utils import no_init_parameters
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.mindir import read_graph
+from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.executor import keep_slice
 from sporeloom.runtime.cpu.spmd import (
     Decisions,
@@ -47,6 +48,26 @@ def test_an_operator_keeps_its_path_in_the_graph():
     model = compile_for_one_device(Product(), [((2, 4), np.float32)])
     (path,) = [a.s.decode() for p in model.primitives if p.op_type == "MatMul" for a in p.attribute if a.name == "path"]
     assert path == "matmul"
+
+
+def test_what_waits_for_nothing_is_not_a_node():
+    """MindSpore's recomputation makes such, and no kernel takes a Depend of one input."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    model = compile_for_one_device(Product(), [((2, 4), np.float32)])
+    (product,) = [node for node in model.graph.node if len(node.input) >= 2 and node.op_type != "Constant"][:1]
+    kind_of_product = next(p.op_type for p in model.primitives if p.name == product.op_type.removeprefix("REF::"))
+    weight = next(name for name in product.input if name.endswith("weight") or "Load" in name)
+    nothing = mind_ir.NodeProto(op_type="REF::tuple", output=["nothing"])
+    waiting = mind_ir.NodeProto(op_type="REF::wait", input=[weight, "nothing"], output=["waiting"])
+    for name, kind in (("tuple", "MakeTuple"), ("wait", "Depend")):
+        model.primitives.add(name=name, op_type=kind)
+    product.input[list(product.input).index(weight)] = "waiting"
+    place = list(model.graph.node).index(product)
+    nodes = [*model.graph.node[:place], nothing, waiting, *model.graph.node[place:]]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    graph = read_graph(model)
+    assert {node.kind for node in graph.nodes if weight in node.inputs} == {kind_of_product}
 
 
 def test_a_state_lies_as_its_parameter_if_it_has_its_shape():

@@ -5,6 +5,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from conftest import ROOT
@@ -190,3 +191,9 @@ def test_a_tool_is_a_verb_and_nothing_more():
     for path in modules("tools"):
         assert path.stem in verbs
         assert path.read_text(encoding="utf-8").count("\n") <= 10
+
+
+def test_no_two_test_modules_have_one_name():
+    """pytest imports them by it, and would run one of them alone."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert not [name for name, count in names.items() if count > 1]

@@ -16,7 +16,8 @@ SHOWN = {
     "OptimizerParallel": "optimizer_parallel",
     "Rules": "rules",
 }
-HIDDEN = {"source", "lines", "order"}
+HIDDEN = "metadata={'hidden': True}"
+"""What marks a field that no file says."""
 PLAIN = {"Count": "int", "Natural": "int", "Positive": "float"}
 """What numbers with bounds are called in the tables."""
 
@@ -24,9 +25,9 @@ PLAIN = {"Count": "int", "Natural": "int", "Positive": "float"}
 def fields(node: ast.ClassDef):
     """(name, type, default, text) of each field that is followed by its text."""
     for item, following in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(item, ast.AnnAssign) and item.target.id not in HIDDEN:
+        default = ast.unparse(item.value) if isinstance(item, ast.AnnAssign) and item.value else ""
+        if isinstance(item, ast.AnnAssign) and HIDDEN not in default:
             text = following.value.value if isinstance(following, ast.Expr) else ""
-            default = "" if item.value is None else ast.unparse(item.value)
             kind = re.sub(r"\w+", lambda word: PLAIN.get(word[0], word[0]), ast.unparse(item.annotation))
             yield item.target.id, kind, default, " ".join(text.split())
 

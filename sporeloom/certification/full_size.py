@@ -94,7 +94,7 @@ def _bounds(least: float, most: float) -> str:
 def own_estimate(ranks: Sequence[dict[str, Any]], strategy: Strategy, rows: int, cluster: Cluster) -> dict[str, Any]:
     """Time of a step of `rows` of a user's network, of the slowest of its compiled ranks."""
     rows, pipeline, microbatches = rows_on_the_whole_mesh(strategy, rows), strategy.pipeline, strategy.num_parts()
-    order = strategy.mesh.pp, microbatches, pipeline.virtual_stages, pipeline.schedule
+    order = strategy.mesh.pp, microbatches, pipeline.virtual_stages, pipeline.order
     idle = idle_microbatches(*order) / microbatches if strategy.mesh.pp > 1 else 0.0
     times = [
         graph_time(

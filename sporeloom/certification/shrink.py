@@ -16,7 +16,7 @@ from sporeloom.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig
 from sporeloom.planner.task import TrainedTask
 from sporeloom.strategy.checks import spans_tensor_parallel
-from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
+from sporeloom.strategy.config import V_SHAPED, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
 from sporeloom.strategy.stages import layers_per_part, offloaded_layers, recomputed_layers
 
@@ -77,7 +77,7 @@ def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
         counts = [1] if num_layers is None else _layers_of_small_stages(strategy, num_layers, mesh.pp)
         uneven = None if len(set(counts)) == 1 else Stages(num_layers=counts)
         pipeline = Pipeline(
-            num_microbatches=mesh.pp * (2 if more or strategy.pipeline.schedule == "zero_bubble_v" else 1),
+            num_microbatches=mesh.pp * (2 if more or strategy.pipeline.schedule in V_SHAPED else 1),
             stages=uneven or "uniform",
             virtual_stages=min(strategy.pipeline.virtual_stages, MOST_VIRTUAL_STAGES),
             schedule=strategy.pipeline.schedule,

@@ -56,6 +56,14 @@ def virtual_stages(
     return dataclasses.replace(pipeline, virtual_stages=number, schedule=order)
 
 
+def written_schedule(strategy: Strategy, lost: Lost) -> str:
+    """The schedule as MindFormers calls it."""
+    if strategy.mindspore_problems():
+        lost("pipeline.schedule", f"{strategy.pipeline.schedule}: MindFormers does not have it; 1f1b is its own")
+        return "1f1b"
+    return strategy.pipeline.schedule
+
+
 def as_ranges(numbers: Sequence[int]) -> list[str]:
     """[1, 2, 3, 7] as 1-3 and 7."""
     runs: list[list[int]] = []

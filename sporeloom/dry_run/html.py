@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from sporeloom.dry_run.summary import GB, describe_layout
-from sporeloom.strategy.schedule import SPLIT, times
+from sporeloom.strategy.config import V_SHAPED
+from sporeloom.strategy.schedule import splits_backward, times
 
 PARTS = (
     ("parameter_bytes", "parameters", "#4878a8"),
@@ -78,7 +79,7 @@ def memory_bars(ranks: Sequence[dict[str, Any]], limit: float = 0.0) -> str:
 
 def _pipeline(job: dict[str, Any]) -> str:
     num_stages, virtual, schedule = len(job["stages"]), job["virtual_stages"], job["schedule"]
-    fewest = 2 * num_stages if schedule == "zero_bubble_v" else num_stages
+    fewest = 2 * num_stages if schedule in V_SHAPED else num_stages
     shown = min(job["num_microbatches"], max(SHOWN_MICROBATCHES, fewest))
     rows = [(s["stage"], s["layers"], f"{s['total_bytes'] / GB:.2f} GB", f"{s['flops']:.3e}") for s in job["stages"]]
     stages_table = table(("stage", "layers", "memory of a device", "FLOPs of a device"), rows)
@@ -93,7 +94,7 @@ def _pipeline(job: dict[str, Any]) -> str:
             cells.append(f"<text x='{x + 2:g}' y='{y + 13}' font-size='10'>{i}</text>")
     last = max(drawn[-1][2] for drawn in stages)
     note = f"{schedule}, forward blue, backward green, {shown} of {job['num_microbatches']} microbatches"
-    note += "; gradients of weights that are computed later yellow" if schedule in SPLIT else ""
+    note += "; gradients of weights that are computed later yellow" if splits_backward(schedule) else ""
     note += f"; the {virtual} parts of a stage in shades" if virtual > 1 else ""
     size = f"width='{80 + unit * last:g}' height='{8 + 22 * num_stages}'"
     return f"{stages_table}<p>{note}</p><div style='overflow-x:auto'><svg {size}>{''.join(cells)}</svg></div>"

@@ -68,7 +68,7 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         microbatch=max(1, batch_size // mesh.dp // microbatches),
         num_microbatches=microbatches,
         virtual_stages=strategy.pipeline.virtual_stages,
-        schedule=strategy.pipeline.schedule,
+        schedule=strategy.pipeline.order,
         flash_attention=flash,
         mask_bytes=bytes_of_mask(flash),
         recompute="none" if flash and kind == "selective" else kind,  # of what is never made

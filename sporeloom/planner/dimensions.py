@@ -14,7 +14,7 @@ from sporeloom.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig, Widths
 from sporeloom.numbers import Count, Natural, Positive, number_problems
 from sporeloom.reader import fields_from, read_yaml
-from sporeloom.strategy.config import Schedule, stage_of_part
+from sporeloom.strategy.config import Order, stage_of_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +290,7 @@ class Parallelism:
     our own engine does."""
     virtual_stages: int = 1
     """Parts of the layers each pipeline rank holds (interleaving)."""
-    schedule: Schedule = "1f1b"
+    schedule: Order = "1f1b"
     microbatch: int = 1
     """Sequences of one microbatch, on one replica."""
     num_microbatches: int = 1

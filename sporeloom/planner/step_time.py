@@ -20,7 +20,8 @@ from sporeloom.planner.memory import (
     moments_on_host,
     stage_parameters,
 )
-from sporeloom.strategy.schedule import SPLIT, Pass, idle_microbatches, times
+from sporeloom.strategy.listed_schedule import Pass
+from sporeloom.strategy.schedule import idle_microbatches, splits_backward, times
 
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
@@ -300,7 +301,7 @@ def _bubble(
     if job.pp == 1:
         return 0.0
     order = job.pp, job.num_microbatches, job.virtual_stages, job.schedule
-    if job.schedule not in SPLIT:
+    if not splits_backward(job.schedule):
         return (sum(busy) - max(busy)) / (job.pp - 1) * idle_microbatches(*order)
     (layer, head, again), stages = parts, job.parts(dims.num_layers)
 

@@ -9,7 +9,8 @@ from sporeloom.errors import ConfigError
 from sporeloom.log import counted
 from sporeloom.models.config import ModelConfig
 from sporeloom.numbers import Count, Positive, number_problem
-from sporeloom.strategy.config import Stages, Strategy
+from sporeloom.strategy.config import V_SHAPED, Stages, Strategy
+from sporeloom.strategy.listed_schedule import ListedSchedule
 from sporeloom.strategy.mesh import AXES
 from sporeloom.strategy.stages import offloaded_layers, recomputed_layers
 
@@ -74,12 +75,29 @@ def strategy_problems(strategy: Strategy) -> list[str]:
     return problems + _option_problems(strategy)
 
 
+def _listed_problems(strategy: Strategy, listed: ListedSchedule) -> list[str]:
+    """Where a schedule file and the strategy differ."""
+    pipeline, name = strategy.pipeline, strategy.pipeline.schedule
+    compared = [
+        ("mesh.pp", strategy.mesh.pp, len(listed.orders), "rows, one for each stage"),
+        ("pipeline.num_microbatches", pipeline.num_microbatches, listed.num_microbatches, "microbatches"),
+        ("pipeline.virtual_stages", pipeline.virtual_stages, listed.virtual_stages, "parts of the model a row"),
+    ]
+    return [
+        f"{strategy.at(key)} is {given}, and {name} has {found} {what}; both must be the same"
+        for key, given, found, what in compared
+        if given != found
+    ]
+
+
 def _option_problems(strategy: Strategy) -> list[str]:
     mesh, recompute, zero, problems = strategy.mesh, strategy.recompute, strategy.optimizer_parallel, []
     pipeline = strategy.pipeline
     if strategy.offload and not (strategy.offload.optimizer or strategy.offload.layers):
         problems.append(f"{strategy.at('offload')} moves nothing; give optimizer: true, or layers")
-    if pipeline.schedule in ("seqpipe", "zero_bubble_v") and pipeline.virtual_stages == 1:
+    if pipeline.listed:
+        problems += _listed_problems(strategy, pipeline.listed)
+    if pipeline.schedule in ("seqpipe", *V_SHAPED) and pipeline.virtual_stages == 1:
         problems.append(
             f"{strategy.at('pipeline.schedule')}: {pipeline.schedule} is for pipelines with virtual_stages; without them "
             "take 1f1b, gpipe or zero_bubble_h1"
@@ -87,19 +105,19 @@ def _option_problems(strategy: Strategy) -> list[str]:
     if pipeline.schedule == "zero_bubble_h1" and pipeline.virtual_stages > 1:
         problems.append(
             f"{strategy.at('pipeline.virtual_stages')}: zero_bubble_h1 has no virtual stages; leave them out, or take "
-            "zero_bubble_v"
+            "zero_bubble_v or dualpipe_v"
         )
     if strategy.engine == "mindspore":
         problems += strategy.mindspore_problems()
-    if pipeline.schedule == "zero_bubble_v" and pipeline.virtual_stages > 1:
+    if pipeline.schedule in V_SHAPED and pipeline.virtual_stages > 1:
         if pipeline.virtual_stages != 2:
             problems.append(
-                f"{strategy.at('pipeline.virtual_stages')}: zero_bubble_v has 2, got {pipeline.virtual_stages}"
+                f"{strategy.at('pipeline.virtual_stages')}: {pipeline.schedule} has 2, got {pipeline.virtual_stages}"
             )
         if pipeline.num_microbatches < 2 * mesh.pp:
             problems.append(
-                f"{strategy.at('pipeline.num_microbatches')} = {pipeline.num_microbatches}: zero_bubble_v wants at least "
-                f"twice as many as the {mesh.pp} stages"
+                f"{strategy.at('pipeline.num_microbatches')} = {pipeline.num_microbatches}: {pipeline.schedule} wants at "
+                f"least twice as many as the {mesh.pp} stages"
             )
     if pipeline.virtual_stages > 1 and strategy.micro_batch_interleave > 1:
         problems.append(

@@ -4,22 +4,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, cast
 
 from sporeloom.errors import ConfigError
 from sporeloom.numbers import Count, Depth, Natural, Positive
 from sporeloom.strategy.layout import Layout
+from sporeloom.strategy.listed_schedule import ListedSchedule
 from sporeloom.strategy.mesh import Mesh
 
 ContextMethod = Literal["gather", "ulysses"]
-Schedule = Literal["1f1b", "gpipe", "seqpipe", "zero_bubble_h1", "zero_bubble_v"]
+Schedule = Literal["1f1b", "gpipe", "seqpipe", "zero_bubble_h1", "zero_bubble_v", "dualpipe_v"]
+Order = Schedule | ListedSchedule
+V_SHAPED: tuple[Schedule, ...] = ("zero_bubble_v", "dualpipe_v")
+"""Schedules whose 2 virtual stages go down the stages and up again."""
 Partitioner = Literal["mindspore", "spmd"]
 
 
-def stage_of_part(part: int, num_stages: int, schedule: Schedule) -> int:
-    """The stage that holds a virtual stage: they are assigned in turn, or down and up again."""
+def stage_of_part(part: int, num_stages: int, schedule: Order) -> int:
+    """The stage that holds a virtual stage: they are assigned in turn, down and up again, or as a file says."""
+    if isinstance(schedule, ListedSchedule):
+        return schedule.stage_of(part)
     stage = part % num_stages
-    return num_stages - 1 - stage if schedule == "zero_bubble_v" and part >= num_stages else stage
+    return num_stages - 1 - stage if schedule in V_SHAPED and part >= num_stages else stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +50,19 @@ class Pipeline:
     virtual_stages: Depth = 1
     """Parts of the model that each stage holds, assigned in turn (interleaving): with v of them filling and draining the
     pipeline takes a v-th of the time, and v times as much is sent between stages."""
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"
     """Order in which stages work on microbatches: `1f1b`, a forward and a backward in turn; `gpipe`, all forward first;
     `seqpipe`, which interleaves virtual stages otherwise; `zero_bubble_h1`, 1f1b whose backward passes are taken apart to
-    fill the idle time; `zero_bubble_v`, where they are, too, and whose 2 virtual stages go down the stages and up again.
-    MindSpore's own pipelines, on devices, have no zero_bubble_h1, and gpipe with virtual stages alone."""
+    fill the idle time; `zero_bubble_v` and `dualpipe_v`, where they are, too, and whose 2 virtual stages go down the stages
+    and up again; or a CSV file of your own, relative to this one (docs/guides/train.md). MindSpore's own pipelines, on
+    devices, have no zero_bubble_h1, dualpipe_v and files, and gpipe with virtual stages alone."""
+    listed: ListedSchedule | None = field(default=None, metadata={"hidden": True})
+    """What the file says, if `schedule` is one."""
+
+    @property
+    def order(self) -> Order:
+        """The schedule, to be asked what follows from it."""
+        return self.listed or cast("Schedule", self.schedule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,13 +195,17 @@ class Strategy:
 
     def mindspore_problems(self) -> list[str]:
         """What MindSpore's own pipelines do not have."""
-        pipeline = self.pipeline
-        if pipeline.schedule == "zero_bubble_h1" or (pipeline.schedule == "gpipe" and pipeline.virtual_stages == 1):
-            return [
-                f"{self.at('pipeline.schedule')}: MindSpore's own pipelines, which run on devices and are dry-run and "
-                f"certified, have no {pipeline.schedule} without virtual stages; take 1f1b"
-            ]
-        return []
+        pipeline, lacks = self.pipeline, ""
+        if pipeline.listed or pipeline.schedule in ("zero_bubble_h1", "dualpipe_v"):
+            lacks = f"no {'schedules from files' if pipeline.listed else pipeline.schedule}"
+        elif pipeline.schedule == "gpipe" and pipeline.virtual_stages == 1:
+            lacks = "no gpipe without virtual stages"
+        if not lacks:
+            return []
+        return [
+            f"{self.at('pipeline.schedule')}: MindSpore's own pipelines, which run on devices and are dry-run and certified, "
+            f"have {lacks}; take {'zero_bubble_v' if pipeline.schedule == 'dualpipe_v' else '1f1b'}"
+        ]
 
     @property
     def optimizer_on_host(self) -> bool:
@@ -206,7 +224,7 @@ class Strategy:
 
     def stage_of_part(self, part: int) -> int:
         """The stage that holds a part of the layers."""
-        return stage_of_part(part, self.mesh.pp, self.pipeline.schedule)
+        return stage_of_part(part, self.mesh.pp, self.pipeline.order)
 
     @property
     def stage_of_loss(self) -> int:

@@ -6,15 +6,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from sporeloom.errors import ConfigError
 from sporeloom.models.paths import alternatives
 from sporeloom.reader import Document, Keys, Reader, is_a, read_yaml, show_key
 from sporeloom.shipped import RULES, shipped_names, shipped_or_file
 from sporeloom.strategy.checks import strategy_problems
-from sporeloom.strategy.config import ContextMethod, Pipeline, Rule, Rules, Strategy
+from sporeloom.strategy.config import ContextMethod, Pipeline, Rule, Rules, Schedule, Strategy
 from sporeloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout
+from sporeloom.strategy.listed_schedule import read_schedule
 from sporeloom.strategy.mesh import AXES
 
 _RULES_KEYS = tuple(f.name for f in dataclasses.fields(Rules))
@@ -69,6 +70,8 @@ def _strategy(document: Document, for_inference: bool = False) -> Strategy:
         str(values.get("context_parallel", Strategy.context_parallel)),
     )
     rules = _strategys_rules(reader, given["rules"], named) if "rules" in given else Rules()
+    if isinstance(pipeline := values.get("pipeline"), Pipeline):
+        values["pipeline"] = _with_listed_schedule(reader, pipeline)
     if reader.problems:
         raise ConfigError(reader.problems)
     lines = {show_key(keys): line for keys, line in document.lines.items()}
@@ -77,16 +80,36 @@ def _strategy(document: Document, for_inference: bool = False) -> Strategy:
         raise ConfigError(problems)
     if for_inference:
         mesh, pipeline = strategy.mesh.with_cp_as_replicas(), strategy.pipeline
+        is_interleaved = pipeline.virtual_stages > 1 or pipeline.listed
         return dataclasses.replace(
             strategy,
             mesh=mesh,
-            pipeline=Pipeline(num_microbatches=pipeline.num_microbatches) if pipeline.virtual_stages > 1 else pipeline,
+            pipeline=Pipeline(num_microbatches=pipeline.num_microbatches) if is_interleaved else pipeline,
             sequence_parallel=False,
             recompute=None,
             offload=None,
             optimizer_parallel=None,
         )
     return strategy
+
+
+def _with_listed_schedule(reader: Reader, pipeline: Pipeline) -> Pipeline:
+    """The pipeline, with what the file says that its schedule may be."""
+    if pipeline.schedule in (known := get_args(Schedule)):
+        return pipeline
+    path = Path(reader.document.source).parent / pipeline.schedule
+    if not path.is_file():
+        names = ", ".join(known)
+        reader.problem(
+            ("pipeline", "schedule"),
+            f"pipeline.schedule: {pipeline.schedule!r} is none of {names}, and there is no file {path}",
+        )
+        return pipeline
+    try:
+        return dataclasses.replace(pipeline, listed=read_schedule(path))
+    except ConfigError as error:
+        reader.problems += error.problems
+        return pipeline
 
 
 def _named_axes(sequence_parallel: bool, context_parallel: str) -> Named:

@@ -10,36 +10,30 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from sporeloom.strategy.config import Schedule
-
-
-class Pass(NamedTuple):
-    """A microbatch in a part of the model."""
-
-    kind: Literal["forward", "backward", "weights"]
-    """weights: the gradients of weights, where the backward pass gave those of its inputs alone."""
-    part: int
-    """Of those its stage holds."""
-    microbatch: int
-
+from sporeloom.strategy.config import V_SHAPED, Order
+from sporeloom.strategy.listed_schedule import ListedSchedule, Pass, needed
 
 Seconds = Callable[[int, Pass], float]
 """Of a stage's pass, given that its backward pass is whole."""
 DRAWN: dict[str, int] = {"forward": 1, "backward": 2}
 """How long a pass takes in a drawing."""
-SPLIT: tuple[Schedule, ...] = ("zero_bubble_h1", "zero_bubble_v")
-"""Schedules that take backward passes apart."""
+SPLIT = ("zero_bubble_h1", *V_SHAPED)
+"""Built-in schedules that take backward passes apart."""
 WHOLE_GROUPS = 3
 """Of interleaved microbatches, after which a stage holds nothing that it has not held before."""
 
 
 def passes(
-    stage: int, num_stages: int, num_microbatches: int, virtual_stages: int = 1, schedule: Schedule = "1f1b"
+    stage: int, num_stages: int, num_microbatches: int, virtual_stages: int = 1, schedule: Order = "1f1b"
 ) -> list[Pass]:
     """What a stage does, in order. Virtual stages take microbatches in groups of about as many as there are stages; after
     some forward passes a forward and a backward one follow each other."""
+    if isinstance(schedule, ListedSchedule):
+        return list(schedule.orders[stage])
+    if schedule == "dualpipe_v":
+        return _dualpipe_v(stage, num_stages, num_microbatches)
     if schedule == "zero_bubble_v":
         return _zero_bubble_v(stage, num_stages, num_microbatches)
     if schedule == "zero_bubble_h1":
@@ -57,7 +51,7 @@ def passes(
     return order
 
 
-def _groups(num_stages: int, num_microbatches: int, schedule: Schedule) -> list[range]:
+def _groups(num_stages: int, num_microbatches: int, schedule: Order) -> list[range]:
     """Microbatches that pass through a part together. Those left over go to the first group; seqpipe's to the first ones, one
     each."""
     if schedule == "gpipe" or num_microbatches < num_stages:
@@ -113,6 +107,50 @@ def _zero_bubble_v(stage: int, num_stages: int, num_microbatches: int) -> list[P
     return order + left
 
 
+def _dualpipe_v(stage: int, num_stages: int, num_microbatches: int) -> list[Pass]:
+    """DualPipe (arXiv:2412.19437, section 3.2.1) cut in half: in the middle a forward pass of one part and a backward pass of
+    the other follow each other, so that one can compute while the other communicates; in the second half of the last
+    backward passes the gradients of weights wait for the time that would be idle."""
+    behind, order, waiting = num_stages - stage - 1, list[Pass](), list[Pass]()
+    counts = dict.fromkeys(itertools.product(("forward", "backward"), (0, 1)), 0)
+
+    def do(kind: Literal["forward", "backward"], part: int, splits: bool = False) -> None:
+        order.append(Pass(kind, part, counts[kind, part]))
+        counts[kind, part] += 1
+        if splits:
+            waiting.append(order[-1]._replace(kind="weights"))
+
+    for _ in range(2 * behind):
+        do("forward", 0)
+    for _ in range(stage + 1):
+        do("forward", 0)
+        do("forward", 1)
+    for _ in range(behind):
+        do("backward", 1, splits=True)
+        order.append(waiting.pop())
+        do("forward", 1)
+    for _ in range(num_microbatches - num_stages - behind):
+        do("forward", 0)
+        do("backward", 1)
+        do("forward", 1)
+        do("backward", 0)
+    for _ in range(behind):
+        do("backward", 1)
+        do("forward", 1)
+        do("backward", 0)
+    for number in range(2 * (stage + 1)):
+        do("backward", (number + 1) % 2, splits=number > stage)
+    for _ in range(behind):
+        order.append(waiting.pop(0))
+        do("backward", 0, splits=True)
+    return order + waiting
+
+
+def splits_backward(schedule: Order) -> bool:
+    """Whether gradients of weights are computed in passes of their own."""
+    return schedule.splits_backward if isinstance(schedule, ListedSchedule) else schedule in SPLIT
+
+
 def split_passes(order: list[Pass]) -> set[Pass]:
     """The backward passes of a stage's order that leave the gradients of weights for later."""
     return {one._replace(kind="backward") for one in order if one.kind == "weights"}
@@ -122,7 +160,7 @@ def times(
     num_stages: int,
     num_microbatches: int,
     virtual_stages: int = 1,
-    schedule: Schedule = "1f1b",
+    schedule: Order = "1f1b",
     seconds: Seconds | None = None,
 ) -> list[list[tuple[Pass, float, float]]]:
     """Each stage's passes, when they start and when they end, if sending takes nothing. Of a backward pass that leaves the
@@ -143,13 +181,13 @@ def times(
         for stage in range(num_stages):
             while one := waiting[stage]:
                 place = part_of_model(one.part, stage, num_stages, schedule)
-                needed = _needed(one._replace(part=place), last)
-                if needed and needed not in ends:
+                first = needed(one._replace(part=place), last)
+                if first and first not in ends:
                     break
                 duration = lasts(stage, one)
                 if one in split[stage]:
                     duration -= lasts(stage, one._replace(kind="weights"))
-                start = max(clock[stage], ends[needed] if needed else 0.0)
+                start = max(clock[stage], ends[first] if first else 0.0)
                 clock[stage] = ends[one._replace(part=place)] = start + duration
                 result[stage].append((one, start, clock[stage]))
                 waiting[stage] = next(todo[stage], None)
@@ -157,32 +195,25 @@ def times(
     return result
 
 
-def part_of_model(part: int, stage: int, num_stages: int, schedule: Schedule) -> int:
+def part_of_model(part: int, stage: int, num_stages: int, schedule: Order) -> int:
     """Which part of the model a stage's part is."""
-    if schedule == "zero_bubble_v" and part == 1:
+    if isinstance(schedule, ListedSchedule):
+        return schedule.parts[stage][part]
+    if schedule in V_SHAPED and part == 1:
         return 2 * num_stages - 1 - stage
     return part * num_stages + stage
 
 
-def _needed(one: Pass, last: int) -> Pass | None:
-    """The pass whose result another needs; parts counted over all stages."""
-    if one.kind == "forward":
-        return one._replace(part=one.part - 1) if one.part else None
-    if one.kind == "weights":
-        return one._replace(kind="backward")
-    return one._replace(kind="forward") if one.part == last else one._replace(part=one.part + 1)
-
-
 @functools.cache
 def held_parts(
-    stage: int, num_stages: int, num_microbatches: int, virtual_stages: int, schedule: Schedule
+    stage: int, num_stages: int, num_microbatches: int, virtual_stages: int, schedule: Order
 ) -> tuple[tuple[int, ...], ...]:
     """How many microbatches a stage holds in each of its parts, from the forward pass until all of the backward pass is done,
     at the moments when it may hold most, whatever the size of a part: at no other it has more of every part, and those on
     the way from one such moment to the next in equal steps are left out."""
     if schedule == "gpipe":
         return ((num_microbatches,) * virtual_stages,)
-    if virtual_stages == 1:
+    if virtual_stages == 1 and not isinstance(schedule, ListedSchedule):
         return ((min(num_microbatches, num_stages - (0 if schedule == "zero_bubble_h1" else stage)),),)
     if schedule == "1f1b":  # the rest repeats
         num_microbatches = min(num_microbatches, num_microbatches % num_stages + WHOLE_GROUPS * num_stages)
@@ -211,7 +242,7 @@ def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def microbatches_held(
-    stage: int, num_stages: int, num_microbatches: int, virtual_stages: int, schedule: Schedule
+    stage: int, num_stages: int, num_microbatches: int, virtual_stages: int, schedule: Order
 ) -> float:
     """Microbatches in flight on a stage at its peak; one that it holds in one of v parts counts as 1/v."""
     moments = held_parts(stage, num_stages, num_microbatches, virtual_stages, schedule)
@@ -219,13 +250,13 @@ def microbatches_held(
 
 
 @functools.cache
-def idle_microbatches(num_stages: int, num_microbatches: int, virtual_stages: int, schedule: Schedule) -> float:
+def idle_microbatches(num_stages: int, num_microbatches: int, virtual_stages: int, schedule: Order) -> float:
     """For how many microbatches' time a stage waits in a step, if all parts take equally long: the bubble.
 
-    Filling and draining takes p - 1 of a part. Fewer microbatches than stages also wait before each further part. The last
-    stage of a zero-bubble schedule waits as its order has it, a forward pass taking as long as either half of a backward one.
+    Filling and draining takes p - 1 of a part. Fewer microbatches than stages also wait before each further part. Zero-bubble
+    schedules and those from files are counted pass by pass, a forward pass taking as long as either half of a backward one.
     """
-    if schedule in SPLIT:
+    if isinstance(schedule, ListedSchedule) or schedule in SPLIT:
         drawn = times(num_stages, num_microbatches, virtual_stages, schedule)
         return max(stage[-1][2] for stage in drawn) / (3 * virtual_stages) - num_microbatches
     short = max(0, num_stages - num_microbatches) * (virtual_stages - 1)

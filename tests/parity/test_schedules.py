@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from conftest import call
 
+from sporeloom.strategy.config import V_SHAPED
 from sporeloom.strategy.loader import strategy_of
-from sporeloom.strategy.schedule import part_of_model, passes, split_passes
+from sporeloom.strategy.schedule import part_of_model, passes, split_passes, splits_backward
 
 WORKER = "tests/parity/schedule_worker.py"
 RULES = {"rules": "decoder"}
@@ -27,7 +28,10 @@ SCHEDULES = {
     "gpipe_v3": {"schedule": "gpipe", "virtual_stages": 3},
     "seqpipe_v3": {"schedule": "seqpipe", "virtual_stages": 3},
     "zero_bubble_v": {"schedule": "zero_bubble_v", "virtual_stages": 2},
+    "dualpipe_v": {"schedule": "dualpipe_v", "virtual_stages": 2},
 }
+OWN = {"schedule": "tests/parity/own_schedule.csv", "virtual_stages": 2, "num_microbatches": 3}
+"""Whose second stage has the first and the last part, and some of whose backward passes are taken apart."""
 MICROBATCHES = (3, 4, 6)
 
 
@@ -38,11 +42,13 @@ def _cases():
         for j, (schedule, pipeline) in enumerate(SCHEDULES.items()):
             pp, parts = axes["pp"], axes["pp"] * pipeline.get("virtual_stages", 1)
             count = MICROBATCHES[(i + j) % len(MICROBATCHES)]
-            if schedule == "zero_bubble_v":
+            if schedule in V_SHAPED:
                 count = max(count, 2 * pp) if pp == 2 else 12
             if parts <= 8 and count >= pp:
                 settings = {"mesh": axes, **RULES, **more, "pipeline": {"num_microbatches": count, **pipeline}}
                 cases[f"{mesh}_{schedule}_m{count}"] = settings
+        if axes["pp"] == 2:
+            cases[f"{mesh}_own"] = {"mesh": axes, **RULES, **more, "pipeline": OWN}
     return cases
 
 
@@ -97,10 +103,10 @@ def test_each_rank_does_what_the_schedule_says_and_holds_as_much(done, name):
     mesh, pipeline = strategy.mesh, strategy.pipeline
     for rank, did in enumerate(told):
         stage = mesh.coordinate(rank, "pp")
-        order = passes(stage, mesh.pp, pipeline.num_microbatches, pipeline.virtual_stages, pipeline.schedule)
+        order = passes(stage, mesh.pp, pipeline.num_microbatches, pipeline.virtual_stages, pipeline.order)
         split, expected, held, most = split_passes(order), [], set(), 0
         for one in order:
-            part = part_of_model(one.part, stage, mesh.pp, pipeline.schedule)
+            part = part_of_model(one.part, stage, mesh.pp, pipeline.order)
             expected.append([one.kind, part, one.microbatch])
             if one.kind == "backward" and split and one not in split:
                 expected.append(["weights", part, one.microbatch])
@@ -109,9 +115,7 @@ def test_each_rank_does_what_the_schedule_says_and_holds_as_much(done, name):
             elif one not in split:
                 held.discard((part, one.microbatch))
             most = max(most, len(held))
-        if pipeline.schedule.startswith(
-            "zero_bubble"
-        ):  # the first part gives nothing back: all of it is gradients of weights
+        if splits_backward(pipeline.order):  # the first part gives nothing back: all of it is gradients of weights
             expected = [each for each in expected if each[:2] != ["backward", 0]]
         assert did["passes"] == expected
         assert did["held"] == most

@@ -27,7 +27,7 @@ from sporeloom.dialects.mindformers1.model import written_model
 from sporeloom.dialects.mindformers1.swap import written_swap
 from sporeloom.dialects.rows import written_rows
 from sporeloom.dialects.settings import Lost, Note, Settings
-from sporeloom.dialects.stages import rows_of_parts, stage_layers
+from sporeloom.dialects.stages import rows_of_parts, stage_layers, written_schedule
 from sporeloom.dialects.yaml_file import flat_text
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.stages import layers_of_stages, layers_per_part
@@ -43,8 +43,9 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
         **_mesh(strategy),
         **_optimizer_parallel(strategy),
     }
+    schedule = written_schedule(strategy, lost)
     if strategy.pipeline.virtual_stages > 1:
-        written |= {INTERLEAVE: True, SCHEDULER: strategy.pipeline.schedule}
+        written |= {INTERLEAVE: True, SCHEDULER: schedule}
     written |= _recompute(settings, lost) | written_swap(strategy, lost) | _stages(settings, lost)
     return flat_text(written), lost.notes
 

@@ -9,7 +9,7 @@ from sporeloom.dialects.context import written_context
 from sporeloom.dialects.mindformers2.keys import METHODS, PARALLELISM, TRAIN
 from sporeloom.dialects.rows import written_rows
 from sporeloom.dialects.settings import Lost, Note, Settings
-from sporeloom.dialects.stages import as_ranges, rows_of_parts, stage_layers
+from sporeloom.dialects.stages import as_ranges, rows_of_parts, stage_layers, written_schedule
 from sporeloom.dialects.yaml_file import flat_text
 from sporeloom.strategy.config import Recompute, Strategy
 
@@ -59,9 +59,10 @@ def _written_pipeline(settings: Settings, lost: Lost) -> dict[str, Any]:
     if settings.micro_batch_size is None:
         lost("pipeline.num_microbatches", "2.x counts the sequences of a microbatch: give --batch-size")
     written: dict[str, Any] = {PARALLELISM + "pipeline_parallel_microbatch_size": settings.micro_batch_size or 1}
+    schedule = written_schedule(strategy, lost)
     if strategy.pipeline.virtual_stages > 1:
         written[PARALLELISM + "pipeline_parallel_interleave_num"] = strategy.pipeline.virtual_stages
-        written[PARALLELISM + "pipeline_parallel_schedule"] = strategy.pipeline.schedule
+        written[PARALLELISM + "pipeline_parallel_schedule"] = schedule
     if counts := stage_layers(settings, lost):
         written[PARALLELISM + "pipeline_parallel_layers_per_stage"] = rows_of_parts(counts, strategy)
     return written

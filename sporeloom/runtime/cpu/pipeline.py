@@ -24,7 +24,8 @@ from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.cpu.transport import Collectives, Transport
 from sporeloom.strategy.config import Strategy
-from sporeloom.strategy.schedule import Pass, part_of_model, passes, split_passes
+from sporeloom.strategy.listed_schedule import Pass
+from sporeloom.strategy.schedule import part_of_model, passes, split_passes
 
 Array = NDArray[Any]
 
@@ -158,7 +159,7 @@ class ScheduledStep:
         self.programs, self.update, self.num_microbatches = programs, update, num_microbatches
         self.update_inputs, self.types = update_inputs, types
         pipeline, mesh = programs.strategy.pipeline, programs.strategy.mesh
-        self.order = passes(programs.stage, mesh.pp, num_microbatches, pipeline.virtual_stages, pipeline.schedule)
+        self.order = passes(programs.stage, mesh.pp, num_microbatches, pipeline.virtual_stages, pipeline.order)
         self._split = split_passes(self.order)
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
@@ -182,7 +183,7 @@ class ScheduledStep:
         return self.update.run(sums)
 
     def _stage_passes(self, one: Pass) -> Iterable[StagePass]:
-        mesh, schedule = self.programs.strategy.mesh, self.programs.strategy.pipeline.schedule
+        mesh, schedule = self.programs.strategy.mesh, self.programs.strategy.pipeline.order
         part = part_of_model(one.part, self.programs.stage, mesh.pp, schedule)
         yield StagePass(one.kind, part)
         if one.kind == "backward" and one not in self._split:

@@ -36,7 +36,7 @@ from sporeloom.runtime.cpu.spmd import (
 )
 from sporeloom.runtime.cpu.transport import Collectives
 from sporeloom.strategy.layout import Shape
-from sporeloom.strategy.schedule import SPLIT
+from sporeloom.strategy.schedule import idle_microbatches, microbatches_held, splits_backward
 
 
 class SpmdProcesses(CpuProcesses):
@@ -103,12 +103,22 @@ class SpmdProcesses(CpuProcesses):
         of_stage = replace(sharded.result, communications=communications)
         self.told_of_graph = of_stage.summary()
         if self.strategy.mesh.pp > 1:
-            told, sent = (
-                of_stage.summary(f"each rank of stage {programs.stage}"),
-                programs.sent_bytes * num_microbatches,
+            told = of_stage.summary(f"each rank of stage {programs.stage}")
+            sent = programs.sent_bytes * num_microbatches
+            self.told_of_graph = (
+                f"{told}; {sent / 1e6:.3g} MB to other stages. {self._schedule_summary(num_microbatches)}"
             )
-            self.told_of_graph = f"{told}; {sent / 1e6:.3g} MB to other stages"
         return made
+
+    def _schedule_summary(self, num_microbatches: int) -> str:
+        """What follows from the schedule for this rank's stage."""
+        pipeline, mesh = self.strategy.pipeline, self.strategy.mesh
+        order = mesh.pp, num_microbatches, pipeline.virtual_stages, pipeline.order
+        held, idle = microbatches_held(mesh.coordinate(self.rank, "pp"), *order), idle_microbatches(*order)
+        return (
+            f"Schedule {pipeline.schedule}: it holds at most {held:.3g} microbatches, and is idle "
+            f"{idle / (num_microbatches + idle):.0%} of a step if all parts take equally long"
+        )
 
     def _stages(
         self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], is_training: bool = False
@@ -146,7 +156,7 @@ class SpmdProcesses(CpuProcesses):
         for _, report in reports_in(cell):
             parts |= report.parts
         pipeline = self.strategy.pipeline
-        splits, sums_from = is_training and pipeline.schedule in SPLIT, 1 if is_training else None
+        splits, sums_from = is_training and splits_backward(pipeline.order), 1 if is_training else None
         try:
             return sharded, cut_into_stages(sharded.result.graph, parts, splits, sums_from)
         except PartitionError as error:

@@ -476,3 +476,23 @@ def test_what_is_written_for_mindformers_is_what_it_builds(tmp_path):
     assert written["optimizer"] == {"type": "AdamW", "betas": [0.9, 0.95], "eps": 1e-8}
     assert written["lr_schedule"] == {"type": "CosineWithWarmUpLR", "learning_rate": 1e-4}
     assert written["callbacks"] == [{"type": "CheckpointMonitor", "save_checkpoint_steps": 5, "keep_checkpoint_max": 2}]
+
+
+@pytest.mark.parametrize("dialect", ["mindformers1", "mindformers2", "megatron"])
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        "{num_microbatches: 4, schedule: zero_bubble_h1}",
+        "{num_microbatches: 4, schedule: gpipe}",
+        "{num_microbatches: 4, virtual_stages: 2, schedule: dualpipe_v}",
+        "{num_microbatches: 2, schedule: own.csv}",
+    ],
+)
+def test_a_schedule_that_the_others_lack_is_a_loss(tmp_path, dialect, pipeline):
+    (tmp_path / "own.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    path = tmp_path / "s.yaml"
+    path.write_text(f"mesh: {{pp: 2}}\nrules: decoder\npipeline: {pipeline}\n")
+    known = Settings(SINGLE_DEVICE, {"batch_size": 4}, 8)
+    done = translate(path, dialect, RULES, tmp_path / "theirs", known)
+    assert "pipeline.schedule" in {note.key for note in done.losses}
+    assert not any(name in done.text for name in ("zero_bubble", "gpipe", "dualpipe", "own.csv"))

@@ -8,18 +8,16 @@ import pytest
 
 from sporeloom.planner.dimensions import Parallelism
 from sporeloom.planner.memory import microbatches_in_flight
+from sporeloom.strategy.config import V_SHAPED
 from sporeloom.strategy.schedule import held_parts, idle_microbatches, passes, split_passes, times
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 3), (3, 8), (4, 4), (4, 9), (4, 11), (4, 30), (8, 8), (8, 12), (8, 40)]
 """Stages and microbatches."""
 KINDS = [(v, schedule) for v in (1, 2, 3, 4, 6) for schedule in ("1f1b", "gpipe", "seqpipe")] + [
-    *((1, "zero_bubble_h1"), (2, "zero_bubble_v"))
+    *((1, "zero_bubble_h1"), (2, "zero_bubble_v"), (2, "dualpipe_v"))
 ]
 GRID = [
-    (p, m, v, schedule)
-    for p, m in SIZES
-    for v, schedule in KINDS
-    if schedule != "zero_bubble_v" or (m >= 2 * p and p > 1)
+    (p, m, v, schedule) for p, m in SIZES for v, schedule in KINDS if schedule not in V_SHAPED or (m >= 2 * p and p > 1)
 ]
 FEW = [(p, m, v, "1f1b") for p, m in ((4, 2), (4, 3), (8, 5)) for v in (1, 2, 3)]
 """Fewer microbatches than stages, which published runs have."""
@@ -66,6 +64,8 @@ def test_a_stage_holds_what_its_order_of_passes_says(p, m, v, schedule):
         (4, 8, 2, "gpipe", 3, 8),
         (4, 8, 2, "zero_bubble_v", 0, 4),  # as many on every stage, the most that 1f1b's first one holds
         (4, 8, 2, "zero_bubble_v", 3, 4),
+        (4, 8, 2, "dualpipe_v", 0, 4.5),  # arXiv:2412.19437, table 2: a part more than there are
+        (4, 8, 2, "dualpipe_v", 3, 4.5),
         (4, 3, 1, "1f1b", 0, 3),
     ],
 )
@@ -81,6 +81,10 @@ def test_the_bubble_is_that_of_the_order(p, m, v, schedule):
     assert idle_microbatches(p, m, v, schedule) == pytest.approx(idle, abs=1e-9)
     if schedule == "zero_bubble_v":  # arXiv:2401.10241: gradients of weights fill all but (p - 1) of a forward pass
         assert idle == pytest.approx((p - 1) / 3)
+    if schedule == "dualpipe_v":
+        # arXiv:2412.19437, table 2, with 2p parts: (p - 1) (forward with backward + backward - 3 weights), where a pair
+        # passes both results on at its end; here each as soon as it is there. A microbatch's parts take 6.
+        assert 0 <= idle <= (p - 1) * (3 + 2 - 3) / 6
 
 
 @pytest.mark.parametrize(("p", "m", "v", "schedule"), GRID)
@@ -90,7 +94,7 @@ def test_a_schedule_does_one_thing_at_a_time_and_each_after_what_it_needs(p, m, 
     for stage, drawn in enumerate(stages):
         split = {(one.part, one.microbatch) for one in split_passes([one for one, _, _ in drawn])}
         for one, start, end in drawn:
-            is_v = schedule == "zero_bubble_v" and one.part == 1
+            is_v = schedule in V_SHAPED and one.part == 1
             place = 2 * p - 1 - stage if is_v else one.part * p + stage
             spans[one.kind, one.microbatch, place] = start, end
             halved = one.kind == "backward" and (one.part, one.microbatch) in split
@@ -106,7 +110,7 @@ def test_a_schedule_does_one_thing_at_a_time_and_each_after_what_it_needs(p, m, 
             assert start >= spans[before][1]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "seqpipe", "zero_bubble_v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "seqpipe", "zero_bubble_v", "dualpipe_v"])
 def test_passes_of_other_lengths_are_taken_as_they_are(schedule):
     lasts = {"forward": 2.0, "backward": 5.0, "weights": 1.5}
     drawn = times(4, 8, 2, schedule, lambda stage, one: lasts[one.kind] * (1 + (stage == 0)))

@@ -25,24 +25,41 @@ try:
     from mindspore.graph.api import _cell_graph_executor as cell_graph_executor
     from mindspore.nn.layer.rnns import _DynamicLSTMCPUGPU as FusedLSTM
     from mindspore.nn.layer.rnns import _DynamicRNNBase as StepwiseRNN
-    from mindspore.ops._grad_experimental import grad_comm_ops
     from mindspore.ops._grad_experimental.grad_base import bprop_getters
     from mindspore.ops.function import nn_func
     from mindspore.ops.function.clip_func import _ClipByGlobalNorm as ClipByGlobalNorm
     from mindspore.ops.operations._pyfunc_registry import add_pyfunc
-    from mindspore.parallel._auto_parallel_context import auto_parallel_context
     from mindspore.train import mind_ir_pb2
 except ImportError as missing:
     raise ImportError(
         f"MindSpore {ms.__version__} lacks what partitioning leans on: {missing}; use {' or '.join(SUPPORTED_VERSIONS)}"
     ) from None
 
+try:  # its own partitioner, which MindSpore retires after 2.11
+    from mindspore import reset_auto_parallel_context, set_auto_parallel_context
+    from mindspore.ops._grad_experimental import grad_comm_ops
+    from mindspore.parallel._auto_parallel_context import auto_parallel_context
+    from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved
+except ImportError as missing:
+    reset_auto_parallel_context = set_auto_parallel_context = auto_parallel_context = None
+    grad_comm_ops = GradAccumulation = MicroBatchInterleaved = None
+    NO_PARTITIONER = (
+        f"MindSpore {ms.__version__} has no partitioner of its own ({missing}): training and inference on CPU processes need "
+        "none without `engine: mindspore`; dry runs, certificates, pipelines of your own networks and devices do, with "
+        f"MindSpore {' or '.join(SUPPORTED_VERSIONS)}"
+    )
+else:
+    NO_PARTITIONER = ""
+
 mind_ir = compiled_messages(mind_ir_pb2)
 
 __all__ = [
+    "NO_PARTITIONER",
     "ClipByGlobalNorm",
     "FusedLSTM",
+    "GradAccumulation",
     "MSContext",
+    "MicroBatchInterleaved",
     "StepwiseRNN",
     "add_pyfunc",
     "auto_parallel_context",
@@ -58,6 +75,8 @@ __all__ = [
     "numpy_type",
     "own_parameters",
     "own_primitives",
+    "reset_auto_parallel_context",
+    "set_auto_parallel_context",
     "type_to_type_id",
 ]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import mindspore as ms
 from mindspore import nn
-from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved
 
 from sporeloom.errors import ConfigError
 from sporeloom.models.paths import path_matches
@@ -26,7 +25,7 @@ from sporeloom.parallel.sharding import (
     unmatched_rules,
     with_parts_of_axes,
 )
-from sporeloom.private_names import numpy_type
+from sporeloom.private_names import NO_PARTITIONER, GradAccumulation, MicroBatchInterleaved, numpy_type
 from sporeloom.strategy.checks import spans_tensor_parallel
 from sporeloom.strategy.config import Rule, Strategy
 from sporeloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
@@ -43,8 +42,10 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
 
     Raises:
         ConfigError: a rule that matches nothing, a parameter that cannot be sharded, stages for which there are no layers,
-            experts over ranks of tp by MindSpore.
+            experts over ranks of tp by MindSpore, or no partitioner in this MindSpore where it should shard.
     """
+    if NO_PARTITIONER and strategy.mesh.size > 1 and not shards_itself(strategy):
+        raise ConfigError(f"{strategy.at('engine')}: {NO_PARTITIONER}")
     if strategy.mesh.ep > strategy.mesh.dp and not shards_itself(strategy):
         raise ConfigError(spans_tensor_parallel(strategy))
     found = operators(net)

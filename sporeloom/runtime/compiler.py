@@ -10,11 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mindspore as ms
-
+from sporeloom.errors import ConfigError
 from sporeloom.parallel.sums import add_by_add_n, add_by_pairs
-from sporeloom.private_names import RELEASE_OWNER, SEARCH_COSTS, compile_config
+from sporeloom.private_names import (
+    NO_PARTITIONER,
+    RELEASE_OWNER,
+    SEARCH_COSTS,
+    compile_config,
+    reset_auto_parallel_context,
+)
 from sporeloom.private_names import auto_parallel_context as mindspores_context
+from sporeloom.private_names import set_auto_parallel_context as set_mindspores_context
 from sporeloom.runtime.gradients import decided_branches
 from sporeloom.runtime.symbols import lacks, library
 from sporeloom.strategy.config import Strategy
@@ -32,12 +38,18 @@ def auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path | No
     try:
         yield
     finally:
-        ms.reset_auto_parallel_context()
+        reset_auto_parallel_context()
         add_by_add_n()
 
 
 def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path | None = None) -> None:
-    """MindSpore's settings for `strategy`. `layouts_file`: where it writes the layouts in its own format."""
+    """MindSpore's settings for `strategy`. `layouts_file`: where it writes the layouts in its own format.
+
+    Raises:
+        ConfigError: this MindSpore has no partitioner.
+    """
+    if NO_PARTITIONER:
+        raise ConfigError(NO_PARTITIONER)
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
     settings: dict[str, Any] = {}
     if zero:
@@ -54,7 +66,7 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
         settings["strategy_ckpt_config"] = {"save_file": str(layouts_file)}
     forget_search()
     add_by_pairs(mesh.pp > 1)
-    ms.set_auto_parallel_context(
+    set_mindspores_context(
         # By propagation an operator without a rule takes its layout from those that have one.
         parallel_mode="auto_parallel" if mesh.derives_layouts else "semi_auto_parallel",
         search_mode="sharding_propagation",

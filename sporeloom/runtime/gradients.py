@@ -28,7 +28,9 @@ Known = tuple[tuple[str, Any], ...]
 @contextlib.contextmanager
 def decided_branches() -> Iterator[None]:
     """While it lasts, gradients of communication operators are made without the branches that cannot be taken."""
-    before = {key: make for key, make in bprop_getters.items() if make.__module__ == grad_comm_ops.__name__}
+    before = {}
+    if grad_comm_ops:
+        before = {key: make for key, make in bprop_getters.items() if make.__module__ == grad_comm_ops.__name__}
     with scratch_folder() as folder:
         functions = Decided(folder)
         bprop_getters.update({key: functions.deciding(make) for key, make in before.items()})

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a MindSpore that has no partitioner of its own, CPU processes train and generate as on one that has."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from conftest import CONFIGS, ROOT, TWO_LAYERS, run, tool
+
+TEXT = ROOT / "examples" / "small_town.txt"
+TRAIN = ("tools/train.py", "--data", TEXT, "--config", TWO_LAYERS, "--seq-len", 32, "--steps", 3, "--batch-size", 4)
+WITHOUT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "without_partitioner"), str(ROOT)])}
+SAID = "has no partitioner of its own (cannot import name"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "out"
+    outcome = tool(*TRAIN, "--output-dir", out)
+    assert outcome.code == 0, outcome.output
+    return out
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().split("\n") if line]
+
+
+def tokens(output):
+    return [json.loads(line)["tokens"] for line in output.split("\n") if line.startswith("{")]
+
+
+def launched(out, strategy, *arguments):
+    tokenizer = out / "checkpoint" / "tokenizer.model"
+    return run(*TRAIN, "--tokenizer", tokenizer, "--strategy", strategy, "--launch", *arguments, env=WITHOUT)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["pangu_tiny_dp2_tp2_zero", pytest.param("pangu_tiny_tp2_pp2", marks=pytest.mark.long)]
+)
+def test_training_equals_one_device(one_device, tmp_path, strategy):
+    outcome = launched(one_device, CONFIGS / f"{strategy}.yaml", "--output-dir", tmp_path / "out")
+    assert outcome.code == 0, outcome.output
+    np.testing.assert_allclose(losses(tmp_path / "out"), losses(one_device), rtol=1e-5)
+
+
+@pytest.mark.long
+def test_generation_equals_one_device(one_device):
+    words = (
+        "tools/generate.py",
+        "--checkpoint",
+        one_device / "checkpoint",
+        "--prompt",
+        "the",
+        "--max-new-tokens",
+        8,
+        "--json",
+    )
+    alone = tool(*words)
+    assert alone.code == 0, alone.output
+    outcome = run(*words, "--strategy", CONFIGS / "pangu_tiny_tp2.yaml", "--launch", env=WITHOUT)
+    assert outcome.code == 0, outcome.output
+    assert tokens(outcome.output) == tokens(alone.output) != []
+
+
+def test_what_needs_it_says_so(one_device, tmp_path):
+    path = tmp_path / "theirs.yaml"
+    path.write_text(f"{(CONFIGS / 'pangu_tiny_tp2.yaml').read_text()}\nengine: mindspore\n")
+    path.write_text(path.read_text().replace("rules: rules/", f"rules: {CONFIGS}/rules/"))
+    outcome = launched(one_device, path, "--output-dir", tmp_path / "out")
+    assert outcome.code != 0
+    assert f"{path}" in outcome.output and SAID in outcome.output and "Traceback" not in outcome.output
+    outcome = run("tools/dry_run.py", "--strategy", CONFIGS / "pangu_tiny_tp2.yaml", "--ranks", "0", env=WITHOUT)
+    assert outcome.code != 0
+    assert SAID in outcome.output and "Traceback" not in outcome.output

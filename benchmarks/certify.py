@@ -35,9 +35,7 @@ def main() -> None:
             command += ["--strategy", str(CONFIGS / f"{name}.yaml"), "--out", f"{folder}/out"]
             command += ["--cluster", str(CONFIGS / "clusters/ascend910b.yaml")]
             start = time.perf_counter()
-            subprocess.run(
-                command, check=True, cwd=ROOT, env={**os.environ, "SPORELOOM_KEPT_GRAPHS": f"{folder}/graphs"}
-            )
+            subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "SPORELOOM_CACHE": f"{folder}/graphs"})
             total = time.perf_counter() - start
             values = json.loads(Path(folder, "out/certificate.json").read_text())
         parts = values["seconds"]

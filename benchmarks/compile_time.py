@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds until a graph is ready, compiled and from the kept graphs: `python benchmarks/compile_time.py`.
+"""Seconds until a graph is ready, compiled and from the compilation cache: `python benchmarks/compile_time.py`.
 
 PanGu tiny on 4 processes side by side: partition by MindSpore's front end and choice of CPU kernels, as tools/train.py
 reports it. Then whole commands, cold and warm: --resume, generate --launch, a dry run of 13B. Writes
@@ -32,8 +32,8 @@ TRAIN = ["tools/train.py", "--data", "examples/tang_poems.txt", "--launch"]
 
 
 def run(graphs: Path, *command: str) -> tuple[float, subprocess.CompletedProcess[str]]:
-    """Seconds of a command with this folder of kept graphs, and what it left."""
-    environment = {**os.environ, "SPORELOOM_KEPT_GRAPHS": str(graphs)}
+    """Seconds of a command with this compilation cache, and what it left."""
+    environment = {**os.environ, "SPORELOOM_CACHE": str(graphs)}
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=True, env=environment
@@ -77,9 +77,9 @@ def whole_commands(folder: Path) -> dict[str, list[float]]:
         figures[what] = [seconds for seconds, _ in done]
         if "dry run" in what:
             first, second = (json.loads(d.stdout[d.stdout.index("{") :]) for _, d in done)
-            assert _without_times(first) == _without_times(second), "a kept graph says something else"
+            assert _without_times(first) == _without_times(second), "a cached graph says something else"
         elif "generate" in what:
-            assert done[0][1].stdout == done[1][1].stdout, "a kept graph gives other tokens"
+            assert done[0][1].stdout == done[1][1].stdout, "a cached graph gives other tokens"
     return figures
 
 
@@ -93,7 +93,7 @@ def main() -> None:
     lines = [
         f"MindSpore {version('mindspore')}. Until a rank is ready, 4 processes of PanGu tiny at once; the target is 8 s cold."
     ]
-    lines += ["", "| strategy | compiled, s | from kept graphs, s |", "|---|---|---|"]
+    lines += ["", "| strategy | compiled, s | from the cache, s |", "|---|---|---|"]
     with tempfile.TemporaryDirectory() as name:
         for strategy in STRATEGIES:
             cold, warm = compile_seconds(strategy, Path(name))

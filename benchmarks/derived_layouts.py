@@ -42,7 +42,7 @@ def compile_with(size: str, strategy: str, rank: int, rules: str, folder: Path) 
         str(path),
         "--json",
     ]
-    environment = {**os.environ, "SPORELOOM_KEPT_GRAPHS": "0"}
+    environment = {**os.environ, "SPORELOOM_CACHE": "0"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
     report = json.loads(done.stdout[done.stdout.index("{") :])["ranks"][0]
     return report["compile_s"], sorted(json.dumps(c, sort_keys=True) for c in report["collectives"])

@@ -60,7 +60,7 @@ def dry_run(
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "SPORELOOM_KEPT_GRAPHS": "0"},
+        env={**os.environ, "SPORELOOM_CACHE": "0"},
     )
     seconds = time.perf_counter() - start
     values = json.loads(done.stdout[done.stdout.index("{") :])
@@ -91,8 +91,8 @@ def compare() -> None:
         lines = [line for line in pool.map(compared, sorted(CONFIGS.glob("*.yaml"))) if line]
     head = [
         f"MindSpore {version('mindspore')}. Every shipped strategy of 13B and below that `--fast` derives, a rank of each",
-        "stage, and one rank of 200B; kept graphs off, two strategies at a time. Reports are compared field by field, all",
-        "but seconds and depths.",
+        "stage, and one rank of 200B; compilation cache off, two strategies at a time. Reports are compared field by field,",
+        "all but seconds and depths.",
         "",
         "| strategy | ranks | whole, s | `--fast`, s | same report |",
         "|---|---|---|---|---|",

@@ -25,7 +25,7 @@ def main() -> None:
     times = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["SPORELOOM_KEPT_GRAPHS"] = str(Path(folder) / "graphs")
+        os.environ["SPORELOOM_CACHE"] = str(Path(folder) / "graphs")
         for i in range(times):
             start = time.perf_counter()
             path = ROOT / "parallel_configs" / "pangu_tiny_tp2_pp2.yaml"

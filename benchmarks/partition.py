@@ -116,7 +116,7 @@ def ready(engine: str, folder: Path) -> list[float]:
             capture_output=True,
             text=True,
             check=True,
-            env={**os.environ, "SPORELOOM_KEPT_GRAPHS": str(folder / "graphs")},
+            env={**os.environ, "SPORELOOM_CACHE": str(folder / "graphs")},
         )
         found.append(float(re.search(r"compiled in ([\d.]+) s", done.stderr)[1]))
     return found

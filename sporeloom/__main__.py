@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sporeloom VERB ...`, `python -m sporeloom VERB ...`; msrun is given this file."""
+"""`sporeloom COMMAND ...`, `python -m sporeloom COMMAND ...`; msrun is given this file."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ if not __package__:  # started by its path: Python then looks in this folder fir
 
 from sporeloom import __version__
 from sporeloom.errors import ConfigError, did_you_mean, run_tool
-from sporeloom.verbs import VERBS
+from sporeloom.verbs import EXAMPLES, GROUPS, VERBS
 
 HELP = ("-h", "--help", "help")
 
@@ -25,9 +25,7 @@ def main(argv: Sequence[str]) -> int | None:
         return 0
     verb = argv[0].replace("_", "-")
     if verb not in VERBS:
-        raise ConfigError(
-            f"{argv[0]} is no verb of sporeloom, which `sporeloom --help` lists{did_you_mean(verb, VERBS)}"
-        )
+        raise ConfigError(f"unknown command {argv[0]}{did_you_mean(verb, VERBS)} (see sporeloom --help)")
     sys.argv[0] = f"sporeloom {verb}"  # what help and the lock of an output folder call this program
     result: int | None = import_module(f"sporeloom.verbs.{verb.replace('-', '_')}").main(list(argv[1:]))
     return result
@@ -35,9 +33,17 @@ def main(argv: Sequence[str]) -> int | None:
 
 def overview() -> str:
     width = max(map(len, VERBS))
-    lines = [f"  {verb:{width}}  {text}" for verb, text in VERBS.items()]
-    head = "usage: sporeloom VERB ...\n\nLarge language models on MindSpore whose parallelism is configuration only.\n"
-    return "\n".join([head, *lines, "", "sporeloom VERB --help tells the flags of a verb."])
+    lines = [
+        "usage: sporeloom COMMAND [FLAGS]",
+        "",
+        "Large language models on MindSpore; parallelism is configuration only.",
+    ]
+    for group, verbs in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {verb:{width}}  {text}" for verb, text in verbs.items())]
+        lines += [f"    $ {EXAMPLES[group]}"]
+    return "\n".join(
+        [*lines, "", "sporeloom COMMAND --help lists the flags that most runs need, --help-all all of them."]
+    )
 
 
 def run() -> None:

@@ -87,6 +87,7 @@ class _Parser(argparse.ArgumentParser):
         return read
 
 
+ALL_FLAGS = "--help-all"
 WRONG = object()
 """A value that was none."""
 
@@ -197,6 +198,8 @@ def _parser(kind: type[Any], description: str, words: Sequence[str]) -> _Parser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    common, num_hidden = _common(kind), 0
+    parser.add_argument(ALL_FLAGS, action="help", help="show all flags and exit" if common else argparse.SUPPRESS)
     groups: dict[str, argparse._ArgumentGroup] = {}
     if own := vars(kind).get("heading"):  # what is special about a verb comes first
         groups[own] = parser.add_argument_group(own)
@@ -206,6 +209,8 @@ def _parser(kind: type[Any], description: str, words: Sequence[str]) -> _Parser:
         required = value is dataclasses.MISSING
         default = "" if required or value in (None, "", (), False) else f" (default: {value})"
         text = field.metadata["help"].replace("%", "%%") + default
+        if common and ALL_FLAGS not in words and field.name not in common and "positional" not in field.metadata:
+            text, num_hidden = argparse.SUPPRESS, num_hidden + 1
         flag, hint = as_flag(field.name), _without_none(hints[field.name])
         many = get_origin(hint) is tuple
         hint = get_args(hint)[0] if many else hint
@@ -214,14 +219,14 @@ def _parser(kind: type[Any], description: str, words: Sequence[str]) -> _Parser:
         if heading and heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
         group = groups.get(heading, parser)
-        common: dict[str, Any] = {"default": value, "required": required, "dest": field.name, "help": text}
+        shared: dict[str, Any] = {"default": value, "required": required, "dest": field.name, "help": text}
         if "positional" in field.metadata:
             metavar = choices or field.name.rstrip("s" if many else "").upper()
             reads = parser.reads(metavar if choices is None else field.name, hint)
             parser.add_argument(field.name, type=reads, nargs="+" if many else None, metavar=metavar, help=text)
         elif hint is bool and Path in get_args(hints[field.name]):
             reads = parser.reads(flag, Path)
-            group.add_argument(flag, type=reads, nargs="?", const=True, metavar="PATH", **common)
+            group.add_argument(flag, type=reads, nargs="?", const=True, metavar="PATH", **shared)
             if value:
                 group.add_argument(
                     f"--no-{flag[2:]}", action="store_const", const=False, dest=field.name, help="not so"
@@ -232,10 +237,17 @@ def _parser(kind: type[Any], description: str, words: Sequence[str]) -> _Parser:
         else:
             metavar = choices or hint.__name__.upper()
             reads = parser.reads(flag, hint)
-            group.add_argument(flag, type=reads, nargs="+" if many else None, metavar=metavar, **common)
+            group.add_argument(flag, type=reads, nargs="+" if many else None, metavar=metavar, **shared)
+    if num_hidden:
+        parser.epilog = f"{num_hidden} more flags: {ALL_FLAGS}"
     places = [action.metavar or "" for action in parser._actions if not action.option_strings]
     parser.usage = " ".join(["%(prog)s", *map(str, places), "[FLAGS]"])  # argparse would list all flags, unreadably
     return parser
+
+
+def _common(kind: Any) -> set[str]:
+    """The flags that `-h` shows, those that a verb's classes call `common`; all where none does."""
+    return {name for each in kind.__mro__ for name in vars(each).get("common", ())}
 
 
 def _heading(kind: Any, name: str) -> str:

@@ -159,11 +159,11 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kept_graphs(tmp_path_factory):
+def compilation_cache(tmp_path_factory):
     """Graphs and caches that runs of this session share, and no others."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    os.environ["SPORELOOM_KEPT_GRAPHS"] = str(folder / "graphs")
+    os.environ["SPORELOOM_CACHE"] = str(folder / "graphs")
     os.environ |= {"HF_HOME": str(folder / "huggingface"), "HF_DATASETS_OFFLINE": "1"}  # of the evaluation harness
     yield
     for farm in FARMS:

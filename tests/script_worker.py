@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from sporeloom.runtime.cpu.kept_graphs import SWITCH
+from sporeloom.runtime.cpu.compilation_cache import SWITCH
 from sporeloom.runtime.environment import launched_rank
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +30,6 @@ def run(path, *arguments):
 
 
 def train_with_graphs_of(folders, arguments):
-    """tools/train.py, where every rank has a folder of kept graphs of its own."""
+    """tools/train.py, where every rank has a compilation cache of its own."""
     os.environ[SWITCH] = folders[launched_rank()]
     return run(str(ROOT / "tools" / "train.py"), *arguments)

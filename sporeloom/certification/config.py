@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from sporeloom.certification.shrink import (
     BATCH,
@@ -32,6 +33,16 @@ from sporeloom.strategy.config import Strategy
 class CertifyConfig(Overwrite, TaskFlags):
     """The flags of tools/certify.py."""
 
+    common: ClassVar[tuple[str, ...]] = (
+        "model",
+        "size",
+        "config",
+        "strategy",
+        "cluster",
+        "out",
+        "batch_size",
+        "processes",
+    )
     model: str = option("pangu", "model family")
     size: str = option("tiny", "one of the family's published sizes")
     config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")

@@ -23,7 +23,7 @@ from sporeloom.parallel.parallelize import keep_as_function, parallelize, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
-from sporeloom.runtime.cpu.kept_graphs import kept_graph, strategy_key
+from sporeloom.runtime.cpu.compilation_cache import cached_graph, strategy_key
 from sporeloom.runtime.cpu.partition import PartitionedGraph, partition
 from sporeloom.runtime.cpu.reduced import check_reduced
 from sporeloom.runtime.cpu.target import WORLD, virtual_ascend
@@ -56,7 +56,7 @@ def compile_rank(
     key = {"dry_run": family, "model": model.to_dict(), "strategy": strategy_key(strategy), "rank": rank}
     key |= {"batch": batch, "inference": inference, "accumulate": accumulate}
     key |= {"task": task.about()}
-    graph = kept_graph(key, lambda: partition(cell, strategy, rank, inputs))
+    graph = cached_graph(key, lambda: partition(cell, strategy, rank, inputs))
     order = [] if inference else _order_of_copies(family, model, strategy, rank, batch, accumulate, task)
     return replace(_report(graph, report, strategy, trained), order_of_copies=order)
 
@@ -146,7 +146,7 @@ def _order_of_copies(
     cell.network.apply(_write_out)
     key = {"order_of_copies": family, "model": model.to_dict(), "strategy": strategy_key(strategy), "rank": rank}
     key |= {"batch": batch, "accumulate": accumulate, "task": task.about()}
-    graph = kept_graph(key, lambda: partition(cell, strategy, rank, inputs))
+    graph = cached_graph(key, lambda: partition(cell, strategy, rank, inputs))
     return order_of_copies(graph.model, graph.groups)
 
 

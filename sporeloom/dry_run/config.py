@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from sporeloom.cli import Overwrite, option, output
 from sporeloom.errors import ConfigError, Problems
@@ -22,6 +23,17 @@ from sporeloom.strategy.loader import load_strategy
 class DryRunConfig(Overwrite, TaskFlags):
     """The flags of tools/dry_run.py."""
 
+    common: ClassVar[tuple[str, ...]] = (
+        "model",
+        "size",
+        "config",
+        "strategy",
+        "ranks",
+        "batch_size",
+        "fast",
+        "html",
+        "json",
+    )
     model: str = option("pangu", "model family")
     size: str = option("tiny", "one of the family's published sizes")
     config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")

@@ -48,6 +48,16 @@ class EvaluateConfig(ComputeFlags, SamplingConfig):
     """One call of tools/evaluate.py."""
 
     heading: ClassVar[str] = "benchmark"
+    common: ClassVar[tuple[str, ...]] = (
+        "data",
+        "output_dir",
+        "language",
+        "checkpoint",
+        "num_samples",
+        "max_problems",
+        "batch_size",
+        "allow_execution",
+    )
 
     benchmark: Literal["humaneval-x", "lm-eval"] = field(metadata={"positional": True, "help": "the benchmark"})
     data: Path = option(..., "folder of the benchmark: humaneval_LANGUAGE.jsonl.gz, at its top or in LANGUAGE/data/")

@@ -25,6 +25,7 @@ class HarnessConfig(Overwrite, ComputeFlags):
     """One call of the harness."""
 
     heading: ClassVar[str] = "benchmark"
+    common: ClassVar[tuple[str, ...]] = ("checkpoint", "tasks", "limit", "num_fewshot", "output", "compare")
 
     benchmark: Literal["lm-eval"] = field(metadata={"positional": True, "help": "the benchmark"})
     checkpoint: Path = option(..., "checkpoint folder, or a folder of adapters")

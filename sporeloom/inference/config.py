@@ -43,6 +43,7 @@ class ComputeFlags(StrategyFlags):
     """How a checkpoint is computed with, and over what."""
 
     heading: ClassVar[str] = "model"
+    common: ClassVar[tuple[str, ...]] = ("weights",)
 
     tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
     weights: Literal["float32", "int8"] = option(
@@ -65,6 +66,16 @@ class GenerateConfig(ComputeFlags, SamplingConfig):
     """One call of tools/generate.py."""
 
     heading: ClassVar[str] = "text"
+    common: ClassVar[tuple[str, ...]] = (
+        "checkpoint",
+        "prompt",
+        "prompt_file",
+        "interactive",
+        "max_new_tokens",
+        "stop",
+        "chat",
+        "json",
+    )
 
     checkpoint: Path = option(..., "checkpoint folder")
     prompt: str | None = option(None, "text to continue")

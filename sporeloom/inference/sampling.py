@@ -65,6 +65,7 @@ class SamplingConfig:
     """How tokens are chosen: flags of tools/generate.py. The defaults choose the likeliest."""
 
     heading: ClassVar[str] = "sampling"
+    common: ClassVar[tuple[str, ...]] = ("temperature", "top_p")
 
     temperature: NotNegative = option(
         0.0, f"divides the logits; 0, and whatever is below {MIN_TEMPERATURE:g}, takes the likeliest token (greedy)"

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from sporeloom.cli import option
 from sporeloom.errors import ConfigError, Problems
@@ -34,6 +34,7 @@ SAMPLING = ("grpo", "ppo")
 class TaskFlags:
     """What is trained, for tools that are not given data."""
 
+    common: ClassVar[tuple[str, ...]] = ("task", "seq_len")
     task: TaskName = option("pretraining", "what the step trains: the verb that would run it")
     lora_r: Count | None = option(None, "train adapters of this rank instead of the model")
     lora_targets: tuple[str, ...] = option(("attention.query", "attention.value"), "matrices with an adapter")

@@ -35,7 +35,7 @@ from sporeloom.parallel.sums import add_by_pairs_in
 from sporeloom.private_names import ClipByGlobalNorm
 from sporeloom.runtime.calls import calling, nested
 from sporeloom.runtime.compiler import set_auto_parallel_context
-from sporeloom.runtime.cpu.kept_graphs import strategy_key
+from sporeloom.runtime.cpu.compilation_cache import strategy_key
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import is_first_process, launched_processes
 from sporeloom.runtime.inputs import arguments_of, inputs_of, is_first

@@ -36,6 +36,14 @@ class ServeConfig(ComputeFlags):
     """One call of `sporeloom serve`."""
 
     heading: ClassVar[str] = "server"
+    common: ClassVar[tuple[str, ...]] = (
+        "host",
+        "port",
+        "api_key",
+        "served_model_name",
+        "max_num_seqs",
+        "max_model_len",
+    )
 
     checkpoint: Path = argument("checkpoint folder")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's, better with --api-key")

@@ -15,6 +15,7 @@ class StrategyFlags:
     """Over what the work is spread."""
 
     heading: ClassVar[str] = "parallelism"
+    common: ClassVar[tuple[str, ...]] = ("strategy", "launch")
 
     strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
     oversubscribe: bool = option(False, "with --launch: start more processes than cores and memory are good for")

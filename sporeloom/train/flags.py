@@ -22,6 +22,7 @@ class RunFlags:
     """What is done, and where it goes."""
 
     heading: ClassVar[str] = "run"
+    common: ClassVar[tuple[str, ...]] = ("run", "output_dir", "steps", "batch_size", "seq_len", "seed")
 
     run: Path | None = run_file()
     output_dir: Path = option(
@@ -50,6 +51,7 @@ class DataFlags:
     """What a run learns from."""
 
     heading: ClassVar[str] = "data"
+    common: ClassVar[tuple[str, ...]] = ("data", "tokenizer")
 
     data: Path = option(..., "what to train on")
     tokenizer: Path | None = option(
@@ -63,6 +65,7 @@ class ModelFlags:
     """What the network is, where it differs from its size, and where its weights come from."""
 
     heading: ClassVar[str] = "model"
+    common: ClassVar[tuple[str, ...]] = ("from_checkpoint",)
 
     from_checkpoint: Path | None = option(
         None, "start from the weights of this checkpoint folder, with its model configuration and tokenizer"
@@ -95,6 +98,7 @@ class OptimizerFlags:
     """How weights follow from gradients."""
 
     heading: ClassVar[str] = "optimizer"
+    common: ClassVar[tuple[str, ...]] = ("learning_rate",)
 
     optimizer: Literal["adamw-original", "adamw", "sgd", "adafactor", "adafactor-factored"] = option(
         "adamw-original",
@@ -167,6 +171,7 @@ class CheckpointFlags:
     """When the whole training state is saved, and read again."""
 
     heading: ClassVar[str] = "checkpoints"
+    common: ClassVar[tuple[str, ...]] = ("save_every", "resume")
 
     save_every: Natural = option(0, "steps between checkpoints of the whole training state; 0: none")
     save_minutes: NotNegative = option(0.0, "minutes between such checkpoints; 0: none")

@@ -39,6 +39,7 @@ class SizeFlags:
     """Which network."""
 
     heading: ClassVar[str] = "model"
+    common: ClassVar[tuple[str, ...]] = ("model", "size", "config")
 
     model: str = option("pangu", "model family")
     size: str = option("tiny", "one of the family's published sizes")

@@ -38,6 +38,7 @@ class AdapterFlags:
     """Adapters that are trained in place of the model."""
 
     heading: ClassVar[str] = "adapters (LoRA)"
+    common: ClassVar[tuple[str, ...]] = ("lora_r",)
 
     lora_r: Count | None = option(None, "train adapters of this rank, and leave the model as it is")
     lora_alpha: Positive = option(16.0, "adapters are multiplied by this / --lora-r")
@@ -53,6 +54,7 @@ class TuningConfig(AdapterFlags, TrainingConfig):
     """What all of them have."""
 
     heading: ClassVar[str] = "data"
+    common: ClassVar[tuple[str, ...]] = ("chat_template",)
 
     wanted: ClassVar[Sequence[Sequence[str]]] = ()
     """Keys of which each line has one set whole."""
@@ -131,6 +133,7 @@ class SFTConfig(TuningConfig):
     """Supervised fine-tuning: `sporeloom sft`."""
 
     heading: ClassVar[str] = "what is learned"
+    common: ClassVar[tuple[str, ...]] = ("train_on",)
     task: ClassVar[str] = "sft"
     wanted: ClassVar[Sequence[Sequence[str]]] = (("messages",), ("prompt", "completion"))
 
@@ -171,6 +174,7 @@ class DPOConfig(PairConfig):
     """Direct preference optimization: `sporeloom dpo`."""
 
     heading: ClassVar[str] = "preferences"
+    common: ClassVar[tuple[str, ...]] = ("beta",)
     task: ClassVar[str] = "dpo"
     rate: ClassVar[float] = 1e-6
 
@@ -193,6 +197,7 @@ class PolicyConfig(TuningConfig):
     """What samples texts, has them rewarded, and learns from that."""
 
     heading: ClassVar[str] = "texts and rewards"
+    common: ClassVar[tuple[str, ...]] = ("reward", "reward_model", "max_completion_length")
     samples_texts: ClassVar[bool] = True
     wanted: ClassVar[Sequence[Sequence[str]]] = (("prompt",),)
     rate: ClassVar[float] = 1e-6
@@ -272,6 +277,7 @@ class GRPOConfig(PolicyConfig):
     """Group relative policy optimization: `sporeloom grpo`."""
 
     heading: ClassVar[str] = "policy"
+    common: ClassVar[tuple[str, ...]] = ("num_generations",)
     task: ClassVar[str] = "grpo"
 
     num_generations: Count = option(8, "texts sampled for each prompt: a group; of --batch-size")

@@ -160,18 +160,16 @@ def ports() -> str:
 
 
 def folders() -> str:
-    """Where processes meet, where compiled graphs are kept, and where output goes can be written."""
+    """Where processes meet, where compiled graphs are cached, and where output goes can be written."""
     with scratch_folder() as meeting:
         scratch = meeting.parent
-    kept = import_module("sporeloom.runtime.cpu.kept_graphs").folder()
+    kept = import_module("sporeloom.runtime.cpu.compilation_cache").folder()
     try:
         kept.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=kept):
             pass
     except OSError as error:
-        raise UnusualError(
-            f"{kept}: {error.strerror}: compiled graphs are not kept; set SPORELOOM_KEPT_GRAPHS"
-        ) from None
+        raise UnusualError(f"{kept}: {error.strerror}: compiled graphs are not cached; set SPORELOOM_CACHE") from None
     if not os.access(".", os.W_OK):
         raise UnusualError(f"{Path.cwd()} cannot be written: give --output-dir")
     return f"{scratch} and {kept} can be written"

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from sporeloom.cli import Overwrite, argument, check_numbers, option, output, parse_args
 from sporeloom.errors import ConfigError
@@ -39,6 +39,17 @@ from sporeloom.strategy.loader import load_strategy
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(Overwrite, TaskFlags):
+    common: ClassVar[tuple[str, ...]] = (
+        "model",
+        "size",
+        "config",
+        "cluster",
+        "devices",
+        "global_batch_size",
+        "top",
+        "out",
+        "json",
+    )
     model: str | None = option(None, "model family")
     size: str | None = option(None, "one of the family's published sizes")
     config: Path | None = option(None, "YAML file with the dimensions of any decoder, instead of --model and --size")

@@ -76,7 +76,7 @@ def test_launch_trains_the_same_with_four_processes(one_device, tmp_path):
     strategy = CONFIGS / "pangu_tiny_dp2_tp2_zero.yaml"
     graphs = tmp_path / "graphs"
     arguments = ("tools/train.py", *SMALL, "--tokenizer", tokenizer, "--strategy", strategy, "--output-dir")
-    outcome = run(*arguments, out, "--launch", env={"SPORELOOM_KEPT_GRAPHS": str(graphs)})
+    outcome = run(*arguments, out, "--launch", env={"SPORELOOM_CACHE": str(graphs)})
     assert outcome.code == 0, outcome.output
     np.testing.assert_allclose(losses(out), losses(one_device), rtol=1e-5)
     ours, theirs = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (out, one_device))
@@ -85,7 +85,7 @@ def test_launch_trains_the_same_with_four_processes(one_device, tmp_path):
     # The second run reads the graph that the first one kept, one for all ranks, and gives the same bits.
     used = {path.name: path.stat().st_mtime_ns for path in graphs.iterdir()}
     again = tmp_path / "again"
-    outcome = tool(*arguments, again, processes=4, env={"SPORELOOM_KEPT_GRAPHS": str(graphs)})
+    outcome = tool(*arguments, again, processes=4, env={"SPORELOOM_CACHE": str(graphs)})
     assert outcome.code == 0, outcome.output
     assert {path.name for path in graphs.iterdir()} == used.keys()
     assert sum(path.stat().st_mtime_ns > used[path.name] for path in graphs.iterdir()) == 1

@@ -19,7 +19,7 @@ from sporeloom.runtime import environment
 from sporeloom.shipped import CLUSTERS, RULES, shipped_names, shipped_or_file
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.plain_text import TrainConfig
-from sporeloom.verbs import VERBS, doctor
+from sporeloom.verbs import EXAMPLES, GROUPS, VERBS, doctor
 
 
 def sporeloom(*words):
@@ -36,13 +36,35 @@ def sporeloom(*words):
 )
 def test_help_has_the_flags_in_groups_what_is_special_first(verb, flags, capsys):
     with pytest.raises(SystemExit):
-        import_module(f"sporeloom.verbs.{verb}").main(["--help"])
+        import_module(f"sporeloom.verbs.{verb}").main(["--help-all"])
     parts = re.split(r"(?m)^(\w.*):$", capsys.readouterr().out)
     groups = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert list(groups)[:2] == ["options", next(iter(flags))]
-    assert "--" not in groups["options"].replace("--help", "")  # every flag stands in one
+    assert "--" not in re.sub("--help(-all)?", "", groups["options"])  # every flag stands in one
     for group, flag in flags.items():
         assert f"  {flag} " in groups[group]
+
+
+def flags_of(command, *words, capsys):
+    with pytest.raises(SystemExit):
+        import_module(f"sporeloom.verbs.{command.replace('-', '_')}").main([*words])
+    told = capsys.readouterr().out
+    return re.findall(r"(?m)^  (--[\w-]+)", told), told
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "sft", "ppo", "generate", "serve", "evaluate", "plan", "dry-run", "certify"]
+)
+def test_help_shows_the_flags_that_most_runs_need_and_how_many_more_there_are(command, capsys):
+    few, told = flags_of(command, "--help", capsys=capsys)
+    every, _ = flags_of(command, "--help-all", capsys=capsys)
+    assert len(few) <= 24 and set(few) < set(every)
+    assert f"\n{len(every) - len(few)} more flags: --help-all\n" in told
+
+
+def test_help_of_a_command_with_few_flags_shows_all(capsys):
+    few, told = flags_of("score", "--help", capsys=capsys)
+    assert len(few) > 5 and "--help-all" not in told
 
 
 def test_help_lists_every_verb_and_loads_little():
@@ -54,8 +76,18 @@ def test_help_lists_every_verb_and_loads_little():
     assert not loaded & {"mindspore", "numpy", "yaml", "argparse"}
 
 
-def test_an_unknown_verb_is_told_what_is_near():
-    with pytest.raises(ConfigError, match=r"trian is no verb of sporeloom.*did you mean train"):
+def test_every_example_of_the_help_is_a_command_line_of_its_group(capsys):
+    assert list(EXAMPLES) == list(GROUPS)
+    for group, example in EXAMPLES.items():
+        program, command, *words = example.split()
+        assert program == "sporeloom" and command in GROUPS[group]
+        if flags := {word for word in words if word.startswith("--")}:
+            before = words[:1] if words[0] in ("lm-eval", "tokenize") else []
+            assert flags <= set(flags_of(command, *before, "--help-all", capsys=capsys)[0])
+
+
+def test_an_unknown_command_is_reported_with_what_is_near():
+    with pytest.raises(ConfigError, match=r"unknown command trian; did you mean train.*see sporeloom --help"):
         main(["trian"])
 
 

@@ -155,7 +155,7 @@ def test_compiled_graphs_hold_and_send_what_the_closed_forms_say(family, size, n
 
 
 def compiled(path, rank, as_function=True, accumulate=1):
-    env = {"SPORELOOM_KEPT_GRAPHS": "0"}  # a kept graph would be compared with itself
+    env = {"SPORELOOM_CACHE": "0"}  # a cached graph would be compared with itself
     return call("tests/configs/graph_worker.py", "dry_run", path, MODEL, rank, as_function, accumulate, env=env)
 
 

@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
 def failure(folder, strategy, fault=None):
     subject = {"family": "pangu", "strategy": str(strategy), "num_layers": 2, "processes": 2, "accumulate": 1}
     (folder / "subject.json").write_text(json.dumps(subject))
-    call(WORKER, "train", folder, "0", fault, processes=2, env={"SPORELOOM_KEPT_GRAPHS": "0"})
+    call(WORKER, "train", folder, "0", fault, processes=2, env={"SPORELOOM_CACHE": "0"})
     return compare("mesh", load(folder, ONE_DEVICE), load(folder, "0")).failure
 
 

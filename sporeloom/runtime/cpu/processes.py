@@ -19,9 +19,9 @@ from sporeloom.errors import ConfigError, Problems
 from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.backend import Backend
 from sporeloom.runtime.compiler import without_collection
+from sporeloom.runtime.cpu.compilation_cache import cached_graph, strategy_key
 from sporeloom.runtime.cpu.executor import Program
 from sporeloom.runtime.cpu.find_nan import NanFinder
-from sporeloom.runtime.cpu.kept_graphs import kept_graph, strategy_key
 from sporeloom.runtime.cpu.partition import PartitionedGraph, describe_inputs, partition
 from sporeloom.runtime.cpu.reduced import check_lost, check_reduced, lost_gradients
 from sporeloom.runtime.cpu.target import WORLD, compiled_size, pin_cpu, virtual_ascend
@@ -144,7 +144,7 @@ class CpuProcesses(Backend):
         inputs = [[list(shape), np.dtype(dtype).str] for shape, dtype in described]
         more = {"strategy": strategy_key(self.strategy), "rank": self.rank, "inputs": inputs, "training": cell.training}
         more |= {"shares": list(cell.shares)} if isinstance(cell, TrainStep) else {}
-        return kept_graph({"network": key, **more}, make)
+        return cached_graph({"network": key, **more}, make)
 
     def all_reduce(self) -> ops.AllReduce | None:
         if self.strategy.mesh.size == 1:

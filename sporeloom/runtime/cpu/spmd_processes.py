@@ -20,8 +20,8 @@ from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.stages import StageGraphs, cut_into_stages
 from sporeloom.partition.updates import cut_updates
 from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu.compilation_cache import cached_model
 from sporeloom.runtime.cpu.executor import Program
-from sporeloom.runtime.cpu.kept_graphs import kept_model
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.cpu.pipeline import ForwardStages, ScheduledStep, StagePrograms
 from sporeloom.runtime.cpu.processes import CpuProcesses, Runnable
@@ -233,7 +233,7 @@ class SpmdProcesses(CpuProcesses):
         problems, model = Problems(), None
         if self.rank == 0:
             with whole_again(cell.get_parameters(), self._shapes):
-                model = problems.of(self._compiled_or_kept, cell, described)
+                model = problems.of(self._compiled_or_cached, cell, described)
         self.agree(problems)
         if isinstance(cell, Call):
             cell.structure = self.share(cell.take_structure() if self.rank == 0 else None, 0)
@@ -246,7 +246,7 @@ class SpmdProcesses(CpuProcesses):
         self._shapes |= {owners[name]: shape for name, shape in names.items() if name in owners}
         return model
 
-    def _compiled_or_kept(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
+    def _compiled_or_cached(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
         key = getattr(cell, "graph_key", None)
         if key is None:
             return compile_for_one_device(cell, described)
@@ -255,7 +255,7 @@ class SpmdProcesses(CpuProcesses):
         repeats = any(getattr(each, "repeats_heads", False) for _, each in cell.cells_and_names())
         marks = repr((strategy.recompute, strategy.offload, rules.layers, rules.selective, repeats))
         more = {"network": key, "one_device": True, "inputs": inputs, "training": cell.training, "marks": marks}
-        return kept_model(more, lambda: compile_for_one_device(cell, described))
+        return cached_model(more, lambda: compile_for_one_device(cell, described))
 
     def all_reduce(self) -> None:
         return None

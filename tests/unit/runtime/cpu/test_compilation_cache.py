@@ -5,8 +5,8 @@ import os
 import pytest
 
 from sporeloom.private_names import mind_ir
-from sporeloom.runtime.cpu import kept_graphs
-from sporeloom.runtime.cpu.kept_graphs import SUFFIX, SWITCH, kept_graph, kept_model
+from sporeloom.runtime.cpu import compilation_cache
+from sporeloom.runtime.cpu.compilation_cache import SUFFIX, SWITCH, cached_graph, cached_model
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.layouts import ParameterLayout
 
@@ -31,8 +31,8 @@ def never():
 
 
 def test_what_was_kept_is_what_was_made(folder):
-    made = kept_graph(KEY, graph)
-    read = kept_graph(KEY, never)
+    made = cached_graph(KEY, graph)
+    read = cached_graph(KEY, never)
     assert read.model.SerializeToString() == made.model.SerializeToString()
     assert (read.layouts, read.groups, read.rank) == (made.layouts, made.groups, made.rank)
     assert read.compile_s < 3.0
@@ -40,31 +40,31 @@ def test_what_was_kept_is_what_was_made(folder):
 
 
 def test_the_graph_of_one_device_is_kept_likewise(folder):
-    made = kept_model(KEY, lambda: graph().model)
-    assert kept_model(KEY, never).SerializeToString() == made.SerializeToString()
+    made = cached_model(KEY, lambda: graph().model)
+    assert cached_model(KEY, never).SerializeToString() == made.SerializeToString()
     (path,) = folder.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    assert kept_model(KEY, lambda: graph(11).model).producer_name == "x" * 11  # a damaged one is dropped
+    assert cached_model(KEY, lambda: graph(11).model).producer_name == "x" * 11  # a damaged one is dropped
 
 
 @pytest.mark.parametrize("change", [{"rank": 2}, {"network": {"family": "codegeex"}}, {"inputs": []}, {"more": 1}])
 def test_another_key_is_another_graph(change):
-    kept_graph(KEY, graph)
+    cached_graph(KEY, graph)
     calls = []
-    kept_graph({**KEY, **change}, lambda: calls.append(1) or graph())
+    cached_graph({**KEY, **change}, lambda: calls.append(1) or graph())
     assert calls == [1]
 
 
 def test_other_sources_or_another_mindspore_are_another_key(monkeypatch):
-    kept_graph(KEY, graph)
+    cached_graph(KEY, graph)
     for module, name, value in (
-        (kept_graphs.ms, "__version__", "9.9"),
-        (kept_graphs, "sources_hash", lambda: "changed"),
+        (compilation_cache.ms, "__version__", "9.9"),
+        (compilation_cache, "sources_hash", lambda: "changed"),
     ):
         with monkeypatch.context() as other:
             other.setattr(module, name, value)
             with pytest.raises(AssertionError, match="to be read"):
-                kept_graph(KEY, never)
+                cached_graph(KEY, never)
 
 
 def cut(content):
@@ -86,46 +86,46 @@ HARM = {
 
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
 def test_a_damaged_one_is_dropped_with_one_line_and_made_anew(folder, harm, capfd):
-    kept_graph(KEY, graph)
+    cached_graph(KEY, graph)
     (path,) = folder.iterdir()
     path.write_bytes(harm(path.read_bytes()))
-    assert kept_graph(KEY, graph).rank == 1
+    assert cached_graph(KEY, graph).rank == 1
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1
-    assert f"dropped the kept graph {path}" in said[0]
-    kept_graph(KEY, never)
+    assert f"dropped the cached graph {path}" in said[0]
+    cached_graph(KEY, never)
 
 
 def test_the_least_recently_used_go_first(folder, monkeypatch):
-    monkeypatch.setattr(kept_graphs, "MOST_BYTES", 35_000)
+    monkeypatch.setattr(compilation_cache, "MOST_BYTES", 35_000)
     for rank in range(3):
-        kept_graph({**KEY, "rank": rank}, lambda: graph(10_000))
+        cached_graph({**KEY, "rank": rank}, lambda: graph(10_000))
         newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
         os.utime(newest, (rank + 1, rank + 1))
-    kept_graph({**KEY, "rank": 0}, never)  # used: no longer the oldest
-    kept_graph({**KEY, "rank": 3}, lambda: graph(10_000))
-    kept_graph({**KEY, "rank": 0}, never)
+    cached_graph({**KEY, "rank": 0}, never)  # used: no longer the oldest
+    cached_graph({**KEY, "rank": 3}, lambda: graph(10_000))
+    cached_graph({**KEY, "rank": 0}, never)
     with pytest.raises(AssertionError, match="to be read"):
-        kept_graph({**KEY, "rank": 1}, never)
+        cached_graph({**KEY, "rank": 1}, never)
 
 
 def test_they_can_be_switched_off_and_removed(folder, monkeypatch):
-    kept_graph(KEY, graph)
-    assert kept_graphs.clear()[0] == 1
+    cached_graph(KEY, graph)
+    assert compilation_cache.clear()[0] == 1
     assert list(folder.iterdir()) == []
     monkeypatch.setenv(SWITCH, "0")
-    kept_graph(KEY, graph)
+    cached_graph(KEY, graph)
     assert list(folder.iterdir()) == []
 
 
 def test_a_full_disk_costs_the_graph_and_nothing_else(folder, capfd):
     folder.write_text("in the way")
-    assert kept_graph(KEY, graph).rank == 1
+    assert cached_graph(KEY, graph).rank == 1
     assert "the compiled graph is not kept" in capfd.readouterr().err
 
 
 def keep_one(i):
-    return kept_graph({**KEY, "rank": i % 3}, lambda: graph(1000 + i % 3)).model.producer_name
+    return cached_graph({**KEY, "rank": i % 3}, lambda: graph(1000 + i % 3)).model.producer_name
 
 
 def keep_many(number):

@@ -30,21 +30,21 @@ from sporeloom.strategy.config import Strategy
 
 Result = TypeVar("Result")
 
-SWITCH = "SPORELOOM_KEPT_GRAPHS"
-"""Environment: 0 keeps and reads none; anything else is the folder."""
+SWITCH = "SPORELOOM_CACHE"
+"""Environment variable: 0 disables the cache; anything else is its folder."""
 MOST_BYTES = 2 << 30
 FORMAT = b"sporeloom-graph 1\n"
 SUFFIX, LEFT_S = ".graph", 3600.0
 
 
 def folder() -> Path:
-    """Where graphs are kept: in the user's cache directory."""
+    """The folder of the cache: in the user's cache directory unless `SPORELOOM_CACHE` names one."""
     if chosen := os.environ.get(SWITCH):
         return Path(chosen)
     return cache_folder() / "graphs"
 
 
-def kept_graph(key: Mapping[str, Any], make: Callable[[], PartitionedGraph]) -> PartitionedGraph:
+def cached_graph(key: Mapping[str, Any], make: Callable[[], PartitionedGraph]) -> PartitionedGraph:
     """The graph of this key: read, or made and kept.
 
     `key`: everything the graph depends on but the versions of MindSpore and of this package, which are added.
@@ -62,15 +62,15 @@ def kept_graph(key: Mapping[str, Any], make: Callable[[], PartitionedGraph]) -> 
         layouts = {name: asdict(layout) for name, layout in graph.layouts.items()}
         return {"rank": graph.rank, "groups": graph.groups, "layouts": layouts}
 
-    return _kept(key, make, read, lambda graph: (header_of(graph), graph.model))
+    return _cached(key, make, read, lambda graph: (header_of(graph), graph.model))
 
 
-def kept_model(key: Mapping[str, Any], make: Callable[[], mind_ir.ModelProto]) -> mind_ir.ModelProto:
+def cached_model(key: Mapping[str, Any], make: Callable[[], mind_ir.ModelProto]) -> mind_ir.ModelProto:
     """The graph of one device of this key, likewise: of all ranks, meshes and strategies the same."""
-    return _kept(key, make, lambda _, model: model, lambda model: ({}, model))
+    return _cached(key, make, lambda _, model: model, lambda model: ({}, model))
 
 
-def _kept(
+def _cached(
     key: Mapping[str, Any],
     make: Callable[[], Result],
     read: Callable[[Mapping[str, Any], mind_ir.ModelProto], Result],
@@ -102,13 +102,13 @@ def strategy_key(strategy: Strategy) -> str:
 
 def clear() -> tuple[int, int]:
     """Remove all. Returns how many there were, and their bytes."""
-    found = kept()
+    found = entries()
     for path, _, _ in found:
         path.unlink(missing_ok=True)
     return len(found), sum(size for _, _, size in found)
 
 
-def kept() -> list[tuple[Path, float, int]]:
+def entries() -> list[tuple[Path, float, int]]:
     """(file, time of its last use, bytes), the oldest first."""
     found = []
     for path in folder().glob(f"*{SUFFIX}") if folder().is_dir() else ():
@@ -132,7 +132,7 @@ def _read(path: Path, read: Callable[[Mapping[str, Any], mind_ir.ModelProto], Re
     except FileNotFoundError:
         return None
     except OSError as error:
-        milestone(f"the kept graph {path} is not used: {error.strerror}")
+        milestone(f"the cached graph {path} is not used: {error.strerror}")
         return None
     try:
         name, digest, header, model = content.split(b"\n", 3)
@@ -140,7 +140,7 @@ def _read(path: Path, read: Callable[[Mapping[str, Any], mind_ir.ModelProto], Re
             raise ValueError("its content is not what was written")
         return read(json.loads(header), mind_ir.ModelProto.FromString(model))
     except (ValueError, KeyError, TypeError) as error:
-        milestone(f"dropped the kept graph {path}: {first_line(error)}")
+        milestone(f"dropped the cached graph {path}: {first_line(error)}")
         path.unlink(missing_ok=True)
         return None
 
@@ -153,7 +153,7 @@ def _remove_oldest() -> None:
     for path in folder().glob(f".*{SUFFIX}.*.partial"):  # of processes that were killed while they wrote
         if time.time() - path.stat().st_mtime > LEFT_S:
             path.unlink(missing_ok=True)
-    found = kept()
+    found = entries()
     total = sum(size for _, _, size in found)
     for path, _, size in found[:-1]:
         if total <= MOST_BYTES:

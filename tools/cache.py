@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sporeloom kept-graphs`."""
+"""`sporeloom cache`."""
 
 from sporeloom.errors import run_tool
-from sporeloom.verbs.kept_graphs import main
+from sporeloom.verbs.cache import main
 
 if __name__ == "__main__":
     run_tool(main)

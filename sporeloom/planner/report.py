@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from sporeloom.planner.closed_forms import PRECISIONS
@@ -95,8 +96,15 @@ def _of_task(request: PlanRequest, best: Option) -> list[str]:
     return [f"{told}{times}" + (f"; GB of the best one's devices: {sizes}" if sizes else "")]
 
 
-def strategy_file(request: PlanRequest, option: Option, rules: str, about: Sequence[str] = ()) -> str:
-    """The option as tools/train.py reads it. `about`: flags that say the model and this file."""
+def strategy_file(
+    request: PlanRequest, option: Option, rules: str, about: Sequence[str] = (), path: Path = Path("FILE")
+) -> str:
+    """The option as a strategy file, headed by the command that runs it.
+
+    Args:
+        about: flags that give the model.
+        path: of this file, for the command.
+    """
     job, dims = option.job, request.dims
     flags = f"{shlex.join(about)} " if about else ""
     flags += f"--batch-size {job.global_batch_size // request.task.rows_per_unit} --seq-len {dims.seq_len}"
@@ -106,12 +114,18 @@ def strategy_file(request: PlanRequest, option: Option, rules: str, about: Seque
     if job.pp == 1 and job.num_microbatches > 1:
         flags += f" --accumulate {job.num_microbatches}"
     interval = time_interval(dims, job, request.cluster, request.task)
+    command, named = request.task.name.replace("pretraining", "train"), shlex.join(["--strategy", str(path)])
+    each = request.cluster.devices_per_node
+    if request.devices > each:
+        command = f"launch-script {named} --devices-per-server {each} -- {command} {flags}"
+    else:
+        command = f"{command} {named} {flags}"
     head = [
         f"# Planned for {request.devices} {request.cluster.chip}: step {option.seconds:.3f} s "
         f"({interval.describe(option.seconds)}), "
         f"{option.tokens_per_s:,.0f} tokens/s, "
         f"MFU {option.mfu:.1%}, {option.peak_bytes / GB:.1f} GB of {request.cluster.memory_gb:g}.",
-        f"# sporeloom {'train' if request.task.name == 'pretraining' else request.task.name} {flags}",
+        f"# sporeloom {command}",
     ]
     recompute = None
     if job.recompute != "none":

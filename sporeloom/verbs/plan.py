@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     shown = distinct([o for o in options if o.fits])[: config.top]
     if config.out:
         rules = EXPERTS if request.dims.num_experts else DECODER
-        write_text_atomically(config.out, strategy_file(request, shown[0], rules, _model_flags(config)))
+        write_text_atomically(config.out, strategy_file(request, shown[0], rules, _model_flags(config), config.out))
         print(f"strategy in {config.out}", file=sys.stderr)
     if config.json:
         print(json_text([as_dict(o, shown[0], request.cluster, request.task) for o in shown], indent=1))
@@ -103,12 +103,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _model_flags(config: PlanConfig) -> list[str]:
-    """Of the command that runs the plan, what says the model and the file; other tasks begin with a checkpoint."""
+    """Of the command that runs the plan, what says the model; other tasks begin with a checkpoint."""
     model = ["--model", str(config.model), "--size", str(config.size)]
     if config.task != "pretraining":
         model = ["--from-checkpoint", "CHECKPOINT"]
     adapters = ["--lora-r", str(config.lora_r)] if config.lora_r else []
-    return [*model, "--strategy", str(config.out), *adapters]
+    return [*model, *adapters]
 
 
 def requested(config: PlanConfig) -> PlanRequest:

@@ -109,7 +109,7 @@ def test_a_plan_whose_reader_leaves_is_written(tmp_path):
     code, error = piped(*PLAN, "--json", "--top", 500, "--out", "p.yaml", cwd=tmp_path)
     assert (code, error) == (0, "strategy in p.yaml\n")
     head = (tmp_path / "p.yaml").read_text().splitlines()[1]
-    assert head.startswith("# sporeloom train --model pangu --size 13b --strategy p.yaml --batch-size 64 ")
+    assert head.startswith("# sporeloom launch-script --strategy p.yaml --devices-per-server 8 -- train --model pangu ")
     assert (tmp_path / "p.yaml").read_text().count("mesh:") == 1
 
 

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from sporeloom.shipped import DECODER, EXPERTS
@@ -32,7 +34,10 @@ def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> s
         f"rules: {rules}",
     ]
     if strategy.pipeline != Pipeline():
-        stages, others = strategy.pipeline.stages, dataclasses.replace(strategy.pipeline, stages="uniform")
+        stages, others = strategy.pipeline.stages, dataclasses.replace(strategy.pipeline, stages="uniform", listed=None)
+        if strategy.pipeline.listed:  # the text may be for another folder
+            path = (Path(strategy.source).parent / others.schedule).resolve()
+            others = dataclasses.replace(others, schedule=json.dumps(str(path)))
         dealt = [f"stages: {{{_fields(stages, Stages())}}}"] if isinstance(stages, Stages) else []
         lines.append(f"pipeline: {{{', '.join([*filter(None, [_fields(others, Pipeline())]), *dealt])}}}")
     if strategy.recompute:

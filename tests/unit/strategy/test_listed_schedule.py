@@ -19,6 +19,7 @@ from sporeloom.strategy.schedule import (
     splits_backward,
     times,
 )
+from sporeloom.strategy.text import strategy_text
 
 SIZES = [(1, 3), (2, 4), (2, 5), (3, 7), (4, 8), (4, 11)]
 KINDS = [
@@ -162,6 +163,16 @@ def test_a_strategy_and_its_schedule_agree(tmp_path, pipeline, words):
     with pytest.raises(ConfigError) as caught:
         load_strategy(path)
     assert words in str(caught.value)
+
+
+def test_a_strategy_written_elsewhere_still_finds_its_schedule(tmp_path):
+    (tmp_path / "order.csv").write_text(ONE_TO_ONE)
+    path, other = tmp_path / "s.yaml", tmp_path / "other" / "s.yaml"
+    path.write_text("mesh: {pp: 2}\nrules: decoder\npipeline: {num_microbatches: 2, schedule: order.csv}\n")
+    other.parent.mkdir()
+    strategy = load_strategy(path)
+    other.write_text(strategy_text(strategy, "decoder"))
+    assert load_strategy(other).pipeline.order == strategy.pipeline.order
 
 
 def test_a_schedule_for_other_stages_is_refused(tmp_path):

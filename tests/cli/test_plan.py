@@ -22,7 +22,7 @@ def test_a_plan_shows_options_and_why_they_lose(tmp_path):
     assert len(lines) == 3
     assert outcome.output.count("%: ") == 2  # the losers' reasons
     # The verb reads it as it is: nothing is wrong but the number of processes
-    flags = out.read_text().splitlines()[1].partition("sporeloom train ")[2].split()
+    flags = out.read_text().splitlines()[1].partition(" -- train ")[2].split()
     trained = tool(
         *("tools/train.py", "--model", "pangu", "--size", "13b", "--strategy", out, *flags),
         *("--data", ROOT / "examples" / "small_town.txt"),

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sporeloom.json_text import json_text
 from sporeloom.shipped import DECODER, EXPERTS
 from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
@@ -37,7 +37,7 @@ def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> s
         stages, others = strategy.pipeline.stages, dataclasses.replace(strategy.pipeline, stages="uniform", listed=None)
         if strategy.pipeline.listed:  # the text may be for another folder
             path = (Path(strategy.source).parent / others.schedule).resolve()
-            others = dataclasses.replace(others, schedule=json.dumps(str(path)))
+            others = dataclasses.replace(others, schedule=json_text(str(path)))
         dealt = [f"stages: {{{_fields(stages, Stages())}}}"] if isinstance(stages, Stages) else []
         lines.append(f"pipeline: {{{', '.join([*filter(None, [_fields(others, Pipeline())]), *dealt])}}}")
     if strategy.recompute:

@@ -65,7 +65,6 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
     if layouts_file:
         settings["strategy_ckpt_config"] = {"save_file": str(layouts_file)}
     forget_search()
-    add_by_pairs(mesh.pp > 1)
     set_mindspores_context(
         # By propagation an operator without a rule takes its layout from those that have one.
         parallel_mode="auto_parallel" if mesh.derives_layouts else "semi_auto_parallel",
@@ -76,6 +75,7 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
         **settings,
     )
     mindspores_context()._context_handle.set_global_rank(rank)  # MindSpore's Python refuses ranks from 4096 on
+    add_by_pairs(mesh.pp > 1)  # last: what fails before it leaves MindSpore's sums alone
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ A row for each stage, a cell for each pass in the order of time: the part of the
 
 from __future__ import annotations
 
-import csv
 import itertools
 import re
 from collections import Counter
@@ -26,8 +25,8 @@ KINDS: dict[str, Literal["forward", "backward", "weights"]] = {
     "W": "weights",
 }
 CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
-MOST_PROBLEMS = 20
-MOST_PASSES = 1_000_000
+MAX_PROBLEMS = 20
+MAX_PASSES = 1_000_000
 
 
 class Pass(NamedTuple):
@@ -88,10 +87,10 @@ def read_schedule(path: Path) -> ListedSchedule:
     """
     rows, problems = _rows(path)
     for check in (_incomplete, _blocked):
-        problems = problems or list(itertools.islice(check(rows), MOST_PROBLEMS + 1))
+        problems = problems or list(itertools.islice(check(rows), MAX_PROBLEMS + 1))
     if problems:
-        more = [f"{path}: and more"] if len(problems) > MOST_PROBLEMS else []
-        raise ConfigError([*(f"{path}: {problem}" for problem in problems[:MOST_PROBLEMS]), *more])
+        more = [f"{path}: and more"] if len(problems) > MAX_PROBLEMS else []
+        raise ConfigError([*(f"{path}: {problem}" for problem in problems[:MAX_PROBLEMS]), *more])
     parts = [tuple(sorted({cell.one.part for cell in row})) for row in rows]
     orders = (
         tuple(cell.one._replace(part=held.index(cell.one.part)) for cell in row)
@@ -108,7 +107,8 @@ class _Cell(NamedTuple):
 
 def _rows(path: Path) -> tuple[list[list[_Cell]], list[str]]:
     rows, problems, text = [], list[str](), read_text(path)
-    for number, line in enumerate(csv.reader(text.split("\n")), 1):
+    lines = [line.split(",") for line in text.split("\n") if line.strip(", \t\r")]
+    for number, line in enumerate(lines, 1):
         cells = []
         for column, written in enumerate(line, 1):
             if not (cell := written.strip()):
@@ -117,15 +117,14 @@ def _rows(path: Path) -> tuple[list[list[_Cell]], list[str]]:
                 cells.append(_Cell(cell, Pass(KINDS[found[2]], int(found[1]), int(found[3]))))
             else:
                 problems.append(
-                    f"row {number}, column {column}: {cell[:20]!r} is no pass; write the part of the model, one of F, B, I "
-                    "and W, and the microbatch, as in 0F0"
+                    f"row {number}, column {column}: {cell[:20]!r} is not a pass; write the part of the model, one of F, B, "
+                    "I and W, and the microbatch, as in 0F0"
                 )
-        if cells:
-            rows.append(cells)
-    if not rows and not problems:
+        rows.append(cells)
+    if not rows:
         problems.append("no passes; a row for each stage is expected, as in 0F0,0F1,0B0,0B1")
-    if sum(map(len, rows)) > MOST_PASSES:
-        problems.append(f"more than {MOST_PASSES:,} passes")
+    if sum(map(len, rows)) > MAX_PASSES:
+        problems.append(f"more than {MAX_PASSES:,} passes")
     return rows, problems
 
 

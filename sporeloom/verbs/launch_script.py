@@ -153,7 +153,7 @@ def script(config: LaunchScriptConfig, size: int, hosts: Sequence[str] | None) -
     if config.scheduler == "none":
         if servers == 1:
             return _line(config, size, local) + "\n"
-        master = hosts[0] if hosts else "MASTER_ADDR"
+        master = shlex.quote(hosts[0]) if hosts else "MASTER_ADDR"
         lines = [] if hosts else ["# Replace MASTER_ADDR by the address of server 0."]
         for number in range(servers):
             lines += [f"# server {number}{f': {hosts[number]}' if hosts else ''}"]

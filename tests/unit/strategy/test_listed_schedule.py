@@ -83,8 +83,10 @@ def test_idle_cells_and_blank_lines_are_left_out(tmp_path):
     ("text", "words"),
     [
         ("", ["no passes"]),
-        ("0F0,0X0\n1F0,oops\n", ["row 1, column 2: '0X0' is no pass", "row 2, column 2: 'oops' is no pass"]),
-        ("0F0,0SEND_F0,0B0\n", ["column 2: '0SEND_F0' is no pass"]),
+        ("0F0,0X0\n1F0,oops\n", ["row 1, column 2: '0X0' is not a pass", "row 2, column 2: 'oops' is not a pass"]),
+        ("\n,,\n0F0,0B0\n\n1F0,oops\n", ["row 2, column 2: 'oops'"]),
+        ("0F0," + "x" * 200_000, ["column 2: 'xxxxxxxxxxxxxxxxxxxx' is not a pass"]),
+        ("0F0,0SEND_F0,0B0\n", ["column 2: '0SEND_F0' is not a pass"]),
         (ONE_TO_ONE.replace("0B1", "0B0"), ["row 1: 0B0 is there 2 times", "part 0 needs 0B1, or 0I1 and 0W1"]),
         (ONE_TO_ONE.replace(",1F1", ""), ["row 2: 1F1 is missing"]),
         (ONE_TO_ONE.replace("1B1", "1I1"), ["row 2: microbatch 1 of part 1 needs 1B1, or 1I1 and 1W1"]),
@@ -147,7 +149,7 @@ def test_a_schedule_with_two_passes_exchanged_is_refused_or_obeys_what_passes_ne
             "pipeline.virtual_stages is 2, and order.csv has 1 parts of the model a row",
         ),
         ("{num_microbatches: 2, schedule: 1f1c}", "'1f1c' is none of 1f1b, gpipe"),
-        ("{num_microbatches: 2, schedule: wrong.csv}", "wrong.csv: row 1, column 1: 'oops' is no pass"),
+        ("{num_microbatches: 2, schedule: wrong.csv}", "wrong.csv: row 1, column 1: 'oops' is not a pass"),
         ("{num_microbatches: 2, schedule: order.csv}\nengine: mindspore", "have no schedules from files; take 1f1b"),
     ],
 )

@@ -40,6 +40,23 @@ def wanted_by_updates(graph: Graph, parameters: Mapping[Name, Layout]) -> dict[N
     return wanted
 
 
+def casts_of_outputs(graph: Graph, first: int) -> set[Name]:
+    """Casts of which outputs from number `first` on are made, and nothing else: of gradients, as those who add them up over
+    microbatches want them. Where a sum is pending it may stay so: then it is added up once, and in the wider type."""
+    goes_out, others = set(graph.outputs[first:]), set(graph.outputs[:first])
+    found = set()
+    for node in reversed(graph.nodes):
+        is_linear = node.kind in ("Cast", "Depend", "Add", "AddN") and not others & set(node.outputs)
+        if is_linear and goes_out.issuperset(node.outputs):
+            goes_out |= set(list(node.flat_inputs())[: 1 if node.kind == "Depend" else None]) - others
+            found |= set(node.outputs) if node.kind == "Cast" else set()
+        elif node.kind != "UpdateState":
+            taken = set(node.flat_inputs())
+            goes_out -= taken
+            others |= taken
+    return found
+
+
 def summed_with(graph: Graph) -> dict[Name, tuple[Name, ...]]:
     """Values that are used once, in a sum of many, and its other items; where that sum is an item of another one, those of
     both."""

@@ -18,13 +18,14 @@ from sporeloom.partition.decompositions import DECOMPOSITIONS
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
 from sporeloom.partition.grid import STAGES, DeviceGrid
 from sporeloom.partition.held import PartitionError, ShardedGraph, Value
-from sporeloom.partition.hints import ids_by_row, summed_with, wanted_by_updates
+from sporeloom.partition.hints import casts_of_outputs, ids_by_row, summed_with, wanted_by_updates
 from sporeloom.partition.layout import NONE, ValueLayout, fitted, replicated
 from sporeloom.partition.operation import Operand, Operands, Operation, Pin, Plan, computed_unsharded, whole
 from sporeloom.partition.operators import CONTRACTIONS, ELEMENTWISE
 from sporeloom.partition.operators import plan as plan_of
+from sporeloom.partition.operators.elementwise import KEEPS_SUMS
 from sporeloom.partition.operators.products import PENDING_BESIDE
-from sporeloom.partition.operators.tables import IDS_BY_ROW
+from sporeloom.partition.operators.tables import IDS_BY_ROW, TABLE
 from sporeloom.strategy.layout import Layout, show
 
 STRUCTURE = ("UpdateState", "MakeTuple", "TupleGetItem", "Return")
@@ -49,12 +50,14 @@ def shard_graph(
         inputs: dims by which what every rank is given whole is sharded at once.
         pinned: path of an operator -> how its inputs lie, whatever they do otherwise.
         held: inputs of which each rank is given its part alone, as another graph left it; sums may be pending.
-        gathers_outputs: whether every rank returns outputs whole; otherwise they stay as they lie.
+        gathers_outputs: whether every rank returns outputs whole; otherwise they stay as they lie: a loss, and gradients.
 
     Raises:
         PartitionError: an operator writes a sharded parameter in a way that is not known, or a pin does not fit its operator.
     """
     walk = _Walk(graph, grid, parameters, inputs, pinned or {}, held or {})
+    if not gathers_outputs:
+        walk.keeping_sums = casts_of_outputs(graph, first=1)
     return walk.run(gathers_outputs)
 
 
@@ -76,6 +79,8 @@ class _Walk(Building):
         self.original: dict[Name, Name] = {}
         """What was recomputed, and what it was in the forward pass."""
         self.summed_with = summed_with(graph)
+        self.keeping_sums: set[Name] = set()
+        """Casts that may leave sums pending."""
         for name, type in graph.parameters.items():
             layout = ValueLayout(parameters.get(name, ((),) * len(type.shape)))
             self.values[name] = Value(type, layout, name, is_parameter=True)
@@ -172,6 +177,10 @@ class _Walk(Building):
         attributes, ids = node.attributes, node.inputs[1] if len(node.inputs) > 1 else None
         if ids in self.ids_by_row:
             attributes = {**attributes, IDS_BY_ROW: self.ids_by_row[ids]}
+        if node.forward in self.forward and self.forward[node.forward][0].kind == "Gather":
+            attributes = {**attributes, TABLE: self.forward[node.forward][1].inputs[0]}
+        if node.outputs[0] in self.keeping_sums:
+            attributes = {**attributes, KEEPS_SUMS: True}
         if beside := self.summed_with.get(node.outputs[0]):
             layouts = [self.values[name].layout for name in beside if name in self.values]
             attributes = {**attributes, PENDING_BESIDE: NONE.union(*(each.partial for each in layouts if each))}
@@ -217,7 +226,7 @@ class _Walk(Building):
         gradient of the output of a product as the output: else a rank that holds rows of a gradient and columns of a weight
         would gather the weight, and all gradients below would lie otherwise than the activations they go with. That of the
         output of an element-wise operator, too, if its sum is pending along axes that shard the output."""
-        if node.forward not in self.forward:
+        if node.forward not in self.forward or node.outputs[0] in self.keeping_sums:
             return {}
         forward, plan = self.forward[node.forward]
         before = dict(zip((*forward.inputs, *forward.outputs), (*plan.inputs, *plan.outputs), strict=True))

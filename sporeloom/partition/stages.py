@@ -7,14 +7,14 @@ to the part of its forward operator. What depends on no part, a mask say, is com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sporeloom.partition.graph import Graph, Input, Name, Node, Scope, TensorType
-from sporeloom.partition.held import PartitionError
+from sporeloom.partition.held import SENT, PartitionError
 
-PassKind = Literal["forward", "backward", "weights"]
+PassKind = Literal["parameters", "forward", "backward", "weights"]
 NOWHERE = Scope()
 
 
@@ -22,7 +22,8 @@ class StagePass(NamedTuple):
     """What is computed of a part of the model at once for one microbatch."""
 
     kind: PassKind
-    """`weights`: gradients that no other part waits for, where they are cut off from the backward pass."""
+    """`parameters`: what is gathered of parameters alone, once for all microbatches; `weights`: gradients that no other part
+    waits for, where they are cut off from the backward pass."""
     part: int
 
 
@@ -52,6 +53,8 @@ class StageGraphs:
     """Of each output: part -> what this adds to it. Gradients of a weight that several parts use have several."""
     holders: dict[Name, list[int]] = field(default_factory=dict)
     """Parts that use a parameter."""
+    kept: set[Name] = field(default_factory=set)
+    """Values that the `parameters` passes of a part give to its other passes, whatever the microbatch."""
 
 
 class _Place(NamedTuple):
@@ -66,7 +69,12 @@ ANYWHERE = _Place(None, False)
 
 
 def cut_into_stages(
-    graph: Graph, parts: Mapping[str, int], splits_weights: bool = False, sums_from: int | None = None
+    graph: Graph,
+    parts: Mapping[str, int],
+    splits_weights: bool = False,
+    sums_from: int | None = None,
+    gathers_once: bool = True,
+    stage_of: Callable[[int], int] = lambda part: part,
 ) -> StageGraphs:
     """Cut a sharded graph of a microbatch.
 
@@ -74,8 +82,13 @@ def cut_into_stages(
         parts: path of a Cell -> the part of the model that it is in. Cells within are, too; others go with their inputs.
         splits_weights: whether gradients that no other part waits for become passes of their own.
         sums_from: outputs from this one on are gradients, sums of which each part may give its own share.
+        gathers_once: whether sharded parameters are gathered once for all microbatches, and kept; otherwise each pass does so
+            anew.
+        stage_of: the stage that has a part of the model: what several of its parts want gathered is gathered once.
     """
-    return _Cut(graph, _places(graph, parts), splits_weights, sums_from).run()
+    places = _places(graph, parts)
+    once = of_parameters_alone(graph) if gathers_once else ParameterValues()
+    return _Cut(graph, places, splits_weights, sums_from, once, stage_of).run()
 
 
 def _places(graph: Graph, parts: Mapping[str, int]) -> list[_Place]:
@@ -117,6 +130,8 @@ class _Places:
         behind = [place.part for place in given if place.is_backward and place.part is not None]
         before = [place.part for place in given if not place.is_backward and place.part is not None]
         part = self._forward.get(scope.forward) if scope.forward else self.part_of(scope.cell)
+        if is_backward and behind and node.kind in ("Add", "AddN"):
+            part = None  # a gradient of what another part gives is added up before it is sent there
         if is_backward:
             if part is None and (behind or before):
                 part = min(behind) if behind else max(before)
@@ -138,9 +153,67 @@ def is_effect(node: Node, graph: Graph) -> bool:
     return bool(node.attributes.get("side_effect_mem")) and any(name in graph.parameters for name in node.flat_inputs())
 
 
+@dataclass(slots=True)
+class ParameterValues:
+    """What depends on nothing but parameters that nobody writes."""
+
+    nodes: set[int] = field(default_factory=set)
+    """Positions of the operators that compute it."""
+    gathered: set[Name] = field(default_factory=set)
+    """Values among it for which ranks communicate."""
+    same: dict[Name, Name] = field(default_factory=dict)
+    """Value -> the same one, computed before."""
+
+
+def of_parameters_alone(graph: Graph) -> ParameterValues:
+    """Find the values that are the same for all microbatches."""
+    found, first = ParameterValues(), dict[Any, Name]()
+    written = {n for node in graph.nodes if is_effect(node, graph) for n in node.flat_inputs() if n in graph.parameters}
+    known = {*graph.parameters} - written
+    for i, node in enumerate(graph.nodes):
+        names = [found.same.get(name, name) for name in followed(node)]
+        if node.kind == "Load":  # what it waits for has not written this parameter
+            names = names[:1]
+        if node.kind == "UpdateState" or not all(name in known for name in names) or not node.outputs:
+            continue
+        if node.kind != "Constant" and (
+            not names or node.attributes.get("side_effect_hidden") or is_effect(node, graph)
+        ):
+            continue
+        found.nodes.add(i)
+        known |= set(node.outputs)
+        if node.kind == "Constant":
+            continue
+        if any(name in found.gathered for name in names) or node.kind in SENT:
+            found.gathered |= set(node.outputs)
+        for position, output in enumerate(node.outputs):
+            if node.kind == "Depend":
+                found.same[output] = names[0]
+            elif node.again:
+                found.same[output] = first.setdefault((node.again, position), output)
+            elif node.kind == "Load":
+                found.same[output] = first.setdefault(("Load", names[0]), output)
+            elif node.scope is None:
+                key = node.kind, *names, *sorted(node.attributes.items()), *node.types, position
+                found.same[output] = first.setdefault(repr(key), output)
+            else:
+                first.setdefault((node.scope.name, position), output)
+    found.same = {name: same for name, same in found.same.items() if name != same}
+    return found
+
+
 class _Cut:
-    def __init__(self, graph: Graph, places: Sequence[_Place], splits_weights: bool, sums_from: int | None):
-        self.graph, self.places, self.nodes = graph, list(places), list(graph.nodes)
+    def __init__(
+        self,
+        graph: Graph,
+        places: Sequence[_Place],
+        splits_weights: bool,
+        sums_from: int | None,
+        once: ParameterValues,
+        stage_of: Callable[[int], int],
+    ):
+        self.graph, self.places, self.once, self.stage_of = graph, list(places), once, stage_of
+        self.nodes = [with_names(node, once.same) if once.same else node for node in graph.nodes]
         self.splits_weights, self.sums_from = splits_weights, sums_from
         self.makers = {output: i for i, node in enumerate(self.nodes) for output in node.outputs}
         self.types: dict[Name, TensorType | None] = {**graph.parameters, **graph.inputs}
@@ -161,6 +234,8 @@ class _Cut:
         takers: dict[Name, list[StagePass]] = {}
         for one in sorted(built, key=_order):
             for name in built[one][1]:
+                if name in self.once.gathered:
+                    continue
                 maker = of_node[self.makers[name]]
                 assert maker is not None
                 givers[name] = maker
@@ -179,12 +254,29 @@ class _Cut:
             for one, (found, taken) in built.items()
             if wanted[one] or any(is_effect(self.nodes[i], self.graph) for i in found)
         }
+        kept: dict[int, dict[Name, None]] = {}
+        first: dict[int, int] = {}
+        for one, made in sorted(passes.items(), key=lambda item: item[0].part):
+            part = first.setdefault(self.stage_of(one.part), one.part)
+            kept.setdefault(part, {}).update((name, None) for name in made.taken if name in self.once.gathered)
+        for part, names in kept.items():
+            if names:
+                one = StagePass("parameters", part)
+                found, _ = self.closure(one, [self.makers[name] for name in names], of_node)
+                passes[one] = self.pass_graph(found, [], list(names))
         holders: dict[Name, list[int]] = {}
         for one, made in passes.items():
             for name in made.graph.parameters:
                 if one.part not in holders.setdefault(name, []):
                     holders[name].append(one.part)
-        return StageGraphs(passes, givers, takers, results, {name: sorted(found) for name, found in holders.items()})
+        return StageGraphs(
+            passes,
+            givers,
+            takers,
+            results,
+            {name: sorted(found) for name, found in holders.items()},
+            {name for names in kept.values() for name in names},
+        )
 
     # Results
 
@@ -194,9 +286,12 @@ class _Cut:
         if len(shares) < 2:
             name = output if output in self.makers else self.passed_on(output)
             place = self.places[self.makers[name]]
-            if place.part is None:  # a number, or zeros for a weight that nobody uses
-                name = self.add(Node("Depend", (name, name), (f"{name}.result",), (self.types[name],)), _Place(0, True))
-                return {0: name}
+            if (
+                place.part is None or self.makers[name] in self.once.nodes
+            ):  # a number, zeros for a weight that nobody uses
+                at = _Place(place.part or 0, True)
+                name = self.add(Node("Depend", (name, name), (f"{name}.result",), (self.types[name],)), at)
+                return {place.part or 0: name}
             return {place.part: name}
         return {part: self.summed(output, part, names) for part, names in shares.items()}
 
@@ -258,7 +353,7 @@ class _Cut:
         """Which pass computes each node; None: every one that wants it, or none."""
         found: list[StagePass | None] = [
             StagePass("backward" if place.is_backward else "forward", place.part)
-            if place.part is not None and i in live
+            if place.part is not None and i in live and i not in self.once.nodes
             else None
             for i, place in enumerate(self.places)
         ]
@@ -294,7 +389,9 @@ class _Cut:
                 maker = self.makers.get(name)
                 if maker is None or maker in found or name in taken:
                     continue
-                if of_node[maker] in (None, one) or self.types[name] is None:
+                if name in self.once.gathered and one.kind != "parameters":
+                    taken[name] = None
+                elif of_node[maker] in (None, one) or self.types[name] is None:
                     found.add(maker)
                     todo.append(maker)
                 else:
@@ -310,7 +407,7 @@ class _Cut:
 
 
 def _order(one: StagePass) -> tuple[int, int]:
-    kinds: tuple[PassKind, ...] = ("forward", "backward", "weights")
+    kinds: tuple[PassKind, ...] = ("parameters", "forward", "backward", "weights")
     return kinds.index(one.kind), one.part
 
 

@@ -90,13 +90,26 @@ class _Updates:
             written = next(name for name in names if name in self.graph.parameters)
             stages = self.available[written]
         else:
-            stages = frozenset(self.all_stages).intersection(*(self.available[name] for name in names))
+            large = any(self.num_elements(name) > 1 for name in names)  # then numbers are sent to where the tensors are
+            there = [name for name in names if not large or self.num_elements(name) != 1]
+            stages = self.all_stages.intersection(*(self.available[name] for name in there))
         if not stages and node.kind == "AddN":
             self.add_up(node)
             return
-        wanted = stages or self.all_stages
-        replaced = {name: self.everywhere(name) for name in names if not wanted <= self.available[name]}
-        self.put(with_names(node, replaced), wanted)
+        stages = stages or self.of_the_largest(names)
+        replaced = {name: self.everywhere(name) for name in names if not stages <= self.available[name]}
+        self.put(with_names(node, replaced), stages)
+
+    def of_the_largest(self, names: Sequence[Name]) -> Stages:
+        """Stages that have the largest of some values, of which no stage has all: the smaller ones are sent there."""
+        stages = self.all_stages
+        for name in sorted(names, key=self.num_elements, reverse=True):
+            stages = stages & self.available[name] or stages
+        return stages
+
+    def num_elements(self, name: Name) -> int:
+        type = self.types[name]
+        return 0 if type is None else type.num_elements
 
     def put(self, node: Node, stages: Stages) -> None:
         self.entries.append(_Entry(node, stages))

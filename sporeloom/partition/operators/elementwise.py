@@ -20,7 +20,6 @@ UNARY = (
         "HSwish",
         "HShrink",
         "SoftShrink",
-        "Cast",
         "OnesLike",
         "ZerosLike",
         "ZerosLikeExt",
@@ -30,6 +29,9 @@ UNARY = (
     *("PowTensorScalar", "AddScalar", "SubScalar", "Identity", "EqScalar", "NotEqualScalar", "GreaterScalar"),
     *("GreaterEqualScalar", "LessScalar", "LessEqualScalar"),
 )
+KEEPS_SUMS = "keeps_sums"
+"""Attribute of a cast whose input may be a sum that is pending: what comes of it is."""
+NARROW = ("bfloat16", "float16")
 BINARY = (
     *("Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr", "LogicalXor"),
     *("Maximum", "Minimum", "Pow", "FloorDiv", "FloorMod", "Mod", "TruncateDiv", "TruncateMod", "Atan2", "Xdivy"),
@@ -114,6 +116,13 @@ def linear_in_first(op: Operation) -> Plan:
     return _linear_in(op, (0,))
 
 
+def cast(op: Operation) -> Plan:
+    """Sums that are pending stay so where somebody has marked the cast for it and its type is the wider one."""
+    before, after = op.tensor(0).type, op.types[0]
+    widens = before and after and before.dtype in NARROW and after.dtype == "float32"
+    return _linear_in(op, (0,)) if widens and op.attributes.get(KEEPS_SUMS) else aligned(op)
+
+
 def _linear_in(op: Operation, inputs: tuple[int, ...]) -> Plan:
     pending = [i for i, o in enumerate(op.operands) if isinstance(o, Operand) and o.partial]
     if len(pending) != 1 or pending[0] not in inputs:
@@ -134,6 +143,7 @@ def added_up(op: Operation) -> Plan:
 
 
 HANDLERS: dict[str, Handler] = {
+    "Cast": cast,
     **dict.fromkeys((*UNARY, *BINARY, *GRADIENTS), aligned),
     **dict.fromkeys(("Add", "Sub", "Neg"), linear_in_all),
     **dict.fromkeys(("Mul", "Muls"), linear_in_one),

@@ -16,6 +16,9 @@ from sporeloom.strategy.layout import Dim, Layout
 IDS_BY_ROW = "ids_by_row"
 """Attribute of an operator whose second input has ids from i * n on in row i: n (see `hints.ids_by_row`)."""
 
+TABLE = "table"
+"""Attribute of the gradient of a gather: the layout of the table that it looked rows up in."""
+
 
 def _without(dims: Layout, used: frozenset[str]) -> Layout:
     return tuple(tuple(axis for axis in dim if axis not in used) for dim in dims)
@@ -68,12 +71,43 @@ def segment_sum(op: Operation) -> Plan:
     num_row_dims = len(ids.shape)
     if op.kind == "UnsortedSegmentSum" and op.attributes.get(IDS_BY_ROW, 0) * ids.shape[0] == op.output.shape[0]:
         return _segments_by_row(op)
+    if own := _own_rows_of_table(op):
+        return _into_own_rows(op, own)
     rows = op.fit(x.dims[:num_row_dims], ids.shape)
     columns = _without(x.dims[num_row_dims:], frozenset(axis for dim in rows for axis in dim))
     wanted = {0: ValueLayout((*rows, *columns), x.partial), 1: ValueLayout(rows)}
     over = frozenset(axis for dim in rows for axis in dim)
     output = ValueLayout(((), *columns), over | x.partial)
     return Plan(op.as_they_are(wanted), (output,), remake=partial(_own_segments, op, wanted[1], output))
+
+
+def _own_rows_of_table(op: Operation) -> Dim:
+    """Axes that shard the rows of the table whose gradient this is, where ranks had better gather what is added up, and each
+    add it to its own rows, than add up everybody's rows of the table."""
+    table, x = op.attributes.get(TABLE), op.tensor(0)
+    if op.kind != "UnsortedSegmentSum" or not isinstance(table, ValueLayout) or x.type is None:
+        return ()
+    own, sharding = table.dims[0], frozenset(axis for dim in x.dims for axis in dim)
+    gathers = own and frozenset(own) <= sharding and not frozenset(own) & x.partial
+    return own if gathers and x.type.num_elements < op.output.num_elements else ()
+
+
+def _into_own_rows(op: Operation, own: Dim) -> Plan:
+    x, ids = op.tensor(0), op.tensor(1)
+    dims = _without(x.dims, frozenset(own))
+    rows = op.fit(dims[: len(ids.shape)], ids.shape)
+    over = frozenset(axis for dim in rows for axis in dim)
+    columns = _without(dims[len(ids.shape) :], over)
+    of_ids, made = ValueLayout(rows), ValueLayout(((), *columns), over | x.partial)
+    output = ValueLayout((own, *columns), made.partial)
+
+    def own_segments(emit: Emitter, inputs: Sequence[Input]) -> Sequence[Name]:
+        name = _own_segments(op, of_ids, made, emit, inputs, output)
+        assert name is not None
+        return (name,)
+
+    wanted = {0: ValueLayout((*rows, *columns), x.partial), 1: of_ids}
+    return Plan(op.as_they_are(wanted), (output,), rewrite=own_segments)
 
 
 def _segments_by_row(op: Operation) -> Plan:

@@ -7,6 +7,7 @@ one that updates its parameters.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -54,13 +55,15 @@ class StagePrograms:
         self.transport, self.name, self.nan_finder = transport, name, nan_finder
         self.stage = strategy.mesh.coordinate(transport.rank, "pp")
         mine = [one for one in cut.passes if self.stage_of(one) == self.stage]
-        self._uses = Counter(value for one in mine for value in cut.passes[one].taken)
+        self._uses = Counter(value for one in mine for value in cut.passes[one].taken if value not in cut.kept)
         self._results: dict[Name, list[int]] = {}
         for position, shares in enumerate(cut.results):
             for value in shares.values():
                 self._results.setdefault(value, []).append(position)
         self._values: dict[tuple[Name, int], tuple[Tensor, int]] = {}
         """Value, microbatch -> what it is, and how many passes have yet to take it."""
+        self._kept: dict[Name, Tensor] = {}
+        """Values of parameters alone, until a step has ended."""
 
     def stage_of(self, one: StagePass) -> int:
         return self.strategy.stage_of_part(one.part)
@@ -70,6 +73,19 @@ class StagePrograms:
         for one, program in self.programs.items():
             graph = self.cut.passes[one]
             program.compile([*self._network_inputs(graph, inputs), *(_zeros(self.types[name]) for name in graph.taken)])
+
+    @contextlib.contextmanager
+    def gathered_parameters(self) -> Iterator[None]:
+        """Within it there are the values that are gathered of parameters once for all microbatches."""
+        for one, program in self.programs.items():
+            if one.kind == "parameters":
+                given = program.run([])
+                outputs = given if isinstance(given, (tuple, list)) else (given,)
+                self._kept |= zip(self.cut.passes[one].given, outputs, strict=True)
+        try:
+            yield
+        finally:
+            self._kept.clear()
 
     def run(self, one: StagePass, microbatch: int, inputs: Sequence[Tensor], results: dict[int, Array]) -> None:
         """One pass: take what it needs, from other stages if need be, and give others what they need. What it adds to the
@@ -92,6 +108,8 @@ class StagePrograms:
         return [inputs[position] for position in graph.network_inputs]
 
     def _take(self, name: Name, microbatch: int) -> Tensor:
+        if name in self._kept:
+            return self._kept[name]
         key, giver = (name, microbatch), self.stage_of(self.cut.givers[name])
         if key not in self._values:
             received = self._receive(giver, name, microbatch)
@@ -172,9 +190,10 @@ class ScheduledStep:
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         microbatches, results = list(self._microbatches(inputs)), dict[int, Array]()
-        for one in self.order:
-            for stage_pass in self._stage_passes(one):
-                self.programs.run(stage_pass, one.microbatch, microbatches[one.microbatch], results)
+        with self.programs.gathered_parameters():
+            for one in self.order:
+                for stage_pass in self._stage_passes(one):
+                    self.programs.run(stage_pass, one.microbatch, microbatches[one.microbatch], results)
         assert not self.programs.held, "values that no pass took"
         sums = [
             Tensor(results[position]) if position in results else _zeros(self.types[position])
@@ -211,8 +230,9 @@ class ForwardStages:
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         results: dict[int, Array] = {}
-        for part in range(self.num_parts):
-            self.programs.run(StagePass("forward", part), 0, inputs, results)
+        with self.programs.gathered_parameters():
+            for part in range(self.num_parts):
+                self.programs.run(StagePass("forward", part), 0, inputs, results)
         mesh, outputs = self.programs.strategy.mesh, []
         for position, shares in enumerate(self.programs.cut.results):
             (part,) = shares

@@ -167,7 +167,9 @@ def compile_for_one_device(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -
 
 
 def _compiled(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
-    tensors = [Tensor(np.zeros(shape, dtype)) for shape, dtype in inputs]
+    tensors = [
+        Tensor.from_numpy(np.zeros(shape, dtype)) for shape, dtype in inputs
+    ]  # take no memory: nobody writes them
     # A phase of its own: MindSpore would give the graph of an earlier one again, whatever has changed in the Cell.
     name = f"export.mindir.one_device.{next(_phases)}"
     try:

@@ -98,8 +98,10 @@ class SpmdProcesses(CpuProcesses):
         outputs = [types[name] for name in source.outputs]
         held = [sharded.result.layouts[name] for name in source.outputs]
         made, updated = self._with_update(programs, step, outputs, held, num_microbatches)
-        mine = sharded.result.within(programs.cut.passes[one].graph for one in programs.programs)
-        communications = mine * num_microbatches + updated
+        passes = programs.cut.passes
+        mine = sharded.result.within(passes[one].graph for one in programs.programs if one.kind != "parameters")
+        once = sharded.result.within(passes[one].graph for one in programs.programs if one.kind == "parameters")
+        communications = once + mine * num_microbatches + updated
         of_stage = replace(sharded.result, communications=communications)
         self.told_of_graph = of_stage.summary()
         if self.strategy.mesh.pp > 1:
@@ -158,7 +160,8 @@ class SpmdProcesses(CpuProcesses):
         pipeline = self.strategy.pipeline
         splits, sums_from = is_training and splits_backward(pipeline.order), 1 if is_training else None
         try:
-            return sharded, cut_into_stages(sharded.result.graph, parts, splits, sums_from)
+            once, stage_of = not self.strategy.gathers_twice, self.strategy.stage_of_part
+            return sharded, cut_into_stages(sharded.result.graph, parts, splits, sums_from, once, stage_of)
         except PartitionError as error:
             raise ConfigError(f"engine spmd: {error}") from None
 

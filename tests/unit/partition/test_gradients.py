@@ -188,3 +188,27 @@ def test_a_narrow_pending_sum_stays_pending_where_its_product_is_added_to_others
     by_columns = {"queries": ((), ("tp",)), "keys": ((), ("tp",)), "one": (("tp",), ())}
     sharded = check(b, [total], GRID, {"wide": (("tp",), ())}, by_columns)
     assert sent(sharded) == [("AllReduce", ("tp",), TOKENS * WIDE)]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "of_table", "expected"),
+    [
+        # Fewer tokens than rows of the table: what is added up is gathered, each rank adds its own rows, and dp is pending.
+        (64, (("tp",), ()), [("AllGather", ("tp",), 16), ("AllReduce", ("dp",), 128), ("ReduceScatter", ("tp",), 16)]),
+        # More tokens than rows: everybody's rows are added up.
+        (4, (("tp",), ()), [("AllReduce", ("dp", "tp"), 24), ("ReduceScatter", ("tp",), 16)]),
+        (64, ((), ()), [("AllReduce", ("dp", "tp"), 384)]),
+    ],
+)
+def test_tokens_are_gathered_for_the_gradient_of_a_table_larger_than_they(num_rows, of_table, expected):
+    """As a vocabulary-parallel embedding has it under sequence parallelism: tokens are sharded over tp, too."""
+    random, b = np.random.default_rng(3), Builder()
+    table = b.tensor("table", random.standard_normal((num_rows, WIDTH)), is_parameter=True)
+    ids = b.tensor("ids", random.integers(0, num_rows, TOKENS))
+    rows = b.node("Gather", table, ids, 0, path="word.gather")
+    shifted = b.node("Tanh", rows, path="norm")
+    d_rows = b.node("TanhGrad", shifted, b.node("Muls", shifted, 2.0))
+    d_table = gradient(b, rows, "UnsortedSegmentSum", d_rows, ids, num_rows)
+    pinned = {"word.gather": Pin((of_table, (("dp",),))), "norm": Pin(((("dp", "tp"), ()),))}
+    sharded = check(b, [b.node("Square", d_table)], GRID, {"table": of_table}, {"ids": (("dp",),)}, pinned)
+    assert sent(sharded) == expected

@@ -6,7 +6,7 @@ import pytest
 from graphs import COMPUTE_ALL, Builder, check, on_all_ranks, sent
 from kinds import COMPUTE, SAMPLES, Draw
 
-from sporeloom.partition.graph import Node, TensorType
+from sporeloom.partition.graph import Graph, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.held import PartitionError
 from sporeloom.partition.layout import ValueLayout, fitted
@@ -410,3 +410,33 @@ def test_random_graphs_in_random_layouts(seed):
 
 def test_the_samples_of_all_kinds_are_computed_here_too():
     assert set(SAMPLES) <= set(COMPUTE)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "used", "pending"),
+    [
+        ("bfloat16", "float32", False, True),
+        ("float16", "float32", False, True),
+        ("float32", "bfloat16", False, False),  # rounds: a sum of rounded numbers is another one
+        ("bfloat16", "int32", False, False),
+        ("bfloat16", "float32", True, False),  # something else wants it added up at once
+    ],
+)
+def test_gradients_are_added_up_after_they_are_widened(before, after, used, pending):
+    """Once for all microbatches, and in the wider type; nothing but outputs may be made of the cast."""
+    wide, narrow = TensorType((4, 4), after), TensorType((4, 4), before)
+    x, loss = TensorType((8, 4), before), TensorType((), after)
+    constants = [
+        Node("Constant", (), (name,), (None,), value=value) for name, value in (("f", False), ("t", True), ("d", ()))
+    ]
+    nodes = [
+        *constants,
+        Node("MatMul", ("x", "dy", "t", "f"), ("dw",), (narrow,)),
+        Node("Cast", ("dw", "f"), ("gradient",), (wide,)),
+        Node("ReduceSum", ("gradient" if used else "w", "d", "f"), ("loss",), (loss,)),
+    ]
+    graph = Graph({"w": wide}, {"x": x, "dy": x}, nodes, ["loss", "gradient"])
+    rows = (("dp",), ())
+    sharded = shard_graph(graph, GRID, {}, {"x": rows, "dy": rows}, gathers_outputs=False)
+    assert sharded.layouts["gradient"].partial == ({"dp"} if pending else set())
+    assert [c.dtype for c in sharded.communications] == ([] if pending else [before])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A microbatch's graph cut into passes, and an update's graph into stages, computed pass by pass in NumPy."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -244,9 +246,59 @@ def test_the_norm_counts_a_shared_weight_once_and_is_one_sum_over_the_stages():
 
 def test_a_truth_value_of_one_stage_is_refused_by_others():
     b = Builder(["a", "b"], {"ga": ROW, "gb": ROW})
-    truth = b.put("Square", "ga", type=TensorType((3,), "bool"))
+    truth = b.put("Square", b.put("Sum", "ga", type=ONE), type=TensorType((), "bool"))
     b.put("Assign", "b", b.put("Mul", truth, "gb"), "u", side_effect_mem=True)
     b.graph.outputs = ["ga"]
     holders = {"a": frozenset([0]), "b": frozenset([1])}
     with pytest.raises(PartitionError, match="only numbers are sent"):
         cut_updates(b.graph, 2, holders, {"ga": frozenset([0]), "gb": frozenset([1])})
+
+
+def test_a_number_goes_to_the_tensors_and_no_tensor_to_the_number():
+    """A norm that one stage alone knows scales the gradients of all: the number is sent, once."""
+    builder = Builder(["w0", "w1"], {"g0": ROW, "g1": ROW})
+    factor = builder.put("Sqrt", builder.put("Sum", builder.put("Square", "g0"), type=ONE), type=ONE)
+    for i in range(2):
+        scaled = builder.put("Mul", f"g{i}", factor)
+        twice = builder.put("Mul", scaled, factor)
+        builder.put("Assign", f"w{i}", twice, "u", type=ROW, side_effect_mem=True)
+    builder.graph.outputs = [factor]
+    stages = {f"{kind}{i}": frozenset([i]) for kind in "gw" for i in range(2)}
+    graphs = cut_updates(builder.graph, 2, stages, {name: of for name, of in stages.items() if name.startswith("g")})
+    for graph in graphs:
+        sent = [node for node in graph.nodes if node.kind == "AllReduce"]
+        assert [node.types[0] for node in sent] == [ONE]
+
+
+def gathering(written=False):
+    """Two layers of products with weights that are gathered, one of them twice: once more for the gradient, recomputed."""
+    builder = Builder(["w0", "w1"], {"x": ROW})
+    axes = {"axes": ("dp",), "dim": 0}
+    x, results = "x", []
+    for i in range(2):
+        loaded = builder.put("Load", f"w{i}", "u", type=ROW)
+        whole = builder.put("AllGather", loaded, **axes)
+        builder.graph.nodes[-1] = replace(builder.graph.nodes[-1], scope=None)
+        x = builder.put("Mul", x, whole, cell=f"layers.{i}")
+        again = builder.put("AllGather", builder.put("Load", f"w{i}", "u", type=ROW), **axes)
+        builder.graph.nodes[-1] = replace(builder.graph.nodes[-1], scope=None)
+        results.append(builder.put("Mul", x, again, of=x, backward=True))
+    if written:
+        builder.put("Assign", "w0", x, "u", cell="layers.1", side_effect_mem=True)
+    builder.graph.outputs = [x, *results]
+    return builder.graph
+
+
+@pytest.mark.parametrize(("once", "written"), [(True, False), (False, False), (True, True)])
+def test_weights_are_gathered_once_for_all_microbatches(once, written):
+    """Unless each pass is to do so anew, or the graph writes them."""
+    cut = cut_into_stages(gathering(written), {"layers.0": 0, "layers.1": 1}, False, 1, once)
+    gathers = {one: [node for node in made.graph.nodes if node.kind == "AllGather"] for one, made in cut.passes.items()}
+    kept = [] if not once else [1] if written else [0, 1]
+    assert [one.part for one in sorted(gathers) if one.kind == "parameters"] == kept
+    for one, nodes in gathers.items():
+        if one.kind == "parameters":
+            assert len(nodes) == 1 and not cut.passes[one].network_inputs and not cut.passes[one].taken
+            assert cut.passes[one].given == [nodes[0].outputs[0]]
+        elif not written:
+            assert len(nodes) == (0 if once else 1)

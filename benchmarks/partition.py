@@ -23,7 +23,7 @@ import numpy as np
 from mindspore.nn.utils import no_init_parameters
 from report import ROOT, write_report
 
-from sporeloom.dry_run.compile import compile_rank
+from sporeloom.dry_run.by_mindspore import compile_rank
 from sporeloom.models.family import family_and_size, family_module, size_config
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.parallel.step import TrainStep

@@ -30,14 +30,15 @@ SEAL_NOTE = "its seal shows accidental changes; it is not a signature, and anybo
 
 
 def about_strategy(strategy: Strategy) -> dict[str, Any]:
-    """A strategy and its rules as data, without the files they came from, nor who shards it on CPUs."""
+    """A strategy and its rules as data, without the files they came from. Its engine is the one of devices."""
     values = dataclasses.asdict(strategy)
     rules = values["rules"]
     rules["operators"] = {
         rule["pattern"]: {"place": place, **{key: rule[key] for key in ("inputs", "outputs", "local")}}
         for place, rule in enumerate(rules["operators"])
     }
-    return {key: value for key, value in values.items() if key not in ("source", "lines", "engine")}
+    values["engine"] = "spmd" if strategy.engine == "spmd" else "mindspore"
+    return {key: value for key, value in values.items() if key not in ("source", "lines")}
 
 
 def about_versions() -> dict[str, str]:

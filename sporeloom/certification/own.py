@@ -104,7 +104,7 @@ def _checked(strategy: str | Path | None, given: dict[str, Any] | None, out: Pat
         raise ConfigError(f"processes = {processes}: give one of {', '.join(map(str, POSSIBLE_PROCESSES))}")
     if problem := unwritable(out):
         raise ConfigError(f"out {problem}")
-    large = (strategy_of(given) if given else load_strategy(str(strategy))).by_mindspore()
+    large = (strategy_of(given) if given else load_strategy(str(strategy))).for_devices()
     if large.mesh.size == 1:
         raise ConfigError(f"{large.at('mesh')}: one device needs no certificate")
     check_own_network(large)

@@ -57,17 +57,23 @@ def small_strategies(strategy: Strategy, num_layers: int | None, processes: int)
     `num_layers`: of the large model; None for a network that keeps its layers.
 
     Raises:
-        ConfigError: experts are sharded over ranks of tp, too.
+        ConfigError: experts are sharded over ranks of tp, too, by MindSpore's partitioner; or the schedule is from a file.
     """
-    if strategy.mesh.ep > strategy.mesh.dp:  # what is proved is what MindSpore shards
+    strategy = strategy.for_devices()
+    if strategy.mesh.ep > strategy.mesh.dp and strategy.engine != "spmd":
         raise ConfigError(spans_tensor_parallel(strategy))
+    if strategy.pipeline.listed:
+        raise ConfigError(
+            f"{strategy.at('pipeline.schedule')}: a schedule from a file is for the stages and microbatches of the whole "
+            "mesh, which a certificate does not train; certify with a named schedule, and dry-run with this one"
+        )
     meshes, zero, mesh = small_meshes(strategy.mesh, processes), strategy.optimizer_parallel, strategy.mesh
     grouped = zero and zero.shard_size and zero.shard_size < mesh.dp * mesh.cp
     if grouped and processes >= 4 and Mesh(dp=4) not in meshes:
         meshes.append(Mesh(dp=4))
     if 1 < mesh.ep < mesh.dp and processes >= 4 and not any(1 < small.ep < small.dp for small in meshes):
         meshes.append(Mesh(dp=4, ep=2))
-    return [_small(strategy.by_mindspore(), mesh, num_layers) for mesh in meshes]
+    return [_small(strategy, mesh, num_layers) for mesh in meshes]
 
 
 def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:

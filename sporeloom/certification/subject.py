@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from sporeloom.certification.shrink import BATCH, rows_on_the_whole_mesh, small_strategies
 from sporeloom.certification.training import STEPS, train_decoder, train_steps
-from sporeloom.dry_run.compile import compile_own_rank
+from sporeloom.dry_run.by_mindspore import compile_own_rank
+from sporeloom.dry_run.compile import stage_report
+from sporeloom.dry_run.partitioned import partition_own
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
 from sporeloom.models.config import ModelConfig
@@ -50,13 +52,16 @@ def compile_full_size(subject: dict[str, Any], rank: int, folder: Path) -> None:
     inputs = _inputs(folder)
     rows = rows_on_the_whole_mesh(strategy, len(inputs[0]))
     shapes = [((rows, *a.shape[1:]) if a.ndim and len(a) == len(inputs[0]) else a.shape, a.dtype) for a in inputs]
-    report = compile_own_rank(make, strategy, rank, shapes)
+    if strategy.engine == "spmd":
+        report = stage_report(partition_own(make, strategy, shapes), rank)
+    else:
+        report = compile_own_rank(make, strategy, rank, shapes)
     write_text_atomically(folder / f"{rank}.json", json.dumps(asdict(report)))
 
 
 def _large(subject: dict[str, Any]) -> Strategy:
     given = subject.get("strategy")
-    return (load_strategy(given) if given else strategy_of(subject["settings"])).by_mindspore()
+    return (load_strategy(given) if given else strategy_of(subject["settings"])).for_devices()
 
 
 def _inputs(folder: Path) -> list[NDArray[Any]]:
@@ -90,7 +95,7 @@ def _own(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
         strategy,
         out,
         around=lambda net: ShardBatch(net, strategy.mesh) if is_parallel else net,
-        scale=1 / strategy.num_parts(),
+        scale=1 / (strategy.num_microbatches() if strategy.is_spmd else strategy.num_parts()),
     )[0]
 
 

@@ -1,197 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the real training or inference graph of one rank at full size, without its weights, and say what it holds."""
+"""What one rank of a partitioned step holds, sends and computes. The ranks of a stage do the same, over other groups."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Collection, Mapping, Sequence
 
-import mindspore as ms
-import numpy as np
-from mindspore import nn
-from mindspore.nn.utils import no_init_parameters
-
-from sporeloom.dry_run.copies import order_of_copies
-from sporeloom.dry_run.graph import read_work
+from sporeloom.dry_run.partitioned import Partitioned, partition_model
 from sporeloom.dry_run.rank_report import RankParameter, RankReport
+from sporeloom.dry_run.work import Work, add_work, between, phases_of
+from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.family import family_module
-from sporeloom.parallel.cells import ShardBatch, average_over_all_rows, prepare_to_shard
-from sporeloom.parallel.parallelize import keep_as_function, parallelize, wrap
-from sporeloom.parallel.report import Report
-from sporeloom.parallel.step import TrainStep
+from sporeloom.partition.graph import Graph, Name, TensorType
+from sporeloom.partition.held import item_size
+from sporeloom.partition.stages import PassKind
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
-from sporeloom.runtime.cpu.compilation_cache import cached_graph, strategy_key
-from sporeloom.runtime.cpu.partition import PartitionedGraph, partition
-from sporeloom.runtime.cpu.reduced import check_reduced
-from sporeloom.runtime.cpu.target import WORLD, virtual_ascend
-from sporeloom.runtime.environment import prepare_environment
-from sporeloom.runtime.layouts import learn_layouts
+from sporeloom.runtime.cpu.step_graphs import types_of
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.layout import Shape
-from sporeloom.tasks.example import task_network
-from sporeloom.train.optim import AdamW
+
+MOMENTS = ("adam_m.", "adam_v.")
+PHASE_OF_PASS: dict[PassKind, str] = {
+    "parameters": "forward",
+    "forward": "forward",
+    "backward": "backward",
+    "weights": "backward",
+}
 
 
-def compile_rank(
+def compile_ranks(
     family: str,
     model: ModelConfig,
     strategy: Strategy,
-    rank: int,
+    ranks: Sequence[int],
     batch: tuple[int, int],
     inference: bool = False,
     accumulate: int = 1,
     task: TrainedTask = PLAIN_TEXT,
-) -> RankReport:
-    """Everything about `rank`. Needs a process of its own.
-
-    `batch`: sequences of a step over all ranks and their tokens. `accumulate`: parts it is split into without a pipeline.
-    """
-    strategy = strategy.by_mindspore()
-    prepare_environment()
-    gc.disable()  # millions of small objects, none in cycles, before and after the compilation, too
-    cell, report, inputs, trained = _cell(family, model, strategy, rank, batch, inference, accumulate, task)
-    key = {"dry_run": family, "model": model.to_dict(), "strategy": strategy_key(strategy), "rank": rank}
-    key |= {"batch": batch, "inference": inference, "accumulate": accumulate}
-    key |= {"task": task.about()}
-    graph = cached_graph(key, lambda: partition(cell, strategy, rank, inputs))
-    order = [] if inference else _order_of_copies(family, model, strategy, rank, batch, accumulate, task)
-    return replace(_report(graph, report, strategy, trained), order_of_copies=order)
-
-
-def compile_own_rank(
-    make: Callable[[], nn.Cell], strategy: Strategy, rank: int, inputs: Sequence[tuple[Shape, Any]]
-) -> RankReport:
-    """As `compile_rank`, a step of AdamW of a user's network, which returns its loss. Needs a process of its own.
+) -> list[RankReport]:
+    """The reports of some ranks, of a model that is compiled once for all of them.
 
     Args:
-        make: makes the network.
-        inputs: global shape and NumPy dtype of each.
+        batch: sequences of a step over all ranks, and their tokens.
+        accumulate: parts that the batch is split into without a pipeline.
 
     Raises:
-        ConfigError: MindSpore cannot partition it, lays a parameter out otherwise than its rule says, or leaves a gradient
-            that several ranks have a part of.
+        ConfigError: it cannot be partitioned.
     """
-    strategy = strategy.by_mindspore()
-    with virtual_ascend(rank, strategy.mesh.size):
-        all_reduce = ms.ops.AllReduce(group=WORLD)
-    with no_init_parameters():
-        net = make()
-        prepare_to_shard(net)
-        for _, cell in net.cells_and_names():
-            average_over_all_rows(cell)
-        report = parallelize(net, strategy)
-        optimizer, around = AdamW(net.trainable_params()), wrap(ShardBatch(net, strategy.mesh), strategy)
-        scale = 1 / strategy.num_parts()
-        step = TrainStep(around, optimizer, report, rank, all_reduce, max_grad_norm=1.0, scale=scale).set_train()
-    graph = partition(step, strategy, rank, inputs)
-    trained = {parameter.name for parameter in optimizer.parameters}
-    check_reduced(graph, strategy, trained)
-    return _report(graph, report, strategy, trained)
+    done = partition_model(family, model, strategy, batch, inference, accumulate, task)
+    return [stage_report(done, rank) for rank in ranks]
 
 
-def _report(graph: PartitionedGraph, report: Report, strategy: Strategy, trained: Collection[str]) -> RankReport:
-    """`trained`: names of parameters; none of a network that is not trained."""
-    learn_layouts(report, graph.held_layouts, graph.groups, graph.rank, strategy.source)
-    stage = strategy.mesh.coordinate(graph.rank, "pp")
-    work = read_work(graph, strategy.micro_batch_interleave if trained else 1)
-    parameters = _parameters(report, graph.parameters)
-    held = {p.name for p in parameters}
+def stage_report(done: Partitioned, rank: int) -> RankReport:
+    """The report of `rank`.
 
-    def bytes_of(*prefixes: str) -> int:
-        return sum(
-            4 * int(np.prod(shape))
-            for name, shape in graph.parameters.items()
-            if any(name.startswith(prefix) and name.removeprefix(prefix) in held for prefix in prefixes)
-        )
-
+    Raises:
+        ConfigError: it holds another part of a parameter than the rules say.
+    """
+    strategy, report = done.strategy, done.report
+    stage = strategy.mesh.coordinate(rank, "pp")
+    work = _work(done, rank, stage)
+    graphs = [made.graph for one, made in done.cut.stages.passes.items() if strategy.stage_of_part(one.part) == stage]
+    held = _local_shapes(graphs)
+    parameters = _parameters(done, held)
+    updated = _local_shapes([done.update.graphs[stage]]) if done.update else {}
+    moments = 4 * sum(math.prod(shape) for name, shape in updated.items() if name.startswith(MOMENTS))
     layers = report.layers_of_stages[stage] if report.layers_of_stages else []
-    accumulated = bytes_of("accu_grads.")
     return RankReport(
-        rank=graph.rank,
+        rank=rank,
         stage=stage,
         layers=layers,
         recomputed=[layer for layer in report.recomputed if layer in layers],
         parameters=parameters,
         parameter_bytes=sum(p.num_bytes for p in parameters),
-        optimizer_bytes=0 if strategy.optimizer_on_host else bytes_of("adam_m.", "adam_v."),
-        gradient_bytes=accumulated or sum(p.num_bytes for p in parameters if p.name in trained),
-        groups={name: ranks for name, ranks in graph.groups.items() if len(ranks) > 1},
-        collectives=work.collectives,
-        flops=work.flops,
-        compile_s=graph.compile_s,
+        optimizer_bytes=0 if strategy.optimizer_on_host else moments,
+        gradient_bytes=_gradient_bytes(done, stage),
+        groups=work.groups,
+        collectives=work.sorted_collectives(),
+        flops=dict(work.flops),
+        compile_s=done.seconds,
         moved_bytes=work.moved_bytes,
         passed_bytes=work.passed_bytes,
         in_float32=work.in_float32,
-        host_optimizer_bytes=bytes_of("adam_m.", "adam_v.") if strategy.optimizer_on_host else 0,
+        host_optimizer_bytes=moments if strategy.optimizer_on_host else 0,
     )
 
 
-def _order_of_copies(
-    family: str,
-    model: ModelConfig,
-    strategy: Strategy,
-    rank: int,
-    batch: tuple[int, int],
-    accumulate: int,
-    task: TrainedTask,
-) -> list[tuple[int, str]]:
-    """Of two layers, whose order all others repeat. MindSpore orders copies where there is no pipeline."""
-    if strategy.micro_batch_interleave == 1 or strategy.mesh.pp > 1:
-        return []
-    model, strategy = replace(model, num_layers=2), replace(strategy, recompute=None, offload=None)
-    cell, _, inputs, _ = _cell(family, model, strategy, rank, batch, False, accumulate, task)
-    cell.network.apply(_write_out)
-    key = {"order_of_copies": family, "model": model.to_dict(), "strategy": strategy_key(strategy), "rank": rank}
-    key |= {"batch": batch, "accumulate": accumulate, "task": task.about()}
-    graph = cached_graph(key, lambda: partition(cell, strategy, rank, inputs))
-    return order_of_copies(graph.model, graph.groups)
+def _work(done: Partitioned, rank: int, stage: int) -> Work:
+    work, cut, grid = Work(), done.cut.stages, done.cut.sharded.grid
+    whole = done.cut.sharded.result.graph
+    types, phases = types_of(whole), phases_of(whole)
+    for one, made in cut.passes.items():
+        if done.strategy.stage_of_part(one.part) == stage:
+            times = 1 if one.kind == "parameters" else done.times
+            known = types | types_of(made.graph)
+            add_work(work, made.graph, known, phases, PHASE_OF_PASS[one.kind], times, grid, rank)
+    _add_messages(work, done, rank, stage, types)
+    if done.update:
+        graph = done.update.graphs[stage]
+        add_work(work, graph, types_of(graph), {}, "optimizer", 1, done.update.sharded.grid, rank)
+    return work
 
 
-def _write_out(cell: nn.Cell) -> None:
-    if hasattr(cell, "cell_init_args"):
-        cell.cell_init_args = ""
+def _add_messages(work: Work, done: Partitioned, rank: int, stage: int, types: Mapping[Name, TensorType]) -> None:
+    """Count what this stage sends to others and receives from them."""
+    cut, mesh, stage_of = done.cut.stages, done.strategy.mesh, done.strategy.stage_of_part
+    for name, takers in cut.takers.items():
+        giver = cut.givers[name]
+        source, phase = stage_of(giver.part), PHASE_OF_PASS[giver.kind]
+        num_bytes = types[name].num_elements * item_size(types[name].dtype)
+        for target in sorted({stage_of(taker.part) for taker in takers} - {source}):
+            if stage in (source, target):
+                kind, other = ("Send", target) if stage == source else ("Receive", source)
+                peer = rank + (other - stage) * mesh.stage_size
+                group = between(sorted([source, target]))
+                work.add_message(kind, phase, group, sorted([rank, peer]), num_bytes, done.times)
 
 
-def _cell(
-    family: str,
-    model: ModelConfig,
-    strategy: Strategy,
-    rank: int,
-    batch: tuple[int, int],
-    inference: bool,
-    accumulate: int,
-    task: TrainedTask,
-) -> tuple[nn.Cell, Report, list[tuple[tuple[int, ...], Any]], set[str]]:
-    """The network or training step of a rank, without its weights; what `parallelize` did; its inputs; what is trained."""
-    with virtual_ascend(rank, strategy.mesh.size):
-        all_reduce = ms.ops.AllReduce(group=WORLD) if strategy.mesh.size > 1 else None
-    inputs: list[tuple[tuple[int, ...], Any]] = [(batch, np.int32)] * 2
-    with no_init_parameters():
-        net = family_module(family, "model").Model(model) if inference else task_network(family, model, task)
-        keep_as_function(net)  # `graph` tells forward from backward, and both from the update, by the functions
-        report = parallelize(net, strategy, whole=not inference)
-        if inference:
-            return net.set_train(False), report, inputs, set()
-        inputs = [*inputs, (batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]
-        inputs += [(batch, np.int32)] if model.dropout_rate else []
-        optimizer = AdamW(net.trainable_params(), on_host=strategy.optimizer_on_host)
-        wrapped, options = wrap(net, strategy, accumulate), {"max_grad_norm": 1.0, "accumulate": accumulate}
-        options["loss_scale"] = model.compute_dtype == "float16"
-        step = TrainStep(wrapped, optimizer, report, rank, all_reduce, **options).set_train()
-    return step, report, inputs, {parameter.name for parameter in optimizer.parameters}
+def _local_shapes(graphs: Collection[Graph]) -> dict[str, Shape]:
+    """The parameters that some graphs use, by name, as a rank holds them."""
+    return {full.rpartition(":")[2]: type.shape for graph in graphs for full, type in graph.parameters.items()}
 
 
-def _parameters(report: Report, local_shapes: dict[str, tuple[int, ...]]) -> list[RankParameter]:
-    """The parameters in a rank's graph, with the shapes the compiler gave them."""
-    found = []
-    for p in report.parameters:
-        shape = local_shapes.get(p.name)
+def _parameters(done: Partitioned, held: Mapping[str, Shape]) -> list[RankParameter]:
+    """The parameters of the network that a rank holds, in the network's order."""
+    found, problems = [], []
+    for p in done.report.parameters:
+        shape = held.get(p.name)
         if shape is None:
             continue
+        if shape != p.local_shape:
+            problems.append(f"{p.rule}: {p.name} is {list(shape)} on a rank instead of {list(p.local_shape)}")
+        num_bytes = 4 * math.prod(shape)
         layout = [list(dim) for dim in p.layout]
-        num_bytes = 4 * int(np.prod(shape))
         found.append(RankParameter(p.name, p.global_shape, shape, layout, p.optimizer_shards, num_bytes, p.rule))
+    if problems:
+        raise ConfigError(problems[:8])
     return found
+
+
+def _gradient_bytes(done: Partitioned, stage: int) -> int:
+    """Bytes of the gradients that a rank adds up over microbatches, as they lie before the update."""
+    if done.update is None:
+        return 0
+    types, stage_of = types_of(done.cut.sharded.result.graph), done.strategy.stage_of_part
+    for made in done.cut.stages.passes.values():
+        types |= types_of(made.graph)
+    sizes = [
+        max(types[name].num_elements * item_size(types[name].dtype) for name in mine)
+        for shares in done.cut.stages.results[1 : 1 + len(done.trained)]
+        if (mine := [name for part, name in shares.items() if stage_of(part) == stage])
+    ]
+    return sum(sizes)

@@ -129,7 +129,7 @@ def check(config: DryRunConfig) -> DryRun:
     mesh = strategy.mesh
     if task and task.samples and mesh.cp > 1:
         problems.append(f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out")
-    if mesh.pp > 1 and mesh.cp > 1 and mesh.dp == 1 and not config.inference:
+    if mesh.pp > 1 and mesh.cp > 1 and mesh.dp == 1 and not config.inference and strategy.engine != "spmd":
         problems.append(
             f"{strategy.at('mesh')}: dry runs keep microbatches as a function, whose inputs MindSpore does not shard over "
             "cp in a pipeline of one replica; count it with dp 2 (training itself runs)"

@@ -35,7 +35,7 @@ def explain(family: str, model: ModelConfig, strategy: Strategy, name: str) -> s
     """
     if problems := dry_run_problems(strategy):
         raise ConfigError(problems)
-    strategy = strategy.by_mindspore()
+    strategy = strategy.for_devices()
     with no_init_parameters():
         net = family_module(family, "model").ModelWithLoss(model)
     found = operators(net)
@@ -63,7 +63,7 @@ def explain(family: str, model: ModelConfig, strategy: Strategy, name: str) -> s
     for operator in chosen:
         lines += ["", f"operator {operator.path}, {operator.primitive.name}"]
         lines += _rules(strategy.rules.operators, operator.path, None) or [
-            "  no rule is for it: MindSpore derives its layout",
+            "  no rule is for it: its layout follows from those of its inputs",
             *_around(operator.path, found, strategy.rules.operators),
         ]
     return "\n".join(lines)
@@ -73,7 +73,8 @@ def _with_derived(
     parameters: Sequence[ParameterReport], family: str, model: ModelConfig, strategy: Strategy
 ) -> list[ParameterReport]:
     """With the layouts that MindSpore derives where no rule is: what the stage of each compiles to, from small depths."""
-    stages = sorted({p.stage for p in parameters if not p.rule}) if strategy.mesh.stage_size > 1 else []
+    derives = strategy.engine != "spmd" and strategy.mesh.stage_size > 1
+    stages = sorted({p.stage for p in parameters if not p.rule}) if derives else []
     ranks = [strategy.mesh.ranks_of_stage(stage).start for stage in stages]
     if not ranks:
         return list(parameters)
@@ -109,7 +110,7 @@ def _parameter(p: ParameterReport) -> list[str]:
         f"{p.num_parts} different parts"
     ]
     if not p.rule:
-        lines.append("  no rule is for it, and MindSpore shards it nowhere: whole on every rank")
+        lines.append("  no rule is for it, and nothing shards it: whole on every rank")
     elif p.rule == DERIVED:
         lines.append(f"  no rule is for it: MindSpore derived {show(p.layout)}")
     elif p.optimizer_shards > 1:

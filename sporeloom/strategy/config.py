@@ -171,8 +171,8 @@ class Strategy:
     another communicates; the same arithmetic. MindSpore orders their collectives where `mesh.pp` is 1."""
     engine: Partitioner | None = None
     """Who shards graphs for CPU processes: `spmd`, which compiles the graph of one device once for all ranks and shards that
-    (`sporeloom.partition`), or `mindspore`, whose compiler does so for every rank anew. Without it `spmd`, but in dry runs,
-    in certificates, on devices, and in pipelines of users' networks `mindspore`."""
+    (`sporeloom.partition`), or `mindspore`, whose compiler does so for every rank anew. Without it `spmd` on CPU
+    processes, and `mindspore` on devices; dry runs and certificates describe what devices run."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
     lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})
@@ -182,6 +182,15 @@ class Strategy:
     def is_spmd(self) -> bool:
         """Whether the graph of one device is compiled, and sharded afterwards."""
         return self.engine != "mindspore" and self.mesh.size > 1
+
+    def for_devices(self) -> Strategy:
+        """The same, with the engine that devices run it by, which dry runs and certificates describe: MindSpore's unless it
+        says `spmd`.
+
+        Raises:
+            ConfigError: MindSpore's cannot.
+        """
+        return self if self.engine == "spmd" else self.by_mindspore()
 
     def by_mindspore(self) -> Strategy:
         """The same, whose graphs MindSpore shards.
@@ -204,7 +213,7 @@ class Strategy:
             return []
         return [
             f"{self.at('pipeline.schedule')}: MindSpore's own pipelines, which run on devices and are dry-run and certified, "
-            f"have {lacks}; take {'zero_bubble_v' if pipeline.schedule == 'dualpipe_v' else '1f1b'}"
+            f"have {lacks}; take {'zero_bubble_v' if pipeline.schedule == 'dualpipe_v' else '1f1b'}, or write `engine: spmd`"
         ]
 
     @property

@@ -12,9 +12,10 @@ from mindspore import nn
 
 from pangu.model import PanGuWithLoss
 from sporeloom.cli import parse_args
-from sporeloom.dry_run import compile as compilation_of_rank
+from sporeloom.dry_run import by_mindspore as compilation_of_rank
+from sporeloom.dry_run import compile as compilation_for_all
 from sporeloom.dry_run.by_depth import full_depth, small_depths
-from sporeloom.dry_run.compile import compile_rank
+from sporeloom.dry_run.by_mindspore import compile_rank
 from sporeloom.dry_run.config import DryRunConfig, check
 from sporeloom.dry_run.summary import summarize
 from sporeloom.inference.model import build_model
@@ -121,7 +122,11 @@ def dry_run_values(arguments):
     family, batch = run.config.model, (run.batch_size, run.seq_len)
     options = (run.config.inference, run.config.accumulate, run.task)
     ranks = run.distinct_ranks
-    return summarize(run, [compile_rank(family, run.model, run.strategy, rank, batch, *options) for rank in ranks])
+    if run.strategy.engine == "spmd":
+        found = compilation_for_all.compile_ranks(family, run.model, run.strategy, ranks, batch, *options)
+    else:
+        found = [compile_rank(family, run.model, run.strategy, rank, batch, *options) for rank in ranks]
+    return summarize(run, found)
 
 
 def order_of_passes(path):

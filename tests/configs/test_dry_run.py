@@ -371,3 +371,81 @@ def test_copies_take_turns(write):
         assert [place for mine, place in turns if mine == copy][:5] == places
     # The second copy is a collective behind: each is computed while the other's are under way.
     assert [copy for copy, place in turns if place != "loss"] == list("0010101011")
+
+
+OWN_SCHEDULE = (CONFIGS.parent / "tests/parity/own_schedule.csv").resolve()
+BY_SPMD = {  # strategy, bytes that may be sent above the closed forms of MindSpore's partitioner
+    "tp2_sp": (STRATEGIES["tp2_sp"], 0.0),
+    "dp2_tp2_zero": (STRATEGIES["dp2_tp2_zero"], 0.02),
+    "dp4_again": (STRATEGIES["dp4_again"], 0.0),
+    "dp4_ep2_zero": (STRATEGIES["dp4_ep2_zero"], 0.0),
+    "pp2_dp2_tp2_zero_bubble": (STRATEGIES["pp2_dp2_tp2_zero_bubble"], 0.0),
+    "pp2_dp2_zero_own_schedule": (
+        f"mesh: {{pp: 2, dp: 2}}\noptimizer_parallel: {{axis: dp}}\npipeline: {{num_microbatches: 3, virtual_stages: 2, "
+        f"schedule: {OWN_SCHEDULE}}}\n",
+        None,  # MindSpore has none
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_SPMD)
+def test_graphs_of_engine_spmd_hold_what_is_implied_and_send_no_more(write, name):
+    """One compilation for all ranks. The closed forms are of MindSpore's partitioner: ours sends at most as much."""
+    text, more = BY_SPMD[name]
+    family = ("pangu", "switch_tiny") if "ep2" in name else ("pangu", "tiny")
+    layers = 4 if "pp2" in name or "ep2" in name else 2
+    given = {
+        **MODEL,
+        "num_layers": layers,
+        "dropout_rate": 0.0,
+        "compute_dtype": "bfloat16" if "again" in name else "float32",
+    }
+    rules = RULES.replace("decoder", "experts") if "ep2" in name else RULES
+    path, model = write(f"{name}.yaml", f"{rules}{text}engine: spmd\n"), write("model.json", json.dumps(given))
+    asked = ("--model", family[0], "--size", family[1], "--strategy", path, "--config", model, "--ranks", "all")
+    values = call("tests/configs/graph_worker.py", "dry_run_values", list(map(str, asked)))
+    strategy, config = load_strategy(path), dataclasses.replace(size_config(*family), **given)
+    dims, job = of_decoder(config), job_of(strategy, config, values["job"]["batch_size"], 1)
+    assert values["job"]["engine"] == "spmd" and len(values["ranks"]) == strategy.mesh.size
+    compiled = {rank["stage"]: rank for rank in values["ranks"] if rank["rank"] == rank["compiled_as"]}
+    for rank in values["ranks"]:
+        if more is not None:  # rows that several stages share are sharded here, too
+            assert rank["parameter_bytes"] == parameter_bytes(dims, job)[rank["stage"]]
+        assert rank["optimizer_bytes"] == 2 * rank["parameter_bytes"]
+        for group, members in rank["groups"].items():
+            assert rank["rank"] in members and len(members) > 1
+            of_compiled = compiled[rank["stage"]]["groups"][group]
+            assert len(of_compiled) == len(members)
+            axes = [{strategy.mesh.coordinate(r, axis) for r in members} for axis in strategy.mesh.order]
+            assert math.prod(map(len, axes)) == len(members)
+    for rank in compiled.values():
+        if more is not None:
+            sent = sum(rank["bytes_per_step"].values())
+            assert sent <= (1 + more) * sum(collective_bytes(dims, job, rank["stage"]).values())
+    model_flops = sum(sum(rank["flops"].values()) - rank["flops"].get("recompute", 0) for rank in values["ranks"])
+    tokens = values["job"]["batch_size"] * config.seq_len
+    more_rows = dims.experts_per_token * (dims.expert_rows - 1)
+    again = 6 * tokens * dims.expert_layers * more_rows * dims.expert_parameters
+    assert model_flops == pytest.approx(dims.model_flops(tokens) + again, rel=0.01)
+
+
+def test_weights_are_gathered_once_a_step_whatever_the_number_of_microbatches(write):
+    """And gradients added up once."""
+    found = []
+    for accumulate in (2, 4):
+        text = "mesh: {dp: 2}\noptimizer_parallel: {axis: dp}\nrecompute: {layers: all}\nengine: spmd\n"
+        path = write(f"{accumulate}.yaml", RULES + text)
+        asked = [
+            "--strategy",
+            str(path),
+            "--ranks",
+            "0",
+            "--compute-dtype",
+            "bfloat16",
+            "--accumulate",
+            str(accumulate),
+        ]
+        (rank,) = call("tests/configs/graph_worker.py", "dry_run_values", asked)["ranks"]
+        assert "ReduceScatter backward" not in rank["bytes_per_step"]
+        found.append([rank["bytes_per_step"][kind] for kind in ("AllGather forward", "ReduceScatter optimizer")])
+    assert found[0] == found[1]

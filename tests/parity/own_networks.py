@@ -11,7 +11,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.train import Model
 
 from sporeloom import auto_parallel, own_rows, save_checkpoint
-from sporeloom.dry_run.compile import compile_own_rank
+from sporeloom.dry_run.by_mindspore import compile_own_rank
 from sporeloom.errors import ConfigError
 from sporeloom.parallel import cells
 from sporeloom.runtime import auto_parallel as module

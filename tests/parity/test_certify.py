@@ -118,6 +118,34 @@ def test_what_is_right_is_certified_and_trains_until_something_changes(tmp_path)
         check_certificate(path, vouched_for("pangu", config, loaded, 8, 64, 1))
 
 
+def test_graphs_of_engine_spmd_are_certified_and_a_wrong_rule_is_not(tmp_path, write):
+    """A schedule that MindSpore's pipelines have not; rules hold for both engines."""
+    rules = f"rules: {CONFIGS / 'rules/decoder.yaml'}\n"
+    pipeline = "mesh: {pp: 2}\npipeline: {num_microbatches: 4, schedule: dualpipe_v, virtual_stages: 2}\n"
+    right, asked = write("right.yaml", f"{pipeline}{rules}engine: spmd\n"), ("--seq-len", 64, "--processes", 2)
+    outcome = certify(right, tmp_path / "right", *asked)
+    assert outcome.code == 0, outcome.output
+    path = tmp_path / "right/certificate.json"
+    values = json.loads(path.read_text())
+    assert {rank["stage"] for rank in values["ranks"]} == {0, 1}
+    loaded, vouched = load_strategy(right), values["vouched_for"]
+    assert vouched["strategy"]["engine"] == "spmd"
+    for_mindspore = vouched_for(
+        "pangu", size_config("pangu", "tiny"), dataclasses.replace(loaded, engine=None), 4, 64, 1
+    )
+    with pytest.raises(ConfigError, match=r'strategy.engine was "spmd", is "mindspore"'):
+        check_certificate(path, for_mindspore)
+    wrong, _ = WRONG_RULES["no all-reduce after a product by rows"]
+    outcome = certify(write("wrong.yaml", f"{RULES}{wrong}\nengine: spmd\n"), tmp_path / "wrong", *asked)
+    assert outcome.code == 1
+    assert "refused: pp 1 x dp 1 x tp 2 = 2: loss of step 1, AdamW: " in outcome.output
+    file = ROOT / "tests/parity/own_schedule.csv"
+    listed = f"mesh: {{pp: 2}}\npipeline: {{num_microbatches: 3, virtual_stages: 2, schedule: {file}}}\n"
+    outcome = certify(write("listed.yaml", f"{listed}{rules}engine: spmd\n"), tmp_path / "listed", *asked)
+    assert outcome.code == 2
+    assert "certify with a named schedule, and dry-run with this one" in outcome.output
+
+
 def test_a_task_with_adapters_is_certified_and_a_wrong_rule_of_theirs_is_not(tmp_path, write):
     asked = ("--task", "dpo", "--lora-r", 4, "--lora-targets", "mlp.down", "--batch-size", 4, "--seq-len", 64)
     wrong = "mlp.down.lora_down: {in: [[dp, tp], [~, tp]], out: [[dp, ~]], local: true}"

@@ -41,17 +41,21 @@ def test_what_it_cannot_be_is_refused(settings, message):
         strategy_of(settings, "s.yaml")
 
 
-def test_dry_runs_do_not_have_it():
-    (problem,) = dry_run_problems(of({"dp": 2}))
-    assert (
-        problem.startswith("s.yaml:") and "engine: dry runs and certificates read what MindSpore partitions" in problem
-    )
-    for settings in ({}, {"engine": "mindspore"}):
-        assert not dry_run_problems(strategy_of({"mesh": {"dp": 2}, **settings}))
+def test_dry_runs_describe_what_devices_run():
+    ours, default = of({"dp": 2}), strategy_of({"mesh": {"dp": 2}})
+    assert ours.for_devices().engine == "spmd" and default.for_devices().engine == "mindspore"
+    assert not dry_run_problems(ours) and not dry_run_problems(default)
+    listed = {"num_microbatches": 2, "schedule": "zero_bubble_h1"}
+    assert not dry_run_problems(of({"pp": 2}, pipeline=listed))
+    (problem,) = dry_run_problems(strategy_of({"mesh": {"pp": 2}, "pipeline": listed}))
+    assert "have no zero_bubble_h1; take 1f1b, or write `engine: spmd`" in problem
 
 
-@pytest.mark.parametrize("more", [(), ("explain", "query.weight")])
-def test_a_dry_run_says_so(write, more):
-    path = write("s.yaml", strategy_text(of({"dp": 2, "tp": 2}), "decoder"))
-    outcome = in_process("tools/dry_run.py", *more, "--model", "pangu", "--size", "tiny", "--strategy", path)
-    assert outcome.code == 2 and "engine: dry runs and certificates read" in outcome.output
+def test_explain_says_what_lies_where_of_both_engines(write):
+    text = strategy_text(of({"dp": 2, "tp": 2}), "decoder")
+    for line, end in (("engine: spmd", "engine: spmd"), ("engine: spmd", "engine: mindspore")):
+        path = write("s.yaml", text.replace(line, end))
+        asked = ("explain", "layers.0.attention.query.weight", "--model", "pangu", "--size", "tiny", "--strategy", path)
+        outcome = in_process("tools/dry_run.py", *asked)
+        assert outcome.code == 0, outcome.output
+        assert "[128, 128] -> [64, 128] on each rank of stage 0, 2 different parts" in outcome.output

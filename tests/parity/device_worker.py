@@ -5,12 +5,18 @@ Graphs, groups, channels and their order are those of devices. Only what is exec
 take the place of `mindspore.communication` and of the communication operators in the graphs, which CPUs do not have.
 """
 
+import contextlib
+import dataclasses
 import itertools
 
+import mindspore as ms
 import numpy as np
 import schedule_worker
 from mindspore import Tensor
 
+from sporeloom.certification.training import decoder_batches
+from sporeloom.models.family import family_module, size_config
+from sporeloom.parallel.parallelize import parallelize
 from sporeloom.runtime import engine
 from sporeloom.runtime.cpu import lowering
 from sporeloom.runtime.cpu.processes import CpuProcesses
@@ -18,6 +24,8 @@ from sporeloom.runtime.cpu.target import pin_cpu
 from sporeloom.runtime.cpu.transport import Collectives, Transport
 from sporeloom.runtime.environment import job_name, launched_rank
 from sporeloom.runtime.native_spmd import Communication, DeviceProgram, SpmdDevices
+from sporeloom.strategy.config import SINGLE_DEVICE
+from sporeloom.strategy.loader import strategy_of
 
 jobs = itertools.count()
 
@@ -83,12 +91,33 @@ class StandInDevices(SpmdDevices):
         self.transport.close()
 
 
-def train(cases, out, changes):
-    """As `schedule_worker.train`, of a model that is changed so."""
+@contextlib.contextmanager
+def stand_ins(changes):
+    """Within it ranks run as devices do, and models of `schedule_worker` are changed so."""
     join, model = engine._join, schedule_worker.MODEL
     engine._join = lambda strategy, target: StandInDevices.join(strategy)
     schedule_worker.MODEL = model | changes
     try:
-        return schedule_worker.train(cases, out)
+        yield
     finally:
         engine._join, schedule_worker.MODEL = join, model
+
+
+def train(cases, out, changes):
+    """As `schedule_worker.train`."""
+    with stand_ins(changes):
+        return schedule_worker.train(cases, out)
+
+
+def evaluate(settings, changes):
+    """The loss of a batch without gradients, as each rank knows it."""
+    with stand_ins(changes):
+        strategy = strategy_of(settings) if settings else SINGLE_DEVICE
+        started = engine.Engine.start(strategy)
+        config = dataclasses.replace(size_config("pangu", "tiny"), **schedule_worker.MODEL)
+        ms.set_seed(3)
+        net = family_module("pangu", "model").ModelWithLoss(config).set_train(False)
+        parallelize(net, strategy)
+        loss = started.run(net, *next(decoder_batches(config, schedule_worker.BATCH)))
+        started.close()
+        return float(loss.asnumpy().reshape(()))

@@ -36,3 +36,9 @@ def test_losses_and_gradients_are_those_of_one_device(name, tmp_path):
         for key in expected.files:  # the bias of keys has no gradient but rounding
             atol = 1e-5 * np.abs(expected[key]).max() + 1e-7 * largest
             np.testing.assert_allclose(got[key], expected[key], rtol=0, atol=atol, err_msg=key)
+
+
+def test_every_rank_of_a_pipeline_knows_what_is_evaluated():
+    settings = ENGINE | {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}}
+    expected = call(WORKER, "evaluate", {}, TWO_LAYERS)
+    assert call(WORKER, "evaluate", settings, TWO_LAYERS, processes=2) == pytest.approx([expected] * 2, rel=1e-6)

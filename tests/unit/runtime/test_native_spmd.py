@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `engine: spmd` gives to each device, as far as it can be tried without one: every rank's graphs are made here."""
 
+import inspect
 from collections import deque
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 from recorded_devices import EXPERTS, network, recorded
 
 from sporeloom.errors import ConfigError
@@ -18,7 +19,7 @@ from sporeloom.runtime.cpu.lowering import attributes, collective_nodes
 from sporeloom.runtime.cpu.target import WORLD, virtual_ascend
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.native import Devices
-from sporeloom.runtime.native_spmd import NEVER_RUN, SpmdDevices, collectives_of
+from sporeloom.runtime.native_spmd import NEVER_RUN, Communication, SpmdDevices, collectives_of
 from sporeloom.strategy.loader import strategy_of
 
 RULES = {"rules": "decoder"}
@@ -234,6 +235,31 @@ def test_collectives_are_written_as_mindspore_writes_its_own(ranks):
 def test_the_name_of_a_group_is_short_enough_and_its_own(count):
     names = {group_name(range(start, start + count)) for start in range(4)}
     assert len(names) == 4 and max(map(len, names)) <= MAX_NAME
+
+
+def test_mindspores_functions_are_called_as_they_are_declared(monkeypatch):
+    """Global ranks, and the group by its name."""
+    told, tensor = [], Tensor(np.zeros(2, np.float32))
+
+    def watch(module, name):
+        declared = inspect.signature(getattr(module, name))
+        monkeypatch.setattr(module, name, lambda *given: told.append((name, dict(declared.bind(*given).arguments))))
+
+    for name in ("isend", "recv", "broadcast"):
+        watch(mint.distributed, name)
+    watch(native_spmd, "create_group")
+    communication = Communication(2)
+    communication.create_groups([("b", [2, 3]), ("no", [0, 1]), ("a", [0, 2])])
+    communication.create_groups([("a", [0, 2])])
+    communication.send(tensor, 3, "b")
+    assert communication.receive(tensor, 3, "b") is tensor is communication.broadcast(tensor, 0, "a")
+    assert told == [
+        ("create_group", {"group": "a", "rank_ids": [0, 2]}),
+        ("create_group", {"group": "b", "rank_ids": [2, 3]}),
+        ("isend", {"tensor": tensor, "dst": 3, "group": "b"}),
+        ("recv", {"tensor": tensor, "src": 3, "group": "b"}),
+        ("broadcast", {"tensor": tensor, "src": 0, "group": "a"}),
+    ]
 
 
 def test_a_pipeline_has_a_channel_for_each_direction(ranks):

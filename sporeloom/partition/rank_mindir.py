@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,24 @@ from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.held import ShardedGraph
 from sporeloom.partition.mindir import CODES, SHAPE, Proto
 from sporeloom.private_names import mind_ir
+
+MAX_NAME = 120
+"""Characters of a group's name; HCCL takes 127."""
+OF_COLLECTIVES: dict[str, dict[str, Any]] = {
+    "AllReduce": {"fusion": 0, "index": 0, "no_eliminate": True},
+    "AllGather": {"fusion": 0, "mean_flag": False, "no_eliminate": True},
+    "ReduceScatter": {"fusion": 0, "no_eliminate": True},
+    "AlltoAll": {"no_eliminate": True},
+}
+"""What MindSpore's communication operators say of themselves besides their group and what they do."""
+
+
+def group_name(ranks: Sequence[int]) -> str:
+    """The name of a communication group, the same on all its ranks."""
+    name = "group_" + "_".join(map(str, ranks))
+    if len(name) <= MAX_NAME:
+        return name
+    return f"group_of_{len(ranks)}_{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 def write_rank(
@@ -274,20 +293,15 @@ class _Writer:
         ranks = self.grid.group(self.rank, axes)
         if stages := node.attributes.get("stages"):
             ranks = [ranks[stage] for stage in stages]
-        group = "group_" + "_".join(map(str, ranks))
+        group = group_name(ranks)
         self.groups[group] = ranks
         if node.kind == "AllReduce":
-            name = self.operator("AllReduce", [given], type, group=group, op=node.attributes["op"])
+            attributes = {"group": group, "op": node.attributes["op"], **OF_COLLECTIVES["AllReduce"]}
+            name = self.operator("AllReduce", [given], type, **attributes)
         elif node.kind == "AllToAll":
-            name = self.operator(
-                "AlltoAll",
-                [given],
-                type,
-                group=group,
-                split_count=len(ranks),
-                split_dim=node.attributes["to_dim"],
-                concat_dim=node.attributes["dim"],
-            )
+            dims = {"split_dim": node.attributes["to_dim"], "concat_dim": node.attributes["dim"]}
+            counts = {"split_count": len(ranks), "rank_size": len(ranks)}
+            name = self.operator("AlltoAll", [given], type, group=group, **dims, **counts, **OF_COLLECTIVES["AlltoAll"])
         else:
             name = self.along_first_dim(node, given, before, type, group, len(ranks))
         self.written_as(node, name)
@@ -296,7 +310,7 @@ class _Writer:
         self, node: Node, given: Name, before: TensorType, after: TensorType, group: str, count: int
     ) -> Name:
         """AllGather and ReduceScatter work along dim 0: another dim is brought there, and back."""
-        dim, attributes = node.attributes["dim"], {"group": group, "rank_size": count}
+        dim, attributes = node.attributes["dim"], {"group": group, "rank_size": count, **OF_COLLECTIVES[node.kind]}
         if node.kind == "ReduceScatter":
             attributes["op"] = node.attributes["op"]
         if dim == 0:

@@ -30,7 +30,9 @@ class Backend:
     """How one process of a job computes, and what it hears of the others."""
 
     partitions: ClassVar[bool] = False
-    """Whether graphs are partitioned here, so that each of their nodes can be looked into."""
+    """Whether graphs are partitioned here, not by MindSpore."""
+    finds_nan: ClassVar[bool] = False
+    """Whether each node of a graph can be looked into; see `look_for_nan`."""
 
     def __init__(self, strategy: Strategy, rank: int = 0):
         self.strategy, self.rank = strategy, rank

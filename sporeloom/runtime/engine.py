@@ -21,9 +21,25 @@ from sporeloom.runtime.cpu.spmd_processes import SpmdProcesses
 from sporeloom.runtime.cpu.target import pin_cpu
 from sporeloom.runtime.environment import launched_processes
 from sporeloom.runtime.native import Devices
+from sporeloom.runtime.native_spmd import SpmdDevices
 from sporeloom.runtime.symbols import TargetError
 from sporeloom.strategy.checks import launch_problems
 from sporeloom.strategy.config import Strategy
+
+
+def _join(strategy: Strategy, target: str) -> Backend:
+    """This rank of a job of several. On devices MindSpore partitions unless the strategy asks for `engine: spmd`.
+
+    Raises:
+        ConfigError: what partitions does not have what the strategy asks for, or there are more or fewer processes.
+    """
+    if target == "CPU":
+        return SpmdProcesses.join(strategy) if strategy.is_spmd else CpuProcesses.join(strategy)
+    if strategy.engine == "spmd":
+        return SpmdDevices.join(strategy)
+    if problems := strategy.mindspore_problems():
+        raise ConfigError(problems)
+    return Devices.join(strategy)
 
 
 class Engine:
@@ -46,13 +62,8 @@ class Engine:
             raise ConfigError(problems)
         target = str(ms.get_context("device_target"))  # what MindSpore finds: Ascend, GPU, or else CPU
         ms.set_context(mode=ms.GRAPH_MODE)
-        if strategy.engine == "spmd" and target != "CPU":
-            raise ConfigError(f"{strategy.at('engine')}: spmd is for CPU processes; leave it out on {target} devices")
-        if target != "CPU" and (problems := strategy.mindspore_problems()):
-            raise ConfigError(problems)
         if strategy.mesh.size > 1:
-            processes = SpmdProcesses if strategy.is_spmd else CpuProcesses
-            return cls(strategy, target, processes.join(strategy) if target == "CPU" else Devices.join(strategy))
+            return cls(strategy, target, _join(strategy, target))
         if target == "CPU":
             if strategy.offload:
                 raise ConfigError(f"{strategy.at('offload')}: one CPU device has one memory; leave it out")
@@ -72,7 +83,7 @@ class Engine:
 
     @property
     def partitions_itself(self) -> bool:
-        """Whether graphs are partitioned here and executed by CPU processes."""
+        """Whether graphs are partitioned here, not by MindSpore."""
         return self.backend.partitions
 
     @property

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ascend or GPU devices of a job: MindSpore partitions for them and communicates between them."""
+"""The Ascend or GPU devices of a job: MindSpore partitions for them and communicates between them.
+
+`native_spmd` has those that run this package's own graphs.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +29,60 @@ from sporeloom.strategy.checks import launch_problems
 from sporeloom.strategy.config import Strategy
 
 
-class Devices(Backend):
-    """One of several devices."""
+def meet(strategy: Strategy) -> int:
+    """Meet the other processes of a job on devices; this one's rank. MindSpore's scheduler does not come back from here.
+
+    Raises:
+        ConfigError: there are more or fewer of them than the strategy's mesh has ranks.
+    """
+    init()
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        sys.exit(0)  # MindSpore's scheduler stays, inside the exit, until the workers are done
+    if get_group_size() != strategy.mesh.size:
+        raise ConfigError(launch_problems(strategy, get_group_size()))
+    if strategy.offload:
+        ms.set_context(memory_optimize_level="O0")  # which moving to the host and back wants
+    return int(get_rank())
+
+
+class DeviceBackend(Backend):
+    """One of several devices, and how the processes of a job on devices hear of each other."""
+
+    def broadcast(self, array: NDArray[Any], source: int) -> NDArray[Any]:
+        result: NDArray[Any] = ops.Broadcast(source)((Tensor(array),))[0].asnumpy()
+        return result
+
+    def share(self, value: Any, source: int) -> Any:
+        return json.loads(self.share_bytes(json.dumps(value).encode(), source))
+
+    def share_bytes(self, content: bytes, source: int) -> bytes:
+        """What rank `source` gave, on every rank; the others' is not looked at."""
+        length = int(self.broadcast(np.asarray([len(content)], np.int32), source)[0])
+        padded = np.zeros(max(1024, 1 << (length - 1).bit_length()), np.uint8)  # few lengths: each is compiled once
+        if self.rank == source:
+            padded[:length] = np.frombuffer(content, np.uint8)
+        return self.broadcast(padded.view(np.int32), source).tobytes()[:length]
+
+    def largest(self, value: int) -> int:
+        return int(ops.AllReduce(ops.ReduceOp.MAX)(Tensor([value], ms.int32)).asnumpy()[0])
+
+    def total(self, value: float) -> float:
+        return float(ops.AllReduce()(Tensor([value], ms.float32)).asnumpy()[0])
+
+
+class Devices(DeviceBackend):
+    """One of several devices, for which MindSpore partitions."""
 
     @classmethod
     def join(cls, strategy: Strategy) -> Devices:
-        """Meet the other processes of the job. MindSpore's scheduler does not come back from here.
+        """Meet the other processes of the job.
 
         Raises:
             ConfigError: there are more or fewer of them than the strategy's mesh has ranks.
         """
-        init()
-        if os.environ.get("MS_ROLE") == "MS_SCHED":
-            sys.exit(0)  # MindSpore's scheduler stays, inside the exit, until the workers are done
-        if get_group_size() != strategy.mesh.size:
-            raise ConfigError(launch_problems(strategy, get_group_size()))
-        set_auto_parallel_context(strategy, get_rank())
-        if strategy.offload:
-            ms.set_context(memory_optimize_level="O0")  # which moving to the host and back wants
-        return cls(strategy, get_rank())
+        rank = meet(strategy)
+        set_auto_parallel_context(strategy, rank)
+        return cls(strategy, rank)
 
     def prepare(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> None:
         self.look_at(cell, inputs)
@@ -75,20 +113,3 @@ class Devices(Backend):
 
     def all_reduce(self) -> ops.AllReduce | None:
         return ops.AllReduce()
-
-    def broadcast(self, array: NDArray[Any], source: int) -> NDArray[Any]:
-        result: NDArray[Any] = ops.Broadcast(source)((Tensor(array),))[0].asnumpy()
-        return result
-
-    def share(self, value: Any, source: int) -> Any:
-        text = np.frombuffer(json.dumps(value).encode(), np.uint8).astype(np.int32)
-        length = int(self.broadcast(np.asarray([len(text)], np.int32), source)[0])
-        padded = np.zeros(max(1024, 1 << (length - 1).bit_length()), np.int32)  # few lengths: each is compiled once
-        padded[: len(text) if self.rank == source else 0] = text if self.rank == source else ()
-        return json.loads(self.broadcast(padded, source)[:length].astype(np.uint8).tobytes())
-
-    def largest(self, value: int) -> int:
-        return int(ops.AllReduce(ops.ReduceOp.MAX)(Tensor([value], ms.int32)).asnumpy()[0])
-
-    def total(self, value: float) -> float:
-        return float(ops.AllReduce()(Tensor([value], ms.float32)).asnumpy()[0])

@@ -170,9 +170,10 @@ class Strategy:
     """Copies that each microbatch (without a pipeline: the batch) is split into, so that devices can compute one while
     another communicates; the same arithmetic. MindSpore orders their collectives where `mesh.pp` is 1."""
     engine: Partitioner | None = None
-    """Who shards graphs for CPU processes: `spmd`, which compiles the graph of one device once for all ranks and shards that
-    (`sporeloom.partition`), or `mindspore`, whose compiler does so for every rank anew. Without it `spmd` on CPU
-    processes, and `mindspore` on devices; dry runs and certificates describe what devices run."""
+    """Who shards graphs: `spmd`, which compiles the graph of one device once for all ranks and shards that
+    (`sporeloom.partition`), or `mindspore`, whose compiler does so for every rank anew. Without it `spmd` on CPU processes,
+    and `mindspore` on devices; dry runs and certificates describe what devices run. `spmd` has never run on Ascend
+    hardware."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
     lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})

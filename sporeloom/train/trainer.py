@@ -178,7 +178,7 @@ def _not_finite(engine: Engine, step: int, loss: float, norm: float) -> str:
     told = f"step {step}: loss {loss}, gradient norm {norm}"
     found = engine.backend.first_not_finite()
     if found is None:
-        more = ", or find the operator: --find-nan" if engine.partitions_itself else ""
+        more = ", or find the operator: --find-nan" if engine.backend.finds_nan else ""
         return f"{told}; lower --learning-rate{more}"
     return f"{told}; first not finite: {' and '.join(found) or 'no operator, so a weight was'}"
 

@@ -44,7 +44,7 @@ def _train(settings, out):
     engine.prepare(step, *batch)
     optimizer.prepare(1, 1e-3)
     with Traced() as trace:
-        loss, norm = (float(value.asnumpy().reshape(())) for value in engine.run(step, *batch))
+        loss, norm = (float(value.asnumpy().reshape(())) for value in engine.run(step, *batch)[:2])
     moments = gather_whole(step, engine, report, out.with_suffix(".parts"), lambda name: name.startswith("adam_m."))
     if moments is not None:  # a tenth of the gradients
         np.savez(out, **moments)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execute one rank's part of a Cell in a CPU process."""
+"""Execute one rank's part of a Cell: of any device, and in a CPU process."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,26 +42,19 @@ class Source:
         return tuple(slice(0, length) for length in self.shape)
 
 
-class Program:
-    """A partitioned graph, ready to run. Its parameters share storage with those of the Cell it came from."""
+class LoadedProgram:
+    """A rank's graph, loaded as MindSpore is to run it, and ready to. Its parameters share storage with those of the Cell it
+    came from.
 
-    def __init__(
-        self,
-        graph: PartitionedGraph,
-        cell: nn.Cell,
-        transport: Transport,
-        name: str,
-        nan_finder: NanFinder | None = None,
-        among: Sequence[int] | None = None,
-    ):
+    Args:
+        owners: the Cell's parameters, by name.
+
+    Raises:
+        ConfigError: the graph has a parameter that none of these is.
+    """
+
+    def __init__(self, graph: PartitionedGraph, owners: Mapping[str, Parameter]):
         self.graph = graph
-        messages, self.widened = lower(graph.model, transport, graph.groups, name, among)
-        if nan_finder:
-            nan_finder.watch(graph.model, messages)
-        owners = {parameter.name: parameter for parameter in cell.get_parameters()}
-        materialize(owners.values(), graph)
-        for name in self.widened.parameters:
-            owners[name] = _in_float32(owners[name])
         held = (parameter.name.rpartition(":")[2] for parameter in graph.model.graph.parameter)
         if lost := [name for name in held if name not in owners]:
             raise ConfigError(
@@ -91,8 +84,33 @@ class Program:
         for parameter, owner in self._pairs:
             if parameter.data_ptr() != owner.data_ptr():  # the owner was given new data, as a learning rate is
                 parameter.set_data(owner)
+        return self.cell(*inputs)
+
+
+class Program(LoadedProgram):
+    """A partitioned graph in a CPU process, whose collectives are functions of `transport`."""
+
+    def __init__(
+        self,
+        graph: PartitionedGraph,
+        cell: nn.Cell,
+        transport: Transport,
+        name: str,
+        nan_finder: NanFinder | None = None,
+        among: Sequence[int] | None = None,
+    ):
+        messages, self.widened = lower(graph.model, transport, graph.groups, name, among)
+        if nan_finder:
+            nan_finder.watch(graph.model, messages)
+        owners = {parameter.name: parameter for parameter in cell.get_parameters()}
+        materialize(owners.values(), graph)
+        for name in self.widened.parameters:
+            owners[name] = _in_float32(owners[name])
+        super().__init__(graph, owners)
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
         try:
-            return self.cell(*inputs)
+            return super().run(inputs)
         except (RuntimeError, TypeError) as error:
             if missing := _MISSING.search(str(error)):
                 raise ConfigError(f"MindSpore has no kernel of {missing[1]} for CPUs: {WITHOUT_KERNEL}") from None

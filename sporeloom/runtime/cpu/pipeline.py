@@ -7,10 +7,9 @@ one that updates its parameters.
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -20,15 +19,100 @@ from numpy.typing import NDArray
 from sporeloom.partition.graph import Name, TensorType
 from sporeloom.partition.held import item_size
 from sporeloom.partition.stages import PassGraph, StageGraphs, StagePass
-from sporeloom.runtime.cpu.executor import Program
 from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.cpu.transport import Collectives, Transport
 from sporeloom.strategy.config import Strategy
-from sporeloom.strategy.listed_schedule import Pass
 from sporeloom.strategy.schedule import part_of_model, passes, split_passes
 
 Array = NDArray[Any]
+
+
+class RankProgram(Protocol):
+    """A graph that this rank can run."""
+
+    graph: PartitionedGraph
+
+    @property
+    def graphs(self) -> Sequence[PartitionedGraph]: ...
+
+    def compile(self, inputs: Sequence[Tensor]) -> None: ...
+
+    def run(self, inputs: Sequence[Tensor]) -> Any: ...
+
+
+class Exchange(Protocol):
+    """How values go from stage to stage, and where they add up: on CPU processes or on devices."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Prepare for messages between ranks: (source, target). All ranks call it at the same point."""
+
+    def send(self, peer: int, tag: tuple[str, Name, int], value: Tensor, type: TensorType) -> None:
+        """Send `value` and do not wait for who receives it."""
+
+    def receive(self, peer: int, tag: tuple[str, Name, int], type: TensorType) -> Tensor:
+        """The next value of `peer`, which sends them in the order in which they are received."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until what was sent can be written over."""
+
+    def zeros(self, type: TensorType) -> Tensor: ...
+
+    def add(self, total: Any, value: Tensor) -> Any:
+        """A sum of results and one more of them; `total`: None, or what this returned before."""
+        ...
+
+    def sum_of(self, total: Any) -> Tensor: ...
+
+    def broadcast(self, value: Any, type: TensorType, ranks: Sequence[int], source: int, tag: Any) -> Tensor:
+        """What the rank at position `source` of `ranks` has as a sum of results, on all of them."""
+        ...
+
+
+class TransportExchange:
+    """Messages between CPU processes. Sums are kept in NumPy's arrays."""
+
+    def __init__(self, transport: Transport, nan_finder: NanFinder | None = None):
+        self.transport, self.nan_finder, self.rank = transport, nan_finder, transport.rank
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """All processes are connected."""
+
+    def send(self, peer: int, tag: tuple[str, Name, int], value: Tensor, type: TensorType) -> None:
+        array = value.asnumpy()
+        self.transport.send(peer, tag, array.astype(ml_dtypes.bfloat16) if type.dtype == "bfloat16" else array)
+
+    def receive(self, peer: int, tag: tuple[str, Name, int], type: TensorType) -> Tensor:
+        def receive(_: Array) -> Array:
+            array: Array = self.transport.receive(peer, tag)
+            return array
+
+        array = self.transport.watched(f"Receive of microbatch {tag[2]} from rank {peer}", receive)(np.zeros(0))
+        array = array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
+        if self.nan_finder:
+            self.nan_finder.receive(array)
+        return Tensor(array)
+
+    def settle(self) -> None:
+        """What is sent is copied at once."""
+
+    def zeros(self, type: TensorType) -> Tensor:
+        return Tensor(np.zeros(type.shape, np.float32 if type.dtype == "bfloat16" else type.dtype))
+
+    def add(self, total: Array | None, value: Tensor) -> Array:
+        array: Array = value.asnumpy()
+        return array.copy() if total is None else total + array
+
+    def sum_of(self, total: Array) -> Tensor:
+        return Tensor(total)
+
+    def broadcast(self, value: Array | None, type: TensorType, ranks: Sequence[int], source: int, tag: Any) -> Tensor:
+        group = Collectives(self.transport, ranks, tag)
+        return Tensor(group.broadcast(np.zeros(0) if value is None else value, source))
 
 
 class StagePrograms:
@@ -37,7 +121,7 @@ class StagePrograms:
     Args:
         cut: the graph of all stages.
         programs: the passes of this stage.
-        types: of the values that passes give each other, as this rank holds them.
+        types: of all values, as this rank holds them.
         name: keeps messages of several graphs apart.
     """
 
@@ -45,15 +129,14 @@ class StagePrograms:
         self,
         strategy: Strategy,
         cut: StageGraphs,
-        programs: Mapping[StagePass, Program],
+        programs: Mapping[StagePass, RankProgram],
         types: Mapping[Name, TensorType],
-        transport: Transport,
+        exchange: Exchange,
         name: str,
-        nan_finder: NanFinder | None = None,
     ):
         self.strategy, self.cut, self.programs, self.types = strategy, cut, programs, types
-        self.transport, self.name, self.nan_finder = transport, name, nan_finder
-        self.stage = strategy.mesh.coordinate(transport.rank, "pp")
+        self.exchange, self.name = exchange, name
+        self.stage = strategy.mesh.coordinate(exchange.rank, "pp")
         mine = [one for one in cut.passes if self.stage_of(one) == self.stage]
         self._uses = Counter(value for one in mine for value in cut.passes[one].taken if value not in cut.kept)
         self._results: dict[Name, list[int]] = {}
@@ -64,6 +147,9 @@ class StagePrograms:
         """Value, microbatch -> what it is, and how many passes have yet to take it."""
         self._kept: dict[Name, Tensor] = {}
         """Values of parameters alone, until a step has ended."""
+        self._coming: dict[int, deque[tuple[Name, int]]] = {}
+        """By stage, the values that this one is yet to receive from it, in the order in which they are sent."""
+        exchange.connect((self.peer(giver), self.peer(taker)) for giver, taker in self._stage_pairs())
 
     def stage_of(self, one: StagePass) -> int:
         return self.strategy.stage_of_part(one.part)
@@ -72,22 +158,51 @@ class StagePrograms:
         """Let MindSpore choose the kernels, for inputs like these."""
         for one, program in self.programs.items():
             graph = self.cut.passes[one]
-            program.compile([*self._network_inputs(graph, inputs), *(_zeros(self.types[name]) for name in graph.taken)])
+            taken = (self.exchange.zeros(self.types[name]) for name in graph.taken)
+            program.compile([*self._network_inputs(graph, inputs), *taken])
 
-    @contextlib.contextmanager
-    def gathered_parameters(self) -> Iterator[None]:
-        """Within it there are the values that are gathered of parameters once for all microbatches."""
+    def begin(self, passes_of: Callable[[int], Iterable[tuple[StagePass, int]]]) -> None:
+        """Before a run: note what each other stage will send, which follows from the passes it makes and their order; and
+        gather what is gathered of parameters once for all microbatches."""
+        givers = {giver for giver, taker in self._stage_pairs() if taker == self.stage}
+        self._coming = {giver: deque(self.sent(giver, self.stage, passes_of(giver))) for giver in givers}
         for one, program in self.programs.items():
             if one.kind == "parameters":
                 given = program.run([])
                 outputs = given if isinstance(given, (tuple, list)) else (given,)
                 self._kept |= zip(self.cut.passes[one].given, outputs, strict=True)
-        try:
-            yield
-        finally:
-            self._kept.clear()
 
-    def run(self, one: StagePass, microbatch: int, inputs: Sequence[Tensor], results: dict[int, Array]) -> None:
+    def sent(self, giver: int, taker: int, done: Iterable[tuple[StagePass, int]]) -> Iterator[tuple[Name, int]]:
+        """Values and microbatches that a stage sends to another when it does these passes."""
+        for one, microbatch in done:
+            for name in self.cut.passes[one].given if one in self.cut.passes else ():
+                if taker in self._takers(name):
+                    yield name, microbatch
+
+    def end(self) -> None:
+        """After a run."""
+        assert not self.held and not any(self._coming.values()), "values that no pass took"
+        self._kept.clear()
+        self.exchange.settle()
+
+    def _takers(self, name: Name) -> set[int]:
+        """Stages other than its giver's that take a value."""
+        if name in self.cut.kept:
+            return set()
+        giver = self.stage_of(self.cut.givers[name])
+        return {self.stage_of(taker) for taker in self.cut.takers.get(name, ())} - {giver}
+
+    def _stage_pairs(self) -> list[tuple[int, int]]:
+        """Stages that send to each other: (giver, taker)."""
+        found = {
+            (self.stage_of(one), to)
+            for one in self.cut.passes
+            for name in self.cut.passes[one].given
+            for to in self._takers(name)
+        }
+        return sorted(found)
+
+    def run(self, one: StagePass, microbatch: int, inputs: Sequence[Tensor], results: dict[int, Any]) -> None:
         """One pass: take what it needs, from other stages if need be, and give others what they need. What it adds to the
         results is added to `results`, by position."""
         program = self.programs.get(one)
@@ -100,8 +215,7 @@ class StagePrograms:
         for name, value in zip(graph.given, outputs, strict=True):
             self._give(name, microbatch, value)
             for position in self._results.get(name, ()):
-                array = value.asnumpy()
-                results[position] = results[position] + array if position in results else array.copy()
+                results[position] = self.exchange.add(results.get(position), value)
 
     @staticmethod
     def _network_inputs(graph: PassGraph, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -111,40 +225,24 @@ class StagePrograms:
         if name in self._kept:
             return self._kept[name]
         key, giver = (name, microbatch), self.stage_of(self.cut.givers[name])
-        if key not in self._values:
-            received = self._receive(giver, name, microbatch)
-            if self.nan_finder:
-                self.nan_finder.receive(received)
-            value = Tensor(received)
-            self._values[key] = value, self._uses[name]
+        while key not in self._values:  # what is sent earlier is received earlier
+            early, of = self._coming[giver].popleft()
+            value = self.exchange.receive(self.peer(giver), (self.name, early, of), self.types[early])
+            self._values[early, of] = value, self._uses[early]
         value, left = self._values.pop(key)
         if left > 1:
             self._values[key] = value, left - 1
         return value
 
     def _give(self, name: Name, microbatch: int, value: Tensor) -> None:
-        stages = {self.stage_of(taker) for taker in self.cut.takers.get(name, ())}
-        if self.stage in stages:
+        if any(self.stage_of(taker) == self.stage for taker in self.cut.takers.get(name, ())):
             self._values[name, microbatch] = value, self._uses[name]
-        array = value.asnumpy() if stages - {self.stage} else None
-        if array is not None and self.types[name].dtype == "bfloat16":
-            array = array.astype(ml_dtypes.bfloat16)
-        for stage in sorted(stages - {self.stage}):
-            assert array is not None
-            self.transport.send(self.peer(stage), (self.name, name, microbatch), array)
-
-    def _receive(self, stage: int, name: Name, microbatch: int) -> Array:
-        def receive(_: Array) -> Array:
-            array: Array = self.transport.receive(self.peer(stage), (self.name, name, microbatch))
-            return array
-
-        what = f"Receive of microbatch {microbatch} from stage {stage}, rank {self.peer(stage)}"
-        array = self.transport.watched(what, receive)(np.zeros(0))
-        return array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
+        for stage in sorted(self._takers(name)):
+            self.exchange.send(self.peer(stage), (self.name, name, microbatch), value, self.types[name])
 
     def peer(self, stage: int) -> int:
         """The rank at this one's place in another stage."""
-        return self.transport.rank + (stage - self.stage) * self.strategy.mesh.stage_size
+        return self.exchange.rank + (stage - self.stage) * self.strategy.mesh.stage_size
 
     @property
     def sent_bytes(self) -> int:
@@ -152,9 +250,8 @@ class StagePrograms:
         total = 0
         for one in self.programs:
             for name in self.cut.passes[one].given:
-                stages = {self.stage_of(taker) for taker in self.cut.takers.get(name, ())} - {self.stage}
                 type = self.types[name]
-                total += len(stages) * type.num_elements * item_size(type.dtype)
+                total += len(self._takers(name)) * type.num_elements * item_size(type.dtype)
         return total
 
     @property
@@ -169,44 +266,47 @@ class ScheduledStep:
     def __init__(
         self,
         programs: StagePrograms,
-        update: Program,
+        update: RankProgram,
         update_inputs: Sequence[int],
         types: Sequence[TensorType],
         num_microbatches: int,
     ):
         self.programs, self.update, self.num_microbatches = programs, update, num_microbatches
         self.update_inputs, self.types = update_inputs, types
-        pipeline, mesh = programs.strategy.pipeline, programs.strategy.mesh
-        self.order = passes(programs.stage, mesh.pp, num_microbatches, pipeline.virtual_stages, pipeline.order)
-        self._split = split_passes(self.order)
+        self._order = list(self.passes_of(programs.stage))
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
         self.programs.compile(next(self._microbatches(inputs)))
-        self.update.compile([_zeros(self.types[position]) for position in self.update_inputs])
+        self.update.compile([self.programs.exchange.zeros(self.types[position]) for position in self.update_inputs])
 
     @property
     def graphs(self) -> Sequence[PartitionedGraph]:
         return [*(program.graph for program in self.programs.programs.values()), self.update.graph]
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
-        microbatches, results = list(self._microbatches(inputs)), dict[int, Array]()
-        with self.programs.gathered_parameters():
-            for one in self.order:
-                for stage_pass in self._stage_passes(one):
-                    self.programs.run(stage_pass, one.microbatch, microbatches[one.microbatch], results)
-        assert not self.programs.held, "values that no pass took"
-        sums = [
-            Tensor(results[position]) if position in results else _zeros(self.types[position])
-            for position in self.update_inputs
-        ]
-        return self.update.run(sums)
+        microbatches, results = list(self._microbatches(inputs)), dict[int, Any]()
+        self.programs.begin(self.passes_of)
+        for one, microbatch in self._order:
+            self.programs.run(one, microbatch, microbatches[microbatch], results)
+        self.programs.end()
+        exchange = self.programs.exchange
+        return self.update.run(
+            [
+                exchange.sum_of(results[position]) if position in results else exchange.zeros(self.types[position])
+                for position in self.update_inputs
+            ]
+        )
 
-    def _stage_passes(self, one: Pass) -> Iterable[StagePass]:
-        mesh, schedule = self.programs.strategy.mesh, self.programs.strategy.pipeline.order
-        part = part_of_model(one.part, self.programs.stage, mesh.pp, schedule)
-        yield StagePass(one.kind, part)
-        if one.kind == "backward" and one not in self._split:
-            yield StagePass("weights", part)
+    def passes_of(self, stage: int) -> Iterator[tuple[StagePass, int]]:
+        """What a stage does in a step: its passes, each with its microbatch."""
+        pipeline, mesh = self.programs.strategy.pipeline, self.programs.strategy.mesh
+        order = passes(stage, mesh.pp, self.num_microbatches, pipeline.virtual_stages, pipeline.order)
+        split = split_passes(order)
+        for one in order:
+            part = part_of_model(one.part, stage, mesh.pp, pipeline.order)
+            yield StagePass(one.kind, part), one.microbatch
+            if one.kind == "backward" and one not in split:
+                yield StagePass("weights", part), one.microbatch
 
     def _microbatches(self, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         arrays = [each.asnumpy() for each in inputs]
@@ -229,19 +329,21 @@ class ForwardStages:
         return [program.graph for program in self.programs.programs.values()]
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
-        results: dict[int, Array] = {}
-        with self.programs.gathered_parameters():
-            for part in range(self.num_parts):
-                self.programs.run(StagePass("forward", part), 0, inputs, results)
-        mesh, outputs = self.programs.strategy.mesh, []
-        for position, shares in enumerate(self.programs.cut.results):
-            (part,) = shares
-            source = self.programs.strategy.stage_of_part(part)
-            ranks = [self.programs.peer(stage) for stage in range(mesh.pp)]
-            group = Collectives(self.programs.transport, ranks, (self.programs.name, "output", position))
-            outputs.append(Tensor(group.broadcast(results.get(position, np.zeros(0)), source)))
+        programs, results = self.programs, dict[int, Any]()
+        programs.begin(self.passes_of)
+        for part in range(self.num_parts):
+            programs.run(StagePass("forward", part), 0, inputs, results)
+        programs.end()
+        ranks, outputs = [programs.peer(stage) for stage in range(programs.strategy.mesh.pp)], []
+        for position, shares in enumerate(programs.cut.results):
+            ((part, name),) = shares.items()
+            source, tag = programs.strategy.stage_of_part(part), (programs.name, "output", position)
+            value, type = results.get(position), programs.types[name]
+            outputs.append(programs.exchange.broadcast(value, type, ranks, source, tag))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-
-def _zeros(type: TensorType) -> Tensor:
-    return Tensor(np.zeros(type.shape, np.float32 if type.dtype == "bfloat16" else type.dtype))
+    def passes_of(self, stage: int) -> Iterator[tuple[StagePass, int]]:
+        """The parts of a stage, one after the other."""
+        for part in range(self.num_parts):
+            if self.programs.strategy.stage_of_part(part) == stage:
+                yield StagePass("forward", part), 0

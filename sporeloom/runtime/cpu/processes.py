@@ -47,18 +47,45 @@ class Runnable(Protocol):
     def run(self, inputs: Sequence[Tensor]) -> Any: ...
 
 
-class CpuProcesses(Backend):
-    """One of the CPU processes of a job; a job of one, too, computes by Programs."""
+class ProgramBackend(Backend):
+    """A rank that runs compiled Cells, each kept for the shapes of its inputs."""
 
     partitions = True
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.programs: dict[tuple[int, bool, str], Runnable] = {}
+        """By Cell, whether it is trained, and the shapes of its inputs."""
+
+    def prepare(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> None:
+        self.program(cell, inputs).compile(inputs)
+
+    def run(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Any:
+        return self.program(cell, inputs).run(inputs)
+
+    def program(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Runnable:
+        """The compiled part of this rank, compiled on first use for each set of input shapes."""
+        described = describe_inputs(inputs)
+        key = (id(cell), cell.training, str(described))
+        if key not in self.programs:
+            with without_collection():
+                self.programs[key] = self._compiled(cell, described)
+        return self.programs[key]
+
+    def _compiled(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> Runnable:
+        raise NotImplementedError
+
+
+class CpuProcesses(ProgramBackend):
+    """One of the CPU processes of a job; a job of one, too, computes by Programs."""
+
+    finds_nan = True
     compiles_for_all = False
     """Whether the graph of one device serves all ranks, and MindSpore is never told of several devices."""
 
     def __init__(self, strategy: Strategy, rank: int, transport: Transport):
         super().__init__(strategy, rank)
         self.transport = transport
-        self.programs: dict[tuple[int, bool, str], Runnable] = {}
-        """By Cell, whether it is trained, and the shapes of its inputs."""
         self._nan_finder: NanFinder | None = None
 
     @classmethod
@@ -84,22 +111,10 @@ class CpuProcesses(Backend):
         atexit.register(transport.close)
         return cls(strategy, launched_rank(), transport)
 
-    def prepare(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> None:
-        self.program(cell, inputs).compile(inputs)
-
     def run(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Any:
         if self._nan_finder:
             self._nan_finder.first = None
-        return self.program(cell, inputs).run(inputs)
-
-    def program(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Runnable:
-        """The compiled part of this rank, compiled on first use for each set of input shapes."""
-        described = describe_inputs(inputs)
-        key = (id(cell), cell.training, str(described))
-        if key not in self.programs:
-            with without_collection():
-                self.programs[key] = self._compiled(cell, described)
-        return self.programs[key]
+        return super().run(cell, inputs)
 
     def _compiled(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> Runnable:
         trainable = {parameter.name for parameter in cell.trainable_params()} & parallelized(cell)

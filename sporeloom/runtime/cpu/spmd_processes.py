@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU processes that share one graph, which the first of them compiles for one device, and shard it themselves."""
+"""Ranks that share one graph, which the first of them compiles for one device, and shard it themselves.
+
+On CPU processes here; on devices `runtime/native_spmd.py` is the rest of it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 from mindspore import nn
 
@@ -23,8 +27,15 @@ from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.compilation_cache import cached_model
 from sporeloom.runtime.cpu.executor import Program
 from sporeloom.runtime.cpu.partition import PartitionedGraph
-from sporeloom.runtime.cpu.pipeline import ForwardStages, ScheduledStep, StagePrograms
-from sporeloom.runtime.cpu.processes import CpuProcesses, Runnable
+from sporeloom.runtime.cpu.pipeline import (
+    Exchange,
+    ForwardStages,
+    RankProgram,
+    ScheduledStep,
+    StagePrograms,
+    TransportExchange,
+)
+from sporeloom.runtime.cpu.processes import CpuProcesses, ProgramBackend, Runnable
 from sporeloom.runtime.cpu.spmd import (
     Sharded,
     compile_for_one_device,
@@ -39,10 +50,9 @@ from sporeloom.strategy.layout import Shape
 from sporeloom.strategy.schedule import idle_microbatches, microbatches_held, splits_backward
 
 
-class SpmdProcesses(CpuProcesses):
-    """One of the CPU processes of a job. Of a Cell all of them compute what one device does, by construction."""
-
-    compiles_for_all = True
+class SpmdBackend(ProgramBackend):
+    """One of several ranks. Of a Cell all of them compute what one device does, by construction. What remains to be said is
+    how a rank runs its graphs, and how ranks exchange what is between these."""
 
     def __init__(self, *given: Any):
         super().__init__(*given)
@@ -51,9 +61,24 @@ class SpmdProcesses(CpuProcesses):
         self._shapes: dict[int, Shape] = {}
         """Whole shapes of the parameters of all programs, by id: these keep them."""
 
-    def _checked(
-        self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], trainable: Collection[str]
-    ) -> PartitionedGraph:
+    def make_program(self, graph: PartitionedGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> RankProgram:
+        """What runs a graph of this rank.
+
+        Args:
+            name: keeps the messages of several graphs apart.
+            among: the ranks that have a graph of that name.
+        """
+        raise NotImplementedError
+
+    def exchange(self) -> Exchange:
+        """What the stages of a pipeline exchange their values by."""
+        raise NotImplementedError
+
+    def bytes_of_first(self, content: bytes) -> bytes:
+        """What rank 0 gave, on every rank."""
+        raise NotImplementedError
+
+    def _partitioned(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> PartitionedGraph:
         model = self._one_devices_graph(cell, described)
         graph, sharded = partition_for_rank(model, decide(cell, self.strategy.mesh), self.rank)
         self._remember(sharded)
@@ -70,7 +95,12 @@ class SpmdProcesses(CpuProcesses):
             return self._scheduled_step(cell, described, repeats)
         if self.strategy.mesh.pp > 1:
             return ForwardStages(self._stages(cell, described)[0], self.strategy.num_virtual_stages)
-        return super()._compiled(cell, described)
+        problems = Problems()
+        graph = problems.of(self._partitioned, cell, described)
+        self.agree(problems)
+        assert graph is not None  # or it had problems
+        self.layouts |= graph.layouts
+        return self._program(graph, cell, f"program {len(self.programs)}", range(self.strategy.mesh.size))
 
     # Microbatches and stages
 
@@ -139,13 +169,14 @@ class SpmdProcesses(CpuProcesses):
                 graph = sharded.of_rank(self.rank, made.graph)
                 programs[one] = self._program(graph, cell, f"{name} {one.kind} {one.part}", mine)
         types = _types(sharded.result.graph)
-        return StagePrograms(self.strategy, graphs, programs, types, self.transport, name, self._nan_finder), sharded
+        for made in graphs.passes.values():
+            types |= _types(made.graph)
+        return StagePrograms(self.strategy, graphs, programs, types, self.exchange(), name), sharded
 
-    def _program(self, graph: PartitionedGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> Program:
-        program = Program(graph, cell, self.transport, name, self._nan_finder, among)
+    def _program(self, graph: PartitionedGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> RankProgram:
+        program = self.make_program(graph, cell, name, among)
         self.layouts |= graph.held_layouts
         self.groups |= graph.groups
-        self.rounded = max(self.rounded, program.widened.rounded, key=Counter.total)
         return program
 
     def _cut(
@@ -240,10 +271,8 @@ class SpmdProcesses(CpuProcesses):
         self.agree(problems)
         if isinstance(cell, Call):
             cell.structure = self.share(cell.take_structure() if self.rank == 0 else None, 0)
-        group = Collectives(self.transport, range(self.strategy.mesh.size), "graph of one device")
-        written = b"" if model is None else model.SerializeToString()
-        content = group.broadcast(np.frombuffer(written, np.uint8), 0)
-        model = model if model is not None else mind_ir.ModelProto.FromString(content.tobytes())
+        content = self.bytes_of_first(b"" if model is None else model.SerializeToString())
+        model = model if model is not None else mind_ir.ModelProto.FromString(content)
         owners = {parameter.name: id(parameter) for parameter in cell.get_parameters()}
         names = {p.name.rpartition(":")[2]: tuple(p.dims) for p in model.graph.parameter}
         self._shapes |= {owners[name]: shape for name, shape in names.items() if name in owners}
@@ -257,11 +286,30 @@ class SpmdProcesses(CpuProcesses):
         strategy, rules = self.strategy, self.strategy.rules  # what is marked in the network before it is compiled
         repeats = any(getattr(each, "repeats_heads", False) for _, each in cell.cells_and_names())
         marks = repr((strategy.recompute, strategy.offload, rules.layers, rules.selective, repeats))
-        more = {"network": key, "one_device": True, "inputs": inputs, "training": cell.training, "marks": marks}
+        more = {"network": key, "one_device": str(ms.get_context("device_target")), "inputs": inputs}
+        more |= {"training": cell.training, "marks": marks}
         return cached_model(more, lambda: compile_for_one_device(cell, described))
 
     def all_reduce(self) -> None:
-        return None
+        """Nothing: a graph of one device has nobody to add up with."""
+
+
+class SpmdProcesses(SpmdBackend, CpuProcesses):
+    """One of the CPU processes of a job."""
+
+    compiles_for_all = True
+
+    def make_program(self, graph: PartitionedGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> Program:
+        program = Program(graph, cell, self.transport, name, self._nan_finder, among)
+        self.rounded = max(self.rounded, program.widened.rounded, key=Counter.total)
+        return program
+
+    def exchange(self) -> TransportExchange:
+        return TransportExchange(self.transport, self._nan_finder)
+
+    def bytes_of_first(self, content: bytes) -> bytes:
+        group = Collectives(self.transport, range(self.strategy.mesh.size), "graph of one device")
+        return group.broadcast(np.frombuffer(content, np.uint8), 0).tobytes()
 
 
 def _types(graph: Graph) -> dict[Name, TensorType]:

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ascend or GPU devices that run this package's own graphs: `engine: spmd`.
+
+Never run on Ascend hardware; compiled only. Each rank has the graphs that CPU processes have, one for each stage and phase,
+with MindSpore's communication operators in them; the host runs the schedule. What is not known without devices stands in
+`Communication`, and in how a program shares its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, nn, ops
+from mindspore.communication import create_group
+
+from sporeloom.log import milestone
+from sporeloom.partition.graph import Name, TensorType
+from sporeloom.partition.held import item_size
+from sporeloom.partition.rank_mindir import group_name
+from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu.executor import LoadedProgram, materialize
+from sporeloom.runtime.cpu.lowering import attributes, collective_nodes, output_of
+from sporeloom.runtime.cpu.ordering import Message, chain
+from sporeloom.runtime.cpu.partition import PartitionedGraph
+from sporeloom.runtime.cpu.spmd_processes import SpmdBackend
+from sporeloom.runtime.native import DeviceBackend, meet
+from sporeloom.strategy.config import Strategy
+
+NEVER_RUN = (
+    "engine spmd on devices: our own graphs with MindSpore's communication operators. This has never been run on Ascend "
+    "hardware; compare the first losses with `engine: mindspore`"
+)
+
+
+class Sent(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> Any: ...
+
+
+class Communication:
+    """MindSpore's communication between devices outside of graphs. Groups are created once, with ascending ranks, and by all
+    of them in one order, since each waits there for the others."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.groups: dict[str, list[int]] = {}
+
+    def create_groups(self, groups: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Create those that this rank is in and that there are not yet. All ranks give theirs at the same point."""
+        for name, ranks in sorted(groups, key=lambda group: (list(group[1]), group[0])):
+            if self.rank in ranks and name not in self.groups:
+                self.groups[name] = list(ranks)
+                self.create_group(name, list(ranks))
+
+    def create_group(self, name: str, ranks: list[int]) -> None:
+        create_group(name, ranks)
+
+    def send(self, tensor: Tensor, target: int, group: str) -> Sent | None:
+        """Send without waiting for who receives it."""
+        sent: Sent | None = mint.distributed.isend(tensor, target, group)
+        return sent
+
+    def receive(self, tensor: Tensor, source: int, group: str) -> Tensor:
+        """What `source` sent, which has the shape and type of `tensor`, whose storage it takes."""
+        mint.distributed.recv(tensor, source, group)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int, group: str) -> Tensor:
+        """What rank `source` has, as `receive`."""
+        mint.distributed.broadcast(tensor, source, group)
+        return tensor
+
+
+class DeviceExchange:
+    """Messages between the devices of a pipeline's stages. A direction between two ranks has a group, and so a stream, of its
+    own: in one and the same, both would send and neither receive. Its messages are received in the order in which they are
+    sent, for a group knows no tags."""
+
+    def __init__(self, communication: Communication):
+        self.communication, self.rank = communication, communication.rank
+        self._last_sent: dict[int, Sent | None] = {}
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        self.communication.create_groups((_channel(*pair), sorted(pair)) for pair in pairs)
+
+    def send(self, peer: int, tag: tuple[str, Name, int], value: Tensor, type: TensorType) -> None:
+        self._last_sent[peer] = self.communication.send(value, peer, _channel(self.rank, peer))
+
+    def receive(self, peer: int, tag: tuple[str, Name, int], type: TensorType) -> Tensor:
+        return self.communication.receive(self.zeros(type), peer, _channel(peer, self.rank))
+
+    def settle(self) -> None:
+        for sent in self._last_sent.values():
+            if sent is not None:
+                sent.wait()  # earlier messages are through before the last one
+        self._last_sent = {}
+
+    def zeros(self, type: TensorType) -> Tensor:
+        return Tensor(np.zeros(type.shape, np.float32 if type.dtype == "bfloat16" else type.dtype)).astype(_dtype(type))
+
+    def add(self, total: Tensor | None, value: Tensor) -> Tensor:
+        return value if total is None else ops.add(total, value)
+
+    def sum_of(self, total: Tensor) -> Tensor:
+        return total
+
+    def broadcast(self, value: Tensor | None, type: TensorType, ranks: Sequence[int], source: int, tag: Any) -> Tensor:
+        name = group_name(ranks)
+        self.communication.create_groups([(name, ranks)])
+        return self.communication.broadcast(self.zeros(type) if value is None else value, ranks[source], name)
+
+
+def _channel(source: int, target: int) -> str:
+    return f"from_{source}_to_{target}"
+
+
+def _dtype(type: TensorType) -> Any:
+    return getattr(ms, "bool_" if type.dtype == "bool" else type.dtype)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of one rank's graph, as all ranks of its group must have it at the same place among those of the group."""
+
+    group: str
+    kind: str
+    how: tuple[tuple[str, Any], ...]
+    """What MindSpore's operator knows besides the group."""
+    num_bytes: int
+
+
+def collectives_of(model: mind_ir.ModelProto) -> list[Collective]:
+    """Those of a rank's graph, in the order in which it does them."""
+    found = []
+    for node, primitive in collective_nodes(model):
+        known, output = attributes(primitive), output_of(node)
+        group = known.pop("group")
+        dtype = mind_ir.TensorProto.DataType.Name(output.data_type).lower()
+        size = int(np.prod(output.dims, dtype=np.int64)) * item_size(DTYPES.get(dtype, dtype))
+        found.append(Collective(group, primitive.op_type, tuple(sorted(known.items())), size))
+    return found
+
+
+DTYPES = {"float": "float32", "double": "float64"}
+"""Where MindIR's name of an element type is another."""
+
+
+def put_in_order(model: mind_ir.ModelProto) -> None:
+    """Make each collective of a rank's graph wait for the one before it, in place.
+
+    Graphs of ranks that communicate are parts of one graph, in whose order all of them have their operators: then no two wait
+    for each other.
+    """
+    messages = {
+        node.output[0]: Message("collective", (), str(number))
+        for number, (node, _) in enumerate(collective_nodes(model))
+    }
+    if messages:
+        chain(model, messages, list(messages.values()))
+
+
+class DeviceProgram(LoadedProgram):
+    """A rank's graph on its device."""
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        result = super().run(inputs)
+        for parameter, owner in self._pairs:
+            if parameter.data_ptr() != owner.data_ptr():  # the first run moves it from the host to the device
+                owner.set_data(parameter)
+        return result
+
+
+class SpmdDevices(SpmdBackend, DeviceBackend):
+    """One of several devices, which runs this package's own graphs."""
+
+    def __init__(self, strategy: Strategy, rank: int, communication: Communication):
+        super().__init__(strategy, rank)
+        self.communication = communication
+
+    @classmethod
+    def join(cls, strategy: Strategy) -> SpmdDevices:
+        """Meet the other processes of the job.
+
+        Raises:
+            ConfigError: there are more or fewer of them than the strategy's mesh has ranks.
+        """
+        rank = meet(strategy)
+        if rank == strategy.mesh.first_rank_of_last_stage:
+            milestone(NEVER_RUN)
+        return cls(strategy, rank, Communication(rank))
+
+    def make_program(self, graph: PartitionedGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> DeviceProgram:
+        self.communication.create_groups(graph.groups.items())
+        put_in_order(graph.model)
+        owners = {parameter.name: parameter for parameter in cell.get_parameters()}
+        materialize(owners.values(), graph)
+        return self.load(graph, owners, name, among)
+
+    def load(self, graph: PartitionedGraph, owners: dict[str, Any], name: str, among: Sequence[int]) -> DeviceProgram:
+        """A graph whose groups there are and whose parameters have their values."""
+        return DeviceProgram(graph, owners)
+
+    def exchange(self) -> DeviceExchange:
+        return DeviceExchange(self.communication)
+
+    def bytes_of_first(self, content: bytes) -> bytes:
+        return self.share_bytes(content, 0)

@@ -1,8 +1,8 @@
-# make demo | test | test-all | check | lint | bench | toolchains. All but the last set up .venv first, once.
+# make demo | test | test-all | test-mindspore-2.10 | check | lint | bench | toolchains. All but the last set up .venv first, once.
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check lint format bench toolchains setup clean
+.PHONY: demo test test-all test-mindspore-2.10 check lint format bench toolchains setup clean
 
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
@@ -16,6 +16,19 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.all
 	$(PYTEST)
+
+# The packages of $(VENV), and before them another MindSpore: a part of the tests, in 3 minutes.
+LATER := .venv-mindspore-2.10
+
+test-mindspore-2.10: $(LATER)/.done
+	$(LATER)/bin/python -m pytest -m "not long" $$(cat tests/mindspore_2.10.txt)
+
+$(LATER)/.done: $(VENV)/.all
+	$(BIN)/python -m venv --without-pip $(LATER)
+	$(BIN)/python -m pip --python $(LATER)/bin/python install --quiet --disable-pip-version-check --no-deps mindspore==2.10.0
+	echo "import site; site.addsitedir('$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" \
+		> $$(echo $(LATER)/lib/python3*/site-packages)/shared.pth
+	@touch $@
 
 lint: $(VENV)/.all
 	$(BIN)/ruff format --check .
@@ -69,4 +82,4 @@ $(VENV)/.bench: $(VENV)/.all
 	@touch $@
 
 clean:
-	rm -rf $(VENV) out .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) $(LATER) out .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -130,8 +130,8 @@ def test_a_chat_is_an_answer_in_the_models_own_form(chatting):
     for change, message in (
         ({"messages": []}, "messages is missing or empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role must be one of system, user, assistant"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "read text only"),
-        ({"tools": [{"type": "function"}]}, "call no tools"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
+        ({"tools": [{"type": "function"}]}, "tool calls are not supported"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             client.chat.completions.create(**{**ASKED, **change})

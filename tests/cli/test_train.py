@@ -301,4 +301,4 @@ def test_the_operator_that_made_the_first_nan_is_named(tmp_path):
     assert len(told) == 2, outcome.output
     assert re.fullmatch(r"\w+ of model\.\S+, (forward|backward) \(rank [01]\)", told[0])
     alone = tool("tools/train.py", *arguments, *diverging)
-    assert "--find-nan looks into graphs of CPU processes: give a --strategy of several" in alone.output
+    assert "--find-nan reads graphs of CPU processes: give a --strategy with several" in alone.output

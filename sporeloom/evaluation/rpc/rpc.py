@@ -123,7 +123,7 @@ class SporeloomRpc:
         return found
 
     def function(self, name: str) -> Callable[..., Any]:
-        """What the tests call in the place of the solution's function."""
+        """Stands for the solution's function in the tests."""
 
         def call(*arguments: Any, **named: Any) -> Any:
             self.send([name, self.encode(arguments), self.encode(named)])

@@ -190,8 +190,8 @@ REFUSED = {  # name: (configuration, change of the tensors, words)
     "a rank that is none": ({"rank_pattern": {"q_proj": 2.5}}, None, "rank_pattern: q_proj must be a whole number"),
     "no regular expression": ({"alpha_pattern": {"(q_proj": 3}}, None, "'(q_proj' is not a regular expression"),
     "targets that are none": ({"target_modules": 3}, None, "target_modules must be a text or a list of texts, got 3"),
-    "another r": ({"r": 8}, None, "layers.0.attention.query.lora_a is (4, 8), the model wants (8, 8) at rank 8 of"),
-    "no r": ({"r": ABSENT}, None, "the model wants (8, 8) at rank 8 of"),
+    "another r": ({"r": 8}, None, "layers.0.attention.query.lora_a is (4, 8), the model needs (8, 8) at rank 8 of"),
+    "no r": ({"r": ABSENT}, None, "the model needs (8, 8) at rank 8 of"),
     **{
         f"{name} null": ({name: None}, None, f"adapter_config.json: {name} is null")
         for name in ("r", "lora_alpha", "lora_dropout")

@@ -78,7 +78,7 @@ def test_a_store_that_cannot_be_opened_is_told_in_a_line(store, tmp_path):
     assert "s9://bucket: " in said("s9://bucket", *out)
     assert "memory://bucket/nothing: there is no such file" in said("memory://bucket/nothing", *out)
     assert "s9://bucket: " in said(store, "--out", "s9://bucket")
-    assert "a file or folder of this machine is wanted" in said(store, *out, "--scratch", "memory://bucket")
+    assert "expected a file or folder of this machine" in said(store, *out, "--scratch", "memory://bucket")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_what_it_cannot_be_is_refused(settings, message):
 def test_dry_runs_do_not_have_it():
     (problem,) = dry_run_problems(of({"dp": 2}))
     assert (
-        problem.startswith("s.yaml:") and "engine: dry runs and certificates read what MindSpore partitions" in problem
+        problem.startswith("s.yaml:") and "engine: dry runs and certificates read MindSpore's own partition" in problem
     )
     for settings in ({}, {"engine": "mindspore"}):
         assert not dry_run_problems(strategy_of({"mesh": {"dp": 2}, **settings}))

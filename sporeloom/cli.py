@@ -93,6 +93,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 ALL_FLAGS = "--help-all"
+METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+"""Placeholders of values in help texts, by type."""
 WRONG = object()
 """Stands for a value that could not be converted."""
 
@@ -212,7 +214,7 @@ def _parser(kind: type[Any], description: str, words: Sequence[str]) -> _Parser:
     for field in dataclasses.fields(kind):
         value = given.get(field.name, field.default)
         required = value is dataclasses.MISSING
-        default = "" if required or value in (None, "", (), False) else f" (default: {value})"
+        default = "" if required or value is False or value in (None, "", ()) else f" (default: {value})"
         text = field.metadata["help"].replace("%", "%%") + default
         if common and ALL_FLAGS not in words and field.name not in common and "positional" not in field.metadata:
             text, num_hidden = argparse.SUPPRESS, num_hidden + 1
@@ -240,7 +242,7 @@ def _parser(kind: type[Any], description: str, words: Sequence[str]) -> _Parser:
             switch: Any = argparse.BooleanOptionalAction if value else "store_true"  # --no-FLAG where a run file has it
             group.add_argument(flag, action=switch, default=value, dest=field.name, help=text)
         else:
-            metavar = choices or hint.__name__.upper()
+            metavar = choices or METAVARS.get(hint, hint.__name__.upper())
             reads = parser.reads(flag, hint)
             group.add_argument(flag, type=reads, nargs="+" if many else None, metavar=metavar, **shared)
     if num_hidden:

@@ -46,7 +46,7 @@ def show_key(keys: Keys) -> str:
 def shown_key(name: str) -> str:
     """Format a key for a message. One that cannot be a name is not shown: the file may be another one than was
     meant."""
-    return _shortened(name) if _NAME.fullmatch(name) else "(a key that is no name)"
+    return _shortened(name) if _NAME.fullmatch(name) else "(a key that is not a name)"
 
 
 @dataclass

@@ -165,7 +165,7 @@ def write_checkpoint(job: UpcycleJob, target: Path) -> int:
     bytes.
 
     Raises:
-        ConfigError: the source is no training checkpoint; the target exists or cannot be written.
+        ConfigError: the source is not a training checkpoint; the target exists or cannot be written.
     """
     old = job.dense.manifest
     if old is None or old.state.get(WEIGHTS_ALONE):

@@ -42,7 +42,7 @@ def make_batch(
 
     The mask is off where the INPUT token is `loss_ignore_id`, as in the originals; None trains on every position.
     `num_trained`: sum(mask) of the global batch, where `samples` has only some rows of it. `counts`: tokens of each row that
-    are no padding; without it, all.
+    are not padding; without it, all.
     """
     tokens, labels = samples[:, :-1].astype(np.int32), samples[:, 1:].astype(np.int32)
     mask = (

@@ -251,7 +251,7 @@ def _check_address(address: str) -> None:
 
     Raises:
         OSError: nobody answers there.
-        ValueError: it is no address.
+        ValueError: it is not an address.
     """
     if address != "auto" and "://" not in address:
         host, colon, port = address.rpartition(":")

@@ -130,7 +130,7 @@ class FilterRules:
             raise ConfigError(f"--edit {self.edit}: edit(text) returned a {type(edited).__name__}, not a text or None")
         if edited is not None and not edited.isascii() and HALF_A_PAIR.search(edited):
             raise ConfigError(
-                f"--edit {self.edit}: edit(text) returned half of a surrogate pair, which is no character"
+                f"--edit {self.edit}: edit(text) returned half of a surrogate pair, which is not a character"
             )
         return edited
 

@@ -121,7 +121,7 @@ def check_outputs(*paths: Path | None) -> None:
     """Check that files can be created there.
 
     Raises:
-        ConfigError: one is there already, or is no kind that is written.
+        ConfigError: one is there already, or cannot be written in its format.
     """
     problems = [f"{path}: is there already; remove it or give another name" for path in paths if path and path.exists()]
     problems += [

@@ -104,7 +104,7 @@ def ramped_batch_sizes(
     Source: Megatron-LM --rampup-batch-size.
 
     Raises:
-        ValueError: the growth is no whole number of increments.
+        ValueError: the growth is not a multiple of the increment.
     """
     if start < 1 or increment < 1 or until < 1 or start > final or (final - start) % increment:
         raise ValueError(f"{start} to {final} is not a multiple of {increment}")

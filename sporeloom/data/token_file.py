@@ -56,7 +56,7 @@ class TokenFile:
     """Reads such a folder.
 
     Raises:
-        ConfigError: it is no such folder, incomplete, or of another version.
+        ConfigError: it is not such a folder, incomplete, or of another version.
     """
 
     def __init__(self, folder: Path):

@@ -252,7 +252,7 @@ class Sampler:
 
 def check_logits(logits: NDArray[np.floating[Any]]) -> None:
     """Raises:
-    BadLogitsError: the logits (V,) are no distribution: one is NaN or +inf, or all are -inf.
+    BadLogitsError: the logits (V,) do not describe a distribution: one is NaN or +inf, or all are -inf.
     """
     if not np.isfinite(logits.max()):  # which is NaN where one is
         raise BadLogitsError

@@ -3,7 +3,7 @@
 
 Shapes: N rows (B*T), D hidden; tokens are counted in G groups of L neighbours (N = G*L); E experts, each with room for C
 tokens of a group; k choices of a token. Groups come from the configuration, so what is dropped is the same on every mesh.
-Padding is no token: it takes no capacity, and no loss or count includes it (`is_token` (G, L), 1 or 0).
+Padding does not count as tokens: it takes no capacity, and no loss or count includes it (`is_token` (G, L), 1 or 0).
 
 Source: arXiv:2101.03961 (Switch: capacity, load-balancing loss), arXiv:2006.16668 (GShard: all first choices before all
 second ones), arXiv:2202.08906 (router z-loss), arXiv:2505.21411 (MoGE: grouped router), arXiv:2303.10845 (hash router).

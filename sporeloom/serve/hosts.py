@@ -84,7 +84,7 @@ class AllowedHosts:
         address = _address(host.name)
         if host.name == "localhost" or (address and address.is_loopback):
             return True
-        if self.bound in WILDCARDS:  # an address is no name that somebody else could point here
+        if self.bound in WILDCARDS:  # an address is not a name that somebody else could point here
             return address is not None or host.name == socket.gethostname().lower()
         bound = parse_host(f"[{self.bound}]" if ":" in self.bound else self.bound)
         return bound is not None and host.name == bound.name

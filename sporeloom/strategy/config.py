@@ -126,7 +126,7 @@ class Rule:
     optional: bool = False
     """Written as `pattern?`: it may match nothing, as it is for some models only."""
     source: str = ""
-    """file:line"""
+    """Its position as file:line."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -293,7 +293,9 @@ def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, mani
         slices = tuple(slice(0, length) for length in whole) if is_whole else engine.held_slices(name, whole)
         parts.append((parameter, slices, partial(reader.read, logical)))
     known = {logical_name(name) for name in parameters}
-    problems += [f"{folder / MANIFEST}: {name} is no part of the run" for name in manifest.tensors if name not in known]
+    problems += [
+        f"{folder / MANIFEST}: {name} does not belong to the run" for name in manifest.tensors if name not in known
+    ]
     if problems:
         raise ConfigError(problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else []))
     _hold_all(parts, engine)

@@ -35,11 +35,11 @@ class UpcycleConfig(Overwrite):
     first_dense_layers: Natural = option(0, "number of first layers that keep their MLP")
     layer_frequency: Count = option(1, "interval of the layers with experts among the others")
     router: Literal["softmax", "grouped", "sigmoid", "hash"] = option(
-        "softmax", "router: the way experts are chosen for a token"
+        "softmax", "router, which chooses the experts of a token"
     )
     num_domains: Count = option(1, "with --router hash: number of expert groups, one for each domain of texts")
     normalize: Literal["none", "before_drop", "after_drop"] = option(
-        "before_drop", "normalization of the combine weights of a token's experts are normalized to sum 1"
+        "before_drop", "normalization of the combine weights of a token's experts to the sum 1"
     )
     capacity_factor: Positive | None = option(
         None, "capacity factor of an expert in training (default: unlimited, no token is dropped)"

@@ -127,7 +127,7 @@ LIES = {
     "a moment missing": (without("tensors", "adam_v.final_norm.bias"), "adam_v.final_norm.bias (8,) is missing"),
     "a tensor too many": (
         lambda v: v["tensors"].update(x=v["tensors"]["final_norm.bias"]),
-        "x is no part of the model",
+        "x does not belong to the model",
     ),
     "another dtype": (wrong(*FIRST, "dtype", value="float16"), "is float16 (40, 8); the model's is float32 (40, 8)"),
     "no dtype": (wrong(*FIRST, "dtype", value="object"), "dtype 'object'"),

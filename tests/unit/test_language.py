@@ -2,12 +2,16 @@
 """The standard terms of the field: the tables hold the banned words, and what to write instead."""
 
 import ast
+import dataclasses
 import io
 import re
 import tokenize
 from functools import cache
 
+import pytest
 from conftest import ROOT
+
+from sporeloom.cli import option, parse_args
 
 LATER = (
     *("sporeloom/certification", "sporeloom/certificate.py", "sporeloom/dry_run", "sporeloom/partition"),
@@ -38,7 +42,7 @@ TERMS = {
     r"vouch(es|ed|ing)?": "prove, cover",
     r"foresees?|foreseen": "predicted",
     r"(hangs?|hung) on": "depend on",
-    r"(?<!there )(is|are) no (?!longer|more)": "is not a",
+    r"(?<!there )(is|are) no(?! longer| more)": "is not a",
     r"(compute|computed|computes) (again|twice)|computed anew": "recompute",
     r"beside": "next to, besides, auxiliary",
     r"whole (batch|tensors?|matri(x|ces)|model|state|weights?|sequences?)": "full, global, unsharded",
@@ -172,3 +176,18 @@ def test_the_help_of_a_flag_stands_alone_and_gives_its_default():
             wrong.append(f"{place}: {name}: {text} {'does not give' if is_absent else 'repeats'} the default")
     assert len(found) > 250
     assert not wrong
+
+
+def test_help_has_one_placeholder_for_each_type_and_shows_a_default_of_zero(capsys):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Numbers:
+        seed: int = option(0, "random seed of the samples")
+        rate: float = option(0.0, "dropout rate")
+        fast: bool = option(False, "skip what is slow")
+
+    with pytest.raises(SystemExit):
+        parse_args(Numbers, "", ["-h"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--seed N random seed of the samples (default: 0)" in said
+    assert "--rate X dropout rate (default: 0.0)" in said
+    assert said.endswith("--fast skip what is slow")

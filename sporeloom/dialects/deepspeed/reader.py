@@ -43,7 +43,7 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     """Read a configuration. `known.train`: values of flags for what it leaves to the program around it.
 
     Raises:
-        ConfigError: all that is wrong with it: it is no JSON, the number of devices is not known, it contradicts itself.
+        ConfigError: all that is wrong with it: it is not JSON, the number of devices is not known, it contradicts itself.
     """
     book, problems = InputKeys(read_flat(path)), Problems()
     train: dict[str, Any] = dict(known.train)

@@ -214,7 +214,7 @@ def _train(book: InputKeys, strategy: Strategy, train: dict[str, Any]) -> None:
                 f"{name}: not a model of a family here; see docs/guides/models.md",
             )
     if not book.peek("runner_config.stop_step"):
-        book.note("runner_config.stop_step", "no effect", "0 is no limit; give --steps")
+        book.note("runner_config.stop_step", "no effect", "0 means no limit; give --steps")
     read_rows(book, TRAIN, train)
     read_schedule(book, "lr_schedule", train)
     if book.peek("runner_wrapper.use_clip_grad") is False:

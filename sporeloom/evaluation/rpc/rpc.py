@@ -64,7 +64,7 @@ class SporeloomRpc:
         value = self._decoded(data)
         is_array = self.numpy is not None and isinstance(value, self.numpy.ndarray)
         if (value != value).any() if is_array else value != value:
-            raise ValueError("NaN is no answer")
+            raise ValueError("NaN is not an answer")
         return value
 
     def _decoded(self, data: Any) -> Any:

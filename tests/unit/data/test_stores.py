@@ -118,6 +118,6 @@ def test_what_a_store_does_not_take_stays_in_the_folder(folder, tmp_path, monkey
     outputs = ("--out", "memory://refused/kept.jsonl", "--removed", "memory://refused/removed.jsonl")
     outcome = in_process("tools/preprocess.py", "filter", folder, *outputs, "--min-chars", 3, "--scratch", tmp_path)
     removed, made = sorted(tmp_path.iterdir(), key=lambda path: path.name.endswith("-kept.jsonl"))
-    told = "memory://refused/removed.jsonl: cannot be written: PermissionError: Access Denied; what was made stays in "
+    told = "memory://refused/removed.jsonl: cannot be written: PermissionError: Access Denied; the output stays in "
     assert outcome.code == 2 and f"{told}{removed}, {made}" in outcome.output
     assert len(made.read_text(encoding="utf-8").splitlines()) > 40

@@ -60,7 +60,7 @@ MINDFORMERS = {
 IGNORED = (".lora_velora_embed",)
 """Endings of the names of tensors that only training uses."""
 MAX_CHANGE = FLOAT32_MAX**0.5
-"""Bound of a weight: norms and attention square its results."""
+"""Maximum change of a weight by an adapter: norms and attention square its results."""
 Weights = dict[str, NDArray[np.float32]]
 
 

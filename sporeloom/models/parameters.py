@@ -14,7 +14,7 @@ from sporeloom.models.config import ModelConfig
 Shapes = dict[str, tuple[int, ...]]
 
 EXPERTS = ".mlp.experts."
-"""Prefix in the names of experts' parameters, stacked over the experts in dim 0."""
+"""Part of the names of experts' parameters, stacked over the experts in dim 0."""
 
 
 def parameter_shapes(config: ModelConfig) -> Shapes:

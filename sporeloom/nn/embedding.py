@@ -42,7 +42,7 @@ class TokenEmbedding(nn.Cell):
         self.dropout = Dropout(config.dropout_rate)
 
     def construct(self, tokens, positions, dropout_keys=None):  # (B, T) each -> (B*T, D)
-        if self.has_domains:  # see HashChoices
+        if self.has_domains:  # see HashRouter
             tokens = self.token_of(tokens, self.vocab_size)
         x = self.word(self.flat_tokens(tokens, (-1,)))
         if self.has_positions:

@@ -29,7 +29,7 @@ class KeptMask(Mask):
 
 
 class TokenDrop(nn.Cell):
-    """Inputs of one layer, from the `number`-th of `count` draws.
+    """Selects the inputs of one layer, by the `number`-th of `count` draws, and merges its outputs.
 
     `kept`: places (B, count*K) and ways back (B, count*T) as `draw_kept` gives them, and positions (B, T).
     """

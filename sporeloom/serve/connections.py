@@ -94,7 +94,7 @@ class TimedProtocol(H11Protocol):
         self._look()
 
     def _look(self) -> None:
-        """Whether the server waits for data from the client."""
+        """Start or stop the time limit, depending on whether the server waits for data from the client."""
         if self.transport.is_closing():
             self._close()
         elif self.conn.their_state is h11.SEND_BODY:

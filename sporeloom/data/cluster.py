@@ -124,7 +124,7 @@ def _over_shards(
         for path in _ordered(cluster, _one_shard, tasks):
             yield from read_frames(path, kind)
         seconds, before = time.monotonic() - begun, f", {finished} of them before" if finished else ""
-        milestone(f"{kind.__name__.lower()}: {counted(len(shards), 'shard', 'shards')}{before}, in {seconds:.0f} s")
+        milestone(f"processed {counted(len(shards), 'shard', 'shards')}{before}, in {seconds:.0f} s")
     except WorkersLostError:
         raise  # what was done is kept
     except ConfigError:

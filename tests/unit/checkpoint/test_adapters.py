@@ -165,7 +165,7 @@ REFUSED = {  # name: (configuration, change of the tensors, words)
         f"init {init}": ({"init_lora_weights": init}, None, "weights were changed when their training began")
         for init in ("pissa", "pissa_niter_4", "PiSSA", "olora", "OLoRA", "corda", "loftq", "lora_ga")
     },
-    "an unknown init": ({"init_lora_weights": "nova"}, None, "init_lora_weights is 'nova', which is not known"),
+    "an unknown init": ({"init_lora_weights": "nova"}, None, "init_lora_weights is 'nova', which is unknown"),
     **{
         name: ({name: value}, None, f"{name} is {value!r}; only")
         for name, value in {
@@ -176,7 +176,7 @@ REFUSED = {  # name: (configuration, change of the tensors, words)
         }.items()
     },
     "other modules": ({"modules_to_save": ["lm_head"]}, None, "modules_to_save is ['lm_head']"),
-    "an unknown field that is set": ({"use_new_thing": True}, None, "use_new_thing is True, a field that is not known"),
+    "an unknown field that is set": ({"use_new_thing": True}, None, "use_new_thing is True, an unknown field"),
     **{
         f"alpha_pattern {value!r}": ({"alpha_pattern": {".*q_proj": value}}, None, f"alpha_pattern: .*q_proj {words}, got")
         for value, words in {

@@ -280,7 +280,7 @@ def test_two_sets_of_weights_are_not_chosen_between(tmp_path):
     (source / "model.safetensors").unlink()
     assert open_published(source).tensors.keys() == tensors.keys()
     save_file({"x": np.zeros(1)}, source / "model-00003-of-00003.safetensors")
-    assert "beside it there is model-00003-of-00003.safetensors" in refused()
+    assert "besides it there is model-00003-of-00003.safetensors" in refused()
     (source / "model.safetensors.index.json").unlink()
     assert "model-00001-of-00002.safetensors" in refused()
     for file in source.glob("model-*"):

@@ -125,8 +125,8 @@ BOMB = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]) << 20,) * 2)
 from pathlib import Path
-from sporeloom.data.sources import Source
-source = Source((Path(sys.argv[1]),), on_error="skip", max_document_mb=8)
+from sporeloom.data.sources import DocumentSource
+source = DocumentSource((Path(sys.argv[1]),), on_error="skip", max_document_mb=8)
 for batch in source.batches():
     for problem in source.parse(batch).problems:
         print(problem)

@@ -161,8 +161,8 @@ BOMB = """
 import re, sys
 from pathlib import Path
 import pyarrow, pyarrow.parquet
-from sporeloom.data.sources import Source
-source, count, largest = Source((Path(sys.argv[1]),)), 0, 0
+from sporeloom.data.sources import DocumentSource
+source, count, largest = DocumentSource((Path(sys.argv[1]),)), 0, 0
 for batch in source.batches(all_fields=len(sys.argv) > 2):
     count += len(source.parse(batch).documents)
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())  # getrusage would count the process before it

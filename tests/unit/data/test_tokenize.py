@@ -124,10 +124,10 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path):
     many.write_bytes(poems.read_bytes() * 6)
     make(tmp_path / "whole", [many], vocabulary, workers=2, family="pangu")
     code = (
-        "import sys, sporeloom.data.tokenize as t; from pathlib import Path; from sporeloom.data.sources import Source\n"
+        "import sys, sporeloom.data.tokenize as t; from pathlib import Path; from sporeloom.data.sources import DocumentSource\n"
         "t.SAVE_SECONDS = 0.2\n"
         "text, vocabulary, out = map(Path, sys.argv[1:])\n"
-        "if __name__ == '__main__': t.tokenize(t.TokenizeJob(Source((text,)), 'pangu', vocabulary), out, 1)"
+        "if __name__ == '__main__': t.tokenize(t.TokenizeJob(DocumentSource((text,)), 'pangu', vocabulary), out, 1)"
     )
     script = tmp_path / "job.py"
     script.write_text(code)
@@ -182,8 +182,8 @@ def test_broken_lines_are_skipped_and_counted_when_asked(tmp_path, write, vocabu
     ("name", "content", "message"),
     [
         ("a.jsonl", b"", "a.jsonl:1: an empty file"),
-        ("a.jsonl", b"\n\n", "holds no text"),
-        ("a.txt", b"\n \n", "holds no text"),
+        ("a.jsonl", b"\n\n", "contains no text"),
+        ("a.txt", b"\n \n", "contains no text"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9999)[:-50], "a.jsonl.gz:"),
         ("a.jsonl.gz", b"no gzip", "incorrect header check"),
         ("a.jsonl.zst", b"no zstd", "damaged from here on: zstd"),

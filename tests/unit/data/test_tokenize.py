@@ -124,7 +124,8 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path):
     many.write_bytes(poems.read_bytes() * 6)
     make(tmp_path / "whole", [many], vocabulary, workers=2, family="pangu")
     code = (
-        "import sys, sporeloom.data.tokenize as t; from pathlib import Path; from sporeloom.data.sources import DocumentSource\n"
+        "import sys, sporeloom.data.tokenize as t; from pathlib import Path\n"
+        "from sporeloom.data.sources import DocumentSource\n"
         "t.SAVE_SECONDS = 0.2\n"
         "text, vocabulary, out = map(Path, sys.argv[1:])\n"
         "if __name__ == '__main__': t.tokenize(t.TokenizeJob(DocumentSource((text,)), 'pangu', vocabulary), out, 1)"

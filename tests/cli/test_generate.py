@@ -74,7 +74,7 @@ def test_an_interactive_mode_answers_line_by_line_and_survives_a_text_too_long(c
     text, said = process.communicate(f"{PROMPT}\n{'街' * 200}\n{PROMPT}\n", timeout=120)
     assert process.returncode == 0, said
     assert said.count("8 tokens (length)") == 2
-    assert "fill in the model's context" in said
+    assert "fill the model's context" in said
     first, again = (part for part in text.replace("> ", "").splitlines() if part)
     assert first == again
 
@@ -151,7 +151,7 @@ def with_small_vocabulary(checkpoint, folder):
         (("--checkpoint", "SMALL"), ["pieces do not fit the model's vocab_size 100"]),
         (("--temperature", "-1", "--top-p", "0"), ["--temperature must be at least 0", "--top-p must be in (0, 1]"]),
         (("--top-p", "1.2"), ["--top-p must be in (0, 1], got 1.2"]),
-        (("--prompt", "街" * 300), ["--prompt: ", "fill in the model's context of 128"]),
+        (("--prompt", "街" * 300), ["--prompt: ", "fill the model's context of 128"]),
         (
             ("--prompt", "街" * 60),
             ["and --max-new-tokens 64 exceed the model's context of 128; use at most --max-new-tokens"],

@@ -18,7 +18,7 @@ from mindspore import Tensor, set_device
 from report import ROOT, metrics, sporeloom, write_report
 
 from sporeloom.checkpoint.model_folder import load_config
-from sporeloom.data.examples import Reading, example_batch, read_lines
+from sporeloom.data.examples import LineTokenizer, example_batch, read_lines
 from sporeloom.data.tokenizer import find_tokenizer, load_tokenizer
 from sporeloom.inference.model import load_model
 from sporeloom.inference.score import negative_log_likelihood
@@ -82,7 +82,7 @@ def log_probs(engine, checkpoint, pairs_file):
     """(pairs, 2): of the texts of pairs."""
     family, config = load_config(checkpoint)
     tokenizer = load_tokenizer(family, find_tokenizer(family, checkpoint), config)
-    pairs = Reading(tokenizer).pairs(read_lines(pairs_file, (("prompt", "chosen", "rejected"),)))
+    pairs = LineTokenizer(tokenizer).pairs(read_lines(pairs_file, (("prompt", "chosen", "rejected"),)))
     batch = example_batch([[text] for pair in pairs for text in (pair.chosen, pair.rejected)], LENGTH[1])
     net = load_model(checkpoint, family, config, SINGLE_DEVICE)
     logits = engine.run(net, Tensor(batch.tokens), Tensor(batch.positions)).asnumpy().reshape(*batch.tokens.shape, -1)

@@ -17,7 +17,7 @@ from report import write_report
 
 from sporeloom.checkpoint.content_hash import content_hash
 from sporeloom.checkpoint.manifest import Manifest, Part, TensorEntry
-from sporeloom.checkpoint.tensor_files import Described, write_tensor_by_tensor
+from sporeloom.checkpoint.tensor_files import TensorDescription, write_tensor_by_tensor
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import parameter_shapes
 
@@ -44,7 +44,7 @@ def make_checkpoint(folder: Path) -> int:
             tensors[tensor] = TensorEntry(shape, "float32", digest, (Part(name, (0,) * len(shape), shape, digest),))
             yield array
 
-    write_tensor_by_tensor(folder / name, {n: Described("float32", s) for n, s in shapes.items()}, arrays())
+    write_tensor_by_tensor(folder / name, {n: TensorDescription("float32", s) for n, s in shapes.items()}, arrays())
     size = (folder / name).stat().st_size
     Manifest(1, tensors, {name: size}, {}, {"family": "pangu", **MODEL.to_dict()}, {}, {}).write(folder)
     return size

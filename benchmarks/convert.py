@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from report import ROOT, write_report
 
-from sporeloom.checkpoint.tensor_files import Described, numpy_dtype, write_model_files
+from sporeloom.checkpoint.tensor_files import TensorDescription, numpy_dtype, write_model_files
 from sporeloom.models.family import family_module, size_config
 
 LAYERS = 6
@@ -36,7 +36,7 @@ def make_folder(folder: Path) -> int:
     way = family_module("pangu", "weights").PUBLISHED[1]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(way.write(config)))
-    described = {name: Described("bfloat16", shape) for name, shape in way.shapes(config).items()}
+    described = {name: TensorDescription("bfloat16", shape) for name, shape in way.shapes(config).items()}
     noise = np.random.default_rng(0).integers(0, 1 << 15, 1 << 20, np.uint16).view(numpy_dtype("bfloat16"))
 
     def arrays(names):

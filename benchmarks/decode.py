@@ -96,9 +96,9 @@ class Ours:
         return step
 
     def recomputed(self, batch, context, int8):
-        from sporeloom.inference.decoding import Uncached  # noqa: PLC0415
+        from sporeloom.inference.decoding import UncachedDecoder  # noqa: PLC0415
 
-        decoding = Uncached(self.engine, self.network(int8=int8), self.config, batch)
+        decoding = UncachedDecoder(self.engine, self.network(int8=int8), self.config, batch)
 
         def step():
             for row in range(batch):

@@ -22,7 +22,7 @@ from scipy.optimize import least_squares
 
 from sporeloom.lines import first_line
 from sporeloom.planner.cluster import FITTED, Efficiency, Overlap, chips
-from sporeloom.planner.published import Measured, PublishedRun, UnpredictableError, describe, measured, read_rows
+from sporeloom.planner.published import Measurement, PublishedRun, UnpredictableError, describe, measured, read_rows
 from sporeloom.planner.step_time import step_time
 
 START = {"matmul": 0.7, "attention": 0.35, "memory": 0.7, "intra_node": 0.6, "inter_node": 0.5}
@@ -32,7 +32,7 @@ SPREAD |= {"layer_overhead_us": 1.0, "fp8": 0.2}
 """How far, in log, a chip may be from what is common to all at the price of one such row error as `ROW`."""
 ROW = 0.1
 NAMES = list(START)
-Pair = tuple[PublishedRun, Measured]
+Pair = tuple[PublishedRun, Measurement]
 
 
 def pairs_of(rows: list[dict[str, str]]) -> list[Pair]:

@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from sporeloom.models.config import ModelConfig
-from sporeloom.nn.moe import ExpertMLPs, MoE, Scores
+from sporeloom.nn.moe import ExpertMLPs, MoE, Router
 
 TOKENS, WIDTHS, REPEATS = 512, ((512, 2048), (1024, 4096)), 15
 
@@ -22,7 +22,7 @@ class Products(nn.Cell):
 
     def __init__(self, config):
         super().__init__()
-        self.experts, self.router = ExpertMLPs(config, ms.float32), Scores(config)
+        self.experts, self.router = ExpertMLPs(config, ms.float32), Router(config)
 
     def construct(self, rows, x):
         return ops.ReduceSum()(self.experts(rows)) + ops.ReduceSum()(self.router(x)[1])

@@ -13,7 +13,7 @@ from report import ROOT, write_report
 
 from sporeloom.data.documents import read_documents
 from sporeloom.data.packing import BestFit, cut_by_windows, save_packing
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import TokenFile
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.models.family import family_module
@@ -27,7 +27,7 @@ def main():
         model = folder / f"{path.stem}.model"
         texts = read_documents(path)
         model.write_bytes(family_module("pangu", "tokenizer").train_tokenizer(texts[:5000], 8000))
-        tokenize(TokenizeJob(Source((path,)), "pangu", model), folder / path.stem, 2, show_progress=False)
+        tokenize(TokenizeJob(DocumentSource((path,)), "pangu", model), folder / path.stem, 2, show_progress=False)
         tokens = TokenFile(folder / path.stem)
         mean = tokens.info.num_tokens / tokens.info.num_documents
         lines += [

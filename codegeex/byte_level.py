@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signs that byte-level BPE writes for bytes, so that a vocabulary is text. Source: GPT-2's encoder.py."""
+"""The characters that byte-level BPE writes for bytes, so that a vocabulary is text. Source: GPT-2's encoder.py."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + place): byte for plac
 
 
 def bytes_of(token: str) -> bytes:
-    """What a token of the vocabulary stands for; one that was added as plain text, for itself."""
+    """Bytes of a token of the vocabulary; one that was added as plain text stands for itself."""
     return bytes(_BYTES[sign] for sign in token) if all(sign in _BYTES for sign in token) else token.encode()

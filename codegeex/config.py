@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of CodeGeeX, CodeGeeX2 and CodeGeeX4, and ones for laptops. The first one's layers count its query layer."""
+"""The sizes of CodeGeeX, CodeGeeX2 and CodeGeeX4, and scaled-down ones for laptops. The first one's layers count
+its query layer."""
 
 from typing import Any
 
@@ -84,7 +85,7 @@ SIZES = {
     ),
 }
 
-# Learning rate at its highest and at the end. Source: THUDM/CodeGeeX codegeex/mindspore/configs/13B.sh.
+# Maximum and minimum learning rate. Source: THUDM/CodeGeeX codegeex/mindspore/configs/13B.sh.
 # Not published for CodeGeeX2 and 4: rates that models of their sizes are trained with.
 LEARNING_RATES = {
     "tiny": (1e-3, 1e-4),

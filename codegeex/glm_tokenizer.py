@@ -87,7 +87,7 @@ class GLM4Tokenizer(SpecialTokens):
     [gMASK]<sop>."""
 
     benchmark_form = "chat"
-    """How HumanEval-X asks such a model."""
+    """Prompt form of HumanEval-X for such a model."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -116,11 +116,11 @@ class GLM4Tokenizer(SpecialTokens):
 
     @property
     def variables(self) -> dict[str, str]:
-        """Special tokens as chat templates call them, where no file beside says otherwise."""
+        """Special tokens by the names of chat templates, where no file gives others."""
         return {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; special tokens are left out."""
+        """Decode to text; special tokens are left out."""
         names = self.token_names
         own = [int(i) for i in ids if int(i) < self._size and int(i) not in names]
         return self._whole.decode(own) if self.file_name == "tokenizer.json" else self._bpe.decode(own)
@@ -147,7 +147,7 @@ class GLM4Tokenizer(SpecialTokens):
         return [*spans, template("<|assistant|>\n")] if add_generation_prompt else spans
 
     def infill(self, before: str, after: str) -> list[Span]:
-        """The published form for the middle of a file: what stands behind the gap comes first."""
+        """The published form for the middle of a file: the text after the gap comes first."""
         return [
             *(template("<|user|>\n###MODE:BLOCK\n<|code_suffix|>"), content(after)),
             *(template("<|code_prefix|>"), content(before)),
@@ -174,7 +174,7 @@ def is_glm4(path: Path) -> bool:
 
 
 def _check_class(path: Path) -> None:
-    """Refuse a file that looks alike, where the file beside it says whose it is.
+    """Refuse a file that looks alike, where another file of its folder names another tokenizer.
 
     Neither ChatGLM2's SentencePiece model nor GLM-4's list of tokens holds its special tokens, by which to know it.
     """
@@ -190,7 +190,7 @@ def _check_class(path: Path) -> None:
 def _open_json(path: Path) -> tokenizers.Tokenizer:
     try:
         whole = tokenizers.Tokenizer.from_str(read_utf8(path))
-        whole.encode_special_tokens = True  # names of special tokens are text unless we say otherwise
+        whole.encode_special_tokens = True  # names of special tokens are text unless specified otherwise
         return whole
     except Exception as error:  # the library raises plain exceptions
         raise ConfigError(f"{path}: not a tokenizer: {first_line(error)}") from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programming languages CodeGeeX was trained to tell apart, by a first line that names them.
+"""The programming languages CodeGeeX was trained to distinguish, by a first line that names them.
 
 Source: THUDM/CodeGeeX codegeex/data/data_utils.py (tags), codegeex/benchmark/utils.py (where a function ends).
 """

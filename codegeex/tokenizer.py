@@ -28,7 +28,7 @@ NUM_EXTRA = 143
 FIRST_RUN, LONGEST_RUN = 10, 10  # <|extratoken_10|> is two spaces, <|extratoken_18|> ten
 MAX_CACHED_PIECES = 1_000_000
 MAX_VOCAB_BYTES = 64 << 20
-"""Of vocab.json; the published one has one."""
+"""Maximum size of vocab.json; the published one has one megabyte."""
 
 # GPT-2's pieces, cut anew at every run of spaces: white space that is not part of such a run is [^\S ] or a single space.
 _SPACE = r"(?:[^\S ]| (?! ))"
@@ -60,7 +60,7 @@ class CodeGeeXTokenizer(SpecialTokens):
     """Reads the released files (a folder with vocab.json, plain or gzipped, and merges.txt) or a tokenizer.json."""
 
     file_name = "tokenizer.json"
-    """Of the tokenizer in a checkpoint folder; the `tokenizers` library's own format."""
+    """File name of the tokenizer in a checkpoint folder; the `tokenizers` library's own format."""
 
     def __init__(self, path: str | Path):
         self._whole = _load(Path(path))
@@ -88,7 +88,7 @@ class CodeGeeXTokenizer(SpecialTokens):
 
     @property
     def variables(self) -> dict[str, str]:
-        """Special tokens as chat templates call them, where no file beside says otherwise."""
+        """Special tokens by the names of chat templates, where no file gives others."""
         return dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), END_OF_TEXT)
 
     @property
@@ -97,7 +97,7 @@ class CodeGeeXTokenizer(SpecialTokens):
         return {i: name for name, i in self.special.items() if i not in runs}
 
     def decode(self, ids: Sequence[int], like_the_original: bool = False) -> str:
-        """The text. `like_the_original` takes spaces away before punctuation, as transformers 4.x did there."""
+        """Decode to text. `like_the_original` removes spaces before punctuation, as transformers 4.x did there."""
         if not like_the_original:
             return self._whole.decode([int(i) for i in ids], skip_special_tokens=False)
         text, segment = "", list[int]()
@@ -119,7 +119,7 @@ class CodeGeeXTokenizer(SpecialTokens):
         return name
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, and what Hugging Face's AutoTokenizer wants beside it."""
+        """Write tokenizer.json, and the files that Hugging Face's AutoTokenizer needs with it."""
         self._whole.save(str(folder / self.file_name))
         (folder / "tokenizer_config.json").write_text(json.dumps(_HUGGING_FACE, indent=2) + "\n", encoding="utf-8")
 
@@ -173,7 +173,7 @@ def _with_extra_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
-    """A tokenizer.json of at most `vocab_size` tokens, END_OF_TEXT being token 0.
+    """Train a tokenizer.json of at most `vocab_size` tokens, END_OF_TEXT being token 0.
 
     Raises:
         ConfigError: `vocab_size` leaves no room for the bytes and the extra tokens.
@@ -200,7 +200,7 @@ def _clean_up(text: str) -> str:
 
 
 def open_tokenizer(path: str | Path) -> CodeGeeXTokenizer | GLM2Tokenizer | GLM4Tokenizer:
-    """The tokenizer of CodeGeeX, CodeGeeX2 or CodeGeeX4 that a file or folder holds.
+    """Open the tokenizer of CodeGeeX, CodeGeeX2 or CodeGeeX4 in a file or folder.
 
     Raises:
         ConfigError: none of them.

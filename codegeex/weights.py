@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CodeGeeX's weights and configurations are called where they are published.
+"""Names of CodeGeeX's weights and configurations where they are published.
 
 Source: CodeGeeX: THUDM/CodeGeeX codegeex/megatron/mindspore_to_megatron.py, codegeex/mindspore/src/pangu_alpha.py. CodeGeeX2
 and 4: config.json and modeling_chatglm.py of THUDM/codegeex2-6b and THUDM/codegeex4-all-9b; transformers' Glm is the same
@@ -13,7 +13,7 @@ from typing import Any
 from codegeex.config import GLM
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.published import (
-    Published,
+    PublishedFormat,
     end_tokens,
     eos_token_id,
     llama_names,
@@ -148,7 +148,7 @@ def _write_glm(config: ModelConfig) -> dict[str, Any]:
 
 
 def _share(part: int, whole: int) -> float:
-    """Part / whole, such that int(whole * it) is the part again: the product may come to a little less."""
+    """Part / whole, rounded so that int(whole * result) is `part` again."""
     share = part / whole
     return share if int(whole * share) == part else math.nextafter(share, 1.0)
 
@@ -182,6 +182,6 @@ _CHATGLM = {
     "transformer.output_layer.weight": ("head.weight",),
 }
 PUBLISHED = (
-    Published("glm", _GLM, _read_glm, _write_glm),  # what transformers opens
-    Published("chatglm", _CHATGLM, _read_chatglm, _write_chatglm),
+    PublishedFormat("glm", _GLM, _read_glm, _write_glm),  # what transformers opens
+    PublishedFormat("chatglm", _CHATGLM, _read_chatglm, _write_chatglm),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes PaLM was trained in, and one for laptops."""
+"""The sizes PaLM was trained in, and a scaled-down one for laptops."""
 
 import math
 from typing import Any
@@ -23,10 +23,10 @@ PALM: dict[str, Any] = {
 
 
 def _palm(hidden_size: int, num_layers: int, num_heads: int, **more: Any) -> ModelConfig:
-    """What all sizes share. Source: arXiv:2204.02311 sections 2 and 5, table 1.
+    """Configuration that all sizes share. Source: arXiv:2204.02311 sections 2 and 5, table 1.
 
     Matrices start with the variance of their input's width; those of a layer have the hidden size as input, or, the last
-    two, a width close to it, and take one number here. The word embedding starts with variance 1.
+    two, a width close to it, and take one number here. The token embedding starts with variance 1.
     """
     values: dict[str, Any] = {
         "vocab_size": 256000,
@@ -55,6 +55,6 @@ SIZES = {
     "540b": _palm(18432, 118, 48),
 }
 
-# Learning rate at its highest and at the end. Source: arXiv:2204.02311 section 5; Adafactor's, 1e-2 for 10,000 steps, then
+# Maximum and minimum learning rate. Source: arXiv:2204.02311 section 5; Adafactor's, 1e-2 for 10,000 steps, then
 # 1 / sqrt(step). The tiny one's is for Adam.
 LEARNING_RATES = {"tiny": (1e-3, 1e-4), "8b": (1e-2, 1e-3), "62b": (1e-2, 1e-3), "540b": (1e-2, 1e-3)}

@@ -12,7 +12,7 @@ from sporeloom.data.pieces import PieceTokenizer, described, has_bytes, rare_cha
 from sporeloom.errors import ConfigError
 
 END = "</s>"
-LEAST = 3 + 256 + 10
+MIN_VOCAB_SIZE = 3 + 256 + 10
 
 
 class PaLMTokenizer(PieceTokenizer):
@@ -25,23 +25,27 @@ class PaLMTokenizer(PieceTokenizer):
             "has no token that ends a text": self.eod_id < 0,
             "does not spell what it lacks in bytes": not has_bytes(self.file),
             f"changes text by the rule {self.file.normalization}": self.file.normalization != "identity",
-            "puts a space in front of every text": self.file.adds_space,
-            "drops spaces": self.file.drops_spaces,
+            "adds a space before every text": self.file.adds_space,
+            "removes spaces": self.file.drops_spaces,
         }
         if why := [reason for reason, holds in loses.items() if holds]:
             raise ConfigError(f"{path}: not PaLM's tokenizer: {described(self.file)}, which {', '.join(why)}")
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
-    """A SentencePiece model of at most `vocab_size` pieces: <unk> 0, </s> 1, a piece for each byte.
+    """Train a SentencePiece model of at most `vocab_size` pieces: <unk> 0, </s> 1, a piece for each byte.
 
     Raises:
         ConfigError: `vocab_size` leaves no room for bytes and digits.
     """
-    if vocab_size < LEAST:
-        raise ConfigError(f"a vocabulary of {vocab_size} is too small for {LEAST} bytes, digits and special pieces")
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(
+            f"a vocabulary of {vocab_size} is too small for {MIN_VOCAB_SIZE} bytes, digits and special pieces"
+        )
     texts = list(documents)
-    rare = rare_characters(texts, int(0.8 * (vocab_size - LEAST)))  # the rest is for pieces of several characters
+    rare = rare_characters(
+        texts, int(0.8 * (vocab_size - MIN_VOCAB_SIZE))
+    )  # the rest is for pieces of several characters
     return train_pieces(
         (text.translate(rare) for text in texts) if rare else texts,
         vocab_size,

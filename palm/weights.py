@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What PaLM's weights are called elsewhere. Google published none; the names are those of the package PaLM-pytorch 0.2.2."""
+"""Names of PaLM's weights elsewhere. Google published none; the names are those of the package PaLM-pytorch 0.2.2."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 from palm.config import PALM
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.published import Published, end_tokens, eos_token_id, only, require
+from sporeloom.models.published import PublishedFormat, end_tokens, eos_token_id, only, require
 from sporeloom.models.weight_names import Name
 
 TABLES: dict[str, dict[str, Name]] = {}
@@ -66,4 +66,4 @@ _NAMES = {
     # {n}: one after the last layer
     "{n}.gamma": ("final_norm.weight",),
 }
-PUBLISHED = (Published("palm", _NAMES, _read, _write, first_layer=1),)
+PUBLISHED = (PublishedFormat("palm", _NAMES, _read, _write, first_layer=1),)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of PanGu-alpha, openPangu-Embedded and Pangu Ultra, and ones for laptops. PanGu-alpha's `num_layers` counts the
-top query layer."""
+"""The sizes of PanGu-alpha, openPangu-Embedded and Pangu Ultra, and scaled-down ones for laptops. PanGu-alpha's
+`num_layers` counts the top query layer."""
 
 import dataclasses
 import math
@@ -21,8 +21,9 @@ OPEN_PANGU: dict[str, Any] = {
 
 
 PRO_MOE: dict[str, Any] = {"router": "grouped", "router_scale": True}
-"""Router of Pangu Pro MoE: one expert of each group, weighed by its probability and a learned scale. Source: arXiv:2505.21411
-section 2.2, which balances over a batch; the sizes here over each sequence, so that microbatches change nothing."""
+"""Router of Pangu Pro MoE: one expert of each group, weighted by its probability and a learned scale. Source:
+arXiv:2505.21411 section 2.2, which balances over a batch; the sizes here over each sequence, so that
+microbatches change nothing."""
 
 TINY: dict[str, Any] = {
     "vocab_size": 2048,
@@ -76,7 +77,7 @@ def _ultra(hidden_size: int, num_layers: int, **values: Any) -> ModelConfig:
 
 
 def _pro_moe(experts: tuple[int, int], expert_size: int, shared_size: int, **values: Any) -> ModelConfig:
-    """`experts`: how many there are, and how many a token is given to."""
+    """`experts`: number of experts, and how many process each token."""
     mixture = {
         **PRO_MOE,
         "num_experts": experts[0],
@@ -165,7 +166,7 @@ SIZES |= {
     ),
 }
 
-# Learning rate at its highest and at the end. Source: PMS / MindSpore models' Pangu_alpha configurations.
+# Maximum and minimum learning rate. Source: PMS / MindSpore models' Pangu_alpha configurations.
 LEARNING_RATES = {
     "tiny": (1e-3, 1e-4),
     "350m": (1e-4, 1e-6),

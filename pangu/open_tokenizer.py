@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""openPangu's tokenizer: SentencePiece with special tokens among its pieces, and the form of its conversations.
+"""openPangu's tokenizer: SentencePiece with special tokens among its pieces, and the format of its conversations.
 
 Source: openPangu-Embedded-7B-V1.1 tokenization_openpangu.py, tokenizer_config.json and its chat template. The released
 vocabulary is not at hand here: this is tested on one made in its format. Text between special tokens is tokenized on its own,
@@ -25,7 +25,7 @@ class OpenPanguTokenizer(PieceTokenizer):
     """Reads the SentencePiece model of openPangu-Embedded or Pangu Pro MoE."""
 
     benchmark_form = "chat"
-    """How HumanEval-X asks such a model."""
+    """Prompt form of HumanEval-X for such a model."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -39,7 +39,8 @@ class OpenPanguTokenizer(PieceTokenizer):
         self.eod_id: int = self.special[END]
 
     def chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> list[Span]:
-        """The published template, up to where the assistant speaks. Without a system message there is an empty one."""
+        """The published template, up to where the assistant speaks. Without a system message there is an empty
+        one."""
         if not messages or messages[0].role != "system":
             messages = [ChatMessage("system", ""), *messages]
         spans: list[Span] = []

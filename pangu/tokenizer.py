@@ -28,7 +28,7 @@ SPACE, NEWLINE = "\u2582", "\u2583"
 # Ids 0..9 of the released vocabulary, in order; a trained one keeps them.
 SPECIAL = ("<unk>", "<s>", "</s>", NEWLINE, SPACE, "<sep>", "<pad>", "<mask>", "<eod>", "<eot>")
 _WHITE = str.maketrans({" ": "", SPACE: " ", NEWLINE: "\n"})
-"""What pieces say about white space, and what it was: their own spaces stand between jieba's words."""
+"""Pieces that stand for white space, and their characters: the spaces between pieces stand between jieba's words."""
 NUM_BYTES = 256
 # What jieba takes for one block, in which it looks for words; everything else is words of one character.
 _BLOCKS = re.compile(r"([\u4E00-\u9FD5a-zA-Z0-9+#&\._%\-]+)")
@@ -54,7 +54,7 @@ class PanGuTokenizer(PieceTokenizer):
         return super().encode_text(segment(text))
 
     def encode_continuation(self, text: str) -> list[int]:
-        return self.encode_text(text)  # spaces between words stand for nothing
+        return self.encode_text(text)  # spaces between words have no meaning
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", "replace")
@@ -75,7 +75,7 @@ def is_alpha(tokenizer: PieceTokenizer) -> bool:
 
 
 def segment(text: str) -> str:
-    """Words with spaces between, white space as visible signs: what SentencePiece is given."""
+    """Words with spaces between, white space as visible signs: the input of SentencePiece."""
     return " ".join(cut(text.replace(" ", SPACE))).replace("\n", NEWLINE)
 
 
@@ -105,7 +105,7 @@ def _jieba() -> Any:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
-    """A SentencePiece unigram model of at most `vocab_size` pieces, in the released vocabulary's form.
+    """Train a SentencePiece unigram model of at most `vocab_size` pieces, in the released vocabulary's form.
 
     Where there is room it has a piece for each byte, so that no character is unknown.
 
@@ -131,7 +131,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
 
 
 def open_tokenizer(path: str | Path) -> PieceTokenizer:
-    """The tokenizer of PanGu-alpha or of openPangu that a file holds.
+    """Open the tokenizer of PanGu-alpha or of openPangu in a file.
 
     Raises:
         ConfigError: no SentencePiece model, or another's.

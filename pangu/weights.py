@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What PanGu's weights and configurations are called where they are published.
+"""Names of PanGu's weights and configurations where they are published.
 
 Source: PanGu-alpha: PanguAlpha pytorch tools/change_MspCkpt_ToMgt.py, pcl_pangu src/pangu_alpha.py. openPangu-Embedded:
 config.json and model.safetensors.index.json of openPangu-Embedded-7B-V1.1; it is Llama's network with biases.
@@ -13,7 +13,7 @@ from pangu.config import OPEN_PANGU, PRO_MOE
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.published import (
-    Published,
+    PublishedFormat,
     end_tokens,
     eos_token_id,
     llama_names,
@@ -42,9 +42,9 @@ def _read(values: Mapping[str, Any], width: str = "intermediate_size", theta: fl
     only(values, {"hidden_act": ("silu", "swish"), "mlp_bias": False, "attention_dropout": 0.0})
     rope = read_rope(values)
     if rope.rotated not in (None, 1.0):
-        raise ConfigError(f"partial_rotary_factor is {rope.rotated}; only 1 is built here")
+        raise ConfigError(f"partial_rotary_factor is {rope.rotated}; only 1 is supported")
     if values.get("param_sink_number"):
-        raise ConfigError("param_sink_number: a network with sink tokens (openPangu-R), which is not built here")
+        raise ConfigError("param_sink_number: a network with sink tokens (openPangu-R), which is not supported")
     biases = bool(values.get("bias", values.get("attention_bias", False)))
     std = values.get("initializer_range", 0.02)
     return {
@@ -159,7 +159,7 @@ _MOE_NAMES = llama_names(
     },
 )
 PUBLISHED = (
-    Published("llama", _NAMES, _read, _write_llama),  # what transformers opens
-    Published("PanguEmbedded", _NAMES, _read, _write_pangu),
-    Published("PanguProMoE", _MOE_NAMES, _read_moe, _write_moe),
+    PublishedFormat("llama", _NAMES, _read, _write_llama),  # what transformers opens
+    PublishedFormat("PanguEmbedded", _NAMES, _read, _write_pangu),
+    PublishedFormat("PanguProMoE", _MOE_NAMES, _read_moe, _write_moe),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process with bounds on time and memory for what somebody else's file has us compute: its templates and patterns.
+"""A process with limits on time and memory for computations from somebody else's file: its templates and patterns.
 
 It starts with the first question, answers one line of JSON with another, and another one takes its place when a question has
 ended it.
@@ -24,14 +24,14 @@ from sporeloom.errors import ConfigError
 
 CPU_SECONDS = 1.0
 WALL_SECONDS = 60.0
-"""On a machine that is busy with other things; what bounds a question is the time of its own."""
+"""Seconds to wait on a machine that is busy with other things; a request itself is limited by processor time."""
 MEMORY_BYTES = 1 << 30
 START = "import sys; sys.path[:] = sys.argv[1:]; from {} import main; main()"
 MAX_MESSAGE = 300
 
 
 class BoundedProcess:
-    """Asks one process, from any thread.
+    """Sends requests to one process, from any thread.
 
     Args:
         worker: the module whose `main` answers by `serve`.
@@ -45,7 +45,7 @@ class BoundedProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, **question: Any) -> dict[str, Any]:
-        """What the process answers.
+        """Send a request and return the answer of the process.
 
         Raises:
             ConfigError: the question is refused, or takes too much.
@@ -88,7 +88,7 @@ class BoundedProcess:
         self._end()
         if code in (-signal.SIGPROF, None):
             return f"it takes more than {CPU_SECONDS:g} s {self._work}"
-        return f"the process that had it {self._work} ended (exit code {code})"
+        return f"the process that started {self._work} ended (exit code {code})"
 
     def _end(self) -> None:
         if self._process:
@@ -97,7 +97,7 @@ class BoundedProcess:
             self._close()
 
     def forget(self) -> None:
-        """In a process that was forked: the other one belongs to the parent, and ends when that closes its pipes."""
+        """After a fork: the other process belongs to the parent, and ends when that closes its pipes."""
         self._lock = threading.Lock()
         self._close()
 
@@ -109,7 +109,7 @@ class BoundedProcess:
 
 
 def _read_line(process: subprocess.Popen[bytes]) -> bytes:
-    """A line of its output, or what there was of one when it ended or the time was over."""
+    """Read a line of its output, or the rest when it ended or the time was over."""
     assert process.stdout
     deadline, parts = time.monotonic() + WALL_SECONDS, list[bytes]()
     waiting = select.poll()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command line from a dataclass: its fields are the flags, their `option(...)` texts the help."""
+"""Build a command line from a dataclass: its fields are the flags, their `option(...)` texts the help."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ T = TypeVar("T")
 
 
 def option(default: Any, help: str) -> Any:
-    """A field that is a flag; `...` as default makes it required."""
+    """Declare a field that is a flag; `...` as default makes it required."""
     if default is ...:
         return dataclasses.field(metadata={"help": help})
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def output(default: Any, help: str) -> Any:
-    """As `option`, of a file or folder that the verb writes; its configuration is an `Overwrite`, too."""
+    """Like `option`, for a file or folder that the command writes; its configuration must also be an `Overwrite`."""
     return _as_output(option(default, help))
 
 
 def output_argument(help: str) -> Any:
-    """As `argument`, likewise."""
+    """Like `argument`, for a file or folder that the command writes."""
     return _as_output(argument(help))
 
 
@@ -44,19 +44,23 @@ def _as_output(field: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overwrite:
-    """A verb that writes files."""
+    """Base of the configurations of commands that write files."""
 
-    overwrite: bool = option(False, "replace what is there already under the name of an output")
+    overwrite: bool = option(False, "replace existing outputs")
 
 
 def run_file() -> Any:
-    """A field that names a run file, which gives the other flags; those on the command line win over it."""
-    text = "run file: YAML with these flags as keys (`steps: 20`), or the config.json of a run; flags win over it"
+    """Declare the field that names a run file, which gives the other flags; those on the command line take
+    precedence."""
+    text = (
+        "run file: YAML with these flags as keys (`steps: 20`), or the config.json of a run; flags on the "
+        "command line take precedence (default: none)"
+    )
     return dataclasses.field(default=None, metadata={"help": text, "run_file": True})
 
 
 def argument(help: str) -> Any:
-    """A field that is given by its place on the command line."""
+    """Declare a field that is a positional argument."""
     return dataclasses.field(metadata={"help": help, "positional": True})
 
 
@@ -64,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         super().__init__(**options, exit_on_error=False)
         self.problems: dict[str, str] = {}
-        """What is wrong with values, by their flags."""
+        """Problems of values, by flag."""
         self.missing: list[str] = []
 
     def error(self, message: str) -> NoReturn:
@@ -72,10 +76,11 @@ class _Parser(argparse.ArgumentParser):
         if not message.startswith(start):
             raise ConfigError(f"{message} (see --help)")
         self.missing += message.removeprefix(start).split(", ")
-        return None  # type: ignore[misc] # argparse goes on, and so do we, to tell of the rest
+        return None  # type: ignore[misc] # argparse continues, and the rest is reported, too
 
     def reads(self, flag: str, kind: Any) -> Callable[[str], Any]:
-        """Turns a text into a value; a wrong one becomes a problem, so that all of them are told at once."""
+        """Build a function that converts a text to a value; a wrong text becomes a problem, so that all are
+        reported at once."""
 
         def read(text: str) -> Any:
             try:
@@ -88,8 +93,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 ALL_FLAGS = "--help-all"
+METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+"""Placeholders of values in help texts, by type."""
 WRONG = object()
-"""A value that was none."""
+"""Stands for a value that could not be converted."""
 
 
 def _value(text: str, kind: Any) -> Any:
@@ -106,7 +113,7 @@ def _value(text: str, kind: Any) -> Any:
     if kind is Path and not text:
         raise ValueError("an empty name")
     if kind is Path and "://" in text:
-        raise ValueError(f"{text}: a file or folder of this machine is wanted")
+        raise ValueError(f"{text}: expected a file or folder of this machine")
     try:
         return kind(text)
     except ValueError:
@@ -116,11 +123,11 @@ def _value(text: str, kind: Any) -> Any:
 def parse_args(
     kind: type[T], description: str, argv: Sequence[str] | None = None, check: Callable[[T], object] | None = None
 ) -> T:
-    """The command line as a `kind`. Types are looked at here, and whether an output is there already; the bounds of numbers
-    only where there is something else to tell.
+    """Parse the command line into a `kind`. Types are checked here, and whether an output exists already; the
+    bounds of numbers only where there are other problems to report.
 
     Args:
-        check: what finds the other mistakes, of which is told here where the command line has mistakes as well.
+        check: function that finds the other mistakes, called where the command line has mistakes as well.
 
     Raises:
         ConfigError: all mistakes of the command line: unknown flags, missing ones, values of the wrong type.
@@ -154,8 +161,8 @@ def parse_args(
 
 
 def _parse(parser: _Parser, words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Values by their fields, and what is wrong with the words themselves. A flag that argparse stops at is left out, and the
-    others are read."""
+    """Values by field, and the problems of the command line itself. A flag that argparse stops at is left out, and
+    the others are read."""
     problems, meant = [], set()
     while True:
         parser.problems.clear()
@@ -182,7 +189,7 @@ def _parse(parser: _Parser, words: list[str]) -> tuple[dict[str, Any], list[str]
 
 
 def _by_flag(words: Sequence[str]) -> list[list[str]]:
-    """Unknown flags, each with what follows it."""
+    """Group unknown flags, each with the words that follow it."""
     found: list[list[str]] = []
     for word in words:
         if word.startswith("-") or not found:
@@ -201,13 +208,13 @@ def _parser(kind: type[Any], description: str, words: Sequence[str]) -> _Parser:
     common, num_hidden = _common(kind), 0
     parser.add_argument(ALL_FLAGS, action="help", help="show all flags and exit" if common else argparse.SUPPRESS)
     groups: dict[str, argparse._ArgumentGroup] = {}
-    if own := vars(kind).get("heading"):  # what is special about a verb comes first
+    if own := vars(kind).get("heading"):  # the flags of the command itself come first
         groups[own] = parser.add_argument_group(own)
     hints, given = get_type_hints(kind), _from_run_file(kind, words)
     for field in dataclasses.fields(kind):
         value = given.get(field.name, field.default)
         required = value is dataclasses.MISSING
-        default = "" if required or value in (None, "", (), False) else f" (default: {value})"
+        default = "" if required or value is False or value in (None, "", ()) else f" (default: {value})"
         text = field.metadata["help"].replace("%", "%%") + default
         if common and ALL_FLAGS not in words and field.name not in common and "positional" not in field.metadata:
             text, num_hidden = argparse.SUPPRESS, num_hidden + 1
@@ -229,13 +236,13 @@ def _parser(kind: type[Any], description: str, words: Sequence[str]) -> _Parser:
             group.add_argument(flag, type=reads, nargs="?", const=True, metavar="PATH", **shared)
             if value:
                 group.add_argument(
-                    f"--no-{flag[2:]}", action="store_const", const=False, dest=field.name, help="not so"
+                    f"--no-{flag[2:]}", action="store_const", const=False, dest=field.name, help="turn it off"
                 )
         elif hint is bool:
             switch: Any = argparse.BooleanOptionalAction if value else "store_true"  # --no-FLAG where a run file has it
             group.add_argument(flag, action=switch, default=value, dest=field.name, help=text)
         else:
-            metavar = choices or hint.__name__.upper()
+            metavar = choices or METAVARS.get(hint, hint.__name__.upper())
             reads = parser.reads(flag, hint)
             group.add_argument(flag, type=reads, nargs="+" if many else None, metavar=metavar, **shared)
     if num_hidden:
@@ -246,12 +253,12 @@ def _parser(kind: type[Any], description: str, words: Sequence[str]) -> _Parser:
 
 
 def _common(kind: Any) -> set[str]:
-    """The flags that `-h` shows, those that a verb's classes call `common`; all where none does."""
+    """The flags that `-h` shows: those that a command's classes list as `common`, or all where none does."""
     return {name for each in kind.__mro__ for name in vars(each).get("common", ())}
 
 
 def _heading(kind: Any, name: str) -> str:
-    """What flags stand under in `-h` that are fields of the class that first has this one, `heading`; none without it."""
+    """Heading of a flag in `-h`: `heading` of the class that first has the field; empty without one."""
     classes = (each for each in reversed(kind.__mro__) if name in inspect.get_annotations(each))
     return str(vars(next(classes)).get("heading", ""))
 
@@ -270,7 +277,7 @@ def _from_run_file(kind: Any, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def check_numbers(config: Any) -> None:
-    """For tools without checks of their own.
+    """Check the bounds of numbers, for commands without checks of their own.
 
     Raises:
         ConfigError: flags that are outside their bounds.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error a user's mistake raises, and how a command line shows it."""
+"""ConfigError, the one exception for a user's mistake, and how a command line prints it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ Result = TypeVar("Result")
 
 EXIT_BAD_INPUT = 2
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-"""What a write meets that is not our mistake, and which may not say of what file."""
+"""Errors of a write that are not bugs of this package, and which may not name their file."""
 MAX_SHOWN = 50
-"""Problems of a call that are printed."""
+"""Maximum number of problems that a call prints."""
 MAX_WORD = 100
-"""Characters of a word that others are compared with."""
+"""Number of characters of a word that are compared with known words."""
 _LINKS_IN_A_CIRCLE = "Symlink loop from "
 _LONGEST, _END = 1200, 400
-"""Characters of a problem that are kept, and how many of them are its last."""
+"""Maximum number of characters shown of a problem, and how many of them are from its end."""
 _CONTROL = re.compile(
     "[\0-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""What steers a terminal, turns the direction of writing or cannot be seen, and what UTF-8 cannot hold."""
+"""Characters that control a terminal, change the direction of writing or cannot be seen, and those that UTF-8
+cannot encode."""
 
 
 def printable(text: str) -> str:
-    """A text for a message: control characters are escaped, so that what a file says can neither steer a terminal nor pass
-    for a line of ours. Of a long one the middle is left out."""
+    """A text for a message: control characters are escaped, so that what a file says can neither steer a terminal nor
+    look like a line of this program. Of a long one the middle is left out."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST - _END]} ... ({len(text):,} characters) ... {text[-_END:]}"
     return without_control(text)
@@ -44,7 +45,7 @@ def without_control(text: str) -> str:
 
 
 class ConfigError(Exception):
-    """What the user gave cannot be used. Carries every problem found, one printable line each."""
+    """An input of the user cannot be used. Carries every problem found, one printable line each."""
 
     def __init__(self, problems: str | Iterable[str]):
         self.problems = [printable(problem) for problem in ([problems] if isinstance(problems, str) else problems)]
@@ -53,10 +54,10 @@ class ConfigError(Exception):
 
 
 class Problems(list[str]):
-    """Collects what is wrong with a call, so that all of it is told at once."""
+    """Collects the problems of a call, so that all of them are reported at once."""
 
     def of(self, work: Callable[..., Result], *arguments: Any) -> Result | None:
-        """What `work` returns; None if the user's mistakes kept it from that."""
+        """Return the result of `work`, or None if a ConfigError prevented it; its problems are collected."""
         try:
             return work(*arguments)
         except ConfigError as error:
@@ -65,7 +66,7 @@ class Problems(list[str]):
 
     def tell(self) -> None:
         """Raises:
-        ConfigError: there are any; each is told once.
+        ConfigError: there are any; each is reported once.
         """
         if self:
             raise ConfigError(dict.fromkeys(self))
@@ -80,7 +81,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def silence(stream: TextIO) -> None:
-    """Let what is still written to `stream`, whose reader is gone, go nowhere."""
+    """Redirect further output to `stream`, whose reader is gone, to nowhere."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of another's .proto, read and written by protobuf's compiled implementation where that other asks for Python's."""
+"""Messages of another project's .proto, with protobuf's compiled implementation where that project selects Python's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def compiled_messages(generated: ModuleType) -> Any:
 
 @contextmanager
 def _as_if_not_loaded() -> Iterator[None]:
-    """Inside, protobuf is loaded anew and chooses for itself; afterwards all is as before."""
+    """Load protobuf anew inside, so that it chooses its implementation; afterwards the old one is back."""
     before = _loaded()
     for name in before.keys() - {SHARED}:
         del sys.modules[name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files one process of a job makes and all of them read, and how a file that somebody names is opened."""
+"""Files that one process of a job writes and all of them read, and safe opening of files that a user names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OTHER_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: 
 
 
 def check_regular(path: str | Path) -> None:
-    """Make sure that a file has an end: a device may give bytes for ever, and a pipe keep its reader waiting as long.
+    """Check that a file has an end: a device may give bytes for ever, and a pipe may block its reader as long.
 
     Raises:
         OSError: it is not there, or not a regular file.
@@ -43,7 +43,7 @@ def check_regular(path: str | Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file to read bytes from.
+    """Open a file to read bytes from.
 
     Raises:
         OSError: as `check_regular`, or it cannot be read.
@@ -53,7 +53,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, max_bytes: int | None = None) -> bytes:
-    """The content of a file.
+    """Read the content of a file.
 
     Raises:
         OSError: as `open_regular`, or more than `max_bytes`.
@@ -71,7 +71,7 @@ def read_bytes(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def read_gzip(path: Path, max_bytes: int) -> bytes:
-    """The content of a gzip file, of which little can make very much.
+    """Read the content of a gzip file, a small one of which can unpack to very much.
 
     Raises:
         OSError: as `read_bytes`, or not gzip.
@@ -88,7 +88,7 @@ def read_gzip(path: Path, max_bytes: int) -> bytes:
 
 
 def read_utf8(path: Path, max_bytes: int | None = None) -> str:
-    """The content of a UTF-8 file, as `read_bytes`.
+    """Read the content of a UTF-8 file, like `read_bytes`.
 
     Raises:
         OSError: as there.
@@ -102,7 +102,8 @@ _rename_at = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file beside `path`, then give it its name: it is complete or absent, also after a power cut."""
+    """Write a file with `write` under a temporary name next to `path`, then rename it: it is complete or absent,
+    also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_name(path)
     try:
@@ -114,7 +115,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """As `write_atomically`, for UTF-8 text."""
+    """Like `write_atomically`, for UTF-8 text."""
 
     def write(partial: Path) -> None:
         partial.write_text(text, encoding="utf-8")
@@ -126,19 +127,19 @@ PARTIAL, REPLACED = ".partial", ".replaced"
 
 
 def own_name(path: Path, suffix: str) -> Path:
-    """A hidden name beside `path` that is this process's alone, and tells whose it was if that is killed."""
+    """A hidden name next to `path` for this process alone, which says whose it was if that process is killed."""
     return path.with_name(f".{path.name}.{_machine()}-{os.getpid()}{suffix}")
 
 
 def partial_name(path: Path) -> Path:
-    """A name to write under what is to be `path`; what processes that were killed have left of it is removed."""
+    """A temporary name for what becomes `path`; what killed processes have left of it is removed."""
     for found in (*left(path, PARTIAL), own_name(path, PARTIAL)):
         remove(found)
     return own_name(path, PARTIAL)
 
 
 def left(path: Path, suffix: str) -> list[Path]:
-    """What is there under `own_name`s of processes of this machine that are no more, the newest first."""
+    """List the `own_name`s left by processes of this machine that have ended, the newest first."""
     form = re.compile(rf"\.{re.escape(path.name)}\.{_machine()}-(\d+){re.escape(suffix)}")
     with contextlib.suppress(OSError):  # no such folder
         found = [(form.fullmatch(name), path.with_name(name)) for name in os.listdir(path.parent)]
@@ -149,7 +150,7 @@ def left(path: Path, suffix: str) -> list[Path]:
 
 @cache
 def _machine() -> str:
-    """Short for this machine, or container: where numbers of processes mean the same."""
+    """Short name of this machine or container, within which process numbers are unique."""
     name = platform.node()
     with contextlib.suppress(OSError):
         name += os.readlink("/proc/self/ns/pid")
@@ -158,7 +159,8 @@ def _machine() -> str:
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which then takes the name of `folder`; an older one goes only when this one is complete."""
+    """Yield a folder to fill, which then gets the name of `folder`; an older one is removed only when this one is
+    complete."""
     recover_folder(folder)
     if folder.is_symlink():
         folder = folder.resolve()  # what it leads to is replaced, on that disk
@@ -174,10 +176,10 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Give a complete folder its name; an older one of that name is removed last.
+    """Give a complete folder its final name; an older one of that name is removed last.
 
     Whenever the process is killed or fails, the older or the new one is whole under the name. Where a file system cannot
-    exchange two names, the older one may be whole under a name beside it instead, until `recover_folder`.
+    exchange two names, the older one may be complete under another name in the same folder, until `recover_folder`.
     """
     flush_all(partial)
     if _exchange(partial, folder):
@@ -190,7 +192,7 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 
 def recover_folder(folder: Path) -> None:
-    """Give a folder its name back whose replacement was killed between the removal of the old name and the new one's."""
+    """Restore a folder whose replacement was killed between the removal of the old name and the new one's."""
     if folder.exists() or not folder.name:  # `.`, which has no name to lose
         return
     if own_name(folder, REPLACED).exists():  # it is about to be replaced here
@@ -203,7 +205,7 @@ def recover_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder if it is there; what cannot be removed stays."""
+    """Remove a file, a link or a folder if it exists; what cannot be removed stays."""
     with contextlib.suppress(OSError):
         if path.is_symlink() or path.is_file():
             path.unlink()
@@ -212,7 +214,7 @@ def remove(path: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that others look for by its name: it is whole or gone."""
+    """Remove a folder that others look for by its name: it is complete or absent at any time."""
     removed = folder.with_name(f".{folder.name}.removed")
     remove(removed)
     folder.rename(removed)
@@ -242,7 +244,7 @@ def _name_of_replaced(folder: Path) -> Path:
 
 
 def _put_in_place(partial: Path, folder: Path, replaced: Path) -> None:
-    """Give one folder the name of another, which is called `replaced` then."""
+    """Give one folder the name of another, which is renamed to `replaced`."""
     for is_last in (False, True):
         if folder.exists():
             remove(replaced)  # older than what has the name
@@ -265,12 +267,12 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where this user's things lie that can be made again."""
+    """Folder of this user's files that can be generated again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sporeloom"
 
 
 def private_cache(name: str) -> Path:
-    """A folder of this user's cache that nobody else may enter: what lies in it is run or trusted.
+    """Open a folder of this user's cache that nobody else may enter: its contents are executed or trusted.
 
     One of this user's that others could write to is emptied, as they may have.
 
@@ -283,7 +285,7 @@ def private_cache(name: str) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """`private_cache` for a folder of any place."""
+    """`private_cache` for a folder at any path."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -299,7 +301,7 @@ def make_private(folder: Path) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """The content of a file that only this user can have written.
+    """Read a file that only this user can have written.
 
     Raises:
         OSError: there is none; it is somebody else's, a link, or one that others may write to.
@@ -312,7 +314,8 @@ def read_private(path: Path) -> bytes:
 
 
 def unwritable(folder: Path) -> str | None:
-    """Why no file can be made in `folder`, which need not exist yet; None if one can. Nothing of the attempt stays."""
+    """Describe why no file can be created in `folder`, which need not exist yet; None if one can. The attempt
+    leaves nothing."""
     made: list[Path] = []
     try:
         for part in [*reversed(folder.parents), folder]:
@@ -330,7 +333,7 @@ def unwritable(folder: Path) -> str | None:
 
 
 def made_once(path: Path, is_maker: bool, make: Callable[[Path], object], timeout_s: float = WAIT_S) -> Path:
-    """`path`, made by one process of the job while the others wait. Its name must say what is in it.
+    """Let one process of the job make `path` while the others wait. Its name must identify its contents.
 
     `make` lets `path` appear when it is complete.
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a folder as it was written: hashes.json, a hash of every other file and of itself. docs/checkpoint_format.md
+"""hashes.json records a folder as it was written: a hash of every other file and of itself.
+docs/checkpoint_format.md
 
 Of safetensors files it has the hash of the header; of their tensors the hashes that `sporeloom.checkpoint.content_hash`
 makes, here or in the manifest of a training checkpoint, which may be checked in shares. Folders that others publish have no
@@ -21,12 +22,12 @@ from sporeloom.reader import read_json
 HASHES = "hashes.json"
 FORMAT, VERSION = "sporeloom-hashes", 1
 SELF = "sha256"
-"""Key: of the text before its line."""
+"""Key of the hash of the text before its line."""
 TENSORS = ".safetensors"
 BLOCK_BYTES = 1 << 20
 SHOWN = 8
-LONGEST_HEADER = 100_000_000
-"""Of a safetensors file, as the format has it."""
+MAX_HEADER_BYTES = 100_000_000
+"""Maximum size of a safetensors file's header, by its format."""
 Entries = Mapping[str, Mapping[str, Any]]
 
 
@@ -43,7 +44,7 @@ def write_hashes(folder: Path, tensors: Callable[[Path], Mapping[str, str]] | No
 
 
 def read_hashes(folder: Path) -> Entries | None:
-    """What a folder's hashes.json says of each file; None: it has none.
+    """Read the hashes.json of a folder; None: it has none.
 
     Raises:
         ConfigError: it is not as it was written.
@@ -93,13 +94,13 @@ def check_hashes(
 
 
 def without_hash(folder: Path) -> list[str]:
-    """Files that were put into a folder later, and that nothing is known of."""
+    """Files that were added to a folder later and have no hash."""
     files = read_hashes(folder)
     return [] if files is None else [name for name in _names(folder) if name not in files]
 
 
 def check_file(path: Path) -> None:
-    """`check_hashes` of one file that is named by itself, or of a folder.
+    """`check_hashes` for one file that is named by itself, or for a folder.
 
     Raises:
         ConfigError: it lies in a folder whose hashes.json has another hash of it.
@@ -112,7 +113,7 @@ def check_file(path: Path) -> None:
 
 
 def command(folder: Path) -> str:
-    """What accepts a folder's files as they are now."""
+    """The command that accepts a folder's files as they are now."""
     return f"sporeloom checkpoint-info {folder} --accept-changes"
 
 
@@ -138,7 +139,7 @@ def _problems(folder: Path, files: Entries, unread: Collection[str]) -> Iterator
 
 
 def _hash(path: Path) -> dict[str, str]:
-    """Of a file, or of a safetensors file's header."""
+    """Hash a file, or the header of a safetensors file."""
     with path.open("rb") as file:
         if not path.name.endswith(TENSORS):
             digest = hashlib.sha256()
@@ -146,12 +147,12 @@ def _hash(path: Path) -> dict[str, str]:
                 digest.update(block)
             return {SELF: digest.hexdigest()}
         start = file.read(8)
-        length = min(int.from_bytes(start, "little"), LONGEST_HEADER)
+        length = min(int.from_bytes(start, "little"), MAX_HEADER_BYTES)
         return {"header": hashlib.sha256(start + file.read(length)).hexdigest()}
 
 
 def _is_entry(name: str, entry: Any) -> bool:
-    """Whether an entry is of a file of the folder, or of a folder in it, and has a size and a hash."""
+    """Whether an entry belongs to a file of the folder, or of a folder in it, and has a size and a hash."""
     parts = name.split("/")
     if any(part.startswith(".") or part == "" for part in parts) or "\0" in name or not isinstance(entry, dict):
         return False
@@ -165,12 +166,12 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 def _names(folder: Path) -> list[str]:
-    """Files of a folder and of those in it, without hidden ones."""
+    """List the files of a folder and its subfolders, without hidden ones."""
     found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(name.as_posix() for name in found if str(name) != HASHES and not name.name.startswith("."))
 
 
 def _bytes(values: Mapping[str, Any]) -> bytes:
-    """The file: JSON with the hash of all that comes before it as the last value."""
+    """The text of the file: JSON with the hash of all that precedes it as the last value."""
     before = json_text(values, indent=1, ensure_ascii=False).removesuffix("\n}").encode("utf-8", "surrogatepass")
     return before + f',\n "{SELF}": "{hashlib.sha256(before).hexdigest()}"\n}}\n'.encode()

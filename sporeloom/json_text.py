@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one writer of JSON for others to read: NaN and infinity, which JSON has no words for, become null."""
+"""The one writer of JSON for other programs: NaN and infinity, which JSON cannot express, become null."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """A value as JSON; a number that is not finite as null. `options`: `json.dumps`'."""
+    """Format a value as JSON; a non-finite number as null. `options`: those of `json.dumps`."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:  # the rare case pays

@@ -19,15 +19,15 @@ from sporeloom.processes import is_alive
 
 WRITER = ".writer"
 HELD = "SPORELOOM_WRITES"
-"""Environment: the folder that this process, or the one that started it, holds."""
+"""Environment variable: the folder that this process, or the one that started it, has locked."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without flock, as Lustre is often mounted
 
 
 @contextlib.contextmanager
 def one_writer(target: Path, is_folder: bool = True) -> Iterator[None]:
-    """Let nobody else who asks write to `target` meanwhile, on this machine or another that shares it.
+    """Lock `target` against other writers, on this machine or another that shares it.
 
-    `is_folder`: the lock lies in it; else beside it, for what appears under its name when it is complete.
+    `is_folder`: the lock lies in it; else next to it, for a folder that gets its name when it is complete.
 
     Raises:
         ConfigError: somebody does, and who; or nothing can be written there.
@@ -57,7 +57,7 @@ def one_writer(target: Path, is_folder: bool = True) -> Iterator[None]:
 
 
 def try_lock(path: Path) -> int | None:
-    """An open file, made if it is not there, that this process alone has locked; None if another one has.
+    """Open a file, created if it does not exist, that only this process has locked; None if another process has.
 
     Raises:
         OSError: it cannot be made, or its file system knows no locks.
@@ -80,7 +80,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def _take(path: Path) -> tuple[int | None, Path]:
-    """An open file that is this process's alone, or None; and which file it is."""
+    """Lock an open file for this process, or return None; and say which file it is."""
     try:
         handle = try_lock(path)
     except OSError as error:
@@ -97,8 +97,8 @@ def _take(path: Path) -> tuple[int | None, Path]:
 
 
 def _create_alone(path: Path) -> int | None:
-    """The lock of file systems that have no other: a file only one can create. Left behind by a process of this machine
-    that is gone, it is taken over."""
+    """Lock for file systems without locks: a file that only one process can create. One left behind by a process of this
+    machine that has ended is taken over."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:

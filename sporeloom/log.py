@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Milestones of a run, said once by one rank on stderr; numbers go to metrics files."""
+"""Milestones of a run, logged once by the logging rank on stderr; numbers go to metrics files."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def milestone(text: str) -> None:
 
 
 def print_report(text: str) -> None:
-    """Lines for a reader on stdout; control characters in what they quote from files are escaped."""
+    """Print lines on stdout; control characters in quotations from files are escaped."""
     print("\n".join(map(without_control, text.split("\n"))))
 
 
 class LogBudget:
-    """Bounds on what others can cause to be logged: so many lines of a kind in a minute; the rest is counted.
+    """Limits how much others can cause to be logged: a number of lines of a kind per minute; the rest is counted.
 
     Args:
         max_lines: of each kind.
@@ -45,7 +45,7 @@ class LogBudget:
         self._kinds: dict[str, tuple[float, int]] = {}  # when its period began, lines in it
 
     def take(self, kind: str) -> str | None:
-        """What to add to a line of this kind, how many were left out before it; None: leave it out."""
+        """Suffix of a line of this kind, with the number of lines left out before it; None: leave it out."""
         now = self._clock()
         since, count = self._kinds.get(kind, (now, 0))
         left_out = 0
@@ -57,12 +57,12 @@ class LogBudget:
         return f" ({left_out:,} more like this since the last one)" if left_out else ""
 
     def log(self, kind: str, text: str) -> None:
-        """A milestone, while there are not too many of its kind."""
+        """Log a milestone, unless there were too many of its kind."""
         if (more := self.take(kind)) is not None:
             milestone(text + more)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Of a logger; a kind is what a message says before its values are put in."""
+        """Limits the records of a logger; a kind is a message before its values are inserted."""
         more = self.take(f"{record.name}: {record.msg}"[:200])
         if more:
             record.msg, record.args = record.getMessage() + more, ()
@@ -75,6 +75,7 @@ def counted(number: int, one: str, many: str) -> str:
 
 
 def progress(items: Iterable[T], what: str) -> Iterator[T]:
-    """The items, with a bar on stderr if they take longer than two seconds; of several processes the first shows it."""
+    """Iterate over the items, with a progress bar on stderr if they take longer than two seconds; only in the
+    first process."""
     is_first = (os.environ.get("RANK_ID") or "0") == "0"
     return iter(tqdm(items, desc=MARK + what, delay=2.0, disable=not is_first, unit="", leave=False))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which numbers a setting takes, said in its type: `steps: Count`. Checked here for flags and files alike."""
+"""Ranges of numbers, declared in the type of a setting: `steps: Count`. Checked here for flags and files alike."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from sporeloom.errors import ConfigError
 
-MOST = 2**31 - 1
-"""Of anything that is counted: beyond it MindSpore's and NumPy's shapes end."""
+MAX_COUNT = 2**31 - 1
+"""Maximum of any count: MindSpore's and NumPy's shapes end there."""
 
 
 def is_finite(value: float) -> bool:
@@ -24,7 +24,7 @@ def is_finite(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of a number. No number is infinite or NaN."""
+    """Bounds of a number. NaN and infinity are always outside."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -39,7 +39,7 @@ class Bounds:
         )
 
     def wanted(self, value: float) -> str:
-        """What to say of a value outside."""
+        """Describe why a value is outside the bounds."""
         if not is_finite(value):
             return "must be a finite number"
         if self.high <= 1 and math.isfinite(self.low):
@@ -52,29 +52,31 @@ class Bounds:
         return f"must be {'above' if self.without_low else 'at least'} {self.low:g}"
 
 
-Count = Annotated[int, Bounds(1, MOST)]
+Count = Annotated[int, Bounds(1, MAX_COUNT)]
 Depth = Annotated[int, Bounds(1, 10_000)]
-"""Of what is gone through one by one before anything is computed: layers, microbatches."""
-Natural = Annotated[int, Bounds(0, MOST)]
+"""Counts of things that are visited one by one before anything is computed: layers, microbatches."""
+Natural = Annotated[int, Bounds(0, MAX_COUNT)]
 Amount = Annotated[int, Bounds(0, 2**53)]
-"""Of tokens, documents or bytes, of which there may be more than 2^31."""
+"""Counts of tokens, documents or bytes, of which there may be more than 2^31."""
 Seed = Annotated[int, Bounds(0, 2**64 - 1)]
 Number = Annotated[float, Bounds()]
 Positive = Annotated[float, Bounds(0, without_low=True)]
 NotNegative = Annotated[float, Bounds(0)]
 MIN_TEMPERATURE = 1e-5
-"""Sampling at a lower temperature is greedy: quotients would overflow, and no other token has a chance worth a draw."""
+"""Sampling at a lower temperature is greedy: quotients would overflow, and no other token has a relevant
+probability."""
 SamplingTemperature = Annotated[float, Bounds(MIN_TEMPERATURE)]
-"""Where greedy decoding makes no sense."""
+"""Temperatures of sampling, without greedy decoding."""
 Share = Annotated[float, Bounds(0, 1)]
 Probability = Annotated[float, Bounds(0, 1, without_low=True)]
 Rate = Annotated[float, Bounds(0, 1, without_high=True)]
 
-_DEFAULT = {int: Bounds(-MOST, MOST), float: Bounds()}
+_DEFAULT = {int: Bounds(-MAX_COUNT, MAX_COUNT), float: Bounds()}
 
 
 def number_problem(value: Any, hint: Any) -> str | None:
-    """What is wrong with a number of type `hint`, which may be optional, or each of a tuple or list of them; else None."""
+    """Describe why a number of type `hint`, which may be optional or each item of a tuple or list, is not valid;
+    else None."""
     if get_origin(hint) is Annotated:
         kind, bounds = get_args(hint)[:2]
         if isinstance(bounds, Bounds) and isinstance(value, int | float) and not isinstance(value, bool):
@@ -91,12 +93,13 @@ def number_problem(value: Any, hint: Any) -> str | None:
 
 
 def as_flag(name: str) -> str:
-    """A field's flag."""
+    """Name of a field's flag."""
     return "--" + name.rstrip("_").replace("_", "-")
 
 
 def number_problems(config: Any, shown: Callable[[str], str] = as_flag) -> Iterator[str]:
-    """Every number of a dataclass that is outside its bounds. `shown`: what a user calls a field."""
+    """List every number of a dataclass that is outside its bounds. `shown`: converts the name of a field for
+    users."""
     hints = get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -106,7 +109,7 @@ def number_problems(config: Any, shown: Callable[[str], str] = as_flag) -> Itera
 
 
 def parse_ranges(flag: str, texts: Iterable[str], counted: str, least: int = 1) -> tuple[range, ...]:
-    """`61-80` or `61`, first and last ones included.
+    """Parse `61-80` or `61`, with both ends included.
 
     Args:
         counted: what the numbers are of, for messages.
@@ -122,7 +125,7 @@ def parse_ranges(flag: str, texts: Iterable[str], counted: str, least: int = 1) 
             problems.append(f"{flag} {text}: give {counted} as 61-80, or one as 61")
             continue
         begin, end = int(first), int(last if dash else first)
-        if not least <= begin <= end <= MOST:
+        if not least <= begin <= end <= MAX_COUNT:
             problems.append(f"{flag} {text}: {counted} are counted from {least}, the first one first")
         found.append(range(begin, end + 1))
     if problems:

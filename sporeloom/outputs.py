@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verbs write: the one rule that nothing that is there is replaced without --overwrite, and then only by its complete
+"""Outputs of commands: nothing that exists is replaced without --overwrite, and then only by its complete
 successor."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTPUT = "output"
 
 
 def outputs(config: Any) -> Iterator[tuple[str, Path]]:
-    """(what a user calls it, path) of everything that a verb of this configuration writes on this machine."""
+    """List (flag, path) of everything that a command of this configuration writes on this machine."""
     for field in dataclasses.fields(config):
         path = getattr(config, field.name)
         if OUTPUT not in field.metadata or path is None:
@@ -36,14 +36,14 @@ def outputs(config: Any) -> Iterator[tuple[str, Path]]:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether something would be lost if `path` were written; an empty folder is nothing."""
+    """Whether data would be lost if `path` were written; an empty folder is none."""
     if not os.path.lexists(path):  # False where Path.exists would raise: names that are too long
         return False
     return path.is_symlink() or not path.is_dir() or any(path.iterdir())
 
 
 def output_problems(config: Any) -> Iterator[str]:
-    """Outputs that are there already and would be replaced without --overwrite, or cannot be."""
+    """List outputs that exist and would be replaced without --overwrite, or cannot be replaced."""
     if (os.environ.get("RANK_ID") or "0") != "0":
         return  # the first process of a job looks; it may have begun to write
     found = list(outputs(config))
@@ -57,7 +57,7 @@ def output_problems(config: Any) -> Iterator[str]:
 
 
 def _holds_more(config: Any, output: Path) -> str | None:
-    """What else would go with `output`: where we are, or what the verb reads."""
+    """Name what else would be deleted with `output`: the working folder, or an input."""
     if Path.cwd().is_relative_to(output.resolve()):
         return "the working folder"
     for field in dataclasses.fields(config):
@@ -71,7 +71,7 @@ def _holds_more(config: Any, output: Path) -> str | None:
 
 @contextlib.contextmanager
 def replacing(config: Any) -> Iterator[None]:
-    """Set aside what --overwrite replaces, until its successor is complete; after an error it is put back.
+    """Move away what --overwrite replaces until its successor is complete; after an error, move it back.
 
     Raises:
         ConfigError: a call that was killed had set aside what is not to be replaced; it is back.
@@ -104,7 +104,7 @@ def replacing(config: Any) -> Iterator[None]:
         for each in (
             aside,
             *left(path, REPLACED),
-        ):  # the latter of calls that were killed before their new one was whole
+        ):  # the last of calls that were killed before their new output was complete
             _remove(each)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regular expressions of somebody else's file, matched by Python's own `re` in a process with bounds: one may never end."""
+"""Regular expressions from somebody else's file, matched by Python's own `re` in a process with limits: one may
+never end."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ Pattern = tuple[Literal["match", "fullmatch"], str]
 Found = dict[str, dict[str, str | None]]
 """Each name that a pattern matches -> its named groups."""
 MATCHER = BoundedProcess("sporeloom.patterns", "to match its patterns")
-"""Of this process."""
+"""The bounded process of this process."""
 
 
 def match_patterns(patterns: Iterable[Pattern], names: Sequence[str]) -> dict[Pattern, Found | str]:
-    """What each pattern matches of some names; of one that is not a regular expression, why.
+    """Match each pattern against some names; a text that is not a regular expression gets the reason.
 
     Raises:
         ConfigError: together they take too much time or memory.

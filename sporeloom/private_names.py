@@ -32,7 +32,8 @@ try:
     from mindspore.train import mind_ir_pb2
 except ImportError as missing:
     raise ImportError(
-        f"MindSpore {ms.__version__} lacks what partitioning leans on: {missing}; use {' or '.join(SUPPORTED_VERSIONS)}"
+        f"MindSpore {ms.__version__} lacks names that partitioning needs: {missing}; use "
+        f"{' or '.join(SUPPORTED_VERSIONS)}"
     ) from None
 
 try:  # its own partitioner, which MindSpore retires after 2.11
@@ -44,9 +45,9 @@ except ImportError as missing:
     reset_auto_parallel_context = set_auto_parallel_context = auto_parallel_context = None
     grad_comm_ops = GradAccumulation = MicroBatchInterleaved = None
     NO_PARTITIONER = (
-        f"MindSpore {ms.__version__} has no partitioner of its own ({missing}): training and inference on CPU processes need "
-        "none without `engine: mindspore`; dry runs, certificates, pipelines of your own networks and devices do, with "
-        f"MindSpore {' or '.join(SUPPORTED_VERSIONS)}"
+        f"MindSpore {ms.__version__} has no partitioner of its own ({missing}): training and inference on CPU "
+        "processes need none without `engine: mindspore`; dry runs, certificates, pipelines of custom networks "
+        f"and devices do, with MindSpore {' or '.join(SUPPORTED_VERSIONS)}"
     )
 else:
     NO_PARTITIONER = ""
@@ -86,7 +87,7 @@ CURRENT_CONTEXT = "_ZN9mindspore9MsContext11GetInstanceEv"  # MsContext::GetInst
 SET_CHIP = "_ZN9mindspore9MsContext22set_ascend_soc_versionERKSs"  # MsContext::set_ascend_soc_version
 LOG_LEVELS = "_ZN9mindspore25g_ms_submodule_log_levelsE"  # int[], by SubModuleId of log_adapter.h
 REGISTER_COMMUNICATOR = "_ZN9mindspore11CommManager8RegisterERKSsRKSt10shared_ptrIS0_E"  # CommManager::Register
-SEARCH_COSTS = "_ZN9mindspore8parallel16entire_costgraphE"  # a shared_ptr: the object, what counts its owners
+SEARCH_COSTS = "_ZN9mindspore8parallel16entire_costgraphE"  # a shared_ptr: the object, and its reference counter
 RELEASE_OWNER = (
     "_ZNSt16_Sp_counted_baseILN9__gnu_cxx12_Lock_policyE2EE10_M_releaseEv"  # of such a counter: one owner less
 )
@@ -105,5 +106,5 @@ def own_parameters(cell: Any) -> dict[str, Any]:
 
 
 def is_supported_version() -> bool:
-    """Whether this MindSpore is one that all of this was tried with."""
+    """Whether this MindSpore is a version that was tested."""
     return ms.__version__.startswith(tuple(f"{version}." for version in SUPPORTED_VERSIONS))

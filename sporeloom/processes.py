@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that end with the one that started them, however it dies. On Linux; elsewhere nothing is promised."""
+"""Processes that end with the one that started them, however it dies. On Linux; elsewhere nothing is guaranteed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multiprocessing.context import BaseContext
 
 PR_SET_PDEATHSIG = 1
 LAUNCHER = "SPORELOOM_LAUNCHER"
-"""Environment: the process that started this job, for those that it did not start itself."""
+"""Environment variable: the process that started this job, for processes that it did not start itself."""
 MALLOC, FAST_MALLOC = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=4000:glibc.malloc.mxfast=0"
 """Environment of processes that compile: they make and drop millions of small objects, so freed ones are kept at hand. A
 twelfth less time; read when a process starts, and by glibc alone."""
@@ -36,7 +36,8 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def forking_context(module: str) -> BaseContext:
-    """For processes that fork from one which has loaded `module`; MindSpore alone takes each a second otherwise.
+    """Context for processes that fork from one which has loaded `module`; loading MindSpore alone takes each a
+    second otherwise.
 
     That one starts with the first of them, with the environment of that moment, and ends with this process. Each begins with
     `begin_forked`. Loading `module` must start no thread, which a fork would not have.
@@ -47,21 +48,22 @@ def forking_context(module: str) -> BaseContext:
 
 
 def begin_forked(parent: int, environment: Mapping[str, str]) -> None:
-    """End with `parent`, which asked for this process, and have its environment of now."""
-    # The one it forked from goes on while anybody holds this end of a pipe: from now on `parent` alone.
+    """End with `parent`, which requested this process, and use its present environment."""
+    # The one it forked from continues while anybody holds this end of a pipe: from now on `parent` alone.
     os.close(vars(forkserver._forkserver)["_forkserver_alive_fd"])
     end_with_parent()
     if not is_alive(parent):
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a terminal's ends it at once; `parent` tells
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a terminal's ends it at once; `parent` forwards it
     os.environ.clear()
     os.environ.update(environment)
 
 
 def end_later(seconds: float) -> None:
-    """Go on in a child of this process, which ends as the child does, but `seconds` later where that failed or was killed.
+    """Continue in a child of this process, which ends as the child does, but `seconds` later where the child
+    failed or was killed.
 
-    msrun looks every second and kills all others when one has ended badly: until then they can tell who is waiting. Before
+    msrun looks every second and kills all others when one has ended badly: until then they can inform those who wait. Before
     threads are started.
     """
     # Both are waited for, not handled: what came just before a wait began would be noticed only after it.
@@ -84,7 +86,7 @@ def end_later(seconds: float) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process, of whatever user."""
+    """Whether there is such a process, of any user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one strict reader of YAML and JSON: what it gives is plain and finite, every key once, every mistake with its line.
+"""The one strict reader of YAML and JSON: values are plain and finite, every key occurs once, every mistake has
+its line.
 
 Refused: keys given twice, NaN and infinity, tags, anchors that contain themselves or unfold without end, deep nesting.
 YAML 1.1's surprises are not followed: 1e-5 is a number; 12:30 and dates are texts.
@@ -27,7 +28,7 @@ from sporeloom.numbers import number_problem
 
 T = TypeVar("T")
 Keys = tuple[str | int, ...]
-DEEPEST, MOST_VALUES, MOST_BYTES, LONGEST = 64, 100_000, 256 << 20, 100
+MAX_DEPTH, MAX_VALUES, MAX_BYTES, LONGEST = 64, 100_000, 256 << 20, 100
 _KINDS_OF_TAG = {"null": "nothing", "bool": "true or false", "int": "a whole number", "float": "a number"}
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, where PyYAML was built with it
 _TAG = "tag:yaml.org,2002:"
@@ -43,13 +44,14 @@ def show_key(keys: Keys) -> str:
 
 
 def shown_key(name: str) -> str:
-    """A key for a message. One that cannot be a name is not shown: the file may not be the one that was meant."""
-    return _shortened(name) if _NAME.fullmatch(name) else "(a key that is no name)"
+    """Format a key for a message. One that cannot be a name is not shown: the file may be another one than was
+    meant."""
+    return _shortened(name) if _NAME.fullmatch(name) else "(a key that is not a name)"
 
 
 @dataclass
 class Document:
-    """What a file says, and where."""
+    """The contents of a file, with the lines of its keys."""
 
     source: str
     """Name of the file, for messages."""
@@ -58,14 +60,14 @@ class Document:
     """Line of each key and each entry of a list."""
 
     def at(self, keys: Keys = ()) -> str:
-        """`file:line` of a key, or of the nearest that stands in the file."""
+        """`file:line` of a key, or of the nearest key that the file has."""
         while keys and keys not in self.lines:
             keys = keys[:-1]
         return f"{self.source}:{self.lines[keys]}" if keys in self.lines else self.source
 
     @property
     def mapping(self) -> dict[str, Any]:
-        """The whole, which must be keys with values.
+        """The full contents, which must be a mapping.
 
         Raises:
             ConfigError: it is not.
@@ -76,13 +78,13 @@ class Document:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file of settings.
+    """Read a UTF-8 file of settings.
 
     Raises:
         ConfigError: missing, unreadable, not a regular file, too long, or not UTF-8.
     """
     try:
-        return read_bytes(path, MOST_BYTES).decode("utf-8-sig")
+        return read_bytes(path, MAX_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -92,7 +94,7 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> Document:
-    """A YAML file.
+    """Read a YAML file.
 
     Raises:
         ConfigError: unreadable, not YAML, or what is refused (see above); all of the latter at once.
@@ -101,7 +103,7 @@ def read_yaml(path: Path) -> Document:
 
 
 def read_json(path: Path) -> Document:
-    """A JSON file.
+    """Read a JSON file.
 
     Raises:
         ConfigError: unreadable, not JSON, or what is refused (see above).
@@ -111,7 +113,7 @@ def read_json(path: Path) -> Document:
 
 
 def parse_json(text: str | bytes, source: str, finite: bool = True) -> Any:
-    """A JSON text. `finite`: refuse NaN and infinity, too.
+    """Read a JSON text. `finite`: refuse NaN and infinity, too.
 
     Raises:
         ConfigError: not JSON, a key given twice, nested too deeply, a number that is none.
@@ -178,7 +180,7 @@ def _json_lines(text: str) -> dict[Keys, int]:
 
 
 def _line_of_second(text: str | bytes, key: str) -> str:
-    """`line 3: `, where a key stands that was there before in its mapping; of a text of one line nothing."""
+    """`line 3: ` of the second occurrence of a key in a mapping; empty for a text of one line."""
     seen: set[Keys] = set()
     text = text if isinstance(text, str) else text.decode(errors="replace")
     for keys, line in _json_walk(text) if "\n" in text.strip() else ():
@@ -189,7 +191,7 @@ def _line_of_second(text: str | bytes, key: str) -> str:
 
 
 class _Yaml:
-    """One YAML text being read; what is refused is collected."""
+    """Reads one YAML text and collects its problems."""
 
     def __init__(self, source: str):
         self.source = source
@@ -226,9 +228,9 @@ class _Yaml:
         with contextlib.suppress(yaml.YAMLError):  # `_compose` says it better
             for event in yaml.parse(text, Loader=LOADER):
                 depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-                if depth > DEEPEST:
+                if depth > MAX_DEPTH:
                     line = f":{event.start_mark.line + 1}" if event.start_mark else ""
-                    raise ConfigError(f"{self.source}{line}: nested more than {DEEPEST} deep")
+                    raise ConfigError(f"{self.source}{line}: nested more than {MAX_DEPTH} deep")
 
     def _problem(self, node: yaml.Node, keys: Keys, text: str) -> None:
         name = f"{show_key(keys)}: " if keys else ""
@@ -237,8 +239,8 @@ class _Yaml:
     def _value(self, node: yaml.Node, keys: Keys) -> Any:
         self.lines.setdefault(keys, node.start_mark.line + 1)
         self.count += 1
-        if self.count > MOST_VALUES:
-            raise ConfigError(f"{self.source}: its anchors unfold to more than {MOST_VALUES:,} values")
+        if self.count > MAX_VALUES:
+            raise ConfigError(f"{self.source}: its anchors unfold to more than {MAX_VALUES:,} values")
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, keys)
         if id(node) in self.open:
@@ -271,7 +273,7 @@ class _Yaml:
         return {**merged, **found}
 
     def _merged(self, node: yaml.Node, keys: Keys) -> dict[str, Any]:
-        """What `<<` brings."""
+        """Read the mappings that `<<` merges."""
         value = self._value(node, (*keys, "<<"))
         parts = value if isinstance(value, list) else [value]
         if not all(isinstance(part, dict) for part in parts):
@@ -320,7 +322,7 @@ def _kind(value: Any) -> str:
 
 
 class Reader:
-    """Makes dataclasses of what a document says, by the types they declare; collects problems."""
+    """Builds dataclasses from a document, by their declared types; collects problems."""
 
     def __init__(self, document: Document, problems: list[str] | None = None):
         self.document = document
@@ -330,7 +332,7 @@ class Reader:
         self.problems.append(f"{self.document.at(keys)}: {text}")
 
     def known(self, value: Any, keys: Keys, known: Sequence[str]) -> dict[str, Any]:
-        """The entries of a mapping; unknown keys become problems."""
+        """Read the entries of a mapping; unknown keys become problems."""
         if not isinstance(value, dict):
             self.problem(keys, f"{show_key(keys) or 'the file'} must be a mapping of keys, got {_kind(value)}")
             return {}
@@ -341,7 +343,7 @@ class Reader:
         return {name: entry for name, entry in value.items() if name in known}
 
     def fields(self, value: Any, kind: Any, keys: Keys = (), skip: Sequence[str] = ()) -> dict[str, Any]:
-        """Values of a dataclass's fields. `skip`: fields that are known but not read here."""
+        """Read the values of a dataclass's fields. `skip`: fields that are known but not read here."""
         hints = get_type_hints(kind, include_extras=True)
         names = [f.name for f in dataclasses.fields(kind) if f.init and not f.metadata.get("hidden")]
         return {
@@ -351,7 +353,7 @@ class Reader:
         }
 
     def value(self, value: Any, hint: Any, keys: Keys) -> Any:
-        """One value of the type `hint`."""
+        """Read one value of the type `hint`."""
         if dataclasses.is_dataclass(hint):
             before, values = len(self.problems), self.fields(value, hint, keys)
             if missing := _missing(hint, values):
@@ -387,7 +389,7 @@ class Reader:
 
 
 def fields_from(kind: type[T], document: Document, base: T | None = None) -> T:
-    """A dataclass from a document. What it does not say is as in `base`, or by default.
+    """Build a dataclass from a document. Fields that it does not have are as in `base`, or have their defaults.
 
     Raises:
         ConfigError: every unknown, missing or wrong field, and what the dataclass itself refuses.
@@ -437,7 +439,7 @@ def is_a(value: Any, hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """A type for a reader of messages."""
+    """Describe a type in messages."""
     if get_origin(hint) is Annotated:
         return describe(get_args(hint)[0])
     if get_origin(hint) is Literal:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run files: the flags of a verb as YAML, `steps: 20` for `--steps 20`. A run's own config.json is one, too."""
+"""Run files: the flags of a command as YAML, `steps: 20` for `--steps 20`. The config.json of a run is one, too."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sporeloom.errors import ConfigError
 from sporeloom.reader import Document, Reader, read_json, read_yaml
 
 BASE = "base"
-"""Key: another run file, beside this one, whose values hold where this one says nothing."""
+"""Key: another run file, relative to this one, whose values hold where this one has none."""
 COMMAND_LINE_ONLY = {
     "run": "name other run files by `base`",
     "overwrite": "give --overwrite",
     "launch": "give --launch: launched processes read the file again",
 }
 OF_A_RUN = "train"
-"""In config.json: the key under which a run writes its flags."""
+"""Key of config.json under which a run writes its flags."""
 
 
 def read_run_file(path: Path, kind: Any) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def read_run_file(path: Path, kind: Any) -> dict[str, Any]:
 
 
 def based_on(path: Path) -> list[Document]:
-    """A run file and those it is based on, one after another.
+    """List a run file and those it is based on, one after another.
 
     Raises:
         ConfigError: one cannot be read, or is based on itself.
@@ -71,7 +71,7 @@ def _document(path: Path) -> Document:
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """A plain value as a flag's type has it."""
+    """Convert a plain value to the type of a flag."""
     options = [option for option in (get_args(hint) or (hint,)) if option is not type(None)]
     if Path in options and isinstance(value, str):
         return Path(value)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short-lived files of running processes, in a folder nobody else may enter; what the killed left is removed by the next."""
+"""Short-lived files of running processes, in a folder nobody else may enter; the next process removes those of
+killed ones."""
 
 from __future__ import annotations
 
@@ -15,20 +16,20 @@ from pathlib import Path
 from sporeloom.errors import ConfigError
 from sporeloom.locks import try_lock
 
-LONGEST_ROOT = 60  # bytes: the kernel takes 107 for the path of a socket
+MAX_ROOT_BYTES = 60  # bytes: the kernel takes 107 for the path of a socket
 STALE_S = 60.0
 LOCK = ".lock"
 
 
 def private_root() -> Path:
-    """The folder of this user's processes.
+    """The private root folder of this user's processes.
 
     Raises:
         ConfigError: it is somebody else's, or others may enter it.
     """
     name = f"sporeloom-{os.getuid()}"
     root = Path(tempfile.gettempdir(), name)
-    if len(os.fsencode(root)) > LONGEST_ROOT:
+    if len(os.fsencode(root)) > MAX_ROOT_BYTES:
         root = Path("/tmp", name)
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700, parents=True)
@@ -52,7 +53,7 @@ def lock_in(folder: Path, name: str) -> int | None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder of this process's own, removed in the end."""
+    """Create a folder of this process's own, removed in the end."""
     folder = private_root() / f"{os.getpid()}-{time.monotonic_ns()}"
     handle = lock_in(folder, f"scratch{LOCK}")
     assert handle is not None, folder

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies, rules and clusters that come with the package, found by their names from any working folder."""
+"""Built-in strategies, rules and clusters, found by name from any working folder."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from sporeloom.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).resolve().parents[1] / "parallel_configs"
-"""Beside the package, in the repository and where it is installed."""
+"""Their folder: next to the package, in the repository and where it is installed."""
 RULES, CLUSTERS = "rules", "clusters"
 DECODER, EXPERTS = "decoder", "experts"
-"""The rules of our own models, and of those with experts."""
+"""The rules of the model families, and of those with experts."""
 
 
 def shipped_or_file(path: str | Path, kind: str = "") -> Path:
-    """What `path` names: a file, or by a bare name (no folder, no .yaml) one of ours.
+    """Find the file of `path`: a file, or a built-in one by its bare name (no folder, no .yaml).
 
     `kind`: RULES or CLUSTERS; strategies without.
 
@@ -29,17 +29,17 @@ def shipped_or_file(path: str | Path, kind: str = "") -> Path:
         return FOLDER / kind / f"{path.name}.yaml"
     what = kind.removesuffix("s") or "strategy"
     raise ConfigError(
-        f"{path}: there is no such file, and no {what} of that name is shipped; "
+        f"{path}: there is no such file, and no built-in {what} of that name; "
         + ("`sporeloom plan list` lists them" if not kind else f"there are {', '.join(names)}")
         + did_you_mean(path.name, names)
     )
 
 
 def name_of(path: Path, kind: str) -> str | None:
-    """The name of a file that is shipped; None of others."""
+    """Name of a built-in file; None for others."""
     return path.stem if path.resolve().parent == FOLDER / kind else None
 
 
 def shipped_names(kind: str = "") -> list[str]:
-    """Names of all strategies, or of the files of a kind."""
+    """List the names of all strategies, or of the files of a kind."""
     return sorted(path.stem for path in (FOLDER / kind).glob("*.yaml"))

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("farm_worker.py")
 GRACE_S = 3.0
 """After a rank failed the others get this long to answer."""
-MOST_BYTES = {1: 4_000_000_000, 2: 2_000_000_000, 4: 2_000_000_000}
+MAX_BYTES = {1: 4_000_000_000, 2: 2_000_000_000, 4: 2_000_000_000}
 """Of each process of a farm that goes on, by how many those are: MindSpore keeps much of what it compiled, and two farms of
 seven processes share a machine."""
 
@@ -74,7 +74,7 @@ class Farm:
         pid = self.first.pid
         try:
             forks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            return any(_memory(each) > MOST_BYTES[self.size] for each in [pid, *forks])
+            return any(_memory(each) > MAX_BYTES[self.size] for each in [pid, *forks])
         except OSError:  # it has ended, or there is no /proc
             return False
 

@@ -153,6 +153,7 @@ def test_a_model_knows_no_parallel_word(folder):
     for path in modules(folder):
         names = {n.id for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Name)}
         names |= {n.attr for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Attribute)}
+        names.discard("ParallelBlock")  # attention and MLP on one norm: the field calls such a layer so
         assert not [n for n in names if re.search(r"shard|mesh|(^|_)rank|stage|parallel", n, re.I)], path
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What learning from rewards needs besides networks: advantages, weights, divergences; rewards from functions."""
+"""Reinforcement learning without the networks: advantages, weights, divergences; rewards from functions."""

@@ -20,7 +20,7 @@ KL = Literal["k1", "k2", "k3"]
 
 
 def group_advantages(rewards: Floats, group_size: int, scale: Scale = "group") -> NDArray[np.float64]:
-    """How much better each text (B,) is than the mean of its group, neighbours of `group_size`.
+    """Advantage of each text (B,) over the mean of its group, neighbours of `group_size`.
 
     `scale`: divided by the standard deviation + 1e-4 of the group, of the batch, or not at all.
     """
@@ -34,8 +34,8 @@ def group_advantages(rewards: Floats, group_size: int, scale: Scale = "group") -
 
 
 def token_weights(mask: Floats, loss_type: LossType, max_completion_length: int) -> NDArray[np.float64]:
-    """Each token's share of the loss: of the mean over texts of their means (grpo), over all tokens (bnpo, dapo), or of
-    texts times the longest length (dr_grpo)."""
+    """Each token's weight in the loss: of the mean over texts of their means (grpo), over all tokens (bnpo, dapo),
+    or of texts times the longest length (dr_grpo)."""
     mask = np.asarray(mask, np.float64)
     if loss_type == "grpo":
         return mask / np.maximum(mask.sum(1, keepdims=True), 1.0) / len(mask)
@@ -45,7 +45,7 @@ def token_weights(mask: Floats, loss_type: LossType, max_completion_length: int)
 
 
 def kl_estimate(log_probs: Floats, reference: Floats, kind: KL) -> NDArray[np.float64]:
-    """Of the divergence of a policy from its reference, at each token that the policy sampled."""
+    """Divergence of a policy from its reference, at each token that the policy sampled."""
     difference = np.asarray(log_probs, np.float64) - reference
     if kind == "k1":
         return difference
@@ -76,7 +76,7 @@ def gae(rewards: Floats, values: Floats, mask: Floats, gamma: float, lam: float)
 
 
 def whitened(values: Floats, mask: Floats, keep_mean: bool = False) -> NDArray[np.float64]:
-    """Over the tokens of the mask: mean 0, or as it was, and variance 1 (unbiased, + 1e-8); 0 elsewhere."""
+    """Normalize over the tokens of the mask: mean 0, or unchanged, and variance 1 (unbiased, + 1e-8); 0 elsewhere."""
     values, mask = np.asarray(values, np.float64), np.asarray(mask, np.float64)
     count = max(mask.sum(), 1.0)
     mean = (values * mask).sum() / count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards from functions of the user's."""
+"""Rewards from custom functions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Reward = Callable[..., Sequence[float]]
 """Called by keywords: `prompts` and `completions`, a text each, and columns of the prompts' lines, a list each; returns a
 number for each completion. One that takes `**columns` gets all there are."""
 RESERVED = ("prompts", "completions", "completion_ids")
-"""Names that no column may have: what functions are given besides columns, here or by TRL."""
+"""Names that no column may have: further arguments of the functions, here or in TRL."""
 
 
 def load_reward(name: str) -> Reward:
-    """The function that FILE.py:FUNCTION names.
+    """Load the function that FILE.py:FUNCTION names.
 
     Raises:
         ConfigError: there is no such file or function, or the file fails.
@@ -46,20 +46,20 @@ def load_reward(name: str) -> Reward:
 
 
 def reserved_problem(column: str) -> str:
-    """What to say of a column with a reserved name."""
+    """Describe why a column may not have a reserved name."""
     return (
-        f"column {column!r} has the name of what reward functions are given besides columns ({', '.join(RESERVED)}); give it "
-        f"another name, such as reference_{column}"
+        f"column {column!r} has the name of another argument of reward functions ({', '.join(RESERVED)}); give "
+        f"it another name, such as reference_{column}"
     )
 
 
 def rewards_of(
     name: str, reward: Reward, prompts: Sequence[str], completions: Sequence[str], lines: Sequence[Mapping[str, Any]]
 ) -> list[float]:
-    """What a function says of each completion.
+    """Call a function and check its rewards of the completions.
 
     Raises:
-        ConfigError: it fails, wants a column that the lines do not have, or gives no number for each; a column has a
+        ConfigError: it fails, needs a column that the lines do not have, or gives no number for each; a column has a
             reserved name.
     """
     if clashes := sorted({key for line in lines for key in line if key in RESERVED}):
@@ -76,6 +76,6 @@ def rewards_of(
         raise ConfigError(f"--reward {name}: {type(error).__name__}: {error}") from None
     if len(values) != len(completions) or not all(map(math.isfinite, values)):
         raise ConfigError(
-            f"--reward {name}: gave {len(values)} numbers for {len(completions)} texts, or one not finite"
+            f"--reward {name}: returned {len(values)} numbers for {len(completions)} texts, or one that is not finite"
         )
     return values

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on disk: our folders, and the names other code gave the same weights."""
+"""Weights on disk: checkpoint folders, and conversion between naming schemes."""

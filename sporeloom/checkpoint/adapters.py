@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from sporeloom.checkpoint.finite import FLOAT32_MAX, FLOAT32_TINY, check_finite, is_finite
 from sporeloom.checkpoint.peft_config import PeftConfig, read_peft_config
 from sporeloom.checkpoint.tensor_files import (
-    Described,
+    TensorDescription,
     numpy_dtype,
     read_float32,
     stored_tensors,
@@ -56,11 +56,11 @@ MINDFORMERS = {
     **{"wq": "attention.query", "wk": "attention.key", "wv": "attention.value", "wo": "attention.output"},
     **{"w1": "mlp.gate", "w2": "mlp.down", "w3": "mlp.up"},
 }
-"""Leaves of MindFormers' Llama -> ours."""
+"""Leaves of MindFormers' Llama -> names of this package."""
 IGNORED = (".lora_velora_embed",)
-"""How names of tensors end that only training uses."""
+"""Endings of the names of tensors that only training uses."""
 MAX_CHANGE = FLOAT32_MAX**0.5
-"""Of a weight: norms and attention square what comes of it."""
+"""Maximum change of a weight by an adapter: norms and attention square its results."""
 Weights = dict[str, NDArray[np.float32]]
 
 
@@ -70,14 +70,14 @@ class Adapter:
 
     lora: LoRAConfig
     weights: Weights
-    """Our parameters' names -> A (r, in) and B (out, r); of a reward model its head (1, hidden_size), too."""
+    """Parameter names -> A (r, in) and B (out, r); of a reward model also its head (1, hidden_size)."""
 
 
 def read_adapter(folder: Path, family: str, model: ModelConfig) -> Adapter:
-    """The adapters of a folder, for the model that is their base.
+    """Read the adapters of a folder, for the model that is their base.
 
     Raises:
-        ConfigError: another kind of adapter, tensors that match no matrix or are of another shape, matrices without theirs,
+        ConfigError: another kind of adapter, tensors that match no matrix or are of another shape, matrices without tensors,
             numbers that are not finite; all at once.
     """
     if problem := tensor_damage(folder):
@@ -115,7 +115,7 @@ def read_adapter(folder: Path, family: str, model: ModelConfig) -> Adapter:
             + ("there" if head else "not there")
         )
     if problems or not weights:
-        raise ConfigError(problems[:8] or [f"{folder / TENSORS}: holds no adapters"])
+        raise ConfigError(problems[:8] or [f"{folder / TENSORS}: contains no adapters"])
     adapter = Adapter(_lora(config, modules), {**weights, **head})
     if problems := [f"{folder}: {problem}" for problem in _number_problems(adapter, model)]:
         raise ConfigError(problems[:8])
@@ -125,7 +125,7 @@ def read_adapter(folder: Path, family: str, model: ModelConfig) -> Adapter:
 def _shape_problems(
     folder: Path, config: PeftConfig, modules: Mapping[str, str], weights: Weights, model: ModelConfig
 ) -> Iterator[str]:
-    """Tensors that are not of the rank that the configuration says, or not of the model's shapes."""
+    """List tensors whose rank is not the configuration's, or whose shape is not the model's."""
     wanted = parameter_shapes(model)
     for path, module in sorted(modules.items()):
         outer, inner = wanted[f"{path}.weight"]
@@ -133,13 +133,13 @@ def _shape_problems(
         for end, shape in ((LORA_A, (rank, inner)), (LORA_B, (outer, rank))):
             found = tuple(weights[path + end].shape) if path + end in weights else None
             if found != shape:
-                yield f"{folder}: {path}{end} is {found}, the model wants {shape} at rank {rank} of {ADAPTER_CONFIG}"
+                yield (f"{folder}: {path}{end} is {found}, the model needs {shape} at rank {rank} of {ADAPTER_CONFIG}")
 
 
 def _target_problems(
     source: str, config: PeftConfig, modules: Mapping[str, str], spellings: Sequence[Mapping[str, tuple[str, ...]]]
 ) -> Iterator[str]:
-    """Tensors that PEFT would not use, and matrices that it would look for tensors of."""
+    """List tensors that PEFT would not use, and matrices without the tensors that it would look for."""
     given = set(modules.values())
     spelling = next((each for each in spellings if given <= each.keys()), None)
     if config.target_modules is None or spelling is None:  # MindFormers' names
@@ -158,8 +158,9 @@ def write_adapter(
     base: Path,
     add_files: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write a folder that PEFT opens, under the names of the first publication of `model`, the base, that has one for each
-    matrix; a family without one keeps ours. An older folder of this name is replaced when the new one is complete.
+    """Write a folder that PEFT opens, under the names of the first publication of `model`, the base, that has one for
+    each matrix; a family without one keeps the names of this package. An older folder of this name is replaced when the
+    new one is complete.
 
     `add_files` puts what else belongs there, the tokenizer, into it.
 
@@ -191,7 +192,7 @@ def write_adapter(
         "modules_to_save": ["score"] if is_reward else None,
     }
     with replaced_folder(folder) as partial:
-        described = {name: Described("float32", tuple(value.shape)) for name, value in tensors.items()}
+        described = {name: TensorDescription("float32", tuple(value.shape)) for name, value in tensors.items()}
         write_tensor_by_tensor(partial / TENSORS, described, tensors.values(), {"format": "pt"})
         (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if add_files:
@@ -200,7 +201,7 @@ def write_adapter(
 
 
 def merge(weights: Mapping[str, NDArray[Any]], adapter: Adapter, sign: float = 1.0) -> dict[str, NDArray[Any]]:
-    """Weights W + scale * B A; with `sign` -1 adapters are taken out again.
+    """Weights W + scale * B A; with `sign` -1 adapters are subtracted again.
 
     Raises:
         ConfigError: the sum is more than float32 holds.
@@ -226,8 +227,8 @@ def ranks_of_several(adapters: Sequence[Adapter]) -> dict[str, list[int]]:
 
 
 def put_side_by_side(adapters: Sequence[Adapter]) -> Weights:
-    """The parameters of `sporeloom.nn.multi_lora`: each adapter's part of the rows of A and of the columns of B, and a table
-    that says which part is whose, its first row for no adapter.
+    """The parameters of `sporeloom.nn.multi_lora`: each adapter's part of the rows of A and of the columns of B,
+    and a table that assigns the parts, its first row for no adapter.
 
     Raises:
         ConfigError: numbers that are not finite, which would reach the tokens of other adapters, too.
@@ -245,7 +246,8 @@ def put_side_by_side(adapters: Sequence[Adapter]) -> Weights:
 
 
 def _spellings(family: str, model: ModelConfig) -> list[dict[str, tuple[str, ...]]]:
-    """The matrices' names, ours first, then as each publication has them -> our paths, of which several are its rows."""
+    """The matrices' names, this package's first, then those of each publication -> paths in this package, of which
+    several are its rows."""
     linear = linear_paths(model)
     spellings: list[dict[str, tuple[str, ...]]] = [{path: (path,) for path in linear}]
     for way in family_module(family, "weights").PUBLISHED:
@@ -267,7 +269,8 @@ def _spellings(family: str, model: ModelConfig) -> list[dict[str, tuple[str, ...
 
 
 def _parts(key: str, names: Mapping[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...], str] | None:
-    """(end of our name, our paths, the module they are of) of a tensor's name, if there is such a matrix."""
+    """(end of the name, paths in this package, the module they belong to) of a tensor's name, if there is such a
+    matrix."""
     if peft := re.fullmatch(re.escape(PREFIX) + r"(.+)\.lora_([AB])(?:\.[^.]+)?\.weight", key):
         ours = names.get(peft[1])
         return (LORA_A if peft[2] == "A" else LORA_B, ours, peft[1]) if ours else None
@@ -280,7 +283,7 @@ def _parts(key: str, names: Mapping[str, tuple[str, ...]]) -> tuple[str, tuple[s
 
 
 def _split(value: NDArray[np.float32], found: tuple[str, tuple[str, ...]], model: ModelConfig) -> Weights:
-    """An adapter of a matrix that is several of ours: each has the same A, and its rows of B."""
+    """Split an adapter of a matrix that is several here: each has the same A, and its rows of B."""
     end, paths = found
     if end == LORA_A or len(paths) == 1:
         return {path + end: value for path in paths}
@@ -293,7 +296,8 @@ def _split(value: NDArray[np.float32], found: tuple[str, tuple[str, ...]], model
 
 
 def _lora(config: PeftConfig, modules: Mapping[str, str]) -> LoRAConfig:
-    """Our adapters' configuration: of each path what the module says that its tensors are named after."""
+    """The adapters' configuration in this package's names: for each path the values of the module that its tensors
+    are named after."""
     ranks = {path: config.rank(module) for path, module in sorted(modules.items())}
     alphas = {path: float(config.alpha(module)) for path, module in sorted(modules.items())}
     return dataclasses.replace(
@@ -305,7 +309,7 @@ def _lora(config: PeftConfig, modules: Mapping[str, str]) -> LoRAConfig:
 
 
 def _number_problems(adapter: Adapter, model: ModelConfig) -> Iterator[str]:
-    """What would not be finite, of the numbers that are computed with: scale, B with the scale, B A with it."""
+    """List what would not be finite in computations: scale, B with the scale, B A with it."""
     largest = float(ml_dtypes.finfo(numpy_dtype(model.compute_dtype)).max)
     for path in [name.removesuffix(LORA_A) for name in adapter.weights if name.endswith(LORA_A)]:
         scale, rank = adapter.lora.scale(path), adapter.lora.r_of(path)
@@ -328,8 +332,8 @@ def _largest_change(adapter: Adapter, path: str) -> float:
 
 
 def _published_names(family: str, model: ModelConfig, paths: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Our path -> the matrix' name where the model is published, of all matrices that have one of their own there; and the
-    names of all modules there."""
+    """Path in this package -> the matrix's name where the model is published, of all matrices that have one of
+    their own there; and the names of all modules there."""
     for way in family_module(family, "weights").PUBLISHED:
         try:
             way.write(model)
@@ -349,7 +353,7 @@ def _published_names(family: str, model: ModelConfig, paths: list[str]) -> tuple
 
 
 def _short_names(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
-    """Names of matrices, those that all layers have by their last component."""
+    """Names of matrices; those in all layers by their last component."""
     leaves = {name.rpartition(".")[2] for name in chosen}
     whole = {leaf for leaf in leaves if all(name in chosen for name in every if name.rpartition(".")[2] == leaf)}
     return sorted(whole | {name for name in chosen if name.rpartition(".")[2] not in whole})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How two training checkpoints differ, one tensor at a time; equal hashes spare the reading."""
+"""Compare two training checkpoints, one tensor at a time; equal hashes make reading unnecessary."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sporeloom.checkpoint.sharded import CheckpointReader
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same in both."""
+    """A tensor that differs between both."""
 
     name: str
     count: int = 0
-    """Entries that differ."""
+    """Number of entries that differ."""
     largest: float = 0.0
-    """Absolute difference."""
+    """Largest absolute difference."""
     problem: str = ""
-    """Why it was not compared: missing in one, or another shape."""
+    """Reason why it was not compared: missing in one, or another shape."""
 
 
 def compare(first: Path, manifest: Manifest, second: Path, other: Manifest) -> list[Difference]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hash of a tensor's content that adds up: slices hashed anywhere, in any cut, sum to the hash of the whole.
+"""A hash of a tensor's content that adds up: the hashes of slices, however a tensor is sliced, sum to that of the
+full tensor.
 
 hash = sum over all entries of  f(bits(entry)) * product over dims d of w(d, index in d)   (mod 2^64)
 
@@ -24,7 +25,7 @@ _GAMMA, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5
 
 
 def content_hash(array: NDArray[Any], start: Sequence[int] = ()) -> int:
-    """What `array`, which lies at `start` in a tensor, adds to that tensor's hash."""
+    """Contribution of `array`, which starts at `start` in a tensor, to that tensor's hash."""
     starts = tuple(start) or (0,) * array.ndim
     assert len(starts) == array.ndim, (starts, array.shape)
     unsigned = np.dtype(f"u{array.dtype.itemsize}")

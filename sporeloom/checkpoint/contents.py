@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training checkpoint must hold: exactly the tensors of its model, and the moments of its optimizer."""
+"""Check the contents of a training checkpoint: exactly the tensors of its model, and the moments of its optimizer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from sporeloom.models.parameters import parameter_shapes
 from sporeloom.reader import Document, fields_from, is_a
 
 FACTORED = ("adafactor_rows.", "adafactor_columns.")
-"""Means of a second moment that is kept as their product, in place of adam_v."""
+"""Means of a second moment that is stored as their product, in place of adam_v."""
 MOMENTS = ("adam_m.", "adam_v.", *FACTORED)
 WEIGHTS_ALONE = "weights_alone"
-"""Of a manifest's state: a checkpoint that no run can go on from, but start from."""
+"""Entry of a manifest's state: no run can resume from the checkpoint, but a new one can start from it."""
 SHOWN = 8
 
 
 def is_trained(name: str) -> bool:
-    """Whether an optimizer updates a parameter; a router's bias is moved by what its layer counts."""
+    """Whether an optimizer updates a parameter; a router's bias moves by its layer's counts."""
     return not name.endswith(".balance_bias")
 
 
 def state_shape(prefix: str, shape: tuple[int, ...], factored: bool) -> tuple[int, ...] | None:
-    """Of the state that one of MOMENTS names, of a parameter of this shape; None: the optimizer has no such state of it."""
+    """Shape of the optimizer state that one of MOMENTS names, for a parameter of this shape; None: the optimizer
+    has no such state of it."""
     is_split = factored and len(shape) > 1
     if prefix in FACTORED:
         return (shape[:1] if prefix == FACTORED[0] else shape[1:]) if is_split else None
@@ -50,7 +51,7 @@ def model_of(manifest: Manifest, folder: Path) -> tuple[str, ModelConfig]:
 
 
 def _saved_adapters(values: Any, source: str) -> LoRAConfig | None:
-    """The adapters that a checkpoint is of, if it is.
+    """The adapters of a checkpoint, if it is one of adapters.
 
     Raises:
         ConfigError: their configuration cannot be read.
@@ -69,10 +70,10 @@ def _saved_adapters(values: Any, source: str) -> LoRAConfig | None:
 
 
 def check_contents(manifest: Manifest, folder: Path) -> None:
-    """Hold the manifest against the model it names.
+    """Check the manifest against the model it names.
 
     Raises:
-        ConfigError: tensors that are missing or too many, of another shape or type; no state to go on from.
+        ConfigError: tensors that are missing or too many, of another shape or type; no state to resume.
     """
     _, config = model_of(manifest, folder)
     source, state = folder / MANIFEST, manifest.state
@@ -104,7 +105,7 @@ def check_contents(manifest: Manifest, folder: Path) -> None:
             problems.append(f"{source}: {name} {shape} is missing")
         elif (entry.shape, entry.dtype) != (shape, "float32"):
             problems.append(f"{source}: {name} is {entry.dtype} {entry.shape}; the model's is float32 {shape}")
-    problems += [f"{source}: {name} is no part of the model" for name in manifest.tensors if name not in wanted]
+    problems += [f"{source}: {name} does not belong to the model" for name in manifest.tensors if name not in wanted]
     if problems:
         more = [f"{source}: and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise ConfigError(problems[:SHOWN] + more)

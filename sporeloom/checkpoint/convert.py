@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints under other people's names: read, rename, write. What a name means is in each family's weights.py."""
+"""Checkpoints with other projects' tensor names: read, rename, write. The tables of names are in each family's
+weights.py."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _STATE = re.compile(
 
 
 def read_tensors(path: Path) -> Tensors:
-    """Tensors of an `.npz`, a MindSpore `.ckpt`, or a checkpoint folder of ours.
+    """Read the tensors of an `.npz`, a MindSpore `.ckpt`, or a checkpoint folder.
 
     Raises:
         ConfigError: missing, damaged, or of a kind that is not read here.
@@ -51,19 +52,19 @@ def read_tensors(path: Path) -> Tensors:
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{path}: cannot be read as {path.suffix}: {first_line(error)}") from None
     raise ConfigError(
-        f"{path}: {path.suffix or 'a file without suffix'} is not read here; give .npz, .ckpt or a folder of ours"
+        f"{path}: {path.suffix or 'a file without suffix'} cannot be read; give .npz, .ckpt or a checkpoint folder"
     )
 
 
 def read_rank_files(folder: Path, layouts: Path) -> Tensors:
-    """Whole tensors from MindSpore's own files: `rank_0/*.ckpt`, ... and the layouts it saved when it compiled
+    """Unsharded tensors from MindSpore's own files: `rank_0/*.ckpt`, ... and the layouts it saved when it compiled
     (`strategy_ckpt_config`), one file or, of a pipeline, a folder with one of each stage.
 
     Raises:
         ConfigError: missing, or files that MindSpore cannot put together.
     """
     if not sorted(folder.glob("rank_*/*.ckpt")):
-        raise ConfigError(f"{folder}: holds no rank_0/*.ckpt, rank_1/*.ckpt, ...")
+        raise ConfigError(f"{folder}: contains no rank_0/*.ckpt, rank_1/*.ckpt, ...")
     if not layouts.exists():
         raise ConfigError(f"{layouts}: there is no such file")
     check_hashes(folder)
@@ -77,7 +78,7 @@ def read_rank_files(folder: Path, layouts: Path) -> Tensors:
             ms.transform_checkpoints(str(folder), f"{scratch}/whole", "whole", str(layouts), None)
             (whole,) = scratch.glob("whole/rank_0/*.ckpt")
         except Exception as error:  # of many kinds: MindSpore checks little before it computes
-            raise ConfigError(f"{folder}: MindSpore cannot put these files together: {first_line(error)}") from None
+            raise ConfigError(f"{folder}: MindSpore cannot merge these files: {first_line(error)}") from None
         return read_tensors(whole)
 
 
@@ -111,14 +112,14 @@ def _save_npz(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
 
 
 def count_layers(tensors: Mapping[str, Any], table: Mapping[str, Name]) -> int:
-    """Repeated layers, by the highest number in a layer's name."""
+    """Number of repeated layers, by the highest number in a layer's name."""
     patterns = [re.escape(other.name).replace(r"\{i\}", r"(\d+)") for ours, other in table.items() if "{i}" in ours]
     found = [int(m.group(1)) for name in tensors for p in patterns[:1] if (m := re.fullmatch(p, name))]
     return max(found, default=-1) + 1
 
 
 def to_ours(tensors: Tensors, names: Mapping[str, Name], source: str) -> Tensors:
-    """Rename (and transpose) tensors of another code to ours.
+    """Rename (and transpose) tensors of another project to this package's names.
 
     Raises:
         ConfigError: a tensor the model needs is missing, one is there that nobody knows, or one does not fit into float32.
@@ -141,7 +142,7 @@ def to_ours(tensors: Tensors, names: Mapping[str, Name], source: str) -> Tensors
 
 
 def from_ours(tensors: Tensors, names: Mapping[str, Name]) -> Tensors:
-    """Rename (and transpose) our tensors to another code's."""
+    """Rename (and transpose) this package's tensors to another project's names."""
     return {other.name: tensors[ours].T.copy() if other.transposed else tensors[ours] for ours, other in names.items()}
 
 
@@ -158,7 +159,7 @@ def rename_aliases(tensors: Tensors, aliases: Mapping[str, str]) -> Tensors:
 
 
 def dimensions(tensors: Tensors) -> dict[str, int]:
-    """What the shapes of our tensors say of the model's configuration."""
+    """Fields of the model's configuration that follow from the tensors' shapes."""
     words = tensors.get("embedding.word.weight")
     if words is None:
         return {}  # the model's parameters are looked for next

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are no numbers: NaN and infinity, which a file or a cast to a narrower type may have left in a tensor."""
+"""Find NaN and infinity in weights, which a file or a cast to a narrower type may have left in a tensor."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from sporeloom.errors import ConfigError
 
 MAX_NAMED = 8
-"""Tensors that a message names."""
+"""Maximum number of tensors that a message names."""
 BLOCK = 1 << 18
-"""Numbers that are looked at together: what is made of them stays in a processor's cache."""
+"""Number of values that are checked together: temporary arrays stay in a processor's cache."""
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 _EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80}
-"""Bits of an exponent; all of them are set in NaN and infinity alone. Several times as fast as a float's own test."""
+"""Bits of an exponent; all of them are set only in NaN and infinity. Several times as fast as the test of floats."""
 
 
 def is_finite(array: NDArray[Any]) -> bool:
-    """Whether no entry is NaN or infinite. Of whole numbers none is."""
+    """Whether no entry is NaN or infinite; integers always pass."""
     mask = _EXPONENT.get(array.dtype.name)
     if mask is None and array.dtype.kind != "f":
         return True
@@ -38,8 +38,8 @@ def is_finite(array: NDArray[Any]) -> bool:
 
 
 def describe(pieces: Iterable[NDArray[Any]], shape: tuple[int, ...]) -> str | None:
-    """How much of a tensor is not finite, by its numbers in order: `1 NaN and 2 infinite of 16,384, the first at [3, 3]`.
-    None: nothing is."""
+    """Describe the non-finite values of a tensor, by its slices in order: `1 NaN and 2 infinite of 16,384, the
+    first at [3, 3]`. None: all are finite."""
     num_nan = num_infinite = seen = 0
     first = None
     for piece in pieces:
@@ -58,7 +58,7 @@ def describe(pieces: Iterable[NDArray[Any]], shape: tuple[int, ...]) -> str | No
 
 
 def not_finite(source: object, found: Mapping[str, str]) -> str:
-    """What to say of the tensors of a file that are not finite, of which `found` has what `describe` says."""
+    """Describe the tensors of a file that are not finite; `found` has the texts of `describe`."""
     told = [f"{name} ({text})" for name, text in found.items()]
     more = f" and {len(told) - MAX_NAMED} more" if len(told) > MAX_NAMED else ""
     return (
@@ -68,7 +68,7 @@ def not_finite(source: object, found: Mapping[str, str]) -> str:
 
 
 def check_finite(tensors: Mapping[str, NDArray[Any]], source: object) -> None:
-    """Look at whole tensors.
+    """Check unsharded tensors.
 
     Raises:
         ConfigError: some hold NaN or infinity; names them.
@@ -79,14 +79,14 @@ def check_finite(tensors: Mapping[str, NDArray[Any]], source: object) -> None:
 
 
 def narrow(array: NDArray[Any], kind: np.dtype[Any], what: str) -> NDArray[Any]:
-    """Finite numbers in another type, without a copy where they are of it already.
+    """Cast finite numbers to another type, without a copy where they have it already.
 
     Raises:
         ConfigError: one is larger than that type holds.
     """
     result = array
     if array.dtype != kind:
-        with np.errstate(over="ignore"):  # told below
+        with np.errstate(over="ignore"):  # reported below
             result = array.astype(kind)
         if not _holds_all_of(kind, array.dtype) and not is_finite(result):
             largest, most = float(np.abs(array).max()), float(ml_dtypes.finfo(kind).max)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end tokens of a model folder's generation_config.json. What else such a file may hold (sampling, lengths) is not taken:
-a text depends on what its caller asks for."""
+a text depends on its caller's options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ KEY = "eos_token_id"
 
 
 def end_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a generated text as the folder says: one, a list, or none; none where there is no such file.
+    """Tokens that end a generated text by the folder's file: one, a list, or none; none where there is no such
+    file.
 
     Raises:
         ConfigError: unreadable, or no token ids of this vocabulary.

@@ -23,8 +23,8 @@ from sporeloom.checkpoint.model_folder import CONFIG, check_shapes, load_config,
 from sporeloom.checkpoint.reshard import new_folder
 from sporeloom.checkpoint.shards import Shard, Slices, write_shards
 from sporeloom.checkpoint.tensor_files import (
-    Described,
-    Stored,
+    StoredTensor,
+    TensorDescription,
     model_files,
     read_rows,
     stored_tensors,
@@ -38,7 +38,7 @@ from sporeloom.log import milestone
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES, family_module
 from sporeloom.models.parameters import parameter_shapes
-from sporeloom.models.published import ParameterPart, Published, published_as, read_config
+from sporeloom.models.published import ParameterPart, PublishedFormat, published_as, read_config
 from sporeloom.reader import Document, fields_from, read_json
 
 Dtype = Literal["float32", "bfloat16"]
@@ -51,11 +51,11 @@ BESIDE = (
     GENERATION_CONFIG,
     TEMPLATE,
 )
-"""Files that go along as they are; published folders hold much else."""
+"""Files that are copied as they are; published folders have many others."""
 
 
-Rows = tuple[Stored, int, int]
-"""Of a tensor the first one and the one behind the last."""
+Rows = tuple[StoredTensor, int, int]
+"""Range of a tensor's rows: the first one and the end."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,18 @@ class PublishedFolder:
 
     folder: Path
     family: str
-    way: Published
+    way: PublishedFormat
     model: ModelConfig
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of our parameters."""
+        """Names of this package's parameters."""
         return parameter_shapes(self.model)
 
     def rows(self) -> dict[str, list[Rows]]:
-        """Our parameters as rows of their tensors: the one or, of a parameter of experts, those that follow each other."""
+        """This package's parameters as rows of published tensors: of one or, for a parameter of experts, of
+        consecutive ones."""
         shapes = parameter_shapes(self.model)
         found: dict[str, list[Rows]] = {}
         for name, parts in self.way.tensors(self.model).items():
@@ -89,7 +90,7 @@ class PublishedFolder:
 
 
 def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
-    """A folder with config.json and safetensors, of `family` or of the one that knows its model_type.
+    """Open a folder with config.json and safetensors, of `family` or of the one that knows its model_type.
 
     Raises:
         ConfigError: missing or damaged files, another network, tensors that are missing, unknown or of another shape.
@@ -99,7 +100,7 @@ def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
     check_hashes(folder)
     document = read_json(folder / CONFIG)
     model_type = str(document.mapping.get("model_type", ""))
-    known: dict[str, tuple[str, Published]] = {}
+    known: dict[str, tuple[str, PublishedFormat]] = {}
     for name in [family] if family else FAMILIES:
         for way in family_module(name, "weights").PUBLISHED:
             known.setdefault(way.model_type, (name, way))
@@ -116,8 +117,8 @@ def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
     return PublishedFolder(folder, family, way, model, tensors)
 
 
-def _drop_tied_head(way: Published, tensors: dict[str, Stored], folder: Path) -> None:
-    """Leave out a head that is stored beside the embedding that is used for it.
+def _drop_tied_head(way: PublishedFormat, tensors: dict[str, StoredTensor], folder: Path) -> None:
+    """Leave out a head that is stored besides the embedding that it is tied to.
 
     Raises:
         ConfigError: it is another matrix.
@@ -134,7 +135,7 @@ def _drop_tied_head(way: Published, tensors: dict[str, Stored], folder: Path) ->
     del tensors[head.name]
 
 
-def _model(way: Published, document: Document, folder: Path) -> ModelConfig:
+def _model(way: PublishedFormat, document: Document, folder: Path) -> ModelConfig:
     try:
         fields, unknown = read_config(way, document.mapping)
     except ConfigError as error:
@@ -144,7 +145,7 @@ def _model(way: Published, document: Document, folder: Path) -> ModelConfig:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{document.source}: {error}") from None
     if unknown:
-        milestone(f"{document.source}: keys that are not known here and change nothing here: {', '.join(unknown)}")
+        milestone(f"{document.source}: keys that are unknown and ignored: {', '.join(unknown)}")
     given = {name: value for name, value in fields.items() if value is not None}
     model = fields_from(ModelConfig, Document(document.source, given))
     if "eod_id" in fields:
@@ -160,14 +161,14 @@ def _model(way: Published, document: Document, folder: Path) -> ModelConfig:
 def import_shards(
     source: PublishedFolder, target: Path, shards: Mapping[str, Sequence[Shard]], strategy: Mapping[str, Any]
 ) -> int:
-    """Write a published folder as a checkpoint of weights alone, each tensor in the parts that `shards` says, float32, some
-    rows at a time. Returns the bytes.
+    """Write a published folder as a checkpoint of weights alone, each tensor in the shards of `shards`, float32,
+    some rows at a time. Returns the bytes.
 
     Raises:
         ConfigError: the target exists or cannot be written.
     """
     rows = source.rows()
-    described = {name: Described("float32", shape) for name, shape in source.shapes.items()}
+    described = {name: TensorDescription("float32", shape) for name, shape in source.shapes.items()}
     with new_folder(target) as partial:
         tensors, files = write_shards(partial, described, shards, lambda name, slices: _part(rows[name], slices))
         model = {"family": source.family, **source.model.to_dict()}
@@ -180,7 +181,7 @@ def import_shards(
 
 
 def _part(rows: Sequence[Rows], slices: Slices) -> Iterator[NDArray[Any]]:
-    """A part of a parameter, by the tensors whose rows it is."""
+    """A slice of a parameter, by the tensors whose rows it is."""
     wanted, *rest = slices
     first = 0
     for tensor, start, stop in rows:
@@ -191,13 +192,14 @@ def _part(rows: Sequence[Rows], slices: Slices) -> Iterator[NDArray[Any]]:
 
 
 def import_published(source: PublishedFolder, target: Path, dtype: Dtype = "float32") -> int:
-    """Write a published folder as one of ours, some rows of a tensor at a time. Returns the bytes of its weights.
+    """Convert a published folder to a model folder, some rows of a tensor at a time. Returns the bytes of its
+    weights.
 
     Raises:
         ConfigError: the target exists or cannot be written.
     """
     rows, shapes = source.rows(), parameter_shapes(source.model)
-    described = {name: Described(dtype, shapes[name]) for name in rows}
+    described = {name: TensorDescription(dtype, shapes[name]) for name in rows}
 
     def arrays(names: Sequence[str]) -> Iterator[Iterator[NDArray[Any]]]:
         return (chain.from_iterable(read_rows(*some, dtype) for some in rows[name]) for name in names)
@@ -216,17 +218,17 @@ def export_published(
     model_type: str | None = None,
     dtype: Dtype = "float32",
 ) -> tuple[str, int]:
-    """Write a model folder of ours as it would be published. Returns the model_type, by default the family's first that
-    fits, which transformers opens if it knows such models, and the bytes of the weights.
+    """Write a model folder in a published format. Returns the model_type, by default the family's first that fits,
+    which transformers opens if it knows such models, and the bytes of the weights.
 
     Raises:
         ConfigError: a family or network that is not published so; the source is damaged, the target exists.
     """
     if (folder / MANIFEST).exists():
-        raise ConfigError(f"{folder}: a training checkpoint; write its model whole first: sporeloom export-checkpoint")
+        raise ConfigError(f"{folder}: a training checkpoint; export its model first: sporeloom export-checkpoint")
     found, model = load_config(folder)
     if model.value_head:
-        raise ConfigError(f"{folder}: a reward model; none is published in a form that is written here")
+        raise ConfigError(f"{folder}: a reward model; no published format for it can be written")
     if family not in (None, found):
         raise ConfigError(f"--model {family}: {folder} holds a model of {found}")
     ways = family_module(found, "weights").PUBLISHED
@@ -236,7 +238,7 @@ def export_published(
     if problem := tensor_damage(folder):
         raise ConfigError(problem)
     check_shapes({name: tensor.shape for name, tensor in tensors.items()}, parameter_shapes(model), str(folder))
-    described = {name: Described(dtype, shape) for name, shape in way.shapes(model).items()}
+    described = {name: TensorDescription(dtype, shape) for name, shape in way.shapes(model).items()}
     parts = way.tensors(model)
 
     def arrays(names: Sequence[str]) -> Iterator[Iterator[NDArray[Any]]]:
@@ -251,8 +253,8 @@ def export_published(
     return way.model_type, num_bytes
 
 
-def _fitting(ways: Sequence[Published], model: ModelConfig) -> Published:
-    """The first way that can write a model.
+def _fitting(ways: Sequence[PublishedFormat], model: ModelConfig) -> PublishedFormat:
+    """The first published format that can express a model.
 
     Raises:
         ConfigError: none can; why the first one cannot.
@@ -269,15 +271,15 @@ def _fitting(ways: Sequence[Published], model: ModelConfig) -> Published:
 
 
 def read_published(source: PublishedFolder) -> dict[str, NDArray[np.float32]]:
-    """All our parameters at once."""
+    """All parameters at once, by name."""
     return {
         name: np.concatenate([array for some in rows for array in read_rows(*some, "float32")])
         for name, rows in source.rows().items()
     }
 
 
-def _read_part(tensor: Stored, part: ParameterPart, dtype: str) -> Iterator[NDArray[Any]]:
-    """Of one of our tensors what a tensor of theirs has, some rows at a time."""
+def _read_part(tensor: StoredTensor, part: ParameterPart, dtype: str) -> Iterator[NDArray[Any]]:
+    """The rows of a published tensor from one of this package, some rows at a time."""
     if part.expert is None:
         return read_rows(tensor, 0, tensor.shape[0], dtype)
     return (array[0] for array in read_rows(tensor, part.expert, part.expert + 1, dtype))

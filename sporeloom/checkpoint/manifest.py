@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a training checkpoint: which file holds which part of each tensor. docs/checkpoint_format.md
+"""The manifest of a training checkpoint: which file holds which shard of each tensor. docs/checkpoint_format.md
 
 A checkpoint is a folder `step-00000020` of safetensors files, one a rank at most, and `manifest.json`. Tensors have the
 model's names, whatever the mesh was.
@@ -28,10 +28,11 @@ MANIFEST, LATEST = "manifest.json", "latest"
 FOLDER = "step-{:08d}"
 _FOLDER, _DIGEST = re.compile(r"step-\d{8,}"), re.compile(r"[0-9a-f]{16}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""A file of the folder itself: no path, nothing hidden."""
+"""Name of a file of the folder itself: no path, not hidden."""
 
 MAX_DIMS, MAX_PARTS, ROWS = 8, 1 << 14, 256
-"""Of a tensor, as MindSpore has them; parts of one; and how many of these are compared with all others at once."""
+"""Maximum number of dims of a tensor, as in MindSpore; of parts of one; and of those that are compared with all
+others at once."""
 
 Shape = tuple[int, ...]
 
@@ -44,7 +45,7 @@ class Part:
     start: Shape
     shape: Shape
     hash: str
-    """What it adds to the tensor's hash, 16 hexadecimal digits."""
+    """Its contribution to the tensor's hash, 16 hexadecimal digits."""
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -57,27 +58,27 @@ class TensorEntry:
 
     shape: Shape
     dtype: str
-    """NumPy's name."""
+    """NumPy's name of the type."""
     hash: str
-    """Of the whole content, whatever the parts: see content_hash.py."""
+    """Hash of the full content, however it is sharded: see content_hash.py."""
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds and what it was made by."""
+    """Contents and origin of a checkpoint."""
 
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     tensors: dict[str, TensorEntry] = field(repr=False)
     files: dict[str, int]
     """File -> bytes."""
     state: dict[str, Any]
-    """What a run needs to go on: data cursor, seed, learning-rate schedule."""
+    """State that a resumed run needs: data cursor, seed, learning rate schedule."""
     model: dict[str, Any]
-    """Family and configuration."""
+    """Family and configuration of the model."""
     strategy: dict[str, Any]
-    """What it was trained under; not needed to read it."""
+    """Strategy it was trained under; not needed to read it."""
     versions: dict[str, str]
 
     @property
@@ -90,8 +91,8 @@ class Manifest:
 
 
 def read_manifest(folder: Path, is_trusted: bool = False) -> Manifest:
-    """The manifest of a checkpoint folder, found complete in itself, and everything else there but the contents of tensors
-    as it was written.
+    """Read the manifest of a checkpoint folder and check that it is complete, and that everything else there but
+    the contents of tensors is as it was written.
 
     `is_trusted`: whatever the hashes of the files say.
 
@@ -103,7 +104,7 @@ def read_manifest(folder: Path, is_trusted: bool = False) -> Manifest:
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; the checkpoint is not complete")
     if not is_trusted:
-        check_hashes(folder, is_required=True, but=TENSORS)  # the manifest says what those hold that are missing
+        check_hashes(folder, is_required=True, but=TENSORS)  # the manifest lists the contents of missing files
     try:
         values = read_json(path).mapping
     except ConfigError as error:
@@ -129,7 +130,7 @@ def read_manifest(folder: Path, is_trusted: bool = False) -> Manifest:
 
 
 def _manifest(values: dict[str, Any]) -> Manifest:
-    """The manifest in plain values, every type looked at.
+    """Read the manifest from plain values, with every type checked.
 
     Raises:
         ValueError: what is missing, unknown or wrong.
@@ -141,7 +142,7 @@ def _manifest(values: dict[str, Any]) -> Manifest:
     for name in ("tensors", "files", "state", "model", "strategy", "versions"):
         _expect(isinstance(values[name], dict), f"{name} must be a mapping")
     for name, size in values["files"].items():
-        _expect(_FILE.fullmatch(name), f"files: {name!r} is no file of this folder")
+        _expect(_FILE.fullmatch(name), f"files: {name!r} is not a file of this folder")
         _expect(_is_count(size), f"files: {name} must have a number of bytes, got {size!r}")
     tensors = {name: _entry(name, entry, values["files"]) for name, entry in values["tensors"].items()}
     return Manifest(**{**values, "tensors": tensors})
@@ -149,7 +150,8 @@ def _manifest(values: dict[str, Any]) -> Manifest:
 
 def _entry(name: str, values: Any, files: Mapping[str, int]) -> TensorEntry:
     _expect(
-        isinstance(values, dict) and set(values) == {"shape", "dtype", "hash", "parts"}, f"{name}: no tensor's entry"
+        isinstance(values, dict) and set(values) == {"shape", "dtype", "hash", "parts"},
+        f"{name}: not the entry of a tensor",
     )
     shape = _shape(values["shape"], name)
     _expect(isinstance(values["dtype"], str) and values["dtype"] in DTYPES, f"{name}: dtype {values['dtype']!r}")
@@ -160,7 +162,8 @@ def _entry(name: str, values: Any, files: Mapping[str, int]) -> TensorEntry:
     parts = []
     for part in values["parts"]:
         _expect(
-            isinstance(part, dict) and set(part) == {"file", "start", "shape", "hash"}, f"{name}: no entry of a part"
+            isinstance(part, dict) and set(part) == {"file", "start", "shape", "hash"},
+            f"{name}: not the entry of a part",
         )
         start, length = _shape(part["start"], name), _shape(part["shape"], name)
         inside = len(start) == len(length) == len(shape)
@@ -183,13 +186,13 @@ def _is_count(value: Any) -> bool:
 
 
 def _shape(values: Any, name: str) -> Shape:
-    _expect(isinstance(values, list) and all(map(_is_count, values)), f"{name}: {values!r} is no shape")
+    _expect(isinstance(values, list) and all(map(_is_count, values)), f"{name}: {values!r} is not a shape")
     _expect(len(values) <= MAX_DIMS, f"{name}: {len(values)} dims; a tensor has at most {MAX_DIMS}")
     return tuple(values)
 
 
 def _hash(value: Any, name: str) -> str:
-    _expect(isinstance(value, str) and _DIGEST.fullmatch(value), f"{name}: {value!r} is no hash of 16 digits")
+    _expect(isinstance(value, str) and _DIGEST.fullmatch(value), f"{name}: {value!r} is not a hash of 16 digits")
     return str(value)
 
 
@@ -198,7 +201,7 @@ def _problems(manifest: Manifest, folder: Path) -> Iterator[str]:
         path = folder / name
         if not path.is_file():
             held = [tensor for tensor, entry in manifest.tensors.items() if any(p.file == name for p in entry.parts)]
-            yield f"{path}: missing; it holds {_some(held)}"
+            yield f"{path}: missing; it contains {_some(held)}"
         elif path.stat().st_size != size:
             yield f"{path}: {path.stat().st_size} bytes, the manifest says {size}; it was cut off or overwritten"
     for name, entry in manifest.tensors.items():
@@ -212,14 +215,14 @@ def _problems(manifest: Manifest, folder: Path) -> Iterator[str]:
 
 
 def _overlap(entry: TensorEntry) -> bool:
-    """Whether two parts hold the same entry: each is compared with each, some at a time."""
+    """Whether two parts have a common entry: each is compared with each, some at a time."""
     parts = [part for part in entry.parts if math.prod(part.shape)]
     starts = np.array([part.start for part in parts], np.int64).reshape(len(parts), len(entry.shape))
     stops = starts + np.array([part.shape for part in parts], np.int64).reshape(starts.shape)
     for first in range(0, len(parts), ROWS):
         rows = slice(first, first + ROWS)
         meet = (starts[rows, None] < stops) & (starts < stops[rows, None])
-        if np.count_nonzero(meet.all(-1)) > len(starts[rows]):  # each meets itself
+        if np.count_nonzero(meet.all(-1)) > len(starts[rows]):  # each overlaps itself
             return True
     return False
 
@@ -229,8 +232,8 @@ def _some(names: list[str]) -> str:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Checkpoint folders under `root`, newest first, complete or not. What has another name is none of them; one whose
-    replacement was killed gets its name back."""
+    """Checkpoint folders under `root`, newest first, complete or not. Folders with other names do not count; one
+    whose replacement was killed gets its name back."""
     if not root.is_dir():
         return []
     for replaced in root.glob(".step-*.replaced"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint folder: model.safetensors (whole tensors; or several files and their index), config.json (the model's),
-the tokenizer. A training checkpoint is one, too: its weights are put together from their parts. So is a folder of adapters:
-its weights are those of the model they are for, with them merged in."""
+"""A checkpoint folder: model.safetensors (unsharded tensors; or several files and their index), config.json (the
+model's), the tokenizer. A training checkpoint is one, too: its weights are assembled from their shards. So is a
+folder of adapters: its weights are those of their model, with the adapters merged in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sporeloom.checkpoint.sharded import CheckpointReader, damage
 from sporeloom.checkpoint.shards import Slices, whole
 from sporeloom.checkpoint.tensor_files import (
     WEIGHTS,
-    Described,
+    TensorDescription,
     model_files,
     read_float32,
     read_rows,
@@ -52,15 +52,15 @@ def save_checkpoint(
     config: ModelConfig,
     add_files: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write a checkpoint folder; an older one of this name is replaced only when the new one is complete. `add_files` puts
-    what else belongs there, the tokenizer, into it.
+    """Write a checkpoint folder; an older one of this name is replaced only when the new one is complete.
+    `add_files` adds the other files, such as the tokenizer.
 
     Raises:
         ConfigError: weights that are not finite.
     """
     check_finite(weights, f"{folder}: the weights to write")
     with replaced_folder(folder) as partial:
-        described = {name: Described(value.dtype.name, tuple(value.shape)) for name, value in weights.items()}
+        described = {name: TensorDescription(value.dtype.name, tuple(value.shape)) for name, value in weights.items()}
         write_tensor_by_tensor(partial / WEIGHTS, described, weights.values())
         write_config(partial, family, config)
         if add_files:
@@ -75,7 +75,8 @@ def write_config(folder: Path, family: str, config: ModelConfig) -> None:
 
 
 def load_config(folder: Path) -> tuple[str, ModelConfig]:
-    """Model family and configuration of a checkpoint folder, with the end tokens of its generation_config.json.
+    """Read model family and configuration of a checkpoint folder, with the end tokens of its
+    generation_config.json.
 
     Raises:
         ConfigError: no such folder, or a configuration that cannot be used.
@@ -97,23 +98,23 @@ def load_config(folder: Path) -> tuple[str, ModelConfig]:
 
 
 def load_text_config(folder: Path) -> tuple[str, ModelConfig]:
-    """As `load_config`, of a model that gives logits.
+    """Like `load_config`, for a model with logits.
 
     Raises:
         ConfigError: likewise, or a reward model.
     """
     family, model = load_config(folder)
     if model.value_head:
-        raise ConfigError(f"{folder}: a reward model, which gives a number and no text; it is for --reward-model")
+        raise ConfigError(f"{folder}: a reward model, which generates no text; it is for --reward-model")
     return family, model
 
 
 def copy_beside(source: Path, target: Path, but: Collection[str] = (CONFIG,)) -> None:
-    """Copy what lies in a model folder beside its weights and configuration: tokenizer, chat template, what others read.
+    """Copy the other files of a model folder: tokenizer, chat template, files of other readers.
 
     `but`: names that stay; weights and manifests always do.
     """
-    if is_adapter_folder(source):  # its own tokenizer and template win over those of its model
+    if is_adapter_folder(source):  # its own tokenizer and template take precedence over those of its model
         copy_beside(base_folder(source), target, but)
         but = (*but, ADAPTER_CONFIG)
     for path in source.iterdir():
@@ -122,24 +123,25 @@ def copy_beside(source: Path, target: Path, but: Collection[str] = (CONFIG,)) ->
 
 
 Read = Callable[[str, Slices], NDArray[Any]]
-"""Gives a part of a tensor."""
+"""Function that reads a slice of a tensor."""
 
 
 @dataclass(frozen=True)
-class Weights:
-    """The weights of a folder, of which only what is asked for is read."""
+class FolderWeights:
+    """The weights of a folder, read on demand."""
 
     shapes: dict[str, tuple[int, ...]]
     read: Read
-    """A part of one.
+    """Read a slice of a tensor.
 
     Raises:
-        ConfigError: the file is damaged, or numbers of it are not finite."""
+        ConfigError: the file is damaged, or numbers of it are not finite.
+    """
     damage: Callable[[slice], str | None] = lambda share: None
-    """The first tensor that is not as it was written, or None. Takes which of the parts to look at."""
+    """The first tensor that differs from what was written, or None. Takes the slices to check."""
 
 
-def open_weights(folder: Path) -> Weights:
+def open_weights(folder: Path) -> FolderWeights:
     """The tensors of a checkpoint folder, float32.
 
     Raises:
@@ -148,7 +150,9 @@ def open_weights(folder: Path) -> Weights:
     if is_adapter_folder(folder):
         base = base_folder(folder)
         merged = merge(load_weights(base), read_adapter(folder, *load_config(base)))
-        return Weights({name: value.shape for name, value in merged.items()}, lambda name, slices: merged[name][slices])
+        return FolderWeights(
+            {name: value.shape for name, value in merged.items()}, lambda name, slices: merged[name][slices]
+        )
     if (folder / MANIFEST).exists():
         return _weights_of_state(folder)
     stored = stored_tensors(model_files(folder))
@@ -160,26 +164,28 @@ def open_weights(folder: Path) -> Weights:
         return np.concatenate(list(rows))
 
     shapes = {name: tensor.shape for name, tensor in stored.items()}
-    return Weights(shapes, read, lambda share: tensor_damage(folder, share))
+    return FolderWeights(shapes, read, lambda share: tensor_damage(folder, share))
 
 
-def _weights_of_state(folder: Path) -> Weights:
-    """The weights of a training checkpoint, without the moments beside them."""
+def _weights_of_state(folder: Path) -> FolderWeights:
+    """The weights of a training checkpoint, without their moments."""
     manifest = read_manifest(folder)
     check_contents(manifest, folder)
     if manifest.state.get("lora"):
-        raise ConfigError(f"{folder}: of adapters alone; the run writes them with their configuration when it ends")
+        raise ConfigError(
+            f"{folder}: contains adapters only; the run writes them with their configuration when it ends"
+        )
     beside = manifest.state.get("beside") or {}
     shapes = {
         name: entry.shape
         for name, entry in manifest.tensors.items()
         if not name.startswith(MOMENTS) and name not in beside
     }
-    return Weights(shapes, CheckpointReader(folder, manifest).read, lambda share: damage(folder, manifest, share))
+    return FolderWeights(shapes, CheckpointReader(folder, manifest).read, lambda share: damage(folder, manifest, share))
 
 
 def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
-    """All tensors of a checkpoint folder, whole.
+    """All tensors of a checkpoint folder, unsharded.
 
     Raises:
         ConfigError: a file is missing or damaged, or numbers are not finite.
@@ -191,7 +197,7 @@ def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
 
 
 def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Hold tensors against the model's parameters.
+    """Check tensors against the model's parameters.
 
     Raises:
         ConfigError: missing or unexpected names, other shapes, numbers that are not finite.
@@ -201,10 +207,10 @@ def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tupl
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """As `check_weights`, of tensors that were not read yet."""
+    """Like `check_weights`, for tensors that were not read yet."""
     if any(EXPERTS in name for name in shapes) and not any(EXPERTS in name for name in found):
         raise ConfigError(
-            f"{source}: the model has experts, this checkpoint none: make one of it that has, with sporeloom upcycle "
+            f"{source}: the model has experts, but this checkpoint has none: convert it with sporeloom upcycle "
             f"--checkpoint {source}"
         )
     problems = [f"{source}: {name} {shape} is missing" for name, shape in shapes.items() if name not in found]

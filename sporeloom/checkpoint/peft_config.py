@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an adapter_config.json of PEFT says, field by field: honoured, without effect on what is computed, or refused.
+"""Read an adapter_config.json of PEFT: each field is used, has no effect on the computation, or is refused.
 
 Source: PEFT 0.21.2: tuners/lora/config.py, `LoraLayer.update_layer`, `check_target_module_exists`, `get_pattern_key`.
 """
@@ -19,7 +19,7 @@ from sporeloom.patterns import Found, Pattern, match_patterns
 from sporeloom.reader import Document, fields_from
 
 PLAIN_FIELDS = ("r", "lora_alpha", "lora_dropout", "use_rslora")
-"""Those that are ours, too."""
+"""Fields that this package has, too."""
 NUMBERS = ("r", "lora_alpha", "lora_dropout")
 TARGETS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 HONOURED = (
@@ -45,30 +45,31 @@ REFUSED: dict[str, Any] = {
     "kasa_config": None,
     "monteclora_config": None,
 }
-"""Fields of other computations -> the one value that means none of them."""
+"""Fields of unsupported computations -> the one value that switches them off."""
 IRRELEVANT = (
     *("auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config"),
-    *("megatron_config", "megatron_core"),  # of Megatron's layers, which a published model has none of
+    *("megatron_config", "megatron_core"),  # of Megatron's layers, which a published model does not have
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # of an `init_lora_weights`
     *("velora_config",),  # of the backward pass
     *("qalora_group_size",),  # of use_qalora
     *("ensure_weight_tying",),  # of embeddings, which cannot have adapters here
 )
-"""Fields that say nothing of what trained adapters compute."""
+"""Fields without effect on the computation of trained adapters."""
 PLAIN_INITS = (True, False, None, "true", "false", "gaussian", "eva", "orthogonal", "mica")
 """`init_lora_weights` that leave the base model's weights as they are."""
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""How those begin that take what the adapters begin with off the base model's weights, when PEFT opens such a folder, too."""
+"""Beginnings of values that subtract the initial adapters from the base model's weights, also when PEFT opens such
+a folder."""
 SAVED_OF_REWARD = {"score", "classifier"}
 """`modules_to_save` of a reward model: names that its head may have."""
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """A configuration that was found right."""
+    """A valid configuration."""
 
     lora: LoRAConfig
-    """What holds for every matrix that no pattern matches."""
+    """Values for every matrix that no pattern matches."""
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     target_modules: str | list[str] | None
@@ -76,14 +77,14 @@ class PeftConfig:
     layers_to_transform: int | list[int] | None
     layers_pattern: str | list[str] | None
     matches: Mapping[Pattern, Found]
-    """Of each pattern, the modules that it matches."""
+    """Modules that each pattern matches."""
 
     def rank(self, module: str) -> int:
-        """Of the adapter of a module, by its path in the base model."""
+        """Rank of the adapter of a module, by its path in the base model."""
         return self._first_match(self.rank_pattern, module, self.lora.r)
 
     def alpha(self, module: str) -> float:
-        """Likewise its lora_alpha."""
+        """Its lora_alpha."""
         return self._first_match(self.alpha_pattern, module, self.lora.lora_alpha)
 
     def is_target(self, module: str) -> bool:
@@ -111,17 +112,17 @@ class PeftConfig:
         return next((patterns[p] for p in patterns if module in self.matches[_at_the_end(p)]), otherwise)
 
     def _names(self, targets: str | list[str], module: str) -> bool:
-        """Whether a regular expression matches a module's whole path, or one of several names its end."""
+        """Whether a regular expression matches a module's full path, or one of several names its end."""
         if isinstance(targets, str):
             return module in self.matches["fullmatch", targets]
         return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def read_peft_config(document: Document, modules: Sequence[str]) -> PeftConfig:
-    """The configuration of adapters, every field looked at. `modules`: all that it may be asked about.
+    """Read the configuration of adapters and check every field. `modules`: all modules of the base model.
 
     Raises:
-        ConfigError: values that are none, and adapters that are not W + scale * B A of the base model's W.
+        ConfigError: invalid values, and adapters that are not W + scale * B A of the base model's W.
     """
     values, problems = document.mapping, Problems()
     given = {name: values[name] for name in PLAIN_FIELDS if values.get(name) is not None}
@@ -135,7 +136,7 @@ def read_peft_config(document: Document, modules: Sequence[str]) -> PeftConfig:
 
 
 def _matches(document: Document, values: Mapping[str, Any], modules: Sequence[str]) -> dict[Pattern, Found]:
-    """What every pattern of the configuration matches.
+    """Match every pattern of the configuration.
 
     Raises:
         ConfigError: one is not a regular expression, or they take too long.
@@ -165,25 +166,25 @@ def _matches(document: Document, values: Mapping[str, Any], modules: Sequence[st
 
 
 def _at_the_end(pattern: str) -> Pattern:
-    """What PEFT makes of a key of rank_pattern."""
+    """Pattern that PEFT makes of a key of rank_pattern."""
     return "match", rf"(.*\.)?({pattern})$"
 
 
 def _layer_patterns(layers_pattern: str | list[str] | None) -> list[Pattern]:
-    """What finds the number of a module's layer."""
+    """Pattern that finds the number of a module's layer."""
     names: Iterable[str] = [layers_pattern] if isinstance(layers_pattern, str) else layers_pattern or []
     begins = [rf"(?:^|.*?\.){name}" for name in names] or [r".*?\.[^.]*"]
     return [("match", rf"{begin}\.(?P<layer>\d+)\.") for begin in begins]
 
 
 def _other_kinds(values: Mapping[str, Any]) -> Iterator[str]:
-    """Fields that make PEFT compute something else."""
+    """List fields that make PEFT compute something else."""
     for name, plain in REFUSED.items():
         if values.get(name, plain) != plain:
-            yield f"{name} is {values[name]!r}; only {plain!r} is built here"
+            yield f"{name} is {values[name]!r}; only {plain!r} is supported"
     known = (*HONOURED, *REFUSED, *IRRELEVANT)
     for name in [name for name, value in values.items() if name not in known and value]:
-        yield f"{name} is {values[name]!r}, a field that is not known here; remove it if it changes nothing"
+        yield f"{name} is {values[name]!r}, an unknown field; remove it if it has no effect"
     begin = values.get("init_lora_weights", True)
     word = begin.lower() if isinstance(begin, str) else begin
     if isinstance(word, str) and word.startswith(CHANGED_BASES):
@@ -193,10 +194,10 @@ def _other_kinds(values: Mapping[str, Any]) -> Iterator[str]:
             "path_initial_model_for_weight_conversion=...), or the merged model with merge_and_unload()"
         )
     elif word not in PLAIN_INITS:
-        yield f"init_lora_weights is {begin!r}, which is not known here"
+        yield f"init_lora_weights is {begin!r}, which is unknown"
     saved = values.get("modules_to_save") or ()
     if not isinstance(saved, list | tuple) or not set(map(str, saved)) <= SAVED_OF_REWARD:
-        yield f"modules_to_save is {saved!r}; only a reward model's score is read here"
+        yield f"modules_to_save is {saved!r}; only a reward model's score is supported"
 
 
 def _wrong_values(values: Mapping[str, Any]) -> Iterator[str]:
@@ -225,7 +226,7 @@ def _wrong_values(values: Mapping[str, Any]) -> Iterator[str]:
     if not all(type(layer) is int for layer in (chosen if isinstance(chosen, list) else [chosen or 0])):
         yield f"layers_to_transform must be numbers of layers, got {chosen!r}"
     if isinstance(values.get("target_modules"), str) and (chosen is not None or values.get("layers_pattern")):
-        yield "layers_to_transform and layers_pattern go with a list of target_modules, not with a pattern"
+        yield "layers_to_transform and layers_pattern need a list of target_modules, not a pattern"
 
 
 def _number_problem(value: Any, whole: bool) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a training checkpoint anew, cut in another way, one tensor at a time; or as a model folder."""
+"""Reshard a training checkpoint, one tensor at a time; or export it as a model folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sporeloom.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, check
 from sporeloom.checkpoint.model_folder import copy_beside, load_config, load_weights, write_config
 from sporeloom.checkpoint.sharded import CheckpointReader
 from sporeloom.checkpoint.shards import Shard, whole, write_shards
-from sporeloom.checkpoint.tensor_files import Described, write_model_files
+from sporeloom.checkpoint.tensor_files import TensorDescription, write_model_files
 from sporeloom.checkpoint.tensor_hashes import seal
 from sporeloom.errors import ConfigError
 from sporeloom.files import flush_all, partial_name
@@ -34,18 +34,18 @@ def find_checkpoint(folder: Path) -> Path:
         return folder
     if found := checkpoints(folder):
         return found[0]
-    raise ConfigError(f"{folder}: holds neither {MANIFEST} nor folders step-*; give a training checkpoint")
+    raise ConfigError(f"{folder}: contains neither {MANIFEST} nor folders step-*; give a training checkpoint")
 
 
 def reshard(source: Path, target: Path, shards: Mapping[str, Sequence[Shard]], strategy: Mapping[str, Any]) -> Manifest:
-    """Write the checkpoint `source` as `target`, each tensor in the parts that `shards` says.
+    """Write the checkpoint `source` as `target`, each tensor in the shards of `shards`.
 
     Raises:
         ConfigError: the source is damaged, the target exists or cannot be written.
     """
     manifest = read_manifest(source)
     reader = CheckpointReader(source, manifest)
-    described = {name: Described(entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
+    described = {name: TensorDescription(entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
     with new_folder(target) as partial:
         tensors, files = write_shards(partial, described, shards, lambda *of: iter([reader.read(*of)]))
         for name, entry in manifest.tensors.items():
@@ -58,7 +58,7 @@ def reshard(source: Path, target: Path, shards: Mapping[str, Sequence[Shard]], s
 
 
 def export(source: Path, target: Path, max_shard_bytes: int) -> int:
-    """Write the weights of a training checkpoint, whole, as a model folder. Returns the bytes.
+    """Write the weights of a training checkpoint, unsharded, as a model folder. Returns the bytes.
 
     Files hold at most `max_shard_bytes` each, or one tensor that is larger; with more than one there is an index.
 
@@ -67,11 +67,13 @@ def export(source: Path, target: Path, max_shard_bytes: int) -> int:
     """
     manifest = read_manifest(source)
     if manifest.state.get("lora"):
-        raise ConfigError(f"{source}: holds adapters alone; the run writes them with their configuration when it ends")
+        raise ConfigError(
+            f"{source}: contains adapters only; the run writes them with their configuration when it ends"
+        )
     beside = manifest.state.get("beside") or {}
     weights = {n: entry for n, entry in manifest.tensors.items() if not n.startswith(MOMENTS) and n not in beside}
     reader = CheckpointReader(source, manifest)
-    described = {name: Described(entry.dtype, entry.shape) for name, entry in weights.items()}
+    described = {name: TensorDescription(entry.dtype, entry.shape) for name, entry in weights.items()}
     with new_folder(target) as partial:
         num_bytes = write_model_files(partial, described, lambda names: _read_and_check(reader, names), max_shard_bytes)
         write_config(partial, *model_of(manifest, source))
@@ -80,13 +82,13 @@ def export(source: Path, target: Path, max_shard_bytes: int) -> int:
 
 
 def export_merged(source: Path, target: Path, max_shard_bytes: int) -> int:
-    """Write a folder of adapters as a model folder, merged into the weights they are for. Returns the bytes.
+    """Merge a folder of adapters into their model, as a model folder. Returns the bytes.
 
     Raises:
         ConfigError: adapters or model are damaged or do not fit, the target exists or cannot be written.
     """
     weights, (family, model) = load_weights(source), load_config(source)
-    described = {name: Described("float32", tuple(value.shape)) for name, value in weights.items()}
+    described = {name: TensorDescription("float32", tuple(value.shape)) for name, value in weights.items()}
     with new_folder(target) as partial:
         num_bytes = write_model_files(
             partial, described, lambda names: [weights[name] for name in names], max_shard_bytes
@@ -98,7 +100,7 @@ def export_merged(source: Path, target: Path, max_shard_bytes: int) -> int:
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to fill, which then gets the hashes of what is in it, and that name.
+    """Yield a folder next to `target` to fill, which then gets the hashes of its contents, and that name.
 
     Raises:
         ConfigError: `target` exists, or cannot be made; it cannot be written.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write and read the parts of a training checkpoint. NumPy and files only."""
+"""Write and read the shards of a training checkpoint. NumPy and files only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sporeloom.checkpoint.content_hash import MASK, content_hash
 from sporeloom.checkpoint.finite import is_finite
 from sporeloom.checkpoint.manifest import FOLDER, LATEST, Manifest, Part, TensorEntry, checkpoints
-from sporeloom.checkpoint.tensor_files import Described, not_finite_tensors, write_tensor_by_tensor
+from sporeloom.checkpoint.tensor_files import TensorDescription, not_finite_tensors, write_tensor_by_tensor
 from sporeloom.errors import ConfigError
 from sporeloom.files import flush, remove, remove_folder, replace_folder, write_text_atomically
 from sporeloom.hashes import write_hashes
@@ -30,12 +30,12 @@ MAPPED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Slice:
-    """One rank's part of a tensor, in memory."""
+    """A slice of a tensor, in memory."""
 
     array: NDArray[Any]
     start: tuple[int, ...]
     whole: tuple[int, ...]
-    """Shape of the tensor it is a part of."""
+    """Shape of the full tensor."""
 
 
 def file_name(rank: int) -> str:
@@ -43,12 +43,14 @@ def file_name(rank: int) -> str:
 
 
 def write_parts(folder: Path, rank: int, slices: Mapping[str, Slice]) -> None:
-    """Write what one rank holds, then, to say that it is there, an index."""
+    """Write this rank's slices, then an index, which marks them as complete."""
     folder.mkdir(parents=True, exist_ok=True)
     name = file_name(rank)
     entries: dict[str, Any] = {}
     if slices:
-        described = {key: Described(part.array.dtype.name, tuple(part.array.shape)) for key, part in slices.items()}
+        described = {
+            key: TensorDescription(part.array.dtype.name, tuple(part.array.shape)) for key, part in slices.items()
+        }
         write_tensor_by_tensor(folder / name, described, (part.array for part in slices.values()))
     for key, part in slices.items():
         digest = f"{content_hash(part.array, part.start):016x}"
@@ -58,7 +60,7 @@ def write_parts(folder: Path, rank: int, slices: Mapping[str, Slice]) -> None:
 
 
 def finish(partial: Path, root: Path, num_ranks: int, step: int, about: Mapping[str, Any]) -> Path:
-    """Wait for all ranks' parts, write the manifest, and give the folder its name; then move `latest`.
+    """Wait for the files of all ranks, write the manifest, and give the folder its name; then move `latest`.
 
     `about`: the fields of the manifest besides tensors and files.
 
@@ -99,20 +101,20 @@ def _join(entries: Iterable[Mapping[str, Any]]) -> dict[str, TensorEntry]:
 
 
 def remove_old(root: Path, keep_last: int) -> None:
-    """Leave the newest `keep_last` checkpoints."""
+    """Keep the newest `keep_last` checkpoints and remove the others."""
     for folder in checkpoints(root)[keep_last:]:
         remove_folder(folder)
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed runs left unfinished."""
+    """Remove the unfinished folders of killed runs."""
     checkpoints(root)  # one that was being replaced gets its name back
     for folder in root.glob(".step-*"):
         remove(folder)
 
 
 class CheckpointReader:
-    """Slices of the tensors of a checkpoint; of the files only what is asked for is read.
+    """The tensors of a checkpoint, by slices; only the files that are needed are read.
 
     `only_finite`: NaN and infinity are an error.
     """
@@ -123,13 +125,13 @@ class CheckpointReader:
         self._bytes_mapped = 0
 
     def read(self, name: str, slices: Sequence[slice]) -> NDArray[Any]:
-        """One part of a tensor, put together from whatever parts the files hold.
+        """Read one slice of a tensor from all files that hold parts of it.
 
         Raises:
             ConfigError: a damaged file, or numbers that are not finite.
         """
         entry = self.manifest.tensors[name]
-        for part in entry.parts:  # one that holds it all spares a copy
+        for part in entry.parts:  # a file that has all of it needs no copy
             if all(p.start <= s.start and s.stop <= p.stop for p, s in zip(part.slices, slices, strict=True)):
                 inside = [slice(s.start - p, s.stop - p) for p, s in zip(part.start, slices, strict=True)]
                 return self._slice(part, name, tuple(inside))
@@ -147,7 +149,7 @@ class CheckpointReader:
         return result
 
     def verify(self, part: Part, name: str) -> str | None:
-        """What is wrong with a part, or None."""
+        """Check the content of a part; returns the problem or None."""
         try:
             array = self._slice(part, name, tuple(slice(0, length) for length in part.shape))
         except ConfigError as error:
@@ -175,7 +177,7 @@ class CheckpointReader:
 
 
 def damage(folder: Path, manifest: Manifest, share: slice = slice(None)) -> str | None:
-    """The first thing wrong with the contents of the files, or None. `share`: which of the parts to look at."""
+    """Check the contents of the files; returns the first problem or None. `share`: which of the parts to check."""
     reader = CheckpointReader(folder, manifest)
     parts = [(name, part) for name, entry in manifest.tensors.items() for part in entry.parts]
     return next((problem for name, part in parts[share] if (problem := reader.verify(part, name))), None)

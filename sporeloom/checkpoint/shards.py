@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write tensors in parts, each rank's in a file of its own, some rows at a time."""
+"""Write sharded tensors, each rank's shards in a file of its own, some rows at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from sporeloom.checkpoint.content_hash import MASK, content_hash
 from sporeloom.checkpoint.manifest import Part, TensorEntry
-from sporeloom.checkpoint.tensor_files import Described, write_tensor_by_tensor
+from sporeloom.checkpoint.tensor_files import TensorDescription, write_tensor_by_tensor
 from sporeloom.errors import ConfigError
 
 Slices = tuple[slice, ...]
 Shard = tuple[str, Slices]
-"""A file, and the part of a tensor that goes there."""
+"""A file, and the slice of a tensor that it gets."""
 Rows = Iterator[NDArray[Any]]
 """A tensor or a part of it, some rows at a time."""
 
@@ -27,11 +27,11 @@ def whole(shape: Sequence[int]) -> Slices:
 
 def write_shards(
     folder: Path,
-    described: Mapping[str, Described],
+    described: Mapping[str, TensorDescription],
     shards: Mapping[str, Sequence[Shard]],
     rows: Callable[[str, Slices], Rows],
 ) -> tuple[dict[str, TensorEntry], dict[str, int]]:
-    """Write the files that `shards` names into a folder. `rows`: gives a part of a tensor. Returns a manifest's entries,
+    """Write the files of `shards` into a folder. `rows`: reads a slice of a tensor. Returns a manifest's entries,
     with hashes made of what was written, and the files' sizes.
 
     Raises:
@@ -52,7 +52,7 @@ def write_shards(
                 start[0] += len(array)
 
     for file, wanted in sorted(by_file.items()):
-        parts = {name: Described(described[name].dtype, _lengths(slices)) for name, slices in wanted}
+        parts = {name: TensorDescription(described[name].dtype, _lengths(slices)) for name, slices in wanted}
         try:
             write_tensor_by_tensor(folder / file, parts, (hashed(file, name, slices) for name, slices in wanted))
         except OSError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files tensor by tensor: the library's own writer wants all of them in memory.
+"""Safetensors files tensor by tensor: the library's own writer needs all of them in memory.
 
 Source: the format, https://github.com/huggingface/safetensors: the header's length, the header as JSON, the bytes.
 """
@@ -34,20 +34,20 @@ DTYPES = {
 FLOATS = ("float64", "float32", "float16", BFLOAT16)
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _OF_A_MODEL = re.compile(r"model(?:-\d+-of-(\d+))?\.safetensors")
-"""Names of files that hold a model's weights: one of so many, or the only one. Others may lie beside them."""
-LARGEST_HEADER = 100_000_000
-"""As the format has it."""
+"""File names of a model's weights: one of several, or the only one. Other files may be in the folder."""
+MAX_HEADER_BYTES = 100_000_000
+"""Maximum size of a header, by the format."""
 CHUNK_NUMBERS = 1 << 23
-"""Of a tensor that is read at once."""
+"""Bytes of a tensor that are read at once."""
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's type of a name; MindSpore has another one of the name of ml_dtypes' bfloat16."""
+    """NumPy's type of a name; MindSpore defines another one with the name of ml_dtypes' bfloat16."""
     return np.dtype(ml_dtypes.bfloat16 if name == BFLOAT16 else name)
 
 
-class Described(NamedTuple):
-    """A tensor that is still to come."""
+class TensorDescription(NamedTuple):
+    """Description of a tensor that will be written."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,8 +57,8 @@ class Described(NamedTuple):
         return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
-class Stored(NamedTuple):
-    """Where a tensor lies."""
+class StoredTensor(NamedTuple):
+    """Position of a tensor in a file."""
 
     path: Path
     name: str
@@ -68,16 +68,16 @@ class Stored(NamedTuple):
 
 
 Arrays = Iterable[NDArray[Any] | Iterator[NDArray[Any]]]
-"""Tensors, each whole or as its rows, some at a time."""
+"""Tensors, each complete or as its rows, some at a time."""
 
 
 def write_tensor_by_tensor(
     path: Path,
-    described: Mapping[str, Described],
+    described: Mapping[str, TensorDescription],
     arrays: Arrays,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `arrays`, which come in the order of `described`, and make sure that they are on the disk."""
+    """Write `arrays`, which come in the order of `described`, and flush them to the disk."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in described.items():
@@ -99,14 +99,14 @@ def write_tensor_by_tensor(
 
 def write_model_files(
     folder: Path,
-    described: Mapping[str, Described],
+    described: Mapping[str, TensorDescription],
     arrays: Callable[[Sequence[str]], Arrays],
     max_bytes: int,
     metadata: Mapping[str, str] | None = None,
 ) -> int:
-    """Write a model's tensors as one file or, where they are more than `max_bytes`, as several and their index. A file holds
-    at most that much, or one tensor that is larger. `arrays`: gives the tensors of some names. Returns the bytes.
-    """
+    """Write a model's tensors as one file or, where they are more than `max_bytes`, as several and their index. A
+    file holds at most that much, or one tensor that is larger. `arrays`: gives the tensors of some names.
+    Returns the bytes."""
     shards = _shards(described, max_bytes)
     names = [WEIGHTS] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
     for file, shard in zip(names, shards, strict=True):
@@ -123,14 +123,14 @@ def write_model_files(
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a model folder that hold its tensors: those of its index, model.safetensors, or all there are.
+    """The files of a model folder with its tensors: those of its index, model.safetensors, or all there are.
 
     Raises:
-        ConfigError: an index that cannot be used, or files of another model's weights beside them.
+        ConfigError: an index that cannot be used, or files of another model's weights in the same folder.
     """
     if (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(
-            f"{folder}: holds adapters; make a model of them first: sporeloom export-checkpoint {folder} OUT"
+            f"{folder}: contains adapters; merge them into their model first: sporeloom export-checkpoint {folder} OUT"
         )
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     index = folder / INDEX
@@ -139,7 +139,7 @@ def model_files(folder: Path) -> list[Path]:
     if others:
         what = f"{INDEX} names {', '.join(names[:2])}{', ...' * (len(names) > 2)}" if index.exists() else WEIGHTS
         raise ConfigError(
-            f"{folder}: two sets of weights: {what}, and beside {'it' if index.exists() else 'that'} there is "
+            f"{folder}: two sets of weights: {what}, and besides {'it' if index.exists() else 'that'} there is "
             f"{', '.join(others[:2])}{', ...' * (len(others) > 2)}; remove the one that is not the model's"
         )
     sets = {match[1] for name in names if (match := _OF_A_MODEL.fullmatch(name))}
@@ -152,19 +152,19 @@ def _indexed(index: Path) -> list[str]:
     """The files that an index names."""
     names = read_json(index).mapping.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ConfigError(f"{index}: no `weight_map` that says which file holds which tensor")
+        raise ConfigError(f"{index}: no `weight_map` that maps tensors to files")
     if outside := [name for name in names.values() if Path(name).name != name or name.startswith(".")]:
-        raise ConfigError(f"{index}: {outside[0]!r} is no file of this folder")
+        raise ConfigError(f"{index}: {outside[0]!r} is not a file of this folder")
     return sorted(set(names.values()))
 
 
-def stored_tensors(paths: Iterable[Path]) -> dict[str, Stored]:
-    """Every tensor of some files, by name; of the files only the headers are read.
+def stored_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Every tensor of some files, by name; only the headers are read.
 
     Raises:
         ConfigError: a file is missing or damaged, or a tensor is there twice.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for path in paths:
         for name, tensor in _read_header(path).items():
             if name in found:
@@ -173,12 +173,12 @@ def stored_tensors(paths: Iterable[Path]) -> dict[str, Stored]:
     return found
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
+def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         size = path.stat().st_size
         with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, LARGEST_HEADER):
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise ConfigError(f"{path}: damaged or not safetensors: its header does not fit into it")
             text = file.read(length)
     except OSError as error:
@@ -192,16 +192,16 @@ def _read_header(path: Path) -> dict[str, Stored]:
             start, end = map(int, entry["data_offsets"])
         except (KeyError, TypeError, ValueError, OverflowError):
             raise ConfigError(f"{path}: {name}: its entry in the header cannot be read: {str(entry)[:100]}") from None
-        if min(shape, default=0) < 0 or end - start != Described(dtype, shape).num_bytes or start < 0:
+        if min(shape, default=0) < 0 or end - start != TensorDescription(dtype, shape).num_bytes or start < 0:
             raise ConfigError(f"{path}: {name}: {end - start} bytes are not {dtype} {shape}")
         if 8 + length + end > size:
             raise ConfigError(f"{path}: damaged: it ends before the bytes of {name} do")
-        found[name] = Stored(path, name, dtype, shape, 8 + length + start)
+        found[name] = StoredTensor(path, name, dtype, shape, 8 + length + start)
     return found
 
 
-def read_float32(tensor: Stored) -> NDArray[np.float32]:
-    """A tensor of floating-point numbers, widened or narrowed.
+def read_float32(tensor: StoredTensor) -> NDArray[np.float32]:
+    """Read a tensor of floating-point numbers, widened or narrowed.
 
     Raises:
         ConfigError: it holds no such numbers, or some that are not finite or too large; it cannot be read.
@@ -210,8 +210,11 @@ def read_float32(tensor: Stored) -> NDArray[np.float32]:
     return found
 
 
-def read_rows(tensor: Stored, start: int, stop: int, dtype: str, rest: Sequence[slice] = ()) -> Iterator[NDArray[Any]]:
-    """Rows of a tensor of floating-point numbers in another type, some at a time; of its other dims what `rest` says.
+def read_rows(
+    tensor: StoredTensor, start: int, stop: int, dtype: str, rest: Sequence[slice] = ()
+) -> Iterator[NDArray[Any]]:
+    """Read rows of a tensor of floating-point numbers in another type, some at a time; `rest` slices its other
+    dims.
 
     Raises:
         ConfigError: it holds no such numbers, or some that are not finite or too large; it cannot be read.
@@ -227,12 +230,12 @@ def read_rows(tensor: Stored, start: int, stop: int, dtype: str, rest: Sequence[
             yield _read_slices(tensor, (slice(first, last), *rest), dtype)
 
 
-def _read(tensor: Stored, start: int, count: int, dtype: str) -> NDArray[Any]:
-    """Numbers of a tensor."""
+def _read(tensor: StoredTensor, start: int, count: int, dtype: str) -> NDArray[Any]:
+    """Read the numbers of a tensor."""
     return _checked(tensor, _read_raw(tensor, start, count), dtype)
 
 
-def _read_raw(tensor: Stored, start: int, count: int) -> NDArray[Any]:
+def _read_raw(tensor: StoredTensor, start: int, count: int) -> NDArray[Any]:
     kind = _number_kind(tensor)
     try:
         return np.fromfile(tensor.path, kind, count, offset=tensor.offset + start * kind.itemsize)
@@ -240,8 +243,8 @@ def _read_raw(tensor: Stored, start: int, count: int) -> NDArray[Any]:
         raise ConfigError(f"{tensor.path}: cannot be read: {error}") from None
 
 
-def _read_slices(tensor: Stored, slices: tuple[slice, ...], dtype: str) -> NDArray[Any]:
-    """A part of a tensor; of the file the pages it lies on."""
+def _read_slices(tensor: StoredTensor, slices: tuple[slice, ...], dtype: str) -> NDArray[Any]:
+    """Read a slice of a tensor; only the pages of the file that it needs."""
     try:
         mapped = np.memmap(tensor.path, _number_kind(tensor), "r", tensor.offset, tensor.shape)
     except (OSError, ValueError) as error:
@@ -249,7 +252,7 @@ def _read_slices(tensor: Stored, slices: tuple[slice, ...], dtype: str) -> NDArr
     return _checked(tensor, np.array(mapped[slices]), dtype)
 
 
-def _checked(tensor: Stored, raw: NDArray[Any], dtype: str) -> NDArray[Any]:
+def _checked(tensor: StoredTensor, raw: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Numbers of a tensor in another type.
 
     Raises:
@@ -261,7 +264,7 @@ def _checked(tensor: Stored, raw: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 def not_finite_tensors(paths: Iterable[Path]) -> Iterator[str]:
-    """Of each file that has tensors with NaN or infinity, their names. Reads it all."""
+    """Names of the tensors with NaN or infinity, by file. Reads all of them."""
     for path in paths:
         found = {}
         for name, tensor in _read_header(path).items():
@@ -276,18 +279,18 @@ def not_finite_tensors(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def _files_with(path: Path) -> list[Path]:
-    """The files of the model that one is a part of."""
+    """The files of the model that a file belongs to."""
     files = model_files(path.parent) if not (path.parent / ADAPTER_CONFIG).exists() else []
     return files if path in files else [path]
 
 
-def _number_kind(tensor: Stored) -> np.dtype[Any]:
+def _number_kind(tensor: StoredTensor) -> np.dtype[Any]:
     if tensor.dtype not in FLOATS:
-        raise ConfigError(f"{tensor.path}: {tensor.dtype} numbers are no weights")
+        raise ConfigError(f"{tensor.path}: {tensor.dtype} numbers are not weights")
     return numpy_dtype(tensor.dtype)
 
 
-def _shards(described: Mapping[str, Described], max_bytes: int) -> list[list[str]]:
+def _shards(described: Mapping[str, TensorDescription], max_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = []
     size = 0
     for name, tensor in described.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of the tensors of model folders, which have no manifest: written with the folder, checked by who reads it."""
+"""Hashes of the tensors of model folders, which have no manifest: written with the folder, verified by readers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from sporeloom.checkpoint.content_hash import MASK, content_hash
 from sporeloom.checkpoint.manifest import MANIFEST
-from sporeloom.checkpoint.tensor_files import CHUNK_NUMBERS, Stored, numpy_dtype, stored_tensors
+from sporeloom.checkpoint.tensor_files import CHUNK_NUMBERS, StoredTensor, numpy_dtype, stored_tensors
 from sporeloom.errors import ConfigError
 from sporeloom.hashes import check_hashes, write_hashes
 
@@ -22,7 +22,8 @@ MAX_THREADS = 8
 
 
 def seal(folder: Path) -> None:
-    """Record all of a complete folder of a model, of adapters or of a training checkpoint: see `sporeloom.hashes`."""
+    """Record the hashes of a complete folder of a model, of adapters or of a training checkpoint: see
+    `sporeloom.hashes`."""
     write_hashes(folder, None if (folder / MANIFEST).exists() else tensor_hashes)
 
 
@@ -36,8 +37,8 @@ def tensor_hashes(path: Path) -> dict[str, str]:
 
 
 def tensor_damage(folder: Path, share: slice = slice(None)) -> str | None:
-    """The first tensor of a folder whose content is not as it was written, or None, also where the folder has no hashes.
-    `share`: which of the tensors to read.
+    """The first tensor of a folder whose content differs from what was written, or None, also where the folder has
+    no hashes. `share`: which of the tensors to read.
 
     Raises:
         ConfigError: another file is not as it was written.
@@ -53,12 +54,12 @@ def tensor_damage(folder: Path, share: slice = slice(None)) -> str | None:
     return None
 
 
-def _hashes(stored: Mapping[str, Stored]) -> dict[str, str]:
+def _hashes(stored: Mapping[str, StoredTensor]) -> dict[str, str]:
     with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as threads:
         return dict(zip(stored, threads.map(_hash_of, stored.values()), strict=True))
 
 
-def _hash_of(tensor: Stored) -> str:
+def _hash_of(tensor: StoredTensor) -> str:
     """`content_hash` of a tensor on disk, some rows at a time."""
     num_rows, rest = (tensor.shape[0], tensor.shape[1:]) if tensor.shape else (1, ())
     width = int(np.prod(rest, dtype=np.int64))
@@ -71,7 +72,7 @@ def _hash_of(tensor: Stored) -> str:
     return f"{total & MASK:016x}"
 
 
-def _read(tensor: Stored, first: int, count: int) -> NDArray[Any]:
+def _read(tensor: StoredTensor, first: int, count: int) -> NDArray[Any]:
     kind = numpy_dtype(tensor.dtype)
     unsigned = np.dtype(f"<u{kind.itemsize}")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the experts of a model of those of a dense one: each a copy of the MLP that was there. Some rows at a time.
+"""Sparse upcycling: the experts of a model are copies of the MLPs of a dense one. Some rows at a time.
 
 Source: arXiv:2212.05055 (sparse upcycling).
 """
@@ -24,7 +24,7 @@ from sporeloom.checkpoint.sharded import CheckpointReader, damage, file_name
 from sporeloom.checkpoint.shards import Rows, whole, write_shards
 from sporeloom.checkpoint.tensor_files import (
     CHUNK_NUMBERS,
-    Described,
+    TensorDescription,
     model_files,
     read_rows,
     stored_tensors,
@@ -39,14 +39,14 @@ SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
-class Dense:
-    """A model folder or a training checkpoint, and the model in it."""
+class DenseCheckpoint:
+    """A model folder or a training checkpoint, with the model in it."""
 
     folder: Path
     family: str
     model: ModelConfig
     manifest: Manifest | None
-    """Of a training checkpoint."""
+    """Manifest of a training checkpoint."""
 
     def rows(self, name: str) -> Rows:
         """A tensor, some rows at a time, float32."""
@@ -70,8 +70,8 @@ class Dense:
         return parameter_shapes(self.model)
 
 
-def open_dense(folder: Path) -> Dense:
-    """The dense model in a folder: a model folder, a training checkpoint, or the newest of several.
+def open_dense(folder: Path) -> DenseCheckpoint:
+    """Open the dense model in a folder: a model folder, a training checkpoint, or the newest of several.
 
     Raises:
         ConfigError: there is none, it is damaged, or has experts already.
@@ -82,9 +82,9 @@ def open_dense(folder: Path) -> Dense:
         check_contents(manifest, folder)
         if problem := damage(folder, manifest):
             raise ConfigError(problem)
-        dense = Dense(folder, *model_of(manifest, folder), manifest)
+        dense = DenseCheckpoint(folder, *model_of(manifest, folder), manifest)
     else:
-        dense = Dense(folder, *load_config(folder), None)
+        dense = DenseCheckpoint(folder, *load_config(folder), None)
         check_shapes({name: tensor.shape for name, tensor in dense.stored.items()}, dense.shapes, str(folder))
         if problem := tensor_damage(folder):
             raise ConfigError(problem)
@@ -96,14 +96,14 @@ def open_dense(folder: Path) -> Dense:
 
 
 @dataclass(frozen=True)
-class Upcycling:
-    """What becomes of a dense model."""
+class UpcycleJob:
+    """Conversion of a dense model to mixture of experts."""
 
-    dense: Dense
+    dense: DenseCheckpoint
     model: ModelConfig
-    """With experts."""
+    """The model with experts."""
     noise: float
-    """Standard deviation of what is added to each copy."""
+    """Standard deviation of the noise that is added to each copy."""
     seed: int
 
     def rows(self, name: str) -> Rows:
@@ -126,7 +126,7 @@ class Upcycling:
             yield copy
 
     def _fresh(self, name: str, is_moment: bool) -> NDArray[np.float32]:
-        """What the dense model has nothing for: a router begins as in a new model, its optimizer's state at 0."""
+        """Parameters that the dense model lacks: a router begins as in a new model, its optimizer's state at 0."""
         shape = parameter_shapes(self.model)[name]
         if name.endswith(".router.weight") and not is_moment:
             return self._random(name).normal(0, self.model.init_std, shape).astype(np.float32)
@@ -136,35 +136,36 @@ class Upcycling:
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
 
 
-def upcycled(dense: Dense, experts: ExpertConfig) -> ModelConfig:
-    """The model with experts.
+def upcycled(dense: DenseCheckpoint, experts: ExpertConfig) -> ModelConfig:
+    """Configuration of the model with experts.
 
     Raises:
         ConfigError: experts that a dense model cannot become.
     """
     if experts.shared_ffn_hidden_size:
-        raise ConfigError("a shared expert has nothing to be made of: each expert is a copy of the whole MLP")
+        raise ConfigError("a shared expert cannot be converted: each expert is a copy of the full MLP")
     return dataclasses.replace(dense.model, experts=experts)
 
 
-def write_model(job: Upcycling, target: Path) -> int:
+def write_model(job: UpcycleJob, target: Path) -> int:
     """Write the weights as a model folder. Returns their bytes.
 
     Raises:
         ConfigError: the target exists or cannot be written.
     """
-    described = {name: Described("float32", shape) for name, shape in parameter_shapes(job.model).items()}
+    described = {name: TensorDescription("float32", shape) for name, shape in parameter_shapes(job.model).items()}
     with new_folder(target) as partial_folder:
         num_bytes = write_model_files(partial_folder, described, lambda names: map(job.rows, names), SHARD_BYTES)
         _add_rest(job, partial_folder)
     return num_bytes
 
 
-def write_checkpoint(job: Upcycling, target: Path) -> int:
-    """Write weights and optimizer state as a training checkpoint that `train --resume` goes on from. Returns the bytes.
+def write_checkpoint(job: UpcycleJob, target: Path) -> int:
+    """Write weights and optimizer state as a training checkpoint that `train --resume` continues. Returns the
+    bytes.
 
     Raises:
-        ConfigError: the source is no training checkpoint; the target exists or cannot be written.
+        ConfigError: the source is not a training checkpoint; the target exists or cannot be written.
     """
     old = job.dense.manifest
     if old is None or old.state.get(WEIGHTS_ALONE):
@@ -173,7 +174,7 @@ def write_checkpoint(job: Upcycling, target: Path) -> int:
     moments = [moment for moment in MOMENTS if any(name.startswith(moment) for name in old.tensors)]
     if set(moments) & set(FACTORED):
         raise ConfigError(
-            f"{job.dense.folder}: the state of adafactor-factored is of whole matrices; leave out --carry-optimizer"
+            f"{job.dense.folder}: the state of adafactor-factored is of unsharded matrices; leave out --carry-optimizer"
         )
     shapes = {
         prefix + name: shape
@@ -184,7 +185,7 @@ def write_checkpoint(job: Upcycling, target: Path) -> int:
     with new_folder(target) as partial_folder:
         tensors, files = write_shards(
             partial_folder,
-            {name: Described("float32", shape) for name, shape in shapes.items()},
+            {name: TensorDescription("float32", shape) for name, shape in shapes.items()},
             {name: [(file_name(0), whole(shape))] for name, shape in shapes.items()},
             lambda name, _: job.rows(name),
         )
@@ -200,7 +201,7 @@ def write_checkpoint(job: Upcycling, target: Path) -> int:
     return new.num_bytes
 
 
-def _add_rest(job: Upcycling, partial_folder: Path) -> None:
-    """What else belongs to the folder."""
+def _add_rest(job: UpcycleJob, partial_folder: Path) -> None:
+    """Copy the other files of the folder."""
     copy_beside(job.dense.folder, partial_folder)
     write_config(partial_folder, job.dense.family, job.model)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From text to the exact batch."""
+"""Data: from text files to the batch of a step."""

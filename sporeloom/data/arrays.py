@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of arrays (.npz) that are worked out once and kept. Each array has a checksum there, which reading it checks."""
+"""Files of arrays (.npz) that are computed once and stored. Each array has a checksum, which is verified on
+reading."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from sporeloom.files import check_regular
 
 
 def read_arrays(path: Path, *names: str) -> list[NDArray[Any]]:
-    """Arrays of a file, by their names.
+    """Read the arrays of a file, by name.
 
     Raises:
         ConfigError: it is missing, damaged, or holds others.
@@ -36,6 +37,4 @@ def read_arrays(path: Path, *names: str) -> list[NDArray[Any]]:
         zlib.error,
     ) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(
-            f"{path}: damaged, or not what is written there: {why}; remove it and make it again"
-        ) from None
+        raise ConfigError(f"{path}: damaged, or not such a file: {why}; remove it and make it again") from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token samples (B, T+1) -> what a training network takes: tokens, labels, positions, loss weights."""
+"""Token samples (B, T+1) -> inputs of a training network: tokens, labels, positions, loss weights."""
 
 from typing import Any, NamedTuple
 
@@ -41,8 +41,8 @@ def make_batch(
     """Split samples (B, T+1) into inputs and labels, with `mask / (sum(mask) + 1e-5)` as loss weights.
 
     The mask is off where the INPUT token is `loss_ignore_id`, as in the originals; None trains on every position.
-    `num_trained`: sum(mask) of the whole batch, where `samples` has only some rows of it. `counts`: tokens of each row that
-    are no padding; without it, all.
+    `num_trained`: sum(mask) of the global batch, where `samples` has only some rows of it. `counts`: tokens of each row that
+    are not padding; without it, all.
     """
     tokens, labels = samples[:, :-1].astype(np.int32), samples[:, 1:].astype(np.int32)
     mask = (
@@ -57,7 +57,8 @@ def make_batch(
 
 
 def dropout_keys(seed: int, first_token: int, shape: tuple[int, int]) -> NDArray[np.int32]:
-    """(B, T): a random number for each token of a batch, a function of the seed and the token's place in the run alone.
+    """(B, T): a random number for each token of a batch, a function only of the seed and the token's position in
+    the run.
 
     `first_token`: how many tokens the run saw before this batch. Source of the mixing: SplitMix64 (Steele et al., 2014).
     """
@@ -67,7 +68,7 @@ def dropout_keys(seed: int, first_token: int, shape: tuple[int, int]) -> NDArray
 
 
 def split_mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64-bit numbers whose results look random."""
+    """A bijection of 64-bit numbers with results that look random."""
     x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)  # arrays wrap around modulo 2^64
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which token files a run reads, and how much of each: a folder, or a YAML file that blends several.
+"""The token files of a run, with their weights: a folder, or a YAML file that blends several.
 
     datasets:
       - {path: tokens/books, weight: 0.7}      # relative to this file
@@ -32,13 +32,13 @@ class BlendEntry:
     name: str
     tokens: TokenFile
     weight: float
-    """Share of the samples."""
+    """Fraction of the samples."""
     domain: int | None = None
-    """Of its text, if it says so."""
+    """Domain of its text, if the file gives one."""
 
 
 def read_blend(path: Path) -> list[BlendEntry]:
-    """The parts of a blend; their weights add up to 1. All were tokenized alike.
+    """Read the datasets of a blend; their weights add up to 1. All must have the same tokenizer.
 
     Raises:
         ConfigError: everything that is wrong with the file, or with the token files it names.
@@ -72,13 +72,13 @@ def read_blend(path: Path) -> list[BlendEntry]:
 
 
 def short_datasets(parts: Sequence[BlendEntry], seq_len: int) -> list[str]:
-    """What is wrong with parts that give no sample of this length."""
+    """List the datasets that have no sample of this length."""
     problems = []
     for part in parts:
         info = part.tokens.info
         if info.record_length and info.record_length != seq_len + 1:
             problems.append(
-                f"{part.name}: cut into records of {info.record_length} tokens; use --seq-len {info.record_length - 1}"
+                f"{part.name}: contains records of {info.record_length} tokens; use --seq-len {info.record_length - 1}"
             )
         elif not part.tokens.num_samples(seq_len):
             problems.append(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates: how a conversation is written for a model, as its folder says.
+"""Chat templates: how a conversation is formatted for a model, from the files of its folder.
 
 Source: transformers' `apply_chat_template`, whose templates these are: `messages`, `add_generation_prompt`, special tokens by
 name (`bos_token`), `tools` and `documents` (None), and variables of the caller (`enable_thinking`).
@@ -21,18 +21,18 @@ from sporeloom.reader import parse_json, read_text
 
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
-"""In a model folder."""
+"""File name in a model folder."""
 VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDITIONAL = "additional_special_tokens"
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-"""What variables cannot be called."""
+"""Names that variables must not have."""
 RENDERER = BoundedProcess("sporeloom.data.template_worker", "to render")
-"""Of this process."""
+"""The renderer of this process."""
 
 
 class ChatTemplateError(ConfigError):
-    """A template does not take a conversation, or takes too much time. `reason`: without the name of the file, which is none
-    of a client's business."""
+    """A template refuses a conversation, or takes too much time. `reason`: without the name of the file, which
+    clients need not know."""
 
     def __init__(self, path: Path, reason: str):
         super().__init__(f"{path}: {reason}")
@@ -40,7 +40,7 @@ class ChatTemplateError(ConfigError):
 
 
 class ChatTemplate:
-    """A template that was read and found right.
+    """A valid chat template.
 
     Args:
         path: where it stands.
@@ -56,7 +56,7 @@ class ChatTemplate:
         self._ask()
 
     def prompt(self, messages: Sequence[Any], variables: Mapping[str, Any] | None = None) -> str:
-        """The text that an assistant's answer to a conversation (of a role and a content each) continues.
+        """Render a conversation (a role and a content each) up to where the assistant's answer begins.
 
         Raises:
             ConfigError: as `spans`.
@@ -69,19 +69,19 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> list[Span]:
-        """A conversation, up to where an assistant answers it, by who wrote what.
+        """A conversation up to the assistant's answer, as spans by author.
 
         Raises:
             ChatTemplateError: the template does not take these messages, or takes too long.
             ConfigError: a variable's name is taken.
         """
         if wrong := [name for name in variables or {} if name in RESERVED]:
-            raise ConfigError(f"a variable of a chat template cannot be called {wrong[0]}")
+            raise ConfigError(f"a variable of a chat template cannot be named {wrong[0]}")
         plain = [{"role": message.role, "content": message.content} for message in messages]
         found = self._ask(plain, add_generation_prompt, variables)
         text, at, spans = found["text"], 0, list[Span]()
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise ChatTemplateError(self.path, "the text holds half a character (a lone surrogate)")
+            raise ChatTemplateError(self.path, "the text contains half a character (a lone surrogate)")
         for place, length in enumerate(found["runs"]):
             spans += [Span(text[at : at + length], bool(place % 2))] if length else []
             at += length
@@ -107,14 +107,15 @@ class ChatTemplate:
 
 
 class TemplatedTokenizer(SpecialTokens):
-    """A tokenizer whose model was taught to talk as a template says.
+    """A tokenizer of a chat model, with its template.
 
     Raises:
-        ConfigError: the template writes a special token that the tokenizer has not, though a file beside it says so.
+        ConfigError: the template writes a special token that the tokenizer does not have, though a file of its folder
+            names it.
     """
 
     benchmark_form = "chat"
-    """How HumanEval-X asks such a model."""
+    """Prompt form of HumanEval-X for such a model."""
 
     def __init__(self, tokenizer: Any, template: ChatTemplate):
         self._tokenizer, self.template = tokenizer, template
@@ -146,7 +147,7 @@ class TemplatedTokenizer(SpecialTokens):
         return ids
 
     def encode_prompt(self, spans: Sequence[Span]) -> list[int]:
-        """Token ids of a rendered template, and before them the prefix, if the template does not write it itself."""
+        """Token ids of a rendered template, preceded by the prefix, if the template does not write it itself."""
         names = self.token_names
         own = "".join(names.get(token, "") for token in self.prefix)
         spans = list(spans)
@@ -168,7 +169,7 @@ class TemplatedTokenizer(SpecialTokens):
 
 
 def read_variables(flag: str, text: str | None) -> dict[str, Any]:
-    """Variables for a chat template that a flag gives as a JSON object.
+    """Parse the variables for a chat template that a flag gives as a JSON object.
 
     Raises:
         ConfigError: something else, or a name that the template has for something else.
@@ -177,12 +178,13 @@ def read_variables(flag: str, text: str | None) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{flag} must be a JSON object, as '{{\"enable_thinking\": false}}', got {text}")
     if wrong := [name for name in values if name in RESERVED]:
-        raise ConfigError(f"{flag}: a variable cannot be called {wrong[0]}")
+        raise ConfigError(f"{flag}: a variable cannot be named {wrong[0]}")
     return values
 
 
 def with_template(tokenizer: Any, folder: Path, named: Path | None = None) -> Any:
-    """A tokenizer with the chat template of its folder, or the one that was `named` instead; by itself if there is none.
+    """Add the chat template of its folder to a tokenizer, or the one that was `named` instead; unchanged if there
+    is none.
 
     As transformers: chat_template.jinja, else `chat_template` of tokenizer_config.json, one or the `default` of several.
     Special tokens by name come from there and from special_tokens_map.json, else from the tokenizer.
@@ -216,7 +218,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _default(path: Path, value: Any) -> str:
-    """The template among those of a configuration."""
+    """Find the template among those of a configuration."""
     if isinstance(value, list):
         named = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
         if not isinstance(named.get("default"), str):
@@ -232,7 +234,7 @@ def _default(path: Path, value: Any) -> str:
 
 
 def _special(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Special tokens by the names that templates call them."""
+    """Special tokens by the names that templates use."""
     found: dict[str, Any] = dict(tokenizer.variables)
     # As transformers: the older file counts where the newer one does not list the tokens.
     older = {} if "added_tokens_decoder" in config else _read(folder / SPECIAL_TOKENS_MAP)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same work on a cluster: Ray runs one task for each shard of the input, and only names of files cross it.
+"""Distributed preprocessing: Ray runs one task for each shard of the input, and only file names are sent to it.
 
 A task writes what it made of its shard to a folder that every node sees, under a name that appears when it is complete. So a
-task of a lost worker or node is done again alone, and a run that was killed goes on with the shards that are missing. This
+task of a lost worker or node is done again alone, and a run that was killed continues with the shards that are missing. This
 process reads the files in the order of the shards: what comes out is byte for byte what one process makes.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sporeloom.data.frames import read_frames, write_frames
-from sporeloom.data.sources import Batch, Piece, Source
+from sporeloom.data.sources import Batch, DocumentSource, FilePart
 from sporeloom.data.stores import stamp
 from sporeloom.data.workers import WorkersLostError, ordered_map
 from sporeloom.errors import ConfigError
@@ -35,45 +35,45 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 CONNECT_S = 10.0
 END_S = 30.0
-"""In which tasks end that are told to."""
+"""Seconds that cancelled tasks may take to end."""
 TRIES = 4
-"""Of a shard whose worker is lost each time."""
+"""Number of attempts at a shard whose worker is lost each time."""
 
 
 @dataclass(frozen=True)
-class Cluster:
+class RayCluster:
     """A Ray cluster."""
 
     address: str | None
-    """Of one that runs, `auto` or HOST:PORT; None: one is started on this machine."""
+    """Address of a running cluster, `auto` or HOST:PORT; None: one is started on this machine."""
     cpus: int
-    """Of the one that is started."""
+    """Number of workers of the cluster that is started."""
     scratch: Path
-    """Folder for what tasks write; every node sees it under this name."""
+    """Folder for the output of tasks; every node sees it under this name."""
 
 
-Workers = int | Cluster
-"""Processes of this machine, 0: this one alone; or a cluster."""
+Workers = int | RayCluster
+"""Number of processes of this machine, 0: this one alone; or a cluster."""
 
 
 def over_batches(
     workers: Workers,
     kind: type[Result],
     make_work: Callable[[], Callable[[Batch], Result]],
-    source: Source,
+    source: DocumentSource,
     all_fields: bool = False,
     skip: int = 0,
 ) -> Iterator[Result]:
-    """`make_work()(batch)` for every batch of a source but the first `skip`, in their order.
+    """Run `make_work()(batch)` on every batch of a source but the first `skip`, and yield the results in order.
 
     Args:
         kind: what the work returns, a dataclass (see `sporeloom.data.frames`).
-        make_work: on a cluster a `functools.partial`, whose arguments tell its results from those of other work.
+        make_work: on a cluster a `functools.partial`, whose arguments distinguish its results from those of other work.
 
     Raises:
         WorkersLostError: a process ended from outside, and on a cluster its shard could not be done elsewhere.
     """
-    if isinstance(workers, Cluster):
+    if isinstance(workers, RayCluster):
         results = _over_shards(workers, kind, make_work, source, all_fields)
         yield from (result for number, result in enumerate(results) if number >= skip)
         return
@@ -88,12 +88,13 @@ def over_batches(
 def over(
     workers: Workers, make_work: Callable[[], Callable[[Item], Result]], items: Iterable[Item]
 ) -> Iterator[Result]:
-    """`make_work()(item)` for small items with small results, in their order. `make_work`: as for `over_batches`.
+    """Run `make_work()(item)` on small items with small results, and yield these in order. `make_work`: as for
+    `over_batches`.
 
     Raises:
         WorkersLostError: as `over_batches`.
     """
-    if isinstance(workers, Cluster):
+    if isinstance(workers, RayCluster):
         key = _identity(make_work)
         yield from _ordered(workers, _one_item, ((key, make_work, item) for item in items))
     else:
@@ -101,10 +102,10 @@ def over(
 
 
 def _over_shards(
-    cluster: Cluster,
+    cluster: RayCluster,
     kind: type[Result],
     make_work: Callable[[], Callable[[Batch], Result]],
-    source: Source,
+    source: DocumentSource,
     all_fields: bool,
 ) -> Iterator[Result]:
     shards = source.shards()
@@ -123,7 +124,7 @@ def _over_shards(
         for path in _ordered(cluster, _one_shard, tasks):
             yield from read_frames(path, kind)
         seconds, before = time.monotonic() - begun, f", {finished} of them before" if finished else ""
-        milestone(f"{kind.__name__.lower()}: {counted(len(shards), 'shard', 'shards')}{before}, in {seconds:.0f} s")
+        milestone(f"processed {counted(len(shards), 'shard', 'shards')}{before}, in {seconds:.0f} s")
     except WorkersLostError:
         raise  # what was done is kept
     except ConfigError:
@@ -134,7 +135,7 @@ def _over_shards(
 
 
 def _identity(make_work: Callable[[], Any]) -> str:
-    """What the results of work hang on: its function, arguments, and the files these name."""
+    """Identity of the results of work: its function, its arguments, and the files that these name."""
     assert isinstance(make_work, partial), make_work
     function, given = make_work.func, (make_work.args, make_work.keywords)
     named = f"{function.__module__}.{function.__qualname__}{given!r}{list(_stamps(given))}"
@@ -157,7 +158,7 @@ _works: dict[str, Callable[[Any], Any]] = {}
 
 
 def _work(key: str, make_work: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Made once in each process, as in a pool; a process has one kind of work at a time."""
+    """Create the work once in each process, as in a pool; a process has one kind of work at a time."""
     if key not in _works:
         _works.clear()
         _works[key] = make_work()
@@ -171,13 +172,13 @@ def _one_item(key: str, make_work: Callable[[], Callable[[Any], Any]], item: Any
 def _one_shard(
     key: str,
     make_work: Callable[[], Callable[[Any], Any]],
-    source: Source,
+    source: DocumentSource,
     number: int,
-    files: list[Piece],
+    files: list[FilePart],
     all_fields: bool,
     path: Path,
 ) -> Path:
-    """What a task does: the results of all batches of a shard, one after the other in a file."""
+    """Run a task: write the results of all batches of a shard, one after the other, to a file."""
     if path.exists():
         return path
 
@@ -190,10 +191,10 @@ def _one_shard(
     return path
 
 
-def _ordered(cluster: Cluster, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+def _ordered(cluster: RayCluster, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
     """Results of Ray tasks in their order, a bounded number under way."""
     ray = _connected(cluster)
-    # Errors of the user's data are told at once; a worker that is lost is another matter, and its task is tried again.
+    # Errors in the user's data are reported at once; the task of a lost worker is tried again.
     remote = ray.remote(max_retries=TRIES - 1, retry_exceptions=False, num_cpus=1)(function)
     most, pending = 2 * int(ray.cluster_resources().get("CPU", 1)) + 2, deque[Any]()
     try:
@@ -207,18 +208,18 @@ def _ordered(cluster: Cluster, function: Callable[..., Any], tasks: Iterable[tup
         raise (error.cause if isinstance(error.cause, ConfigError) else error) from None
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.RayError) as error:
         raise WorkersLostError(
-            f"a shard was lost {TRIES} times ({type(error).__name__}); the same command goes on with those that are missing"
+            f"a shard was lost {TRIES} times ({type(error).__name__}); the same command continues with the missing ones"
         ) from None
     finally:
         for reference in pending:
             ray.cancel(reference)
-        if pending:  # what still runs writes files, which the caller may remove
+        if pending:  # tasks that still run write files, which the caller may remove
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.wait([*pending], num_returns=len(pending), timeout=END_S)
 
 
-def _connected(cluster: Cluster) -> Any:
-    """Ray, with a cluster.
+def _connected(cluster: RayCluster) -> Any:
+    """Ray, connected to a cluster.
 
     Raises:
         ConfigError: it is not installed, or nobody answers at the address.
@@ -246,11 +247,11 @@ def _connected(cluster: Cluster) -> Any:
 
 
 def _check_address(address: str) -> None:
-    """Ray itself would wait for minutes.
+    """Check the address quickly: Ray itself would wait for minutes.
 
     Raises:
         OSError: nobody answers there.
-        ValueError: it is no address.
+        ValueError: it is not an address.
     """
     if address != "auto" and "://" not in address:
         host, colon, port = address.rpartition(":")
@@ -260,7 +261,7 @@ def _check_address(address: str) -> None:
 
 
 def leave(workers: Workers) -> None:
-    """After all went well: remove what tasks wrote, and end the cluster that was started."""
-    if isinstance(workers, Cluster):
+    """After success: remove what tasks wrote, and end the cluster that was started."""
+    if isinstance(workers, RayCluster):
         shutil.rmtree(workers.scratch, ignore_errors=True)
         import_module("ray").shutdown()  # does nothing where none was started

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed files as what is in them: gzip, zstd, bzip2 and xz, one frame (member, stream) or several.
+"""Read compressed files: gzip, zstd, bzip2 and xz, one frame (member, stream) or several.
 
 The libraries' own readers take a frame that was cut off for the end of the file, or give nothing of what stands before a
 damaged end, and make of little as much as it says at once.
@@ -20,15 +20,16 @@ from sporeloom.errors import ConfigError
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 READ_BYTES, FEED_BYTES = 1 << 17, 1 << 10
-"""Read from the file at once, and given to the library: what it makes of that is in memory, at most 32 MB of zstd."""
+"""Number of bytes that are read and decompressed at once: the result is in memory, at most 32 MB of zstd."""
 WINDOW_BYTES, MAX_WINDOW_BYTES = 1 << 27, 1 << 31
-"""Memory in which zstd and xz keep what repeats, unless documents may be longer; and the most that zstd knows."""
+"""Window memory of zstd and xz, unless documents may be longer; and the maximum that zstd knows."""
 XZ_OVERHEAD_BYTES = 1 << 22
-"""Of its decoder, beyond the window."""
+"""Memory of the decoder, beyond the window."""
 
 
 class Frames(io.RawIOBase):
-    """What is in a compressed file. It ends where the file does, or where nothing more can be had of it: `problem` says why.
+    """The decompressed bytes of a file. They end where the file does, or at a damage that cannot be skipped:
+    `problem` gives the reason.
 
     Args:
         make: makes a decompressor of one frame.
@@ -56,7 +57,7 @@ class Frames(io.RawIOBase):
         return count
 
     def _take_chunk(self) -> bool:
-        """Read on, and begin a frame where one ended; False at the end of the file."""
+        """Read more, and begin a frame where one ended; False at the end of the file."""
         while True:
             self._chunk = self._chunk or self.file.read(READ_BYTES)
             if self._frame is None and self.has_padding and self._begin:
@@ -75,7 +76,7 @@ class Frames(io.RawIOBase):
         return True
 
     def _decompressed(self) -> bytes:
-        """What the next bytes of the chunk make."""
+        """Decompress the next bytes of the chunk."""
         fed, self._chunk = self._chunk[:FEED_BYTES], self._chunk[FEED_BYTES:]
         try:
             made: bytes = self._frame.decompress(fed)
@@ -90,7 +91,8 @@ class Frames(io.RawIOBase):
         return made
 
     def _before_the_damage(self, fed: bytes) -> bytes:
-        """What can be had of the bytes in which the damage is: the frame once more, up to it, and then byte by byte."""
+        """Recover what precedes a damage: decompress the frame again, up to the damaged bytes, and then byte by
+        byte."""
         again, given, made = self.make(), 0, b""
         self.file.seek(self._begin)
         while given < self._given:
@@ -105,7 +107,7 @@ class Frames(io.RawIOBase):
 
 
 def open_frames(file: IO[bytes], path: Path, max_bytes: int) -> Frames | None:
-    """What is in a file, if its name says that it is compressed. `max_bytes`: of a document.
+    """Open a file, decompressed if its name says that it is compressed. `max_bytes`: of a document.
 
     Raises:
         ConfigError: zstandard is not installed.
@@ -126,7 +128,7 @@ def open_frames(file: IO[bytes], path: Path, max_bytes: int) -> Frames | None:
 
 
 def optional(module: str, path: Path) -> Any:
-    """A module that files of this kind need.
+    """Import a module that files of this kind need.
 
     Raises:
         ConfigError: it is not installed.

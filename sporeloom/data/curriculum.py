@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curriculum by metric: how hard each sample is, and which ones a step may draw.
+"""Curriculum learning by a difficulty metric: the difficulty of each sample, and the samples that each step may
+use.
 
 Source: arXiv:2206.03688 and 2212.03597; words and schedules are those of DeepSpeed's `curriculum_learning`. A file says it:
 
@@ -37,27 +38,27 @@ from sporeloom.reader import fields_from, read_yaml
 
 Metric = Literal["vocabularyrarity", "seqlen", "loss"]
 AT_ONCE = 16
-"""Samples whose loss is asked for together."""
+"""Number of samples whose loss is computed together."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the difficulty grows."""
+    """Schedule of the difficulty."""
 
     total_curriculum_step: Count = 1
     difficulty_step: Positive = 1.0
-    """It is a multiple of this."""
+    """The difficulty is a multiple of this."""
     root_degree: Count = 2
-    """Of fixed_root."""
+    """Root degree of fixed_root."""
     difficulty: tuple[NotNegative, ...] = ()
-    """Of fixed_discrete: one after the other."""
+    """Difficulties of fixed_discrete, one after the other."""
     max_step: tuple[Count, ...] = ()
-    """Of fixed_discrete: the last step of each but the last."""
+    """Last step of each difficulty of fixed_discrete but the last."""
 
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """Such a file."""
+    """The contents of a curriculum file."""
 
     index: str
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete"]
@@ -89,7 +90,7 @@ class CurriculumConfig:
         return max(self.schedule_config.difficulty, default=0.0) if discrete else self.max_difficulty
 
     def difficulty(self, step: int) -> float:
-        """Of a step counted from 1; it never falls."""
+        """Difficulty of a step counted from 1; it never falls."""
         schedule = self.schedule_config
         if self.schedule_type == "fixed_discrete":
             return schedule.difficulty[bisect_left(schedule.max_step, step)]
@@ -108,13 +109,13 @@ def read_curriculum(path: Path) -> CurriculumConfig:
 
 @dataclass(frozen=True)
 class DifficultyIndex:
-    """How hard each sample of a dataset is."""
+    """Difficulty of each sample of a dataset."""
 
     metric: str
     seq_len: int
     packing: str
     content: str
-    """Of the token files."""
+    """Hash of the token files."""
     values: NDArray[np.float64]
 
     def save(self, path: Path) -> None:
@@ -155,7 +156,7 @@ class Curriculum:
         self._identity = hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
     def pool(self, step: int) -> int:
-        """How many of the easiest samples a step counted from 0 draws from."""
+        """Number of the easiest samples that a step counted from 0 uses."""
         difficulty, count = self.config.difficulty(step + 1), len(self.order)
         if self.config.difficulty_type == "value":
             return int(np.searchsorted(self._sorted, difficulty, "right"))
@@ -167,7 +168,7 @@ class Curriculum:
             yield f"{self.config.index}: no sample is within the first difficulty, {first:g}; raise min_difficulty"
 
     def draws(self, step: int, before: Callable[[int], int], count: int) -> Ints:
-        """The samples of a step counted from 0. `before`: how many the steps before one have drawn."""
+        """The samples of a step counted from 0. `before`: number of samples that the steps before one have used."""
         pool = self.pool(step)
         begun = bisect_left(range(step + 1), pool, key=self.pool)
         key = hashlib.sha256(f"{self._seed} pool {pool}".encode()).digest()
@@ -175,12 +176,12 @@ class Curriculum:
         return self.order[places]
 
     def state(self) -> dict[str, Any]:
-        """What must be the same where a run is resumed."""
+        """Settings that must be the same when a run is resumed."""
         return {**dataclasses.asdict(self.config), "index": self._identity}
 
 
 def sample_lengths(arrangement: Arrangement) -> NDArray[np.float64]:
-    """Tokens of each sample that are no padding."""
+    """Number of tokens of each sample without padding."""
     pieces = (arrangement.pieces(0, sample) for sample in range(arrangement.num_samples))
     return np.array([float((part[:, 1] - part[:, 0]).sum()) for part in pieces])
 
@@ -201,8 +202,8 @@ def loss_by(
     ignored: int | None,
     losses: Callable[[NDArray[Any]], NDArray[Any]],
 ) -> NDArray[np.float64]:
-    """Mean loss of each sample over what is trained on: not what follows the token `ignored`. `losses`: of token ids (B, T+1)
-    those of the T that follow another, (B, T)."""
+    """Mean loss of each sample over the trained tokens: not those after the token `ignored`. `losses`: maps token
+    ids (B, T+1) to the losses of the T that follow another, (B, T)."""
     found = []
     for sample in _batches(_samples(tokens, arrangement), AT_ONCE):
         rows = np.full((len(sample), seq_len + 1), tokens.info.eod_id, np.int64)
@@ -231,7 +232,7 @@ def _batches(items: Iterator[NDArray[Any]], size: int) -> Iterator[list[NDArray[
 
 
 def check_index(path: Path, index_path: Path, seq_len: int, packing: Packing, content: str) -> DifficultyIndex:
-    """The index of a curriculum, held against what a run reads.
+    """Read the index of a curriculum and check it against the data of a run.
 
     Raises:
         ConfigError: it is of other samples.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut out of training documents what the evaluation sets hold.
+"""Remove passages of the evaluation sets from training documents.
 
 Source: Brown et al. 2020 (GPT-3), appendix C, as MT-NLG did it: where a document shares a run of 13 words with an evaluation
 set, the run and 200 characters on both sides are removed and the document is split there; pieces under 200 characters are
@@ -20,33 +20,33 @@ from numpy.typing import NDArray
 
 from sporeloom.data.batch import split_mix
 from sporeloom.data.minhash import run_hashes
-from sporeloom.data.rewrite import Rewritten, with_text
-from sporeloom.data.sources import Batch, Source
+from sporeloom.data.rewrite import RewriteResult, with_text
+from sporeloom.data.sources import Batch, DocumentSource
 from sporeloom.errors import ConfigError
 
 # Words in lower case without punctuation; a character of a script without spaces is a word.
 WORD = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]|[\p{L}\p{M}\p{N}_]+")
 OTHER_WORD = -1
 PIECE = "piece"
-"""Field of a piece's number."""
+"""Field with the number of a piece."""
 
 
 @dataclass(frozen=True)
 class DecontaminationSettings:
-    """How much is cut."""
+    """Settings of the removal."""
 
     ngram: int = 13
     margin: int = 200
-    """Characters that go with a match, on each side."""
+    """Number of characters removed on each side of a match."""
     min_piece: int = 200
-    """Characters of a piece that is kept."""
+    """Minimum number of characters of a remaining piece."""
     max_pieces: int = 10
-    """A document that falls into more is dropped."""
+    """Maximum number of remaining pieces; a document with more is dropped."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Characters that are removed, and the first match inside."""
+class Removal:
+    """A removed range of characters, and the first match inside."""
 
     start: int
     end: int
@@ -63,7 +63,7 @@ class EvaluationSet:
         self.ngram, self._vocabulary = ngram, dict[str, int]()
         self._places, ids, starts, documents = [place for place, _ in texts], list[int](), list[int](), list[int]()
         self.num_short = 0
-        """Documents with fewer words than an n-gram, which cannot be found."""
+        """Number of documents with fewer words than an n-gram, which cannot be found."""
         for number, (_, text) in enumerate(texts):
             words = [match.group().casefold() for match in WORD.finditer(text)]
             self.num_short += len(words) < ngram
@@ -77,15 +77,15 @@ class EvaluationSet:
         order = np.argsort(keys, kind="stable")
         self._sorted, self._starts, self._documents = keys[order], places[order], np.array(documents, np.int64)[order]
 
-    def cuts(self, text: str, settings: DecontaminationSettings) -> list[Cut]:
-        """What is to be removed from a text, in order and without overlaps."""
+    def cuts(self, text: str, settings: DecontaminationSettings) -> list[Removal]:
+        """Ranges to remove from a text, in order and without overlaps."""
         matches = list(WORD.finditer(text))
         if len(matches) < self.ngram:
             return []
         ids = np.array([self._vocabulary.get(m.group().casefold(), OTHER_WORD) for m in matches], np.int64)
         keys = run_hashes(split_mix(ids.astype(np.uint64)), self.ngram)
         found = np.searchsorted(self._sorted, keys)
-        cuts = list[Cut]()
+        cuts = list[Removal]()
         for i in np.flatnonzero(self._sorted[np.minimum(found, len(self._sorted) - 1)] == keys):
             entry = self._same(ids[i : i + self.ngram], int(found[i]), keys[i])
             if entry is None:
@@ -93,9 +93,9 @@ class EvaluationSet:
             first, last = matches[i].start(), matches[i + self.ngram - 1].end()
             start, end = max(0, first - settings.margin), min(len(text), last + settings.margin)
             if cuts and start <= cuts[-1].end:
-                cuts[-1] = Cut(cuts[-1].start, end, cuts[-1].match, cuts[-1].source)
+                cuts[-1] = Removal(cuts[-1].start, end, cuts[-1].match, cuts[-1].source)
             else:
-                cuts.append(Cut(start, end, text[first:last], self._places[self._documents[entry]]))
+                cuts.append(Removal(start, end, text[first:last], self._places[self._documents[entry]]))
         return cuts
 
     def _same(self, ids: NDArray[np.int64], entry: int, key: np.uint64) -> int | None:
@@ -109,14 +109,14 @@ class EvaluationSet:
 
 
 def read_evaluation(paths: tuple[Path, ...], keys: tuple[str, ...], ngram: int) -> EvaluationSet:
-    """The evaluation documents: the text under each of `keys` on its own.
+    """The evaluation documents: the text of each of `keys` on its own.
 
     Raises:
         ConfigError: a file that cannot be read, or nothing long enough in all of them.
     """
     texts = []
     for key in keys:
-        source = Source(paths, key=key)
+        source = DocumentSource(paths, key=key)
         texts += [(d.place, d.text) for batch in source.batches() for _, d in source.parse(batch).documents]
     found = EvaluationSet(texts, ngram)
     if found.num_short == len(texts):
@@ -125,9 +125,9 @@ def read_evaluation(paths: tuple[Path, ...], keys: tuple[str, ...], ngram: int) 
 
 
 def make_decontaminator(
-    source: Source, paths: tuple[Path, ...], keys: tuple[str, ...], settings: DecontaminationSettings
-) -> Callable[[Batch], Rewritten]:
-    """Work for `rewrite`: documents without what was cut; every cut as a note.
+    source: DocumentSource, paths: tuple[Path, ...], keys: tuple[str, ...], settings: DecontaminationSettings
+) -> Callable[[Batch], RewriteResult]:
+    """Work for `rewrite`: the documents without the removed passages, with a note on each.
 
     Raises:
         ConfigError: the text's field has the name of the one that numbers pieces; evaluation sets that cannot be read.
@@ -138,8 +138,8 @@ def make_decontaminator(
         )
     evaluation = read_evaluation(paths, keys, settings.ngram)
 
-    def work(batch: Batch) -> Rewritten:
-        parsed, done = source.parse(batch), Rewritten()
+    def work(batch: Batch) -> RewriteResult:
+        parsed, done = source.parse(batch), RewriteResult()
         for _, document in parsed.documents:
             cuts = evaluation.cuts(document.text, settings)
             if not cuts:
@@ -158,13 +158,13 @@ def make_decontaminator(
     return work
 
 
-def pieces(text: str, cuts: list[Cut], settings: DecontaminationSettings) -> list[str]:
-    """What is left of a text; nothing if it falls into too many pieces."""
+def pieces(text: str, cuts: list[Removal], settings: DecontaminationSettings) -> list[str]:
+    """The remaining pieces of a text; none if there are too many."""
     bounds = [0, *(place for cut in cuts for place in (cut.start, cut.end)), len(text)]
     left = [text[start:end] for start, end in zip(bounds[::2], bounds[1::2], strict=True)]
     left = [piece for piece in left if len(piece) >= max(1, settings.min_piece)]
     return left if len(left) <= settings.max_pieces else []
 
 
-def _note(place: str, cut: Cut) -> dict[str, Any]:
+def _note(place: str, cut: Removal) -> dict[str, Any]:
     return {"place": place, "start": cut.start, "end": cut.end, "match": cut.match, "evaluation": cut.source}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leave one of every group of duplicates, exact or near, within and across datasets.
+"""Keep one document of every group of duplicates, exact or near, within and across datasets.
 
 As MT-NLG did (Smith et al. 2022, section 3.1): MinHash and banding find candidates, their Jaccard similarity is computed,
 connected ones are a group, and the one from the best dataset stays. Memory grows by about 200 bytes a document, whatever
@@ -25,7 +25,7 @@ from tqdm import tqdm
 from sporeloom.data.cluster import Workers, over, over_batches
 from sporeloom.data.minhash import MinHash, jaccard, shingle_set, text_hash
 from sporeloom.data.rewrite import check_outputs, complete_or_absent, to_line
-from sporeloom.data.sources import LINES, Batch, Source
+from sporeloom.data.sources import LINES, Batch, DocumentSource
 from sporeloom.errors import ConfigError
 from sporeloom.locks import one_writer
 from sporeloom.log import milestone
@@ -38,8 +38,8 @@ TEXTS, KEYS = "texts", "keys"
 
 
 @dataclass
-class Signed:
-    """A batch of documents: what is needed to compare them."""
+class SignatureBatch:
+    """A batch of documents, with the keys and signatures to compare them."""
 
     texts: list[bytes]
     hashes: bytes
@@ -62,8 +62,8 @@ class Corpus:
         return len(self.ends)
 
 
-def dedup(source: Source, out: Path, minhash: MinHash, workers: Workers) -> dict[str, Any]:
-    """Write the documents that stay, one file for each input, into folder `out`. Returns the report.
+def dedup(source: DocumentSource, out: Path, minhash: MinHash, workers: Workers) -> dict[str, Any]:
+    """Write the remaining documents, one file for each input, into folder `out`. Returns the report.
 
     `source.inputs`: the datasets, the best first.
 
@@ -99,18 +99,18 @@ def _stem(path: Path) -> str:
     return path.name.removesuffix(suffix)
 
 
-def _make_signer(source: Source, minhash: MinHash) -> Callable[[Batch], Signed]:
-    def sign(batch: Batch) -> Signed:
+def _make_signer(source: DocumentSource, minhash: MinHash) -> Callable[[Batch], SignatureBatch]:
+    def sign(batch: Batch) -> SignatureBatch:
         parsed = source.parse(batch)
         texts = [document.text for _, document in parsed.documents]
         keys = minhash.band_keys(texts) if texts else np.empty((0, minhash.bands), np.uint64)
         hashes = b"".join(map(text_hash, texts))
-        return Signed([t.encode() for t in texts], hashes, keys, parsed.remarks, parsed.skipped)
+        return SignatureBatch([t.encode() for t in texts], hashes, keys, parsed.remarks, parsed.skipped)
 
     return sign
 
 
-def _sign(source: Source, folder: Path, minhash: MinHash, workers: Workers) -> Corpus:
+def _sign(source: DocumentSource, folder: Path, minhash: MinHash, workers: Workers) -> Corpus:
     """Read every document once."""
     corpus, end = Corpus(folder), 0
     with ExitStack() as files:
@@ -119,7 +119,7 @@ def _sign(source: Source, folder: Path, minhash: MinHash, workers: Workers) -> C
         bar = files.enter_context(tqdm(unit=" documents", unit_scale=True, disable=None))
         for path in source.inputs:
             alone, counts = replace(source, inputs=(path,)), Counter[str]()
-            results = over_batches(workers, Signed, partial(_make_signer, alone, minhash), alone)
+            results = over_batches(workers, SignatureBatch, partial(_make_signer, alone, minhash), alone)
             files.callback(results.close)  # type: ignore[attr-defined]
             for signed in results:
                 for text in signed.texts:
@@ -134,20 +134,20 @@ def _sign(source: Source, folder: Path, minhash: MinHash, workers: Workers) -> C
                 bar.update(len(signed.texts))
             corpus.counts.append(counts)
     if not len(corpus):
-        raise ConfigError([f"{', '.join(map(str, source.inputs))}: holds no text", *corpus.problems[:5]])
+        raise ConfigError([f"{', '.join(map(str, source.inputs))}: contains no text", *corpus.problems[:5]])
     return corpus
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """What was found out about each document."""
+    """Result of the comparisons for each document."""
 
     instead: Ints
-    """The one that stays instead of it; NOBODY: it stays itself."""
+    """The document that is kept instead of it; NOBODY: it is kept itself."""
     is_copy: NDArray[np.bool_]
-    """There is one before it with the same text."""
+    """Whether an earlier document has the same text."""
     similarity: NDArray[np.float32]
-    """To the most similar one it was compared with; 1 for a copy."""
+    """Similarity to the most similar document it was compared with; 1 for a copy."""
 
 
 def _group(corpus: Corpus, minhash: MinHash, workers: Workers) -> Duplicates:
@@ -188,7 +188,7 @@ def _exact(corpus: Corpus) -> Ints:
 
 
 def _candidates(corpus: Corpus, minhash: MinHash, first: Ints) -> Ints:
-    """Pairs (n, 2) of different documents with a band key in common.
+    """Pairs (n, 2) of different documents with a common band key.
 
     In a bucket of many, each is paired with the SMALL_BUCKET before it only; copies further apart are connected by those
     between, or meet in another band.
@@ -225,7 +225,7 @@ def _make_comparer(texts: Path, shingle: int) -> Callable[[tuple[Ints, Ints]], t
 
 
 class _Groups:
-    """Union-find; the smallest number, which is the best dataset's, stands for its group."""
+    """Union-find; the smallest number, that of the best dataset, represents its group."""
 
     def __init__(self, parents: Ints):
         self._parents = parents.tolist()
@@ -246,9 +246,9 @@ class _Groups:
 
 
 def _write(
-    source: Source, outputs: list[Path], pairs_file: Path, corpus: Corpus, duplicates: Duplicates
+    source: DocumentSource, outputs: list[Path], pairs_file: Path, corpus: Corpus, duplicates: Duplicates
 ) -> Counter[str]:
-    """All outputs, or none. Returns how many were removed and why."""
+    """Write all outputs, or none. Returns how many documents were removed and why."""
     removed, documents = Counter[str](exact=0, near=0), iter(range(len(corpus)))
     places, instead = dict[int, str](), duplicates.instead
     wanted = {int(n) for n in np.unique(instead) if n != NOBODY}
@@ -272,8 +272,8 @@ def _write(
     return removed
 
 
-def _documents_again(source: Source, expected: int) -> Iterator[tuple[str, bytes]]:
-    """Place and JSON line of each document, as it was read before."""
+def _documents_again(source: DocumentSource, expected: int) -> Iterator[tuple[str, bytes]]:
+    """Position and JSON line of each document, as it was read before."""
     count = 0
     for batch in source.batches(all_fields=True):
         for _, document in replace(source, on_error="skip").parse(batch).documents:

@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All documents of a small text file at once."""
+"""Read all documents of a small text file at once."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from sporeloom.data.sources import Raw, Source, parse
+from sporeloom.data.sources import DocumentSource, RawDocument, parse
 from sporeloom.errors import ConfigError
 from sporeloom.files import read_bytes
 from sporeloom.lines import split_lines
 
 
 def read_documents(path: Path) -> list[str]:
-    """Texts of all documents of a file or folder, in memory. `sources` says what files mean.
+    """Texts of all documents of a file or folder, in memory. `sources` defines what each kind of file contains.
 
     Raises:
         ConfigError: missing, without text, not UTF-8, not JSON, or a line without `text`.
     """
-    source, documents, problems = Source((path,), on_error="skip"), list[str](), list[str]()
+    source, documents, problems = DocumentSource((path,), on_error="skip"), list[str](), list[str]()
     for batch in source.batches():
         parsed = source.parse(batch)
         documents += [document.text for _, document in parsed.documents]
         problems += parsed.problems
     if not documents and not problems:
-        problems = [f"{path}: holds no text"]
+        problems = [f"{path}: contains no text"]
     if problems:
         raise ConfigError(_shortened(path, problems))
     return documents
 
 
 def decode_text(path: Path) -> str:
-    """What a UTF-8 file holds.
+    """Read a UTF-8 file.
 
     Raises:
         ConfigError: missing, unreadable, or not UTF-8.
@@ -58,7 +58,7 @@ def json_lines(path: Path, text: str, key: str) -> list[tuple[int, str]]:
     for number, line in enumerate(split_lines(text), 1):
         if line.strip():
             try:
-                found.append((number, parse(Raw(f"{path}:{number}", line.encode(), "json"), key).text))
+                found.append((number, parse(RawDocument(f"{path}:{number}", line.encode(), "json"), key).text))
             except ConfigError as error:
                 problems += error.problems
     if problems:

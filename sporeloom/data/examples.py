@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an assistant is taught with: conversations, prompts with completions, preferences; and prompts alone.
+"""Examples for tuning: conversations, prompts with completions, preferences; and prompts alone.
 
 JSON lines, one object each. Columns are named as TRL names them:
 
@@ -31,7 +31,7 @@ from sporeloom.models.config import NO_LABEL
 from sporeloom.reader import parse_json, shown_key
 
 ROLES = ("system", "user", "assistant")
-MOST_PROBLEMS = 5
+MAX_PROBLEMS = 5
 
 
 class Line(NamedTuple):
@@ -42,14 +42,14 @@ class Line(NamedTuple):
 
 
 class Example(NamedTuple):
-    """Tokens of one text, and which of them are to be learned."""
+    """Tokens of one text, and which of them are trained on."""
 
     tokens: tuple[int, ...]
     learned: tuple[bool, ...]
 
 
 class Pair(NamedTuple):
-    """Two texts of which the first is preferred."""
+    """Two texts, the first of which is preferred."""
 
     chosen: Example
     rejected: Example
@@ -57,18 +57,18 @@ class Pair(NamedTuple):
 
 
 class PromptLine(NamedTuple):
-    """What texts are sampled for."""
+    """A prompt to sample texts for."""
 
     tokens: tuple[int, ...]
     text: str
     columns: dict[str, Any]
-    """All of the line."""
+    """All fields of the line."""
 
 
 def read_lines(path: Path, wanted: Sequence[Sequence[str]]) -> list[Line]:
-    """Objects of a file of JSON lines.
+    """Read the objects of a file of JSON lines.
 
-    `wanted`: sets of keys of which each object has one whole.
+    `wanted`: alternative sets of keys; each object has one completely.
 
     Raises:
         ConfigError: missing, not UTF-8, no JSON, lines without these keys; the first few are named.
@@ -85,20 +85,22 @@ def read_lines(path: Path, wanted: Sequence[Sequence[str]]) -> list[Line]:
             continue
         if not isinstance(values, dict) or not any(all(key in values for key in keys) for keys in wanted):
             found = (
-                f"has {', '.join(map(shown_key, values)) or 'no keys'}" if isinstance(values, dict) else "is no object"
+                f"has {', '.join(map(shown_key, values)) or 'no keys'}"
+                if isinstance(values, dict)
+                else "is not an object"
             )
-            problems.append(f"{place}: {found}; wanted: {' or '.join(', '.join(keys) for keys in wanted)}")
+            problems.append(f"{place}: {found}; expected: {' or '.join(', '.join(keys) for keys in wanted)}")
             continue
         lines.append(Line(place, values))
     if not lines and not problems:
-        problems = [f"{path}: holds no lines"]
+        problems = [f"{path}: contains no lines"]
     if problems:
         raise ConfigError(shortened(path, problems))
     return lines
 
 
-class Reading:
-    """Lines as tokens, those that generation sees.
+class LineTokenizer:
+    """Tokenizes lines as generation does.
 
     Args:
         learn_all: not only what an assistant says, but everything is to be learned.
@@ -117,8 +119,8 @@ class Reading:
         self.stop_ids = {tokenizer.eod_id, *stop_ids}
 
     def examples(self, lines: Sequence[Line]) -> list[Example]:
-        """Of `messages`, or of `prompt` and `completion`. A conversation whose later prompts have an earlier answer in other
-        tokens than those it was given in makes several, one for each such answer.
+        """Examples of `messages`, or of `prompt` and `completion`. A conversation whose later prompts have an
+        earlier answer in other tokens than those it was given in makes several, one for each such answer.
 
         Raises:
             ConfigError: lines that cannot be read so.
@@ -126,7 +128,7 @@ class Reading:
         return [example for found in self._each(lines, self._example) for example in found]
 
     def pairs(self, lines: Sequence[Line]) -> list[Pair]:
-        """Of `prompt`, `chosen` and `rejected`; messages of both may begin with the prompt instead.
+        """Pairs of `prompt`, `chosen` and `rejected`; messages of both may begin with the prompt instead.
 
         Raises:
             ConfigError: lines that cannot be read so.
@@ -134,7 +136,7 @@ class Reading:
         return self._each(lines, self._pair)
 
     def prompts(self, lines: Sequence[Line]) -> list[PromptLine]:
-        """Of `prompt`.
+        """Prompts of `prompt`.
 
         Raises:
             ConfigError: lines that cannot be read so.
@@ -188,7 +190,7 @@ class Reading:
         before, after = _both_messages(prompt, completion, place, name)
         found = self._conversation([*before, *after], len(before))
         if len(found) > 1:
-            raise ConfigError(f"{place}: {name}: the chat template writes earlier answers anew; give one answer")
+            raise ConfigError(f"{place}: {name}: the chat template changes earlier answers; give one answer")
         return found[0]
 
     def _prompt(self, line: Line) -> PromptLine:
@@ -205,20 +207,20 @@ class Reading:
         return chat_prompt(self.tokenizer, messages, is_open, self.variables)
 
     def _completed(self, prompt: str, completion: str) -> Example:
-        """A prompt that is a text, and how it goes on."""
+        """Tokenize a prompt that is a text, and its completion."""
         before = self.tokenizer.encode(prompt)
         return self._example_of(before, [*self.tokenizer.encode_continuation(completion), self.tokenizer.eod_id])
 
     def _answered(self, messages: Sequence[ChatMessage]) -> Example:
-        """The last answer of a conversation, after the prompt that it answers."""
+        """Tokenize the last answer of a conversation, after the prompt that it answers."""
         _check_ends(messages)
         answer = self.tokenizer.encode_continuation(messages[-1].content)
         before = self._chat_prompt(messages[:-1]).tokens
         return self._example_of(before, [*answer, self._stop(messages, [*before, *answer])])
 
     def _conversation(self, messages: Sequence[ChatMessage], first: int = 0) -> list[Example]:
-        """All answers of a conversation from its message `first` on: one example with those that stand in the last prompt as
-        they were given, and one for each that does not."""
+        """Tokenize all answers of a conversation from its message `first` on: one example with those that stand in
+        the last prompt as they were given, and one for each that does not."""
         _check_ends(messages)
         whole = self._answered(messages)
         learned, others = list(whole.learned), list[Example]()
@@ -231,16 +233,16 @@ class Reading:
                 others.append(alone)
                 continue
             start = alone.learned.index(True)
-            # What follows is the template's; it is learned where generation would stop at it.
+            # The rest is the template's; it is trained on where generation would stop at it.
             stops = whole.tokens[end] in self.stop_ids
             learned[start : end + stops] = [True] * (end + stops - start)
         return [*others, whole._replace(learned=tuple(learned))]
 
     def _stop(self, messages: Sequence[ChatMessage], tokens: list[int]) -> int:
-        """Where an answer stops: at the token that the template puts behind it, if generation stops there."""
+        """Find where an answer stops: at the token that the template writes after it, if generation stops there."""
         try:
             closed = self._chat_prompt(messages, is_open=False).tokens
-        except ConfigError:  # it takes no conversation that ends with an answer
+        except ConfigError:  # it refuses a conversation that ends with an answer
             closed = ()
         follows = closed[len(tokens) :][:1] if list(closed[: len(tokens)]) == tokens else ()
         return follows[0] if follows and follows[0] in self.stop_ids else self.tokenizer.eod_id
@@ -252,7 +254,7 @@ class Reading:
 
 def _check_ends(messages: Sequence[ChatMessage]) -> None:
     if messages[-1].role != "assistant":
-        raise ConfigError(f"{messages[-1].role} has the last word; it must be the assistant's")
+        raise ConfigError(f"the last message is from {messages[-1].role}; it must be the assistant's")
 
 
 def _both_messages(prompt: Any, completion: Any, place: str, name: str) -> tuple[list[ChatMessage], list[ChatMessage]]:
@@ -279,20 +281,20 @@ def _messages(value: Any, place: str) -> list[ChatMessage]:
 
 
 def shortened(path: Path, problems: list[str]) -> list[str]:
-    """The first few problems of a file, and how many more there are."""
-    more = len(problems) - MOST_PROBLEMS
-    return problems[:MOST_PROBLEMS] + ([f"{path}: and {more} more lines like these"] if more > 0 else [])
+    """The first few problems of a file, and the number of the others."""
+    more = len(problems) - MAX_PROBLEMS
+    return problems[:MAX_PROBLEMS] + ([f"{path}: and {more} more lines like these"] if more > 0 else [])
 
 
 @dataclass
-class Fitted:
-    """Examples as long as a model may read, and what that took."""
+class FittingExamples:
+    """Examples that fit the model's context, and the changes that this took."""
 
     examples: list[Any]
     num_truncated: int = 0
-    """Of those kept."""
+    """Number of kept examples that were truncated."""
     num_dropped: int = 0
-    """Of which nothing that is learned was left."""
+    """Number of examples without a trained token left."""
 
     def describe(self, kind: str) -> str:
         told = f"{len(self.examples):,} {kind}"
@@ -301,10 +303,10 @@ class Fitted:
         return told + (f"; {self.num_dropped:,} dropped, too long to learn from" if self.num_dropped else "")
 
 
-def fitted(examples: Sequence[Example], seq_len: int, is_scored: bool = False) -> Fitted:
-    """Examples that fit into rows of `seq_len` inputs. Their last token is only a label, so they may have one more; not where
-    they are scored there (`is_scored`), for which it is an input, too."""
-    result, most = Fitted([]), seq_len + (not is_scored)
+def fitted(examples: Sequence[Example], seq_len: int, is_scored: bool = False) -> FittingExamples:
+    """Truncate examples to rows of `seq_len` inputs. Their last token is only a label, so they may have one more;
+    not where they are scored there (`is_scored`), for which it is an input, too."""
+    result, most = FittingExamples([]), seq_len + (not is_scored)
     for example in examples:
         cut = Example(example.tokens[:most], example.learned[:most])
         if not any(cut.learned[1:]):
@@ -315,9 +317,9 @@ def fitted(examples: Sequence[Example], seq_len: int, is_scored: bool = False) -
     return result
 
 
-def fitted_pairs(pairs: Sequence[Pair], seq_len: int, is_scored: bool = True) -> Fitted:
-    """The same of pairs, which a reward model scores at their last tokens; one text goes with the other."""
-    result = Fitted([])
+def fitted_pairs(pairs: Sequence[Pair], seq_len: int, is_scored: bool = True) -> FittingExamples:
+    """Truncate pairs, which a reward model scores at their last tokens; if one text is dropped, so is the other."""
+    result = FittingExamples([])
     for pair in pairs:
         both = fitted([pair.chosen, pair.rejected], seq_len, is_scored)
         if both.num_dropped:
@@ -329,13 +331,14 @@ def fitted_pairs(pairs: Sequence[Pair], seq_len: int, is_scored: bool = True) ->
 
 
 def packed(examples: Sequence[Example], seq_len: int) -> list[list[int]]:
-    """Which examples share a row: longest first, each into the fullest row that still has room (best fit, decreasing)."""
+    """Assign examples to rows: longest first, each into the fullest row that still has room (best fit,
+    decreasing)."""
     return best_fit([len(example.tokens) - 1 for example in examples], seq_len)
 
 
 def example_batch(rows: Sequence[Sequence[Example]], seq_len: int) -> Batch:
-    """Rows of examples, each row's one after another, as inputs of a network whose loss weights are a mask: 1 where the label
-    is to be learned, and whose labels are `NO_LABEL` where there is padding. Positions begin anew with each example, so
+    """Arrange rows of examples as inputs of a network whose loss weights are a mask: 1 where the label is trained
+    on, and the labels are `NO_LABEL` where there is padding. Positions begin anew with each example, so
     attention stays within it."""
     shape = (len(rows), seq_len)
     tokens, positions = (np.zeros(shape, np.int32) for _ in range(2))
@@ -354,8 +357,8 @@ def example_batch(rows: Sequence[Sequence[Example]], seq_len: int) -> Batch:
 
 
 def ended_batch(examples: Sequence[Example], seq_len: int) -> Batch:
-    """An example a row, whole as inputs, and a mask that is 1 at the last token of each: what sees all of it. None is longer
-    than a row."""
+    """Arrange one example a row, complete as inputs, with a mask that is 1 at the last token of each, which
+    attends to all. None is longer than a row."""
     shape = (len(examples), seq_len)
     tokens, positions = (np.zeros(shape, np.int32) for _ in range(2))
     mask = np.zeros(shape, np.float32)
@@ -369,5 +372,5 @@ def ended_batch(examples: Sequence[Example], seq_len: int) -> Batch:
 
 
 def identity(lines: Sequence[Line]) -> str:
-    """A text that all of the lines have a say in."""
+    """Format all lines as one text, which identifies them."""
     return json.dumps([line.values for line in lines], ensure_ascii=False, sort_keys=True)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that a document passes or not, each counted. Source of most: Rae et al. 2021 ("Gopher"), appendix A."""
+"""Quality rules that a document passes or not, each counted. Source of most: Rae et al. 2021 ("Gopher"), appendix
+A."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from typing import Any
 
 import regex
 
-from sporeloom.data.quality import WORD, Measured, named_rules, repeated
-from sporeloom.data.rewrite import Rewritten, with_text
-from sporeloom.data.sources import Batch, Source
+from sporeloom.data.quality import WORD, TextStatistics, named_rules, repeated
+from sporeloom.data.rewrite import RewriteResult, with_text
+from sporeloom.data.sources import Batch, DocumentSource
 from sporeloom.data.web import detect_language, language_problems
 from sporeloom.errors import ConfigError, Problems, did_you_mean
 
@@ -41,28 +42,28 @@ NGRAM = 10
 
 @dataclass(frozen=True)
 class FilterRules:
-    """What a document must be; a rule at its default passes everything."""
+    """Rules for a document; a rule at its default passes everything."""
 
     min_chars: int = 0
     max_chars: int = 0
     """0: no limit."""
     min_letters: float = 0.0
-    """Share of letters among the characters that are not white space."""
+    """Minimum fraction of letters among the characters that are not white space."""
     scripts: tuple[str, ...] = ()
     min_script: float = 0.5
-    """Share of the letters that must be of one of `scripts`."""
+    """Minimum fraction of the letters that are of one of `scripts`."""
     max_repeated_lines: float = 1.0
-    """Share of the lines that have been there before, blank ones aside."""
+    """Maximum fraction of the lines that repeat an earlier line, without blank ones."""
     max_repeated_ngrams: float = 1.0
-    """Share of the runs of 10 words that have been there before."""
+    """Maximum fraction of the runs of 10 words that repeat an earlier run."""
     rules: tuple[str, ...] = ()
-    """Of published corpora, by name, see `sporeloom.data.quality`."""
+    """Rules of published corpora, by name, see `sporeloom.data.quality`."""
     languages: tuple[str, ...] = ()
-    """ISO 639-1 codes."""
+    """ISO 639-1 codes of the languages that pass."""
     min_language: float = 0.5
-    """How sure the language must be."""
+    """Minimum probability of the language."""
     edit: Path | None = None
-    """Python file with a function `edit(text)` that returns the text to go on with, or None to drop it."""
+    """Python file with a function `edit(text)` that returns the new text, or None to drop it."""
     classifier: Path | None = None
     """Python file with a function `score(text)` that returns a number."""
     min_score: float = 0.0
@@ -91,7 +92,7 @@ class FilterRules:
             raise ConfigError("no rule was given, so every document would pass; see --help")
 
     def failed(self, text: str) -> list[str]:
-        """Names of the rules that a text does not pass."""
+        """Names of the rules that a text fails."""
         failed = []
         if len(text) < self.min_chars:
             failed.append("min_chars")
@@ -101,12 +102,12 @@ class FilterRules:
             failed.append("min_letters")
         if self.scripts and share_of_scripts(text, self.scripts) < self.min_script:
             failed.append("scripts")
-        if self.max_repeated_lines < 1 and repeated(Measured(text).lines) > self.max_repeated_lines:
+        if self.max_repeated_lines < 1 and repeated(TextStatistics(text).lines) > self.max_repeated_lines:
             failed.append("max_repeated_lines")
         if self.max_repeated_ngrams < 1 and repeated_ngrams(text) > self.max_repeated_ngrams:
             failed.append("max_repeated_ngrams")
         if self.rules:
-            measured = Measured(text)
+            measured = TextStatistics(text)
             failed += [name for name, passes in named_rules(self.rules).items() if not passes(measured)]
         if self.languages:
             language, certainty = detect_language(text)
@@ -117,7 +118,7 @@ class FilterRules:
         return failed
 
     def edited(self, text: str) -> str | None:
-        """The text to judge and to keep; None: to drop.
+        """The text to judge and to keep; None: it is dropped.
 
         Raises:
             ConfigError: the user's function failed, or gave something else.
@@ -129,7 +130,7 @@ class FilterRules:
             raise ConfigError(f"--edit {self.edit}: edit(text) returned a {type(edited).__name__}, not a text or None")
         if edited is not None and not edited.isascii() and HALF_A_PAIR.search(edited):
             raise ConfigError(
-                f"--edit {self.edit}: edit(text) returned half of a surrogate pair, which is no character"
+                f"--edit {self.edit}: edit(text) returned half of a surrogate pair, which is not a character"
             )
         return edited
 
@@ -160,7 +161,7 @@ def repeated_ngrams(text: str, n: int = NGRAM) -> float:
 
 
 def load_function(path: Path, flag: str, name: str) -> Callable[[str], Any]:
-    """A function of a user's Python file, run once as it is now; what it raises is told as a ConfigError.
+    """A function of a user's Python file, run once as it is now; exceptions become a ConfigError.
 
     Raises:
         ConfigError: there is none, or the file cannot be run.
@@ -189,13 +190,13 @@ def _loaded(path: Path, changed: int, flag: str, name: str) -> Callable[[str], A
 
 
 def make_filter(
-    source: Source, rules: FilterRules, keep_removed: bool, samples: int = 0
-) -> Callable[[Batch], Rewritten]:
-    """Work for `rewrite`: the documents that pass; the others, with the rules they failed, as notes, and up to `samples` of
-    them for each rule."""
+    source: DocumentSource, rules: FilterRules, keep_removed: bool, samples: int = 0
+) -> Callable[[Batch], RewriteResult]:
+    """Work for `rewrite`: the documents that pass; the others, with the rules they failed, as notes, and up to
+    `samples` of them for each rule."""
 
-    def work(batch: Batch) -> Rewritten:
-        parsed, done = source.parse(batch), Rewritten()
+    def work(batch: Batch) -> RewriteResult:
+        parsed, done = source.parse(batch), RewriteResult()
         for _, document in parsed.documents:
             text = rules.edited(document.text)
             failed = ["edit"] if text is None else rules.failed(text)

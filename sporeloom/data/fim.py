@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill-in-the-middle: a document is cut at two places and its middle comes last, so that a model learns to fill gaps.
+"""Fill-in-the-middle: a document is split at two positions and its middle moves to the end, so that a model learns
+to fill gaps.
 
 Source: Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle": cut at characters; PSM is
 prefix, suffix, middle; SPM (their joint variant) puts the suffix first and lets prefix and middle follow as one.
@@ -17,7 +18,7 @@ Decode = Callable[[list[int]], str]
 
 
 class Encoder(Protocol):
-    """What is asked of a tokenizer."""
+    """The interface of a tokenizer."""
 
     prefix: Sequence[int]
     """Tokens that every text begins with."""
@@ -31,20 +32,21 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """Which documents are rearranged, and the tokens that say so. A function of seed and document number alone."""
+    """The documents that are rearranged, and the tokens that mark it. A function of seed and document number
+    alone."""
 
     prefix_id: int
     suffix_id: int
     middle_id: int
     rate: float
-    """Share of the documents that are rearranged."""
+    """Fraction of the documents that are rearranged."""
     spm_rate: float = 0.5
-    """Share of those that are in SPM order."""
+    """Fraction of those in SPM order."""
     seed: int = 1
 
     def encode(self, text: str, number: int, tokenizer: Encoder) -> list[int]:
-        """Token ids of document `number`. What every text begins with stands at its start alone. Behind a special token a
-        piece is what it is in a prompt that names this token; the middle is what goes on from there."""
+        """Token ids of document `number`. The prefix of every text stands at its start alone. After a special
+        token a piece is encoded as in a prompt that names this token; the middle continues from there."""
         random = np.random.default_rng((self.seed, number))
         rearrange, spm = random.random(2)
         if rearrange >= self.rate:
@@ -59,7 +61,7 @@ class FillInTheMiddle:
         return [*tokenizer.prefix, *rearranged]
 
     def decode(self, ids: Sequence[int], decode: Decode) -> str:
-        """The text of a document as it was before it was rearranged."""
+        """Restore the text of a document as it was before it was rearranged."""
         ids = list(ids)
         if self.prefix_id not in ids:
             return decode(ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of work on a shard as a file: one dataclass after the other, in MessagePack. Reading one runs nothing."""
+"""Results of a shard as a file: one dataclass after the other, in MessagePack. Reading one executes nothing."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 
 T = TypeVar("T")
 ARRAY = 1
-"""Of MessagePack's own types: what we call an array, (dtype, shape, bytes)."""
+"""MessagePack type number of an array, (dtype, shape, bytes)."""
 
 
 def write_frames(file: IO[bytes], results: Iterable[Any]) -> None:
-    """`results`: dataclasses of bytes, numbers, texts, arrays, and lists, dicts and counters of them."""
+    """Encode `results`: dataclasses of bytes, numbers, texts, arrays, and lists, dicts and counters of them."""
     packer = import_module("msgpack").Packer(default=_array)
     for result in results:
         file.write(packer.pack([getattr(result, field.name) for field in dataclasses.fields(result)]))
 
 
 def read_frames(path: Path, kind: type[T]) -> Iterator[T]:
-    """The same again, as `kind`."""
+    """Decode them as `kind`."""
     hints = list(get_type_hints(kind).values())
     with path.open("rb") as file:
         for values in import_module("msgpack").Unpacker(file, ext_hook=_of_array, max_buffer_size=0):
@@ -35,7 +35,7 @@ def read_frames(path: Path, kind: type[T]) -> Iterator[T]:
 
 def _array(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"{type(value).__name__} is nothing that crosses a cluster")
+        raise TypeError(f"{type(value).__name__} cannot be sent across a cluster")
     msgpack = import_module("msgpack")
     return msgpack.ExtType(ARRAY, msgpack.packb([value.dtype.str, list(value.shape), value.tobytes()]))
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exact batch of any step, from a weighted blend of token files; read in the background, each rank its own part."""
+"""The exact batch of any step, from a weighted blend of token files; read in the background, on each rank its own
+rows."""
 
 from __future__ import annotations
 
@@ -24,22 +25,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Dataset:
-    """Token files and their part in a blend."""
+    """Token files and their weight in a blend."""
 
     name: str
     tokens: TokenFile
     weight: float
     ignored: Ints
-    """Sorted places of the tokens that are not trained on."""
+    """Sorted positions of the tokens that are not trained on."""
     arrangement: Arrangement
     """Its samples."""
     offset: int = 0
-    """Added to its ids as a network is given them: its domain, see `HashChoices` of `sporeloom.nn.moe`."""
+    """Number added to its ids as a network gets them: its domain, see `HashRouter` of `sporeloom.nn.moe`."""
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Where the samples of a step come from; all of them, on every rank."""
+class StepSamples:
+    """The samples of a step: dataset and sample of each row of the batch, on every rank."""
 
     datasets: Ints
     epochs: Ints
@@ -47,7 +48,7 @@ class Drawn:
 
 
 class Loader:
-    """Batches of a run.
+    """The batches of a run.
 
     Args:
         rows: of a batch of so many sequences, those this rank's graph will read; the others are left zero.
@@ -72,8 +73,8 @@ class Loader:
         self.curriculum = curriculum
         self._drawn_before = lru_cache(4)(lambda step: int(self.shares.before(step).sum()))
 
-    def drawn(self, step: int) -> Drawn:
-        """The samples of `step`, counted from 0: a function of seed and step alone."""
+    def drawn(self, step: int) -> StepSamples:
+        """Draw the samples of `step`, counted from 0: a function of seed and step alone."""
         before = self.shares.before(step)
         counts = self.shares.before(step + 1) - before
         datasets = np.repeat(np.arange(len(counts)), counts)
@@ -91,17 +92,17 @@ class Loader:
         )
         return self._mixed(step, datasets, epochs, samples)
 
-    def _mixed(self, step: int, datasets: Ints, epochs: Ints, samples: Ints) -> Drawn:
-        """In an order that hides which dataset a sample is of."""
+    def _mixed(self, step: int, datasets: Ints, epochs: Ints, samples: Ints) -> StepSamples:
+        """Shuffle, so that the order does not depend on the dataset of a sample."""
         mixed = shuffled(np.arange(len(datasets)), len(datasets), self._key(f"step {step}"))
-        return Drawn(datasets[mixed], epochs[mixed], samples[mixed])
+        return StepSamples(datasets[mixed], epochs[mixed], samples[mixed])
 
     def samples(self, step: int) -> NDArray[np.int32]:
         """Tokens of `step`, (B, T+1), in the rows of this rank."""
         return self._read(step, self.drawn(step))[0]
 
-    def _read(self, step: int, drawn: Drawn) -> tuple[NDArray[np.int32], Ints]:
-        """Tokens of this rank's rows, (B, T+1), and how many of each row are no padding."""
+    def _read(self, step: int, drawn: StepSamples) -> tuple[NDArray[np.int32], Ints]:
+        """Tokens of this rank's rows, (B, T+1), and how many of each row are not padding."""
         batch, length = self.sizes.of_step(step)
         tokens, counts = np.zeros((batch, length + 1), np.int32), np.zeros(batch, np.int64)
         for row in self.rows(batch):
@@ -114,12 +115,12 @@ class Loader:
             counts[row] = len(sample)
         return tokens, counts
 
-    def _pieces(self, drawn: Drawn, number: int) -> Ints:
+    def _pieces(self, drawn: StepSamples, number: int) -> Ints:
         arrangement = self.datasets[drawn.datasets[number]].arrangement
         return arrangement.pieces(int(drawn.epochs[number]), int(drawn.samples[number]))
 
     def batch(self, step: int) -> Batch:
-        """Inputs of `step`; the loss weights count the whole batch, also where only some rows are read."""
+        """Inputs of `step`; the loss weights count the global batch, also where only some rows are read."""
         drawn = self.drawn(step)
         tokens, counts = self._read(step, drawn)
         batch = make_batch(tokens, self.eod_id, self.loss_ignore_id, self._num_trained(drawn), counts)
@@ -127,20 +128,20 @@ class Loader:
         return batch._replace(tokens=batch.tokens + np.repeat(offsets, len(tokens) // len(offsets))[:, None])
 
     def first_token(self, step: int) -> int:
-        """How many tokens the steps before `step` have trained on."""
+        """Number of tokens that the steps before `step` have trained on."""
         return int(self.shares.before(step).sum()) * self.sizes.longest
 
     def epochs(self, step: int) -> list[float]:
-        """How often the steps before `step` have been through each dataset."""
+        """Epochs of each dataset in the steps before `step`."""
         return [float(n) / size for n, size in zip(self.shares.before(step), self.num_samples, strict=True)]
 
-    def _num_trained(self, drawn: Drawn) -> int:
-        """Tokens of a step that are trained on: inputs but those that are ignored."""
+    def _num_trained(self, drawn: StepSamples) -> int:
+        """Number of tokens of a step that are trained on: inputs but those that are ignored."""
         count = 0
         for number, dataset in enumerate(drawn.datasets):
             pieces, ignored = self._pieces(drawn, number), self.datasets[dataset].ignored
             begins, stops = pieces[:, 0], pieces[:, 1].copy()
-            stops[-1] -= 1  # the last token is no input
+            stops[-1] -= 1  # the last token is not an input
             count += int((stops - begins).sum())
             if len(ignored):
                 count -= int((ignored.searchsorted(stops) - ignored.searchsorted(begins)).sum())
@@ -150,8 +151,8 @@ class Loader:
         return int.from_bytes(hashlib.sha256(f"{self.seed} {of}".encode()).digest()[:8], "big")
 
 
-class Prefetched(Generic[T]):
-    """`make(step)` for one step after another, made ahead in a thread."""
+class Prefetcher(Generic[T]):
+    """Calls `make(step)` for one step after another, ahead, in a thread."""
 
     def __init__(self, make: Callable[[int], T], end: int, ahead: int = 2):
         self._make, self._end, self._ahead = make, end, ahead
@@ -169,7 +170,7 @@ class Prefetched(Generic[T]):
 
 
 def rows_of_rank(dp: int, dp_rank: int, microbatches: int) -> Callable[[int], NDArray[np.int64]]:
-    """Which rows of a batch the graph of a data-parallel rank takes: its part of each microbatch."""
+    """Rows of a batch that the graph of a data-parallel rank takes: its rows of each microbatch."""
 
     def rows(batch: int) -> NDArray[np.int64]:
         return np.arange(batch).reshape(microbatches, dp, -1)[:, dp_rank].reshape(-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strings that remember which of their characters a chat template wrote, through whatever the template does with them.
+"""Strings that record which of their characters a chat template wrote, through all operations of the template.
 
 As values they are plain strings: every operation gives what it gives of `str`. Where it is not known where a character of a
 result came from, it counts as not the template's: the name of a special token is then text.
@@ -21,7 +21,7 @@ class MarkedText(str):
         marks: a byte for each character, 1 for the template's own; None: none of them.
     """
 
-    # No name without an underscore: templates can ask for all others.
+    # No name without an underscore: templates can read all others.
     __slots__ = ("_marks",)
     _marks: bytes
 
@@ -148,7 +148,7 @@ class MarkedText(str):
         return MarkedText(text, self._marks if len(text) == len(self) else None)
 
     def _pieces(self, pieces: Iterable[str], between: str | None) -> list[str]:
-        """Pieces of this text in their order, which `between` parts; None: white space."""
+        """Pieces of this text in order, separated by `between`; None: white space."""
         found = list[str]()
         at = 0
         for piece in pieces:
@@ -158,7 +158,7 @@ class MarkedText(str):
         return found
 
 
-# What an error says that an expression of a template raises: to its author these are strings.
+# Error messages of an expression in a template: to its author these are strings.
 MarkedText.__module__, MarkedText.__name__ = "builtins", "str"
 
 
@@ -168,13 +168,13 @@ def marks_of(text: str) -> bytes:
 
 
 def concat(parts: Iterable[str]) -> str:
-    """Strings one after another."""
+    """Concatenate strings."""
     parts = list(parts)
     return MarkedText("".join(parts), b"".join(map(marks_of, parts)))
 
 
 def marked(value: Any, is_template: bool) -> Any:
-    """A value as JSON has them, its strings marked; keys of objects are plain."""
+    """A value as in JSON, with its strings marked; keys of objects are plain."""
     if isinstance(value, str):
         return MarkedText(value, (b"\1" if is_template else b"\0") * len(value))
     if isinstance(value, list):
@@ -200,6 +200,6 @@ def formatted(text: MarkedText, format_value: Callable[..., str], args: tuple[An
 
 
 def _known(text: str, parts: list[str]) -> str:
-    """`text` with the marks of `parts`, if those make it up."""
+    """`text` with the marks of `parts`, if these concatenate to it."""
     made = concat(parts)
     return made if made == text else text

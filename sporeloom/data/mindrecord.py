@@ -37,7 +37,7 @@ BATCH = 1000
 
 
 def write_mindrecord(folder: Path, out: Path, seq_len: int, column: str = COLUMN) -> int:
-    """Every sample of token files as a record. Returns how many.
+    """Write every sample of token files as a record. Returns the number of records.
 
     Raises:
         ConfigError: no samples of this length; `out` is there already; it cannot be written.
@@ -45,7 +45,9 @@ def write_mindrecord(folder: Path, out: Path, seq_len: int, column: str = COLUMN
     tokens = TokenFile(folder)
     count = tokens.num_samples(seq_len)
     if not count:
-        raise ConfigError(f"{folder}: {tokens.info.num_tokens} tokens give no record of {seq_len} + 1 tokens")
+        raise ConfigError(
+            f"{folder}: {tokens.info.num_tokens} tokens are fewer than one record of {seq_len} + 1 tokens"
+        )
     if out.exists():
         raise ConfigError(f"{out}: is there already; remove it or give another name")
     mindrecord = import_module("mindspore.mindrecord")  # loads MindSpore
@@ -53,7 +55,7 @@ def write_mindrecord(folder: Path, out: Path, seq_len: int, column: str = COLUMN
     try:
         with tempfile.TemporaryDirectory(
             prefix=".mindrecord-", dir=out.parent
-        ) as temporary:  # a file knows its own name
+        ) as temporary:  # a file contains its own name
             writer = mindrecord.FileWriter(str(Path(temporary) / out.name), shard_num=1)
             writer.add_schema({column: {"type": "int32", "shape": [-1]}}, f"{seq_len + 1} tokens")
             for first in range(0, count, BATCH):
@@ -62,7 +64,7 @@ def write_mindrecord(folder: Path, out: Path, seq_len: int, column: str = COLUMN
                 writer.write_raw_data([{column: record} for record in records])
             writer.commit()
             made = sorted(Path(temporary).iterdir(), key=lambda file: file.name == out.name)
-            for file in made:  # the records last: what has their name has its index
+            for file in made:  # the records last: a file of their name has its index
                 flush(file)
                 file.replace(out.parent / file.name)
     except (RuntimeError, OSError) as error:
@@ -71,7 +73,8 @@ def write_mindrecord(folder: Path, out: Path, seq_len: int, column: str = COLUMN
 
 
 def read_mindrecord(files: tuple[Path, ...], out: Path, family: str, tokenizer_path: Path, column: str = COLUMN) -> int:
-    """Token files of the records of MindRecord files; each record stays one sample. Returns how many.
+    """Write token files from the records of MindRecord files; each record stays one sample. Returns the number of
+    records.
 
     Raises:
         ConfigError: no such files or column, records of several lengths, tokens the tokenizer does not have.
@@ -97,7 +100,7 @@ def read_mindrecord(files: tuple[Path, ...], out: Path, family: str, tokenizer_p
 def _fill(
     folder: Path, files: tuple[Path, ...], family: str, tokenizer: Tokenizer, tokenizer_path: Path, column: str
 ) -> int:
-    """Everything the token files are made of."""
+    """Identity of all inputs of the token files."""
     dtype = token_dtype(tokenizer.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     length, count, content, ends = 0, 0, "", list[NDArray[np.int64]]()
@@ -109,7 +112,8 @@ def _fill(
                     raise ConfigError(f"{path}: record {count + 1} has {len(record)} tokens, others have {length}")
                 if record.min() < 0 or record.max() >= tokenizer.vocab_size:
                     raise ConfigError(
-                        f"{path}: record {count + 1} holds token {record.max()}, {tokenizer_path} has {tokenizer.vocab_size}"
+                        f"{path}: record {count + 1} contains token {record.max()}, {tokenizer_path} has "
+                        f"{tokenizer.vocab_size}"
                     )
                 data = record.astype(dtype).tobytes()
                 tokens.write(data)
@@ -117,7 +121,7 @@ def _fill(
                 ends.append(np.flatnonzero(record == tokenizer.eod_id) + count * length + 1)
                 count += 1
     if not count:
-        raise ConfigError(f"{', '.join(map(str, files))}: hold no records")
+        raise ConfigError(f"{', '.join(map(str, files))}: contain no records")
     all_ends = np.concatenate(ends).astype("<i8")
     all_ends.tofile(folder / ENDS)
     tokenizer.save(folder)

@@ -18,22 +18,23 @@ from sporeloom.data.batch import split_mix
 MAX_HASHES = 128
 CERTAINTY = 0.99
 BLOCK = 1 << 15
-"""Shingles hashed at a time, so that they stay in the processor's cache."""
+"""Number of shingles hashed at a time, so that they stay in the processor's cache."""
 Hashes = NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
 class MinHash:
-    """How texts become band keys: `bands` of `rows` hash functions each."""
+    """Band keys of texts: `bands` of `rows` hash functions each."""
 
     threshold: float
-    """Jaccard similarity that counts as a near-duplicate."""
+    """Minimum Jaccard similarity of near-duplicates."""
     shingle: int = 5
     seed: int = 1
 
     @property
     def rows(self) -> int:
-        """As many as find a pair at the threshold with CERTAINTY: more rows, fewer pairs to look at."""
+        """The largest number of hash functions in a band that finds a pair at the threshold with CERTAINTY: more
+        of them give fewer pairs to compare."""
         fitting = [r for r in range(1, MAX_HASHES) if 1 - (1 - self.threshold**r) ** (MAX_HASHES // r) >= CERTAINTY]
         return max(fitting, default=1)
 
@@ -78,7 +79,7 @@ def shingle_hashes(texts: list[str], shingle: int) -> tuple[Hashes, NDArray[np.i
 
 
 def run_hashes(numbers: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
-    """A number for each run of n numbers, equal for equal ones."""
+    """A number for each run of n numbers, equal for equal runs."""
     hashes = np.zeros(max(0, len(numbers) - n + 1), np.uint64)
     for offset in range(n):
         hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + numbers[offset : offset + len(hashes)]
@@ -91,7 +92,7 @@ def shingle_set(text: str, shingle: int) -> Hashes:
 
 
 def jaccard(a: Hashes, b: Hashes) -> float:
-    """Shared shingles among all."""
+    """Jaccard similarity: shared shingles among all."""
     shared = len(np.intersect1d(a, b, assume_unique=True))
     return shared / (len(a) + len(b) - shared)
 
@@ -101,5 +102,5 @@ def normalize(text: str) -> str:
 
 
 def text_hash(text: str) -> bytes:
-    """16 bytes that only the same text has."""
+    """Hash of 16 bytes that identifies a text."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the documents of token files become samples: windows of the stream, windows of shuffled documents, or packed whole.
+"""Packing of documents into samples: windows of the stream, windows of shuffled documents, or best fit.
 
 Best-fit packing: Ding et al. 2024 (arXiv:2404.10830). All are functions of the tokens, the seed and the epoch alone.
 """
@@ -21,23 +21,23 @@ from sporeloom.files import write_atomically
 
 Packing = Literal["stream", "shuffled", "best-fit"]
 EPOCHS_KEPT = 2
-"""Orders of documents in memory: where a batch reaches into the next epoch."""
+"""Maximum number of document orders in memory: a batch may reach into the next epoch."""
 
 
 class Arrangement(Protocol):
-    """The samples of one dataset, up to T + 1 tokens each: the first T are inputs, the last T what they predict."""
+    """The samples of one dataset, up to T + 1 tokens each: the first T are inputs, the last T their labels."""
 
     num_samples: int
-    """Of an epoch."""
+    """Number of samples in an epoch."""
     num_trained: float
-    """Tokens that are predicted in a sample, on average."""
+    """Mean number of labels in a sample."""
 
     def pieces(self, epoch: int, sample: int) -> Ints:
-        """(n, 2): beginnings and ends, in the token file, of what the sample is made of."""
+        """(n, 2): starts and ends, in the token file, of the pieces of the sample."""
         ...
 
     def describe(self) -> str:
-        """For people; empty where there is nothing to say."""
+        """Text for reports; empty where there is nothing to report."""
         ...
 
 
@@ -56,7 +56,7 @@ class Stream:
         return ""
 
 
-class Shuffled:
+class ShuffledStream:
     """Windows of all documents one after the other, in another order in each epoch.
 
     Args:
@@ -69,7 +69,7 @@ class Shuffled:
         self._order = lru_cache(EPOCHS_KEPT)(self._order_of)
 
     def _order_of(self, epoch: int) -> tuple[Ints, Ints]:
-        """Places of the documents in their order, and where each ends among the tokens in that order."""
+        """Positions of the documents in their order, and where each ends among the tokens in that order."""
         count = len(self._ends)
         order = shuffled(np.arange(count), count, self._key + epoch * 0x9E3779B97F4A7C15)
         lengths = np.diff(self._ends, prepend=0)
@@ -91,7 +91,7 @@ class Shuffled:
 
 
 class BestFit:
-    """Documents that fit into a sample are never cut: each is put, longest first, where the least room is left.
+    """Documents that fit into a sample are never split: each goes, longest first, where the least room is left.
 
     Longer ones are cut into whole samples and a rest, which is packed. What stays free is padding.
 
@@ -112,19 +112,19 @@ class BestFit:
         return self._pieces[self._ends[sample - 1] if sample else 0 : self._ends[sample]]
 
     def describe(self) -> str:
-        return f"best fit: {self._padding:.2%} padding, {self._cut:,} of {self._documents:,} documents cut"
+        return f"best fit: {self._padding:.2%} padding, {self._cut:,} of {self._documents:,} documents split"
 
 
 def cut_by_windows(ends: NDArray[np.int64], seq_len: int) -> int:
-    """Documents that windows of the stream cut, of those that would fit into one."""
+    """Number of documents that windows of the stream split, of those that would fit into one."""
     begins = ends - np.diff(ends, prepend=0)
     fits = ends - begins <= seq_len + 1
     return int((fits & (begins // seq_len != (ends - 2) // seq_len) & (ends - begins > 1)).sum())
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which items share a row of so much room: longest first, each where the least room is left that is enough; of equal
-    ones the first. No item is longer than the room."""
+    """Assign items to rows of this length: longest first, each where the least room is left that is enough; of
+    equal ones the first. No item is longer than a row."""
     order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
@@ -148,7 +148,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def save_packing(tokens: TokenFile, seq_len: int, path: Path) -> None:
-    """Pack the documents of a token file and write where the pieces of each sample are."""
+    """Pack the documents of a token file and write the positions of each sample's pieces."""
     ends, room = np.asarray(tokens.ends), seq_len + 1
     lengths = np.diff(ends, prepend=0)
     begins = ends - lengths

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in a SentencePiece model file: kinds of pieces and how text is normalized, to read and to change.
+"""Contents of a SentencePiece model file: kinds of pieces and text normalization, to read and to change.
 
 Read from the bytes: importing protobuf before MindSpore would choose an implementation that MindSpore's own messages refuse.
 Source: sentencepiece_model.proto (field numbers, defaults); the Protocol Buffers encoding, in which a later value of a field
@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Kinds of pieces. Text gives user-defined pieces wherever it holds their names, and never control pieces."""
+"""Kinds of pieces. Names of user-defined pieces in a text become these pieces, names of control pieces never do."""
 _PIECES, _NORMALIZER, _SELF_TEST = 1, 3, 4
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 @dataclass(frozen=True)
 class PieceFile:
-    """A model file, by its bytes."""
+    """A model file, parsed from its bytes."""
 
     content: bytes
     kinds: tuple[tuple[str, int], ...]
@@ -27,12 +27,12 @@ class PieceFile:
     normalization: str
     """Name of the rule; identity leaves text as it is."""
     adds_space: bool
-    """Whether a space is put in front of every text."""
+    """Whether a space is added before every text."""
     drops_spaces: bool
-    """Whether spaces at the ends of a text, and all but one of several, are dropped."""
+    """Whether spaces at the ends of a text, and all but one of several, are removed."""
 
     def with_control(self, names: Collection[str], adds_space: bool) -> bytes:
-        """The same model for which these pieces are control pieces, so that their names in a text are text."""
+        """The same model with these pieces as control pieces, so that their names in a text are text."""
         made = bytearray()
         number = 0
         for field, start, payload, end in _fields(self.content):
@@ -74,7 +74,7 @@ def read_piece_file(content: bytes) -> PieceFile:
 
 
 def _fields(content: bytes, at: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int, int]]:
-    """(number, start, start of the payload, end) of each field of a message."""
+    """Iterate over (number, start, start of the payload, end) of each field of a message."""
     end = len(content) if end is None else end
     while at < end:
         start = at

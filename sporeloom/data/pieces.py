@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tokenizers that read a SentencePiece model file share."""
+"""Common parts of tokenizers that read a SentencePiece model file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sporeloom.errors import ConfigError
 from sporeloom.files import read_bytes
 
 SPACE = "\u2581"
-"""SentencePiece's sign for one, which it also puts in front of every text."""
+"""SentencePiece's sign for a space, which it also adds before every text."""
 MARKUP = re.compile(r"<[^<>\s]+>:?|\[[^\[\]\s]+\]")
 """Names of special tokens among user-defined pieces, which may be text as well (runs of spaces, line breaks)."""
 
 
 class PieceTokenizer(SpecialTokens):
-    """A SentencePiece model, and special tokens that are not found in ordinary text."""
+    """A SentencePiece model, with special tokens that are not found in ordinary text."""
 
     file_name = "tokenizer.model"
     eod_id: int
@@ -66,7 +66,7 @@ class PieceTokenizer(SpecialTokens):
 
     @property
     def variables(self) -> dict[str, str]:
-        """Special tokens as chat templates call them, where no file beside says otherwise."""
+        """Special tokens by the names of chat templates, where no file gives others."""
         names = self.token_names
         known = {"bos_token": self.prefix[0] if len(self.prefix) == 1 else -1, "eos_token": self.eod_id}
         known["unk_token"] = self.pieces.unk_id()
@@ -79,14 +79,14 @@ class PieceTokenizer(SpecialTokens):
     def encode_continuation(self, text: str) -> list[int]:
         if not self.file.adds_space:
             return self.encode_text(text)
-        if text.startswith(" "):  # the space that is put in front is this one
+        if text.startswith(" "):  # the space added before every text is this one
             return self.encode_text(text[1:])
         ids: list[int] = self._continuing.encode(text)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; tokens that stand for none are left out. What does not begin as a text does continues one: spaces in
-        front of its first word are kept."""
+        """Decode to text; tokens without text are left out. Tokens that are not the start of a text continue one:
+        spaces in front of its first word are kept."""
         if [int(i) for i in ids[: len(self.prefix)]] != list(self.prefix):
             return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", "replace")
         own = [int(i) for i in ids if 0 <= int(i) < self.pieces.get_piece_size()]
@@ -116,7 +116,7 @@ class PieceTokenizer(SpecialTokens):
 
     @cached_property
     def _continuing(self) -> Any:
-        """Likewise, without the space in front."""
+        """The same model, without the space before every text."""
         return _processor(self.file.with_control(self._found_in_text, adds_space=False))
 
     @property
@@ -130,29 +130,30 @@ def _processor(content: bytes) -> Any:
 
 
 def has_bytes(file: PieceFile) -> bool:
-    """Whether what has no piece is spelled in bytes."""
+    """Whether characters without a piece are spelled in bytes."""
     return sum(kind == BYTE for _, kind in file.kinds) == 256
 
 
 def described(file: PieceFile) -> str:
-    """What a model file holds, for one who named the wrong one."""
+    """Describe a model file to a user who named the wrong one."""
     first = ", ".join(repr(name) for name, _ in file.kinds[:5])
     return f"a SentencePiece model of {len(file.kinds):,} pieces that begin with {first}"
 
 
 LONGEST_LINE = 1000
-"""Characters; SentencePiece passes lines of more than 4192 bytes over."""
+"""Characters; SentencePiece skips lines of more than 4192 bytes."""
 
 
 def rare_characters(lines: Iterable[str], most: int) -> dict[int, None]:
-    """What `str.translate` needs to drop all characters but the `most` commonest, and whitespace. SentencePiece wants a piece
-    for 98 % of a text's characters at least: what has no room is not shown to it."""
+    """Argument of `str.translate` that drops all characters but the `most` commonest, and whitespace. SentencePiece needs
+    a piece for at least 98 % of a text's characters: those without room are removed before."""
     counts = Counter(character for line in lines for character in line if not character.isspace())
     return {ord(character): None for character, _ in counts.most_common()[most:]}
 
 
 def train_pieces(lines: Iterable[str], vocab_size: int, **options: Any) -> bytes:
-    """A SentencePiece model of at most `vocab_size` pieces, the same from the same lines. `options`: SentencePiece's.
+    """Train a SentencePiece model of at most `vocab_size` pieces, the same from the same lines. `options`:
+    SentencePiece's.
 
     Raises:
         ConfigError: SentencePiece cannot make one of these texts.

@@ -28,15 +28,15 @@ ELLIPSES = ("...", "\u2026")
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 
 
-class Measured:
-    """A text and what rules count of it, each once."""
+class TextStatistics:
+    """A text with its statistics, each computed once."""
 
     def __init__(self, text: str):
         self.text = text
 
     @cached_property
     def words(self) -> list[str]:
-        """Between white space."""
+        """Words between white space."""
         return self.text.split()
 
     @cached_property
@@ -62,7 +62,7 @@ class Measured:
 
 
 def repeated(items: Iterable[Any], by_chars: bool = False) -> float:
-    """Share of the items, or of their characters, in those that were there before."""
+    """Fraction of the items, or of their characters, in those that repeat an earlier one."""
     seen, again, total = set[Any](), 0, 0
     for item in items:
         size = len(item) if by_chars else 1
@@ -72,8 +72,8 @@ def repeated(items: Iterable[Any], by_chars: bool = False) -> float:
     return again / max(1, total)
 
 
-def top_ngram(measured: Measured, n: int) -> float:
-    """Share of the words' characters in the most frequent run of n words, if it is there twice."""
+def top_ngram(measured: TextStatistics, n: int) -> float:
+    """Fraction of the words' characters in the most frequent run of n words, if it occurs twice."""
     ids, lengths = measured.runs
     _, first, counts = np.unique(run_hashes(ids, n), return_index=True, return_counts=True)
     if counts.max(initial=0) < 2:
@@ -83,8 +83,9 @@ def top_ngram(measured: Measured, n: int) -> float:
     return min(1.0, int(counts[best]) * size / int(lengths.sum()))
 
 
-def duplicate_ngrams(measured: Measured, n: int) -> float:
-    """Share of the words' characters in runs of n words that were there before, each character counted once."""
+def duplicate_ngrams(measured: TextStatistics, n: int) -> float:
+    """Fraction of the words' characters in runs of n words that repeat an earlier one, each character counted
+    once."""
     ids, lengths = measured.runs
     _, first, inverse = np.unique(run_hashes(ids, n), return_index=True, return_inverse=True)
     again = np.flatnonzero(first[inverse] != np.arange(len(inverse)))
@@ -94,20 +95,20 @@ def duplicate_ngrams(measured: Measured, n: int) -> float:
     return int(lengths[np.cumsum(edges)[:-1] > 0].sum()) / max(1, int(lengths.sum()))
 
 
-def _stop_words(measured: Measured) -> int:
+def _stop_words(measured: TextStatistics) -> int:
     return len(STOP_WORDS.intersection(word.strip(".,;:!?\"'()").lower() for word in measured.words))
 
 
-def _symbols(measured: Measured) -> float:
+def _symbols(measured: TextStatistics) -> float:
     count = measured.text.count("#") + sum(map(measured.text.count, ELLIPSES))
     return count / max(1, len(measured.words))
 
 
-def _mean_length(measured: Measured) -> float:
+def _mean_length(measured: TextStatistics) -> float:
     return sum(map(len, measured.words)) / max(1, len(measured.words))
 
 
-Rule = Callable[[Measured], bool]
+Rule = Callable[[TextStatistics], bool]
 """Whether a text passes."""
 
 GOPHER: dict[str, Rule] = {
@@ -121,7 +122,7 @@ GOPHER: dict[str, Rule] = {
 }
 
 
-def _at_most(share: Callable[[Measured, int], float], n: int, most: float, measured: Measured) -> bool:
+def _at_most(share: Callable[[TextStatistics, int], float], n: int, most: float, measured: TextStatistics) -> bool:
     return share(measured, n) <= most
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents in, documents out: JSON lines that are complete or absent, written by one process while others work."""
+"""Rewrite documents: JSON lines that are complete or absent, written by one process while others work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from sporeloom.data.cluster import Workers, over_batches
-from sporeloom.data.sources import LINES, Batch, Source, TextDocument
+from sporeloom.data.sources import LINES, Batch, DocumentSource, TextDocument
 from sporeloom.errors import ConfigError
 from sporeloom.files import flush
 from sporeloom.json_text import json_text
@@ -26,7 +26,7 @@ from sporeloom.locks import one_writer
 
 SHOWN_PROBLEMS = 20
 SAMPLES, SAMPLE_CHARS = 10, 500
-"""Documents that were removed, for each reason, and how much of each is shown."""
+"""Number of removed documents shown for each reason, and of characters of each."""
 
 
 Sample = tuple[bytes, str, str]
@@ -34,37 +34,39 @@ Sample = tuple[bytes, str, str]
 
 
 @dataclass
-class Rewritten:
-    """What became of a batch."""
+class RewriteResult:
+    """Result of a batch."""
 
     lines: list[bytes] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
-    """For the file beside it."""
+    """Lines for the file of notes."""
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
-    """Why something was removed -> a few of what was, for people to read."""
+    """Reason of a removal -> a few removed documents, to be read."""
 
     def add_sample(self, why: str, document: TextDocument, most: int) -> None:
-        """Remember a document, if it is among the `most` of the smallest hash: the same ones however the work is shared."""
+        """Keep a document, if it is among the `most` of the smallest hash: the same ones on any number of
+        processes."""
         digest = hashlib.blake2b(f"{document.place} {document.text}".encode(), digest_size=8).digest()
         self.add_samples({why: [(digest, document.place, document.text[:SAMPLE_CHARS])]}, most)
 
     def add_samples(self, samples: Mapping[str, list[Sample]], most: int) -> None:
-        """Likewise, several."""
+        """Keep several documents in the same way."""
         for why, some in samples.items():
             self.samples[why] = sorted([*self.samples.get(why, []), *some])[:most]
 
 
 def rewrite(
-    source: Source,
+    source: DocumentSource,
     out: Path,
-    make_work: Callable[[], Callable[[Batch], Rewritten]],
+    make_work: Callable[[], Callable[[Batch], RewriteResult]],
     workers: Workers,
     notes: Path | None = None,
     samples: Path | None = None,
 ) -> dict[str, Any]:
-    """Write what `make_work()` makes of each batch to `out`, its notes to `notes`, a sample of what went to `samples`.
+    """Write the results of `make_work()` for each batch to `out`, its notes to `notes`, samples of removed
+    documents to `samples`.
 
     Returns counts and first problems.
 
@@ -74,7 +76,7 @@ def rewrite(
     check_outputs(out, notes)
     if samples and samples.exists():
         raise ConfigError(f"{samples}: is there already; remove it or give another name")
-    total = Rewritten()
+    total = RewriteResult()
     with (
         one_writer(out, is_folder=False),
         complete_or_absent(out) as write,
@@ -82,7 +84,7 @@ def rewrite(
         complete_or_absent(samples) as show_samples,
         ExitStack() as stack,
     ):
-        results = over_batches(workers, Rewritten, make_work, source, all_fields=True)
+        results = over_batches(workers, RewriteResult, make_work, source, all_fields=True)
         stack.callback(results.close)  # type: ignore[attr-defined]
         for done in tqdm(results, unit="MB", disable=None):
             write(b"".join(done.lines))
@@ -91,19 +93,19 @@ def rewrite(
             total.problems += done.problems[: SHOWN_PROBLEMS - len(total.problems)]
             total.add_samples(done.samples, SAMPLES)
         if not total.counts["documents"]:
-            raise ConfigError([f"{', '.join(map(str, source.inputs))}: holds no text", *total.problems[:5]])
+            raise ConfigError([f"{', '.join(map(str, source.inputs))}: contains no text", *total.problems[:5]])
         show_samples("".join(_shown(why, total) for why in sorted(total.samples)).encode())
     return {**total.counts, "first_problems": total.problems}
 
 
-def _shown(why: str, total: Rewritten) -> str:
-    """A sample of what was removed for one reason, as text."""
+def _shown(why: str, total: RewriteResult) -> str:
+    """Format samples of removed documents for one reason, as text."""
     some = "".join(f"\n--- {place}\n{text}\n" for _, place, text in total.samples[why])
     return f"=== {why}: {total.counts[why]:,} documents, of them {len(total.samples[why])}\n{some}\n"
 
 
 def to_line(record: Mapping[str, Any]) -> bytes:
-    """A record as JSON; what JSON has no words for, NaN and infinity, is null, and half a surrogate pair is escaped."""
+    """Format a record as JSON; NaN and infinity become null, and half a surrogate pair is escaped."""
     try:
         return json_text(record, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:
@@ -116,14 +118,14 @@ def with_text(document: TextDocument, key: str, text: str, **more: Any) -> bytes
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Whether files can be made there.
+    """Check that files can be created there.
 
     Raises:
-        ConfigError: one is there already, or is no kind that is written.
+        ConfigError: one is there already, or cannot be written in its format.
     """
     problems = [f"{path}: is there already; remove it or give another name" for path in paths if path and path.exists()]
     problems += [
-        f"{path}: what is written is JSON lines; end the name in {', '.join(LINES)}"
+        f"{path}: the output is JSON lines; end the name in {', '.join(LINES)}"
         for path in paths
         if path and not path.name.endswith(LINES)
     ]
@@ -133,7 +135,7 @@ def check_outputs(*paths: Path | None) -> None:
 
 @contextmanager
 def complete_or_absent(path: Path | None) -> Iterator[Callable[[bytes], object]]:
-    """Writes to a file, compressed as its name says, that has its name only when all went well. None: writes nothing.
+    """Writes a file, compressed as its name says, that gets its name only on success. None: writes nothing.
 
     Raises:
         ConfigError: it cannot be written.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order samples are seen: a function of seed and place alone, whatever the mesh and wherever a run resumes."""
+"""Order of the samples: a function of seed and position alone, whatever the mesh and wherever a run resumes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sporeloom.log import progress
 
 ROUNDS = 6
 STRIDE = 1024
-MOST_STEPS = 10_000_000  # of a ramp
+MAX_STEPS = 10_000_000  # of a ramp
 Ints = NDArray[np.int64]
 
 
 def shuffled(places: Ints, size: int, key: int) -> Ints:
-    """Where a pseudo-random permutation of 0..size-1 takes each of `places`, without the permutation in memory.
+    """Map `places` by a pseudo-random permutation of 0..size-1, without the permutation in memory.
 
     A balanced Feistel network over the next power of four, walked along until it is inside (Black and Rogaway, 2002).
     """
@@ -44,8 +44,8 @@ def counted_up(counts: Ints) -> Ints:
 
 
 def epoch_samples(first: int, count: int, size: int, key: int) -> Ints:
-    """Draws number `first` to `first + count` from a dataset of `size` samples: epoch after epoch, each in an order of
-    its own."""
+    """Draws number `first` to `first + count` from a dataset of `size` samples: epoch after epoch, each in an
+    order of its own."""
     draws = np.arange(first, first + count)
     chosen = np.empty(count, np.int64)
     for epoch in np.unique(draws // size):
@@ -56,7 +56,7 @@ def epoch_samples(first: int, count: int, size: int, key: int) -> Ints:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many sequences of which length each step takes; the last entry of each serves all further steps.
+    """Number and length of the sequences of each step; the last entry of each serves all further steps.
 
     `batch_sizes`: of the first steps, then for good. `seq_lens`: likewise.
     """
@@ -66,11 +66,11 @@ class Sizes:
 
     @property
     def longest(self) -> int:
-        """Tokens of a sample, as the order counts them; a step with shorter sequences cuts samples into several."""
+        """Number of tokens of a sample, as the order counts them; a step with shorter sequences splits samples."""
         return self.seq_lens[-1]
 
     def of_step(self, step: int) -> tuple[int, int]:
-        """Sequences and their length, of a step counted from 0."""
+        """Number and length of the sequences of a step counted from 0."""
         return self.batch_sizes[min(step, len(self.batch_sizes) - 1)], self.seq_lens[min(step, len(self.seq_lens) - 1)]
 
     def samples_of_step(self, step: int) -> int:
@@ -78,14 +78,14 @@ class Sizes:
         return batch * length // self.longest
 
     def shapes(self) -> list[tuple[int, int]]:
-        """The different (sequences, length) there are, in the order of their first use."""
+        """The different (sequences, length), in the order of their first use."""
         changes = max(len(self.batch_sizes), len(self.seq_lens))
         return list(dict.fromkeys(map(self.of_step, range(changes))))
 
     def problems(self) -> list[str]:
         return [
-            f"{batch} sequences of {length} tokens are no whole number of samples of {self.longest}; "
-            f"choose batch sizes that are multiples of {self.longest // np.gcd(length, self.longest)} there"
+            f"{batch} sequences of {length} tokens are not a multiple of samples of {self.longest}; choose "
+            f"batch sizes that are multiples of {self.longest // np.gcd(length, self.longest)} there"
             for batch, length in self.shapes()
             if batch * length % self.longest
         ] + [
@@ -104,16 +104,16 @@ def ramped_batch_sizes(
     Source: Megatron-LM --rampup-batch-size.
 
     Raises:
-        ValueError: the growth is no whole number of increments.
+        ValueError: the growth is not a multiple of the increment.
     """
     if start < 1 or increment < 1 or until < 1 or start > final or (final - start) % increment:
-        raise ValueError(f"{start} to {final} is no whole number of increments of {increment}")
+        raise ValueError(f"{start} to {final} is not a multiple of {increment}")
     increments = (final - start) // increment
     sizes, seen = list[int](), 0
     while increments and (size := start + increment * (seen * increments // until)) < final:
         sizes.append(size)
-        if len(sizes) > MOST_STEPS:
-            raise ValueError(f"it takes more than {MOST_STEPS:,} steps")
+        if len(sizes) > MAX_STEPS:
+            raise ValueError(f"it takes more than {MAX_STEPS:,} steps")
         seen += size * counted(len(sizes) - 1)
     return (*sizes, final)
 
@@ -131,7 +131,7 @@ def growing_seq_lens(steps_of: Sequence[tuple[int, int]], final: int) -> tuple[i
 
 
 class Shares:
-    """How many samples of each dataset the first steps have drawn: after any step, within a sample of its weight."""
+    """Numbers of samples of each dataset in the first steps: after any step, within a sample of its weight."""
 
     def __init__(self, weights: Sequence[float], sizes: Sizes):
         total = sum(weights)
@@ -140,13 +140,13 @@ class Shares:
         self._last = (0, self._known[0])
 
     def before(self, step: int) -> Ints:
-        """Samples of each dataset that the steps before `step` have drawn."""
+        """Number of samples of each dataset in the steps before `step`."""
         at, drawn = self._last if self._last[0] <= step else (0, self._known[0])
         nearest = min(step // STRIDE, len(self._known) - 1)
         if nearest * STRIDE > at:
             at, drawn = nearest * STRIDE, self._known[nearest]
         remaining = range(at, step)
-        for at in progress(remaining, "sharing out samples") if len(remaining) > STRIDE else remaining:
+        for at in progress(remaining, "assigning samples") if len(remaining) > STRIDE else remaining:
             drawn = drawn + self._allocate(drawn, self.sizes.samples_of_step(at))
             if at + 1 == len(self._known) * STRIDE:
                 self._known.append(drawn)
@@ -154,7 +154,7 @@ class Shares:
         return drawn
 
     def _allocate(self, drawn: Ints, count: int) -> Ints:
-        """`count` more samples, so that each dataset comes as close to its weight as can be."""
+        """Assign `count` more samples, so that each dataset comes as close to its weight as possible."""
         wanted = self.weights * (drawn.sum() + count) - drawn
         given = np.floor(np.maximum(wanted, 0)).astype(np.int64)
         while (missing := count - given.sum()) != 0:

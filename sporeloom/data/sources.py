@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of files of many kinds, one after another; a file is never in memory as a whole.
+"""Read documents from files of many kinds, one after another; a file is never fully in memory.
 
 Reading has two halves: `read_raw` cuts files into documents, in one process and in order; `parse` makes text of one, in any.
 """
@@ -26,17 +26,17 @@ from sporeloom.reader import parse_json, shown_key
 LINES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED))
 TABLES = (".parquet",)
 CUT = (".jsonl", *TABLES)
-"""Of files that can be read from any line, or any group of rows, on."""
+"""Files that can be read from any line, or any group of rows, on."""
 NOT_TEXT = (".json", ".csv", ".zip", ".tar", ".tgz", ".bin", ".npy", ".mindrecord", *COMPRESSED, ".7z", ".pdf")
 BATCH_BYTES = 1 << 20
 SHARD_MB = 64
 SHARD_NUMBERS = 1 << 40
-"""Between the numbers of the first documents of two shards."""
+"""Distance between the numbers of the first documents of two shards."""
 MAX_DOCUMENT_MB = 64
 OnError = Literal["stop", "skip"]
 
 
-class Raw(NamedTuple):
+class RawDocument(NamedTuple):
     """One document as its file has it."""
 
     place: str
@@ -46,10 +46,10 @@ class Raw(NamedTuple):
     problem: str = ""
     """Why there is no content."""
     about: Mapping[str, str] = {}
-    """What its file says of it besides."""
+    """Further fields of the document."""
 
 
-class Piece(NamedTuple):
+class FilePart(NamedTuple):
     """A file, or of a large one the lines or groups of rows that begin from byte `start` up to byte `end`."""
 
     path: Path
@@ -58,11 +58,11 @@ class Piece(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For messages, before `:line`: lines are counted from the piece's first on."""
+        """Name in messages, before `:line`: lines are counted from the piece's first on."""
         return f"{self.path}@{self.start}" if self.start else str(self.path)
 
 
-Batch = tuple[int, list[Raw]]
+Batch = tuple[int, list[RawDocument]]
 """Some documents, and the number of the first."""
 
 
@@ -76,12 +76,12 @@ class TextDocument(NamedTuple):
 
 
 @dataclass
-class Parsed:
-    """Documents of a batch that can be read, with their numbers, and what is to be said of the others."""
+class ReadableBatch:
+    """The readable documents of a batch, with their numbers, and the problems of the others."""
 
     documents: list[tuple[int, TextDocument]] = field(default_factory=list)
     empty: list[str] = field(default_factory=list)
-    """file:line of documents without text; an empty source file is no mistake."""
+    """file:line of documents without text; an empty source file is not a mistake."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -90,31 +90,32 @@ class Parsed:
 
     @property
     def remarks(self) -> list[str]:
-        """What to tell of what was skipped, the worst first."""
+        """Report what was skipped, the worst first."""
         return [*self.problems, *(f"{place}: empty" for place in self.empty)]
 
 
 @dataclass(frozen=True)
-class Source:
-    """Which documents a job reads, and what becomes of those that cannot be read."""
+class DocumentSource:
+    """The documents that a job reads, and the treatment of unreadable ones."""
 
     inputs: tuple[Path, ...]
     key: str = "text"
-    """Field of JSON lines and column of tables that holds the text."""
+    """Field of JSON lines and column of tables with the text."""
     suffixes: tuple[str, ...] = ()
-    """Of the files that are taken from folders; none: all."""
+    """Name endings of the files that are read in folders; none: all."""
     on_error: OnError = "stop"
     max_document_mb: float = MAX_DOCUMENT_MB
     shard_mb: float = SHARD_MB
-    """Of files that are worked on as one."""
+    """Size of a group of files that is processed as one."""
 
     def files(self) -> list[Path]:
         return source_files(self.inputs, self.suffixes)
 
-    def shards(self) -> list[list[Piece]]:
-        """The files in groups of at least `shard_mb`, each of which can be worked on alone. Files of JSON lines that are much
-        larger are cut between lines and tables between groups of rows; compressed files and others cannot be."""
-        shards, size, wanted = list[list[Piece]](), 0, self.shard_mb * 1e6
+    def shards(self) -> list[list[FilePart]]:
+        """The files in groups of at least `shard_mb`, each of which can be processed alone. Files of JSON lines
+        that are much larger are split between lines and tables between groups of rows; compressed files and
+        others cannot be."""
+        shards, size, wanted = list[list[FilePart]](), 0, self.shard_mb * 1e6
         for path in self.files():
             length = path.stat().st_size
             parts = max(1, int(length // wanted)) if path.name.endswith(CUT) else 1
@@ -123,7 +124,7 @@ class Source:
                 if not shards or size >= wanted or start:
                     shards.append([])
                     size = 0
-                shards[-1].append(Piece(path, start or 0, end))
+                shards[-1].append(FilePart(path, start or 0, end))
                 size += length // parts
         return shards
 
@@ -132,18 +133,19 @@ class Source:
         for number, files in enumerate(self.shards()):
             yield from self.batches_of(number, files, all_fields)
 
-    def batches_of(self, shard: int, files: Sequence[Piece], all_fields: bool = False) -> Iterator[Batch]:
-        """Those of a shard: none has documents of two. Numbers of documents begin anew with each, far apart."""
+    def batches_of(self, shard: int, files: Sequence[FilePart], all_fields: bool = False) -> Iterator[Batch]:
+        """The documents of a shard: no document is in two. Numbers of documents begin anew with each shard, far
+        apart."""
         max_bytes = int(self.max_document_mb * 1e6)
         return batches(read_raw(files, self.inputs, self.key, max_bytes, all_fields), shard * SHARD_NUMBERS)
 
-    def parse(self, batch: Batch) -> Parsed:
+    def parse(self, batch: Batch) -> ReadableBatch:
         """The documents of a batch.
 
         Raises:
             ConfigError: one cannot be read, and `on_error` is to stop.
         """
-        parsed = Parsed()
+        parsed = ReadableBatch()
         for number, raw in enumerate(batch[1], batch[0]):
             try:
                 document = parse(raw, self.key)
@@ -157,12 +159,12 @@ class Source:
         if parsed.problems and self.on_error == "stop":
             count = len(parsed.problems)
             more = [f"and {count - 5} more like these nearby"] if count > 5 else []
-            raise ConfigError([*parsed.problems[:5], *more, "--on-error skip counts such documents and goes on"])
+            raise ConfigError([*parsed.problems[:5], *more, "--on-error skip counts such documents and continues"])
         return parsed
 
 
 def source_files(inputs: Iterable[Path], suffixes: tuple[str, ...] = ()) -> list[Path]:
-    """The files that `inputs` mean, in a fixed order: files as given, folders with everything below, names sorted.
+    """The files of `inputs`, in a fixed order: files as given, folders with everything below, names sorted.
 
     Hidden files and folders are left out, and of a folder what does not end in one of `suffixes`, if there are any.
 
@@ -177,7 +179,7 @@ def source_files(inputs: Iterable[Path], suffixes: tuple[str, ...] = ()) -> list
 
 
 def _files_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Those that one input means."""
+    """The files of one input."""
     try:
         if path.is_dir():
             below = [f for f in path.rglob("*") if not any(p.startswith(".") for p in f.relative_to(path).parts)]
@@ -196,24 +198,24 @@ def _files_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
         raise ConfigError(f"{path}: cannot be read: {type(error).__name__}: {error}") from None  # what a store says
     if path.name.endswith(NOT_TEXT) and not path.name.endswith((*LINES, *WEB)):
         kinds = ", ".join((*LINES, *TABLES, *WEB))
-        raise ConfigError(f"{path}: not a kind of file that is read; give {kinds}, .txt or source")
+        raise ConfigError(f"{path}: this kind of file cannot be read; give {kinds}, .txt or source")
     return [path]
 
 
 def read_raw(
-    files: Iterable[Piece], inputs: Iterable[Path], key: str, max_bytes: int, all_columns: bool = False
-) -> Iterator[Raw]:
-    """Every document of `files`: a line of a .jsonl file, a row of a .parquet file, a page or text of a web archive, a part
-    between blank lines of a .txt file that was named itself, and each other file as a whole.
+    files: Iterable[FilePart], inputs: Iterable[Path], key: str, max_bytes: int, all_columns: bool = False
+) -> Iterator[RawDocument]:
+    """Every document of `files`: a line of a .jsonl file, a row of a .parquet file, a page or text of a web
+    archive, a part between blank lines of a .txt file that was named itself, and each other file as a whole.
 
-    What cannot be read comes as a `Raw` with a `problem`. `all_columns`: rows of tables with all their fields.
+    What cannot be read comes as a `RawDocument` with a `problem`. `all_columns`: rows of tables with all their fields.
     """
     named = set(inputs)
     for piece in files:
         path = piece.path
         try:
             if not path.stat().st_size and path.name.endswith((*LINES, *TABLES, *WEB)):
-                yield Raw(f"{path}:1", b"", "text", "an empty file")
+                yield RawDocument(f"{path}:1", b"", "text", "an empty file")
                 continue
             if path.name.endswith(TABLES):
                 for row in read_rows(path, piece.start, piece.end, key, all_columns):
@@ -221,31 +223,33 @@ def read_raw(
                         _too_long(len(row.content), max_bytes) if len(row.content) > max_bytes else ""
                     )
                     place = f"{path}:{row.number}" if row.number else str(path)
-                    yield Raw(place, b"" if problem else row.content, "json", problem)
+                    yield RawDocument(place, b"" if problem else row.content, "json", problem)
             elif path.name.endswith(LINES):
                 yield from _lines(piece, max_bytes)
             elif path.name.endswith(WEB):
                 for number, (content, form, about, problem) in enumerate(read_records(path, max_bytes), 1):
-                    yield Raw(f"{path}:{number}", content, form, problem, about)
+                    yield RawDocument(f"{path}:{number}", content, form, problem, about)
             elif path.suffix == ".txt" and path in named:
                 yield from _paragraphs(path, max_bytes)
             elif path.stat().st_size > max_bytes:
-                yield Raw(f"{path}:1", b"", "text", _too_long(path.stat().st_size, max_bytes))
+                yield RawDocument(f"{path}:1", b"", "text", _too_long(path.stat().st_size, max_bytes))
             else:
                 with open_document(path) as file:
-                    yield Raw(f"{path}:1", file.read(), "text")
+                    yield RawDocument(f"{path}:1", file.read(), "text")
         except OSError as error:
-            yield Raw(str(path), b"", "text", f"cannot be read: {error.strerror or error}")
+            yield RawDocument(str(path), b"", "text", f"cannot be read: {error.strerror or error}")
         except Exception as error:
             if isinstance(path, Path) or isinstance(error, ConfigError):
                 raise
-            yield Raw(str(path), b"", "text", f"cannot be read: {type(error).__name__}: {error}")  # what a store says
+            yield RawDocument(
+                str(path), b"", "text", f"cannot be read: {type(error).__name__}: {error}"
+            )  # what a store says
 
 
-def batches(documents: Iterable[Raw], first: int = 0) -> Iterator[Batch]:
-    """Documents in lists of about BATCH_BYTES, each with the number of its first, `first` on; where one ends follows from
-    the documents alone."""
-    batch, size = list[Raw](), 0
+def batches(documents: Iterable[RawDocument], first: int = 0) -> Iterator[Batch]:
+    """Documents in lists of about BATCH_BYTES, each with the number of its first, `first` on; where one ends
+    follows from the documents alone."""
+    batch, size = list[RawDocument](), 0
     for document in documents:
         batch.append(document)
         size += len(document.content) + 100
@@ -256,7 +260,7 @@ def batches(documents: Iterable[Raw], first: int = 0) -> Iterator[Batch]:
         yield first, batch
 
 
-def parse(raw: Raw, key: str) -> TextDocument:
+def parse(raw: RawDocument, key: str) -> TextDocument:
     """The text of a document.
 
     Raises:
@@ -282,7 +286,7 @@ def parse(raw: Raw, key: str) -> TextDocument:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ConfigError(f"{raw.place}: holds half of a surrogate pair, which is no character") from None
+        raise ConfigError(f"{raw.place}: contains half of a surrogate pair, which is not a character") from None
     return TextDocument(raw.place, text, record)
 
 
@@ -290,7 +294,7 @@ def _too_long(size: int, max_bytes: int) -> str:
     return f"a document of {size / 1e6:.1f} MB is longer than --max-document-mb {max_bytes / 1e6:g}"
 
 
-def _lines(piece: Piece, max_bytes: int) -> Iterator[Raw]:
+def _lines(piece: FilePart, max_bytes: int) -> Iterator[RawDocument]:
     number, path, name = 0, piece.path, piece.name
     with open_document(path) as raw_file:
         frames = open_frames(raw_file, path, max_bytes)
@@ -306,29 +310,29 @@ def _lines(piece: Piece, max_bytes: int) -> Iterator[Raw]:
                 while size > max_bytes and not line.endswith(b"\n") and (line := file.readline(max_bytes + 1)):
                     size += len(line)
                 if size > max_bytes:
-                    yield Raw(f"{name}:{number}", b"", "json", _too_long(size, max_bytes))
+                    yield RawDocument(f"{name}:{number}", b"", "json", _too_long(size, max_bytes))
                     continue
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 and not piece.start else line
                 if frames and frames.problem and not _is_whole(line):
                     number -= 1  # the damage is in this line
                 elif line.strip():
-                    yield Raw(f"{name}:{number}", line, "json")
+                    yield RawDocument(f"{name}:{number}", line, "json")
             problem = frames.problem if frames else ""
         except OSError as error:
             problem = str(error)
         if problem:
-            yield Raw(f"{name}:{number + 1}", b"", "json", f"damaged from here on: {problem}")
+            yield RawDocument(f"{name}:{number + 1}", b"", "json", f"damaged from here on: {problem}")
 
 
 def _is_whole(line: bytes) -> bool:
-    """Whether a line, maybe the last one before a damage, is all that it was."""
+    """Whether a line, maybe the last one before a damage, is complete."""
     try:
         return line.endswith(b"\n") or json.loads(line) is not None
     except ValueError:
         return False
 
 
-def _paragraphs(path: Path, max_bytes: int) -> Iterator[Raw]:
+def _paragraphs(path: Path, max_bytes: int) -> Iterator[RawDocument]:
     """Parts of a text between blank lines."""
     lines, start, size, number = list[bytes](), 1, 0, 0
     with open_document(path) as file:
@@ -344,9 +348,9 @@ def _paragraphs(path: Path, max_bytes: int) -> Iterator[Raw]:
                 number -= not line.endswith(b"\n")  # a part of a line that is too long
                 continue
             if size > max_bytes:
-                yield Raw(f"{path}:{start}", b"", "text", _too_long(size, max_bytes))
+                yield RawDocument(f"{path}:{start}", b"", "text", _too_long(size, max_bytes))
             elif size:
-                yield Raw(f"{path}:{start}", b"".join(lines).replace(b"\r\n", b"\n").rstrip(b"\n"), "text")
+                yield RawDocument(f"{path}:{start}", b"".join(lines).replace(b"\r\n", b"\n").rstrip(b"\n"), "text")
             lines, size = [], 0
             if not line:
                 return

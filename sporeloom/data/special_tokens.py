@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Special tokens in a text: where their names mean them, and where they are text like any other.
+"""Special tokens in a text: where their names become these tokens, and where they are ordinary text.
 
 A prompt is a sequence of spans. In a template's own text the name of a special token is that token; in what somebody said it
 is text, so that nobody can open a turn by writing its token. Between two special tokens the text is tokenized as a whole,
@@ -20,16 +20,16 @@ class Span(NamedTuple):
 
     text: str
     is_template: bool
-    """Whether names of special tokens in it are these tokens."""
+    """Whether names of special tokens in it become these tokens."""
 
 
 def template(text: str) -> Span:
-    """What a form or template itself writes."""
+    """Text that a format or template writes."""
     return Span(text, True)
 
 
 def content(text: str) -> Span:
-    """What a message, file or tool says."""
+    """Text of a message, file or tool."""
     return Span(text, False)
 
 
@@ -39,7 +39,7 @@ def joined(spans: Sequence[Span]) -> str:
 
 
 class SpecialTokens(ABC):
-    """What tokenizers share that have special tokens. Subclasses encode plain text."""
+    """Base of tokenizers with special tokens. Subclasses encode plain text."""
 
     prefix: Sequence[int] = ()
     """Tokens that every text begins with."""
@@ -48,14 +48,14 @@ class SpecialTokens(ABC):
 
     @abstractmethod
     def encode_text(self, text: str) -> list[int]:
-        """Ids of plain text at the start of a text or behind a special token, without the prefix."""
+        """Ids of plain text at the start of a text or after a special token, without the prefix."""
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Ids of plain text that goes on where other text ends: what a model has to generate to say it."""
+        """Ids of plain text that continues other text: the tokens that a model has to generate for it."""
         return self.encode_text(text)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids; names of special tokens in the text are these tokens."""
+        """Token ids; names of special tokens in the text become these tokens."""
         return [*self.prefix, *self.encode_spans([template(text)])]
 
     def encode_document(self, text: str) -> list[int]:
@@ -70,7 +70,7 @@ class SpecialTokens(ABC):
         """Token ids of spans, without the prefix."""
         ids: list[int] = []
         waiting = ""  # plain text since the last special token
-        # A name counts that lies in template text alone, which may be written by several spans.
+        # A name counts that is in template text alone, which may be written by several spans.
         for text, is_template in _merged(spans):
             parts = self._names.split(text) if is_template and self._names else [text]
             for place, part in enumerate(parts):  # texts and names by turns
@@ -83,7 +83,7 @@ class SpecialTokens(ABC):
 
     @property
     def token_names(self) -> dict[int, str]:
-        """Names of the special tokens, for people."""
+        """Names of the special tokens, for messages."""
         return {i: name for name, i in self.special.items()}
 
     @cached_property

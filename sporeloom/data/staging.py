@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs in object storage: made in a folder first, and put there when they are complete."""
+"""Outputs in object storage: made in a local folder first, and uploaded when they are complete."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sporeloom.log import counted, milestone
 
 Config = TypeVar("Config")
 OUTPUTS = ("removed", "samples", "report", "out")
-"""Fields of a verb's configuration that name what it writes; the one that tells that all is there comes last."""
+"""Fields of a configuration that name outputs; the last one marks completeness."""
 
 
 @contextmanager
 def staged(config: Config, scratch: Path) -> Iterator[Config]:
-    """The configuration with a name in `scratch` for each output in a store; what was made there is moved to the store when
-    the block ends well.
+    """The configuration with a name in `scratch` for each output in a store; outputs made there are moved to the
+    store when the block ends without an error.
 
     Raises:
         ConfigError: an output is there already, or cannot be written; then what was made stays in `scratch`.
@@ -55,11 +55,11 @@ def staged(config: Config, scratch: Path) -> Iterator[Config]:
             _move(path, target)
         except Exception as error:  # likewise
             left = ", ".join(str(path) for path, _ in moves.values() if path.exists())
-            raise ConfigError(f"{target}: cannot be written: {_told(error)}; what was made stays in {left}") from None
+            raise ConfigError(f"{target}: cannot be written: {_told(error)}; the output stays in {left}") from None
 
 
 def _move(path: Path, target: Any) -> None:
-    """Put a file, or all files of a folder, into a store, the one that was made last at the end; then remove it here."""
+    """Upload a file, or all files of a folder, the last one made at the end; then remove it here."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, file)):
         place = target if file == path else target / file.relative_to(path).as_posix()

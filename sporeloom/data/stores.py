@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where documents lie: files and folders, or objects of a store that fsspec knows, as s3://bucket/texts.
+"""Paths of documents: files and folders, or objects of a store that fsspec knows, as s3://bucket/texts.
 
-Objects are paths, too (universal_pathlib): what reads documents does not tell them from files.
+Objects are paths, too (universal_pathlib): readers of documents treat them as files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ else:
 
 
 def open_url(text: str) -> Any:
-    """What a URL names, as a path.
+    """Open the path of a URL.
 
     Raises:
         ConfigError: what reads that store is not installed, or there is no such kind of store.
@@ -47,13 +47,13 @@ def open_url(text: str) -> Any:
         path.fs  # noqa: B018  # opens the store
     except (ImportError, ValueError) as error:  # a package of its own, as s3fs; a scheme that nobody knows
         raise ConfigError(f"{text}: {first_line(error)}") from None
-    except Exception as error:  # what stores say of wrong settings
+    except Exception as error:  # errors of stores about wrong settings
         raise ConfigError(f"{text}: cannot be opened: {type(error).__name__}: {error}") from None
     return path
 
 
 def open_document(path: Path) -> IO[bytes]:
-    """A file or object to read from; an object as what can do all that a file can.
+    """Open a file or object to read from; objects support all that files do.
 
     Raises:
         OSError: as `open_regular`.
@@ -64,6 +64,6 @@ def open_document(path: Path) -> IO[bytes]:
 
 
 def stamp(path: Path) -> tuple[str, int, str | int]:
-    """Name, size and what changes with the content of a file, or of an object."""
+    """Name, size, and a value that changes with the content of a file, or of an object."""
     size, store = path.stat().st_size, getattr(path, "fs", None)
     return str(path), size, path.stat().st_mtime_ns if store is None else store.ukey(path.path)  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut out of documents every run of characters that was there before, in an earlier document or the same one.
+"""Remove every run of characters that occurred before, in an earlier document or the same one.
 
 What is removed is what Lee et al. 2021 (arXiv:2107.06499) remove: each character of each run of `min_length` that occurred
 before. They use a suffix array; here every place of a text is looked up among windows of earlier texts that start a fixed
@@ -23,14 +23,14 @@ from tqdm import tqdm
 
 from sporeloom.data.batch import split_mix
 from sporeloom.data.cluster import Workers, over_batches
-from sporeloom.data.rewrite import Rewritten, check_outputs, rewrite, with_text
+from sporeloom.data.rewrite import RewriteResult, check_outputs, rewrite, with_text
 from sporeloom.data.sample_order import Ints, counted_up
-from sporeloom.data.sources import Batch, Source
+from sporeloom.data.sources import Batch, DocumentSource
 from sporeloom.errors import ConfigError
 
 TEXTS, ENDS, HASHES, PLACES = "texts.u32", "ends.i64", "hashes.u64", "places.i64"
-MOST_PLACES = 100
-"""A window that is there more often is compared with its first places only."""
+MAX_POSITIONS = 100
+"""Maximum number of positions that a window is compared with: the first ones."""
 PAIRS_AT_ONCE = 1 << 14
 Hashes = NDArray[np.uint64]
 Codes = NDArray[np.uint32]
@@ -38,26 +38,26 @@ Codes = NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class SubstringSettings:
-    """What counts as a repetition."""
+    """Settings of the removal."""
 
     min_length: int = 200
-    """Characters of a run that is cut out."""
+    """Minimum number of characters of a removed run."""
     min_rest: int = 50
-    """Characters besides white space that must be left of a document that was cut."""
+    """Minimum number of characters besides white space that remain of a shortened document."""
 
     @property
     def window(self) -> int:
-        """A power of two, for hashes by doubling."""
+        """Length of a window: a power of two, for hashes by doubling."""
         return 1 << ((self.min_length + 1) // 2).bit_length() - 1
 
     @property
     def distance(self) -> int:
-        """Between windows that are remembered."""
+        """Distance between windows that are stored."""
         return self.min_length - self.window + 1
 
 
 @dataclass(frozen=True)
-class Signed:
+class WindowBatch:
     """A batch as characters, and its windows."""
 
     first: int
@@ -69,9 +69,9 @@ class Signed:
 
 
 def dedup_substrings(
-    source: Source, out: Path, settings: SubstringSettings, workers: Workers, report: Path | None = None
+    source: DocumentSource, out: Path, settings: SubstringSettings, workers: Workers, report: Path | None = None
 ) -> dict[str, Any]:
-    """Write the documents without what was there before to `out`, every cut to `report`. Returns counts.
+    """Write the documents without repeated runs to `out`, every removal to `report`. Returns counts.
 
     Raises:
         ConfigError: bad input, a file that is there already, a full disk. Neither file appears then.
@@ -95,7 +95,7 @@ def codes_of(texts: list[str]) -> Codes:
 
 
 def window_hashes(codes: Codes, window: int) -> Hashes:
-    """Of the window that begins at each place, as far as there are whole ones."""
+    """Hashes of the window at each position, where a full window fits."""
     hashes, size, factor = split_mix(codes.astype(np.uint64)), 1, 0x9E3779B97F4A7C15
     while size < window:
         hashes = hashes[: len(hashes) - size] * np.uint64(factor) + hashes[size:]
@@ -103,28 +103,28 @@ def window_hashes(codes: Codes, window: int) -> Hashes:
     return split_mix(hashes) if len(codes) >= window else hashes[:0]
 
 
-def _make_signer(source: Source, settings: SubstringSettings) -> Callable[[Batch], Signed]:
-    def sign(batch: Batch) -> Signed:
+def _make_signer(source: DocumentSource, settings: SubstringSettings) -> Callable[[Batch], WindowBatch]:
+    def sign(batch: Batch) -> WindowBatch:
         texts = [document.text for _, document in source.parse(batch).documents]
         codes, lengths = codes_of(texts), np.array([len(text) for text in texts], np.int64)
         begins = np.cumsum(lengths) - lengths
         counts = np.maximum(0, (lengths - settings.window) // settings.distance + 1)
         places = np.repeat(begins, counts) + settings.distance * counted_up(counts)
         hashes = window_hashes(codes, settings.window)[places]
-        return Signed(batch[0], codes.tobytes(), lengths, hashes, places)
+        return WindowBatch(batch[0], codes.tobytes(), lengths, hashes, places)
 
     return sign
 
 
-def _remember(source: Source, folder: Path, settings: SubstringSettings, workers: Workers) -> dict[int, int]:
-    """Read every document once; windows sorted by hash, and by place among equal ones. Returns for the number of each batch's
-    first document where it begins."""
+def _remember(source: DocumentSource, folder: Path, settings: SubstringSettings, workers: Workers) -> dict[int, int]:
+    """Read every document once; windows sorted by hash, and by position among equal ones. Returns for the number
+    of each batch's first document where it begins."""
     bases, base = dict[int, int](), 0
     with ExitStack() as files:
         texts, ends, hashes, places = (
             files.enter_context((folder / name).open("wb")) for name in (TEXTS, ENDS, HASHES, PLACES)
         )
-        results = over_batches(workers, Signed, partial(_make_signer, source, settings), source)
+        results = over_batches(workers, WindowBatch, partial(_make_signer, source, settings), source)
         files.callback(results.close)  # type: ignore[attr-defined]
         for signed in tqdm(results, unit="MB", disable=None):
             bases[signed.first] = base
@@ -147,20 +147,20 @@ class _Memory:
         self.settings = settings
         self.codes, self.ends = _mapped(folder / TEXTS, np.uint32), _mapped(folder / ENDS, np.int64)
         self.hashes, self.places = _mapped(folder / HASHES, np.uint64), _mapped(folder / PLACES, np.int64)
-        # Most places are in no window: a bit for each of 16 times as many parts of the hashes tells them at once.
+        # Most positions are in no window: a bit for each of 16 times as many ranges of hashes finds that at once.
         self.shift = np.uint64(64 - max(10, (16 * len(self.hashes)).bit_length()))
         known = np.zeros(1 << (64 - int(self.shift)), bool)
         known[self.hashes >> self.shift] = True
         self.known = np.packbits(known, bitorder="little")
 
     def repeated(self, begin: int, lengths: Ints) -> NDArray[np.bool_]:
-        """Which of the characters from `begin` on, in documents of these lengths, are in a run that was there before."""
+        """Mark the characters from `begin` on that, in documents of these lengths, belong to a run that occurred before."""
         window, total = self.settings.window, int(lengths.sum())
         hashes = window_hashes(self.codes[begin : begin + total], window)
         parts = hashes >> self.shift
         maybe = np.flatnonzero(self.known[parts >> np.uint64(3)] >> (parts & np.uint64(7)).astype(np.uint8) & 1)
         first = np.searchsorted(self.hashes, hashes[maybe], "left")
-        counts = np.minimum(np.searchsorted(self.hashes, hashes[maybe], "right") - first, MOST_PLACES)
+        counts = np.minimum(np.searchsorted(self.hashes, hashes[maybe], "right") - first, MAX_POSITIONS)
         here = np.repeat(maybe + begin, counts)
         there = self.places[np.repeat(first, counts) + counted_up(counts)]
         is_before = there < here
@@ -174,7 +174,7 @@ class _Memory:
         return np.cumsum(edges)[:-1] > 0
 
     def _compared(self, here: Ints, there: Ints) -> tuple[Ints, Ints]:
-        """Beginnings and ends of the runs, long enough, that are equal around two places."""
+        """Starts and ends of the runs, long enough, that are equal around two positions."""
         length, window = self.settings.min_length, self.settings.window
         around = np.arange(window - length, length)
         equal = np.ones((len(here), len(around)), bool)
@@ -198,12 +198,12 @@ def _mapped(path: Path, kind: type) -> NDArray[Any]:
 
 
 def _make_cutter(
-    source: Source, settings: SubstringSettings, folder: Path, bases: dict[int, int]
-) -> Callable[[Batch], Rewritten]:
+    source: DocumentSource, settings: SubstringSettings, folder: Path, bases: dict[int, int]
+) -> Callable[[Batch], RewriteResult]:
     memory = _Memory(folder, settings)
 
-    def cut(batch: Batch) -> Rewritten:
-        parsed, done = source.parse(batch), Rewritten()
+    def cut(batch: Batch) -> RewriteResult:
+        parsed, done = source.parse(batch), RewriteResult()
         lengths = np.array([len(document.text) for _, document in parsed.documents], np.int64)
         repeated, end = memory.repeated(bases[batch[0]], lengths), 0
         for _, document in parsed.documents:

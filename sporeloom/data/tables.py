@@ -17,21 +17,23 @@ from sporeloom.json_text import json_text
 from sporeloom.lines import first_line
 
 ROWS, FEW_ROWS = 1000, 16
-"""Decoded at once, and of groups that hold more than GROUP_BYTES or nested columns, where a few may be very long."""
+"""Number of rows decoded at once, and of groups with more than GROUP_BYTES or nested columns, where a few may be
+very long."""
 GROUP_BYTES = 1 << 27
 
 
 class Row(NamedTuple):
-    """A row of a table, or why there is none."""
+    """A row of a table, or the reason why it cannot be read."""
 
     number: int
-    """Counted from 1; 0: it is of the whole file."""
+    """Row number, counted from 1; 0: the problem is of the full file."""
     content: bytes
     problem: str = ""
 
 
 def read_rows(path: Path, start: int, end: int | None, key: str, all_columns: bool) -> Iterator[Row]:
-    """Rows as JSON objects, of the groups that begin from byte `start` up to byte `end`; of their columns `key`, or all.
+    """Rows as JSON objects, of the groups that begin from byte `start` up to byte `end`; of their columns `key`,
+    or all.
 
     Binary columns hold text, in UTF-8. Times, dates, decimals and UUIDs become text.
 
@@ -61,7 +63,7 @@ def _columns(path: Path, names: Sequence[str], key: str, all_columns: bool) -> l
         raise ConfigError(f"{path}: no column `{key}`; it has: {', '.join(names)}; choose one with --key")
     columns = [*names] if all_columns else [key]
     if twice := [name for name in columns if names.count(name) > 1]:
-        raise ConfigError(f"{path}: several columns are called `{twice[0]}`; give them names of their own")
+        raise ConfigError(f"{path}: several columns are named `{twice[0]}`; give each a name of its own")
     return columns
 
 
@@ -98,7 +100,7 @@ def _row(number: int, scalars: dict[str, Any]) -> Row:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it.
+    """Convert a value to JSON types.
 
     Raises:
         UnicodeDecodeError: bytes that are not text.
@@ -118,18 +120,18 @@ def _plain(value: Any) -> Any:
 
 
 def _is_text(types: Any, kind: Any) -> bool:
-    """Whether Arrow reads a column as a dictionary and the places in it."""
+    """Whether Arrow reads a column as a dictionary with indices."""
     return bool(types.is_string(kind) or types.is_binary(kind))
 
 
 def _without_times(arrow: Any, array: Any) -> Any:
-    """A column whose times are text: Python's have no nanoseconds, and no year 10,000."""
+    """A column with times as text: Python's have no nanoseconds, and no year 10,000."""
     kinds = arrow.types
     is_time = kinds.is_timestamp(array.type) or kinds.is_date(array.type) or kinds.is_time(array.type)
     return array.cast(arrow.string()) if is_time else array
 
 
 def _first_byte(group: Any) -> int:
-    """Where a group of rows begins in its file."""
+    """Byte position where a group of rows begins in its file."""
     column = group.column(0)
     return int(column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset)

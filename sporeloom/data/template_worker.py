@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders chat templates in a process of its own, whose time and memory are bounded: a template is somebody else's program.
+"""Render chat templates in a process with limits on time and memory: a template is somebody else's program.
 
 Reads a line of JSON from standard input for each conversation and writes one. Jinja is set up as for transformers'
 `apply_chat_template` (utils/chat_template_utils.py), and strings know which of their characters are the template's.
@@ -25,15 +25,15 @@ from sporeloom.bounded_process import MEMORY_BYTES, serve
 from sporeloom.data.marked_text import MarkedText, concat, formatted, marked, marks_of
 
 MAX_TEXT = 4 << 20
-"""Characters of a rendered conversation beyond four times what it was given."""
+"""Maximum number of characters of a rendered conversation beyond four times its input."""
 RUNS = re.compile(b"\0+|\1+")
 LITERAL, JOINED = "sporeloom_literal", "sporeloom_joined"
 FORGETFUL = ("safe", "e", "escape", "forceescape", "wordwrap", "striptags", "urlize")
-"""Filters whose result does not say which of its characters are the template's."""
+"""Filters whose result does not show which of its characters are the template's."""
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as transformers has it."""
+    """Jinja with the settings of transformers."""
 
     concat = staticmethod(concat)
 
@@ -59,7 +59,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _of_content(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of text that no template wrote; else names of special tokens would silently become text."""
+    """Allow a filter only on text that no template wrote; else names of special tokens would silently become text."""
 
     @functools.wraps(apply)
     def filtered(*given: Any, **more: Any) -> Any:
@@ -88,7 +88,7 @@ class Generation(Extension):
 
 
 class LiteralMarker(NodeTransformer):
-    """Lets literals be marked when they are met. Not before: Jinja would fold them into plain strings."""
+    """Marks literals when they are evaluated. Not before: Jinja would fold them into plain strings."""
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:  # noqa: N802
         return _filter(nodes.Const(node.data), LITERAL, node)
@@ -139,7 +139,8 @@ def _raise(message: str) -> None:
 
 
 def answer(environment: TemplateEnvironment, line: bytes) -> dict[str, Any]:
-    """What a line asks for: the rendered text and how long its runs are, a message's and the template's by turns."""
+    """Answer the request of a line: the rendered text and the lengths of its runs, a message's and the template's
+    alternating."""
     asked = json.loads(line)
     try:
         template = environment.read(asked["template"])
@@ -169,7 +170,7 @@ def answer(environment: TemplateEnvironment, line: bytes) -> dict[str, Any]:
     except TemplateError as error:
         line_number = getattr(error, "lineno", None)
         return {"error": f"{f'line {line_number}: ' if line_number else ''}{error}"}
-    except Exception as error:  # what the expressions of a template raise
+    except Exception as error:  # exceptions of a template's expressions
         return {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -27,12 +27,13 @@ TOKENS, ENDS, INFO = "tokens.bin", "ends.bin", "dataset.json"
 VERSION = 1
 SCAN_TOKENS = 1 << 24
 CHECKED_BYTES = 64 << 20
-"""Of tokens: more are checked by `sporeloom checkpoint-info --verify` alone, fewer by every reader."""
+"""Token files up to this size are verified by every reader, larger ones by `sporeloom checkpoint-info --verify`
+alone."""
 
 
 @dataclass(frozen=True)
 class TokenFileInfo:
-    """What dataset.json says."""
+    """Contents of dataset.json."""
 
     version: int
     dtype: str
@@ -40,14 +41,14 @@ class TokenFileInfo:
     num_tokens: Amount
     num_documents: Amount
     content: str
-    """A hash of the tokens and where documents end."""
+    """Hash of the tokens and the ends of documents."""
     family: str
     tokenizer: str
     """Hash of the tokenizer's files."""
     vocab_size: Count
     eod_id: Natural
     record_length: Count | None = None
-    """Tokens were cut into records of this length elsewhere; None: one stream."""
+    """Length of records that were made elsewhere; None: one stream."""
     report: dict[str, Any] = field(default_factory=dict)
 
 
@@ -55,7 +56,7 @@ class TokenFile:
     """Reads such a folder.
 
     Raises:
-        ConfigError: it is no such folder, incomplete, or of another version.
+        ConfigError: it is not such a folder, incomplete, or of another version.
     """
 
     def __init__(self, folder: Path):
@@ -82,11 +83,11 @@ class TokenFile:
         return max(0, self.info.num_tokens - 1) // seq_len
 
     def start(self, sample: int, seq_len: int) -> int:
-        """Place of a sample's first token."""
+        """Position of a sample's first token."""
         return sample * (self.info.record_length or seq_len)
 
     def places_of(self, token: int) -> NDArray[np.int64]:
-        """Where a token stands, sorted."""
+        """Positions of a token, sorted."""
         if token == self.info.eod_id:
             return np.asarray(self.ends) - 1
         found = [
@@ -101,7 +102,7 @@ def is_token_file(folder: Path) -> bool:
 
 
 def read_info(folder: Path) -> TokenFileInfo:
-    """What dataset.json of a folder says.
+    """Read dataset.json of a folder.
 
     Raises:
         ConfigError: there is none, or not one of this version.
@@ -123,13 +124,13 @@ def read_info(folder: Path) -> TokenFileInfo:
 
 
 def write_info(folder: Path, info: TokenFileInfo) -> None:
-    """Write dataset.json, then the hashes of all files: the last thing that is made."""
+    """Write dataset.json, then the hashes of all files: the last file that is written."""
     (folder / INFO).write_text(json.dumps(asdict(info), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     write_hashes(folder)
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where token files grow until they are complete."""
+    """Folder where token files grow until they are complete."""
     return folder.with_name(f"{folder.name}.partial")
 
 
@@ -138,5 +139,5 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def chained_hash(before: str, data: bytes) -> str:
-    """The content hash after some more of it."""
+    """The content hash after some more of the content."""
     return hashlib.sha256(before.encode() + hashlib.sha256(data).digest()).hexdigest()

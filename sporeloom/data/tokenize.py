@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to token files, in several processes; a killed run goes on where it was, and the bytes are always the same."""
+"""Tokenize text to token files, in several processes; a killed run continues where it was, with the same bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from sporeloom.data.cluster import Workers, over_batches
 from sporeloom.data.fim import FillInTheMiddle
-from sporeloom.data.sources import Batch, Source
+from sporeloom.data.sources import Batch, DocumentSource
 from sporeloom.data.stores import stamp
 from sporeloom.data.token_file import (
     ENDS,
@@ -49,29 +49,29 @@ SHOWN_PROBLEMS = 20
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """What is to be tokenized, and how."""
+    """Input and settings of a tokenization."""
 
-    source: Source
+    source: DocumentSource
     family: str
     tokenizer: Path
     fim: FillInTheMiddle | None = None
 
 
 @dataclass(frozen=True)
-class Encoded:
+class TokenBatch:
     """A batch of documents as tokens, end-of-document tokens included."""
 
     tokens: bytes
     lengths: bytes
     num_bytes: int
-    """Of text."""
+    """Number of bytes of text."""
     skipped: Counter[str]
     problems: list[str]
 
 
 @dataclass
 class Progress:
-    """How far a run is; all of it is on disk."""
+    """Progress of a run; all of it is on disk."""
 
     fingerprint: str
     batches: Amount = 0
@@ -82,7 +82,7 @@ class Progress:
     skipped: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
-    def add(self, encoded: Encoded) -> None:
+    def add(self, encoded: TokenBatch) -> None:
         self.content = chained_hash(self.content, encoded.tokens + encoded.lengths)
         self.batches += 1
         self.num_documents += len(encoded.lengths) // 8
@@ -106,8 +106,8 @@ def tokenize(job: TokenizeJob, out: Path, workers: Workers, show_progress: bool 
     `workers`: processes; 0: this one alone.
 
     Raises:
-        ConfigError: bad input, as the source's `on_error` says; `out` is there already; the disk is full. After
-            the last, what was done stays in a folder beside `out`, and the same command goes on from there.
+        ConfigError: bad input, as the source's `on_error` says; `out` is there already; the disk is full. After the last,
+            the finished part stays in a folder next to `out`, and the same command continues from there.
     """
     if out.exists():
         raise ConfigError(f"{out}: is there already; remove it or give another name")
@@ -126,17 +126,19 @@ def _tokenize(
         progress = _started_before(folder, _fingerprint(job, files))
         begin = time.perf_counter()
         done_before = progress.num_tokens
-        encoded = over_batches(workers, Encoded, partial(_make_encoder, job, dtype), job.source, skip=progress.batches)
+        encoded = over_batches(
+            workers, TokenBatch, partial(_make_encoder, job, dtype), job.source, skip=progress.batches
+        )
         _write(folder, progress, encoded, np.dtype(dtype).itemsize, show_progress)
         if not progress.num_documents:
             why = "; ".join(f"{count} {reason}" for reason, count in progress.skipped.items()) or "no documents"
             raise ConfigError(
-                [f"{', '.join(map(str, job.source.inputs))}: holds no text ({why})", *progress.problems[:5]]
+                [f"{', '.join(map(str, job.source.inputs))}: contains no text ({why})", *progress.problems[:5]]
             )
         _finish(folder, out, job, tokenizer, dtype, progress)
     except OSError as error:
         raise ConfigError(
-            f"{folder}: cannot be written: {error.strerror or error}; the same command goes on from there"
+            f"{folder}: cannot be written: {error.strerror or error}; the same command continues from there"
         ) from None
     except WorkersLostError:
         raise  # what was done is kept
@@ -150,7 +152,7 @@ def _tokenize(
 
 
 def _fingerprint(job: TokenizeJob, files: list[Path]) -> str:
-    """What the bytes of the result depend on."""
+    """Identity of the output bytes."""
     settings = (repr(job.source), job.family, content_hash(job.tokenizer), repr(job.fim))
     return hashlib.sha256(repr((VERSION, settings, [stamp(path) for path in files])).encode()).hexdigest()
 
@@ -162,17 +164,17 @@ def _started_before(folder: Path, fingerprint: str) -> Progress:
         progress = fields_from(Progress, read_json(path))
         progress.skipped = Counter(progress.skipped)
         if progress.fingerprint == fingerprint:
-            milestone(f"going on after {progress.num_documents:,} documents, {progress.num_tokens:,} tokens")
+            milestone(f"continuing after {progress.num_documents:,} documents, {progress.num_tokens:,} tokens")
             return progress
         milestone(f"{folder}: begun with other files or settings; starting anew")
         path.unlink()
     return Progress(fingerprint)
 
 
-def _make_encoder(job: TokenizeJob, dtype: str) -> Callable[[Batch], Encoded]:
+def _make_encoder(job: TokenizeJob, dtype: str) -> Callable[[Batch], TokenBatch]:
     tokenizer = open_tokenizer(job.family, job.tokenizer)
 
-    def encode(batch: Batch) -> Encoded:
+    def encode(batch: Batch) -> TokenBatch:
         tokens, lengths = array("I"), array("q")
         num_bytes = 0
         parsed = job.source.parse(batch)
@@ -183,7 +185,7 @@ def _make_encoder(job: TokenizeJob, dtype: str) -> Callable[[Batch], Encoded]:
             tokens.append(tokenizer.eod_id)
             lengths.append(len(ids) + 1)
             num_bytes += len(document.text.encode())
-        return Encoded(
+        return TokenBatch(
             np.asarray(tokens, dtype).tobytes(),
             lengths.tobytes(),
             num_bytes,
@@ -194,7 +196,7 @@ def _make_encoder(job: TokenizeJob, dtype: str) -> Callable[[Batch], Encoded]:
     return encode
 
 
-def _write(folder: Path, progress: Progress, results: Iterator[Encoded], itemsize: int, show: bool) -> None:
+def _write(folder: Path, progress: Progress, results: Iterator[TokenBatch], itemsize: int, show: bool) -> None:
     with (folder / TOKENS).open("ab") as tokens, (folder / ENDS).open("ab") as ends:
         tokens.truncate(progress.num_tokens * itemsize)
         ends.truncate(progress.num_documents * 8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tokenizer is to the rest of the project."""
+"""The tokenizer interface that the rest of the project uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sporeloom.models.family import family_module
 
 
 class ChatMessage(NamedTuple):
-    """What one side of a conversation said."""
+    """One message of a conversation."""
 
     role: str
     """system, user or assistant."""
@@ -27,20 +27,20 @@ class ChatMessage(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What a model continues."""
+    """A prompt for a model to continue."""
 
     text: str
-    """For people: names of special tokens in it say nothing about the tokens."""
+    """Text for messages: special tokens in it cannot be distinguished from their names."""
     tokens: tuple[int, ...]
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. One that knows how its model was taught to talk has `chat(messages, add_generation_prompt)`
-    besides, and one that knows how it was taught to fill gaps `infill(before, after)`: the prompts, as spans.
-    """
+    """Converts text to token ids and back. The tokenizer of a chat model has `chat(messages,
+    add_generation_prompt)` besides, that of a model trained to fill in the middle `infill(before, after)`: the
+    prompts, as spans."""
 
     file_name: str
-    """Of the tokenizer in a checkpoint folder."""
+    """File name of the tokenizer in a checkpoint folder."""
     prefix: Sequence[int]
     """Tokens that every text begins with."""
 
@@ -49,51 +49,52 @@ class Tokenizer(Protocol):
 
     @property
     def eod_id(self) -> int:
-        """Closes every document."""
+        """Token that ends every document."""
         ...
 
     @property
     def token_names(self) -> dict[int, str]:
-        """Names of the special tokens, for people."""
+        """Names of the special tokens, for messages."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Of a prompt that somebody wrote as a whole: names of special tokens in it are these tokens."""
+        """Encode a complete prompt: names of special tokens in it become these tokens."""
         ...
 
     def encode_document(self, text: str) -> list[int]:
-        """As `encode`, but a name of a special token in the text is text like any other."""
+        """Like `encode`, but a name of a special token in the text is text like any other."""
         ...
 
     def encode_text(self, text: str) -> list[int]:
-        """As `encode_document`, without the prefix."""
+        """Like `encode_document`, without the prefix."""
         ...
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Of plain text that goes on where other text ends: what a model has to generate to say it."""
+        """Encode plain text that continues other text: the tokens that a model has to generate for it."""
         ...
 
     def encode_prompt(self, spans: Sequence[Span]) -> list[int]:
-        """Of a conversation, or of another form of prompt."""
+        """Encode a conversation, or another form of prompt."""
         ...
 
     def decode(self, ids: list[int]) -> str: ...
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to the UTF-8 text in whose middle it stands, of which it may be half a character; nothing where
+        """Bytes that a token adds to the UTF-8 text around it, of which they may be half a character; empty where
         `decode` leaves it out."""
         ...
 
     def token_name(self, token: int) -> str | None:
-        """What the vocabulary calls a token."""
+        """Name of a token in the vocabulary."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write `file_name` into a folder, from which such a tokenizer is loaded, and what else readers expect beside it."""
+        """Write `file_name` into a folder, from which such a tokenizer is loaded, and further files that other
+        readers expect."""
 
 
 def open_tokenizer(family: str, path: Path) -> Tokenizer:
-    """The tokenizer of a family at `path`, by itself.
+    """Open the tokenizer of a family at `path`, without a chat template.
 
     Raises:
         ConfigError: there is none, or it is another kind.
@@ -108,7 +109,7 @@ def open_tokenizer(family: str, path: Path) -> Tokenizer:
 def folder_tokenizer(
     family: str, folder: Path, model: ModelConfig, named: Path | None = None, chat_template: Path | None = None
 ) -> Tokenizer:
-    """The tokenizer of a checkpoint folder, or of one with token files; or the one that was `named` instead.
+    """Open the tokenizer of a checkpoint folder, or of one with token files; or the one that was `named` instead.
 
     Raises:
         ConfigError: as `load_tokenizer`.
@@ -117,7 +118,7 @@ def folder_tokenizer(
 
 
 def load_tokenizer(family: str, path: Path, model: ModelConfig, chat_template: Path | None = None) -> Tokenizer:
-    """The tokenizer of a family at `path`, with the chat template beside it, or with another.
+    """Open the tokenizer of a family at `path`, with the chat template next to it, or with another.
 
     Raises:
         ConfigError: there is none, it is another kind, it has more pieces than the model has rows, or it ends documents with
@@ -140,8 +141,8 @@ def load_tokenizer(family: str, path: Path, model: ModelConfig, chat_template: P
 
 
 def find_tokenizer(family: str, folder: Path) -> Path:
-    """The tokenizer in a checkpoint folder, or in one of token files; where it would be, if there is none. Adapters have
-    that of their model."""
+    """Path of the tokenizer in a checkpoint folder, or in one of token files; where it would be, if there is none.
+    Adapters have that of their model."""
     names: tuple[str, ...] = family_module(family, "tokenizer").FILE_NAMES
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None and is_adapter_folder(folder):
@@ -155,12 +156,12 @@ def chat_prompt(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """What an assistant's answer to `messages` continues: in training and in inference these tokens.
+    """Encode the prompt for an assistant's answer to `messages`: the same tokens in training and in inference.
 
     `variables`: of the chat template, besides transformers' own.
 
     Raises:
-        ConfigError: the tokenizer's model was not taught to talk, or not in this way.
+        ConfigError: the tokenizer's model is a base model, or has another chat format.
     """
     form = _own_form(tokenizer, "chat", "--chat")
     if not variables:
@@ -172,16 +173,16 @@ def chat_prompt(
 
 
 def infill_prompt(tokenizer: Tokenizer, before: str, after: str) -> Prompt:
-    """What the text between `before` and `after` continues.
+    """Encode a prompt to fill the gap between `before` and `after`.
 
     Raises:
-        ConfigError: the tokenizer's model was not taught to fill gaps.
+        ConfigError: the tokenizer's model was not trained to fill in the middle.
     """
     return _prompt(tokenizer, _own_form(tokenizer, "infill", "--suffix")(before, after))
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
-    """A prompt that somebody wrote as a whole: names of special tokens in it are these tokens."""
+    """Encode a complete prompt: names of special tokens in it become these tokens."""
     return Prompt(text, tuple(tokenizer.encode(text)))
 
 
@@ -189,7 +190,7 @@ def _own_form(tokenizer: Tokenizer, name: str, flag: str) -> Callable[..., list[
     form = getattr(tokenizer, name, None)
     if form is None:
         raise ConfigError(
-            f"{flag}: {type(tokenizer).__name__} is of a model that continues text and was taught nothing else"
+            f"{flag}: {type(tokenizer).__name__} belongs to a base model, which was trained on plain text only"
         )
     found: Callable[..., list[Span]] = form
     return found
@@ -200,13 +201,13 @@ def _prompt(tokenizer: Tokenizer, spans: Sequence[Span]) -> Prompt:
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token for people: a special one by its name, in marks that tell it from text."""
+    """Format a token for messages: a special one by its name, in marks that distinguish it from text."""
     name = tokenizer.token_names.get(token)
     return tokenizer.decode([token]) if name is None else f"«{name}»"
 
 
 def content_hash(path: Path) -> str:
-    """Of a tokenizer's file, or of the files in its folder."""
+    """Hash of a tokenizer's file, or of the files in its folder."""
     files = sorted(f for f in path.iterdir() if f.is_file() and f.name != HASHES) if path.is_dir() else [path]
     return hashlib.sha256(b"".join(hashlib.sha256(read_bytes(file)).digest() for file in files)).hexdigest()
 

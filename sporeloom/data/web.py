@@ -34,8 +34,8 @@ class Record(NamedTuple):
 
 
 def read_records(path: Path, max_bytes: int) -> Iterator[Record]:
-    """Texts (`conversion` records of WET, plain-text answers) and pages (answers of HTTP status 200) in their order; other
-    records are passed over. What cannot be read comes with a `problem`.
+    """Texts (`conversion` records of WET, plain-text answers) and pages (answers of HTTP status 200) in their order;
+    other records are skipped. What cannot be read comes with a `problem`.
 
     Raises:
         ConfigError: warcio is not installed.
@@ -45,7 +45,7 @@ def read_records(path: Path, max_bytes: int) -> Iterator[Record]:
     with open_document(path) as file:
         try:
             if not is_archive(file):
-                raise ValueError("it is no web archive")
+                raise ValueError("it is not a web archive")
             for record in archives.ArchiveIterator(file):
                 if form := _form(record):
                     headers = record.rec_headers
@@ -61,7 +61,7 @@ def read_records(path: Path, max_bytes: int) -> Iterator[Record]:
 
 
 def is_archive(file: IO[bytes]) -> bool:
-    """Whether it begins as one; warcio takes anything for an old kind."""
+    """Whether it begins as an archive; warcio accepts anything as an old kind."""
     begin = file.read(2)
     file.seek(0)
     begin = gzip.GzipFile(fileobj=file).read(5) if begin == GZIP else file.read(5)
@@ -70,7 +70,7 @@ def is_archive(file: IO[bytes]) -> bool:
 
 
 def _is_cut_off(record: Any) -> bool:
-    """Whether its file ended before the record did; warcio says nothing of that."""
+    """Whether its file ended before the record did, which warcio does not report."""
     return bool(getattr(record.raw_stream, "limit", 1) > 0)
 
 
@@ -84,14 +84,14 @@ def _form(record: Any) -> Literal["html", "text"] | None:
 
 
 def _content_type(record: Any) -> tuple[str, str]:
-    """Kind of an answer, and the encoding it names."""
+    """Media type of an answer, and the encoding it names."""
     kind, *more = ((record.http_headers and record.http_headers.get_header("Content-Type")) or "").lower().split(";")
     charsets = [word.partition("=")[2].strip(" \"'") for word in more if word.strip().startswith("charset=")]
     return kind.strip(), charsets[0] if charsets else ""
 
 
 def _in_utf8(content: bytes, record: Any) -> bytes:
-    """The content in UTF-8 where the answer names another encoding that fits; otherwise as it is."""
+    """The content in UTF-8 where the answer names another valid encoding; otherwise as it is."""
     try:
         return content.decode(_content_type(record)[1] or "utf-8").encode()
     except (LookupError, UnicodeError):
@@ -106,7 +106,7 @@ def extract_text(page: bytes, url: str | None) -> str:
     """
     extract = _optional("trafilatura", "trafilatura").extract
     try:
-        given: str | bytes = page.decode()  # decoding by guessing is for what is no UTF-8
+        given: str | bytes = page.decode()  # guessing an encoding is for content that is not UTF-8
     except UnicodeDecodeError:
         given = page
     # Comments are other texts by other people, tables come as rows of cells.
@@ -115,11 +115,11 @@ def extract_text(page: bytes, url: str | None) -> str:
 
 
 LANGUAGE_CHARS = 1000
-"""Of a text that say which language it is in."""
+"""Number of characters of a text from which its language is detected."""
 
 
 def detect_language(text: str) -> tuple[str, float]:
-    """ISO 639-1 code of the language, and how sure langid's model is: 0 to 1.
+    """ISO 639-1 code of the language, and its probability by langid's model.
 
     Raises:
         ConfigError: py3langid, which has the model inside, is not installed.
@@ -129,7 +129,7 @@ def detect_language(text: str) -> tuple[str, float]:
 
 
 def language_problems(languages: Iterable[str]) -> list[str]:
-    """What is wrong with codes of languages."""
+    """List unknown language codes."""
     known = set(_identifier().nb_classes)
     return [
         f"--languages {code} is unknown; known: {', '.join(sorted(known))}" for code in languages if code not in known

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One function over many items in several processes: results in order, a bounded number of items under way."""
+"""Run a function over many items in several processes: results in order, a bounded number of items under way."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class WorkersLostError(ConfigError):
 def ordered_map(
     make_work: Callable[[], Callable[[Item], Result]], items: Iterable[Item], workers: int
 ) -> Iterator[Result]:
-    """`make_work()(item)` for every item. `workers` processes make their work once each; 0: here, without a process.
+    """Yield `make_work()(item)` for every item. `workers` processes make their work once each; 0: here, without a
+    process.
 
     Raises:
         WorkersLostError: a process ended from outside.
@@ -47,7 +48,7 @@ def ordered_map(
             yield pending.popleft().result()
     except BrokenProcessPool:
         raise WorkersLostError(
-            "a worker process was ended from outside, perhaps for want of memory; try fewer --workers"
+            "a worker process was ended from outside, perhaps because memory ran out; try fewer --workers"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -56,7 +57,7 @@ def ordered_map(
 def _start(make_work: Callable[[], Callable[[Any], Any]], parent: int) -> None:
     global _work
     end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent reports it
     _work = make_work()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies in other projects' words: MindFormers 1.x and 2.x files, Megatron-LM flags; both ways, DeepSpeed's
+"""Strategy files of other projects: MindFormers 1.x and 2.x files, Megatron-LM flags; both ways, DeepSpeed's
 configurations one way, every key reported.
 
 Each dialect is a module that reads a file into `Settings` and writes one, both with notes of what became of each key.

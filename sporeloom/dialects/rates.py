@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sporeloom.dialects.settings import Book
+from sporeloom.dialects.settings import InputKeys
 
 CONSTANT, COSINE = ("ConstantWarmUpLR",), ("CosineWithWarmUpLR", None)
 
 
-def read_schedule(book: Book, section: str, train: dict[str, Any]) -> None:
-    """The schedule that `section.type` names, into `train`, after its numbers: a constant is a cosine between two equal
-    rates."""
+def read_schedule(book: InputKeys, section: str, train: dict[str, Any]) -> None:
+    """Translate the schedule that `section.type` names, into `train`, after its numbers: a constant is a cosine
+    between two equal rates."""
     key, kind = f"{section}.type", book.peek(f"{section}.type")
     if kind in CONSTANT and "learning_rate" in train:
         train |= {"schedule": "cosine", "min_learning_rate": train["learning_rate"]}
@@ -26,4 +26,4 @@ def read_schedule(book: Book, section: str, train: dict[str, Any]) -> None:
         book.note(f"{section}.warmup_lr_init", "approximated", "the warm-up begins at 0")
     book.note(f"{section}.warmup_lr_init", "same", "the warm-up begins at 0")
     if not book.peek(f"{section}.warmup_ratio", 0):
-        book.note(f"{section}.warmup_ratio", "same", "no part of the run")
+        book.note(f"{section}.warmup_ratio", "same", "not a fraction of the run")

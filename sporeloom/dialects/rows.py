@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dialect as a table: each row a key of theirs, what it is here, and how values are converted, both ways."""
+"""A dialect as a table: each row has a foreign key, its field here, and how values are converted, both ways."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sporeloom.dialects.settings import Book
+from sporeloom.dialects.settings import InputKeys
 from sporeloom.errors import ConfigError
 
 
 class NotExpressibleError(ValueError):
-    """A value of theirs that means nothing here, and why."""
+    """A value that cannot be expressed here; the message says why."""
 
 
 def as_it_is(value: Any) -> Any:
@@ -21,17 +21,18 @@ def as_it_is(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Row:
-    """A key of theirs, and the field of a training run's configuration that it is; or the fields, as a list."""
+    """A foreign key, and the field of a training run's configuration that it corresponds to; or the fields, as a
+    list."""
 
     key: str
     field: str | tuple[str, ...]
     read: Callable[[Any], Any] = as_it_is
-    """Our value from theirs. Raises ValueError or TypeError where it is no value at all, NotExpressibleError where it means
-    nothing here."""
+    """Convert a foreign value to one here. Raises ValueError or TypeError for an invalid value,
+    NotExpressibleError for one that has no meaning here."""
     write: Callable[[Any], Any] = as_it_is
-    """Their value from ours; None where they have none."""
+    """Convert a value to the foreign one; None where there is none."""
     takes: str = "a number"
-    """What `read` understands, for messages."""
+    """Description of the values that `read` accepts, for messages."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -51,22 +52,22 @@ def two(values: Any) -> Any:
 
 
 def betas(key: str) -> Row:
-    """Those of AdamW, which others have as a list."""
+    """AdamW's beta1 and beta2, which other projects have as a list."""
     return Row(key, ("adam_beta1", "adam_beta2"), two, list, "two numbers")
 
 
 def fill_defaults(
-    book: Book, train: dict[str, Any], key: str, place: str, defaults: Mapping[str, Any], whose: str
+    book: InputKeys, train: dict[str, Any], key: str, place: str, defaults: Mapping[str, Any], whose: str
 ) -> None:
-    """Put into `train` what holds there where an input says nothing, and note it under `key`: our defaults are others."""
+    """Put a foreign default that differs from the default here into `train`, and note it under `key`."""
     for field, value in defaults.items():
         if field not in train:
             train[field] = value
             book.add(key, place, "renamed", f"--{field.replace('_', '-')} {value}, {whose} default")
 
 
-def read_rows(book: Book, rows: Iterable[Row], train: dict[str, Any], flags: bool = False) -> None:
-    """Put into `train` what an input says, and note it, by our flags rather than fields where `flags` is set.
+def read_rows(book: InputKeys, rows: Iterable[Row], train: dict[str, Any], flags: bool = False) -> None:
+    """Put an input's values into `train`, and note them, as flags rather than fields where `flags` is set.
 
     Raises:
         ConfigError: a value that is none, or another one than `train` has already.
@@ -94,7 +95,7 @@ def read_rows(book: Book, rows: Iterable[Row], train: dict[str, Any], flags: boo
 
 
 def written_rows(rows: Iterable[Row], train: dict[str, Any]) -> dict[str, Any]:
-    """Their keys and values for what is in `train`, taken out of it."""
+    """Take the foreign keys and values out of `train`."""
     written = {}
     for row in rows:
         values = [train.get(field) for field in row.fields]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every dialect is read into and written from, and what is noted on the way."""
+"""The settings that every dialect is read into and written from, and notes on the translation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOSSES: tuple[Fate, ...] = ("approximated", "not expressible", "unknown")
 
 @dataclass(frozen=True)
 class Note:
-    """What became of one key."""
+    """Translation of one key."""
 
     key: str
     place: str
@@ -33,15 +33,15 @@ class Note:
 
 @dataclass(frozen=True)
 class Settings:
-    """A strategy and what a training run was told besides."""
+    """A strategy, with further settings of a training run."""
 
     strategy: Strategy
     train: dict[str, Any] = field(default_factory=dict)
     """Fields of tools/train.py's configuration."""
     num_layers: int | None = None
-    """Of the model, where it is known: some dialects count layers from it."""
+    """Number of layers of the model, where it is known: some dialects count layers from it."""
     model: ModelConfig | None = None
-    """Where its family has no such size."""
+    """Model configuration, where its family has no such size."""
 
     @property
     def network(self) -> tuple[str, ModelConfig] | None:
@@ -52,7 +52,8 @@ class Settings:
 
     @property
     def microbatches(self) -> int:
-        """Parts a data-parallel rank's sequences of one step are split into, by a pipeline or by accumulation."""
+        """Number of parts that a data-parallel rank's sequences of one step are split into, by a pipeline or by
+        accumulation."""
         pipeline = self.strategy.mesh.pp > 1
         return self.strategy.pipeline.num_microbatches if pipeline else int(self.train.get("accumulate", 1))
 
@@ -64,8 +65,8 @@ class Settings:
         return batch_size // parts if batch_size and batch_size % parts == 0 else None
 
 
-class Lost:
-    """Notes of what a dialect that is written cannot say."""
+class LossNotes:
+    """Notes on settings that the written dialect cannot express."""
 
     def __init__(self, dialect: str):
         self.dialect, self.notes = dialect, list[Note]()
@@ -74,24 +75,24 @@ class Lost:
         self.notes.append(Note(key, self.dialect, fate, why))
 
     def rest(self, train: dict[str, Any]) -> None:
-        """Flags that were not written."""
+        """Note flags that were not written."""
         for name, value in train.items():
             if value not in (None, False, (), []):
                 self(name, f"{value}: no key for it")
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenValue:
     """A value somebody wrote."""
 
     value: Any
     place: str
 
 
-class Book:
-    """The keys of an input, each looked at once; what nobody asked for is unknown in the end."""
+class InputKeys:
+    """The keys of an input, each read once; those that nobody reads are reported as unknown."""
 
-    def __init__(self, given: dict[str, Given]):
+    def __init__(self, given: dict[str, GivenValue]):
         self.given = given
         self.notes: list[Note] = []
         self._open = dict(given)
@@ -103,49 +104,50 @@ class Book:
         return self.given[key].value if key in self.given else default
 
     def refused(self, strict: dict[str, tuple[str, ...]], dialect: str) -> list[str]:
-        """Keys that a section does not have; `strict`: all keys of the sections in which the dialect refuses others."""
+        """Report keys that a section does not have; `strict`: all keys of the sections in which the dialect
+        refuses others."""
         return [
-            f"{given.place}: {key} is no key of {dialect}{did_you_mean(name, strict[section])}"
+            f"{given.place}: {key} is not a key of {dialect}{did_you_mean(name, strict[section])}"
             for key, given in self.given.items()
             for section, _, name in [key.partition(".")]
             if section in strict and name.partition(".")[0] not in strict[section] and (name or given.value)
         ]
 
     def is_open(self, key: str) -> bool:
-        """Whether nobody has looked at it yet."""
+        """Whether nobody has read it yet."""
         return key in self._open
 
     def note(self, key: str, fate: Fate, text: str = "") -> None:
-        """What became of a key that was given."""
+        """Note the translation of a key that was given."""
         if key in self._open:
             self.notes.append(Note(key, self._open.pop(key).place, fate, text))
 
     def add(self, key: str, place: str, fate: Fate, text: str) -> None:
-        """What follows from a key that is not there."""
+        """Note the effect of a key that is missing."""
         self.notes.append(Note(key, place, fate, text))
 
     def renote(self, key: str, fate: Fate, text: str) -> None:
-        """What became of a key, now that another one was seen."""
+        """Change the note of a key, after another one was read."""
         self.notes = [Note(key, note.place, fate, text) if note.key == key else note for note in self.notes]
 
-    def fill(self, key: str, given: Given) -> None:
-        """Read a key as `given`, which stands for what its file leaves open."""
+    def fill(self, key: str, given: GivenValue) -> None:
+        """Read a key as `given`, which replaces a value that its file leaves open."""
         self.given[key] = self._open[key] = given
 
     def take(self, key: str, name: str, default: Any = None) -> Any:
-        """The value of a key that we call `name`."""
+        """The value of a key that is called `name` here."""
         self.note(key, "same" if key.rpartition(".")[2] == name.rpartition(".")[2] else "renamed", name)
         return self.peek(key, default)
 
     def only(self, allowed: Iterable[tuple[str, Any, str]]) -> None:
-        """Keys that can have one value here, and why no other."""
+        """Note keys that can have one value here, with the reason."""
         for key, value, why in allowed:
             if key in self.given:
                 same = self.peek(key) == value
                 self.note(key, "same" if same else "not expressible", "" if same else f"{self.peek(key)!r}: {why}")
 
     def without_effect(self, keys: dict[str, str]) -> None:
-        """Keys, or whole sections (`name.*`), that change nothing here, and why."""
+        """Note keys, or full sections (`name.*`), that have no effect here, with the reason."""
         for pattern, why in keys.items():
             prefix = pattern.removesuffix("*")
             for key in [k for k in self._open if k == pattern or (pattern != prefix and k.startswith(prefix))]:
@@ -154,7 +156,7 @@ class Book:
     def finish(self, known: Iterable[str] = (), explain: Callable[[str], str] = lambda key: "") -> list[Note]:
         """All notes, in the order of the input."""
         for key in list(self._open):
-            hint = explain(key) or f"no key that is known here{did_you_mean(key, known)}"
+            hint = explain(key) or f"no such key{did_you_mean(key, known)}"
             self.note(key, "unknown", hint)
         order = {key: number for number, key in enumerate(self.given)}
         return sorted(self.notes, key=lambda note: order.get(note.key, len(order)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline stages in the words of other frameworks: layers of each, and virtual ones."""
+"""Pipeline stages in the settings of other frameworks: layers of each, and virtual ones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import get_args
 
-from sporeloom.dialects.settings import Book, Lost, Settings
+from sporeloom.dialects.settings import InputKeys, LossNotes, Settings
 from sporeloom.strategy.config import Pipeline, Schedule, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
 from sporeloom.strategy.stages import layers_per_part
 
 
-def stage_layers(settings: Settings, lost: Lost) -> list[int] | None:
-    """Layers of each stage, or virtual stage, where a strategy says it."""
+def stage_layers(settings: Settings, lost: LossNotes) -> list[int] | None:
+    """Number of layers of each stage, or virtual stage, where a strategy gives it."""
     stages = settings.strategy.pipeline.stages
     if not isinstance(stages, Stages):
         return None
@@ -29,15 +29,15 @@ def stage_layers(settings: Settings, lost: Lost) -> list[int] | None:
 
 
 def rows_of_parts(values: list[int], strategy: Strategy) -> list[list[int]]:
-    """What belongs to each virtual stage, in the order of the layers: a row of all stages for each in turn."""
+    """Values of each virtual stage, in the order of the layers: a row of all stages for each in turn."""
     pp = strategy.mesh.pp
     return [values[start : start + pp] for start in range(0, len(values), pp)]
 
 
 def virtual_stages(
-    book: Book, pipeline: Pipeline, mesh: Mesh, count: str, switch: str | None, schedule: str
+    book: InputKeys, pipeline: Pipeline, mesh: Mesh, count: str, switch: str | None, schedule: str
 ) -> Pipeline:
-    """`pipeline` with the virtual stages that a MindFormers file asks for. `count`, `switch`, `schedule`: its keys for their
+    """`pipeline` with the virtual stages of a MindFormers file. `count`, `switch`, `schedule`: its keys for their
     number, whether there are any, and their order."""
     number, order = book.peek(count, 1), book.peek(schedule, "1f1b")
     is_off = mesh.pp == 1 or number == 1 or (switch is not None and not book.peek(switch))
@@ -56,8 +56,8 @@ def virtual_stages(
     return dataclasses.replace(pipeline, virtual_stages=number, schedule=order)
 
 
-def written_schedule(strategy: Strategy, lost: Lost) -> str:
-    """The schedule as MindFormers calls it."""
+def written_schedule(strategy: Strategy, lost: LossNotes) -> str:
+    """MindFormers' name of the schedule."""
     if strategy.mindspore_problems():
         lost("pipeline.schedule", f"{strategy.pipeline.schedule}: MindFormers does not have it; 1f1b is its own")
         return "1f1b"
@@ -65,7 +65,7 @@ def written_schedule(strategy: Strategy, lost: Lost) -> str:
 
 
 def as_ranges(numbers: Sequence[int]) -> list[str]:
-    """[1, 2, 3, 7] as 1-3 and 7."""
+    """Format [1, 2, 3, 7] as 1-3 and 7."""
     runs: list[list[int]] = []
     for layer in sorted(numbers):
         if runs and layer == runs[-1][-1] + 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one dialect to another."""
+"""Translate settings from one dialect to another."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sporeloom.strategy.loader import load_rules
 from sporeloom.strategy.text import fitting_rules
 
 DIALECTS = ("ours", "mindformers1", "mindformers2", "megatron")
-"""That are written; DeepSpeed's configurations are read only."""
+"""Dialects that can be written; DeepSpeed's configurations are read only."""
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A text in another dialect, and what became of every key."""
+    """A text in another dialect, with the notes on every key."""
 
     settings: Settings
     text: str
@@ -31,12 +31,12 @@ class Translation:
 
     @property
     def losses(self) -> list[Note]:
-        """What is not the same any more."""
+        """The notes on changed settings."""
         return [note for note in self.notes if note.fate in LOSSES]
 
 
 def recognize(path: Path) -> str:
-    """The dialect of a file, by the sections it has.
+    """Detect the dialect of a file, by its sections.
 
     Raises:
         ConfigError: it cannot be read.
@@ -52,7 +52,7 @@ def recognize(path: Path) -> str:
 
 
 def read(path: Path, dialect: str, known: Settings, devices: int | None = None) -> tuple[Settings, list[Note]]:
-    """What a file says. `known`: what it may leave out.
+    """Read a file. `known`: settings that it may leave out.
 
     Raises:
         ConfigError: it cannot be understood, or says what cannot be.
@@ -74,7 +74,8 @@ def read(path: Path, dialect: str, known: Settings, devices: int | None = None) 
 
 
 def _without_idle(strategy: Strategy, notes: list[Note]) -> tuple[Strategy, list[Note]]:
-    """Without what has no effect on such a mesh: others take it without a word, our strategy files refuse it."""
+    """Remove settings without effect on such a mesh: other projects accept them silently, strategy files here
+    refuse them."""
     idle = {}
     if strategy.sequence_parallel and strategy.mesh.tp == 1:
         strategy, idle["sequence_parallel"] = dataclasses.replace(strategy, sequence_parallel=False), "mesh.tp is 1"
@@ -89,7 +90,7 @@ def _without_idle(strategy: Strategy, notes: list[Note]) -> tuple[Strategy, list
 
 
 def _without_whole_sections(lines: dict[str, int]) -> dict[str, int]:
-    """Lines for messages: in other dialects a key of a section can stand there without meaning anything."""
+    """Line numbers for messages: in other dialects a key of a section may have no effect."""
     return {key: line for key, line in lines.items() if "." in key and not key.startswith("recompute")}
 
 
@@ -103,9 +104,9 @@ def translate(
     dialect: str | None = None,
     config_out: Path | None = None,
 ) -> Translation:
-    """`path` in the words of `to`.
+    """Translate `path` to the dialect `to`.
 
-    `rules`: the rules file of a strategy of ours that is written to `out`. `config_out`: a file that will have the model's
+    `rules`: the rules file of a strategy file that is written to `out`. `config_out`: a file that will have the model's
     configuration.
 
     Raises:
@@ -123,7 +124,7 @@ def translate(
     own = settings.strategy
     fitting = shipped_or_file(fitting_rules(name_of(rules, RULES) or str(rules), own.mesh), RULES)
     if own.rules.operators and not _are_shipped(own, fitting):
-        more = [*more, Note("rules", to, "not expressible", f"other rules than {rules}, which alone can be named")]
+        more = [*more, Note("rules", to, "not expressible", f"other rules than {rules}; only these can be named")]
     return Translation(settings, text, notes + more)
 
 
@@ -135,7 +136,7 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _are_shipped(strategy: Strategy, path: Path) -> bool:
-    """Whether a strategy's rules say what the rules file says."""
+    """Whether a strategy's rules equal those of the rules file."""
     shipped = load_rules(path, strategy)
     return [dataclasses.replace(rule, source="") for rule in strategy.rules.operators] == [
         dataclasses.replace(rule, source="") for rule in shipped.operators

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from sporeloom.dialects.settings import Given
+from sporeloom.dialects.settings import GivenValue
 from sporeloom.errors import ConfigError
 from sporeloom.lines import first_line
 from sporeloom.reader import Document, Keys, read_yaml
@@ -29,14 +29,14 @@ VALUES = (
 """Keys inside sections whose lists and mappings are values."""
 
 
-def read_flat(path: Path, base_key: str | None = None, seen: tuple[Path, ...] = ()) -> dict[str, Given]:
+def read_flat(path: Path, base_key: str | None = None, seen: tuple[Path, ...] = ()) -> dict[str, GivenValue]:
     """All keys of a file. `base_key` names a file whose keys it inherits.
 
     Raises:
         ConfigError: not YAML, a key given twice, files that inherit from each other.
     """
     document = read_yaml(path)
-    given: dict[str, Given] = {}
+    given: dict[str, GivenValue] = {}
     _flatten(document, document.mapping, (), "", given)
     if base_key not in given:
         return given
@@ -46,7 +46,7 @@ def read_flat(path: Path, base_key: str | None = None, seen: tuple[Path, ...] = 
     return {**read_flat(base, base_key, (*seen, path.resolve())), **given}
 
 
-def _flatten(document: Document, values: dict[str, Any], keys: Keys, prefix: str, given: dict[str, Given]) -> None:
+def _flatten(document: Document, values: dict[str, Any], keys: Keys, prefix: str, given: dict[str, GivenValue]) -> None:
     for name, value in values.items():
         here, key = (*keys, name), prefix + name
         if key in given:
@@ -56,11 +56,11 @@ def _flatten(document: Document, values: dict[str, Any], keys: Keys, prefix: str
         elif isinstance(value, list) and value and all(isinstance(item, dict) and "type" in item for item in value):
             for number, item in enumerate(value):
                 entry = f"{key}[{item['type']}]"
-                given[entry] = Given(True, document.at((*here, number)))
+                given[entry] = GivenValue(True, document.at((*here, number)))
                 rest = {k: v for k, v in item.items() if k != "type"}
                 _flatten(document, rest, (*here, number), entry + ".", given)
         else:
-            given[key] = Given(value, document.at(here))
+            given[key] = GivenValue(value, document.at(here))
 
 
 def flat_text(values: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from sporeloom.models.family import family_module
 from sporeloom.models.paths import path_matches
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.parallel.report import DERIVED, ParameterReport
-from sporeloom.parallel.sharding import Operator, Use, operators, parameter_uses
+from sporeloom.parallel.sharding import Operator, ParameterUse, operators, parameter_uses
 from sporeloom.planner.task import PLAIN_TEXT
 from sporeloom.strategy.checks import dry_run_problems
 from sporeloom.strategy.config import Rule, Strategy
@@ -39,7 +39,7 @@ def explain(family: str, model: ModelConfig, strategy: Strategy, name: str) -> s
     with no_init_parameters():
         net = family_module(family, "model").ModelWithLoss(model)
     found = operators(net)
-    uses: dict[str, Use] = {}
+    uses: dict[str, ParameterUse] = {}
     for use in parameter_uses(found):
         if any(path_matches(rule.pattern, use.operator.path) for rule in strategy.rules.operators):
             uses.setdefault(use.parameter.name, use)

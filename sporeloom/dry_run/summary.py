@@ -16,7 +16,7 @@ from sporeloom.models.parameters import num_parameters
 from sporeloom.planner.closed_forms import job_of, parameter_bytes
 from sporeloom.planner.dimensions import Parallelism, of_decoder
 from sporeloom.planner.memory import expert_parameters, stage_parameters
-from sporeloom.planner.task import adapter_parameters, models_beside, task_memory
+from sporeloom.planner.task import adapter_parameters, auxiliary_bytes, task_memory
 from sporeloom.strategy.mesh import Mesh
 
 GB = 2**30
@@ -59,7 +59,7 @@ def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
     dims = of_decoder(run.model, run.seq_len, run.task.has_drops)
     job = _job_of(run)
     memory = task_memory(dims, job, run.task)[report.stage]
-    beside = models_beside(dims, job, run.task)[report.stage]
+    beside = auxiliary_bytes(dims, job, run.task)[report.stage]
     held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
     activations = 0.0 if run.config.inference else memory.activations + memory.working
     copies = memory.weights  # cast, or gathered from the optimizer's parts

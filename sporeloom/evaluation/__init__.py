@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks that run what a model wrote: problems, prompts, isolated execution, scores."""
+"""Benchmarks that run generated programs: problems, prompts, isolated execution, scores."""

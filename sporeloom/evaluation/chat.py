@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HumanEval-X asked as a question: what a model that was taught to talk is told, and the program in its answer."""
+"""HumanEval-X as a question to a chat model: the user message, and the program in the answer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ENDS = {
     "java": re.compile(r"^(?:public )?class Main\b", re.MULTILINE),
     "rust": re.compile(r"^fn main\(", re.MULTILINE),
 }
-"""Where a program of the answer's own begins, that calls the function."""
+"""Start of a main program in the answer, which calls the function."""
 
 
 def question(problem: Problem, language: str) -> str:
-    """What a user says who wants the function."""
+    """User message that requests the function."""
     prompt = generation_prompt(problem, language)
     return f"Complete this {NAMES[language]} function. {_ANSWER}\n\n{_fenced(prompt, language)}"
 
 
 def translation_question(source: Problem, source_language: str, target: Problem, target_language: str) -> str:
-    """What a user says who wants the function in another language."""
+    """User message that requests the function in another language."""
     solution = source["declaration"] + source["canonical_solution"]
     return (
         f"Translate this {NAMES[source_language]} function to {NAMES[target_language]}. {_ANSWER}\n\n"
@@ -78,6 +78,6 @@ def _in_class(block: str, helpers: str) -> str:
 
 
 def _without_imports(block: str) -> str:
-    """Go's packages are taken in by what is used."""
+    """Add the imports of Go that are used."""
     block = re.sub(r"^package \w+\n", "", block, flags=re.MULTILINE)
     return re.sub(r'^import (?:\([^)]*\)|"[^"\n]*")\n', "", block, flags=re.MULTILINE)

@@ -53,7 +53,7 @@ _RUST_TYPES = re.compile(
     r"(?:\b(?:a|bool|char|str|static|[iu](?:8|16|32|64|128|size)|f32|f64|String|Vec|Option|Result|Box|HashMap|HashSet|BTreeMap"
     r"|BTreeSet|VecDeque|dyn|Any|std|string|vec|collections)\b|\W|\d)*"
 )
-"""A type of the standard library's, which can be passed on."""
+"""A type of the standard library that can be passed on."""
 _RUST_TEST = re.compile(r"#\[test\]((?:\s|//[^\n]*\n|#\[[^\]]*\])*)(?:pub\s+)?fn\s+(\w+)")
 
 
@@ -82,7 +82,7 @@ def _without_block_comments(text: str) -> str:
 
 
 def _before_closing_brace(text: str, count: int, line: str) -> str:
-    """`line` put before the brace that is number `count` from the end."""
+    """Insert `line` before the brace that is number `count` from the end."""
     place = len(text)
     for _ in range(count):
         place = text.rfind("}", 0, place)
@@ -106,7 +106,7 @@ def _python(problem: Problem, head: str, solution: str) -> Program:
 def _js(problem: Problem, head: str, solution: str) -> Program:
     text, (name,) = called(problem, "js")
     answers = f"{head}{solution}\n{rpc.source('js')}\nsporeloomRpc.serve({{ {name} }})\n"
-    # Node prints a failed console.assert and goes on; the published harness calls any output a failure instead.
+    # Node prints a failed console.assert and continues; the published harness counts any output as a failure instead.
     tests = (
         f"{rpc.source('js')}\n{_JS_ASSERT}{before_definition(text, 'js', name)}\n"
         f"const {name} = sporeloomRpc.function({name!r})\n{problem['test']}\nsporeloomRpc.finish()\n"
@@ -191,7 +191,7 @@ def _go(problem: Problem, head: str, solution: str) -> Program:
 
 
 def _go_imports(given: Sequence[str], text: str) -> str:
-    """Imports of what is used among the packages a program may have, and of the calls' own under names of their own."""
+    """Imports of the packages that are used, and those of the calls under names of their own."""
     code = re.sub(r"//[^\n]*", "", _without_block_comments(text))
     lines = [f'    "{name}"' for name in dict.fromkeys(given) if re.search(rf"\b{name.split('/')[-1]}\.", code)]
     lines += [f'    sporeloom{name.title()} "{name}"' for name in _GO_RPC_PACKAGES]
@@ -224,7 +224,7 @@ def _rust(problem: Problem, head: str, solution: str) -> Program:
 
 
 def _rust_helpers(whole: str, names: Sequence[str], test: str) -> str:
-    """What the tests use besides the solution's own functions: it stands behind them in the canonical solution."""
+    """The parts of the canonical solution that the tests use besides the solution's own functions."""
     end = matching(whole, signature(whole, "rust", names[0]).end - 1) + 1
     rest = whole[end:]
     mentioned = re.findall(r"\b(?:fn|struct|enum|const|type)\s+(\w+)", rest)

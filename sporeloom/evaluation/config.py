@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools/evaluate.py is told, and every mistake in it that can be found before MindSpore is loaded."""
+"""Flags of tools/evaluate.py and their checks: every mistake that can be found before MindSpore is loaded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from sporeloom.cli import option
 from sporeloom.data.tokenizer import Prompt
 from sporeloom.errors import ConfigError, did_you_mean
-from sporeloom.evaluation.asking import PromptForm, asking_of
 from sporeloom.evaluation.checks import Problem
 from sporeloom.evaluation.programs import NAMES
+from sporeloom.evaluation.prompter import PromptForm, prompter_of
 from sporeloom.evaluation.sandbox import check_isolation
 from sporeloom.files import read_gzip, unwritable
 from sporeloom.inference import config as inference
@@ -37,10 +37,10 @@ FREE_OPTIONS = (
     *("data", "output_dir", "language", "canonical", "num_samples", "k", "max_problems", "strategy", "launch"),
     *("batch_size", "allow_execution", "workers", "time_limit", "memory_limit_mb"),
 )
-"""Options that may change from one call to the next in one folder: what a sample is does not depend on them."""
+"""Options that may change between calls with the same folder: samples do not depend on them."""
 PROBLEM_FIELDS = ("task_id", "prompt", "declaration", "canonical_solution", "test")
 MAX_BENCHMARK_BYTES = 256 << 20
-"""Of a language's problems; the published ones have half a million."""
+"""Maximum size of the file of one language; the published ones have half a megabyte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,54 +59,63 @@ class EvaluateConfig(ComputeFlags, SamplingConfig):
         "allow_execution",
     )
 
-    benchmark: Literal["humaneval-x", "lm-eval"] = field(metadata={"positional": True, "help": "the benchmark"})
+    benchmark: Literal["humaneval-x", "lm-eval"] = field(metadata={"positional": True, "help": "benchmark"})
     data: Path = option(..., "folder of the benchmark: humaneval_LANGUAGE.jsonl.gz, at its top or in LANGUAGE/data/")
-    output_dir: Path = option(..., "folder for samples, results and summary; a call goes on where the last one ended")
-    language: tuple[str, ...] = option(("python",), f"languages to write: {', '.join(NAMES)}, or all")
-    checkpoint: Path | None = option(None, "checkpoint folder; without it, the samples in --output-dir are judged")
+    output_dir: Path = option(
+        ..., "folder for samples, results and summary; a call continues what an earlier one began"
+    )
+    language: tuple[str, ...] = option(("python",), f"languages of the programs: {', '.join(NAMES)}, or all")
+    checkpoint: Path | None = option(None, "checkpoint folder (default: judge the samples in --output-dir)")
     canonical: bool = option(False, "judge the benchmark's own solutions instead of a model's")
-    translate_from: str | None = option(None, "give the solution in this language and ask for a translation")
+    translate_from: str | None = option(
+        None, "give the solution in this language and request a translation (default: none)"
+    )
     prompt_form: PromptForm | None = option(
         None,
-        "tagged: the prompt under the line that names its language; plain: as it is, without blanks at its ends; chat: a "
-        "question, answered in a code block. Without it, what the model was taught",
+        "form of the prompt: tagged (the line that names its language, then the prompt), plain (the prompt "
+        "without surrounding white space), or chat (a question, answered in a code block) (default: as the "
+        "model was trained)",
     )
-    system_prompt: str | None = option(None, "with --prompt-form chat: what the model is told before the question")
-    num_samples: Count = option(1, "samples of each problem")
-    k: tuple[Count, ...] = option((1, 10, 100), "report pass@k for these, where there are as many samples")
-    max_problems: Count | None = option(None, "only so many problems of each language")
-    max_new_tokens: Count = option(1024, "tokens of a sample at most; fewer where the context ends")
-    batch_size: Count | None = option(None, "prompts worked on at once")
+    system_prompt: str | None = option(
+        None, "with --prompt-form chat: system message before the question (default: none)"
+    )
+    num_samples: Count = option(1, "number of samples for each problem")
+    k: tuple[Count, ...] = option((1, 10, 100), "values of k for pass@k; each needs at least k samples")
+    max_problems: Count | None = option(None, "maximum number of problems of each language (default: all)")
+    max_new_tokens: Count = option(1024, "maximum number of new tokens in a sample; fewer where the context ends")
+    batch_size: Count | None = option(
+        None, "maximum number of prompts generated at the same time (default: as many as fit)"
+    )
     allow_execution: bool = option(False, "run the programs, isolated; without it samples are only written")
-    workers: Count | None = option(None, "programs run at once; one a core without it")
-    time_limit: Positive = option(10.0, "seconds a program may run")
-    memory_limit_mb: Megabytes = option(1024, "memory a program may use, all its processes together")
+    workers: Count | None = option(None, "number of programs run at the same time (default: one per core)")
+    time_limit: Positive = option(10.0, "seconds that a program may run")
+    memory_limit_mb: Megabytes = option(1024, "memory that a program and its child processes may use")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A sample to be made."""
+class SampleRequest:
+    """A sample to generate."""
 
     task_id: str
     sample: int
     prompt: Prompt = field(repr=False)
     stream: int
-    """Sets its random numbers apart: a function of problem and sample alone."""
+    """Seed of its random numbers: a function of problem and sample alone."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A configuration that was found right, with what it refers to."""
+    """A valid configuration, with the files it refers to."""
 
     config: EvaluateConfig
     problems: dict[str, dict[str, Problem]] = field(repr=False)
     """language -> task -> problem."""
     prompts: dict[str, dict[str, Prompt]] = field(default_factory=dict, repr=False)
-    """language -> task -> what the model continues; empty if nothing is generated."""
+    """language -> task -> text that the model continues; empty if nothing is generated."""
     endings: dict[str, StopCondition | None] = field(default_factory=dict, repr=False)
-    """language -> where its functions end."""
+    """language -> function that finds where its functions end."""
     prompt_form: PromptForm | None = None
-    """What the prompts are; None if nothing is generated."""
+    """Form of the prompts; None if nothing is generated."""
     job: GenerateJob | None = None
     """The model and how it is run."""
 
@@ -115,23 +124,23 @@ class Evaluation:
         return self.config.output_dir
 
     def settings(self) -> dict[str, Any]:
-        """What the samples in the folder depend on."""
+        """Options that the samples in the folder depend on."""
         own = {f.name: getattr(self.config, f.name) for f in fields(self.config) if f.name not in FREE_OPTIONS}
         settings: dict[str, Any] = json.loads(json.dumps(own, default=str))
         return settings
 
-    def wanted(self, language: str) -> list[Wanted]:
-        """Every sample of a language, those that exist already among them."""
+    def wanted(self, language: str) -> list[SampleRequest]:
+        """List every sample of a language, including those that exist already."""
         count = self.config.num_samples
         return [
-            Wanted(task, sample, prompt, (sample << 20) + place)
+            SampleRequest(task, sample, prompt, (sample << 20) + place)
             for place, (task, prompt) in enumerate(self.prompts[language].items())
             for sample in range(count)
         ]
 
 
 def check(config: EvaluateConfig, num_processes: int | None) -> Evaluation:
-    """Everything the call refers to, read and held against each other.
+    """Read everything that the call refers to and check all of it together.
 
     Raises:
         ConfigError: all problems at once.
@@ -150,13 +159,14 @@ def check(config: EvaluateConfig, num_processes: int | None) -> Evaluation:
         _check_settings(evaluation)
     elif not config.canonical and not (config.output_dir / SAMPLES_FILE).exists():
         raise ConfigError(
-            f"{config.output_dir / SAMPLES_FILE}: there are no samples; give --checkpoint to make some, or --canonical"
+            f"{config.output_dir / SAMPLES_FILE}: there are no samples; give --checkpoint to generate some, or "
+            "--canonical"
         )
     return evaluation
 
 
 def read_problems(data: Path, language: str) -> dict[str, Problem]:
-    """The problems of a language by task.
+    """Read the problems of a language, by task.
 
     Raises:
         ConfigError: no such file, or not the benchmark's.
@@ -179,7 +189,7 @@ def read_problems(data: Path, language: str) -> dict[str, Problem]:
 
 
 def _language(name: str) -> str:
-    """The benchmark's own word for a language."""
+    """Find the benchmark's own name of a language."""
     aliases = {"c++": "cpp", "javascript": "js", "py": "python"}
     language = aliases.get(name.lower(), name.lower())
     if language not in NAMES:
@@ -196,7 +206,7 @@ def _own_problems(config: EvaluateConfig, languages: tuple[str, ...]) -> list[st
     if config.canonical and not config.allow_execution:
         problems.append("--canonical has nothing to do without --allow-execution")
     if not config.checkpoint and not config.allow_execution:
-        problems.append("nothing to do: give --checkpoint to make samples, --allow-execution to judge them")
+        problems.append("nothing to do: give --checkpoint to generate samples, --allow-execution to judge them")
     if config.translate_from and _language(config.translate_from) in languages:
         problems.append(f"--translate-from {config.translate_from} is one of the languages to write")
     if config.num_samples > 1 and config.is_greedy:
@@ -207,21 +217,21 @@ def _own_problems(config: EvaluateConfig, languages: tuple[str, ...]) -> list[st
 
 
 def _with_generation(evaluation: Evaluation, checkpoint: Path, num_processes: int | None) -> Evaluation:
-    """The evaluation with prompts, and the job that continues them."""
+    """Add the prompts and the generation job to an evaluation."""
     config = evaluation.config
     shared = {f.name for f in fields(GenerateConfig)} & {f.name for f in fields(EvaluateConfig)} - {"language"}
     generate = GenerateConfig(**{**{name: getattr(config, name) for name in shared}, "checkpoint": checkpoint})
     job = inference.check(generate, num_processes, [])
-    asking = asking_of(job, config.prompt_form, config.system_prompt)
+    prompter = prompter_of(job, config.prompt_form, config.system_prompt)
     source_language = _language(config.translate_from) if config.translate_from else None
     source = read_problems(config.data, source_language) if source_language else {}
     by_number = {task.split("/")[-1]: problem for task, problem in source.items()}
     prompts: dict[str, dict[str, Prompt]] = {}
     for language, problems in evaluation.problems.items():
         prompts[language] = {
-            task: asking.translation(by_number[task.split("/")[-1]], source_language, problem, language)
+            task: prompter.translation(by_number[task.split("/")[-1]], source_language, problem, language)
             if source_language
-            else asking.prompt(problem, language)
+            else prompter.prompt(problem, language)
             for task, problem in problems.items()
         }
     every = list(dict.fromkeys(prompt for of_language in prompts.values() for prompt in of_language.values()))
@@ -232,12 +242,12 @@ def _with_generation(evaluation: Evaluation, checkpoint: Path, num_processes: in
             f"{shortest}"
         )
     job = replace(job, prompts=every)
-    endings = {language: asking.ending(language) for language in evaluation.problems}
-    return replace(evaluation, prompts=prompts, endings=endings, prompt_form=asking.form, job=job)
+    endings = {language: prompter.ending(language) for language in evaluation.problems}
+    return replace(evaluation, prompts=prompts, endings=endings, prompt_form=prompter.form, job=job)
 
 
 def _check_settings(evaluation: Evaluation) -> None:
-    """Samples that were made in another way must not be mixed with new ones."""
+    """Refuse to mix new samples with samples that were generated otherwise."""
     path = evaluation.folder / SETTINGS_FILE
     if not path.exists():
         return

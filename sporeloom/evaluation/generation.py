@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of a model, written as they are made; a call goes on where the last one ended."""
+"""Samples of a model, written as they are generated; a call continues where the last one ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sporeloom.evaluation.config import SAMPLES_FILE, SETTINGS_FILE, Evaluation, Wanted
+from sporeloom.evaluation.config import SAMPLES_FILE, SETTINGS_FILE, Evaluation, SampleRequest
 from sporeloom.files import read_bytes, write_text_atomically
 from sporeloom.inference.session import Completion, open_session
 from sporeloom.json_text import json_text
@@ -24,7 +24,7 @@ Sample = dict[str, Any]
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a file; a last line that was cut off is left out."""
+    """Read the samples of a file; a last line that was cut off is left out."""
     if not path.exists():
         return []
     whole = read_bytes(path).rpartition(b"\n")[0]
@@ -32,7 +32,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def make_samples(evaluation: Evaluation) -> Engine:
-    """Make the samples that are not there yet. All ranks take part, one writes."""
+    """Generate the missing samples. All ranks take part, one writes."""
     job = evaluation.job
     assert job is not None
     engine = Engine.start(job.strategy)
@@ -67,8 +67,8 @@ def make_samples(evaluation: Evaluation) -> Engine:
     return engine
 
 
-def _missing(evaluation: Evaluation, language: str, engine: Engine, path: Path) -> list[Wanted]:
-    """The samples still to be made, as the rank that writes knows them."""
+def _missing(evaluation: Evaluation, language: str, engine: Engine, path: Path) -> list[SampleRequest]:
+    """The samples still to generate, as broadcast by the rank that writes."""
     wanted = evaluation.wanted(language)
     there = {(s["task_id"], s["sample"]) for s in read_samples(path)} if engine.is_log_rank else set()
     flags = np.array([(w.task_id, w.sample) in there for w in wanted], np.int32)
@@ -79,14 +79,14 @@ def _missing(evaluation: Evaluation, language: str, engine: Engine, path: Path) 
 
 
 def _repair(path: Path) -> None:
-    """Take off a last line that was cut when a run was killed."""
+    """Remove a last line that was cut off when a run was killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         content = read_bytes(path)
         path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
-def _append(path: Path, evaluation: Evaluation, language: str, wanted: Wanted, completion: Completion) -> None:
+def _append(path: Path, evaluation: Evaluation, language: str, wanted: SampleRequest, completion: Completion) -> None:
     sample = {
         "task_id": wanted.task_id,
         "sample": wanted.sample,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of ours for the lm-evaluation-harness. Every rank of a job runs the harness and asks the same, in the same order;
-one rank knows the answers and tells the others.
-"""
+"""A model of this package for the lm-evaluation-harness. Every rank of a job runs the harness with the same
+requests, in the same order; one rank has the answers and broadcasts them."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ OF_SEVERAL = re.compile(rb"""^["']?(?:group|include)["']?:""", re.M)
 
 
 class HarnessModel(TemplateLM):
-    """What the harness asks of a model."""
+    """The model interface of the harness."""
 
     def __init__(self, engine: Engine, job: GenerateJob):
         super().__init__()
@@ -57,12 +56,12 @@ class HarnessModel(TemplateLM):
 
     @cached_property
     def own_prefix(self) -> list[int]:
-        """What the tokenizer puts in front of every text."""
+        """Tokens that the tokenizer adds before every text."""
         return self.job.tokenizer.encode("")
 
     @property
     def prefix(self) -> list[int]:
-        """What a text is read after, no part of it: the tokenizer's own prefix, or else the token that ends documents."""
+        """Context of a text's first token: the tokenizer's own prefix, or else the token that ends documents."""
         return self.own_prefix or [self.eot_token_id]
 
     @property
@@ -92,7 +91,7 @@ class HarnessModel(TemplateLM):
         return self.scored([self._pair(*request.args) for request in requests])
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of a context and of what follows it.
+        """Tokens of a context and of its continuation.
 
         Raises:
             ConfigError: no token of what follows is left, or more than the model reads.
@@ -120,7 +119,7 @@ class HarnessModel(TemplateLM):
         return self.scored([(context, continuation) for _, context, continuation in requests])
 
     def scored(self, asked: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """How likely continuations are after their contexts, and whether they are what greedy decoding gives.
+        """Log-probability of continuations after their contexts, and whether greedy decoding gives them.
 
         Raises:
             ConfigError: the model gives no numbers.
@@ -168,7 +167,8 @@ class HarnessModel(TemplateLM):
         return answers
 
     def _fitting(self, text: str, most: int) -> Prompt:
-        """Tokens of a text, of a long one those of its end, that leave room for an answer; the tokenizer's prefix stays."""
+        """Tokens of a text, or the last tokens of a long one, which leave room for an answer; the tokenizer's
+        prefix stays."""
         ids, room = self.tok_encode(text), self.job.model.seq_len - most
         if len(ids) > room:
             ids = [*self.own_prefix, *ids[len(ids) - (room - len(self.own_prefix)) :]]
@@ -182,8 +182,9 @@ def _question(tokens: list[int], sampler: Sampler) -> Request:
 def rolling_windows(
     tokens: Sequence[int], prefix: Sequence[int], longest: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """(context, continuation) by which each token of a text is scored once: the first after the prefix, those of a further
-    window after as much of the text as the model reads. With a prefix of one token these are the harness's windows."""
+    """Split a text into (context, continuation) so that each token is scored once: the first after the prefix,
+    those of a further window after as much of the text as the model reads. With a prefix of one token these are
+    the harness's windows."""
     first = longest - len(prefix) + 1
     if tokens:
         yield [*prefix], [*tokens[:first]]
@@ -193,10 +194,10 @@ def rolling_windows(
 
 
 def find_tasks(names: Sequence[str], include_path: Path | None) -> tuple[TaskManager, list[str]]:
-    """The harness's index of tasks, and what to ask it for.
+    """The harness's index of tasks, and the names to request from it.
 
     It makes one of all its 14,000 files in eight seconds. Single tasks are found in a twentieth of that, by the file that
-    names them; groups, tags and what includes other files want the index.
+    names them; groups, tags and files that include others need the index.
     """
     further = [str(folder) for folder in (OWN_TASKS, include_path) if folder]
     manager = TaskManager(include_path=further, include_defaults=False)
@@ -210,7 +211,7 @@ def find_tasks(names: Sequence[str], include_path: Path | None) -> tuple[TaskMan
 
 
 def shipped_tasks() -> dict[str, Path]:
-    """The file of each single task that comes with the harness, as its own index has them: of several the first."""
+    """The file of each single task of the harness, by its own index: the first of several."""
     found: dict[str, Path] = {}
     for path in sorted(Path(lm_eval.tasks.__file__).parent.glob("**/*.yaml"), key=Path.as_posix):
         for name in NAME.findall(read_bytes(path)):
@@ -228,7 +229,7 @@ def _is_single(path: Path) -> bool:
 
 
 def _confine_templates() -> None:
-    """Let templates of tasks (`doc_to_text: ...`) reach nothing but the row they are about: in the harness' own Jinja an
+    """Restrict templates of tasks (`doc_to_text: ...`) to the row they format: in the harness's own Jinja an
     expression can get at every module."""
     there = lm_eval.utils.env
     confined = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
@@ -237,7 +238,7 @@ def _confine_templates() -> None:
 
 
 def evaluate(harness: Harness) -> dict[str, Any] | None:
-    """Results and samples as the harness gives them; None on all ranks but one.
+    """Results and samples of the harness; None on all ranks but one.
 
     Raises:
         ConfigError: tasks there are none of, or that cannot be read.

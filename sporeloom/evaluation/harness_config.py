@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `sporeloom evaluate lm-eval` is told."""
+"""Flags of `sporeloom evaluate lm-eval` and their checks."""
 
 from __future__ import annotations
 
@@ -27,36 +27,38 @@ class HarnessConfig(Overwrite, ComputeFlags):
     heading: ClassVar[str] = "benchmark"
     common: ClassVar[tuple[str, ...]] = ("checkpoint", "tasks", "limit", "num_fewshot", "output", "compare")
 
-    benchmark: Literal["lm-eval"] = field(metadata={"positional": True, "help": "the benchmark"})
+    benchmark: Literal["lm-eval"] = field(metadata={"positional": True, "help": "benchmark"})
     checkpoint: Path = option(..., "checkpoint folder, or a folder of adapters")
-    tasks: tuple[str, ...] = option(..., "names of the harness' tasks, or YAML files of tasks")
-    include_path: Path | None = option(None, "folder with further tasks, as the harness has them")
-    num_fewshot: Natural | None = option(None, "examples in front of each question; the task's own number without it")
-    limit: Count | None = option(None, "only so many questions of each task")
-    apply_chat_template: bool = option(False, "questions as a user's messages, as the model was taught to talk")
-    max_new_tokens: Count = option(256, "tokens of a generated answer at most, where a task does not say")
-    batch_size: Count = option(8, "texts worked on at once")
+    tasks: tuple[str, ...] = option(..., "names of the harness's tasks, or YAML files of tasks")
+    include_path: Path | None = option(None, "folder with further tasks in the harness's format (default: none)")
+    num_fewshot: Natural | None = option(
+        None, "number of few-shot examples before each question (default: from the task)"
+    )
+    limit: Count | None = option(None, "maximum number of questions of each task (default: all)")
+    apply_chat_template: bool = option(False, "format questions as user messages, in the model's chat template")
+    max_new_tokens: Count = option(256, "maximum number of new tokens in an answer, where the task does not give one")
+    batch_size: Count = option(8, "number of texts in a batch")
     trust_remote_code: bool = option(
         False,
-        "let the files of --tasks and --include-path run Python code, with all your rights: functions (`!function`), metrics "
-        "and data sets that are programs",
+        "let the files of --tasks and --include-path run Python code with all your rights: functions "
+        "(`!function`), metrics and data sets that are programs",
     )
-    output: Path | None = cli.output(None, "JSON file for the results, with what was asked and answered")
-    compare: Path | None = option(None, "--output of an earlier call: tell the differences, too")
+    output: Path | None = cli.output(None, "JSON file for the results, with all questions and answers (default: none)")
+    compare: Path | None = option(None, "--output of an earlier call: print the differences, too (default: none)")
 
 
 @dataclass(frozen=True)
 class Harness:
-    """A configuration that was found right, with what it refers to."""
+    """A valid configuration, with the files it refers to."""
 
     config: HarnessConfig
     job: GenerateJob
     earlier: dict[str, Any] | None
-    """Results to compare with."""
+    """Earlier results to compare with."""
 
 
 def check(config: HarnessConfig, num_processes: int | None) -> Harness:
-    """Everything the call refers to, read and held against each other.
+    """Read everything that the call refers to and check all of it together.
 
     Raises:
         ConfigError: all problems at once.
@@ -89,7 +91,7 @@ def check(config: HarnessConfig, num_processes: int | None) -> Harness:
 
 
 def _task_files(config: HarnessConfig) -> list[Path]:
-    """Files that the harness reads besides those installed with it."""
+    """List the files that the harness reads besides those installed with it."""
     named = [path for path in map(Path, config.tasks) if path.suffix in (".yaml", ".yml") and path.is_file()]
     folder = config.include_path
     return [*named, *(sorted(folder.rglob("*.y*ml")) if folder and folder.is_dir() else ())]
@@ -98,12 +100,12 @@ def _task_files(config: HarnessConfig) -> list[Path]:
 def _results(path: Path) -> dict[str, Any]:
     found = read_json(path).mapping.get("results")
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: no results of sporeloom evaluate lm-eval --output")
+        raise ConfigError(f"{path}: not results of sporeloom evaluate lm-eval --output")
     return found
 
 
 def rows(results: dict[str, Any]) -> list[tuple[str, str, float, float | None]]:
-    """(task, metric, value, its standard error) of what the harness found."""
+    """List (task, metric, value, its standard error) of the harness's results."""
     found = []
     for task, values in results.items():
         for key, value in values.items():
@@ -115,7 +117,8 @@ def rows(results: dict[str, Any]) -> list[tuple[str, str, float, float | None]]:
 
 
 def table(results: dict[str, Any], earlier: dict[str, Any] | None = None) -> str:
-    """For a reader; with `earlier` results the difference and its standard error, were both samples apart."""
+    """Format the results as a table; with `earlier` results also the difference and its standard error for
+    independent samples."""
     before = {(task, name): (value, error) for task, name, value, error in rows(earlier or {})}
     lines = [f"{'task':24} {'metric':18} {'value':>10}  {'stderr':>8}" + ("  difference" if earlier else "")]
     for task, name, value, error in rows(results):
@@ -129,6 +132,6 @@ def table(results: dict[str, Any], earlier: dict[str, Any] | None = None) -> str
 
 
 def as_json(results: dict[str, Any], samples: dict[str, Any], config: HarnessConfig) -> str:
-    """What --output holds."""
+    """The document that --output gets."""
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(config).items()}
     return json_text({"results": results, "samples": samples, "asked": asked}, indent=1, default=str) + "\n"

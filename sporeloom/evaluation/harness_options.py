@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task of the lm-evaluation-harness says of its generated answers (`generation_kwargs`): done, or refused by name."""
+"""Options of generated answers in tasks of the lm-evaluation-harness (`generation_kwargs`): supported, or refused
+by name."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from sporeloom.numbers import number_problems
 from sporeloom.reader import is_a
 
 MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of one option."""
+"""Equivalent names of one option."""
 SAMPLING = {
     "temperature": float,
     "top_p": float,
@@ -43,12 +44,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "eta_cutoff": (0,),
     "use_cache": (True, False),  # the numbers are the same
 }
-"""What is not done here, with the values that ask for nothing."""
+"""Unsupported options, with the values that have no effect."""
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How answers are generated."""
+    """Options of generated answers."""
 
     sampling: SamplingConfig
     max_new_tokens: int
@@ -56,7 +57,7 @@ class AnswerOptions:
 
 
 def read_options(given: Mapping[str, Any], job: GenerateJob) -> AnswerOptions:
-    """The `generation_kwargs` of a request.
+    """Read the `generation_kwargs` of a request.
 
     Raises:
         ConfigError: what is not known, not done here, or out of range; all of it at once.
@@ -66,9 +67,9 @@ def read_options(given: Mapping[str, Any], job: GenerateJob) -> AnswerOptions:
     known = ("until", "do_sample", *MAX_TOKENS, *SAMPLING, *NEUTRAL)
     for name, value in options.items():
         if name not in known:
-            problems.append(f"generation_kwargs: {name} is not done here{did_you_mean(name, known)}")
+            problems.append(f"generation_kwargs: {name} is not supported{did_you_mean(name, known)}")
         elif name in NEUTRAL and not any(value == other for other in NEUTRAL[name]):
-            problems.append(f"generation_kwargs: {name} {value!r} is not done here; leave it out")
+            problems.append(f"generation_kwargs: {name} {value!r} is not supported; leave it out")
     until = problems.of(_until, options.get("until", []))
     most = problems.of(_max_new_tokens, options, job)
     sampling = problems.of(_sampling, options)
@@ -89,18 +90,18 @@ def _until(value: Any) -> tuple[str, ...]:
 def _max_new_tokens(options: Mapping[str, Any], job: GenerateJob) -> int:
     given = [name for name in MAX_TOKENS if name in options]
     if len({repr(options[name]) for name in given}) > 1:
-        raise ConfigError(f"generation_kwargs: {' and '.join(given)} are one option, and differ; keep one of them")
+        raise ConfigError(f"generation_kwargs: {' and '.join(given)} are one option, but differ; keep one of them")
     name = given[0] if given else "--max-new-tokens"
     most, longest = options.get(name, job.config.max_new_tokens), job.model.seq_len
     if not is_a(most, int) or most < 1:
         raise ConfigError(f"generation_kwargs: {name} must be a whole number of at least 1, got {most!r}")
     if most >= longest - len(job.tokenizer.encode("")):
-        raise ConfigError(f"{name}: a task wants answers of {most} tokens; the model's context is {longest}")
+        raise ConfigError(f"{name}: a task needs answers of {most} tokens; the model's context is {longest}")
     return int(most)
 
 
 def _sampling(options: Mapping[str, Any]) -> SamplingConfig:
-    """Greedy unless sampling is asked for: by do_sample, or without it by a temperature above 0."""
+    """Whether to sample: by do_sample, or without it by a temperature above 0."""
     problems, values = Problems(), dict[str, Any]()
     for name, kind in SAMPLING.items():
         if name in options and not is_a(options[name], kind):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs commands that nobody vouches for. A program of its own, started by `sandbox`, with the standard library alone.
+"""Runs untrusted commands. A program of its own, started by `sandbox`, with the standard library alone.
 
 It reads a job as JSON from standard input and writes what became of each step to standard output. The commands live in
 namespaces of Linux, with a root of their own: the system's programs and libraries, their toolchain, both read-only, and
-one empty folder in memory that is theirs. They see no other process, no network, no other file of the host. A filter
+one empty folder in memory of their own. They see no other process, no network, no other file of the host. A filter
 (`system_calls`) keeps them from what leads out. Process 1 of the namespace watches them; when it ends, the kernel ends all
 others, and this process, outside, reports it.
 """
@@ -46,7 +46,7 @@ SYSTEM = (
     *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64"),
     *("/usr/libexec", "/usr/include", "/usr/share/nodejs", "/etc/ld.so.cache", "/etc/alternatives"),
 )
-"""What of the host every command sees, besides its toolchain."""
+"""Files of the host that every command sees, besides its toolchain."""
 DEVICES = ("null", "full", "random", "urandom")  # not zero: mapped, it is memory that nobody counts
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -74,7 +74,7 @@ def _set_tree_read_only(path: str) -> None:
 
 
 def enter_namespaces() -> None:
-    """From here on the next child is process 1 of a world of its own."""
+    """Create new namespaces: the next child is process 1 in them."""
     flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     uid, gid = os.getuid(), os.getgid()
     _check(libc.unshare(flags if uid == 0 else flags | CLONE_NEWUSER), "unshare")
@@ -85,8 +85,8 @@ def enter_namespaces() -> None:
 
 
 def build_root(needed: list[str], uid: int | None, disk_bytes: int, folder: str) -> int:
-    """Make a root that holds what is allowed and nothing else, and leave the host's. Returns a handle of a /proc that
-    may be written, which the new root has not.
+    """Make a root that contains only what is allowed, and leave the host's. Returns a handle of a /proc that may
+    be written, which the new root does not have.
 
     `needed`: files and folders of the toolchain. `folder`: made empty, of the user `uid`.
     """
@@ -126,7 +126,7 @@ def build_root(needed: list[str], uid: int | None, disk_bytes: int, folder: str)
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Those that are there and lie in no other one."""
+    """The existing ones of these paths that are in no other one."""
     found: list[str] = []
     for path in sorted({os.path.normpath(path) for path in paths if os.path.lexists(path)}):
         if path != "/usr" and not any(path.startswith(f"{other}/") and not os.path.islink(other) for other in found):
@@ -135,7 +135,7 @@ def _outermost(paths: list[str]) -> list[str]:
 
 
 def _show(handle: int, path: str, target: str) -> None:
-    """Let something of the host, opened before, stand at `target`: a link as a link."""
+    """Mount a file or folder of the host, opened before, at `target`: a link as a link."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     mode = os.fstat(handle).st_mode
     if stat.S_ISLNK(mode):
@@ -149,7 +149,7 @@ def _show(handle: int, path: str, target: str) -> None:
 
 
 def overlay(folder: str, overlays: dict[str, str]) -> None:
-    """In `folder`, by name: folders whose content may be written over, to no effect."""
+    """Mount, in `folder`, by name: folders whose content may be overwritten, without effect."""
     for name, source in overlays.items():
         parts = [os.path.join(folder, name + end) for end in ("", ".upper", ".work")]
         for part in parts:
@@ -159,7 +159,8 @@ def overlay(folder: str, overlays: dict[str, str]) -> None:
 
 
 class MemoryGroup:
-    """A control group that counts everything, shared memory and the kernel's own for these processes, where there is one.
+    """A control group that counts all memory of these processes, with shared memory and the kernel's own, where
+    there is one.
 
     Where nobody may make one, pages, page tables and sockets are counted; the filter of system calls, the absence of
     /dev/shm and the size of the folder leave nothing else to hoard in.
@@ -194,7 +195,7 @@ class MemoryGroup:
             os.rmdir(name, dir_fd=self.base)
 
     def _remove_left(self) -> None:
-        """Of jails that were killed."""
+        """Remove the groups of jails that were killed."""
         for name in os.listdir(self.base):
             if name.startswith("sporeloom-") and not os.path.exists(f"/proc/{name.partition('-')[2]}"):
                 self._remove(name)
@@ -205,14 +206,14 @@ class MemoryGroup:
             self._write(f"{self.name}/cgroup.procs", "0")
 
     def is_exceeded(self) -> bool:
-        """Whether the kernel had to end a process for want of memory."""
+        """Whether the kernel had to end a process because memory ran out."""
         if self.events is None:
             return False
         words = os.pread(self.events, 4096, 0).decode().split()
         return any(key == "oom_kill" and int(count) > 0 for key, count in itertools.pairwise(words))
 
     def remove(self) -> None:
-        """Once its processes have ended."""
+        """Remove the group, once its processes have ended."""
         if self.events is not None:
             for _ in range(50):
                 self._remove(self.name)
@@ -222,7 +223,7 @@ class MemoryGroup:
 
 
 def memory_groups() -> list[tuple[str, str, str]]:
-    """(folder of this process's group, file of the limit, file of what happened) of each hierarchy that counts memory."""
+    """(folder of this process's group, file of the limit, file of events) of each hierarchy that counts memory."""
     found = []
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         for line in file:
@@ -249,14 +250,14 @@ def _processes() -> tuple[int, int]:
 
 
 def _sockets() -> int:
-    """Bytes that the sockets of this namespace may hold, also of those that no process has open."""
+    """Limit the bytes that the sockets of this namespace may buffer, also those that no process has open."""
     with open("/proc/net/unix") as file:
         count = sum(1 for _ in file) - 1
     return count * SOCKET_BYTES
 
 
 def _become(command: dict[str, Any], job: dict[str, Any], output: int, group: MemoryGroup) -> NoReturn:
-    """In the child: give up every right, take the limits, become the command."""
+    """In the child: drop all rights, set the limits, become the command."""
     os.setsid()
     group.join()
     with contextlib.suppress(OSError):  # where memory is short, the kernel ends these first
@@ -296,7 +297,7 @@ def _become(command: dict[str, Any], job: dict[str, Any], output: int, group: Me
 
 
 def run_step(command: dict[str, Any], job: dict[str, Any], group: MemoryGroup) -> dict[str, Any]:
-    """Run one command to its end, or to the first limit it hits; nothing it started is left."""
+    """Run one command to its end, or to the first limit it exceeds; nothing it started is left."""
     if command["channel"]:  # the time counts from the first call
         calls = select.poll()  # not select: numbers of open files may be large
         calls.register(job["channel"][0], select.POLLIN)
@@ -347,7 +348,7 @@ def _broken_limit(limits: dict[str, int], output_bytes: int, folder: str, group:
 
 
 def _end_all() -> None:
-    """Kill and reap every process of this namespace but the first, also those born while that goes on."""
+    """Kill and reap every process of this namespace but the first, also those created meanwhile."""
     while True:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -385,7 +386,7 @@ def be_first_process(job: dict[str, Any], group: MemoryGroup, report: int) -> No
 
 
 def _kept(folder: str, patterns: list[str]) -> dict[str, str]:
-    """What the steps left in the folder under these names, regular files only."""
+    """Read the files of these names that the steps left in the folder, regular files only."""
     found = {}
     for name in os.listdir(folder) if patterns else ():
         path = os.path.join(folder, name)  # nothing runs there any more
@@ -396,7 +397,7 @@ def _kept(folder: str, patterns: list[str]) -> dict[str, str]:
 
 
 def watch(job: dict[str, Any], group: MemoryGroup) -> dict[str, Any]:
-    """Fork process 1 and return what became of the steps, also where it was ended itself."""
+    """Fork process 1 and return the results of the steps, also where it was ended itself."""
     reader, writer = os.pipe()
     start = time.monotonic()
     child = os.fork()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run programs against their tests, several at once, and say what became of each."""
+"""Run programs against their tests, several at once, and classify the results."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DETAIL_LENGTH = 400
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a program."""
+    """Result of a program."""
 
     status: str
     """`passed`, `failed`, `does not compile`, `the tests do not compile`, or the limit it broke: `time`, `memory`,
     `processes`, `output`."""
     detail: str
-    """The end of what it printed, unless it passed."""
+    """The end of its output, unless it passed."""
     seconds: float
 
     @property
@@ -37,15 +37,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class BuiltTests:
-    """The tests of a problem, ready to run for each of its solutions."""
+    """The compiled tests of a problem, ready to run for each of its solutions."""
 
     files: Mapping[str, str | bytes]
     failure: Verdict | None = None
-    """Why they do not compile."""
+    """Reason why they do not compile."""
 
 
 def build_tests(tests: str, toolchain: Toolchain, limits: sandbox.Limits) -> BuiltTests:
-    """Compile the program that tests."""
+    """Compile the program of the tests."""
     if not toolchain.compile:
         return BuiltTests({toolchain.file_name: tests})
     results, kept = sandbox.run_job(toolchain.job(tests, toolchain.compile_steps(), limits, keep=toolchain.compiled))
@@ -86,7 +86,7 @@ def judge(
 
 
 def _verdict(answers: Sequence[sandbox.StepResult], num_steps: int, test: sandbox.StepResult, nonce: str) -> Verdict:
-    """What the ends of the solution and of its tests mean."""
+    """Verdict from the ends of the solution and of its tests."""
     last, seconds = answers[-1], sum(result.seconds for result in answers)
     if len(answers) < num_steps:
         status = f"{last.broken_limit} while compiling" if last.broken_limit else "does not compile"
@@ -104,7 +104,7 @@ def _end(result: sandbox.StepResult) -> str:
 
 
 class _Builds:
-    """The tests that are needed still, each compiled once, by the first who asks."""
+    """The tests that are still needed, each compiled once, by the first who asks."""
 
     def __init__(self, programs: Sequence[Program], toolchain: Toolchain, limits: sandbox.Limits):
         self._lock = threading.Lock()
@@ -140,7 +140,8 @@ def judge_all(
     time_s: float,
     workers: int | None = None,
 ) -> Iterator[tuple[Program, Verdict]]:
-    """(program, verdict) of each program, as they come; equal programs are run once. `workers`: one a core by default."""
+    """Yield (program, verdict) of each program as it finishes; equal programs run once. `workers`: one a core by
+    default."""
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1)
     different = list(dict.fromkeys(programs))
     builds = _Builds(different, toolchain, limits)

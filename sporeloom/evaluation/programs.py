@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HumanEval-X as published: prompts, and what is taken from a generated text.
+"""HumanEval-X as published: prompts, and the extraction of a program from a generated text.
 
 Source: THUDM/CodeGeeX, codegeex/benchmark/utils.py and humaneval-x/evaluate_humaneval_x.py. Rust has no published rules;
 its prompt is the description and the declaration, the rest follows C++.
@@ -16,20 +16,20 @@ _PYTHON_ENDS = ("\ndef", "\nclass", "\nif", "\n#", "\nprint", "\nassert")
 
 
 def generation_prompt(problem: Problem, language: str) -> str:
-    """What the model continues, without the line that names its language."""
+    """The text that the model continues, without the line that names its language."""
     prompt: str = problem["prompt"]
     return prompt + problem["declaration"].lstrip("\n") if language == "rust" else prompt
 
 
 def translation_prompt(source: Problem, source_language: str, target: Problem, target_language: str) -> str:
-    """The whole solution in one language and the declaration in the other."""
+    """The full solution in one language and the declaration in the other."""
     solution = f"{source['declaration']}\n{source['canonical_solution'].rstrip()}"
     head = f"code translation\n{NAMES[source_language]}:\n{solution}\n{NAMES[target_language]}:\n"
     return head + str(target["declaration"])
 
 
 def extract(text: str, language: str) -> str:
-    """The function's body in a generated text, by the published rules."""
+    """Extract the function's body from a generated text, by the published rules."""
     if language == "python":
         for end in _PYTHON_ENDS:
             text = text[: text.rfind(end)] if end in text else text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that pass their tests, as a reward: a model of code learns from running it."""
+"""Tests as a reward: a model of code learns from running its programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEMORY_BYTES = 1 << 30
 
 def program_reward(name: str) -> Reward:
     """1 for a completion with which the program passes its tests, 0 for others; `name` is humaneval-x:LANGUAGE, and the
-    prompts' lines are HumanEval-X's problems. A completion goes on where the prompt ends, or, with a code block in it, is
+    prompts' lines are HumanEval-X's problems. A completion continues where the prompt ends, or, with a code block in it, is
     an answer that has the function there. Programs run isolated.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run commands that nobody vouches for, without a network, bounded, leaving nothing behind. Needs Linux 5.12 or later."""
+"""Run untrusted commands without a network, with limits, leaving nothing behind. Needs Linux 5.12 or later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from sporeloom.errors import ConfigError
 
 FOLDER = "/box"
-"""Where the commands work, in the root they see."""
+"""Working folder of the commands, in the root they see."""
 JAIL = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from sporeloom.evaluation import jail; jail.main()"
 MAX_LINKS = 40
 GRACE_S = 60.0  # for starting, mounting and reporting, on a busy machine
@@ -30,14 +30,14 @@ BrokenLimit = Literal["time", "memory", "processes", "output"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Of everything a step starts, together."""
+    """Limits of everything that a step starts, together."""
 
     memory_bytes: int = 1 << 30
-    """Of all processes; also what one may map for itself."""
+    """Memory of all processes; also the maximum that one may map for itself."""
     processes: int = 64
     output_bytes: int = 1 << 20
     disk_bytes: int = 256 << 20
-    """Of the folder the commands work in, which lies in memory."""
+    """Size of the folder the commands work in, which is in memory."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Step:
     time_s: float
     """Wall-clock time, after which all its processes are killed."""
     channel: Sequence[int] = ()
-    """Its numbers of the files it reads from and writes to another program, see `run`."""
+    """File descriptors that it uses to communicate with another program, see `run`."""
     wait_s: float = 0.0
-    """How long the start, and with it the time, waits for something to read there."""
+    """Seconds that the start, and with it the time limit, waits for input on its channel."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """How a step ended."""
+    """Result of a step."""
 
     code: int
     """Exit code; a signal's number, negative, for a process ended by one."""
@@ -71,20 +71,20 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Job:
-    """What is run in one sandbox: an empty folder with some files, that vanishes afterwards."""
+    """The steps of one sandbox: an empty folder with some files, which is removed afterwards."""
 
     files: Mapping[str, str | bytes]
     steps: Sequence[Step]
-    """Run there until one fails. `{folder}` in a word stands for the folder."""
+    """Commands that run until one fails. `{folder}` in a word stands for the folder."""
     limits: Limits
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the commands, who see no others; `{folder}` likewise."""
+    """Environment variables of the commands, which see no others; `{folder}` likewise."""
     needed: Sequence[str] = ()
-    """Files and folders of the toolchain: besides the system's programs and libraries all the commands see."""
+    """Files and folders of the toolchain: the commands see these, besides the system's programs and libraries."""
     overlays: Mapping[str, str] = field(default_factory=dict)
     """Name in the folder -> a folder elsewhere whose content stands there and may be changed, to no effect."""
     channel: Sequence[int] = ()
-    """Open files that the steps with a `channel` read from and write to; `run_job` closes them."""
+    """File descriptors that the steps with a `channel` communicate with; `run_job` closes them."""
     keep: Sequence[str] = ()
     """Names, or patterns of names, of the files that are returned."""
 
@@ -97,7 +97,7 @@ def run(
     needed: Sequence[str] = (),
     overlays: Mapping[str, str] | None = None,
 ) -> list[StepResult]:
-    """How the steps of a job ended, see `Job`.
+    """Run the steps of a job, see `Job`. Returns their results.
 
     Raises:
         ConfigError: this machine does not let us isolate a process.
@@ -106,7 +106,7 @@ def run(
 
 
 def run_job(job: Job) -> tuple[list[StepResult], dict[str, bytes]]:
-    """How the steps ended, and the files that are kept.
+    """Results of the steps, and the files that are kept.
 
     Raises:
         ConfigError: this machine does not let us isolate a process.
@@ -145,7 +145,7 @@ def _links(path: str) -> list[str]:
 
 
 def check_isolation() -> None:
-    """Find out whether this machine lets us isolate a process.
+    """Check whether this machine can isolate a process.
 
     Raises:
         ConfigError: it does not.

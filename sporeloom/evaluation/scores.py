@@ -25,17 +25,17 @@ from sporeloom.json_text import json_text
 
 @dataclass(frozen=True)
 class LanguageScore:
-    """What a language's samples are worth."""
+    """Score of a language's samples."""
 
     language: str
     problems: int = 0
     samples: int = 0
     passed: int = 0
     pass_at: Mapping[str, float] | None = None
-    """k -> mean over the problems, of those k every problem has samples for."""
+    """k -> mean over the problems, for those k that every problem has enough samples for."""
     outcomes: Mapping[str, int] | None = None
     skipped: str = ""
-    """Why nothing was judged, or empty."""
+    """Reason why nothing was judged, or empty."""
 
 
 def judge_samples(evaluation: Evaluation) -> list[LanguageScore]:
@@ -74,7 +74,7 @@ def _program(sample: Sample, problem: Problem) -> Program:
 
 
 def _verdicts(evaluation: Evaluation, language: str, samples: Sequence[Sample]) -> list[Verdict] | str:
-    """What became of each sample, or why the language was skipped."""
+    """The verdict of each sample, or the reason why the language was skipped."""
     config, problems = evaluation.config, evaluation.problems[language]
     try:
         toolchain = find_toolchain(language)
@@ -117,7 +117,7 @@ def _write(evaluation: Evaluation, scores: Sequence[LanguageScore], lines: Seque
 
 
 def table(scores: Sequence[LanguageScore]) -> str:
-    """The scores as lines for a terminal."""
+    """Format the scores as lines for a terminal."""
     ks = sorted({int(k) for score in scores for k in score.pass_at or {}})
     head = ["language", "problems", "samples", "passed", *(f"pass@{k}" for k in ks)]
     rows = [head]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a text in one of HumanEval-X's languages defines functions, and what they take and give."""
+"""Find the functions that a text in one of HumanEval-X's languages defines, with their parameters and results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFINITIONS = {
     ),
 }
 DEFINITIONS["java"] = DEFINITIONS["cpp"]
-"""Where a function is defined, and its name."""
+"""Position of a function's definition, and its name."""
 OPENING, CLOSING = "([{<", ")]}>"
 _PARAMETER_END = re.compile(r"(?<!:):(?!:)|=")
 _BODY = re.compile(r"(?:\{\}|[^{])*?\{(?!\})")
@@ -32,13 +32,13 @@ class Signature:
 
     name: str
     parameters: tuple[str, ...]
-    """As they are written, with their types."""
+    """Parameters as they are written, with their types."""
     before: str
     """The text before the line of the definition."""
     head: str
-    """From the start of its line to where its body begins, the brace included."""
+    """Text from the start of its line to the start of its body, including the brace."""
     end: int
-    """Where its body begins in the text."""
+    """Position where its body begins in the text."""
 
     def names(self, language: str) -> list[str]:
         """The parameters' names in C++, Java, Go and Rust."""
@@ -52,7 +52,7 @@ def defined(text: str, language: str) -> list[str]:
 
 
 def before_definition(text: str, language: str, name: str) -> str:
-    """What a text has before the line of the last definition of `name`."""
+    """The part of a text before the line of the last definition of `name`."""
     found = [m for m in DEFINITIONS[language].finditer(text) if name in m.groups()][-1]
     return text[: text.rfind("\n", 0, found.start(found.lastindex or 0)) + 1]
 
@@ -69,7 +69,7 @@ def signature(text: str, language: str, name: str) -> Signature:
 
 
 def split(parameters: str) -> tuple[str, ...]:
-    """A list of parameters at its commas, those inside of brackets apart."""
+    """Split a list of parameters at its commas, but not at those inside brackets."""
     parts, depth, last = [], 0, ""
     for letter in parameters:
         depth += (letter in OPENING) - (letter in CLOSING and not (letter == ">" and last in "-="))
@@ -82,7 +82,7 @@ def split(parameters: str) -> tuple[str, ...]:
 
 
 def matching(text: str, opening: int) -> int:
-    """Where the bracket that opens at `opening` is closed; quoted ones do not count."""
+    """Position of the bracket that closes the one at `opening`; quoted ones do not count."""
     pair = {"(": ")", "{": "}"}[text[opening]]
     depth = 0
     for token in _BRACKETS.finditer(text, opening):

@@ -85,7 +85,7 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 X32_BIT = 0x40000000
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x50000
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # places in what the filter is shown
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in the data that the filter gets
 
 Instruction = tuple[int, int, int, int]
 """(code, instructions to skip if true, if false, value)"""
@@ -100,7 +100,7 @@ def _load(argument: int) -> Instruction:
 
 
 def _if(argument: int, values: tuple[int, ...], error: int) -> list[Instruction]:
-    """Refuse one of these values; with error 0 nothing is done, and said to be."""
+    """Refuse one of these values; with error 0 the call does nothing and reports success."""
     return [_load(argument), *((i) for value in values for i in ((EQUAL, 0, 1, value), _answer(error)))]
 
 
@@ -188,7 +188,7 @@ def _filter() -> list[Instruction]:
 
 
 def refuse_system_calls() -> None:
-    """From here on this process and its children cannot ask the kernel for what is refused above."""
+    """Forbid the refused system calls for this process and its children, for ever."""
     instructions = [_Instruction(*instruction) for instruction in _filter()]
     array = (_Instruction * len(instructions))(*instructions)
     program = _Program(len(instructions), array)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task file of the lm-evaluation-harness has run as code, found without running it: its installed tasks are trusted,
+"""Find the code that a task file of the lm-evaluation-harness runs, without running it: its installed tasks are trusted,
 a file of somebody else is not."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 import yaml
 
 from sporeloom.errors import ConfigError
-from sporeloom.reader import DEEPEST, LOADER, read_text
+from sporeloom.reader import LOADER, MAX_DEPTH, read_text
 
 FLAG = "--trust-remote-code"
 SWITCHES = ("unsafe_code", "hf_evaluate", "trust_remote_code")
-"""Keys of tasks that have code run, unless they say no."""
+"""Keys of tasks that run code, unless they are false."""
 NO = ("", "~", "null", "false", "no", "off", "n", "0")
 OWN_TASKS = Path(__file__).parent / "tasks"
 _PLAIN_TAGS = (
@@ -36,7 +36,7 @@ _PLAIN_TAGS = (
 
 
 def code_problems(files: Iterable[Path]) -> list[str]:
-    """Where these task files, and what they include, have code run, one line each."""
+    """List where these task files, and those they include, run code, one line each."""
     waiting, seen, problems = [*files], set[Path](), list[str]()
     trusted = [OWN_TASKS.resolve(), *map(Path, _harness_folders())]
     while waiting:
@@ -49,7 +49,7 @@ def code_problems(files: Iterable[Path]) -> list[str]:
         except ConfigError as error:
             problems += error.problems
             continue
-        problems += [f"{path}:{line}: {what}; {FLAG} lets it" for line, what in found if what]
+        problems += [f"{path}:{line}: {what}; {FLAG} allows it" for line, what in found if what]
         waiting += [path.parent / name for name in _included(path)]
     return problems
 
@@ -60,7 +60,7 @@ def _harness_folders() -> list[str]:
 
 
 def _events(path: Path) -> Iterator[yaml.Event]:
-    """What a YAML file consists of; anchors are not unfolded.
+    """Nodes of a YAML file; anchors are not expanded.
 
     Raises:
         ConfigError: it cannot be read, or is nested too deeply.
@@ -69,24 +69,24 @@ def _events(path: Path) -> Iterator[yaml.Event]:
     try:
         for event in yaml.parse(read_text(path), Loader=LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:
-                raise ConfigError(f"{path}: nested more than {DEEPEST} deep")
+            if depth > MAX_DEPTH:
+                raise ConfigError(f"{path}: nested more than {MAX_DEPTH} deep")
             yield event
     except yaml.YAMLError:
         raise ConfigError(f"{path}: not YAML") from None
 
 
 def _findings(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, what runs code) of a file."""
+    """List (line, the code that would run) of a file."""
     before = ""
     for event in _events(path):
         line, tag = event.start_mark.line + 1 if event.start_mark else 1, getattr(event, "tag", None)
         if tag and tag != "!" and tag.removeprefix("tag:yaml.org,2002:") not in _PLAIN_TAGS:
-            yield line, f"the tag {tag[:60]} has Python code run"
+            yield line, f"the tag {tag[:60]} runs Python code"
         value = event.value if isinstance(event, yaml.ScalarEvent) else ""
         is_value = isinstance(event, yaml.ScalarEvent | yaml.AliasEvent)
         if is_value and before in SWITCHES and (isinstance(event, yaml.AliasEvent) or value.lower() not in NO):
-            yield line, f"{before} has Python code run that is not in this file"
+            yield line, f"{before} runs Python code that is not in this file"
         if before == "dataset_path" and (value.endswith(".py") or (value and _has_script(Path(value)))):
             yield line, "dataset_path names a data set that is a Python program"
         before = value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compiles and runs each language of HumanEval-X, where it is installed."""
+"""Compilers and runtimes of the languages of HumanEval-X, where they are installed."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ CPP_HEADERS = {"boost/any.hpp": "libboost-dev", "openssl/md5.h": "libssl-dev"}
 JS_PACKAGE = "js-md5@0.8"
 GO_IMPORTS = ("bytes", "crypto/md5", "github.com/stretchr/testify/assert", "math/rand", "reflect", "regexp", "time")
 CRATES = {"rand": "0.7", "regex": "1", "md5": "0.7"}
-"""What the Rust problems use; the others above likewise."""
+"""Crates that the Rust problems use; above are the packages of the other languages."""
 
 
 class MissingToolchainError(Exception):
-    """A language cannot be run here; says what is missing."""
+    """A language cannot run here; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """How to run one source file."""
+    """Commands to run one source file."""
 
     file_name: str
     compile: Sequence[str]
     """A command; empty for none."""
     execute: Sequence[str]
     channel: Sequence[int] = (3, 4)
-    """Numbers of the files that `rpc` reads from and writes to."""
+    """File descriptors that `rpc` reads from and writes to."""
     environment: Mapping[str, str] = field(default_factory=dict)
     needed: Sequence[str] = ()
     overlays: Mapping[str, str] = field(default_factory=dict)
 
     compiled: Sequence[str] = ("main",)
-    """What the compiler makes, and the last command needs: names or patterns."""
+    """Files that the compiler writes and the last command needs: names or patterns."""
 
     def compile_steps(self) -> list[Step]:
         return [Step(self.compile, COMPILE_S)] if self.compile else []
@@ -93,7 +93,7 @@ def _program(name: str) -> tuple[str, str]:
 
 
 def _with_links(home: str) -> tuple[str, ...]:
-    """A folder of a toolchain, and what the links in it lead to elsewhere, as Debian deals packages out."""
+    """A folder of a toolchain, and the targets of its links elsewhere, as Debian distributes packages."""
     found = {home: None}
     for folder, folders, files in os.walk(home):
         for name in (*folders, *files):
@@ -105,7 +105,8 @@ def _with_links(home: str) -> tuple[str, ...]:
 
 
 def _cache_folder(name: str) -> Path:
-    """Where the libraries of a language are kept. Some of it is open to the isolated user, so others must not get there."""
+    """Folder for the libraries of a language. Some of it is open to the isolated user, so others must have no
+    access."""
     try:
         folder = private_cache("humaneval-x") / name
         folder.mkdir(exist_ok=True)
@@ -115,11 +116,11 @@ def _cache_folder(name: str) -> Path:
 
 
 def _prepare(command: Sequence[str], folder: Path, environment: Mapping[str, str], what: str) -> None:
-    """Run a command of ours, not of a model's."""
+    """Run a command of this package, not of a model."""
     done = subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
     if done.returncode != 0:
         lines = [line for line in split_lines(done.stderr) if line.strip()] or ["no message"]
-        raise MissingToolchainError(f"{what} cannot be had: {lines[-1].strip()} ({' '.join(command[:2])})")
+        raise MissingToolchainError(f"{what} is not available: {lines[-1].strip()} ({' '.join(command[:2])})")
 
 
 def _python() -> Toolchain:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations that the harness hands on as texts, and what their tokens are."""
+"""Tokens of conversations that the harness passes on as texts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sporeloom.data.tokenizer import ChatMessage, Tokenizer, chat_prompt
 
 
 class WrittenChats:
-    """Remembers the tokens of the conversations it writes: a text alone does not say which names of special tokens in it are
-    the template's, and which are what somebody said."""
+    """Stores the tokens of the conversations it writes: a text alone does not show which names of special tokens
+    in it are the template's, and which belong to a message."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -21,7 +21,7 @@ class WrittenChats:
         """The text of a conversation.
 
         Raises:
-            ConfigError: the tokenizer's model was not taught to talk, or not in this way.
+            ConfigError: the tokenizer's model is a base model, or has another chat format.
         """
         text, tokens = chat_prompt(self.tokenizer, messages, add_generation_prompt)
         bare = text.rstrip()
@@ -32,7 +32,7 @@ class WrittenChats:
         return text
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; one that goes on where a conversation ends begins with its tokens."""
+        """Token ids of a text; one that continues a conversation begins with its tokens."""
         for length in sorted(self._lengths, reverse=True):
             if tokens := self._tokens.get(text[:length]):
                 return [*tokens, *self.tokenizer.encode_continuation(text[length:])]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slot table of a KV cache: which slots each row has filled. The keys and values are the model's own (nn/cache.py)."""
+"""The slot table of a KV cache: which slots each row has filled. The model holds the keys and values
+(nn/cache.py)."""
 
 from __future__ import annotations
 
@@ -15,26 +16,26 @@ from sporeloom.strategy.mesh import Mesh
 
 
 class CacheFullError(RuntimeError):
-    """A row was given more tokens than it has slots for."""
+    """A row has fewer free slots than tokens to store."""
 
 
 @dataclass
 class SlotTable:
-    """Rows of slots, token i of a row in slot i. The last slot is spare: tokens that only fill up a shape go there."""
+    """Rows of slots, token i of a row in slot i. The last slot is spare: tokens that only pad a shape go there."""
 
     num_rows: int
     num_kv_heads: int
     num_slots: int
     mesh: Mesh
     lengths: NDArray[np.int64] = field(init=False)
-    """Tokens each row holds."""
+    """Number of tokens in each row."""
 
     def __post_init__(self) -> None:
         self.lengths = np.zeros(self.num_rows, np.int64)
 
     @property
     def capacity(self) -> int:
-        """Tokens a row can hold."""
+        """Maximum number of tokens in a row."""
         return self.num_slots - 1
 
     def append(self, row: int, count: int) -> NDArray[np.int64]:
@@ -45,12 +46,12 @@ class SlotTable:
         """
         start = int(self.lengths[row])
         if start + count > self.capacity:
-            raise CacheFullError(f"row {row} holds {start} tokens and has room for {self.capacity}, not {count} more")
+            raise CacheFullError(f"row {row} holds {start} tokens, capacity {self.capacity}: {count} more do not fit")
         self.lengths[row] += count
         return np.arange(start, start + count)
 
     def trim(self, row: int, length: int) -> None:
-        """Forget what a row holds beyond `length` tokens."""
+        """Drop the tokens of a row beyond `length`."""
         assert 0 <= length <= self.lengths[row], (length, self.lengths[row])
         self.lengths[row] = length
 
@@ -64,6 +65,6 @@ class SlotTable:
 
 
 def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int) -> int:
-    """Of keys and values of all layers, on all devices together."""
+    """Bytes of the keys and values of all layers, on all devices together."""
     itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[config.compute_dtype]
     return 2 * config.num_layers * num_rows * num_slots * config.kv_size * itemsize

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the logits of two checkpoints are apart."""
+"""Compare the logits of two checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ SHAPE = (2, 64)
 
 
 def largest_difference(*folders: Path) -> float:
-    """Largest difference of any logit, on the same random tokens. Models of one vocabulary, each in turn in memory."""
+    """Maximum difference of any logit, on the same random tokens. The models have one vocabulary and are loaded
+    one after the other."""
     prepare_environment()
     engine, logits = Engine.start(SINGLE_DEVICE), []
     for folder in folders:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools/generate.py is told, and every mistake in it that can be found before MindSpore is loaded."""
+"""Flags of tools/generate.py and their checks: every mistake that can be found before MindSpore is loaded."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ MAX_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeFlags(StrategyFlags):
-    """How a checkpoint is computed with, and over what."""
+    """The checkpoint's computation: tokenizer, number type, domain and strategy."""
 
     heading: ClassVar[str] = "model"
     common: ClassVar[tuple[str, ...]] = ("weights",)
 
-    tokenizer: Path | None = option(None, "tokenizer; the checkpoint's own without it")
+    tokenizer: Path | None = option(None, "tokenizer of the family: a file or a folder (default: the checkpoint's)")
     weights: Literal["float32", "int8"] = option(
-        "float32", "int8: matrices take a quarter of the bytes, with one scale for each output channel"
+        "float32", "number type of weights; int8: a quarter of the memory, with one scale for each output channel"
     )
-    domain: Natural | None = option(None, "domain of all texts, for models whose experts have domains")
+    domain: Natural | None = option(None, "domain of all texts, for models with domain-routed experts (default: none)")
 
     def read_model(self, checkpoint: Path) -> tuple[str, ModelConfig]:
-        """Family and configuration of a checkpoint folder, for texts of the domain.
+        """Read the family and the configuration of a checkpoint folder, for texts of the domain.
 
         Raises:
             ConfigError: it cannot be used, or has no such domain.
@@ -78,32 +78,42 @@ class GenerateConfig(ComputeFlags, SamplingConfig):
     )
 
     checkpoint: Path = option(..., "checkpoint folder")
-    prompt: str | None = option(None, "text to continue")
+    prompt: str | None = option(None, "prompt to continue (default: none)")
     prompt_file: Path | None = option(
         None,
-        "texts to continue: one a line, or .jsonl with a `prompt` field; without either, standard input is one text",
+        "file of prompts: one a line, or .jsonl with a `prompt` field (default: standard input, as one prompt)",
     )
-    interactive: bool = option(False, "ask for one text after another (one device only)")
-    max_new_tokens: Count = option(64, "tokens to generate at most")
-    stop: tuple[str, ...] = option((), "texts that end the output; not part of it")
+    interactive: bool = option(False, "read prompts from the terminal, one after another; one device only")
+    max_new_tokens: Count = option(64, "maximum number of new tokens")
+    stop: tuple[str, ...] = option((), "texts that end the output and are not part of it (default: none)")
     language: str | None = option(
-        None, "name the programming language to the model, and stop where the function that the prompt began ends"
+        None,
+        "programming language of the output: its tag precedes the prompt, and the output stops where the "
+        "function in the prompt ends (default: none)",
     )
-    chat: bool = option(False, "each prompt is what a user says; put it as the model was taught to talk")
+    chat: bool = option(False, "treat each prompt as a user message, in the chat template of the model")
     chat_template_kwargs: str | None = option(
-        None, "with --chat: a JSON object of variables for the chat template, as '{\"enable_thinking\": false}'"
+        None,
+        "with --chat: JSON object of variables for the chat template, as '{\"enable_thinking\": false}' "
+        "(default: none)",
     )
-    suffix: str | None = option(None, "text behind the gap that is to be filled, for models that were taught that")
-    stop_ids: tuple[Natural, ...] = option((), "tokens that end the output, besides end-of-document")
-    batch_size: Count | None = option(None, f"prompts worked on at once; all, at most {MAX_ROWS}, without it")
-    no_cache: bool = option(False, "compute all tokens anew for each one, for comparison")
+    suffix: str | None = option(
+        None, "text after the gap to fill, for models trained to fill in the middle (default: none)"
+    )
+    stop_ids: tuple[Natural, ...] = option((), "token ids that end the output, besides end-of-document (default: none)")
+    batch_size: Count | None = option(
+        None, f"maximum number of prompts generated at the same time (default: all, at most {MAX_ROWS})"
+    )
+    no_cache: bool = option(
+        False, "compute all tokens again for each new token instead of using the KV cache, for comparison"
+    )
     json: bool = option(False, "print a JSON object for each prompt instead of its text")
-    logprobs: bool = option(False, "with --json: the log-probability of each token")
+    logprobs: bool = option(False, "with --json: print the log-probability of each token")
 
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """A configuration that was found right, with what it refers to."""
+    """A valid configuration, with the files it refers to."""
 
     config: GenerateConfig
     family: str
@@ -111,20 +121,20 @@ class GenerateJob:
     strategy: Strategy
     tokenizer: Tokenizer
     prompts: list[Prompt] = field(repr=False)
-    """Empty when they are asked for one by one."""
+    """Empty with --interactive."""
     ending: StopCondition | None = None
-    """Where the language's functions end."""
+    """Function that finds where the language's functions end."""
 
     @property
     def num_rows(self) -> int:
-        """Prompts worked on at once; every replica takes as many as the others."""
+        """Number of prompts generated at the same time; the same on every replica."""
         wanted = self.config.batch_size or min(len(self.prompts) or 1, MAX_ROWS)
         dp = self.strategy.mesh.dp
         return -(-wanted // dp) * dp
 
     @property
     def num_slots(self) -> int:
-        """Of each row of the KV cache."""
+        """Number of positions in each row of the KV cache."""
         tokens = [len(prompt.tokens) + self.config.max_new_tokens for prompt in self.prompts]
         return num_slots_for(min(max(tokens, default=self.model.seq_len), self.model.seq_len))
 
@@ -136,7 +146,7 @@ class GenerateJob:
 def check(
     config: GenerateConfig, num_processes: int | None, prompts: list[tuple[str, str]] | None = None
 ) -> GenerateJob:
-    """Everything the call refers to, read and held against each other.
+    """Read everything that the call refers to and check all of it together.
 
     Args:
         num_processes: launched already; None: as many as the strategy needs will be.
@@ -181,12 +191,12 @@ def _tokenizer(config: GenerateConfig, family: str, model: ModelConfig) -> Token
 def _all_in_form(
     config: GenerateConfig, tokenizer: Tokenizer, named: list[tuple[str, str]]
 ) -> list[tuple[str, Prompt]]:
-    """Prompts by their names.
+    """The prompts in the form of the flags, by name.
 
     Raises:
         ConfigError: what is wrong with them, each mistake once.
     """
-    if not named:  # they are asked for one by one
+    if not named:  # with --interactive there are no prompts yet
         in_form(config, tokenizer, "?")
     formed, problems = [], list[str]()
     for name, text in named:
@@ -200,10 +210,10 @@ def _all_in_form(
 
 
 def in_form(config: GenerateConfig, tokenizer: Tokenizer, text: str) -> Prompt:
-    """A prompt as a user's message, or with a gap behind it, if that is asked for.
+    """Format a prompt as a user message, or with a gap to fill after it, as the flags say.
 
     Raises:
-        ConfigError: the tokenizer's model was not taught that.
+        ConfigError: the tokenizer's model was not trained for that.
     """
     if config.chat:
         variables = read_variables("--chat-template-kwargs", config.chat_template_kwargs)
@@ -213,16 +223,16 @@ def in_form(config: GenerateConfig, tokenizer: Tokenizer, text: str) -> Prompt:
 
 @dataclass(frozen=True)
 class Language:
-    """A programming language a family of models knows by a tag."""
+    """A programming language that a family of models knows by a tag."""
 
     tagged: Callable[[str], str]
-    """Puts the tag above a prompt."""
+    """Put the tag before a prompt."""
     ending: StopCondition | None
-    """Where a function ends that the prompt began; None: no rule for this language."""
+    """Find where the function that the prompt began ends; None: the language has no rule for this."""
 
 
 def find_language(name: str, family: str) -> Language:
-    """The language `name`, as the family's models know it.
+    """Find the language `name` of the family.
 
     Raises:
         ConfigError: the family knows no languages, or not this one.
@@ -230,7 +240,7 @@ def find_language(name: str, family: str) -> Language:
     try:
         module = family_module(family, "languages")
     except ModuleNotFoundError:
-        raise ConfigError(f"--language: models of {family} are told no programming language") from None
+        raise ConfigError(f"--language: models of {family} have no tags for programming languages") from None
     language = module.ALIASES.get(name.lower(), name.lower())
     if language not in module.TAGS:
         raise ConfigError(
@@ -241,7 +251,7 @@ def find_language(name: str, family: str) -> Language:
 
 
 def language_tags(family: str) -> dict[str, str]:
-    """Programming languages that a family's models know, and the line that names each above a prompt."""
+    """Programming languages that a family's models know, with the tag line of each."""
     try:
         return dict(family_module(family, "languages").TAGS)
     except ModuleNotFoundError:
@@ -249,7 +259,7 @@ def language_tags(family: str) -> dict[str, str]:
 
 
 def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, str]]:
-    """(where it stands, text) of each prompt.
+    """Read the prompts, as (where it stands, text).
 
     Raises:
         ConfigError: no prompt, a file that cannot be read, text that is not UTF-8.
@@ -267,7 +277,7 @@ def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, 
         else:
             named = [(f"{path}:{n}", line) for n, line in enumerate(split_lines(text), 1) if line.strip()]
         if not named:
-            raise ConfigError(f"{path}: holds no prompt")
+            raise ConfigError(f"{path}: contains no prompt")
         return named
     if strategy.mesh.size > 1:
         raise ConfigError("several processes cannot share standard input; give --prompt or --prompt-file")
@@ -280,16 +290,16 @@ def read_prompts(config: GenerateConfig, strategy: Strategy) -> list[tuple[str, 
 
 
 def prompt_problems(name: str, prompt: Prompt, model: ModelConfig, max_new_tokens: int) -> list[str]:
-    """Why a prompt cannot be continued."""
+    """List the reasons why a prompt cannot be continued."""
     length = len(prompt.tokens)
     if length == 0:
-        return [f"{name}: holds no token"]
+        return [f"{name}: contains no token"]
     if length >= model.seq_len:
-        return [f"{name}: {length} tokens leave no room in the model's context of {model.seq_len}; shorten it"]
+        return [f"{name}: {length} tokens fill the model's context of {model.seq_len}; shorten it"]
     if length + max_new_tokens > model.seq_len:
         return [
             f"{name}: {length} tokens and --max-new-tokens {max_new_tokens} exceed the model's context of "
-            f"{model.seq_len}; ask for at most {model.seq_len - length}"
+            f"{model.seq_len}; use at most --max-new-tokens {model.seq_len - length}"
         ]
     return []
 
@@ -308,7 +318,7 @@ def _own_problems(config: GenerateConfig, model: ModelConfig | None) -> list[str
     if config.interactive and config.json:
         problems.append("--interactive prints text; leave out --json")
     if config.chat + (config.suffix is not None) + bool(config.language) > 1:
-        problems.append("--chat, --suffix and --language each put a prompt in another form; give one of them")
+        problems.append("--chat, --suffix and --language each format the prompt; give one of them")
     if config.chat_template_kwargs is not None and not config.chat:
         problems.append("--chat-template-kwargs is for --chat; add --chat")
     if config.logprobs and not config.json:

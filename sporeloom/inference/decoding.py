@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Next-token logits of texts that grow: with a KV cache, or recomputed from all tokens each time.
+"""Next-token logits of growing texts: with a KV cache, or recomputed from all tokens each time.
 
 Shapes are padded to a few lengths (buckets), each compiled once, so that a new prompt compiles nothing.
 """
@@ -21,7 +21,7 @@ from sporeloom.runtime.engine import Engine
 
 MIN_BUCKET = 16
 PREFILL_CHUNK = 128
-"""Tokens of a prompt that are worked through at once."""
+"""Maximum number of prompt tokens that are prefilled at once."""
 
 Logits = NDArray[np.float32]
 
@@ -32,19 +32,20 @@ class Decoding(Protocol):
     num_rows: int
     cache_bytes: int
     has_kernels: bool
-    """Whether compiled kernels do the work of a decode, not MindSpore's operators (`sporeloom.inference.kernels`)."""
+    """Whether compiled kernels decode, not MindSpore's operators (`sporeloom.inference.kernels`)."""
     reusable: int
-    """Another prompt may begin with what a row holds of one, from its start and a multiple of so many tokens. 0: nothing; 1:
-    all that the row holds, also what was generated."""
+    """Prefix caching: another prompt may reuse the first tokens of a row, in multiples of this number. 0: none; 1:
+    any number, also of generated tokens."""
 
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
-        """Compile what prompts of these lengths need, where no one did before."""
+        """Compile for prompts of these lengths, unless that is done."""
 
     def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
-        """Of rows and what is left of their prompts, the oldest first: what one `step` takes, the oldest's for certain.
-        `is_alone`: no row gets a token in it, so that nobody is held up.
+        """Choose from the rows and the rest of their prompts, the oldest first, what one `step` takes; always some
+        of the oldest. `is_alone`: no row gets a token in the step, so that nobody waits.
 
-        What a prompt gets does not depend on who else is there."""
+        What a prompt gets does not depend on who else is there.
+        """
 
     def step(
         self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
@@ -54,22 +55,23 @@ class Decoding(Protocol):
         not hold them."""
 
     def trim(self, row: int, length: int) -> None:
-        """Forget what a row holds beyond `length` tokens."""
+        """Drop the tokens of a row beyond `length`."""
 
     def clear(self, row: int) -> None:
-        """Forget all that a row holds, and leave no trace: a mask hides finite numbers, but not NaN. Every rank calls it."""
+        """Drop all tokens of a row and overwrite them: a mask hides finite numbers, but not NaN. Every rank calls
+        it."""
 
     def use_adapter(self, row: int, adapter: int) -> None:
-        """What a row is given from now on goes through this adapter, counted from 1; 0: through none."""
+        """Set the adapter of a row's further tokens, counted from 1; 0: none."""
 
 
 def bucket(length: int, largest: int) -> int:
-    """The compiled length that takes `length` tokens: a power of two from 16 on, at most `largest`."""
+    """The compiled length for `length` tokens: a power of two from 16 on, at most `largest`."""
     return min(largest, max(MIN_BUCKET, 1 << (length - 1).bit_length()))
 
 
 class Rows:
-    """What all ways share: the network, and which row's logits this process holds."""
+    """Base of all decoders: the network, and the rows whose logits this process holds."""
 
     def __init__(self, engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int):
         assert num_rows % engine.strategy.mesh.dp == 0, (num_rows, engine.strategy.mesh)
@@ -79,7 +81,7 @@ class Rows:
         self._prepared: set[tuple[int, ...]] = set()
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
-        """Compile for the shapes of these, once."""
+        """Compile once for the shapes of these inputs."""
         shapes = tuple(length for tensor in inputs for length in tensor.shape)
         if shapes not in self._prepared:
             self._prepared.add(shapes)
@@ -88,8 +90,8 @@ class Rows:
     def inputs(
         self, feed: Sequence[Sequence[int]], starts: Sequence[int], length: int, every: bool
     ) -> tuple[NDArray[Any], ...]:
-        """Tokens (B, T) and positions (B, T) of what goes on at `starts`, and whose logits are wanted: (B,) or (B*T,),
-        counted in a replica."""
+        """Tokens (B, T) and positions (B, T) of texts that continue at `starts`, and whose logits are needed: (B,)
+        or (B*T,), counted in a replica."""
         tokens, positions = np.zeros((2, len(feed), length), np.int64)
         in_replica = np.arange(len(feed)) % (len(feed) // self.num_replicas)
         for place, (ids, start) in enumerate(zip(feed, starts, strict=True)):
@@ -101,7 +103,7 @@ class Rows:
     def run(
         self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], inputs: Sequence[NDArray[Any]]
     ) -> dict[int, Logits] | None:
-        """Logits of the rows of `feed` among those the inputs are of."""
+        """Logits of the rows of `feed` among those of the inputs."""
         output = self.engine.run(self.net, *as_tensors(inputs))
         if not self.engine.in_last_stage:
             return None
@@ -116,12 +118,12 @@ def as_tensors(arrays: Iterable[NDArray[Any]]) -> list[Tensor]:
     return [Tensor(array.astype(np.int32)) for array in arrays]
 
 
-class WithCache(Rows):
+class CacheDecoder(Rows):
     """Rows of a KV cache.
 
     Args:
         net: the model with caches attached for `num_rows` rows of `num_slots`.
-        chunk: tokens of a prompt that are worked through at once, between two tokens of the others.
+        chunk: tokens of a prompt that are prefilled at once, between two tokens of the others.
     """
 
     def __init__(
@@ -153,11 +155,11 @@ class WithCache(Rows):
                 parameter.set_data(Tensor(values, dtype=parameter.dtype), slice_shape=parameter.sliced)
 
 
-class Cached(WithCache):
-    """With a KV cache: each token is worked through once.
+class CachedDecoder(CacheDecoder):
+    """Decoding with a KV cache: each token is computed once.
 
     Prompts and chosen tokens are computed apart: a part of a prompt of one row of each replica, and a token of all rows. So
-    the shapes are the same whatever else is going on: what a prompt gets depends on no other, to the bit.
+    the shapes are the same whatever else is running: the logits of a prompt depend on no other, to the bit.
     """
 
     def __init__(self, *of: Any, **more: Any):
@@ -175,7 +177,7 @@ class Cached(WithCache):
         self._compile_decode()
 
     def shapes(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """All that may be needed: what it is for, and what compiles it."""
+        """The graphs that may be needed: a name, and the function that compiles it."""
         yield "a token of each row", self._compile_decode
         length = min(MIN_BUCKET, self.chunk)
         lengths = [length]
@@ -194,7 +196,7 @@ class Cached(WithCache):
         self.compile(as_tensors(self._inputs(range(self.num_rows), {}, 1, False)))
 
     def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
-        del is_alone  # what a prompt gets would depend on it
+        del is_alone  # the logits of a prompt would depend on it
         chunks: dict[int, Sequence[int]] = {}
         for row, ids in waiting.items():
             part = ids[: self.chunk]
@@ -230,7 +232,7 @@ class Cached(WithCache):
     def _inputs(
         self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], length: int, every: bool
     ) -> tuple[NDArray[Any], ...]:
-        """Inputs for `length` tokens of some rows; what is not fed fills the shape, its keys go to the spare slot."""
+        """Inputs for `length` tokens of some rows; padding fills the shape, and its keys go to the spare slot."""
         given = [feed.get(row, ()) for row in rows]
         tokens, positions, picked = self.inputs(
             given, [int(self.slot_table.lengths[row]) for row in rows], length, every
@@ -249,8 +251,8 @@ class Cached(WithCache):
             assert adapter == 0, adapter
 
 
-class Uncached(Rows):
-    """Without a cache: every step works through all tokens again. For comparison, and for texts of one step."""
+class UncachedDecoder(Rows):
+    """Decoding without a cache: every step computes all tokens again. For comparison, and for texts of one step."""
 
     cache_bytes = 0
     reusable = 0

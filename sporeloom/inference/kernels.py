@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled kernels for decoding on one CPU: kernels.c, built once for each machine and compiler, and put into a network."""
+"""Compiled kernels for decoding on one CPU: kernels.c, built once for each machine and compiler, and inserted into
+a network."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from sporeloom.files import flush, partial_name, private_cache, read_private, re
 from sporeloom.lines import first_line, split_lines
 from sporeloom.log import milestone
 from sporeloom.nn.attention import Attention
-from sporeloom.nn.blocks import Block, DecoderLayer, OneNormLayer, SandwichLayer
+from sporeloom.nn.blocks import Block, DecoderLayer, ParallelBlock, SandwichLayer
 from sporeloom.nn.head import TiedHead
 from sporeloom.nn.int8 import Int8Head, Int8Linear, Int8TiedHead
 from sporeloom.nn.linear import Linear
@@ -30,16 +31,16 @@ from sporeloom.nn.multi_lora import AdaptedProduct
 from sporeloom.nn.norm import RMSNorm
 
 SWITCH = "SPORELOOM_KERNELS"
-"""Environment: 0 computes with MindSpore's operators alone."""
+"""Environment variable: 0 computes with MindSpore's operators alone."""
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-shared", "-fPIC")
 BUILD_S = 120.0
-BLOCK_KINDS = (DecoderLayer, OneNormLayer, SandwichLayer)
+BLOCK_KINDS = (DecoderLayer, ParallelBlock, SandwichLayer)
 ACTIVATION_KINDS = (ErfGelu, TanhGelu, FastGelu, SiLU)
-"""In the order of kernels.c."""
-MOST_HEAD = 1024
+"""Kinds of activation functions, in the order of kernels.c."""
+MAX_HEAD_DIM = 1024
 LANES, COLUMNS = 16, 4
-"""What the length of rows and the number of columns must be multiples of."""
+"""The length of rows and the number of columns must be multiples of these."""
 
 
 def kernel_library() -> Path | None:
@@ -94,7 +95,8 @@ def _named(fingerprint: str, content: bytes) -> str:
 
 
 def num_threads() -> int:
-    """What the user says, or one for each core this process may use. MindSpore sets OMP_NUM_THREADS to 1, for C alone."""
+    """Number of threads: the user's choice, or one for each core that this process may use. MindSpore sets
+    OMP_NUM_THREADS to 1, for C alone."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # of nested regions the outermost
     return int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0))
 
@@ -105,7 +107,7 @@ def _build(compiler: str, path: Path) -> None:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Of all that the library depends on; a home folder may be shared by different machines."""
+    """Identify everything that the library depends on; a home folder may be shared by different machines."""
     found = (
         Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace") if Path("/proc/cpuinfo").exists() else ""
     )
@@ -130,7 +132,7 @@ def use_kernels(net: nn.Cell, library: Path) -> int:
 
 def rows_are_alone(net: nn.Cell) -> bool:
     """Whether what a row gets is the same to the bit however many rows there are: its products are all by the library, which
-    sums each entry in one order. MindSpore's own choose theirs by the number of rows."""
+    sums each entry in one order. MindSpore's own choose an order by the number of rows."""
     products = [
         c for _, c in net.cells_and_names() if isinstance(c, Attention | AdaptedProduct | LoRALinear | TiedHead)
     ]
@@ -138,7 +140,7 @@ def rows_are_alone(net: nn.Cell) -> bool:
 
 
 def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
-    """Name of a part's kernel, and the shape of what it gives."""
+    """Name of a part's kernel, and the shape of its output."""
     if isinstance(cell, Block):
         plan = _plan(cell)
         if plan is None:
@@ -161,7 +163,7 @@ def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
 
 
 def _plan(layer: Block) -> NDArray[np.int32] | None:
-    """What kernels.c is to know of a layer; None: it cannot compute such a one."""
+    """Description of a layer for kernels.c; None: it cannot compute such a layer."""
     if type(layer) not in BLOCK_KINDS or layer.has_experts:
         return None
     attention, mlp, norm = layer.attention, layer.mlp, layer.attention_norm
@@ -170,7 +172,12 @@ def _plan(layer: Block) -> NDArray[np.int32] | None:
     is_plain = all(type(matrix) in (Linear, Int8Linear) and not matrix.has_adapters for matrix in matrices)
     widths = [length for matrix in matrices for length in matrix.weight.shape]
     head = attention.head_dim
-    if not is_plain or str(attention.dtype) != "Float32" or head > MOST_HEAD or any(n % LANES for n in (head, *widths)):
+    if (
+        not is_plain
+        or str(attention.dtype) != "Float32"
+        or head > MAX_HEAD_DIM
+        or any(n % LANES for n in (head, *widths))
+    ):
         return None
     rotary = attention.query_rotary if attention.has_rotary else None
     is_rms = isinstance(norm, RMSNorm)

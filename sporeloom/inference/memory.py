@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where one CPU process keeps what it decodes with."""
+"""Memory of the KV cache and the inputs of one CPU process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sporeloom.checkpoint.tensor_files import numpy_dtype
 
 LINE = 64
-"""Bytes of a line of the cache."""
+"""Bytes of a cache line."""
 
 
 def side_by_side(parameters: Sequence[Parameter]) -> list[NDArray[Any]]:

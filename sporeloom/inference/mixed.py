@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of prompts and chosen tokens of all rows in one batch, where a token's numbers do not depend on the others'.
+"""Ragged batches: parts of prompts and new tokens of all rows in one batch, where no token's numbers depend on the
+others.
 
 Source: arXiv:2308.16369 (decodes ride along with a chunk of a prompt, whose weights are read anyway).
 """
@@ -14,14 +15,14 @@ import numpy as np
 from mindspore import nn
 from numpy.typing import NDArray
 
-from sporeloom.inference.decoding import PREFILL_CHUNK, Cached, Logits, WithCache, as_tensors
+from sporeloom.inference.decoding import PREFILL_CHUNK, CachedDecoder, CacheDecoder, Logits, as_tensors
 from sporeloom.models.config import ModelConfig
-from sporeloom.nn.linear import MOST_ROWS
+from sporeloom.nn.linear import MAX_KERNEL_ROWS
 from sporeloom.runtime.engine import Engine
 
 
-class Mixed(WithCache):
-    """With a KV cache, each token of a step a row of the network's batch of its own.
+class RaggedDecoder(CacheDecoder):
+    """Decoding with a KV cache, where each token of a step is a row of the network's batch.
 
     Only for networks whose products are all by the compiled kernels (`rows_are_alone`): what a prompt gets then depends on no
     other, to the bit, nor on how it is cut. Tokens that only fill a shape are not computed by them.
@@ -33,20 +34,20 @@ class Mixed(WithCache):
         super().__init__(*of, **more)
         num_rows = self.num_rows
         assert takes(self.net, num_rows), (num_rows, self.net)
-        self.chunk = min(self.chunk, MOST_ROWS + 1 - num_rows)
+        self.chunk = min(self.chunk, MAX_KERNEL_ROWS + 1 - num_rows)
         self.sizes = [size for size in (1, 4, 16) if size < num_rows]
-        self.sizes += sorted({num_rows, num_rows - 1 + self.chunk, MOST_ROWS})
+        self.sizes += sorted({num_rows, num_rows - 1 + self.chunk, MAX_KERNEL_ROWS})
         """Numbers of tokens that a step is compiled for: of the rows, with a part of a prompt, of prompts alone."""
 
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
-        most = max(self.num_rows, min(sum(prompt_lengths), MOST_ROWS))
+        most = max(self.num_rows, min(sum(prompt_lengths), MAX_KERNEL_ROWS))
         for size in self.sizes:
             self._compile(size)
             if size >= most:
                 return
 
     def shapes(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """All that may be needed: what it is for, and what compiles it."""
+        """The graphs that may be needed: a name, and the function that compiles it."""
         for size in self.sizes:
             yield f"a step of {size} tokens", partial(self._compile, size)
         for size in self.sizes[1:]:
@@ -57,7 +58,7 @@ class Mixed(WithCache):
 
     def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
         chunks: dict[int, Sequence[int]] = {}
-        room = MOST_ROWS if is_alone else self.chunk
+        room = MAX_KERNEL_ROWS if is_alone else self.chunk
         for row, ids in waiting.items():
             if room:
                 chunks[row] = ids[:room]
@@ -81,8 +82,8 @@ class Mixed(WithCache):
         }
 
     def _inputs(self, feed: Mapping[int, Sequence[int]], size: int, every: bool) -> tuple[NDArray[Any], ...]:
-        """Inputs for `size` tokens, those of `feed` first. The keys of the others go to the spare slot, by which the kernels
-        know them. Wanted are the logits of all, or of the last token of each row."""
+        """Inputs for `size` tokens, those of `feed` first. The keys of the padding go to the spare slot, by which
+        the kernels recognize it. The logits of all are needed, or of the last token of each row."""
         starts = {row: int(self.slot_table.lengths[row]) for row in feed}
         places = [(row, starts[row] + i, token) for row, ids in feed.items() for i, token in enumerate(ids)]
         rows, positions, tokens = np.asarray([*places, *[(0, 0, 0)] * (size - len(places))]).T
@@ -101,13 +102,13 @@ class Mixed(WithCache):
 
 
 def takes(net: nn.Cell, num_rows: int) -> bool:
-    """Whether a network with so many rows of caches may be given mixed batches."""
-    return net.rows_are_alone and num_rows <= MOST_ROWS // 2
+    """Whether a network with this many rows of caches supports mixed batches."""
+    return net.rows_are_alone and num_rows <= MAX_KERNEL_ROWS // 2
 
 
 def cached(
     engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int, num_slots: int, chunk: int = PREFILL_CHUNK
-) -> Cached | Mixed:
-    """With a KV cache, in mixed batches where the network allows it."""
-    way = Mixed if takes(net, num_rows) else Cached
+) -> CachedDecoder | RaggedDecoder:
+    """Decoding with a KV cache, in mixed batches where the network supports them."""
+    way = RaggedDecoder if takes(net, num_rows) else CachedDecoder
     return way(engine, net, config, num_rows, num_slots, chunk)

@@ -36,7 +36,7 @@ from sporeloom.runtime.cpu.executor import Source
 from sporeloom.strategy.config import Strategy
 
 CACHE = ".cache."
-"""In the names of parameters that no checkpoint has."""
+"""Part of the names of parameters that no checkpoint has."""
 
 
 def build_model(
@@ -93,7 +93,7 @@ def load_model(
     int8: bool = False,
     adapters: Sequence[Adapter] = (),
 ) -> nn.Cell:
-    """`build_model` with the folder's weights, and beside them adapters that tokens choose from. Of several CPU processes
+    """`build_model` with the folder's weights, and with adapters that tokens choose from. Of several CPU processes
     each reads what it holds when the first graph is compiled.
 
     Raises:
@@ -126,7 +126,7 @@ def load_model(
 
 
 def _fitting(read: Read, config: ModelConfig, folder: Path) -> Read:
-    """What reads weights that are computed in the model's type.
+    """The function that reads weights to be computed in the model's type.
 
     Raises:
         ConfigError: when it reads one that would be infinite in float16.

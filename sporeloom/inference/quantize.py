@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight-only int8: every matrix and the word embedding as int8 with one float32 scale for each output channel."""
+"""Weight-only int8: every matrix and the token embedding as int8 with one float32 scale for each output channel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quantize(net: Decoder) -> None:
 
 
 def quantized_weights(net: Decoder, read: Read) -> Read:
-    """What reads a float checkpoint as a quantized `net` wants it."""
+    """The function that reads a float checkpoint for a quantized `net`."""
     coarse = {
         f"{path}.{kind}": (path, kind)
         for path, cell in net.cells_and_names()
@@ -40,7 +40,7 @@ def quantized_weights(net: Decoder, read: Read) -> Read:
     }
     shapes = {parameter.name: parameter.shape for parameter in net.get_parameters()}
 
-    @lru_cache(1)  # a matrix and its scale are asked for one after the other
+    @lru_cache(1)  # a matrix and its scale are read one after the other
     def quantized(path: str) -> dict[str, NDArray[Any]]:
         name = f"{path}.weight"
         exact = np.asarray(read(name, whole(shapes[name])), np.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to a token: functions that each change logits (V,), composed, then one choice. NumPy only.
+"""From logits to a token: composed functions that each change logits (V,), then one choice. NumPy only.
 
 A token that must not be chosen has the logit -inf.
 """
@@ -28,7 +28,8 @@ from sporeloom.numbers import (
 
 Logits = NDArray[np.float64]
 MIN_REPETITION_PENALTY, MAX_PENALTY = 1e-200, 1e200
-"""What is beyond counts as these: with a model's logits nothing overflows in float64, and the order of tokens is the same."""
+"""Larger numbers are replaced by these: with a model's logits nothing overflows in float64, and the order of
+tokens stays the same."""
 
 
 class NoTokenError(ConfigError):
@@ -41,7 +42,7 @@ class NoTokenError(ConfigError):
 
 
 class BadLogitsError(ConfigError):
-    """A model's logits are no distribution."""
+    """A model's logits do not describe a distribution."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -62,31 +63,33 @@ Processor = Callable[[Logits, History], Logits]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How tokens are chosen: flags of tools/generate.py. The defaults choose the likeliest."""
+    """Sampling of tokens: flags of tools/generate.py. The defaults choose the most likely token."""
 
     heading: ClassVar[str] = "sampling"
     common: ClassVar[tuple[str, ...]] = ("temperature", "top_p")
 
     temperature: NotNegative = option(
-        0.0, f"divides the logits; 0, and whatever is below {MIN_TEMPERATURE:g}, takes the likeliest token (greedy)"
+        0.0, f"divisor of the logits; 0, and anything below {MIN_TEMPERATURE:g}, chooses the most likely token (greedy)"
     )
-    top_k: Natural = option(0, "choose among the k likeliest tokens only; 0: all")
-    top_p: Probability = option(1.0, "choose among the likeliest tokens that together have this probability")
-    frequency_penalty: Number = option(0.0, "taken off a token's logit for each time it was generated")
-    presence_penalty: Number = option(0.0, "taken off a token's logit once it was generated at all")
+    top_k: Natural = option(0, "sample from the k most likely tokens only (top-k); 0: all")
+    top_p: Probability = option(
+        1.0, "sample from the smallest set of most likely tokens with this total probability (nucleus sampling)"
+    )
+    frequency_penalty: Number = option(0.0, "subtracted from a token's logit for each time it was generated")
+    presence_penalty: Number = option(0.0, "subtracted from a token's logit once it was generated at all")
     repetition_penalty: Positive = option(  # Source: CTRL, section 4.1
-        1.0, "divides positive and multiplies negative logits of all tokens of prompt and output"
+        1.0, "factor that divides positive and multiplies negative logits of all tokens of prompt and output"
     )
-    min_new_tokens: Natural = option(0, "no end-of-document or other stop token before as many tokens")
-    banned_tokens: tuple[Natural, ...] = option((), "ids that are never generated")
-    seed: Seed = option(0, "same seed, same samples")
+    min_new_tokens: Natural = option(0, "minimum number of new tokens before end-of-document or another stop token")
+    banned_tokens: tuple[Natural, ...] = option((), "token ids that are never generated (default: none)")
+    seed: Seed = option(0, "random seed: the same seed gives the same samples")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
 
     def problems(self, vocab_size: int | None) -> Iterator[str]:
-        """What is out of range, by flag; None: the vocabulary is not known."""
+        """List values out of range, by flag; None: the vocabulary is not known."""
         yield from number_problems(self)
         if vocab_size is None:
             return
@@ -101,7 +104,7 @@ class SamplingConfig:
 
 
 def ban(tokens: Sequence[int]) -> Processor:
-    """Never choose these; a model may have more tokens than its tokenizer, whose logits these are."""
+    """Never choose these tokens, such as those that a model has and its tokenizer does not."""
     ids = np.asarray(tokens, np.int64)
 
     def process(logits: Logits, history: History) -> Logits:
@@ -112,7 +115,7 @@ def ban(tokens: Sequence[int]) -> Processor:
 
 
 def ban_until(num_new_tokens: int, tokens: Sequence[int]) -> Processor:
-    """Do not choose these before `num_new_tokens` were generated."""
+    """Do not choose these tokens before `num_new_tokens` were generated."""
     ban_now = ban(tokens)
     return lambda logits, history: ban_now(logits, history) if len(history.generated) < num_new_tokens else logits
 
@@ -159,7 +162,7 @@ def scale(temperature: float) -> Processor:
 
 
 def keep_top_k(k: int) -> Processor:
-    """Keep the k likeliest, and those as likely as the k-th."""
+    """Keep the k most likely tokens, and those as likely as the k-th."""
 
     def process(logits: Logits, history: History) -> Logits:
         if k < len(logits):
@@ -170,7 +173,7 @@ def keep_top_k(k: int) -> Processor:
 
 
 def keep_top_p(p: float) -> Processor:
-    """Keep the smallest set of likeliest tokens whose probabilities add up to `p`."""
+    """Keep the smallest set of most likely tokens whose probabilities add up to `p`."""
 
     def process(logits: Logits, history: History) -> Logits:
         possible = np.flatnonzero(logits > -np.inf)
@@ -183,7 +186,8 @@ def keep_top_p(p: float) -> Processor:
 
 
 def processors(config: SamplingConfig, stop_ids: Sequence[int]) -> list[Processor]:
-    """What `config` asks for, in the order it is applied: bans, penalties, temperature, top-k, top-p."""
+    """Processors of a configuration, in the order in which they are applied: bans, penalties, temperature, top-k,
+    top-p."""
     steps: list[tuple[Any, Processor]] = [
         (config.banned_tokens, ban(config.banned_tokens)),
         (config.min_new_tokens and stop_ids, ban_until(config.min_new_tokens, stop_ids)),
@@ -203,7 +207,7 @@ def processors(config: SamplingConfig, stop_ids: Sequence[int]) -> list[Processo
 
 
 class Sampler:
-    """Chooses tokens as a SamplingConfig says. A choice depends on logits, history, seed and stream, on nothing else.
+    """Chooses tokens as a SamplingConfig says. A choice depends only on logits, history, seed and stream.
 
     Args:
         vocab_size: tokens there are, where the model has rows for more (padding that no tokenizer can decode).
@@ -221,7 +225,7 @@ class Sampler:
         self.processors = [*first, *processors(config, stop_ids)]
 
     def choose(self, logits: NDArray[np.floating[Any]], history: History, stream: int = 0) -> int:
-        """The next token. `stream` sets the random numbers of one prompt apart from those of another.
+        """Choose the next token. `stream` separates the random numbers of one prompt from those of another.
 
         Raises:
             BadLogitsError: NaN or infinity among the logits.
@@ -248,7 +252,7 @@ class Sampler:
 
 def check_logits(logits: NDArray[np.floating[Any]]) -> None:
     """Raises:
-    BadLogitsError: the logits (V,) are no distribution: one is NaN or +inf, or all are -inf.
+    BadLogitsError: the logits (V,) do not describe a distribution: one is NaN or +inf, or all are -inf.
     """
     if not np.isfinite(logits.max()):  # which is NaN where one is
         raise BadLogitsError
@@ -256,13 +260,13 @@ def check_logits(logits: NDArray[np.floating[Any]]) -> None:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """How likely a token is under the model itself, before any processor, and what else is. Log-probabilities are rounded to
-    float32, in which ranks tell them to each other."""
+    """Log-probability of a token under the model itself, before any processor, and the most likely alternatives.
+    Log-probabilities are rounded to float32, in which ranks exchange them."""
 
     token: int
     log_probability: float
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens and their log-probabilities."""
+    """The most likely tokens and their log-probabilities."""
 
 
 UNLIKELY = -9999.0
@@ -270,12 +274,12 @@ UNLIKELY = -9999.0
 
 
 def finite(log_probability: float) -> float:
-    """A log-probability as JSON can hold it."""
+    """Convert a log-probability to a number that JSON can hold."""
     return UNLIKELY if log_probability == -np.inf else log_probability
 
 
 def score_token(logits: NDArray[np.floating[Any]], token: int, num_top: int = 0) -> TokenScore:
-    """Score `token` and name the `num_top` likeliest; of equals those with the lower ids.
+    """Score `token` and list the `num_top` most likely tokens; among equals those with the lower ids.
 
     Raises:
         BadLogitsError: NaN or infinity among the logits.

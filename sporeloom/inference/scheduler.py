@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in, tokens out: they share the rows of a batch, and may come and go while others go on.
+"""Continuous batching: requests share the rows of a batch, and start and end while others continue.
 
 Every rank of a job has a scheduler of its own and makes the same calls in the same order; one rank chooses the tokens and
-tells the others. What a request gets depends on the request alone.
+broadcasts them. The output of a request depends on the request alone.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
 
 class InternalError(ConfigError):
-    """A fault of ours while a request was served; the log of the rank that chooses says which."""
+    """A bug of this package while a request was served; the log of the choosing rank has the details."""
 
     def __init__(self) -> None:
-        super().__init__("a fault of sporeloom ended this text; the log says which")
+        super().__init__("a bug of sporeloom ended this text; see the log")
 
 
 _ERRORS = (NoTokenError, BadLogitsError, InternalError)
@@ -38,22 +38,22 @@ _ERRORS = (NoTokenError, BadLogitsError, InternalError)
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and what is wanted of it."""
+    """One prompt and its options."""
 
     prompt: Sequence[int]
     max_new_tokens: int
-    """0 with `score_prompt` only."""
+    """Maximum number of new tokens; 0 with `score_prompt` only."""
     sampler: Sampler
     is_finished: Callable[[Sequence[int]], bool]
-    """Asked after each token, with all generated ones, on the rank that chooses."""
+    """Called after each token with all generated ones, on the choosing rank: whether the text ends."""
     stream: int = 0
-    """Sets its random numbers apart from those of other requests with the same seed."""
+    """Number that separates its random numbers from those of other requests with the same seed."""
     num_top: int = 0
-    """The likeliest tokens to tell beside each."""
+    """Number of most likely tokens to report with each token."""
     score_prompt: bool = False
-    """Tell how likely each token of the prompt is, but its first."""
+    """Report the log-probability of each token of the prompt but the first."""
     adapter: int = 0
-    """Of several beside the model, counted from 1; 0: none."""
+    """Number of its adapter, counted from 1; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -61,31 +61,31 @@ class NewToken:
     """One generated token."""
 
     request: int
-    """What `submit` returned."""
+    """Number of the request, from `submit`."""
     token: int
     log_probability: float
-    """Under the model itself, before penalties, temperature and the rest."""
+    """Log-probability under the model itself, before penalties, temperature and other processors."""
     seconds: float
-    """Since the token before; the first one's since a row was free for the prompt."""
+    """Seconds since the token before; for the first one, since the prompt got a row."""
     finish_reason: FinishReason | None
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens and their log-probabilities; on the rank that chooses."""
+    """The most likely tokens and their log-probabilities; on the choosing rank."""
 
 
 @dataclass(frozen=True)
 class PromptScores:
-    """How likely the tokens of a prompt are, from the second on. Comes before the first new token."""
+    """Log-probabilities of a prompt's tokens, from the second on. Precedes the first new token."""
 
     request: int
     scores: Sequence[TokenScore]
-    """On the rank that chooses; empty on the others."""
+    """On the choosing rank; empty on the others."""
     finish_reason: FinishReason | None
-    """Set where no token is wanted."""
+    """Set where no new token is requested."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The last event of a request that cannot go on, on every rank. The others go on."""
+    """The last event of a request that failed, on every rank. The others continue."""
 
     request: int
     error: ConfigError
@@ -96,32 +96,32 @@ Event = NewToken | PromptScores | Failure
 
 @dataclass
 class _Row:
-    """A row at work."""
+    """State of a busy row."""
 
     id: int
     request: Request
     left: Sequence[int]
-    """Of the prompt."""
+    """Scores of the prompt's tokens so far."""
     since: float
     generated: list[int] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     error: Exception | None = None
-    """Why its prompt could not be scored; on the rank that chooses."""
+    """Error that prevented scores of its prompt; on the choosing rank."""
 
     @property
     def to_read(self) -> Sequence[int]:
-        """What the model is still to be given of the prompt: all of it or, where nothing comes after it, all but its last
-        token, which is only scored."""
+        """Tokens of the prompt that the model has still to read: all of them or, where nothing follows, all but
+        the last token, which is only scored."""
         only_scored = self.request.max_new_tokens == 0 and len(self.request.prompt) > 1
         return self.left[:-1] if only_scored else self.left
 
 
 class Scheduler:
-    """Gives rows to requests in the order they came, and lets all rows go on together.
+    """Assigns rows to requests in the order of arrival, and runs all rows together.
 
-    A step takes a chunk of the oldest prompt that is not worked through yet, then one token further all rows that are. So a
+    A step takes a chunk of the oldest prompt that is not prefilled yet, then one token further all rows that are. So a
     long prompt holds the others up by a chunk a token, and waits for no more than a token a chunk. A prompt that begins like
-    one that a free row still holds goes on from there.
+    one that a free row still holds continues from there.
     """
 
     def __init__(self, decoding: Decoding, engine: Engine):
@@ -130,10 +130,10 @@ class Scheduler:
         self._log = LogBudget()
         self._waiting: dict[int, Request] = {}
         self._rows: dict[int, _Row] = {}
-        self._free = list(range(decoding.num_rows))  # the one freed longest ago first
+        self._free = list(range(decoding.num_rows))  # the least recently used one first
         self._held: dict[int, tuple[int, Sequence[int]]] = dict.fromkeys(self._free, (0, ()))  # adapter and tokens
         self.reused_tokens = 0
-        """Of all prompts, what was held already."""
+        """Number of prompt tokens that were found in a free row."""
 
     @property
     def num_running(self) -> int:
@@ -155,20 +155,20 @@ class Scheduler:
         return number
 
     def cancel(self, number: int) -> None:
-        """Forget a request, wherever it is; its row is free for the next step."""
+        """Cancel a request; its row is free for the next step."""
         self._waiting.pop(number, None)
         for row, state in list(self._rows.items()):
             if state.id == number:
                 self._release(row)
 
     def cancel_all(self) -> None:
-        """Forget all requests."""
+        """Cancel all requests."""
         self._waiting.clear()
         for row in list(self._rows):
             self._release(row)
 
     def step(self) -> list[Event]:
-        """What a chunk of a prompt and a further token of each row have brought."""
+        """Run a step: a chunk of a prompt, and a further token of each row. Returns its events."""
         self._admit()
         decoded = {row: state.generated[-1] for row, state in self._rows.items() if state.generated}
         chunks, every = self._next_chunks(is_alone=not decoded)
@@ -183,8 +183,10 @@ class Scheduler:
                 return
             del self._waiting[number]
             shared = {row: self._shared(row, request) for row in self._free}
-            # What is reused counts, and what is forgotten for it: a greeting in common is not worth a conversation.
-            row = max(self._free, key=lambda free: 2 * shared[free] - len(self._held[free][1]))  # of equals the first
+            # Only reused tokens count, less those that are overwritten: a common greeting is not worth a conversation.
+            row = max(
+                self._free, key=lambda free: 2 * shared[free] - len(self._held[free][1])
+            )  # the first among equals
             self._free.remove(row)
             self.decoding.trim(row, shared[row])
             self.decoding.use_adapter(row, request.adapter)
@@ -192,7 +194,8 @@ class Scheduler:
             self._rows[row] = _Row(number, request, request.prompt[shared[row] :], time.perf_counter())
 
     def _shared(self, row: int, request: Request) -> int:
-        """Tokens that a free row holds of a prompt: whole chunks, but never its last token, whose logits are needed."""
+        """Number of a prompt's tokens that a free row holds: full chunks, but never the last token, whose logits
+        are needed."""
         unit, prompt, (adapter, held) = self.decoding.reusable, request.prompt, self._held[row]
         if request.score_prompt or request.adapter != adapter:
             return 0
@@ -206,7 +209,7 @@ class Scheduler:
         state, unit = self._rows.pop(row), self.decoding.reusable
         done = len(state.request.prompt) - len(state.left)
         held: Sequence[int] = ()
-        if failed:  # NaN among its keys and values would go over to the next request, though it is hidden there
+        if failed:  # NaN among its keys and values would reach the next request, though it is hidden there
             self.decoding.clear(row)
         elif unit == 1:  # the last token that was chosen has not been given to the model
             held = [*state.request.prompt[:done], *state.generated[:-1]]
@@ -217,7 +220,7 @@ class Scheduler:
         self._free.append(row)
 
     def _next_chunks(self, is_alone: bool) -> tuple[Mapping[int, Sequence[int]], bool]:
-        """Parts of prompts for a step, and whether their tokens are to be scored: all or none."""
+        """Parts of prompts for a step, and whether their tokens are scored: all or none."""
         waiting = {row: state for row, state in self._rows.items() if state.to_read}
         if not waiting:
             return {}, False
@@ -226,7 +229,8 @@ class Scheduler:
         return self.decoding.next_chunks(alike, is_alone), every
 
     def _book(self, chunks: Mapping[int, Sequence[int]], every: bool, logits: dict[int, Logits] | None) -> list[int]:
-        """Book parts of prompts. Returns the rows of those that ended; only the logits of their last tokens are left."""
+        """Record parts of prompts. Returns the rows whose prompts are complete; only the logits of their last
+        tokens are left."""
         ended = []
         for row, chunk in chunks.items():
             state = self._rows[row]
@@ -240,7 +244,7 @@ class Scheduler:
         return ended
 
     def _score(self, state: _Row, chunk: Sequence[int], logits: Logits | None) -> None:
-        """Book how likely the tokens after those of a chunk are."""
+        """Record log-probabilities of the tokens after those of a chunk."""
         if logits is None or not self.engine.is_log_rank:
             return
         followers = list(state.left[1 : len(chunk) + 1])
@@ -252,7 +256,7 @@ class Scheduler:
             state.error = state.error or error
 
     def _choose(self, rows: Sequence[int], logits: Mapping[int, Logits] | None) -> list[Event]:
-        """What becomes of rows whose prompts have been read: decided by one rank, told to all."""
+        """Decide the next tokens of rows whose prompts are complete: on one rank, which broadcasts them."""
         if not rows:
             return []
         told = np.zeros((3, len(rows)), np.int32)  # token, log-probability as bits, why it ended or, negative, failed
@@ -261,7 +265,7 @@ class Scheduler:
             for place, row in enumerate(rows):
                 try:
                     token, score, reason = _next_token(self._rows[row], logits[row])
-                except Exception as error:  # whatever it is, the other requests go on
+                except Exception as error:  # whatever it is, the other requests continue
                     told[2, place] = -1 - _kind_of(error, self._log)
                     continue
                 if score:
@@ -277,7 +281,7 @@ class Scheduler:
     def _tell(
         self, row: int, now: float, told: tuple[int, float, int], top: tuple[tuple[int, float], ...]
     ) -> Iterator[Event]:
-        """The events of a row that the ranks were told of; it is free again where it has ended."""
+        """The events of a row, as broadcast; the row is free again where its text has ended."""
         token, log_probability, code = told
         state = self._rows[row]
         if code < 0:
@@ -296,12 +300,12 @@ class Scheduler:
 
 
 def generate(decoding: Decoding, engine: Engine, requests: Sequence[Request]) -> Iterator[NewToken]:
-    """Tokens of all requests, numbered by their places, in the order they are made. Every rank of a job yields the same.
+    """Tokens of all requests, by their index, in the order they are made. Every rank of a job yields the same.
 
     Rows left unfinished, when the caller stops early, are free again.
 
     Raises:
-        ConfigError: a request cannot go on; on every rank.
+        ConfigError: a request fails; on every rank.
     """
     scheduler = Scheduler(decoding, engine)
     for request in requests:
@@ -320,8 +324,8 @@ def generate(decoding: Decoding, engine: Engine, requests: Sequence[Request]) ->
 
 
 def _next_token(state: _Row, logits: Logits) -> tuple[int, TokenScore | None, FinishReason | None]:
-    """The token after what a row holds, how likely it is, and why it is the last one; where only the prompt is to be
-    scored, none."""
+    """Choose the token after those of a row, with its log-probability, and why it is the last one; where only the prompt
+    is to be scored, none."""
     request = state.request
     if state.error:
         raise state.error
@@ -332,7 +336,7 @@ def _next_token(state: _Row, logits: Logits) -> tuple[int, TokenScore | None, Fi
 
 
 def _kind_of(error: Exception, log: LogBudget) -> int:
-    """Which of `_ERRORS` the ranks are told; what is none of them is logged here."""
+    """Number of the error in `_ERRORS` that is broadcast; any other exception is logged here."""
     for place, kind in enumerate(_ERRORS):
         if isinstance(error, kind):
             return place

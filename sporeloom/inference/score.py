@@ -20,25 +20,25 @@ from sporeloom.runtime.engine import Engine
 
 @dataclass(frozen=True)
 class Score:
-    """What a model says of token ids (B, N)."""
+    """Logits and loss of token ids (B, N)."""
 
     logits: NDArray[np.float32]
     """(B, T, V), T = N or, where N is one more than the model's context, N - 1."""
     loss: float
-    """Mean of -log p over the N - 1 ids that follow another, those after `loss_ignore_id` aside."""
+    """Mean of -log p over the N - 1 ids that follow another, without those after `loss_ignore_id`."""
     num_tokens: int
-    """Ids the loss is taken over."""
+    """Number of ids in the mean."""
 
 
 class Scorer:
-    """A checkpoint's model, opened once, that says how likely token ids are. All ranks make the same calls."""
+    """A checkpoint's model, opened once, that computes the loss of token ids. All ranks make the same calls."""
 
     def __init__(self, engine: Engine, folder: Path, family: str, config: ModelConfig):
         self.engine, self.config = engine, config
         self.net = load_model(folder, family, config, engine.strategy)
 
     def logits(self, ids: NDArray[np.integer[Any]], eod_id: int | None) -> NDArray[np.float32] | None:
-        """Logits (B, T, V) of ids (B, T); None on the ranks that do not hold them: all but the last stage's first.
+        """Logits (B, T, V) of ids (B, T); None on ranks without logits: all but the last stage's first.
 
         `eod_id`: documents end there, attention and positions start anew; None: one a row.
         """
@@ -50,7 +50,7 @@ class Scorer:
         return logits
 
     def score(self, ids: NDArray[np.integer[Any]], eod_id: int | None) -> Score | None:
-        """Logits and loss of ids (B, N); None where `logits` gives none."""
+        """Logits and loss of ids (B, N); None where `logits` returns None."""
         logits = self.logits(ids[:, : self.config.seq_len], eod_id)
         if logits is None:
             return None
@@ -58,7 +58,8 @@ class Scorer:
         return Score(logits, total / max(1, num_tokens), num_tokens)
 
     def mean_loss(self, batches: Iterable[NDArray[np.integer[Any]]]) -> tuple[float, int]:
-        """Loss of many token ids (B, T+1), batch after batch, and how many it is taken over; documents are told apart."""
+        """Loss of many token ids (B, T+1), batch after batch, and the number of ids in it; attention does not
+        cross documents."""
         total, num_tokens = 0.0, 0
         for ids in batches:
             found = self.score(ids, self.config.eod_id)
@@ -68,7 +69,7 @@ class Scorer:
 
 
 def _summed(logits: NDArray[np.float32], ids: NDArray[np.integer[Any]], ignored: int | None) -> tuple[float, int]:
-    """-log p of the ids that follow another, those after `ignored` aside, added up; and how many."""
+    """Sum of -log p of the ids that follow another, without those after `ignored`; and their number."""
     inputs, labels = ids[:, :-1], ids[:, 1:]
     counted = inputs != ignored
     nll = negative_log_likelihood(logits[:, : labels.shape[1]], labels)

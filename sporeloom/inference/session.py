@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts in, texts out, piece by piece."""
+"""Generate texts from texts, piece by piece."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sporeloom.data.tokenizer import Prompt, Tokenizer
 from sporeloom.inference.config import GenerateJob
-from sporeloom.inference.decoding import Decoding, Uncached
+from sporeloom.inference.decoding import Decoding, UncachedDecoder
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig
@@ -19,29 +19,29 @@ from sporeloom.runtime.engine import Engine
 
 @dataclass
 class Completion:
-    """What one prompt got, growing until `finish_reason` is set."""
+    """The output of one prompt, growing until `finish_reason` is set."""
 
     prompt: str
     tokens: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
-    """Of each token under the model itself."""
+    """Log-probability of each token under the model itself."""
     text: str = ""
-    """Of the tokens, without what stopped it."""
+    """Text of the tokens, without the stop sequence."""
     finish_reason: FinishReason | None = None
     prefill_s: float = 0.0
-    """From a free row to the first token."""
+    """Seconds from a free row to the first token."""
     decode_s: float = 0.0
-    """Of all further tokens."""
+    """Seconds of all further tokens."""
 
     @property
     def time_per_token_s(self) -> float | None:
-        """Of the tokens after the first."""
+        """Mean seconds of a token after the first."""
         return self.decode_s / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
 
 
 @dataclass(frozen=True)
 class StopConditions:
-    """Where a text ends.
+    """Conditions that end a text.
 
     Args:
         stop_ids: tokens that end it, the end-of-document token among them; not part of the text.
@@ -55,7 +55,7 @@ class StopConditions:
     rule: StopCondition | None = None
 
     def at(self, text: str) -> int | None:
-        """Where `text` ends before its end, if it does."""
+        """Position where `text` ends before its end, if it does."""
         rules = [*([at_text(self.stop_texts)] if self.stop_texts else []), *([self.rule] if self.rule else [])]
         return first_of(*rules)(text) if rules else None
 
@@ -66,7 +66,7 @@ class StopConditions:
         return bool(self.stop_texts or self.rule) and self.at(self.tokenizer.decode(list(tokens))) is not None
 
     def add(self, completion: Completion, new: NewToken) -> str:
-        """Book a token. Returns the text that is certain now: what may be the start of a stop text waits."""
+        """Add a token. Returns the text that is certain now: the possible beginning of a stop sequence waits."""
         if completion.tokens:
             completion.decode_s += new.seconds
         else:
@@ -89,17 +89,17 @@ class StopConditions:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """New text of one prompt."""
 
     place: int
-    """Of the prompt among those given."""
+    """Index of the prompt among those given."""
     text: str
     completion: Completion
 
 
 class Session:
-    """A model, ready for prompts, its graphs compiled once for all of them. `stop` may be set anew between calls."""
+    """A model with its graphs compiled, ready for prompts. `stop` may be changed between calls."""
 
     def __init__(self, engine: Engine, decoding: Decoding, stop: StopConditions):
         self.engine, self.decoding, self.stop = engine, decoding, stop
@@ -111,7 +111,7 @@ class Session:
         max_new_tokens: int,
         streams: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """All prompts to their end, in the order given."""
+        """Generate for all prompts to their end, in the order given."""
         completions: dict[int, Completion] = {}
         for piece in self.stream(prompts, sampling, max_new_tokens, streams):
             completions[piece.place] = piece.completion
@@ -123,8 +123,9 @@ class Session:
         sampling: SamplingConfig,
         max_new_tokens: int | Sequence[int],
         streams: Sequence[int] | None = None,
-    ) -> Iterator[Piece]:
-        """Text as it is made, of all prompts together. Texts that may be the start of a stop text wait for the next token.
+    ) -> Iterator[TextPiece]:
+        """Yield the text of all prompts as it is generated. The possible beginning of a stop sequence waits for
+        the next token.
 
         Args:
             prompts: texts or token ids.
@@ -143,15 +144,15 @@ class Session:
         completions = [Completion(prompt.text) for prompt in prompts]
         for new in generate(self.decoding, self.engine, requests):
             completion = completions[new.request]
-            yield Piece(new.request, stop.add(completion, new), completion)
+            yield TextPiece(new.request, stop.add(completion, new), completion)
 
 
 def open_session(job: GenerateJob, engine: Engine) -> Session:
-    """The checkpoint's model, ready for the job's prompts."""
+    """Open the checkpoint's model for the job's prompts."""
     config, int8 = job.config, job.config.weights == "int8"
     if config.no_cache:
         net = load_model(config.checkpoint, job.family, job.model, job.strategy, int8=int8)
-        decoding: Decoding = Uncached(engine, net, job.model, job.num_rows)
+        decoding: Decoding = UncachedDecoder(engine, net, job.model, job.num_rows)
     else:
         shape = (job.num_rows, job.num_slots)
         net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a generated text ends: rules that compose. Each takes the text so far and says where it ends; None: not yet."""
+"""Rules that find where a generated text ends; they compose. Each takes the text so far and returns a position;
+None: not yet."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ StopCondition = Callable[[str], int | None]
 
 
 def at_text(texts: Sequence[str]) -> StopCondition:
-    """Before the first of `texts`."""
+    """Find the end before the first of `texts`."""
     return lambda text: min((place for place in (text.find(t) for t in texts) if place >= 0), default=None)
 
 
 def at_dedent() -> StopCondition:
-    """Before the first line that is not indented: a continued Python function has ended there."""
+    """Find the end before the first line that is not indented: a continued Python function has ended there."""
 
     def ending(text: str) -> int | None:
         start = 0
@@ -30,7 +31,8 @@ def at_dedent() -> StopCondition:
 
 
 def at_closed_brace() -> StopCondition:
-    """After the brace that closes what the prompt had opened: the first to close more than the text itself opens."""
+    """Find the end after the brace that closes what the prompt opened: the first to close more than the text
+    itself opens."""
 
     def ending(text: str) -> int | None:
         depth = 0
@@ -44,18 +46,19 @@ def at_closed_brace() -> StopCondition:
 
 
 def first_of(*endings: StopCondition) -> StopCondition:
-    """The earliest of several endings."""
+    """Combine several endings: the earliest one counts."""
     return lambda text: min((end for end in (ending(text) for ending in endings) if end is not None), default=None)
 
 
 def held_back(text: str, wanted: Sequence[str]) -> int:
-    """How many characters at the end may be the beginning of a wanted text, or are an unfinished character's."""
+    """Number of characters at the end that may be the beginning of a stop sequence, or belong to an incomplete
+    character."""
     unfinished = len(text) - len(text.rstrip("\ufffd"))
     return max([unfinished, *(_begun(text, each) for each in wanted)])
 
 
 def _begun(text: str, wanted: str) -> int:
-    """How many characters at the end of a text are the beginning of a longer one, at most; in linear time."""
+    """Number of characters at the end of a text that are the beginning of a longer one, at most; in linear time."""
     tail = text[max(0, len(text) - len(wanted) + 1) :]
     start = tail.find(wanted[:1])
     if start < 0 or not tail:
@@ -70,7 +73,7 @@ def _begun(text: str, wanted: str) -> int:
 
 @lru_cache(maxsize=256)
 def _borders(wanted: str) -> Sequence[int]:
-    """Of each beginning of a text, how long its longest own beginning is that it ends with, too.
+    """For each prefix of a text, the length of its longest proper prefix that it also ends with.
 
     Source: D. E. Knuth, J. H. Morris, V. R. Pratt, Fast pattern matching in strings, 1977.
     """

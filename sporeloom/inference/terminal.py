@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated text at the terminal: streamed, as JSON lines, or in turn with the user."""
+"""Generated text at the terminal: streamed, as JSON lines, or interactively."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sporeloom.runtime.engine import Engine
 
 
 def run(job: GenerateJob) -> None:
-    """Do what tools/generate.py was asked for."""
+    """Run the call that tools/generate.py's flags describe."""
     if job.strategy.mesh.size == 1:
         # Inside a graph MindSpore turns Ctrl-C into SIGTERM; several processes may well end by that, msrun sends it too.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -51,7 +51,7 @@ def _print_json(session: Session, job: GenerateJob) -> None:
 
 
 def _print_text(session: Session, job: GenerateJob, prompts: list[Prompt]) -> None:
-    """Stream the first unfinished prompt's text; what the others get meanwhile is shown when their turn comes."""
+    """Stream the first unfinished prompt's text; that of the others is shown when their turn comes."""
     shown, waiting = 0, [""] * len(prompts)
     completions: dict[int, Completion] = {}
     header = "--- {} ---\n" if len(prompts) > 1 else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MindFormers' Trainer for its YAML files: each call is one of our own tools. Needs no mindformers.
+"""MindFormers' Trainer for its YAML files: each call runs one of this package's commands. Needs no mindformers.
 
 Trainer("run_pangualpha_13b.yaml", train_dataset="tokens/").train()
 """
@@ -41,7 +41,7 @@ class Trainer:
     Args:
         args: MindFormers 1.x or 2.x file. What of it is lost here is said once, with file and line.
         train_dataset: token files, a blend or text; MindFormers' own datasets are not read.
-        model: a checkpoint folder of ours to start from, or to evaluate and predict with.
+        model: a checkpoint folder to start from, or to evaluate and predict with.
         devices: of the job, where the file does not say its data parallel degree.
         options: fields of tools/train.py's configuration, which come before the file's.
 
@@ -61,7 +61,7 @@ class Trainer:
         path = Path(args)
         known = {field.name for field in dataclasses.fields(TrainConfig)}
         if wrong := [name for name in options if name not in known]:
-            raise ConfigError(f"Trainer: {wrong[0]} is no field of tools/train.py's configuration")
+            raise ConfigError(f"Trainer: {wrong[0]} is not a field of tools/train.py's configuration")
         self.settings, self.notes = read(path, recognize(path), Settings(SINGLE_DEVICE), devices)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.model = Path(model) if model else None
@@ -77,11 +77,11 @@ class Trainer:
                     milestone(str(note))
 
     def train(self) -> Path | None:
-        """Train. Returns the folder of the trained model; None if the run was told to stop."""
+        """Train. Returns the folder of the trained model; None if the run was stopped."""
         return self._train(None)
 
     def finetune(self, finetune_checkpoint: str | Path | None = None) -> Path | None:
-        """Train on from a checkpoint folder."""
+        """Continue training from a checkpoint folder."""
         folder = finetune_checkpoint or self.model
         if folder is None:
             raise ConfigError("finetune needs a checkpoint folder to start from")
@@ -106,7 +106,7 @@ class Trainer:
     def predict(
         self, input_data: str | Sequence[str], predict_checkpoint: str | Path | None = None, **options: Any
     ) -> list[str]:
-        """What a checkpoint writes after each text; `options` as tools/generate.py has them."""
+        """Continue each text with a checkpoint; `options` as in tools/generate.py."""
         texts = [input_data] if isinstance(input_data, str) else list(input_data)
         named = [(f"input_data[{i}]", text) for i, text in enumerate(texts)]
         known = [field.name for field in dataclasses.fields(GenerateConfig)]
@@ -131,7 +131,7 @@ class Trainer:
                 "train needs train_dataset: token files, a blend, or text (tools/preprocess.py makes token files)"
             )
         if "steps" not in self.options:
-            raise ConfigError("a run is counted in steps: set runner_config.stop_step, or give steps=...")
+            raise ConfigError("a run has a number of steps: set runner_config.stop_step, or give steps=...")
         files = {"strategy": self._strategy_file(), "config": self._model_file(start)}
         config = TrainConfig(data=Path(self.train_dataset), **{**files, **self.options, "from_checkpoint": start})
         run = check_training(config, launched_processes())
@@ -141,7 +141,7 @@ class Trainer:
         return trained
 
     def _model_file(self, start: Path | None) -> Path | None:
-        """The model of the file, where it is none of the sizes, and neither an option nor a checkpoint says it."""
+        """The model of the file, where it is not a built-in size, and neither an option nor a checkpoint gives it."""
         if start or self.settings.model is None or {"size", "config"} & self.options.keys():
             return None
         path = Path(self.options["output_dir"]) / "model.json"
@@ -149,7 +149,7 @@ class Trainer:
         return path
 
     def _strategy_file(self) -> Path | None:
-        """The translated strategy, beside the run's other files."""
+        """The translated strategy, next to the run's other files."""
         if self.settings.strategy.mesh.size == 1:
             return None
         path = Path(self.options["output_dir"]) / "strategy.yaml"
@@ -158,7 +158,7 @@ class Trainer:
 
 
 def _samples(part: BlendEntry, seq_len: int, vocab_size: int) -> Iterator[np.ndarray[Any, Any]]:
-    """All sequences, as many at a time as LOGITS_BYTES hold the logits of."""
+    """All sequences, in batches whose logits fit into LOGITS_BYTES."""
     tokens, rows = part.tokens, max(1, LOGITS_BYTES // (4 * seq_len * vocab_size))
     if problems := short_datasets([part], seq_len):
         raise ConfigError(problems)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is: its configuration, its parameters, what its weights are called elsewhere. No MindSpore here."""
+"""Models without MindSpore: configuration, parameters, and the names of weights in other projects."""

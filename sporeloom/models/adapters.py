@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters (LoRA): which matrices have one, and of which shape. Source: arXiv:2106.09685, arXiv:2312.03732."""
+"""Low-rank adapters (LoRA): which matrices have one, and their shapes. Source: arXiv:2106.09685, arXiv:2312.03732."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ ADAPTER_CONFIG = "adapter_config.json"
 TEXT, REWARD = "CAUSAL_LM", "SEQ_CLS"
 """PEFT's `task_type`."""
 LORA_A, LORA_B = ".lora_a", ".lora_b"
-"""How the names of an adapter's parameters end: (r, in) and (out, r)."""
+"""Endings of an adapter's parameter names: (r, in) and (out, r)."""
 HEAD = "head.weight"
-"""What a reward model trains whole beside adapters: it is new."""
+"""Full matrix that a reward model trains besides adapters: it is new."""
 MAX_ABOVE = 16
-"""Adapters that are merged before others are."""
+"""Maximum number of adapters that are merged one after another."""
 LORA_MASK = ".lora_mask"
-"""Of several adapters beside one matrix: which rows of A are whose."""
+"""Table of the rows of A that belong to each adapter, where several adapters are applied in one batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Adapters beside some matrices W (out, in): W + scale * B A. Fields are named as PEFT names them."""
+    """Adapters of some matrices W (out, in): W + scale * B A. Fields have PEFT's names."""
 
     r: Count = 8
     """Rank."""
     lora_alpha: Positive = 8.0
     """The scale is this / r."""
     lora_dropout: Rate = 0.0
-    """On what an adapter is given, while training."""
+    """Dropout rate of an adapter's input in training."""
     target_modules: tuple[str, ...] = ("attention.query", "attention.value")
-    """Ends of the paths of the matrices; * stands for one component."""
+    """Endings of the paths of the matrices; * stands for one component."""
     use_rslora: bool = False
     """The scale is lora_alpha / sqrt(r)."""
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Of single matrices, by path, in place of r."""
+    """Rank of single matrices, by path, in place of r."""
     alphas: Mapping[str, float] = field(default_factory=dict)
-    """Likewise, in place of lora_alpha."""
+    """Alpha of single matrices, by path, in place of lora_alpha."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_modules", tuple(self.target_modules))  # a list in JSON
@@ -54,7 +54,7 @@ class LoRAConfig:
         return self.ranks.get(path, self.r)
 
     def scale(self, path: str) -> float:
-        """What the adapter of a matrix is multiplied by."""
+        """Factor of the adapter of a matrix."""
         rank, alpha = self.r_of(path), self.alphas.get(path, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -74,7 +74,7 @@ class LoRAConfig:
         return [path for path in linear if any(path_matches(pattern, path) for pattern in self.target_modules)]
 
     def shapes(self, model: ModelConfig) -> Shapes:
-        """Shape of each parameter that is trained: of adapters, and the head of a reward model."""
+        """Shape of each trained parameter: those of adapters, and the head of a reward model."""
         weights = parameter_shapes(model)
         result: Shapes = {}
         for path in self.targets(model):
@@ -85,7 +85,8 @@ class LoRAConfig:
 
 
 def linear_paths(model: ModelConfig) -> list[str]:
-    """Matrices of layers, by the paths of what holds them. Those of routed experts are stacked, and cannot have adapters."""
+    """Matrices of layers, by the paths of their Cells. Those of routed experts are stacked, and cannot have
+    adapters."""
     return [
         name.removesuffix(".weight")
         for name, shape in parameter_shapes(model).items()
@@ -110,8 +111,8 @@ def is_reward_adapter(folder: Path) -> bool:
 
 
 def base_folder(folder: Path) -> Path:
-    """The checkpoint folder that the adapters of `folder` belong to; a relative path is one from `folder`, or from here.
-    It may hold adapters itself, merged first.
+    """Find the checkpoint folder that the adapters of `folder` belong to. A relative path starts at `folder`, or
+    at the working directory. That folder may hold adapters itself, which are merged first.
 
     Raises:
         ConfigError: it is not said, or not there; adapters that belong to each other.
@@ -131,7 +132,7 @@ def base_folder(folder: Path) -> Path:
 
 
 def _named_base(folder: Path) -> Path:
-    """What the configuration of `folder` names."""
+    """Read the folder that the configuration of `folder` names."""
     document = read_json(folder / ADAPTER_CONFIG)
     name = document.mapping.get("base_model_name_or_path")
     if not isinstance(name, str) or not name or "\0" in name:

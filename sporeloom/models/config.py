@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What describes a decoder: its dimensions, and which kind of each part it has. Defaults are PanGu-alpha's."""
+"""Configuration of a decoder: its dimensions, and the kind of each part. Defaults are PanGu-alpha's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ComputeDtype = Literal["float32", "bfloat16", "float16"]
 AttentionKernel = Literal["auto", "plain", "flash"]
 
 NO_LABEL = -1
-"""In place of the token that follows, where none does: there is padding, which experts do not see."""
+"""Label of a token that no other follows: it is padding, which experts do not process."""
 
 
 class Widths:
-    """Widths that follow from others, for what says those. Of a number that is left out there is None or 0."""
+    """Widths that follow from others, for files that give the former. A field that is left out is None or 0."""
 
     hidden_size: int
     num_heads: int
@@ -55,7 +55,7 @@ class Widths:
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     def misfits(self) -> list[str]:
-        """Numbers of heads that do not divide what they share."""
+        """List numbers of heads that do not divide the size they must divide."""
         if not self.head_dim and self.hidden_size % self.num_heads:
             return [f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}; give head_dim"]
         if self.num_heads % self.kv_heads:
@@ -65,8 +65,8 @@ class Widths:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """Experts in place of a layer's MLP, and the router that shares tokens out among them. E experts, of which each token
-    is given to k."""
+    """Experts in place of a layer's MLP, and the router that assigns tokens to them. E experts, k of which process
+    each token."""
 
     num_experts: Count
     """E."""
@@ -76,41 +76,46 @@ class ExpertConfig:
     """softmax: the k most probable. grouped: softmax over all, then the most probable of each of k groups of neighbours
     (MoGE). sigmoid: the k of highest sigmoid. hash: fixed by the token's id, nothing to train."""
     normalize: Literal["none", "before_drop", "after_drop"] = "none"
-    """Whether the weights of a token's experts are divided by their sum, and whether choices that are dropped are in it."""
+    """Whether the combine weights of a token's experts are divided by their sum, and whether dropped choices are
+    in it."""
     ffn_hidden_size: Count | None = None
-    """Width of each expert; without it, that of the model's MLP."""
+    """Width of each expert; default: that of the model's MLP."""
     shared_ffn_hidden_size: Natural = 0
-    """Width of an expert that every token is given to, unweighted; 0: there is none."""
+    """Width of the shared expert, which every token passes, unweighted; 0: there is none."""
     first_dense_layers: Natural = 0
-    """Layers at the bottom that keep their MLP."""
+    """Number of first layers that keep their MLP."""
     layer_frequency: Count = 1
-    """Of the others every how many-th has experts: 2 is layers 1, 3, 5, ... A top query layer never has."""
+    """Interval of the layers with experts among the others: 2 is layers 1, 3, 5, ... A top query layer never has
+    experts."""
     router_scale: bool = False
-    """Each expert's weight is multiplied by a learned number of its own."""
+    """Each expert's combine weight is multiplied by a learned factor of its own."""
     routed_scaling_factor: Positive = 1.0
-    """What all weights are multiplied by."""
+    """Factor of all combine weights."""
     capacity_factor: Positive | None = None
-    """While training an expert takes at most ceil(k * tokens * this / E) tokens of a group; those behind are dropped.
-    Without it nothing is: experts have room for every token. Nothing is dropped either where a model does not train."""
+    """In training an expert takes at most ceil(k * tokens * this / E) tokens of a group; further ones are dropped.
+    Default: unlimited, no token is dropped. Outside of training no token is dropped either."""
     capacity_group: Count | None = None
-    """Tokens of a group, neighbours in the batch; without it, a sequence. From it, not from the mesh, follows what is
-    dropped."""
+    """Tokens of a group, neighbours in the batch; default: a sequence. This, not the mesh, determines which tokens
+    are dropped."""
     balance: Literal["all", "first"] = "all"
-    """Choices that the balance loss counts: all k of a token or its first."""
+    """Choices that the load-balancing loss counts: all k of a token or its first."""
     balance_over: Literal["group", "batch"] = "group"
-    """Tokens over which it is taken: each group of `capacity_group`, or the whole (micro)batch."""
+    """Tokens over which it is computed: each group of `capacity_group`, or the full (micro)batch."""
     balance_loss: NotNegative = 0.0
-    """Added to the loss: this much of E * sum over experts (share of the choices * mean probability), of each layer."""
+    """Coefficient of the load-balancing loss, which is E * sum over experts (fraction of the choices * mean
+    probability), of each layer."""
     router_z_loss: NotNegative = 0.0
-    """Added to the loss: this much of the mean of log(sum(exp(router logits)))^2, of each layer."""
+    """Coefficient of the router z-loss, which is the mean of log(sum(exp(router logits)))^2, of each layer."""
     balance_bias_rate: NotNegative = 0.0
-    """Above 0: probabilities are compared with a bias of each expert, which every step moves by this much towards balance."""
+    """Above 0: probabilities are compared with a bias of each expert, which every step moves by this much towards
+    balance."""
     hash_seed: Natural = 0
-    """Of the hash router's map."""
+    """Random seed of the hash router's map."""
     num_domains: Count = 1
-    """Of the hash router: the experts are so many groups of neighbours, and a token's expert is one of its domain's."""
+    """For the hash router: number of groups of neighbouring experts; a token's expert is in the group of its
+    domain."""
     domain: Natural = 0
-    """Of text that is not said to be of another one."""
+    """Domain of text without a domain of its own."""
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
@@ -145,7 +150,7 @@ class ExpertConfig:
             yield "experts.normalize after_drop: without capacity_factor nothing is dropped; write before_drop"
 
     def capacity(self, tokens: int) -> int:
-        """Tokens that an expert takes of a group of so many, while training."""
+        """Number of tokens that an expert takes of a group of this size, in training."""
         if self.capacity_factor is None:
             return tokens
         return min(tokens, math.ceil(self.experts_per_token * tokens * self.capacity_factor / self.num_experts))
@@ -156,60 +161,62 @@ class ModelConfig(Widths):
     """A decoder of `sporeloom.nn`. Lengths in tokens, widths in features."""
 
     vocab_size: Count
-    """Rows of the word embedding, and width of the logits."""
+    """Rows of the token embedding, and width of the logits."""
     hidden_size: Count
     num_layers: Depth
-    """All of them, the top query layer included where there is one; Megatron's --num-layers is then one less."""
+    """Number of all layers, including the top query layer where there is one; Megatron's --num-layers is then one
+    less."""
     num_heads: Count
     """Heads of queries."""
     num_kv_heads: Count | None = None
-    """Heads of keys and values: fewer than of queries is grouped-query attention, 1 multi-query; without it, as many."""
+    """Heads of keys and values: fewer than query heads is grouped-query attention, 1 multi-query; default:
+    num_heads."""
     head_dim: Count | None = None
-    """Width of a head; without it, hidden_size / num_heads."""
+    """Width of a head; default: hidden_size / num_heads."""
     ffn_hidden_size: Count | None = None
-    """Width of the MLP; without it, four times hidden_size."""
+    """Width of the MLP; default: four times hidden_size."""
     seq_len: Count = 1024
-    """Longest context, tokens: rows of the learned embeddings of positions."""
+    """Maximum context length in tokens: rows of the learned position embeddings."""
     block: Literal["sequential", "parallel", "sandwich"] = "sequential"
-    """Of a layer: attention, then MLP, each on a norm; both on one norm; or each between two norms."""
+    """Structure of a layer: attention, then MLP, each on a norm; both on one norm; or each between two norms."""
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm, or RMSNorm, which subtracts no mean."""
     layer_norm_epsilon: Positive = 1e-5
-    """Of every norm."""
+    """Epsilon of every norm."""
     position: Literal["learned", "rotary"] = "learned"
-    """How a token knows its place: an embedding that is added, or queries and keys that are turned (RoPE)."""
+    """Encoding of positions: an embedding that is added, or queries and keys that are rotated (RoPE)."""
     rope_theta: Positive = 10000.0
     rope_dim: Count | None = None
-    """How many features of each head, the first ones, are turned; without it, all."""
+    """Number of rotated features of each head, the first ones; default: all."""
     rope_pairs: Literal["half", "adjacent"] = "half"
-    """Which two features turn together: i and i + rope_dim / 2, or 2 i and 2 i + 1."""
+    """Pairs of features that rotate together: i and i + rope_dim / 2, or 2 i and 2 i + 1."""
     activation: Activation = "gelu_tanh"
-    """Of the MLP: gelu (erf), gelu_tanh, fast_gelu (x * sigmoid(1.702 x)), silu (x * sigmoid(x))."""
+    """Activation of the MLP: gelu (erf), gelu_tanh, fast_gelu (x * sigmoid(1.702 x)), silu (x * sigmoid(x))."""
     gated_mlp: bool = False
     """activation(gate(x)) * up(x) instead of activation(up(x)): with silu it is SwiGLU."""
     qkv_bias: bool = True
     output_bias: bool = True
-    """Of the attention's output."""
+    """Bias of the attention's output."""
     mlp_bias: bool = True
     norm_bias: bool = True
-    """RMSNorm has none."""
+    """Bias of norms; RMSNorm has none."""
     tied_embedding: bool = True
-    """The head uses the word embedding's table."""
+    """The head uses the token embedding."""
     value_head: bool = False
-    """One number of each token in place of logits: a reward model or a critic."""
+    """One value for each token in place of logits: a reward model or a critic."""
     logits_scale: Positive = 1.0
-    """What logits are multiplied by."""
+    """Factor of the logits."""
     query_layer: bool = True
     """The last layer is PanGu-alpha's top query layer, whose queries are learned for each position."""
     final_norm: Literal["before_query", "after_query"] = "before_query"
-    """Where the last norm sits beside a top query layer. `after_query` is what the reference implementation built in pipeline
-    mode."""
+    """Position of the last norm with a top query layer. `after_query` is what the reference implementation built
+    in pipeline mode."""
     z_loss: NotNegative = 0.0
-    """Added to the loss: this much of the mean of log(sum(exp(logits)))^2."""
+    """Coefficient of the z-loss, which is the mean of log(sum(exp(logits)))^2."""
     dropout_rate: Rate = 0.1
-    """Applied to the embedding, the attention probabilities and both residual branches while training."""
+    """Dropout rate of the embedding, the attention probabilities and both residual branches in training."""
     experts: ExpertConfig | None = None
-    """A mixture of experts in place of the MLP of some layers; without it there is none."""
+    """A mixture of experts in place of the MLP of some layers; default: none."""
     eod_id: Natural = 9
     """End-of-document token: attention and positions start anew after it."""
     loss_ignore_id: int = 6
@@ -217,17 +224,19 @@ class ModelConfig(Widths):
     stop_ids: tuple[Natural, ...] = ()
     """Tokens that end a generated text besides eod_id."""
     compute_dtype: ComputeDtype = "float32"
-    """Of matrix products and the residual stream; parameters, norms, softmax and loss stay float32."""
+    """Number type of matrix products and the residual stream; parameters, norms, softmax and loss stay float32."""
     attention: AttentionKernel = "auto"
-    """plain: the scores of all pairs of tokens are made and kept. flash: FlashAttentionScore, which keeps none. auto: flash
-    on Ascend where head size, type and dropout allow it, plain elsewhere. The same numbers but for rounding."""
+    """plain: the scores of all pairs of tokens are computed and kept. flash: FlashAttentionScore, which keeps
+    none. auto: flash on Ascend where head size, type and dropout allow it, plain elsewhere. The same numbers
+    but for rounding."""
     embedding_init_std: NotNegative = 0.02
     qkv_init_std: NotNegative = 0.01
     """MindSpore's 'normal' initializer, which the reference implementation used for query, key and value."""
     init_std: NotNegative = 0.02
-    """Of the other matrices."""
+    """Initial standard deviation of the other matrices."""
     output_init_std: NotNegative | None = None
-    """Of the two matrices that write to the residual stream; without it, init_std / sqrt(2 num_layers)."""
+    """Initial standard deviation of the two matrices that write to the residual stream; default: init_std / sqrt(2
+    num_layers)."""
     sandwich_gains: tuple[Positive, ...] = (1.0, 1.0)
     """Initial weight of the norms after attention and after the MLP of a sandwich block."""
 
@@ -250,11 +259,11 @@ class ModelConfig(Widths):
         elif self.position == "rotary" and (self.rotated % 2 or self.rotated > self.head_size):
             yield f"rope_dim {self.rotated} must be even and at most the {self.head_size} of a head"
         if self.query_layer and (self.position, self.block) != ("learned", "sequential"):
-            yield f"query_layer goes with learned positions and sequential blocks, not with {self.position} and {self.block}"
+            yield (f"query_layer needs learned positions and sequential blocks, not {self.position} and {self.block}")
         if self.attention == "flash" and (problem := self.flash_problem):
             yield f"attention flash: {problem}; write plain"
         if self.value_head and self.tied_embedding:
-            yield "value_head is not the word embedding: give tied_embedding false, too"
+            yield "value_head is not tied to the token embedding: give tied_embedding false, too"
         if len(self.sandwich_gains) != 2:
             yield f"sandwich_gains takes 2 numbers, got {len(self.sandwich_gains)}"
         if self.experts and not any(map(self.has_experts, range(self.num_layers))):
@@ -275,16 +284,16 @@ class ModelConfig(Widths):
 
     @property
     def pad_id(self) -> int | None:
-        """The token that only fills up samples; None where `loss_ignore_id` is the end of documents, a part of them."""
+        """The padding token of samples; None where `loss_ignore_id` is the end of documents, a part of them."""
         return None if self.loss_ignore_id == self.eod_id else self.loss_ignore_id
 
     @property
     def num_domains(self) -> int:
-        """Groups of experts that texts of different domains go to."""
+        """Number of expert groups for texts of different domains."""
         return self.experts.num_domains if self.experts else 1
 
     def with_domain(self, domain: int | None) -> ModelConfig:
-        """This model, for texts of a domain; None: of the one it is for already.
+        """This model, for texts of a domain; None: of its present domain.
 
         Raises:
             ConfigError: it has no such domain.
@@ -296,7 +305,7 @@ class ModelConfig(Widths):
         return dataclasses.replace(self, experts=dataclasses.replace(self.mixture, domain=domain))
 
     def domain_problem(self, domain: int) -> str | None:
-        """What is wrong with a domain, its number first."""
+        """Describe why a domain is not valid."""
         if self.num_domains == 1:
             return f"{domain}: the experts of this model have no domains (num_domains of its configuration)"
         if domain >= self.num_domains:
@@ -304,7 +313,7 @@ class ModelConfig(Widths):
         return None
 
     def domain_offset(self, domain: int | None) -> int:
-        """What is added to a token's id to say that it is of a domain (see `sporeloom.nn.moe.HashChoices`)."""
+        """Offset that marks a token's id with a domain (see `sporeloom.nn.moe.HashRouter`)."""
         if domain is None:
             return 0
         return (domain - self.mixture.domain) % self.num_domains * self.vocab_size
@@ -317,7 +326,8 @@ class ModelConfig(Widths):
 
     @property
     def flash_problem(self) -> str | None:
-        """Why FlashAttentionScore cannot compute this model's attention. Source: its documentation in MindSpore 2.9."""
+        """Why FlashAttentionScore cannot compute this model's attention. Source: its documentation in MindSpore
+        2.9."""
         if self.head_size % 16 or self.head_size > 512:
             return f"heads of {self.head_size} features; it takes multiples of 16 up to 512"
         if self.dropout_rate:
@@ -326,14 +336,14 @@ class ModelConfig(Widths):
 
     @property
     def attention_on_ascend(self) -> Literal["plain", "flash"]:
-        """What `attention` comes to on Ascend."""
+        """Resolved value of `attention` on Ascend."""
         if self.attention == "auto":
             return "plain" if self.flash_problem or self.compute_dtype == "float32" else "flash"
         return self.attention
 
     @property
     def rotated(self) -> int:
-        """Features of a head that RoPE turns."""
+        """Number of features of a head that RoPE rotates."""
         return self.rope_dim or self.head_size
 
     @property
@@ -360,7 +370,7 @@ class ModelConfig(Widths):
         return (self.experts.ffn_hidden_size if self.experts else None) or self.ffn_size
 
     def to_dict(self) -> dict[str, Any]:
-        """As config.json has it."""
+        """The fields as in config.json."""
         return {
             name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
         }

@@ -21,7 +21,7 @@ FAMILIES = ("pangu", "codegeex", "palm")
 
 
 def family_module(family: str, part: str) -> Any:
-    """`part` (config, model, weights, tokenizer) of a family.
+    """Import `part` (config, model, weights, tokenizer) of a family.
 
     Raises:
         ConfigError: there is no such family.
@@ -33,7 +33,7 @@ def family_module(family: str, part: str) -> Any:
 
 
 def size_config(family: str, size: str) -> ModelConfig:
-    """The configuration of a published size.
+    """The configuration of a built-in size.
 
     Raises:
         ConfigError: there is no such family or size.
@@ -45,7 +45,7 @@ def size_config(family: str, size: str) -> ModelConfig:
 
 
 def config_with_file(path: Path, base: ModelConfig, family: str) -> ModelConfig:
-    """`base` with what a JSON file says of it; it may be the config.json of a checkpoint folder.
+    """`base` with the fields of a JSON file, which may be the config.json of a checkpoint folder.
 
     Raises:
         ConfigError: what is wrong with it, or a model of another family.
@@ -61,7 +61,7 @@ def config_with_file(path: Path, base: ModelConfig, family: str) -> ModelConfig:
 def with_precision(
     model: ModelConfig, compute_dtype: ComputeDtype | None, attention: AttentionKernel | None
 ) -> ModelConfig:
-    """`model`, computed in another type or by another kernel where one is given.
+    """`model` with another number type or attention kernel, where one is given.
 
     Raises:
         ConfigError: the kernel is not for this model.
@@ -71,7 +71,7 @@ def with_precision(
 
 
 def family_and_size(name: str) -> tuple[str, str]:
-    """What a shipped strategy is for, by its name: `pangu_13b_tp8`.
+    """Family and size in the name of a built-in strategy: `pangu_13b_tp8`.
 
     Raises:
         ConfigError: it begins with no family and size.
@@ -85,7 +85,7 @@ def family_and_size(name: str) -> tuple[str, str]:
 
 @functools.cache
 def sources_hash() -> str:
-    """Of every source file that has a say in what is computed: this package's and the families'."""
+    """Hash of every source file that affects the computation: this package's and the families'."""
     digest = hashlib.sha256()
     for package in ("sporeloom", *FAMILIES):
         spec = find_spec(package)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every parameter of a decoder by name and shape: what checkpoints, converters and the planner go by.
+"""Every parameter of a decoder by name and shape, for checkpoints, converters and the planner.
 
 The Cells of `sporeloom.nn` make the same ones; a test holds both together.
 """
@@ -14,7 +14,7 @@ from sporeloom.models.config import ModelConfig
 Shapes = dict[str, tuple[int, ...]]
 
 EXPERTS = ".mlp.experts."
-"""In the names of experts' parameters, stacked over the experts in dim 0."""
+"""Part of the names of experts' parameters, stacked over the experts in dim 0."""
 
 
 def parameter_shapes(config: ModelConfig) -> Shapes:
@@ -52,7 +52,7 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Of the whole model."""
+    """Number of parameters of the full model."""
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())
 
 

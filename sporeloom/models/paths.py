@@ -10,7 +10,7 @@ import math
 from sporeloom.errors import ConfigError
 
 MAX_ALTERNATIVES = 1000
-"""That one pattern may stand for."""
+"""Maximum number of alternatives of one pattern."""
 
 
 def path_matches(pattern: str, path: str) -> bool:

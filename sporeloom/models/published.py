@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model is published on Hugging Face: its config.json and the names of its weights, in both directions."""
+"""Formats in which models are published on Hugging Face: config.json and the names of weights, in both directions."""
 
 from __future__ import annotations
 
@@ -11,54 +11,56 @@ from typing import Any, NamedTuple
 from sporeloom.errors import ConfigError, Problems, did_you_mean
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import Shapes, parameter_shapes
-from sporeloom.models.published_keys import AskedKeys, key_problems, unknown_keys
+from sporeloom.models.published_keys import TrackedKeys, key_problems, unknown_keys
 
 LAYER = "{i}"
 """In a name: the number of a layer."""
 BEHIND = "{n}"
-"""In a name: the number behind the last layer's."""
+"""In a name: the number after the last layer's."""
 EXPERT = "{e}"
-"""In a name: the number of an expert. Theirs lie apart, ours are one tensor with a dim for the expert."""
+"""In a name: the number of an expert. Published experts are separate tensors, here they are one tensor with a dim
+for the expert."""
 
 
 class ParameterPart(NamedTuple):
-    """A parameter of ours, or what one expert has of it."""
+    """A parameter, or one expert's slice of it."""
 
     name: str
     expert: int | None = None
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
-        """Of it, by the shapes of all parameters."""
+        """Shape of it, by the shapes of all parameters."""
         whole = shapes[self.name]
         return whole if self.expert is None else whole[1:]
 
 
 @dataclass(frozen=True)
-class Published:
-    """One way in which a family's models are published."""
+class PublishedFormat:
+    """One published format of a family's models."""
 
     model_type: str
-    """As config.json says it."""
+    """model_type in config.json."""
     names: Mapping[str, tuple[str, ...]]
-    """Their name -> ours; of several the rows follow each other. What a model does not have is left out."""
+    """Published name -> parameters here; the rows of several follow each other. Parameters that a model does not
+    have are left out."""
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Their config.json -> fields of ours.
+    """Convert their config.json to fields of the model configuration.
 
     Raises:
-        ConfigError: a network that ours is not.
+        ConfigError: a network that cannot be expressed here.
     """
     write: Callable[[ModelConfig], dict[str, Any]]
-    """Ours -> their config.json.
+    """Convert a model configuration to their config.json.
 
     Raises:
-        ConfigError: a network that theirs is not.
+        ConfigError: a network that it cannot express.
     """
     ignored: str = r"(^|\.)(inv_freq|kv_cache_(scale|offset))$"
-    """Names that are no weights: buffers of RoPE, scales of caches in int8."""
+    """Names that are not weights: buffers of RoPE, scales of int8 caches."""
     first_layer: int = 0
 
     def tensors(self, config: ModelConfig) -> dict[str, tuple[ParameterPart, ...]]:
-        """Their name -> our parameters, for one model.
+        """Published name -> parameters, for one model.
 
         Raises:
             ConfigError: it has parameters that they have no name for.
@@ -82,11 +84,11 @@ class Published:
         return result
 
     def name_of(self, ours: str) -> str | None:
-        """Their name of a parameter that has one of its own and is of no layer."""
+        """Published name of a parameter that has one of its own and belongs to no layer."""
         return next((theirs for theirs, parts in self.names.items() if parts == (ours,)), None)
 
     def shapes(self, config: ModelConfig) -> Shapes:
-        """Shape of each of their tensors."""
+        """Shape of each published tensor."""
         own = parameter_shapes(config)
         return {
             theirs: (sum(part.shape(own)[0] for part in parts), *parts[0].shape(own)[1:])
@@ -94,7 +96,7 @@ class Published:
         }
 
     def problems(self, found: Mapping[str, tuple[int, ...]], config: ModelConfig) -> list[str]:
-        """What is missing, unknown or of another shape in the tensors of a published folder."""
+        """List missing and unknown tensors of a published folder, and those of other shapes."""
         wanted = self.shapes(config)
         problems = [f"{name} {shape} is missing" for name, shape in wanted.items() if name not in found]
         for name, shape in found.items():
@@ -106,8 +108,8 @@ class Published:
         return problems
 
 
-def published_as(ways: tuple[Published, ...], model_type: str, source: str) -> Published:
-    """The way of that `model_type`.
+def published_as(ways: tuple[PublishedFormat, ...], model_type: str, source: str) -> PublishedFormat:
+    """The format of that `model_type`.
 
     Raises:
         ConfigError: there is none.
@@ -120,14 +122,14 @@ def published_as(ways: tuple[Published, ...], model_type: str, source: str) -> P
     return ways[known.index(model_type)]
 
 
-def read_config(way: Published, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of ours of a config.json; and its keys that nothing is known of here.
+def read_config(way: PublishedFormat, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Model configuration from a config.json; and its keys that are unknown here.
 
     Raises:
-        ConfigError: a network that ours is not, by any of its keys.
+        ConfigError: a network that cannot be expressed here, by any of its keys.
         KeyError: a key that is needed is missing.
     """
-    asked, problems = AskedKeys(values), Problems()
+    asked, problems = TrackedKeys(values), Problems()
     fields = problems.of(way.read, asked)
     problems += key_problems(asked)
     problems.tell()
@@ -136,8 +138,8 @@ def read_config(way: Published, values: Mapping[str, Any]) -> tuple[dict[str, An
 
 
 def only(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Hold keys of a config.json against the one value each that our networks have, or a tuple of ones that mean the same.
-    A key that is absent is fine.
+    """Check keys of a config.json against the one supported value each, or a tuple of equivalent ones. A key that
+    is absent is fine.
 
     Raises:
         ConfigError: another value.
@@ -145,11 +147,11 @@ def only(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     choices = {key: value if isinstance(value, tuple) else (value,) for key, value in wanted.items()}
     wrong = [key for key, fine in choices.items() if values.get(key, fine[0]) not in (*fine, None)]
     if wrong:
-        raise ConfigError(f"{key} is {values[key]!r}; only {choices[key][0]!r} is built here" for key in wrong)
+        raise ConfigError(f"{key} is {values[key]!r}; only {choices[key][0]!r} is supported" for key in wrong)
 
 
 def require(config: ModelConfig, parts: Mapping[str, Any], name: str) -> None:
-    """Hold a configuration against the parts that every model of a kind has.
+    """Check a configuration against the parts that every model of a kind has.
 
     Raises:
         ConfigError: another part.
@@ -160,16 +162,16 @@ def require(config: ModelConfig, parts: Mapping[str, Any], name: str) -> None:
 
 
 class Rope(NamedTuple):
-    """What a config.json says of rotary positions."""
+    """Rotary positions of a config.json."""
 
     theta: float | None
     rotated: float | None
-    """Share of each head's features that is turned."""
+    """Fraction of each head's features that is rotated."""
 
 
 def read_rope(values: Mapping[str, Any]) -> Rope:
-    """Of a config.json, wherever transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`, which counts where
-    both are there) write it.
+    """Read them from a config.json, wherever transformers 4 (`rope_theta`, `rope_scaling`) and 5
+    (`rope_parameters`, which counts where both are there) write it.
 
     Raises:
         ConfigError: angles that are scaled, or one thing said twice.
@@ -200,7 +202,7 @@ def read_rope(values: Mapping[str, Any]) -> Rope:
 
 
 def _scaling_problems(key: str, given: Mapping[str, Any]) -> Iterator[str]:
-    """What makes angles other than position * theta^(-2 i / d)."""
+    """Refuse what changes angles from position * theta^(-2 i / d)."""
     identity = given.get("factor") in (None, 1)
     plain = ("default", "linear") if identity and "factor" in given else ("default",)
     for name, value in given.items():
@@ -208,9 +210,9 @@ def _scaling_problems(key: str, given: Mapping[str, Any]) -> Iterator[str]:
             continue
         if name in ("rope_type", "type"):
             if value not in plain:
-                yield f"{key}.{name} is {value!r}; only 'default' is built here"
+                yield f"{key}.{name} is {value!r}; only 'default' is supported"
         elif value != 1:
-            yield f"{key}.{name} is {value!r}; only angles that are not scaled are built here"
+            yield f"{key}.{name} is {value!r}; only unscaled angles are supported"
 
 
 def rope_theta(rope: Rope, default: float | None = None) -> float:
@@ -231,12 +233,12 @@ def end_tokens(values: Mapping[str, Any], key: str = "eos_token_id") -> dict[str
 
 
 def eos_token_id(config: ModelConfig) -> int | list[int]:
-    """As a config.json has it."""
+    """The tokens as in a config.json."""
     return [config.eod_id, *config.stop_ids] if config.stop_ids else config.eod_id
 
 
 def llama_names(**more: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Names of Llama and its kin; `more` replaces or adds some of a layer, with __ for a dot."""
+    """Names of Llama and similar models; `more` replaces or adds some of a layer, with __ for a dot."""
     ours = "layers.{i}."
     layer: dict[str, tuple[str, ...]] = {
         "input_layernorm.weight": ("attention_norm.weight",),

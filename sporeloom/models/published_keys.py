@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of a published config.json that no reader here asks for: which of them say nothing of what is computed, and which
-change it in some network of transformers.
+"""Keys of a published config.json that no reader here uses: which of them have no effect on the computation, and
+which change it in some network of transformers.
 
 Source: the configurations of transformers 4.57 and 5.24.
 """
@@ -31,7 +31,7 @@ _IRRELEVANT = """
     max_position_embeddings intermediate_size head_dim num_key_value_heads unsloth_version unsloth_fixed
 """
 IRRELEVANT = frozenset(_IRRELEVANT.split())
-"""Of files, types, generation and training; biases and sizes, which the tensors themselves say."""
+"""Keys of files, types, generation and training; biases and sizes, which the tensors themselves show."""
 
 _NOT_GIVEN = """
     quantization_config compression_config per_layer_config block_configs rope_scaling rope_parameters rope_local_base_freq
@@ -69,15 +69,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scoring_func": (None, "softmax"),
     "mlp_only_layers": (None, []),
 }
-"""Key -> the values that leave a network as it is without the key. Any other one is an error, which names the last."""
+"""Key -> the values that leave a network as it is without the key. Any other one is an error, which names the
+last."""
 TRUTH_VALUES = ("tie_word_embeddings", "attention_bias", "qkv_bias", "add_qkv_bias")
-"""Keys that say whether; a text would count as true, whatever it says."""
+"""Boolean keys; a text would count as true, whatever it is."""
 FULL_ATTENTION = ("full_attention", "attention")
-"""What `layer_types` may say of a layer."""
+"""Supported values in `layer_types`."""
 
 
-class AskedKeys(dict[str, Any]):
-    """A config.json that remembers which of its keys were asked for."""
+class TrackedKeys(dict[str, Any]):
+    """A config.json that records which of its keys were read."""
 
     def __init__(self, values: Mapping[str, Any]):
         super().__init__(values)
@@ -92,8 +93,8 @@ class AskedKeys(dict[str, Any]):
         return super().get(key, default)
 
 
-def key_problems(values: AskedKeys) -> Iterator[str]:
-    """Keys that nobody asked for and that change what is computed."""
+def key_problems(values: TrackedKeys) -> Iterator[str]:
+    """List keys that nobody read and that change the computation."""
     without_window = values.get("use_sliding_window") is False
     for key, value in values.items():
         if key in TRUTH_VALUES and value not in (None, True, False):
@@ -103,12 +104,12 @@ def key_problems(values: AskedKeys) -> Iterator[str]:
         if key == "layer_types":
             kinds = value if isinstance(value, list) else [value]
             if value is not None and any(kind not in FULL_ATTENTION for kind in kinds):
-                yield f"layer_types is {value!r}; only {FULL_ATTENTION[0]!r} is built here"
+                yield f"layer_types is {value!r}; only {FULL_ATTENTION[0]!r} is supported"
         elif key in NEUTRAL and value not in NEUTRAL[key] and not (key == "sliding_window" and without_window):
-            yield f"{key} is {value!r}; only {NEUTRAL[key][-1]!r} is built here"
+            yield f"{key} is {value!r}; only {NEUTRAL[key][-1]!r} is supported"
 
 
-def unknown_keys(values: AskedKeys) -> list[str]:
-    """Keys that nobody asked for and nothing is known of here, those that are not set aside."""
+def unknown_keys(values: TrackedKeys) -> list[str]:
+    """Keys that nobody read and that are unknown here, without those that have no effect."""
     known = values.asked | IRRELEVANT | NEUTRAL.keys() | {"layer_types", "max_window_layers"}
     return [key for key, value in values.items() if key not in known and value not in (None, False, "", [], {})]

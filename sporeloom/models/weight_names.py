@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a weight is called elsewhere: the tables that the published decoders share."""
+"""Names of weights in other projects: the tables that the published decoders share."""
 
 from typing import NamedTuple
 
 
 class Name(NamedTuple):
-    """A name in another code base."""
+    """Name in another project."""
 
     name: str
     transposed: bool = False
-    """The other code stores this matrix as (in, out); ours is (out, in)."""
+    """The other project stores this matrix as (in, out); here it is (out, in)."""
 
 
 def names(table: dict[str, Name], num_layers: int) -> dict[str, Name]:
-    """Our parameter name -> theirs, for a model of `num_layers`, the query layer included."""
+    """Parameter name here -> there, for a model of `num_layers`, including the query layer."""
     result = {}
     for ours, other in table.items():
         for i in range(num_layers - 1) if "{i}" in ours else (0,):
@@ -21,7 +21,7 @@ def names(table: dict[str, Name], num_layers: int) -> dict[str, Name]:
     return result
 
 
-_LAYER = {  # ours: (Megatron's, MindSpore's leaf, whether MindSpore stores it as (in, out))
+_LAYER = {  # here: (Megatron's, MindSpore's leaf, whether MindSpore stores it as (in, out))
     "attention_norm.weight": ("input_layernorm.weight", "layernorm1.gamma", False),
     "attention_norm.bias": ("input_layernorm.bias", "layernorm1.beta", False),
     "attention.query.weight": ("attention.query.weight", "attention.dense1.weight", False),
@@ -53,7 +53,7 @@ _WHOLE = {
 
 
 def decoder_tables(word_and_position: str) -> dict[str, dict[str, Name]]:
-    """Dialect -> our name -> theirs, {i} standing for the layer number.
+    """Dialect -> name here -> name there, {i} standing for the layer number.
 
     `word_and_position`: what MindSpore's names of these two embeddings begin with. The transposed matrices are as in the
     originals' own converters (PanguAlpha pytorch change_MspCkpt_ToMgt.py, CodeGeeX mindspore_to_megatron.py).

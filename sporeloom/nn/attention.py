@@ -19,7 +19,7 @@ MASKED_SCORE = -10000.0  # the reference implementation's finite value: a row th
 
 @ops.constexpr
 def _places(count):
-    """(N,): the places in a sequence, or the slots of a cache."""
+    """(N,): the positions in a sequence, or the slots of a cache."""
     return Tensor(np.arange(count, dtype=np.int32))
 
 
@@ -30,7 +30,7 @@ def _column(count):
 
 
 class Mask(nn.Cell):
-    """Additive attention bias, 0 where a token may look and -10000 elsewhere; for FlashAttention 0 and 1."""
+    """Additive attention bias, 0 where a token may attend and -10000 elsewhere; for FlashAttention 0 and 1."""
 
     def __init__(self, flash=False):
         super().__init__()
@@ -48,7 +48,7 @@ class Mask(nn.Cell):
 
 
 class DocumentMask(Mask):
-    """For whole sequences: a token sees what came before it in its document.
+    """Mask of full sequences: a token attends to its document up to itself.
 
     A token at index i with position p (counted from its document's start) sees the keys i-p .. i, so the positions
     alone say where documents begin. Nothing of the size (T, T) is a constant: graphs of long sequences would hold it.
@@ -67,7 +67,8 @@ class DocumentMask(Mask):
 
 
 class SlotMask(Mask):
-    """For tokens whose keys lie in the slots of a cache, slot i those of position i: a token sees the slots up to its own."""
+    """Mask of tokens whose keys are in the slots of a cache, slot i those of position i: a token attends to the
+    slots up to its own."""
 
     def __init__(self, capacity):
         super().__init__()
@@ -119,8 +120,8 @@ class Attention(nn.Cell):
         self.probs_dropout, self.dropout = AttentionDropout(config.dropout_rate), Dropout(config.dropout_rate)
 
     def construct(self, query_input, x, bias, angles=None, slots=None, dropout_keys=None):
-        """query_input, x: (B*T, D), where queries and where keys and values come from; bias: (B, 1, T, keys), what `Mask`
-        gives; angles: of RoPE, for models that have it."""
+        """query_input, x: (B*T, D), inputs of queries, and of keys and values; bias: (B, 1, T, keys), from `Mask`;
+        angles: of RoPE, for models that have it."""
         batch, _, length, _ = bias.shape
         of_queries = (batch, length, self.num_heads, self.head_dim)
         of_keys = (batch, length, self.num_kv_heads, self.head_dim)

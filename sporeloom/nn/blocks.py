@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of a decoder: how attention and MLP stand on the residual stream x, (B*T, D).
+"""Layers of a decoder: how attention and MLP read and write the residual stream x, (B*T, D).
 
 In a model with experts every layer is also given tokens (B, T), while training the shares of the loss, groups of tokens and
 the losses of the routers below; it returns x and the losses with its own (see `sporeloom.nn.moe`).
@@ -10,19 +10,20 @@ from mindspore import nn, ops
 
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.attention import Attention
-from sporeloom.nn.linear import MOST_ROWS
+from sporeloom.nn.linear import MAX_KERNEL_ROWS
 from sporeloom.nn.mlp import MLP, GatedMLP
 from sporeloom.nn.moe import MoE
 from sporeloom.nn.norm import build_norm
 
 
 class Block(nn.Cell):
-    """What every layer has. Subclasses say in `whole` what it does with all the tokens it is given."""
+    """Base of all layers. Subclasses define in `whole` the computation for all tokens of the input."""
 
     has_kernel = False
-    """Whether few tokens, with a cache, go through a compiled kernel of the whole layer (`sporeloom.inference.kernels`)."""
+    """Whether few tokens, with a cache, go through a compiled kernel of the full layer
+    (`sporeloom.inference.kernels`)."""
     drops_tokens = False
-    """Whether it sees the tokens only that are drawn for it (`sporeloom.nn.token_drop`)."""
+    """Whether it processes only the tokens sampled for it (`sporeloom.nn.token_drop`)."""
 
     def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
         super().__init__()
@@ -49,7 +50,7 @@ class Block(nn.Cell):
         groups=None,
         kept=None,
     ):
-        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+        if self.has_kernel and x.shape[0] <= MAX_KERNEL_ROWS:
             cos, sin = (bias, bias) if angles is None else angles
             keys, values = self.attention.cache.keys, self.attention.cache.values
             x = self.kernel(x, bias, slots, cos, sin, keys, values, *self.operands(), self.plan)
@@ -60,7 +61,7 @@ class Block(nn.Cell):
         return self.token_drop.joined(self.whole(part, bias, angles, None, dropout_keys), x, kept)
 
     def feed_forward(self, x, dropout_keys, tokens, shares, losses, groups):
-        """The MLP or the experts on (N, D), and the routers' losses up to here."""
+        """The MLP or the experts on (N, D), and the sum of the routers' losses so far."""
         if not self.has_experts:
             return self.mlp(x, dropout_keys), losses
         y, own = self.mlp(x, tokens, shares, dropout_keys, groups)
@@ -91,7 +92,7 @@ class DecoderLayer(Block):
         return attention + self.mlp_norm.operands() + self.mlp.operands()
 
 
-class OneNormLayer(Block):
+class ParallelBlock(Block):
     """x + attention(norm(x)) + mlp(norm(x)), on one norm. Source: arXiv:2204.02311 section 2."""
 
     def whole(
@@ -131,4 +132,4 @@ class SandwichLayer(Block):
         return attention + self.mlp_norm.operands() + self.mlp.operands() + self.mlp_output_norm.operands()
 
 
-BLOCKS = {"sequential": DecoderLayer, "parallel": OneNormLayer, "sandwich": SandwichLayer}
+BLOCKS = {"sequential": DecoderLayer, "parallel": ParallelBlock, "sandwich": SandwichLayer}

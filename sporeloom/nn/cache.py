@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention does with its keys and values before it uses them: nothing, or keep them for the tokens to come."""
+"""Caches between attention's projections and its products: none, or keys and values kept for later tokens."""
 
 from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
@@ -7,7 +7,7 @@ from mindspore.common.initializer import initializer
 
 
 class NoCache(nn.Cell):
-    """For whole sequences: keys and values as they are."""
+    """For full sequences: keys and values are unchanged."""
 
     def construct(self, k, v, slots):
         return k, v

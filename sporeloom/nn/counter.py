@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that a training step tells besides its loss."""
+"""Metrics that a training step returns besides its loss."""
 
 from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
@@ -7,7 +7,7 @@ from mindspore.common.initializer import initializer
 
 
 class Counter(nn.Cell):
-    """Carries numbers out of a training step: the gradient of `count`, always 0 itself, is what was counted.
+    """Returns metrics from a training step: the gradient of `count`, always 0 itself, is the counted value.
 
     What gradients are, over microbatches, replicas and stages, these numbers are too: sums over the batch. A training step
     attaches them; without it nothing is counted.
@@ -22,7 +22,7 @@ class Counter(nn.Cell):
         self.mul, self.sum = ops.Mul(), ops.ReduceSum(True)
 
     def attach(self, name: str) -> Parameter:
-        """Begin to count. Returns `count`, which gets that name: no part of the model's weights."""
+        """Begin to count. Returns `count`, which gets that name: it does not belong to the model's weights."""
         zeros = initializer("zeros", (self.length,), mstype.float32)
         self.count = Parameter(zeros, name=name, parallel_optimizer=False)
         return self.count

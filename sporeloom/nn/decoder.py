@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder of the parts its configuration names, and the network that trains it.
+"""A decoder with the parts of its configuration, and the network that trains it.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary. The residual stream is (B*T, D) from the embedding to the head.
 """
@@ -25,9 +25,9 @@ class Decoder(nn.Cell):
     """Tokens (B, T) and their positions within documents (B, T) -> logits (B*T, V), or values (B*T, 1), float32.
 
     `rows` picks the rows of (B*T) to give logits for, counted among those this device holds. With caches attached the
-    tokens continue what the caches hold, and `slots` says where theirs belong (see `KVCache`). `dropout_keys` (B, T) are
-    needed while training with dropout; a network for inference with several adapters is given each token's adapter in their
-    place (see `sporeloom.nn.multi_lora`).
+    tokens continue what the caches hold, and `slots` says where their keys and values belong (see `KVCache`).
+    `dropout_keys` (B, T) are needed while training with dropout; a network for inference with several adapters is given
+    each token's adapter in their place (see `sporeloom.nn.multi_lora`).
     """
 
     def __init__(self, config: ModelConfig):
@@ -52,12 +52,14 @@ class Decoder(nn.Cell):
 
     @nn.Cell.compile_phase.setter
     def compile_phase(self, value):
-        """MindSpore says it at each call, to hundreds of parts, which takes a millisecond: passed on when it is new."""
+        """Set train or inference mode only when it changes: MindSpore sets it at each call, in hundreds of parts,
+        which takes a millisecond."""
         if value != self._compile_phase:
             nn.Cell.compile_phase.fset(self, value)
 
     def attach_caches(self, num_rows: int, capacity: int) -> None:
-        """Let attention keep the keys and values of `capacity` tokens for each of `num_rows` rows, in place of any before."""
+        """Let attention keep the keys and values of `capacity` tokens for each of `num_rows` rows, in place of any
+        before."""
         self.mask = SlotMask(capacity)
         shape = (num_rows, self.config.kv_heads, capacity, self.config.head_size)
         for name, cell in self.cells_and_names():
@@ -72,14 +74,14 @@ class Decoder(nn.Cell):
     def logits_and_losses(
         self, tokens, positions, rows=None, slots=None, dropout_keys=None, shares=None, groups=None, kept=None
     ):
-        """Logits, and with `shares` and `groups` (see `sporeloom.nn.moe`) what the routers add to the loss, (1,), if
-        anything."""
+        """Logits, and with `shares` and `groups` (see `sporeloom.nn.moe`) the router losses, (1,), if there are
+        any."""
         x, losses = self.hidden(tokens, positions, slots, dropout_keys, shares, groups, kept)
         return self.head(x, self.embedding.word.weight, rows), losses
 
     def hidden(self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None):
-        """What the head is given (B*T, D), and the losses of the routers. `kept`: what `draw_kept` of
-        `sporeloom.data.random_ltd` gives, where layers drop tokens."""
+        """Input of the head (B*T, D), and the losses of the routers. `kept`: the output of `draw_kept` of
+        `sporeloom.data.random_ltd`, where layers drop tokens."""
         kept = None if kept is None else (*kept, positions)
         bias = self.mask(positions)
         angles = self.angles(positions) if self.has_rotary else None
@@ -92,21 +94,21 @@ class Decoder(nn.Cell):
         return self.top(x, positions, bias, slots, dropout_keys), losses
 
     def top(self, x, positions, bias, slots, dropout_keys):
-        """From the last of `layers` to the head."""
+        """Compute the part from the last of `layers` to the head."""
         return self.final_norm(x)
 
 
 class DecoderWithLoss(nn.Cell):
-    """Training network: a batch in, one number out.
+    """Training network: from a batch to its loss.
 
     tokens, labels, positions: (B, T) int32; a label is `NO_LABEL` where there is padding, which experts do not see.
-    loss_weights: (B, T) float32, each token's share of the loss (see `sporeloom.data.batch`). The weights already hold the
-    denominator of the whole batch, so that the losses of its microbatches simply add up. Further arrays: what the loss
-    wants, (B, T); dropout_keys, (B, T), int32, with a dropout rate above 0; and the two of
+    loss_weights: (B, T) float32, each token's share of the loss (see `sporeloom.data.batch`). The weights already hold
+        the denominator of the global batch, so that the losses of its microbatches simply add up. Further arrays: inputs
+        of the loss, (B, T); dropout_keys, (B, T), int32, with a dropout rate above 0; and the two of
     `sporeloom.data.random_ltd.draw_kept` where layers drop tokens.
 
     Args:
-        loss: of logits, labels, weights and what else it wants; without it, the cross-entropy. The losses of routers are
+        loss: of logits, labels, weights and its further inputs; without it, the cross-entropy. The losses of routers are
             added to the cross-entropy only, and only there do experts drop what is beyond their capacity.
     """
 

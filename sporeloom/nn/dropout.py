@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dropout whose mask is a function of numbers alone, so that it is the same under every mesh, after a resume and when
-computed again.
+recomputed.
 
 Each token of each sample has a key (`sporeloom.data.batch.dropout_keys`), each column of each place in the model two
 constants; an entry is kept where (key + u) (key + v), modulo 2^32, is not among the smallest. One multiplication mixes
-enough: the comparison hangs on the product's upper bits, and those on all bits of both factors.
+enough: the comparison depends on the product's upper bits, and those on all bits of both factors.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from mindspore import Tensor, nn, ops
 
 @ops.constexpr
 def _constants(site, part, count):
-    """(count,): random odd numbers of one place in the model."""
+    """(count,): random odd numbers of one position in the model."""
     drawn = np.random.default_rng((site, part)).integers(-(2**31), 2**31, count)
     return Tensor((drawn | 1).astype(np.int32))
 
@@ -24,7 +24,7 @@ class Dropout(nn.Cell):
     def __init__(self, rate: float):
         super().__init__()
         self.active = rate > 0
-        self.site = 0  # which of a model's dropouts this is, see `number_dropouts`
+        self.site = 0  # number of this dropout in the model, see `number_dropouts`
         self.lowest_kept = round(rate * 2**32) - 2**31
         self.keep_scale = 1.0 / (1.0 - rate)
         self.reshape, self.add_u, self.add_v, self.mix = ops.Reshape(), ops.Add(), ops.Add(), ops.Mul()

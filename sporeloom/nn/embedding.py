@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned embeddings: words, positions, queries."""
+"""Learned embeddings: tokens, positions, queries."""
 
 from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
@@ -22,7 +22,8 @@ class Embedding(nn.Cell):
 
 
 class TokenEmbedding(nn.Cell):
-    """Word embedding, plus one of the position where positions are learned, then dropout, as rows of the residual stream."""
+    """Token embedding, plus that of the position where positions are learned, then dropout, as rows of the
+    residual stream."""
 
     def __init__(self, config: ModelConfig, dtype: mstype.Type):
         super().__init__()
@@ -41,7 +42,7 @@ class TokenEmbedding(nn.Cell):
         self.dropout = Dropout(config.dropout_rate)
 
     def construct(self, tokens, positions, dropout_keys=None):  # (B, T) each -> (B*T, D)
-        if self.has_domains:  # see HashChoices
+        if self.has_domains:  # see HashRouter
             tokens = self.token_of(tokens, self.vocab_size)
         x = self.word(self.flat_tokens(tokens, (-1,)))
         if self.has_positions:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in one kernel that keeps no scores: MindSpore's FlashAttentionScore, which Ascend has.
+"""Attention in one kernel that stores no scores: MindSpore's FlashAttentionScore, which Ascend has.
 
 CPU processes partition the same graph and exchange its nodes for NumPy's arithmetic (`sporeloom.runtime.cpu.flash`).
 """
@@ -12,7 +12,7 @@ from mindspore.ops.operations.nn_ops import FlashAttentionScore
 
 from sporeloom.models.config import ModelConfig
 
-NO_MASK_COMPRESSION = 0  # sparse_mode: the mask says of each query and key whether it counts
+NO_MASK_COMPRESSION = 0  # sparse_mode: the mask marks each pair of query and key that counts
 
 
 @ops.constexpr
@@ -29,7 +29,7 @@ def chooses_flash(config: ModelConfig) -> bool:
 
 
 def has_flash(net: nn.Cell) -> bool:
-    """Whether attention is computed so in `net`, except on one CPU device."""
+    """Whether FlashAttention computes the attention in `net`, except on one CPU device."""
     return any(isinstance(cell, FlashAttention) for _, cell in net.cells_and_names())
 
 
@@ -38,7 +38,7 @@ class FlashAttention(nn.Cell):
     (B, 1, T, keys), uint8, is 1."""
 
     repeats_heads = False
-    """Whether each head of queries is given its own copy of its keys and values: where ranks share such a head."""
+    """Whether each query head gets its own copy of its keys and values: where ranks share such a head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -6,11 +6,11 @@ from mindspore import dtype as mstype
 from mindspore.common.initializer import Normal, initializer
 
 from sporeloom.models.config import ModelConfig
-from sporeloom.nn.linear import MOST_ROWS
+from sporeloom.nn.linear import MAX_KERNEL_ROWS
 
 
 class TiedHead(nn.Cell):
-    """With the word embedding's own table."""
+    """Logits with the token embedding as weights (tied)."""
 
     has_kernel = False
 
@@ -26,7 +26,7 @@ class TiedHead(nn.Cell):
         return self.logits(x, word_table)
 
     def logits(self, x, table):
-        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+        if self.has_kernel and x.shape[0] <= MAX_KERNEL_ROWS:
             return self.scaled(self.kernel(x, table))
         return self.scaled(self.cast(self.matmul(x, self.cast(table, self.dtype)), mstype.float32))
 
@@ -35,7 +35,7 @@ class TiedHead(nn.Cell):
 
 
 class Head(TiedHead):
-    """With a table of its own, (V, D)."""
+    """Logits with a matrix of its own, (V, D)."""
 
     def __init__(self, config: ModelConfig, dtype: mstype.Type):
         super().__init__(config, dtype)
@@ -49,7 +49,7 @@ class Head(TiedHead):
 
 
 class ValueHead(nn.Cell):
-    """One number in place of logits: what a reward model or a critic says of a token."""
+    """One value in place of logits: the reward or value of a token."""
 
     def __init__(self, config: ModelConfig, dtype: mstype.Type):
         super().__init__()

@@ -7,7 +7,7 @@ from mindspore.common.initializer import initializer
 
 from sporeloom.nn.embedding import Embedding
 from sporeloom.nn.head import Head, TiedHead
-from sporeloom.nn.linear import MOST_ROWS, Linear
+from sporeloom.nn.linear import MAX_KERNEL_ROWS, Linear
 from sporeloom.nn.moe import ExpertLinear
 from sporeloom.nn.multi_lora import AdaptedProduct
 
@@ -34,7 +34,7 @@ class Int8Linear(AdaptedProduct):
             self.bias, self.bias_add = linear.bias, ops.Add()
 
     def construct(self, x, adapter_ids=None):  # (N, in) -> (N, out)
-        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+        if self.has_kernel and x.shape[0] <= MAX_KERNEL_ROWS:
             y = self.kernel(x, *self.operands())
         else:
             y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
@@ -89,7 +89,7 @@ class Int8TiedHead(TiedHead):
     def construct(self, x, word_table, rows=None):  # (B*T, D), (V, D) -> (B*T or len(rows), V) float32
         if rows is not None:
             x = self.pick(x, rows, 0)
-        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+        if self.has_kernel and x.shape[0] <= MAX_KERNEL_ROWS:
             return self.scaled(self.kernel(x, word_table, self.word_scale))
         logits = self.cast(self.matmul(x, self.cast(word_table, self.dtype)), mstype.float32)
         scales = self.reshape(self.word_scale, (1, -1))  # (V, 1) -> (1, V)
@@ -97,7 +97,7 @@ class Int8TiedHead(TiedHead):
 
 
 class Int8Head(TiedHead):
-    """Logits with an int8 table of the head's own."""
+    """Logits with an int8 matrix of its own."""
 
     def __init__(self, head: Head):
         super().__init__(head.config, head.dtype)
@@ -107,7 +107,7 @@ class Int8Head(TiedHead):
     def construct(self, x, word_table, rows=None):  # (B*T, D), unused -> (B*T or len(rows), V) float32
         if rows is not None:
             x = self.pick(x, rows, 0)
-        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+        if self.has_kernel and x.shape[0] <= MAX_KERNEL_ROWS:
             return self.scaled(self.kernel(x, self.weight, self.scale))
         logits = self.cast(self.matmul(x, self.cast(self.weight, self.dtype)), mstype.float32)
         return self.scaled(self.rescale(logits, self.scale))

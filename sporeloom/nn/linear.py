@@ -7,8 +7,8 @@ from mindspore.common.initializer import Normal, initializer
 
 from sporeloom.nn.multi_lora import AdaptedProduct
 
-MOST_ROWS = 256
-"""Up to so many rows a compiled kernel is taken where there is one (`sporeloom.inference.kernels`)."""
+MAX_KERNEL_ROWS = 256
+"""Maximum number of rows for a compiled kernel, where there is one (`sporeloom.inference.kernels`)."""
 
 
 class Linear(AdaptedProduct):
@@ -33,7 +33,7 @@ class Linear(AdaptedProduct):
             self.bias_add = ops.Add()
 
     def construct(self, x, adapter_ids=None):  # (N, in) -> (N, out)
-        if self.has_kernel and x.shape[0] <= MOST_ROWS:
+        if self.has_kernel and x.shape[0] <= MAX_KERNEL_ROWS:
             y = self.kernel(x, *self.operands())
         else:
             y = self.matmul(x, self.cast(self.weight, self.dtype))
@@ -42,5 +42,5 @@ class Linear(AdaptedProduct):
         return self.with_adapters(y, x, adapter_ids) if self.has_adapters else y
 
     def operands(self):
-        """What a kernel is given of it."""
+        """Inputs of a kernel."""
         return (self.weight, self.bias) if self.has_bias else (self.weight,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters beside matrices that stay as they are."""
+"""Low-rank adapters of frozen matrices."""
 
 import math
 
@@ -14,7 +14,8 @@ from sporeloom.nn.replace import replace_cell
 
 
 class LoRALinear(nn.Cell):
-    """y = x W^T + scale * (x A^T) B^T + b, with A (r, in) and B (out, r) in float32; W and b are the given part's.
+    """y = x W^T + scale * (x A^T) B^T + b, with A (r, in) and B (out, r) in float32; W and b are those of the
+    given part.
 
     A begins as PEFT's, uniform within 1 / sqrt(in), B as 0: at first nothing changes.
     """
@@ -41,7 +42,7 @@ class LoRALinear(nn.Cell):
 
 
 def attach_adapters(model: nn.Cell, lora: LoRAConfig) -> None:
-    """Give a decoder adapters, and freeze everything else but the head of a reward model."""
+    """Add adapters to a decoder, and freeze everything else but the head of a reward model."""
     for parameter in model.get_parameters():
         parameter.requires_grad = False
     if model.config.value_head:

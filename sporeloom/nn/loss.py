@@ -27,7 +27,7 @@ class TokenLosses(nn.Cell):
         labels = self.reshape(labels, (-1,))
         largest = ops.stop_gradient(self.max(logits, 1))  # (N, 1)
         shifted = self.shift(logits, largest)  # (N, V)
-        # Log1p, for a CPU's Log rounds one way or another, by how often it ran: a resumed run would tell another loss.
+        # Log1p, for a CPU's Log rounds one way or another, by how often it ran: a resumed run would report another loss.
         log_sum = self.log(self.less_one(self.sum(self.exp(shifted), 1), 1.0))  # (N,)
         one_hot = self.one_hot(labels, logits.shape[1], self.on, self.off)
         loss = self.nll(log_sum, self.pick_sum(self.pick(shifted, one_hot), 1))
@@ -57,6 +57,6 @@ class CrossEntropy(TokenLosses):
         total = self.total(self.weigh(loss, self.reshape(weights, (-1,))), 0)
         if further is None:
             return total
-        # Times a 1 that MindSpore cannot foresee: a last stage whose gradient of `further` is a constant is not compiled.
+        # Times a 1 that MindSpore cannot predict: a last stage whose gradient of `further` is a constant is not compiled.
         one = self.to_one(self.is_same(total, total), mstype.float32)
         return self.add_further(total, self.times_one(self.further_sum(further, 0), one))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts in place of an MLP: a router, a way to the experts and back, the experts.
+"""Mixture of experts in place of an MLP: router, dispatch, experts, combine.
 
 Shapes: N rows (B*T), D hidden; tokens are counted in G groups of L neighbours (N = G*L); E experts, each with room for C
 tokens of a group; k choices of a token. Groups come from the configuration, so what is dropped is the same on every mesh.
-Padding is no token: it takes no capacity, and no loss or count includes it (`is_token` (G, L), 1 or 0).
+Padding does not count as tokens: it takes no capacity, and no loss or count includes it (`is_token` (G, L), 1 or 0).
 
-Source: arXiv:2101.03961 (Switch: capacity, balance loss), arXiv:2006.16668 (GShard: all first choices before all second
-ones), arXiv:2202.08906 (router z-loss), arXiv:2505.21411 (MoGE: grouped router), arXiv:2303.10845 (hash router).
+Source: arXiv:2101.03961 (Switch: capacity, load-balancing loss), arXiv:2006.16668 (GShard: all first choices before all
+second ones), arXiv:2202.08906 (router z-loss), arXiv:2505.21411 (MoGE: grouped router), arXiv:2303.10845 (hash router).
 """
 
 import numpy as np
@@ -21,7 +21,8 @@ from sporeloom.nn.mlp import ACTIVATIONS, MLP, GatedMLP
 
 TINY = 1e-9  # keeps a sum of weights from being 0
 COUNTS_BESIDE_EXPERTS = 2
-"""Numbers of a layer's `LoadCounter` behind one for each expert: choices dropped, and the entropy of the probabilities."""
+"""Values of a layer's `LoadCounter` after one for each expert: dropped choices, and the entropy of the
+probabilities."""
 
 
 @ops.constexpr
@@ -31,7 +32,7 @@ def _numbers(stop, step):
 
 
 class TokenGroups(nn.Cell):
-    """Which of a batch are tokens, by groups: labels, tokens (B, T) -> (G, L), 1, or 0 where there is padding; how many a
+    """Groups of a batch's tokens: labels, tokens (B, T) -> (G, L), 1, or 0 where there is padding; how many a
     group has, (G,); and how many of these an expert takes, (G, 1).
 
     Padding is what has no label, and the token that the tokenizer pads with. What an expert takes follows from the tokens
@@ -67,7 +68,7 @@ class TokenGroups(nn.Cell):
         return is_token, num_tokens, self.column(limit, 1)
 
 
-class Scores(nn.Cell):
+class Router(nn.Cell):
     """Probability of each expert, (N, E) in float32, and the logits behind them."""
 
     def __init__(self, config: ModelConfig):
@@ -82,8 +83,8 @@ class Scores(nn.Cell):
         return self.activation(logits), logits
 
 
-class Choices(nn.Cell):
-    """Which k experts a token is given to: (G, L, E) -> (G, L, k) int32, the first choice first."""
+class TopKRouter(nn.Cell):
+    """Choose k experts for each token: (G, L, E) -> (G, L, k) int32, the first choice first."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -111,8 +112,8 @@ class Choices(nn.Cell):
         return self.shift(best, _numbers(self.chosen, size))
 
 
-class HashChoices(nn.Cell):
-    """A fixed random expert for each token id, of the group of experts of the token's domain.
+class HashRouter(nn.Cell):
+    """A fixed random expert for each token id, in the group of experts of the token's domain.
 
     Ids from vocab_size on are of other domains: vocab_size further on, the same token of the next domain, and after the last
     one comes the first. Source: arXiv:2303.10845 section 3.3, arXiv:2106.04426.
@@ -131,8 +132,8 @@ class HashChoices(nn.Cell):
         return self.reshape(self.gather(self.table, tokens, 0), (groups, length, 1))
 
 
-class Places(nn.Cell):
-    """The place of each choice at its expert, and whose turn it is at each place.
+class DispatchIndices(nn.Cell):
+    """Slot of each choice at its expert, and the choice in each slot.
 
     (G, L, k) -> choices in their order (G, k*L), all first ones before all second ones; their experts as one-hot
     (G, k*L, E); places (G, k*L), counted also beyond the capacity; whether they are within it; and the token at each place
@@ -166,7 +167,7 @@ class Places(nn.Cell):
             one_hot = self.leave_out(one_hot, self.each(is_choice, 2))
         before = self.before(self.running(one_hot, 1), 1.0)
         place = self.own_sum(self.own(before, one_hot), 2)
-        if is_choice is not None:  # padding, whose place would be the first one
+        if is_choice is not None:  # padding, whose slot would be the first one
             place = self.put_last(place, self.times_capacity(self.is_padding(1.0, is_choice), capacity))
         place = self.to_place(place, mstype.int32)  # (G, k*L)
         kept = self.is_kept(place, capacity) if limit is None else self.is_within(place, limit)
@@ -244,10 +245,10 @@ class ExpertMLPs(nn.Cell):
 
 
 class RouterLosses(nn.Cell):
-    """Balance loss and z-loss of a layer, (1,), times what the configuration says and each group's part of the loss; None
-    where it asks for none.
+    """Load-balancing loss and z-loss of a layer, (1,), times their coefficients and each group's fraction of the
+    loss; None where the configuration has none.
 
-    `shares` (G,): the part of the loss that the tokens of each group have; they add up to 1 over the whole batch, so the
+    `shares` (G,): the part of the loss that the tokens of each group have; they add up to 1 over the global batch, so the
     losses of microbatches simply add up, as those of the tokens do. Means are over the tokens of a group, `counts` (G,).
     """
 
@@ -262,7 +263,7 @@ class RouterLosses(nn.Cell):
         self.given, self.likely = ops.ReduceSum(), ops.ReduceSum()
         self.both, self.balance, self.scale = ops.Mul(), ops.ReduceSum(), ops.Mul()
         self.at_least, self.square_count, self.divide = ops.Maximum(), ops.Square(), ops.Div()
-        # (1,), for MindSpore can neither cut a Reshape of a number without dims nor send one between stages.
+        # (1,), for MindSpore can neither shard a Reshape of a number without dims nor send one between stages.
         self.both_batch, self.balance_batch, self.scale_batch = ops.Mul(), ops.ReduceSum(keep_dims=True), ops.Mul()
         self.count_batch, self.at_least_batch = ops.ReduceSum(keep_dims=True), ops.Maximum()
         self.square_batch, self.divide_batch = ops.Square(), ops.Div()
@@ -311,8 +312,9 @@ class RouterLosses(nn.Cell):
 
 
 class LoadCounter(Counter):
-    """Counts how many choices each expert was given, dropped ones among them, how many were dropped, and the entropy of each
-    token's probabilities added up, which says nothing of a hash router: (E + 2,). Padding is in none of them."""
+    """Counts the choices of each expert, including dropped ones, the dropped ones alone, and the entropy of each
+    token's probabilities, summed, which is without meaning for a hash router: (E + 2,). Padding is in none of
+    them."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config.mixture.num_experts + COUNTS_BESIDE_EXPERTS)
@@ -357,11 +359,11 @@ class MoE(nn.Cell):
         self.is_hashed, self.has_shared = experts.router == "hash", experts.shared_ffn_hidden_size > 0
         self.input = ops.Identity()
         if self.is_hashed:
-            self.hash = HashChoices(config, layer)
+            self.hash = HashRouter(config, layer)
         else:
-            self.router, self.choices = Scores(config), Choices(config)
-            self.losses, self.weights = RouterLosses(config), Weights(config)
-        self.places = Places(config)
+            self.router, self.choices = Router(config), TopKRouter(config)
+            self.losses, self.weights = RouterLosses(config), CombineWeights(config)
+        self.places = DispatchIndices(config)
         self.expand_tokens, self.each_choice, self.in_order = ops.ExpandDims(), ops.Mul(), ops.Reshape()
         self.by_group, self.probs_by_group = ops.Reshape(), ops.Reshape()
         self.dispatch, self.split = ops.Gather(1), ops.Reshape()
@@ -381,7 +383,8 @@ class MoE(nn.Cell):
         self.balance_rate = experts.balance_bias_rate
 
     def attach_counter(self, name: str) -> Parameter:
-        """Let training steps count, see `LoadCounter`. Returns the parameter of that name whose gradient tells."""
+        """Let training steps count, see `LoadCounter`. Returns the parameter of that name, whose gradient is the
+        count."""
         self.counts = True
         return self.counter.attach(name)
 
@@ -423,7 +426,7 @@ class MoE(nn.Cell):
         return self.in_order(is_choice, (groups, self.chosen * length))
 
     def through_experts(self, x, weights, chosen, place, owners, sizes):
-        """Rows (N, D) to their experts and back, weighted and added up."""
+        """Dispatch rows (N, D) to their experts and combine the results, weighted."""
         groups, length, capacity = sizes
         experts, d = self.settings.num_experts, self.hidden_size
         y = self.dispatch(self.by_group(x, (groups, length, d)), owners, 1)  # (G, E*C, D)
@@ -437,8 +440,9 @@ class MoE(nn.Cell):
         return self.output(y, (-1, d))
 
 
-class Weights(nn.Cell):
-    """What each choice counts, 0 if it is dropped: probabilities (G, L, E), one-hot (G, k*L, E), kept (G, k*L); (G, k*L)."""
+class CombineWeights(nn.Cell):
+    """Combine weight of each choice, 0 if it is dropped: probabilities (G, L, E), one-hot (G, k*L, E), kept (G,
+    k*L); (G, k*L)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

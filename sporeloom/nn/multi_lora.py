@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several adapters beside one matrix, for inference: every token goes through its own, or through none."""
+"""Several adapters of one matrix, for inference: every token uses its own, or none."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from mindspore.common.initializer import initializer
 
 
 class AdaptedProduct(nn.Cell):
-    """What every kind of `Linear` has: room for adapters beside its matrix W (out, in).
+    """Base of every kind of `Linear`: it can hold adapters of its matrix W (out, in).
 
     y = x W^T + (x A^T where m, else 0) B^T. A (R, in) and B (out, R) hold those of all adapters, one after another, B with
     their scales in it; a token's m (R,) is 1 where its adapter stands, and 0 elsewhere. What a token gets depends on its own
@@ -19,7 +19,7 @@ class AdaptedProduct(nn.Cell):
     has_adapters = False
 
     def attach_adapters(self, widths: Sequence[int]) -> None:
-        """Make room for one adapter of each of these widths (r), 0 for those that leave this matrix as it is."""
+        """Allocate one adapter of each of these widths (r); 0 for adapters that do not change this matrix."""
         outer, inner = self.weight.shape
         total = sum(widths)
         self.has_adapters = True
@@ -32,7 +32,7 @@ class AdaptedProduct(nn.Cell):
         self.lora_add, self.lora_cast = ops.Add(), ops.Cast()
 
     def with_adapters(self, y, x, adapter_ids):
-        """y (N, out) of x (N, in), and what the adapters of the N tokens add; adapter_ids: (B, T), 0 for none."""
+        """y (N, out) of x (N, in), plus the adapters of the N tokens; adapter_ids: (B, T), 0 for none."""
         mask = self.lora_pick(self.lora_mask, self.lora_ids(adapter_ids, (-1,)), 0)  # (N, R)
         narrow = self.lora_down(x, self.lora_cast(self.lora_a, self.dtype))
         narrow = self.lora_choose(narrow, self.lora_others(mask, 0.0), 0.0)
@@ -40,7 +40,7 @@ class AdaptedProduct(nn.Cell):
 
 
 def attach_several_adapters(net: nn.Cell, widths: Mapping[str, Sequence[int]]) -> None:
-    """Make room for adapters beside the matrices of these paths."""
+    """Allocate adapters of the matrices of these paths."""
     for path, cell in net.cells_and_names():
         if path in widths:
             cell.attach_adapters(widths[path])

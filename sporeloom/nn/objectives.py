@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of preferences and of rewarded texts, as sums over what a batch holds.
+"""Losses of preferences and rewards, as sums over a batch.
 
-Every one takes what the model says of each token, (B, T), and `weights` (B, T): 0 where a token is not trained on, elsewhere
-its share of the loss. The weights hold the denominators of the whole batch, so the losses of its microbatches add up. Each
-counts numbers for people to read, see `Counter`; `metrics` names them.
+Every one takes the model's output for each token, (B, T), and `weights` (B, T): 0 where a token is not trained on,
+elsewhere its share of the loss. The weights hold the denominators of the global batch, so the losses of its microbatches
+add up. Each counts metrics, see `Counter`; `metrics` names them.
 
 Names and formulas are TRL's. Sources: DPO arXiv:2305.18290; IPO arXiv:2310.12036; robust DPO arXiv:2403.00409; PPO
 arXiv:1707.06347; GRPO arXiv:2402.03300; DAPO arXiv:2503.14476; Dr. GRPO arXiv:2503.20783; sequence ratios arXiv:2507.18071.
@@ -18,7 +18,7 @@ from sporeloom.nn.loss import TokenLosses
 
 
 class Objective(nn.Cell):
-    """What all have: a mask from the weights, and numbers that are told.
+    """Base of all objectives: a mask from the weights, and metrics.
 
     Subclasses have `of(values, weights, *more)`, the loss and its numbers. While it does not train an objective gives the
     values, (B, T): what other models are compared with.
@@ -35,7 +35,7 @@ class Objective(nn.Cell):
         self.count_sum = ops.ReduceSum()
 
     def attach_counter(self, name: str) -> Parameter:
-        """Let training steps count. Returns the parameter of that name whose gradient tells."""
+        """Let training steps count. Returns the parameter of that name, whose gradient is the count."""
         self.counts = True
         return self.counter.attach(name)
 
@@ -43,7 +43,7 @@ class Objective(nn.Cell):
         return self.to_float(self.is_trained(weights, 0.0), mstype.float32)
 
     def counted(self, loss, numbers):
-        """The loss, with the numbers carried out."""
+        """Return the loss, with the metrics attached."""
         if not self.counts:
             return loss
         return self.add_count(loss, self.count_sum(self.counter.carry(self.join(numbers)), 0))
@@ -68,7 +68,7 @@ class TokenObjective(Objective):
 
 
 class ValueObjective(Objective):
-    """An objective of what a model with a value head says of each token, (B*T, 1). Labels are not looked at."""
+    """An objective of the values that a model with a value head gives each token, (B*T, 1). Labels are not used."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,8 @@ class ValueObjective(Objective):
 
 
 class Pairs(nn.Cell):
-    """Numbers of rows (B,), of which every two belong together, -> those of the first ones (B/2,) and of the second ones."""
+    """Split values of rows (B,), of which every two belong together, into those of the first (B/2,) and of the
+    second ones."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +119,7 @@ class Preference(TokenObjective):
 
     Args:
         loss_type: sigmoid, hinge, ipo (of means over tokens; `ipo_sum`: of sums) or robust.
-        label_smoothing: how likely a preference is taken to be the wrong way round.
+        label_smoothing: probability that a preference is wrong.
     """
 
     metrics = (

@@ -21,7 +21,7 @@ class QueryLayer(DecoderLayer):
 
 
 class QueryEmbedding(nn.Cell):
-    """The learned query of each position, as rows beside the residual stream."""
+    """The learned query of each position, as rows next to the residual stream."""
 
     def __init__(self, config: ModelConfig, dtype: mstype.Type):
         super().__init__()
@@ -49,5 +49,5 @@ class TopQueryDecoder(Decoder):
 
 
 def decoder_of(config: ModelConfig) -> Decoder:
-    """The network a configuration describes."""
+    """Build the network of a configuration."""
     return TopQueryDecoder(config) if config.query_layer else Decoder(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts and parameters of a network in place of others."""
+"""Replace parts and parameters of a network."""
 
 from collections.abc import Callable
 

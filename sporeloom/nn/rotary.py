@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding (RoPE): queries and keys turned by angles that grow with the position.
+"""Rotary position embedding (RoPE): queries and keys rotated by angles that grow with the position.
 
 Source: arXiv:2104.09864. Angles are computed in float32, as the published models do.
 """
@@ -32,7 +32,7 @@ class Angles(nn.Cell):
 
 
 class Rotary(nn.Cell):
-    """Turn the first `rope_dim` features of each head, (B, T, H, D/H).
+    """Rotate the first `rope_dim` features of each head, (B, T, H, D/H).
 
     With adjacent pairs the features are put in the other order first, those of even number before the odd ones: a product
     of queries with keys does not see an order that both have.

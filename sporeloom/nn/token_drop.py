@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random layerwise token dropping: a layer sees some tokens of each sequence, the others go around it unchanged.
+"""Random layerwise token dropping: a layer processes some tokens of each sequence, the others bypass it unchanged.
 
 Source: arXiv:2211.11586. What a layer sees is drawn outside (`sporeloom.data.random_ltd`), so it is the same on every mesh.
 """
@@ -15,7 +15,7 @@ from sporeloom.nn.rotary import Angles
 
 
 class KeptMask(Mask):
-    """For some tokens of each sequence: each sees those of them that came before it in its document."""
+    """Mask of the kept tokens of each sequence: each attends to those before it in its document."""
 
     def __init__(self, flash=False):
         super().__init__(flash)
@@ -29,7 +29,7 @@ class KeptMask(Mask):
 
 
 class TokenDrop(nn.Cell):
-    """What one layer needs of the `number`-th of `count` draws.
+    """Selects the inputs of one layer, by the `number`-th of `count` draws, and merges its outputs.
 
     `kept`: places (B, count*K) and ways back (B, count*T) as `draw_kept` gives them, and positions (B, T).
     """
@@ -60,7 +60,7 @@ class TokenDrop(nn.Cell):
         return self.rows(x, (-1, self.hidden_size)), self.kept_mask(mine, positions), angles, keys
 
     def joined(self, y, x, kept):
-        """y (B*K, D), what the layer gave, and x (B*T, D), what it was given -> (B*T, D)."""
+        """y (B*K, D), the output of the layer, and x (B*T, D), its input -> (B*T, D)."""
         _, back, positions = kept
         batch, length = positions.shape
         mine = self.cut_back(back, (0, self.number * length), (batch, (self.number + 1) * length), (1, 1))
@@ -70,7 +70,7 @@ class TokenDrop(nn.Cell):
 
 
 def attach_token_drop(model: nn.Cell, layers: Sequence[int]) -> None:
-    """Let these layers of a decoder see the tokens that are drawn for them."""
+    """Let these layers of a decoder process only the sampled tokens."""
     for number, layer in enumerate(layers):
         model.layers[layer].token_drop = TokenDrop(model.config, number, len(layers))
         model.layers[layer].drops_tokens = True

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do it: apply a Strategy to any Cell. `parallelize` is the one entrance; nothing here runs a graph."""
+"""Apply a Strategy to any Cell. `parallelize` is the one entry point; nothing here runs a graph."""

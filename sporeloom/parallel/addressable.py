@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of a network that rules can name, with a suggestion for those that are worth one."""
+"""List the operators of a network that rules can name, with suggested rules where they are worth writing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sporeloom.parallel.sharding import operators, parameter_uses
 from sporeloom.strategy.layout import Layout, Shape, show
 
 Shapes = tuple[Sequence[Shape], Sequence[Shape]]
-"""Of an operator's inputs and outputs, as one device has them."""
+"""Shapes of an operator's inputs and outputs on one device."""
 
 
 def suggested_rules(net: nn.Cell, shapes: Mapping[str, Shapes] | None = None) -> dict[str, tuple[Layout, ...]]:
-    """Path of an operator -> layouts of its inputs: pairs of products by columns and rows, tables by rows where it is known
-    how many dims their indices have."""
+    """Suggest layouts of inputs by operator path: pairs of products by columns and rows, embedding tables by rows
+    where the number of dims of their indices is known."""
     rules: dict[str, tuple[Layout, ...]] = {}
     for wide, narrow in pairs(products(net)):
         rules |= {product.path: product.by_columns for product in wide}
@@ -35,7 +35,8 @@ def suggested_rules(net: nn.Cell, shapes: Mapping[str, Shapes] | None = None) ->
 
 
 def table_of_operators(net: nn.Cell, shapes: Mapping[str, Shapes] | None = None) -> str:
-    """One line an operator: path, kind, shapes or else its parameter, and the rule that a strategy file would have for it.
+    """Format one line for each operator: path, kind, shapes or else its parameter, and its rule in a strategy
+    file.
 
     Args:
         shapes: by path, where the network was compiled.
@@ -50,7 +51,7 @@ def table_of_operators(net: nn.Cell, shapes: Mapping[str, Shapes] | None = None)
         elif operator.path in shapes:
             given, made = shapes[operator.path]
             told = f"{', '.join(map(str, given))} -> {', '.join(map(str, made))}"
-        else:  # the compiler has left it out
+        else:  # the compiler has removed it
             continue
         rule = f"[{', '.join(map(show, layouts))}]" if layouts else ""
         rows.append((operator.path, operator.primitive.name, told, rule))

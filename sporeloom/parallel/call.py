@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call as a Cell from Tensors to Tensors, whatever is nested in what it gives. MindIR knows neither dicts nor None."""
+"""A call as a Cell from Tensors to Tensors, whatever is nested in its result. MindIR has neither dicts nor None."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops.primitive import constexpr
 
 _shown: dict[int, object] = {}
-"""By number of a call, the structure of what it gives."""
+"""Structure of a call's result, by number of the call."""
 _serial = itertools.count()
 
 
@@ -57,7 +57,7 @@ def _tensors_in(items):
 
 
 def _numbers_of(x):
-    """They may stand for what was done: an optimizer gives True for each update."""
+    """Scalars that may mark a completed action: an optimizer returns True for each update."""
     if isinstance(x, (bool, int, float)):
         return (x,)
     if isinstance(x, dict):
@@ -75,7 +75,7 @@ def _numbers_in(items):
 
 
 class Call(nn.Cell):
-    """Calls a Cell with Tensors; gives the Tensors in what that gives, or a 0.
+    """Calls a Cell with Tensors; returns the Tensors in its result, or a 0.
 
     Args:
         call: calls `called`, its first argument, with the Tensors that follow in their places.
@@ -92,7 +92,7 @@ class Call(nn.Cell):
         self.call = call
         self.nothing = Tensor(np.zeros((), np.float32))
         self.structure = None
-        """Of what it gives, once it is compiled."""
+        """Structure of its result, once it is compiled."""
 
     def construct(self, *tensors):
         given = self.call(self.called, *tensors)
@@ -105,5 +105,5 @@ class Call(nn.Cell):
         return (ops.depend(found[0], numbers), *found[1:])
 
     def take_structure(self):
-        """The structure of what it gives, after it was compiled here."""
+        """The structure of its result, after it was compiled here."""
         return _shown.pop(self.number)

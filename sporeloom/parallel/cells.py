@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells around a user's network, its batch sharded over dp; a function as a Cell; what MindSpore's own need to be sharded."""
+"""Cells around a custom network, with its batch sharded over dp; a function as a Cell; MindSpore's own Cells in a
+form that can be sharded."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from sporeloom.parallel.sharding import shard
 from sporeloom.private_names import FusedLSTM, StepwiseRNN, nn_func, own_primitives
 
 MEAN_OF_OWN_ROWS = "SparseSoftmaxCrossEntropyWithLogits"
-"""Operator that averages the rows that it is given, a rank's own."""
+"""Operator that averages the rows of its input, on each rank those it has."""
 
 
 class ShardBatch(nn.Cell):
     """`network` with its inputs sharded over dp. An input has the batch in dim 0 if that is as long as the first input's.
 
-    Nothing moves: an identity with a layout tells MindSpore's propagation where to begin. Parameters keep their names.
+    Nothing moves: an identity with a layout is where MindSpore's propagation begins. Parameters keep their names.
 
     Args:
         mesh: its ranks along dp share the batch.
@@ -62,7 +63,7 @@ class ShardBatch(nn.Cell):
 
 
 class ParallelNetwork(nn.Cell):
-    """What `auto_parallel` returns in place of `network`, whose graph is sharded once it is compiled."""
+    """Result of `auto_parallel`: `network`, whose graph is sharded once it is compiled."""
 
     def __init__(self, network):
         super().__init__(auto_prefix=False)
@@ -101,7 +102,7 @@ class FunctionCell(nn.Cell):
 
 
 class Gradients(nn.Cell):
-    """Loss and gradients of a network."""
+    """Compute loss and gradients of a network."""
 
     def __init__(self, network, weights):
         super().__init__(auto_prefix=False)
@@ -114,8 +115,8 @@ class Gradients(nn.Cell):
 
 
 class SparseCrossEntropy(nn.Cell):
-    """`ops.SparseSoftmaxCrossEntropyWithLogits` of operators that average the rows of all ranks: that one averages those it
-    is given, so that each rank would tell, and follow, the mean of its own."""
+    """`ops.SparseSoftmaxCrossEntropyWithLogits` of operators that average the rows of all ranks: MindSpore's own
+    averages a rank's rows, so that each rank would report, and follow, its own mean."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -128,7 +129,7 @@ class SparseCrossEntropy(nn.Cell):
 
 
 def average_over_all_rows(cell: nn.Cell) -> None:
-    """Give each operator that `cell` holds, and that averages the rows of one rank, another way to the mean of all."""
+    """Replace each operator of `cell` that averages the rows of one rank by one that averages over all."""
     held = {name: primitive for name, primitive in own_primitives(cell).items() if primitive.name == MEAN_OF_OWN_ROWS}
     for name, primitive in held.items():
         if not primitive.is_grad:
@@ -137,9 +138,9 @@ def average_over_all_rows(cell: nn.Cell) -> None:
 
 
 def prepare_to_shard(net: nn.Cell) -> None:
-    """Give those of MindSpore's own Cells in `net` that cannot be sharded right another way to the same values; and keep out
-    of optimizer parallel what no optimizer updates: a `construct` that does so wants it whole.
-    """
+    """Replace those of MindSpore's own Cells in `net` that cannot be sharded correctly by equivalent ones; and
+    exclude parameters from optimizer parallel that no optimizer updates: a `construct` that does so needs them
+    unsharded."""
     for parameter in net.get_parameters():
         if not parameter.requires_grad:
             parameter.parallel_optimizer = False
@@ -155,7 +156,7 @@ def prepare_to_shard(net: nn.Cell) -> None:
 
 
 class _GroupNorm(nn.GroupNorm):
-    """Of operators that MindSpore shards; it derives no layout for the one that does all at once."""
+    """Group norm of operators that MindSpore shards; it derives no layout for the one that does all at once."""
 
     def _cal_output(self, x):
         shape = x.shape
@@ -170,7 +171,7 @@ class _GroupNorm(nn.GroupNorm):
 def _take_statistics_of_all_rows(norm: nn.Cell) -> None:
     """Mean and variance over the rows of all ranks, as one device takes them.
 
-    Sharded over dp, its operator would take those of its own rows. It is given the whole batch instead: an all-gather, and
+    Sharded over dp, its operator would take those of its own rows. It gets the global batch instead: an all-gather, and
     every rank does the same. A rule for `bn_train` replaces this.
     """
     dims = 2 if isinstance(norm, nn.BatchNorm1d) else 4
@@ -178,8 +179,7 @@ def _take_statistics_of_all_rows(norm: nn.Cell) -> None:
 
 
 def _linear(x, w, b):
-    """`nn_func.linear`, through which attention goes. That one transposes the weight first: MindSpore then adds up the
-    gradient of the first layer's weight only.
-    """
+    """`nn_func.linear`, which attention calls, without the transposed weight: with it MindSpore reduces the
+    gradient of the first layer's weight only."""
     x = ops.MatMul(False, True)(x, w) if x.ndim == 2 else ops.matmul(x, w.swapaxes(-1, -2))
     return x if b is None else x + b

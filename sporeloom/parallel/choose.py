@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy for a network never seen before: pairs of products sharded by columns and rows over tp, the batch over dp."""
+"""Choose a strategy for a custom network: pairs of products sharded by columns and rows over tp, the batch over
+dp."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from sporeloom.errors import ConfigError
 from sporeloom.parallel.sharding import operators, parameter_uses
 from sporeloom.strategy.layout import Layout, show
 
-LEAST_SHARE = 0.5
-"""Of all parameters that the pairs must hold to be worth sharding: each pair costs two all-reduces a step."""
-MOST_TP = 8
-"""As many devices as a server has."""
+MIN_SHARE = 0.5
+"""Minimum fraction of all parameters that the pairs must hold: each pair costs two all-reduces a step."""
+MAX_TP = 8
+"""Maximum tp: the number of devices of a server."""
 BYTES_A_PARAMETER = 16
-"""Weight, gradient and the two moments of Adam in float32."""
+"""Bytes of weight, gradient and the two moments of Adam in float32."""
 HEAD = "# Chosen by auto_parallel"
 
 
@@ -30,11 +31,11 @@ class Product:
     inner: int
     outer: int
     is_transposed: bool
-    """The parameter is (outer, inner)."""
+    """Whether the parameter is (outer, inner)."""
 
     @property
     def parent(self) -> str:
-        """Path of the cell whose part the product's own cell is."""
+        """Path of the cell that contains the product's own cell."""
         return ".".join(self.path.split(".")[:-2])
 
     @property
@@ -49,7 +50,7 @@ class Product:
 
 
 def products(net: nn.Cell) -> list[Product]:
-    """The products of a network with a parameter nobody else uses, in the order its cells were made."""
+    """Matrix products with a parameter nobody else uses, in the order the network's cells were made."""
     uses = list(parameter_uses(operators(net)))
     times = Counter(use.parameter.name for use in uses)
     found = []
@@ -64,7 +65,8 @@ def products(net: nn.Cell) -> list[Product]:
 
 
 def pairs(found: list[Product]) -> list[tuple[list[Product], Product]]:
-    """Products that widen, and the one of the same cell that takes their width back: the two or three matrices of an MLP.
+    """Find products that widen, and the one of the same cell that takes their width back: the two or three
+    matrices of an MLP.
 
     Square ones, as attention has, are left whole: what feeds what cannot be seen in their sizes.
     """
@@ -82,10 +84,10 @@ def pairs(found: list[Product]) -> list[tuple[list[Product], Product]]:
 
 
 def choose(net: nn.Cell, devices: int, memory_gb: float) -> str:
-    """A strategy file for `net` on `devices`, with the reasons in its first lines.
+    """Write a strategy file for `net` on `devices`, with the reasons in its first lines.
 
     Raises:
-        ConfigError: not a number of devices that can be shared out.
+        ConfigError: an impossible number of devices.
     """
     if devices < 1 or devices & (devices - 1):
         raise ConfigError(f"devices = {devices}: MindSpore derives layouts on 2^n devices only; give 2, 4, 8, ...")
@@ -93,8 +95,8 @@ def choose(net: nn.Cell, devices: int, memory_gb: float) -> str:
     paired = pairs(products(net))
     held = sum(p.inner * p.outer for wide, narrow in paired for p in [*wide, narrow])
     widths = math.gcd(*(narrow.inner for _, narrow in paired)) if paired else 1
-    possible = [tp for tp in (1, 2, 4, 8) if tp <= min(devices, MOST_TP) and widths % tp == 0]
-    least = 2 if held >= LEAST_SHARE * total and 2 in possible else 1
+    possible = [tp for tp in (1, 2, 4, 8) if tp <= min(devices, MAX_TP) and widths % tp == 0]
+    least = 2 if held >= MIN_SHARE * total and 2 in possible else 1
     enough = [
         tp for tp in possible if tp >= least and BYTES_A_PARAMETER * (total - held + held / tp) <= memory_gb * 2**30
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of MindSpore's operators compute on parts of their inputs, however it shards them, what one device computes.
+"""MindSpore's operators that give the results of one device when it shards their inputs, in whatever layout.
 
 Those were tried, forward and backward, on every layout that MindSpore derives for rows and for columns. What is not here is
 refused where it is sharded. By name of the primitive.
@@ -22,7 +22,7 @@ SquaredDifference Sub SubExt SubScalar Swiglu Tan Tanh Trunc TruncateDiv Truncat
 ZerosLikeExt
 """
 BY_ENTRY = frozenset(_BY_ENTRY.split())
-"""Each entry of the output is a function of those at its place in the inputs; inputs are broadcast."""
+"""Each entry of the output is a function of the entries at its position in the inputs; inputs are broadcast."""
 
 _SAME_ON_PARTS = """
 BatchMatMul BatchMatMulExt BiasAdd BroadcastTo Cdist Concat Conv2D Conv3D CumProd CumSum CumsumExt Dense Dropout
@@ -34,19 +34,20 @@ Sort Split SplitTensor SplitWithSize Squeeze Stack StackExt StridedSlice SumExt 
 Triu UnsortedSegmentSum
 """
 SAME_ON_PARTS = frozenset(_SAME_ON_PARTS.split())
-"""MindSpore adds the collectives that parts of these take, or shards no dim where they would take some."""
+"""MindSpore adds the collectives that sharded inputs need, or shards no dim where they would need some."""
 
 MOVES = frozenset(("AllGather", "AllReduce", "AlltoAll", "Broadcast", "Receive", "ReduceScatter", "Send"))
-"""What MindSpore puts between stages and ranks; its other own operators have a name that begins with an underscore."""
+"""Operators that MindSpore inserts between stages and ranks; its other own operators have a name that begins with
+an underscore."""
 
 VALUE_IS_SAME = frozenset(("ArgMaxWithValue", "ArgMinWithValue"))
-"""Their second output, the value, is the same in any case; the first one, the place of it, counts within the part."""
+"""Their second output, the value, is the same in any case; the first one, its index, counts within the shard."""
 
 _ALONG_ITS_AXIS = """
 Argmax ArgMaxExt Argmin ArgMinExt CumulativeLogsumexp IndexFill LpNorm MaxDim Median MinDim ProdExt ReduceStd Unstack
 """
 ALONG_ITS_AXIS = VALUE_IS_SAME.union(_ALONG_ITS_AXIS.split())
-"""The same where the dims that they go along are whole."""
+"""Results are the same where the dims that they reduce or scan are unsharded."""
 
 _ROW_BY_ROW = """
 AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AvgPool AvgPool3D Cholesky Conv2DBackpropInput Conv2DTranspose
@@ -55,14 +56,15 @@ MatrixDiagV3 MatrixInverse MaxPool MaxPool3D ResizeBicubic ResizeBilinearV2 Resi
 ResizeNearestNeighborV2 SpaceToDepth UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleTrilinear3D
 """
 ROW_BY_ROW = frozenset(_ROW_BY_ROW.split())
-"""The same where nothing but dim 0 of their first input is sharded."""
+"""Results are the same where nothing but dim 0 of their first input is sharded."""
 
 INTO_ROWS = frozenset(
     f"{onto}{what}"
     for onto, kinds in (("TensorScatter", "Add Div Max Min Mul Sub Update"), ("UnsortedSegment", "Max Min Prod"))
     for what in kinds.split()
 )
-"""The same where the dims that they find places in are whole, and so the first one; what they put there is sharded alike."""
+"""Results are the same where the dims that they index are unsharded, and so dim 0; the values they insert are
+sharded alike."""
 
 WAYS_OUT = {
     "SparseSoftmaxCrossEntropyWithLogits": (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply a Strategy to any Cell, in a fixed order: shard, recompute, stages. Says what it did in a Report."""
+"""Apply a Strategy to any Cell, in a fixed order: shard, recompute, stages. Returns a Report of what was done."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         is_tied = ties and any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied)
         is_sent = is_tied and strategy.stage_of_loss > 0 and not shards_itself(strategy)
         tied += [parameter.name] if is_sent else []
-        if is_sent or not parameter.shape:  # MindSpore dies of cutting a number
+        if is_sent or not parameter.shape:  # MindSpore crashes when it shards a number
             parameter.parallel_optimizer = False
-    net.parallel_report = Report(  # the engine holds it against the compiler
+    net.parallel_report = Report(  # the engine checks it against the compiler
         mesh=strategy.mesh,
         parameters=_parameter_reports(net, strategy, found, owners, stages),
         unmatched_rules=[
@@ -108,7 +108,7 @@ def shards_itself(strategy: Strategy) -> bool:
 
 
 def _recompute_operators(strategy: Strategy, found: Sequence[Operator], layers: Sequence[str]) -> None:
-    """Of some layers the operators that the rules call `selective`.
+    """Operators of these layers that the rules list under `selective`.
 
     Raises:
         ConfigError: the rules call none so.
@@ -128,13 +128,13 @@ def _recompute_operators(strategy: Strategy, found: Sequence[Operator], layers: 
 
 
 def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
-    """What a training step is built around: the batch is split into microbatches first, in a pipeline or to save memory, and
-    these into copies that devices work on in turn.
+    """Build the inner part of a training step: the batch is split into microbatches first, in a pipeline or to
+    save memory, and these into interleaved microbatches that devices work on in turn.
 
     Our own models are compiled once for all microbatches, in two thirds of the time; a user's network as it stands.
     """
     if shards_itself(strategy):
-        return net  # microbatches are a step's own business there, and copies are for devices
+        return net  # microbatches are a step's own business there, and interleaving is for devices
     repeats = strategy.mesh.size > 1 and strategy.num_microbatches(accumulate) > 1
     if repeats and not isinstance(net, ShardBatch):
         keep_as_function(net)
@@ -143,7 +143,7 @@ def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
         if strategy.mesh.pp > 1:  # MindSpore 2.9 would order their collectives in a circle
             for cut in net.interleave_inputs:
                 cut.strided_slice.del_prim_attr("interleave_num")
-    # What MindSpore does for virtual stages and to offload layers wants forward and backward as functions.
+    # MindSpore's virtual stages and offloading of layers need forward and backward as functions.
     if strategy.pipeline.virtual_stages > 1 or (strategy.offload and strategy.offload.layers):
         keep_as_function(net)
     if strategy.mesh.pp > 1:
@@ -152,7 +152,8 @@ def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
 
 
 def keep_as_function(net: nn.Cell) -> None:
-    """Let MindSpore compile a Cell once, however often it is called: what its decorator `lazy_inline` does to a class."""
+    """Let MindSpore compile a Cell once, however often it is called, as its decorator `lazy_inline` does for a
+    class."""
     net.cell_init_args = f"lazy_inline_{type(net).__name__}"
 
 
@@ -174,7 +175,8 @@ def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: 
 
 
 def _rule_problems(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], whole: bool) -> list[str]:
-    """Rules against the network: those that match nothing, or shard a parameter that cannot be sharded so."""
+    """Check the rules against the network: list those that match nothing, or shard a parameter that cannot be
+    sharded so."""
     rules = strategy.rules
     problems = [
         f"{rule.source}: {pattern} matches no operator of {type(net).__name__}; correct the path, "
@@ -195,18 +197,19 @@ def _rule_problems(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], 
 
 
 def _operator_problems(strategy: Strategy, found: Sequence[Operator]) -> list[str]:
-    """Operators that MindSpore can do nothing with unless a rule says how."""
+    """List operators that MindSpore cannot partition without a rule."""
     rules, mesh, problems = strategy.rules, strategy.mesh, list[str]()
     if not mesh.derives_layouts:
         problems += [
-            f"{strategy.at('mesh')}: {mesh}: MindSpore derives layouts on stages of 2^n ranks only, and no rule is for "
-            f"{o.path}; write one, or for our decoders take rules/decoder_spelled_out.yaml"
+            f"{strategy.at('mesh')}: {mesh}: MindSpore derives layouts on stages of 2^n ranks only, and no rule "
+            f"is for {o.path}; write one, or for the model families use rules/decoder_spelled_out.yaml"
             for o in found
             if o.primitive.name in LARGE_OPERATORS and not any(path_matches(r.pattern, o.path) for r in rules.operators)
         ][:3]
     problems += [
-        f"{strategy.at('rules')}: MindSpore cannot partition {o.path}, a {o.primitive.name}, and no rule says that each rank "
-        "does its part: write one with `local: true`, or for our models with experts take rules/experts.yaml"
+        f"{strategy.at('rules')}: MindSpore cannot partition {o.path}, a {o.primitive.name}, and no rule lets "
+        "each rank compute its shard: write one with `local: true`, or for the model families with experts use "
+        "rules/experts.yaml"
         for o in found
         if mesh.size > mesh.pp
         and o.primitive.name in UNKNOWN_OPERATORS
@@ -216,7 +219,7 @@ def _operator_problems(strategy: Strategy, found: Sequence[Operator]) -> list[st
 
 
 def _mesh_problems(strategy: Strategy, layers: Sequence[str]) -> list[str]:
-    """Axes that no rule uses, and stages against layers."""
+    """Check for axes that no rule uses, and the stages against the layers."""
     rules, mesh = strategy.rules.operators, strategy.mesh
     cut = {part_of_axis(axis)[0] for rule in rules for layout in rule.inputs for dim in layout for axis in dim}
     problems = [
@@ -227,7 +230,7 @@ def _mesh_problems(strategy: Strategy, layers: Sequence[str]) -> list[str]:
     ]
     if mesh.pp > 1 and not layers:
         problems.append(
-            f"{strategy.at('rules')}: no cell matches `layers`, so there is nothing to deal out to {mesh.pp} stages"
+            f"{strategy.at('rules')}: no cell matches `layers`, so there are no layers to assign to {mesh.pp} stages"
         )
     elif strategy.num_virtual_stages > len(layers) > 0:
         virtual = strategy.pipeline.virtual_stages
@@ -239,7 +242,8 @@ def _mesh_problems(strategy: Strategy, layers: Sequence[str]) -> list[str]:
 
 
 def _lookup_problems(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) -> Iterator[str]:
-    """Where the rows of a table are sharded, and its indices as well, MindSpore wants both together to use the whole mesh."""
+    """List embedding tables with sharded rows and sharded indices whose axes together do not cover the mesh, which
+    MindSpore needs."""
     for use in parameter_uses(found):
         matching = [rule for rule in rules if path_matches(rule.pattern, use.operator.path)]
         if use.operator.primitive.name != "Gather" or use.position != 0 or not matching or matching[-1].local:
@@ -258,7 +262,7 @@ def _lookup_problems(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mes
 
 
 def _parts_of_cells(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> dict[str, int]:
-    """Path of each Cell that the rules name -> the part of the model that it is in; none without a pipeline."""
+    """Path of each Cell that the rules name -> the part of the model that contains it; empty without a pipeline."""
     if strategy.mesh.pp == 1:
         return {}
     parts = dict(zip(layers, part_of_layers(len(layers), strategy), strict=True))
@@ -272,7 +276,7 @@ def _parts_of_cells(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> 
 
 
 def _assign_stages(net: nn.Cell, strategy: Strategy, parts: Mapping[str, int]) -> None:
-    """Tell MindSpore the pipeline stage, and virtual stage, of each Cell."""
+    """Set the pipeline stage, and virtual stage, of each Cell in MindSpore."""
     for path, cell in net.cells_and_names():
         if path in parts:
             cell.pipeline_stage = strategy.stage_of_part(parts[path])
@@ -310,7 +314,8 @@ def _parameter_reports(
 
 
 def _optimizer_shards(parameter: ms.Parameter, layout: Layout, part: Shape, strategy: Strategy) -> int:
-    """Over how many ranks MindSpore's optimizer parallel shards dim 0 further: all that hold the same part of it."""
+    """Number of ranks over which MindSpore's optimizer parallel shards dim 0 further: all that hold the same
+    shard."""
     zero, mesh = strategy.optimizer_parallel, strategy.mesh
     if zero is None or not part or not parameter.parallel_optimizer:
         return 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The different parts of a parameter under a strategy, and the first rank that holds each."""
+"""The different shards of a parameter under a strategy, and the first rank that holds each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Slices = tuple[slice, ...]
 
 
 def parts_of(parameter: ParameterReport, mesh: Mesh) -> list[tuple[int, Slices]]:
-    """(rank, part) of each part; together they are the whole parameter, once."""
+    """List (rank, slice) of each shard; together they are the full parameter, once."""
     ranks = mesh.ranks_of_stage(parameter.stage)
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank in ranks:
@@ -30,7 +30,7 @@ def parts_of(parameter: ParameterReport, mesh: Mesh) -> list[tuple[int, Slices]]
 
 
 def held_part(parameter: ParameterReport, mesh: Mesh, rank: int) -> Slices:
-    """The part that `rank` holds, one of a stage that has the parameter."""
+    """Slice of the parameter that `rank` holds, one of a stage that has the parameter."""
     part = _operator_part(parameter, mesh, rank)
     if parameter.optimizer_shards == 1:
         return tuple(slice(*bounds) for bounds in part)
@@ -43,7 +43,7 @@ def held_part(parameter: ParameterReport, mesh: Mesh, rank: int) -> Slices:
 
 
 def _operator_part(parameter: ParameterReport, mesh: Mesh, rank: int) -> tuple[tuple[int, int], ...]:
-    """Bounds of the part that the operators of `rank` use, by dim."""
+    """Bounds of the slice that the operators of `rank` use, by dim."""
     bounds = []
     cuts = degrees(parameter.layout, mesh)
     for size, axes, count in zip(parameter.global_shape, parameter.layout, cuts, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `parallelize` did: each parameter's part, and what the rules left alone."""
+"""Report of `parallelize`: each parameter's shards, and what no rule covers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sporeloom.strategy.layout import Layout, Shape, local_shape, show
 from sporeloom.strategy.mesh import Mesh
 
 DERIVED = "derived"
-"""Instead of a rule: what MindSpore derived from the rules of other operators."""
+"""Stands for a rule: MindSpore derived the layout from the rules of other operators."""
 
 
 @dataclass(frozen=True)
@@ -24,25 +24,25 @@ class ParameterReport:
     name: str
     global_shape: Shape
     local_shape: Shape
-    """Of each rank that holds it, optimizer parallel included."""
+    """Shape on each rank that holds it, after optimizer parallel."""
     layout: Layout
-    """By its operator's rule; optimizer parallel shards dim 0 further."""
+    """Layout by its operator's rule; optimizer parallel shards dim 0 further."""
     optimizer_shards: int
-    """Ranks over which optimizer parallel shards dim 0 further; 1: not at all."""
+    """Number of ranks over which optimizer parallel shards dim 0 further; 1: not at all."""
     stage: int
     rule: str
-    """file:line of the rule that owns it; `derived`: no rule does, MindSpore's propagation sharded it; empty: every rank
-    holds it whole."""
+    """file:line of the rule that owns it; `derived`: MindSpore's propagation sharded it without a rule; empty:
+    every rank holds it unsharded."""
 
     @property
     def num_parts(self) -> int:
-        """Different parts of the parameter among the ranks of its stage."""
+        """Number of different shards of the parameter among the ranks of its stage."""
         return math.prod(self.global_shape) // math.prod(self.local_shape)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of `parallelize`, for people to read and tools to check."""
+    """The result of `parallelize`, as data and as text."""
 
     mesh: Mesh
     parameters: list[ParameterReport]
@@ -54,24 +54,26 @@ class Report:
     """Pipeline stage that computes it."""
     recomputed: list[str] = field(default_factory=list)
     tied: list[str] = field(default_factory=list)
-    """Parameters that several stages of a pipeline hold. Training updates them where they belong, and sends them with each
-    step; the others' own are of no use until `Engine.refresh`."""
+    """Parameters that several stages of a pipeline hold. Training updates them on the stage that owns them, and
+    sends them in each step; the copies of the others are outdated until `Engine.refresh`."""
 
     parts: dict[str, int] = field(default_factory=dict, repr=False)
     """Path of a Cell -> the part of the model, in the order of the layers, that a pipeline assigned it to."""
 
     is_spmd: bool = False
-    """Whether the graph is compiled for one device and sharded afterwards: then nothing in it may hang on the mesh."""
+    """Whether the graph is compiled for one device and sharded afterwards: then nothing in it may depend on the
+    mesh."""
     owners: dict[str, Rule] = field(default_factory=dict, repr=False)
     """Path of an operator -> its rule."""
 
     @property
     def compiled_mesh(self) -> Mesh:
-        """The devices that the compiler is told of."""
+        """Mesh that the compiler is configured for."""
         return Mesh() if self.is_spmd else self.mesh
 
     def norm_shares(self, names: Sequence[str], rank: int) -> tuple[float, ...]:
-        """How much of each gradient's square sum `rank` adds to the global norm, so that every entry counts once.
+        """Fraction of each gradient's square sum that `rank` adds to the global norm, so that every entry counts
+        once.
 
         A tied parameter is held by several stages, but its whole gradient by the stage that owns it.
         """
@@ -82,7 +84,7 @@ class Report:
         return tuple(p.num_parts / self.mesh.stage_size if p.stage == stage else 0.0 for p in reports)
 
     def derive(self, name: str, layout: Layout, optimizer_shards: int) -> None:
-        """Learn how MindSpore sharded a parameter that no rule is for."""
+        """Record how MindSpore sharded a parameter that no rule is for."""
         whole = self.by_name[name]
         part = list(local_shape(layout, whole.global_shape, self.mesh))
         part[0] //= optimizer_shards
@@ -92,7 +94,7 @@ class Report:
         self.parameters[self.parameters.index(whole)] = self.by_name[name] = learned
 
     def place(self, name: str, stage: int) -> None:
-        """Learn the first stage that uses a parameter."""
+        """Record the first stage that uses a parameter."""
         if (known := self.by_name.get(name)) is not None and known.stage != stage:
             learned = dataclasses.replace(known, stage=stage)
             self.parameters[self.parameters.index(known)] = self.by_name[name] = learned

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the operators of a Cell the layouts a strategy's rules say, and find out which parameters that shards."""
+"""Set the layouts of a strategy's rules on the operators of a Cell, and find the parameters that are sharded by
+them."""
 
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ LARGE_OPERATORS = frozenset(
         "FlashAttentionScore",
     }
 )
-"""Those that need a rule of their own where MindSpore derives no layouts: it would copy their inputs whole."""
+"""Operators that need a rule of their own where MindSpore derives no layouts: it would copy their inputs
+unsharded."""
 UNKNOWN_OPERATORS = ("TensorScatterElements",)
-"""Of those we use: operators that MindSpore cannot partition, so that they need a rule with `local`."""
+"""Operators in use that MindSpore cannot partition, so that they need a rule with `local`."""
 
 
 TAKE_NAMES = frozenset(
@@ -95,8 +97,8 @@ def rules_of(found: Sequence[Operator], rules: Sequence[Rule]) -> dict[str, Rule
 
 
 def parts_of_heads(net: nn.Cell, mesh: Mesh) -> tuple[Dim, Dim]:
-    """What of tp shards the heads of keys and values, and the rest of it. A Cell says how many there are as its
-    `num_kv_heads`."""
+    """The part of tp that shards the heads of keys and values, and the rest of tp. A Cell gives their number as
+    its `num_kv_heads`."""
     heads = [cell.num_kv_heads for _, cell in net.cells_and_names() if hasattr(cell, "num_kv_heads")]
     return mesh.parted("tp", math.gcd(*heads) if heads else mesh.tp)
 
@@ -124,7 +126,7 @@ def with_parts_of_axes(rules: Sequence[Rule], kv: Dim, group: Dim, mesh: Mesh) -
 
 
 def shard_as_told(primitive: Primitive, rule: Rule, mesh: Mesh) -> None:
-    """Tell MindSpore the layouts that a rule says."""
+    """Set the layouts of a rule in MindSpore."""
     if rule.local:
         primitive.add_prim_attr("self_define_shard", True)
     shard(primitive, rule.inputs, mesh, rule.outputs, by_name=rule.local)
@@ -137,10 +139,10 @@ def shard(
     outputs: Sequence[Layout] | None = None,
     by_name: bool = False,
 ) -> None:
-    """Tell MindSpore the layouts of an operator: by the axes' names where numbers would not do and the operator takes names.
-    From numbers MindSpore concludes the usual order, which that of ep and the rest of dp is not, nor that of heads and
-    tokens under tp and cp, nor tp before dp; and of more than two axes not which one is left out.
-    """
+    """Set the layouts of an operator in MindSpore: by the axes' names where numbers are not enough and the
+    operator takes names. From numbers MindSpore derives the usual order, which differs for ep and the rest of
+    dp, for heads and tokens under tp and cp, and for tp before dp; and of more than two axes not which one is
+    left out."""
     places = {axis: place for place, axis in enumerate(mesh.order)}
     turned = any(
         [*axes] != sorted(axes, key=places.__getitem__)
@@ -171,7 +173,7 @@ def shard(
 
 
 def _names_of_axes(mesh: Mesh, used: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Mesh axis -> its names for MindSpore: those of its two parts where a layout speaks of one."""
+    """Mesh axis -> its names in MindSpore: those of its two parts where a layout uses one of them."""
     axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in mesh.degrees if axis in AXES[1:]}
     for axis in used:
         name, outer, inner = part_of_axis(axis)
@@ -181,7 +183,7 @@ def _names_of_axes(mesh: Mesh, used: Collection[str]) -> dict[str, tuple[str, ..
 
 
 def unmatched_rules(found: Sequence[Operator], rules: Sequence[Rule]) -> list[tuple[Rule, str]]:
-    """Rules that are not optional, each with the first of its alternatives that no operator answers to."""
+    """Rules that are not optional, each with the first of its alternatives that matches no operator."""
     return [
         (rule, missing[0])
         for rule in rules
@@ -191,7 +193,7 @@ def unmatched_rules(found: Sequence[Operator], rules: Sequence[Rule]) -> list[tu
 
 
 @dataclass(frozen=True)
-class Use:
+class ParameterUse:
     """A parameter as one input of an operator."""
 
     parameter: Parameter
@@ -202,8 +204,9 @@ class Use:
         return rule.inputs[self.position] if self.position < len(rule.inputs) else None
 
 
-def parameter_uses(found: Sequence[Operator]) -> Iterator[Use]:
-    """Which parameter is which input of which operator, read from the source of each `construct` and what it calls."""
+def parameter_uses(found: Sequence[Operator]) -> Iterator[ParameterUse]:
+    """Find which parameter is which input of which operator, by the source of each `construct` and the methods it
+    calls."""
     by_cell: dict[int, dict[str, Operator]] = {}
     cells: dict[int, nn.Cell] = {}
     for operator in found:
@@ -213,7 +216,7 @@ def parameter_uses(found: Sequence[Operator]) -> Iterator[Use]:
         for attribute, position, name in _calls_of(type(cell)):  # type: ignore[arg-type]
             parameter = own_parameters(cell).get(name)
             if attribute in by_cell[key] and parameter is not None:
-                yield Use(parameter, by_cell[key][attribute], position)
+                yield ParameterUse(parameter, by_cell[key][attribute], position)
 
 
 @functools.cache

@@ -54,9 +54,9 @@ def _balance_by(rate, bias, counted):
 
 
 class TrainStep(nn.Cell):
-    """Batch -> (loss, norm of its gradients), with one update by `optimizer`, a Cell called with the gradients. For a
-    network with parts that count (see `sporeloom.nn.counter`) also what those counted, one after the other, of the whole
-    batch; `count_lengths` says how many numbers each of them.
+    """Batch -> (loss, norm of its gradients), with one update by `optimizer`, a Cell called with the gradients.
+    For a network with counters (see `sporeloom.nn.counter`) also their values for the global batch, one after
+    the other; `count_lengths` gives the number of values of each.
 
     Without `max_grad_norm` the norm is measured and nothing clipped. In a pipeline only the last stage knows the loss;
     the others return 0.
@@ -105,7 +105,7 @@ class TrainStep(nn.Cell):
         on_one_device = mesh.size == 1
         self.num_parts = accumulate if on_one_device and not report.is_spmd else 1
         self.accumulate, self.takes_gradients = accumulate, False
-        # The last stage is asked for the loss; where another has it all are told.
+        # The last stage returns the loss; where another one has it, it is broadcast.
         self.tells_loss = not report.is_spmd and report.stage_of_loss != mesh.pp - 1
         self.of_stage = 1.0 / mesh.stage_size
         self.buffered = mesh.pp > 1 or (accumulate > 1 and not on_one_device)
@@ -114,14 +114,15 @@ class TrainStep(nn.Cell):
             self.accumulated = self.trained.clone(prefix="accu_grads", init="zeros")
 
     def update_shares(self, rank):
-        """Say anew how much of each gradient's square sum `rank` adds to the norm: the report has learned more."""
+        """Set again how much of each gradient's square sum `rank` adds to the norm, after the report was
+        completed."""
         self.shares = self.report.norm_shares([weight.name for weight in self.weights], rank)
 
     def attach_counters(self, rank):
-        """Let parts that count do so: what each counted is a piece of the whole, given by the ranks of its stage."""
+        """Enable the counters of a network: each counts a part of the global batch, on the ranks of its stage."""
         counting = [(path, c) for path, c in self.network.cells_and_names() if hasattr(c, "attach_counter")]
         objectives = [entry for entry in counting if hasattr(entry[1], "metrics")]
-        counting = objectives[:1] or counting  # the outermost; it leaves out what routers add
+        counting = objectives[:1] or counting  # the outermost; it has no router losses
         counters = [cell.attach_counter(f"counter.{i}") for i, (_, cell) in enumerate(counting)]
         mesh = self.report.compiled_mesh
         layers = [layer for stage in self.report.layers_of_stages for layer in stage]
@@ -179,7 +180,7 @@ class TrainStep(nn.Cell):
         if self.balance_rate:
             loads = self.map(ops.partial(_keep, overflow), counted) if self.scales_loss else counted
             loss = ops.depend(loss, self.map(ops.partial(_balance, self.balance_rate), self.biases, loads))
-        # A stage without experts has its zeros from here: MindSpore would leave out an all-reduce of known numbers.
+        # A stage without experts gets its zeros here: MindSpore would leave out an all-reduce of known numbers.
         zero = self.to_float(self.less(square, 0.0), mstype.float32) * self.ones
         counts = self.add_n((zero, *self.map(_place, self.places, self.count_shares, counted)))
         if self.all_reduce is not None:
@@ -214,8 +215,8 @@ class TrainStep(nn.Cell):
 
 
 class Microbatch(nn.Cell):
-    """The first half of a `TrainStep`, which a schedule repeats: batch -> loss and gradients, one after the other. The step
-    itself is the second half from then on: what those add up to -> what it returns."""
+    """The first half of a `TrainStep`, which a schedule repeats: batch -> loss and gradients, one after the other.
+    The step itself then is the second half: their sums -> its results."""
 
     def __init__(self, step):
         super().__init__(auto_prefix=False)

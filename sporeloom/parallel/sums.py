@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums that MindSpore's compiler leaves alone.
+"""Sums that MindSpore's compiler does not change.
 
 Its pass `adjust_all_reduce_mul_add` takes `AddN(Mul(AllReduce(x), y), z)` for a gradient with weight decay and makes
 `Mul(AllReduce(AddN(x, z)), y)` of it, which is the same for y = 1 / ranks only: with any other factor z is multiplied, and
@@ -24,7 +24,7 @@ _add, _add_n = ops.Add(), ops.AddN()
 
 
 def add_up(values):
-    """What `ops.AddN()(values)` gives. Truth values, whose gradients are zeros, have no Add and no AllReduce."""
+    """Result of `ops.AddN()(values)`. Booleans, whose gradients are zeros, have no Add and no AllReduce."""
     if values[0].dtype == ms.bool_:
         return _add_n(values)
     total = values[0]
@@ -34,22 +34,22 @@ def add_up(values):
 
 
 def add_up_tensors(values):
-    """`add_up`, numbers aside: in a pipeline a number stands for the gradient of each microbatch, and MindSpore finds them
-    by their AddN."""
+    """`add_up`, but not for numbers: in a pipeline a number stands for the gradient of each microbatch, and
+    MindSpore finds them by their AddN."""
     if values[0].ndim == 0:
         return _add_n(values)
     return add_up(values)
 
 
 class Sum(nn.Cell):
-    """`ops.AddN()` of a user's network."""
+    """`ops.AddN()` of a custom network."""
 
     def construct(self, values):
         return add_up(values)
 
 
 def add_by_pairs(pipeline: bool) -> None:
-    """Let MindSpore's own functions and optimizers add up without AddN in what this process compiles from now on."""
+    """Let MindSpore's own functions and optimizers add without AddN in all further compilations of this process."""
     for name in sys.modules.keys() - _looked_at:
         _looked_at.add(name)
         module = sys.modules[name]
@@ -60,13 +60,13 @@ def add_by_pairs(pipeline: bool) -> None:
 
 
 def add_by_add_n() -> None:
-    """The opposite. In a graph of one device, MindSpore's recomputation makes cycles of sums that are not by AddN."""
+    """Undo `add_by_pairs`: in a graph of one device, MindSpore's recomputation makes cycles of sums without AddN."""
     for module, held, value in _places:
         setattr(module, held, value)
 
 
 def add_by_pairs_in(cell: nn.Cell) -> None:
-    """The same for what `cell` holds itself, unless a rule is for it."""
+    """The same for the operators of `cell` itself, unless a rule is for one."""
     for name, primitive in list(own_primitives(cell).items()):
         if isinstance(primitive, ops.AddN) and "in_strategy" not in primitive.attrs:
             delattr(cell, name)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step would cost, from numbers alone: memory, time, and the strategy that costs least. No MindSpore."""
+"""Predict the cost of a training step from numbers alone: memory, time, and the fastest strategy. No MindSpore."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own engine in the cost model's terms: a Strategy as numbers, and the bytes its graphs hold and send."""
+"""Strategies of this package in the cost model's terms: a Strategy as numbers, and the bytes that its graphs hold
+and send."""
 
 from __future__ import annotations
 
@@ -32,11 +33,12 @@ PRECISIONS: dict[str, Precision] = {"float16": "fp16", "bfloat16": "bf16", "floa
 
 
 def optimizer_sharding(cut: bool, gradients_add_up: bool, precision: Precision, again: bool = False) -> dict[str, Any]:
-    """What optimizer parallel means in the cost model's terms.
+    """Optimizer parallel in the cost model's terms.
 
-    Master weights and moments are sharded. The weights are gathered for the whole step in the type that is computed in; in
-    float32 without sharding there is no such copy. Gradients of several microbatches add up whole, else they are
-    sharded at once. `again`: weights are gathered twice, and then whole in two layers at once only.
+    Master weights and moments are sharded. The weights are gathered for the whole step in the type that is computed in;
+    in float32 without sharding there is no such copy. Gradients of several microbatches add up whole, else they are
+    sharded at once. `again`: weights are resharded after the forward pass, so that those of only two layers are gathered
+    at once.
     """
     if again:
         return {"zero": 3, "weight_bytes": 0}
@@ -47,12 +49,12 @@ def optimizer_sharding(cut: bool, gradients_add_up: bool, precision: Precision, 
 
 
 def bytes_of_mask(flash: bool) -> int:
-    """Of an entry of the attention mask that our own models make: a number, or a byte for the kernel."""
+    """Bytes of an entry of the attention mask that the model families make: a number, or a byte for the kernel."""
     return 1 if flash else 4
 
 
 def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate: int = 1) -> Parallelism:
-    """What the cost model needs of a strategy. `batch_size`: sequences of a step, over all replicas."""
+    """Convert a strategy for the cost model. `batch_size`: sequences of a step, over all replicas."""
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
     microbatches, precision = strategy.num_microbatches(accumulate), PRECISIONS[config.compute_dtype]
     stages = stage_of_layers(config.num_layers, strategy)
@@ -71,7 +73,7 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         schedule=strategy.pipeline.order,
         flash_attention=flash,
         mask_bytes=bytes_of_mask(flash),
-        recompute="none" if flash and kind == "selective" else kind,  # of what is never made
+        recompute="none" if flash and kind == "selective" else kind,  # of a kernel that makes no scores
         recomputed_layers=_of_stages(recomputed_layers(config.num_layers, strategy), stages, mesh.pp)
         if strategy.recompute
         else None,
@@ -96,7 +98,7 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
 
 
 def _layers_of_parts(num_layers: int, strategy: Strategy) -> tuple[tuple[PartLayers, ...], ...]:
-    """By stage, its virtual stages in their order."""
+    """Layers of each stage's virtual stages, in their order."""
     chosen = (range(num_layers), recomputed_layers(num_layers, strategy), offloaded_layers(num_layers, strategy))
     part_of = part_of_layers(num_layers, strategy)
     counts = [Counter(part_of[layer] for layer in layers) for layers in chosen]
@@ -107,7 +109,7 @@ def _layers_of_parts(num_layers: int, strategy: Strategy) -> tuple[tuple[PartLay
 
 
 def _of_stages(layers: Sequence[int], stages: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """How many of some layers each stage has."""
+    """Number of these layers on each stage."""
     counts = Counter(stages[layer] for layer in layers)
     return tuple(counts[stage] for stage in range(num_stages))
 
@@ -120,11 +122,11 @@ def parameter_bytes(dims: Dimensions, job: Parallelism) -> list[int]:
     sizes = []
     for stage, whole in enumerate(stage_copies(dims, job)):
         words = _whole_words(dims, job, stage)
-        head = dims.hidden_size if dims.value_head and stage == job.last_stage else 0  # one row, which nothing shards
+        head = dims.hidden_size if dims.value_head and stage == job.last_stage else 0  # one row, which no axis shards
         counts = whole.copy()  # `stage_copies` gives the same ones again
         counts[1] -= words
         counts[job.tp] -= head
-        # What several tensor parallel ranks hold has more replicas to be sharded over.
+        # Parameters that several tensor parallel ranks hold have more replicas to be sharded over.
         more = not job.zero_shards and bool(job.zero)
         cut = sum(size // (job.shards * (copies if more else 1)) for copies, size in counts.items())
         cut += expert_parameters(dims, job)[stage] // expert_shards(job)
@@ -139,8 +141,8 @@ def tied_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
 
 
 def _whole_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
-    """Entries of the embeddings on a stage that optimizer parallel leaves whole: what a pipeline sends, which MindSpore
-    cannot shard, and rows that the shards do not divide."""
+    """Entries of the embeddings on a stage that optimizer parallel leaves unsharded: those that a pipeline sends,
+    which MindSpore cannot shard, and rows that the shards do not divide."""
     if not dims.vocab_size // job.tp % job.shards:
         return tied_words(dims, job, stage)
     has_own_head = stage == job.last_stage and not dims.value_head and (job.last_stage > 0 or not dims.tied_embedding)
@@ -149,7 +151,7 @@ def _whole_words(dims: Dimensions, job: Parallelism, stage: int) -> int:
 
 
 def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
-    """Bytes a device of a stage works on in collectives of one step, by kind and phase."""
+    """Bytes of collectives that a device of a stage takes part in, by kind and phase, for one step."""
     layers = job.stages(dims.num_layers)[stage]
     again = 0 if job.recompute != "full" else layers if job.recomputed_layers is None else job.recomputed_layers[stage]
     found: Counter[str] = Counter()
@@ -165,11 +167,11 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
 
 
 def _layer_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) -> dict[str, float]:
-    """Of tensor parallelism. A layer has two reductions forward, each mirrored backward, once where attention and MLP are
-    parallel; when it is computed again in full one more, in a sandwich block, whose norms need both results, two, in a
-    parallel one none. The embedding adds one, of the float32 rows it looked up. With sequence parallel each of a layer's is
-    a reduce-scatter and an all-gather instead, and the head gathers, too.
-    """
+    """Collectives of tensor parallelism. A layer has two reductions forward, each mirrored backward, once where
+    attention and MLP are parallel; when it is fully recomputed one more, in a sandwich block, whose norms need
+    both results, two, in a parallel one none. The embedding adds one, of the float32 rows it looked up. With
+    sequence parallel each of a layer's is a reduce-scatter and an all-gather instead, and the head gathers,
+    too."""
     if job.tp == 1:
         return {}
     inputs = 1 if dims.block == "parallel" else 2  # of products that are sharded by columns
@@ -198,7 +200,8 @@ def _layer_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) -
 
 
 def _loss_traffic(dims: Dimensions, job: Parallelism, stage: int) -> Counter[str]:
-    """Of the last stage: over tp the maximum, sum and label's entry of each token, over replicas the loss itself."""
+    """Collectives of the last stage: over tp the maximum, sum and label's entry of each token, over replicas the
+    loss itself."""
     found, m = Counter[str](), job.num_microbatches
     tokens = job.microbatch * dims.seq_len // job.cp
     if stage != job.last_stage:
@@ -231,8 +234,8 @@ def _stage_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, 
 
 
 def _context_traffic(dims: Dimensions, job: Parallelism, layers: int, again: int) -> dict[str, float]:
-    """What context parallel adds, of one sequence a microbatch and replica: keys and values gathered, and their gradients
-    added up; or all-to-alls for queries, keys, values and what comes of them."""
+    """Collectives of context parallelism for one sequence a microbatch and replica: keys and values gathered, and
+    their gradients added up; or all-to-alls for queries, keys, values and their results."""
     if job.cp == 1:
         return {}
     m, width, tokens = job.num_microbatches, job.activation_bytes, job.microbatch * dims.seq_len
@@ -253,9 +256,9 @@ def _context_traffic(dims: Dimensions, job: Parallelism, layers: int, again: int
 
 
 def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) -> Counter[str]:
-    """What rows of experts cost: an all-to-all there and one back, and a reduction of what tensor parallel ranks have of each
-    row; all of it mirrored backward, and once more where layers are computed again. And the few numbers that the routers'
-    losses and counters add up."""
+    """Collectives of experts: an all-to-all there and one back, and a reduction of what tensor parallel ranks have
+    of each row; all of it mirrored backward, and once more where layers are recomputed. And the few values that
+    the routers' losses and counters sum."""
     found: Counter[str] = Counter()
     layers, with_experts = job.stages(dims.num_layers)[stage], job.expert_layers(dims)[stage]
     if not dims.num_experts:
@@ -310,7 +313,7 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
 
 
 def _gathered_again(dims: Dimensions, job: Parallelism, stage: int) -> int:
-    """Bytes of layers' weights that computing them again gathers: all but the biases of results that nobody needs again."""
+    """Bytes of layers' weights that recomputation gathers: all but the biases of results that nobody needs again."""
     layers, norms = job.stages(dims.num_layers)[stage], dims.num_norms * dims.norm
     mlp = dims.mlp_bias and dims.always_used_ffn > 0
     unneeded = {"sequential": mlp, "parallel": mlp + dims.output_bias, "sandwich": 0}[dims.block] * dims.hidden_size
@@ -319,7 +322,8 @@ def _gathered_again(dims: Dimensions, job: Parallelism, stage: int) -> int:
 
 
 def _float32_parameters(dims: Dimensions, job: Parallelism, stage: int) -> int:
-    """Of the parameters that optimizer parallel shards on a stage those that are used in float32: norms and tables."""
+    """Number of parameters that optimizer parallel shards on a stage and that are used in float32: norms and
+    embedding tables."""
     layers = job.stages(dims.num_layers)[stage]
     table = dims.vocab_size * dims.hidden_size // job.tp
     words = table if stage == 0 and not _whole_words(dims, job, stage) else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices and links a job runs on."""
+"""The devices and links of a job."""
 
 from __future__ import annotations
 
@@ -21,37 +21,38 @@ CHIPS = Path(__file__).with_name("chips.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What a chip makes of its data sheet; fitted on published runs by benchmarks/fit_planner.py."""
+    """Efficiency of a chip, relative to its data sheet; fitted on published runs by benchmarks/fit_planner.py."""
 
     matmul: Positive
-    """Share of peak FLOP/s that a large matrix product reaches."""
+    """Fraction of peak FLOP/s that a large matrix product reaches."""
     attention: Positive
     """The same, for the products inside attention."""
     memory: Positive
-    """Share of memory bandwidth that passes over activations reach."""
+    """Fraction of memory bandwidth that passes over activations reach."""
     intra_node: Positive
     inter_node: Positive
-    """Share of the links' bandwidth that collectives reach."""
+    """Fraction of the links' bandwidth that collectives reach."""
     layer_overhead_us: NotNegative
-    """Launches and gaps of one layer's forward pass, whatever its size."""
+    """Launches and gaps of one layer's forward pass, independent of its size."""
     fp8: Positive = 1.0
-    """How much faster matrix products are in fp8 than in bf16."""
+    """Speed-up of matrix products in fp8 over bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertEfficiency:
-    """What layers of experts make of a chip; fitted on published runs by benchmarks/fit_experts.py, the same for all."""
+    """Efficiency of layers with experts; fitted on published runs by benchmarks/fit_experts.py, the same for all
+    chips."""
 
     products: Positive
-    """Share of a large product's speed that those of experts reach."""
+    """Fraction of a large product's speed that those of experts reach."""
     all_to_all: Positive
-    """Share of the links' speed that all-to-alls reach."""
+    """Fraction of the links' speed that all-to-alls reach."""
     overlap: Rate
-    """Of a layer's products, behind which its all-to-alls hide where virtual stages interleave microbatches."""
+    """Fraction of a layer's products that hides its all-to-alls where virtual stages interleave microbatches."""
     attention: Positive
-    """How many times faster attention kernels are than in the runs of dense models, which are older."""
+    """Speed-up of attention kernels over those in the runs of dense models, which are older."""
     passes: NotNegative
-    """Over the rows of experts: they are put in order, weighted and added up."""
+    """Number of passes over the rows of experts: they are put in order, weighted and added up."""
     layer_overhead_us: NotNegative
     """Launches and gaps of one layer's forward pass, besides those of a dense one."""
 
@@ -61,31 +62,31 @@ class Cluster:
     """Servers of equal chips. Bandwidths in GB/s and one direction, for one device."""
 
     chip: str
-    """A name in sporeloom/planner/fitted.yaml."""
+    """Name in sporeloom/planner/fitted.yaml."""
     peak_tflops: Positive
-    """Dense, fp16 or bf16."""
+    """FLOP/s of dense fp16 or bf16 products."""
     memory_gb: Positive
-    """Of a device, in GB of 2^30 bytes."""
+    """Memory of a device, in GB of 2^30 bytes."""
     memory_gb_per_s: Positive
     devices_per_node: Count
     intra_node_gb_per_s: Positive
     inter_node_gb_per_s: Positive
     host_gb_per_s: Positive = 32.0
-    """To the host's memory: PCIe 4 with 16 lanes where the chip's data sheet says no other."""
+    """Bandwidth to the host's memory: PCIe 4 with 16 lanes where the chip's data sheet gives no other."""
     alignment: Count = 8
-    """Matrix units want lengths that are multiples of this."""
+    """Matrix units need lengths that are multiples of this."""
     reserved_gb: Positive = 2.0
-    """Kept by the framework and the collective library on every device."""
+    """Memory reserved by the framework and the collective library on every device."""
     flash_attention: bool = False
-    """Attention runs in one kernel that keeps no scores."""
+    """Attention runs in one kernel that stores no scores."""
     even_groups: bool = False
-    """MindSpore refuses groups that have other than 1, 2, 4 or 8 devices of a server, or not as many of each."""
+    """MindSpore refuses groups that do not have 1, 2, 4 or 8 devices of a server, the same number on each."""
     efficiency: Efficiency | None = field(default=None)
     experts: ExpertEfficiency | None = field(default=None)
 
     @classmethod
     def of_chip(cls, chip: str, **changes: Any) -> Cluster:
-        """A cluster as the chip's data sheet has it, with `changes`."""
+        """A cluster with the values of the chip's data sheet, with `changes`."""
         sheet = {name: value for name, value in chips()[chip].items() if name != "names"}
         return cls(**{"chip": chip, **sheet, **changes})
 
@@ -98,7 +99,7 @@ class Cluster:
         return self.experts or ExpertEfficiency(**_fitted()["experts"])
 
     def refuses(self, mesh: Mesh) -> str | None:
-        """Why MindSpore makes no groups of such a mesh here, if so."""
+        """Why MindSpore does not create the groups of such a mesh on this cluster; None if it does."""
         if not self.even_groups or not mesh.uneven_groups:
             return None
         return (
@@ -123,18 +124,18 @@ def _fitted() -> dict[str, Any]:
 
 
 def fitted_efficiency(chip: str) -> Efficiency:
-    """What was fitted for a chip."""
+    """Fitted efficiency of a chip."""
     return Efficiency(**_fitted()["chips"][chip])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Shares of the computation behind which collectives hide; fitted, the same for all chips."""
+    """Fractions of the computation that hide collectives; fitted, the same for all chips."""
 
     gradients: float
-    """Of the last microbatch's backward pass, behind which gradients are reduced."""
+    """Fraction of the last microbatch's backward pass that hides the reduction of gradients."""
     weights: float
-    """Of the passes for which sharded weights are gathered."""
+    """Fraction of the passes that hides the gathering of sharded weights."""
 
     @classmethod
     @functools.cache
@@ -143,7 +144,7 @@ class Overlap:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """A cluster file, or the shipped one of that name: a chip, and what differs from its data sheet.
+    """Load a cluster file, or the built-in one of that name: a chip, and its differences from the data sheet.
 
     Raises:
         ConfigError: unreadable, unknown chip, a field that is unknown, wrong or not positive.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder as the cost model sees it: dimensions, and what follows from them."""
+"""Dimensions of a decoder for the cost model, and values that follow from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Dimensions(Widths):
     """A decoder-only transformer. Lengths in tokens, widths in features."""
 
     num_layers: Count
-    """All of them; PanGu's top query layer counts as one."""
+    """Number of all layers; PanGu's top query layer counts as one."""
     hidden_size: Count
     num_heads: Count
     vocab_size: Count
@@ -34,15 +34,15 @@ class Dimensions(Widths):
     head_dim: Natural = 0
     """Width of a head; 0: hidden_size / num_heads."""
     gated_mlp: bool = False
-    """SwiGLU and its kin: three matrices instead of two."""
+    """Gated MLPs such as SwiGLU: three matrices instead of two."""
     position_tables: Natural = 1
     """Learned tables of positions: 0 with RoPE or ALiBi, 2 for PanGu and CodeGeeX (positions and top queries)."""
     longest_seq_len: Natural = 0
     """Rows of these tables, where sequences are shorter; 0: seq_len."""
     tied_embedding: bool = True
-    """The head uses the word embedding's table."""
+    """The head is tied to the token embedding."""
     value_head: bool = False
-    """The head says one number of each token, as a reward model's, in place of logits."""
+    """The head returns one value for each token, as a reward model's, in place of logits."""
     block: Literal["sequential", "parallel", "sandwich"] = "sequential"
     """parallel: attention and MLP side by side on one norm, half the all-reduces; sandwich: two more norms."""
     qkv_bias: bool = True
@@ -50,32 +50,32 @@ class Dimensions(Widths):
     mlp_bias: bool = True
     norm_bias: bool = True
     num_experts: Natural = 0
-    """Of a layer; 0: there are none."""
+    """Number of experts in a layer; 0: there are none."""
     experts_per_token: Natural = 0
     expert_ffn_size: Natural = 0
     """Width of each expert."""
     shared_ffn_size: Natural = 0
-    """Width of the expert that every token is given to."""
+    """Width of the shared expert, which every token passes."""
     expert_layers: Natural = 0
-    """Layers that have experts instead of an MLP."""
+    """Number of layers that have experts instead of an MLP."""
     hash_router: bool = False
-    """Nothing is trained that chooses experts."""
+    """The router has no trained parameters."""
     router_scale: bool = False
-    """The router has a number for each expert besides its matrix."""
+    """The router has a factor for each expert besides its matrix."""
     router_sums: Natural = 0
-    """Numbers that the losses and counters of a layer's router add up over the replicas."""
+    """Number of values of a layer's router losses and counters that are summed over the replicas."""
     router_losses: Natural = 0
-    """How many losses a layer's router has: 0 to 2."""
+    """Number of losses of a layer's router: 0 to 2."""
     expert_rows: Positive = 1.0
-    """Rows the experts compute for each that they are given: a capacity factor; E / k where there is room for all."""
+    """Computed rows per row that experts get: the capacity factor; E / k without a capacity limit."""
     expert_imbalance: Positive = 1.0
-    """Rows of the busiest rank's experts, times what balance would give them. Of fixed shapes, as our own, there is none."""
+    """Rows of the busiest rank's experts, relative to perfect balance. With fixed shapes, as here, it is 1."""
     attention_matrices: Natural = 0
-    """Entries of one layer's attention matrices, where they are others than query, key, value and output (MLA)."""
+    """Entries of one layer's attention matrices, where they differ from query, key, value and output (MLA)."""
     dropout: bool = True
-    """Masks are kept for the backward pass."""
+    """Dropout masks are kept for the backward pass."""
     float32_softmax: bool = False
-    """Attention probabilities in float32 and masks as numbers, as our own models compute them; else 2 bytes and 1."""
+    """Attention probabilities in float32 and masks as numbers, as in this package's models; else 2 bytes and 1."""
 
     def __post_init__(self) -> None:
         if problems := list(number_problems(self, str)) or self.misfits():
@@ -88,7 +88,7 @@ class Dimensions(Widths):
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that the head says of each token."""
+        """Number of values that the head returns for each token."""
         return 1 if self.value_head else self.vocab_size
 
     @property
@@ -104,12 +104,12 @@ class Dimensions(Widths):
 
     @property
     def expert_share(self) -> float:
-        """Layers that have experts, of all of them."""
+        """Fraction of the layers that have experts."""
         return self.expert_layers / self.num_layers
 
     @property
     def always_used_ffn(self) -> int:
-        """Width of what every token passes in a layer besides its experts, mean of all layers."""
+        """Width of the MLP that every token passes, the shared expert in layers with experts; mean of all layers."""
         dense = (self.num_layers - self.expert_layers) * self.ffn_size
         return (dense + self.expert_layers * self.shared_ffn_size) // self.num_layers
 
@@ -134,7 +134,7 @@ class Dimensions(Widths):
 
     @property
     def layer_kv(self) -> int:
-        """Entries of one layer's parameters that make keys and values."""
+        """Entries of one layer's parameters for keys and values."""
         return 2 * self.kv_size * (self.hidden_size + self.qkv_bias)
 
     @property
@@ -156,7 +156,7 @@ class Dimensions(Widths):
 
     @property
     def num_norms(self) -> int:
-        """Of a layer."""
+        """Number of norms in a layer."""
         return {"sequential": 2, "parallel": 1, "sandwich": 4}[self.block]
 
     @property
@@ -175,12 +175,12 @@ class Dimensions(Widths):
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token uses."""
+        """Number of parameters that a token uses."""
         unused = self.num_experts - self.experts_per_token
         return self.num_parameters - self.expert_layers * unused * self.expert_parameters
 
     def model_flops(self, tokens: float, causal: bool = False, frozen: bool = False) -> float:
-        """FLOPs of forward and backward of `tokens`, nothing computed twice; `causal` counts half of the attention, `frozen`
+        """FLOPs of forward and backward of `tokens`, without recomputation; `causal` counts half of the attention, `frozen`
         no gradients of weights.
 
         Source: arXiv:2205.05198 appendix A, for the general layer: 6 a matrix entry and token, 12 seq_len for each feature
@@ -195,8 +195,8 @@ class Dimensions(Widths):
 
 
 def of_decoder(config: ModelConfig, seq_len: int | None = None, has_drops: bool = True) -> Dimensions:
-    """A family's model, as the planner sees it, trained on sequences of `seq_len`; of its longest without one. `has_drops`:
-    experts take no more than their capacity, as in training on plain text."""
+    """Dimensions of a family's model, trained on sequences of `seq_len`; without it, of its maximum context
+    length. `has_drops`: experts take no more than their capacity, as in training on plain text."""
     return Dimensions(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -242,7 +242,8 @@ def _of_experts(config: ModelConfig, has_drops: bool) -> dict[str, Any]:
 
 
 def _router_sums(experts: ExpertConfig) -> int:
-    """What each expert was given and what was dropped; the entropy; and the losses."""
+    """Number of values that a layer counts: for each expert its choices, those dropped, the entropy; and the
+    losses."""
     balance = (
         2 * experts.num_experts + 2 if experts.balance_over == "batch" else 1
     )  # the tokens there are, and the loss
@@ -251,7 +252,7 @@ def _router_sums(experts: ExpertConfig) -> int:
 
 
 def read_dimensions(path: Path) -> Dimensions:
-    """The dimensions in a YAML file, under the names of `Dimensions`.
+    """Read the dimensions from a YAML file with the fields of `Dimensions`.
 
     Raises:
         ConfigError: unreadable, an unknown or missing field, a wrong type.
@@ -272,7 +273,7 @@ class PartLayers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How a step is spread over devices: all the cost model needs of a strategy."""
+    """Distribution of a step over devices: the cost model's part of a strategy."""
 
     dp: int = 1
     tp: int = 1
@@ -281,56 +282,57 @@ class Parallelism:
     ulysses: bool = False
     """cp swaps heads and tokens in all-to-alls; else it gathers keys and values."""
     ep: int = 1
-    """Ranks along dp (and cp) that share out the experts."""
+    """Number of ranks along dp (and cp) that the experts are sharded over."""
     expert_tp: int = 0
-    """Parts into which tp shards each expert; 0: as many as tp."""
+    """Number of parts into which tp shards each expert; 0: as many as tp."""
     sends_once: bool = False
     """A token goes to each node once, however many of its experts are there, from one tensor parallel rank, and what these
     ranks compute is added up once a token, as libraries for experts do; else once for each expert, from all these ranks, as
     our own engine does."""
     virtual_stages: int = 1
-    """Parts of the layers each pipeline rank holds (interleaving)."""
+    """Number of model parts on each pipeline rank (interleaving)."""
     schedule: Order = "1f1b"
     microbatch: int = 1
-    """Sequences of one microbatch, on one replica."""
+    """Number of sequences of one microbatch, on one replica."""
     num_microbatches: int = 1
     recompute: Recomputation = "none"
-    """selective: only what attention makes between its products."""
+    """selective: only the values between attention's matrix products."""
     repeats_results: bool = False
-    """A layer that is computed again in full also adds up its last product over tp again, as PyTorch does. A graph leaves out
-    what nobody needs."""
+    """A layer that is fully recomputed also reduces its last product over tp again, as in PyTorch. A graph leaves
+    out what nobody needs."""
     recomputed_layers: tuple[int, ...] | None = None
-    """How many layers of each stage recompute; None: all of them."""
+    """Number of layers that each stage recomputes; None: all of them."""
     layers_of_stages: tuple[int, ...] | None = None
-    """None: as even as can be, leftovers to the first stages."""
+    """Number of layers of each stage; None: as even as possible, leftovers to the first stages."""
     expert_layers_of_stages: tuple[int, ...] | None = None
-    """Of them those that have experts; None: everywhere the same share."""
+    """Number of those layers that have experts; None: the same fraction on every stage."""
     layers_of_parts: tuple[tuple[PartLayers, ...], ...] | None = None
-    """Of each stage, its virtual stages in their order; None: as even as can be, the first layers recomputed, the last ones
-    offloaded."""
+    """Virtual stages of each stage, in order; None: as even as possible, the first layers recomputed, the last
+    ones offloaded."""
     offloaded_layers: tuple[int, ...] = ()
-    """Of each stage, how many layers' activations wait in the host's memory; empty: none."""
+    """Number of layers of each stage whose activations are kept in the host's memory; empty: none."""
     optimizer_on_host: bool = False
     zero: int = 0
     """1: optimizer state sharded over the replicas; 2: and gradients; 3: and weights."""
     zero_shards: int = 0
-    """Over how many replicas; 0: all."""
+    """Number of replicas that the optimizer state is sharded over; 0: all."""
     gathers: Literal["microbatch", "step"] = "microbatch"
-    """How often sharded weights are gathered, with zero 3."""
+    """Number of times that sharded weights are gathered, with zero 3."""
     sequence_parallel: bool = False
     scatter_gather: bool = False
-    """Tensor parallel ranks send a part each between stages and gather it there; implied by sequence parallel."""
+    """Tensor parallel ranks send a slice each between stages and gather it there; implied by sequence parallel."""
     flash_attention: bool = False
-    """Attention in one kernel that keeps no scores."""
+    """Attention in one kernel that stores no scores."""
     mask_bytes: int = 0
-    """Of an entry of the attention mask, which is whole for each microbatch; 0: the kernel makes it."""
+    """Bytes of an entry of the attention mask, which is unsharded for each microbatch; 0: the kernel makes it."""
     precision: Literal["fp16", "bf16", "fp32", "fp8"] = "bf16"
     weight_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
-    """Of a parameter. Mixed precision has 2, 4 and 12 (master weights, two moments); float32 weights 4, 4 and 8."""
+    """Bytes of a parameter. Mixed precision has 2, 4 and 12 (master weights, two moments); float32 weights 4, 4
+    and 8."""
     fragmentation: float = 1.0
-    """Memory a dynamic allocator takes for each byte asked of it; graphs planned as a whole lose nothing."""
+    """Memory that a dynamic allocator takes for each byte requested; graphs with a memory plan lose nothing."""
 
     @property
     def devices(self) -> int:
@@ -338,27 +340,27 @@ class Parallelism:
 
     @property
     def parts_of_expert(self) -> int:
-        """Into which tp shards each expert."""
+        """Number of parts into which tp shards each expert."""
         return self.expert_tp or self.tp
 
     @functools.cached_property
     def last_stage(self) -> int:
-        """The one with the last layer and the head."""
+        """The stage with the last layer and the head."""
         return stage_of_part(self.pp * self.virtual_stages - 1, self.pp, self.schedule)
 
     def neighbours(self, stage: int) -> int:
-        """To how many other stages' parts a stage passes each microbatch on."""
+        """Number of other stages' parts to which a stage passes each microbatch."""
         holders = [stage_of_part(part, self.pp, self.schedule) for part in range(self.pp * self.virtual_stages)]
         return sum(this == stage != following for this, following in itertools.pairwise(holders))
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weights."""
+        """Number of ranks that hold the same weights."""
         return self.dp * self.cp
 
     @property
     def activation_bytes(self) -> int:
-        """Of an entry of the residual stream."""
+        """Bytes of an entry of the residual stream."""
         return 4 if self.precision == "fp32" else 2
 
     @property
@@ -376,7 +378,7 @@ class Parallelism:
         return _even_stages(num_layers, self.pp)
 
     def recomputed(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of each stage that are computed again."""
+        """Number of layers of each stage that are recomputed."""
         if self.recompute == "none":
             return (0,) * self.pp
         stages = self.stages(num_layers)
@@ -408,7 +410,8 @@ def _even_stages(num_layers: int, pp: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def even_parts(layers: int, recomputed: int, offloaded: int, num_parts: int) -> tuple[PartLayers, ...]:
-    """Layers as even as can be, leftovers to the first parts; the first ones recomputed, the last ones offloaded."""
+    """Distribute layers as evenly as possible, leftovers to the first parts; the first ones recomputed, the last
+    ones offloaded."""
     least, more = divmod(layers, num_parts)
     parts, before = [], 0
     for part in range(num_parts):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the step times of published runs say of a predicted one: an interval. The figures: benchmarks/planner_errors.py."""
+"""Intervals of predicted step times, from the errors on published runs. The figures: benchmarks/planner_errors.py."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from sporeloom.reader import read_yaml
 
 ERRORS = Path(__file__).with_name("errors.yaml")
 LIKE_PLAIN_TEXT = ("pretraining", "sft")
-"""Tasks whose steps compute what published runs compute."""
+"""Tasks whose steps compute the same as published runs."""
 
 
 @dataclass(frozen=True)
 class TimeInterval:
-    """Between which multiples of a predicted step time measured ones lie."""
+    """Interval of measured step times, as multiples of the predicted one."""
 
     low: float
     high: float
     coverage: float
-    """Share of the runs that do, at least."""
+    """Minimum fraction of the runs inside."""
     runs: str
-    """Which runs these are."""
+    """Description of these runs."""
     median_error: float
-    """Of predicted times, relative to measured ones."""
+    """Median error of predicted times, relative to measured ones."""
 
     def of(self, seconds: float) -> tuple[float, float]:
         return self.low * seconds, self.high * seconds
@@ -42,7 +42,7 @@ class TimeInterval:
         return f"{low:.3g} to {high:.3g} s for {self.coverage:.0%} of runs"
 
     def explain(self) -> str:
-        """What the bounds mean."""
+        """Explain the bounds."""
         return (
             f"at least {self.coverage:.0%} of {self.runs} took {self.low:.2f} to {self.high:.2f} times what is predicted "
             f"without the runs of their publisher (median error {self.median_error:.0%})"
@@ -51,7 +51,7 @@ class TimeInterval:
 
 @dataclass(frozen=True)
 class NoInterval:
-    """No published run says how far the time of such a step is off."""
+    """No interval: no published run is comparable with such a step."""
 
     why: str
 
@@ -71,7 +71,7 @@ def published_errors() -> dict[str, Any]:
 def time_interval(
     dims: Dimensions, job: Parallelism, cluster: Cluster, task: TrainedTask = PLAIN_TEXT
 ) -> TimeInterval | NoInterval:
-    """The interval of a job's step time, or why there is none."""
+    """The interval of a job's step time, or the reason why there is none."""
     if cluster.efficiency or (cluster.experts and dims.num_experts):
         return NoInterval("the cluster file gives efficiencies in place of those fitted on published runs")
     if job.precision == "fp32":
@@ -99,7 +99,7 @@ def time_interval(
 
 
 def interval_values(interval: TimeInterval | NoInterval, seconds: float) -> dict[str, Any]:
-    """As JSON, of a step of `seconds`."""
+    """The interval of a step of `seconds` as JSON data."""
     if isinstance(interval, NoInterval):
         return {"step_time_interval_s": None, "interval": {"meaning": interval.explain()}}
     return {

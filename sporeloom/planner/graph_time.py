@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a step of any compiled graph, from what is counted in it: for networks that no closed form knows."""
+"""Estimate the step time of any compiled graph from counted operators: for networks without a closed form."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ HALVES = ("AllGather", "ReduceScatter")
 
 @dataclass(frozen=True)
 class GraphTime:
-    """Seconds of one step of one rank, one thing after the other; starting operators is not counted."""
+    """Seconds of one step of one rank, without overlap; operator launches are not counted."""
 
     matmul: float
     memory: float
-    """Every other result written once and read once; operators that a chip fuses take less."""
+    """Time of memory traffic: every other result is written once and read once; operators that a chip fuses take
+    less."""
     communication: float
     bubble: float
-    """Of a pipeline whose stages take equally long."""
+    """Idle time of a pipeline whose stages take equally long."""
 
     @property
     def total(self) -> float:
@@ -38,12 +39,12 @@ def graph_time(
     in_float32: bool,
     idle: float = 0.0,
 ) -> GraphTime:
-    """Time of a rank on `cluster`.
+    """Estimate the time of a rank on `cluster`.
 
     Args:
         flops: of all matrix products.
         passed_bytes: of the results of all other operators.
-        collectives: kind, bytes of the whole tensor a step, and the ranks that take part.
+        collectives: kind, bytes of the full tensor per step, and the ranks that take part.
         in_float32: products are; else in half precision.
         idle: for what share of its work a stage waits in a pipeline.
     """

@@ -13,9 +13,10 @@ from sporeloom.planner.dimensions import Dimensions, Parallelism, PartLayers
 from sporeloom.strategy.schedule import held_parts, microbatches_held
 
 MOMENTS = 8
-"""Bytes of AdamW's two for each parameter."""
+"""Bytes of AdamW's two moments for each parameter."""
 Stages = tuple[Dimensions, int, tuple[int, ...], tuple[int, ...], int]
-"""All that the parameters of stages depend on: model, tp, each stage's layers and layers of experts, the last stage."""
+"""Key of everything that the parameters of stages depend on: model, tp, each stage's layers and layers of experts,
+the last stage."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +24,19 @@ class StageMemory:
     """Bytes on one device of a stage, at its peak."""
 
     parameters: int
-    """How many parameters the device computes with, before the optimizer's sharding."""
+    """Number of parameters that the device computes with, before the optimizer's sharding."""
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    """Kept from forward to backward, for all microbatches on their way."""
+    """Activations kept from forward to backward, for all microbatches in flight."""
     working: float
-    """What one layer or the head needs while it is at work."""
+    """Temporary memory of one layer or the head."""
     fragmentation: float = 1.0
     host_activations: float = 0.0
-    """Of offloaded layers, which `total` leaves out."""
+    """Activations of offloaded layers, which `total` leaves out."""
     beside: float = 0.0
-    """Of models and caches beside the one that is trained, see `sporeloom.planner.task`."""
+    """Auxiliary models and KV caches, see `sporeloom.planner.task`."""
 
     @property
     def total(self) -> float:
@@ -74,7 +75,7 @@ def _stages_of(dims: Dimensions, job: Parallelism) -> Stages:
     return dims, job.tp, job.stages(dims.num_layers), job.expert_layers(dims), job.last_stage
 
 
-@functools.lru_cache(maxsize=1024)  # a search asks the same of many jobs
+@functools.lru_cache(maxsize=1024)  # a search needs the same for many jobs
 def _stage_copies(stages: Stages) -> tuple[Counter[int], ...]:
     dims, tp, layers_of, expert_layers_of, last_stage = stages
     words, table = dims.vocab_size * dims.hidden_size // tp, dims.position_table
@@ -105,26 +106,28 @@ def _stage_parameters(stages: Stages) -> tuple[int, ...]:
 
 
 def head_columns(dims: Dimensions, job: Parallelism) -> float:
-    """Numbers that a device says of each token."""
+    """Number of values that a device computes for each token's output."""
     return 1 if dims.value_head else dims.vocab_size / job.tp
 
 
 @functools.lru_cache(maxsize=1024)
 def expert_parameters(dims: Dimensions, job: Parallelism) -> tuple[int, ...]:
-    """Parameters of each stage's experts on one of its devices, before the optimizer's sharding: no part of the others."""
-    whole = dims.mlp_bias * dims.hidden_size  # the bias of what is added up over the parts
+    """Parameters of each stage's experts on one of its devices, before the optimizer's sharding; they are separate
+    from the others."""
+    whole = dims.mlp_bias * dims.hidden_size  # the bias of the sum over the parts
     part = (dims.expert_parameters - whole) // job.parts_of_expert + whole
     return tuple(layers * dims.num_experts * part // job.ep for layers in job.expert_layers(dims))
 
 
 def expert_shards(job: Parallelism) -> int:
-    """Ranks over which the optimizer shards what it keeps of experts: those that hold the same ones."""
+    """Number of ranks over which the optimizer shards its state of experts: those that hold the same ones."""
     same = job.replicas * job.tp // (job.ep * job.parts_of_expert)
     return max(1, min(job.shards, same)) if job.zero else 1
 
 
 def expert_activations(dims: Dimensions, job: Parallelism) -> float:
-    """Bytes one layer keeps of one microbatch for its experts: rows that were sent there, between their matrices, back."""
+    """Bytes that one layer keeps of one microbatch for its experts: rows that were sent there, between their
+    matrices, back."""
     if not dims.num_experts:
         return 0.0
     tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
@@ -135,12 +138,12 @@ def expert_activations(dims: Dimensions, job: Parallelism) -> float:
 
 
 def copied_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
-    """Of `stage_parameters` those that several tensor parallel ranks of the stage hold."""
+    """The part of `stage_parameters` that several tensor parallel ranks of the stage hold."""
     return [counts.total() - counts[1] for counts in stage_copies(dims, job)]
 
 
 def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None = None) -> float:
-    """Bytes one layer keeps of one microbatch.
+    """Bytes that one layer keeps of one microbatch.
 
     Source: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5 a s / (h t)), taken apart for other widths: whole on each tensor
     parallel rank are the inputs of the norms and of the products after them (8 h) and two dropout masks (2 h); cut are
@@ -162,7 +165,7 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     scores = kept * dims.num_heads * dims.seq_len
     if job.flash_attention:
         scores = 0
-        if recompute == "selective":  # what is cheap to compute again: outputs of the norms and of the activation
+        if recompute == "selective":  # values that are cheap to recompute: outputs of the norms and of the activation
             whole, cut = whole - norms, cut - width * dims.always_used_ffn
     elif recompute == "selective":
         scores = 0
@@ -170,27 +173,27 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
 
 
 def microbatches_in_flight(job: Parallelism, stage: int) -> float:
-    """Microbatches that a stage holds at its peak, as its schedule has it; one held in one of v parts counts as 1/v."""
+    """Maximum number of microbatches that a stage holds in its schedule; one held in one of v parts counts as 1/v."""
     return microbatches_held(stage, job.pp, job.num_microbatches, job.virtual_stages, job.schedule)
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptActivations:
     """Bytes that a device keeps of one microbatch from its forward to its backward pass."""
 
     full: float
-    """Of a layer."""
+    """Bytes of a layer."""
     recomputed: float
-    """Of a layer that is computed again."""
+    """Bytes of a layer that is recomputed."""
     mask: float
-    """Of the attention mask, once a stage."""
+    """Bytes of the attention mask, once a stage."""
     embedding: float
-    """Of the embedding's dropout, on the first stage."""
+    """Bytes of the embedding's dropout, on the first stage."""
     logits: float
-    """On the last stage."""
+    """Bytes on the last stage."""
 
     @classmethod
-    def of(cls, dims: Dimensions, job: Parallelism) -> Kept:
+    def of(cls, dims: Dimensions, job: Parallelism) -> KeptActivations:
         tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
         dropout = dims.dropout * (width if dims.float32_softmax else 1)  # as published: a byte
         return cls(
@@ -202,11 +205,11 @@ class Kept:
         )
 
 
-def held_activations(job: Parallelism, kept: Kept, stage: int, parts: tuple[PartLayers, ...]) -> float:
-    """Bytes of activations on a stage's device when it holds most of them.
+def held_activations(job: Parallelism, kept: KeptActivations, stage: int, parts: tuple[PartLayers, ...]) -> float:
+    """Peak bytes of activations on a stage's device.
 
     The mask and the embedding go with a microbatch's first part on the stage, the logits with the last. Logits of one
-    microbatch are at work, not held.
+    microbatch are temporary, not held.
     """
     sizes = [
         part.recomputed * (kept.recomputed - kept.full) + (part.layers - part.offloaded) * kept.full for part in parts
@@ -223,8 +226,8 @@ def _moments(job: Parallelism, stage: int) -> tuple[tuple[int, ...], ...]:
     return held_parts(stage, job.pp, job.num_microbatches, job.virtual_stages, job.schedule)
 
 
-def _offloaded(job: Parallelism, kept: Kept, stage: int, parts: tuple[PartLayers, ...]) -> float:
-    """Bytes of activations that wait in the host's memory, at most."""
+def _offloaded(job: Parallelism, kept: KeptActivations, stage: int, parts: tuple[PartLayers, ...]) -> float:
+    """Maximum bytes of activations in the host's memory."""
     counts = (sum(n * part.offloaded for n, part in zip(moment, parts, strict=True)) for moment in _moments(job, stage))
     return max(counts) * kept.full
 
@@ -233,7 +236,7 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
     """Memory of each stage's devices."""
     tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
     spread = job.tp if job.sequence_parallel else 1
-    kept, parts_of, result = Kept.of(dims, job), job.parts(dims.num_layers), []
+    kept, parts_of, result = KeptActivations.of(dims, job), job.parts(dims.num_layers), []
     again, away = job.recomputed(dims.num_layers), job.offloaded_layers or (0,) * job.pp
     of_experts, shards, on_host = expert_parameters(dims, job), expert_shards(job), moments_on_host(dims, job)
     for stage, count in enumerate(stage_parameters(dims, job)):
@@ -265,8 +268,8 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
 
 
 def _gathered_weights(dims: Dimensions, job: Parallelism, stage: int) -> float:
-    """Bytes of whole weights that a device of a stage holds at once with ZeRO 3: two layers, and what belongs to none, whose
-    tables our own models look up in float32."""
+    """Bytes of gathered weights that a device of a stage holds at once with ZeRO-3: two layers, and weights
+    outside layers, whose tables the model families look up in float32."""
     dense, sparse = (layer_parameters(kind, job.tp) for kind in dims.kinds)
     few = job.expert_layers(dims)[stage]
     of_layers = (job.stages(dims.num_layers)[stage] - few) * dense + few * sparse
@@ -275,7 +278,7 @@ def _gathered_weights(dims: Dimensions, job: Parallelism, stage: int) -> float:
 
 
 def moments_on_host(dims: Dimensions, job: Parallelism) -> list[float]:
-    """Bytes of the optimizer's moments that lie in the host's memory, for each stage's device."""
+    """Bytes of the optimizer's moments in the host's memory, for each stage's device."""
     if not job.optimizer_on_host:
         return [0.0] * job.pp
     of_experts, shards = expert_parameters(dims, job), expert_shards(job)

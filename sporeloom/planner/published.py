@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published training runs as the cost model's inputs, and what was measured beside them.
+"""Published training runs as the cost model's inputs, with their measured values.
 
 What a row leaves open is filled in by the rules below, which look at model, chip and strategy only.
 """
@@ -38,28 +38,28 @@ COLUMNS = (
     ),
 )
 PERFORMANCE = ("tflops_per_device", "mfu_pct", "hfu_pct")
-"""Columns that also say that a run ran; a file need not have them."""
+"""Columns that also show that a run ran; a file need not have them."""
 SPEEDS = ("tps_dev", "tok_s", "derived_tps_dev", "derived_tok_s")
 """The same, in notes."""
 ZERO = {"": 0, "dist-opt": 1, "FSDP": 3, "ms-opt-parallel": 3}
 ASSUMED_VOCABULARY = 50_000
 CAPACITY_FACTOR = 1.5
-"""Of runs with experts that say no more than that they have one: MindFormers' files name 1.1 to 1.5."""
+"""Capacity factor of runs with experts that only say that they have one: MindFormers' files name 1.1 to 1.5."""
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {"experts_per_token": 2, "expert_ffn_size": 14336, "shared_ffn_size": 0, "first_dense": 0},
     "deepseek2-236b": {"experts_per_token": 6, "expert_ffn_size": 1536, "shared_ffn_size": 3072, "first_dense": 1},
     "qwen2-57b-a14b": {"experts_per_token": 8, "expert_ffn_size": 2560, "shared_ffn_size": 20480, "first_dense": 0},
 }
-"""What the rows of models with experts leave open. Source: their published config.json."""
+"""Dimensions that the rows of models with experts leave open. Source: their published config.json."""
 
 
 class UnpredictableError(Exception):
-    """Why a row cannot be predicted."""
+    """A row cannot be predicted; the message says why."""
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """What was run."""
+    """Model, strategy and cluster of a run."""
 
     id: str
     source: str
@@ -67,17 +67,17 @@ class PublishedRun:
     job: Parallelism
     cluster: Cluster
     assumed: tuple[str, ...] = ()
-    """What decides the memory and is not published: filled in by the rules here."""
+    """Values that decide the memory and are not published: filled in by the rules here."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was published about it."""
+class Measurement:
+    """Published measurements of a run."""
 
     seconds: float | None
     memory_bytes: float | None
     fits: bool | None
-    """Whether it ran; None: nothing says so."""
+    """Whether it ran; None: unknown."""
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -133,14 +133,14 @@ def _whole(text: str) -> int:
     """A whole number, also where it is written with a point."""
     value = _number(text)
     if value != int(value) or value < 0:
-        raise ValueError(f"{text!r} is no whole number")
+        raise ValueError(f"{text!r} is not a whole number")
     return int(value)
 
 
 def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text!r} is no finite number")
+        raise ValueError(f"{text!r} is not a finite number")
     return value
 
 
@@ -150,7 +150,7 @@ def _cluster(row: dict[str, str]) -> Cluster:
             cluster = Cluster.of_chip(chip)
             break
     else:
-        raise UnpredictableError(f"chip {row['chip']}: nothing is known of it")
+        raise UnpredictableError(f"chip {row['chip']}: no data sheet is known")
     if row["mem_gb"]:
         cluster = dataclasses.replace(cluster, memory_gb=_number(row["mem_gb"]))
     if network := re.search(r"IB (\d+) Gb/s|(\d+) Gbps between nodes", row["note"]):  # of a whole node
@@ -247,14 +247,15 @@ def _state_bytes(zero: str, precision: str) -> dict[str, Any]:
 
 
 def _virtual_stages(row: dict[str, str], num_layers: int, pp: int) -> int:
-    """Where only the word interleaved is printed: as many parts, up to 4, as the layers of a stage can be split into."""
+    """Virtual stages where a source only says interleaved: as many, up to 4, as the layers of a stage can be split
+    into."""
     if pp == 1 or "schedule=interleaved" not in row["note"] or num_layers % pp:
         return 1
     return max(parts for parts in (1, 2, 3, 4) if num_layers // pp % parts == 0)
 
 
 def _recompute(row: dict[str, str], pp: int) -> tuple[str, tuple[int, ...] | None]:
-    """Kind, and layers of each stage where the note lists them."""
+    """Kind of recomputation, and layers of each stage where the note lists them."""
     for kind, key in (("full", "recompute"), ("selective", "select")):
         if (listed := noted(row, key)).startswith("["):
             counts = tuple(int(count) for count in listed.strip("[]").split(",") if count.strip())
@@ -262,12 +263,12 @@ def _recompute(row: dict[str, str], pp: int) -> tuple[str, tuple[int, ...] | Non
                 return kind, counts
     kind = row["recompute"].split(" ")[0] or "none"
     if kind not in ("none", "selective", "full"):
-        raise UnpredictableError(f"recompute {kind}: not known")
+        raise UnpredictableError(f"recompute {kind}: unknown")
     return kind, None
 
 
-def measured(row: dict[str, str], run: PublishedRun) -> Measured:
-    """What the row says was measured.
+def measured(row: dict[str, str], run: PublishedRun) -> Measurement:
+    """Measurements in a row.
 
     Raises:
         UnpredictableError: it contradicts itself.
@@ -289,4 +290,4 @@ def measured(row: dict[str, str], run: PublishedRun) -> Measured:
         raise UnpredictableError("measured faster than the chip's peak")
     speeds = [*(row[name] for name in PERFORMANCE), *(noted(row, name) for name in SPEEDS)]
     performed = bool(seconds or memory or any(speeds))
-    return Measured(seconds, memory, False if failed else True if performed else None)
+    return Measurement(seconds, memory, False if failed else True if performed else None)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published training runs of models with experts as the cost model's inputs. What a row leaves open is filled in here."""
+"""Published training runs of models with experts as the cost model's inputs. Values that a row leaves open are
+filled in here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 from sporeloom.errors import ConfigError
 from sporeloom.planner.cluster import Cluster, chips
 from sporeloom.planner.dimensions import Dimensions, Parallelism
-from sporeloom.planner.published import CAPACITY_FACTOR, Measured, PublishedRun, UnpredictableError
+from sporeloom.planner.published import CAPACITY_FACTOR, Measurement, PublishedRun, UnpredictableError
 
 COLUMNS = (
     *("id", "source", "model", "layers", "hidden", "heads", "kv_heads", "head_dim", "dense_ffn", "vocab", "experts"),
@@ -20,10 +21,10 @@ COLUMNS = (
 )
 LATENT = re.compile(r"MLA\(q (\d+), kv (\d+)\)")
 ROPE_DIM, VALUE_DIM = 64, 128
-"""Of a head of DeepSeek's latent attention; its queries have both."""
+"""Widths of a head of DeepSeek's latent attention; its queries have both."""
 ASCEND = "MindFormers"
 ASSUMED = ("recompute", "zero")
-"""What decides the memory and has no column."""
+"""Values that decide the memory and have no column."""
 
 
 def is_of_experts(path: Path) -> bool:
@@ -63,15 +64,15 @@ def describe_experts(row: dict[str, str]) -> PublishedRun:
         raise UnpredictableError(str(error)) from None
 
 
-def measured_experts(row: dict[str, str]) -> Measured:
-    """Its seconds, which say that it ran.
+def measured_experts(row: dict[str, str]) -> Measurement:
+    """Measurements in a row: its step time, which shows that it ran.
 
     Raises:
         UnpredictableError: not a number.
     """
     try:
         seconds = float(row["iter_s"] or 0) or None
-        return Measured(seconds, None, True if seconds else None)
+        return Measurement(seconds, None, True if seconds else None)
     except ValueError as error:
         raise UnpredictableError(f"not a number: {error}") from None
 
@@ -80,7 +81,7 @@ def _cluster(chip: str) -> Cluster:
     for name, sheet in chips().items():
         if any(re.search(pattern, chip) for pattern in sheet["names"]):
             return Cluster.of_chip(name)
-    raise UnpredictableError(f"chip {chip}: nothing is known of it")
+    raise UnpredictableError(f"chip {chip}: no data sheet is known")
 
 
 def _dimensions(row: dict[str, str]) -> Dimensions:
@@ -140,7 +141,7 @@ def _parallelism(row: dict[str, str]) -> Parallelism:
         pp=pp,
         cp=cp,
         ep=ep,
-        expert_tp=0 if is_ascend else 1,  # Megatron's runs cut experts over ep alone
+        expert_tp=0 if is_ascend else 1,  # Megatron's runs shard experts over ep alone
         sends_once=not is_ascend,
         virtual_stages=max(1, int(row["vpp"] or 1)),
         microbatch=microbatch,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner found, for people, for programs, and as a strategy file."""
+"""Results of the planner as a table, as JSON, and as a strategy file."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sporeloom.planner.closed_forms import PRECISIONS
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.errors import NoInterval, TimeInterval, interval_values, time_interval
 from sporeloom.planner.search import Option, PlanRequest, describe, why_slower
-from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, models_beside
+from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, auxiliary_bytes
 from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Strategy
 from sporeloom.strategy.mesh import Mesh
 from sporeloom.strategy.text import strategy_text
 
 GB = 2**30
 INTERVAL = 14
-"""Characters of an interval in the table."""
+"""Width of an interval in the table, in characters."""
 TOO_MANY_ROWS = 2.0
-"""That experts compute for each that they are given, beyond which the table says so."""
+"""Computed rows per row that experts get, above which the table reports it."""
 
 
 def as_dict(option: Option, best: Option, cluster: Cluster, task: TrainedTask = PLAIN_TEXT) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def as_dict(option: Option, best: Option, cluster: Cluster, task: TrainedTask = 
 
 
 def table(request: PlanRequest, options: list[Option]) -> str:
-    """The options, best first, and why each loses."""
+    """Format the options, best first, with the reasons why each is slower."""
     best, dims = options[0], request.dims
     interval = time_interval(dims, best.job, request.cluster, request.task)
     used = f" ({dims.active_parameters / 1e9:.2f} G of them used by a token)" if dims.num_experts else ""
@@ -72,7 +72,7 @@ def table(request: PlanRequest, options: list[Option]) -> str:
     if dims.expert_rows > TOO_MANY_ROWS:
         lines += [
             "",
-            f"experts compute {dims.expert_rows:.1f} rows for each that they are given: they have room for every token; "
+            f"experts compute {dims.expert_rows:.1f} rows for each that they get, as they have no capacity limit; "
             + ("give the model a capacity_factor" if request.task.has_drops else f"{request.task.name} drops none"),
         ]
     lines += ["", f"the best one's step: {shares}", f"memory of its stages, GB: {stages}"]
@@ -86,10 +86,10 @@ def _bounds(interval: TimeInterval | NoInterval, seconds: float) -> str:
 
 
 def _of_task(request: PlanRequest, best: Option) -> list[str]:
-    """What else there is than a model and plain text."""
+    """Describe auxiliary models and the task, where there are any."""
     if not (told := request.task.describe()):
         return []
-    stages = models_beside(request.dims, best.job, request.task)
+    stages = auxiliary_bytes(request.dims, best.job, request.task)
     beside = {what: max(stage[what] for stage in stages) for what in stages[0]}
     sizes = ", ".join(f"{what} {size / GB:.1f}" for what, size in beside.items())
     times = "; times are of an update, without the sampling of texts" if request.task.samples else ""
@@ -99,7 +99,7 @@ def _of_task(request: PlanRequest, best: Option) -> list[str]:
 def strategy_file(
     request: PlanRequest, option: Option, rules: str, about: Sequence[str] = (), path: Path = Path("FILE")
 ) -> str:
-    """The option as a strategy file, headed by the command that runs it.
+    """Format the option as a strategy file, headed by the command that runs it.
 
     Args:
         about: flags that give the model.
@@ -168,7 +168,7 @@ def _percent(value: float | None) -> str:
 
 
 def validation_report(report: dict[str, Any]) -> str:
-    """The errors, for people."""
+    """Format the errors as a table."""
     time, memory, fits = report["step_time"], report["memory"], report["fits"]
     lines = [f"{'step time':40} {'rows':>5} {'median':>8} {'90th':>8} {'bias':>8}"]
 

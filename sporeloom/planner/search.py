@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ways to spread one step over a cluster, ranked by the cost model, with what each would cost."""
+"""Search the ways to distribute one step over a cluster, ranked by the cost model."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from sporeloom.numbers import Bounds, Count, Natural
 from sporeloom.planner.closed_forms import Precision, optimizer_sharding
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions, Parallelism, Recomputation, even_parts
-from sporeloom.planner.memory import Kept, StageMemory, held_activations
+from sporeloom.planner.memory import KeptActivations, StageMemory, held_activations
 from sporeloom.planner.step_time import StepTime, flops_per_device, step_time
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, adapter_parameters, task_memory
-from sporeloom.strategy.checks import MOST_DEVICES, divisors
+from sporeloom.strategy.checks import MAX_DEVICES, divisors
 from sporeloom.strategy.mesh import Mesh
 
-Devices = Annotated[int, Bounds(1, MOST_DEVICES)]
+Devices = Annotated[int, Bounds(1, MAX_DEVICES)]
 MICROBATCHES = (1, 2, 4, 8, 16)
-MOST_VIRTUAL_STAGES = 4
-FEWEST_TOKENS = 1024
-"""Of a sequence on a rank of cp: shorter parts save no memory worth gathering keys and values for."""
+MAX_VIRTUAL_STAGES = 4
+MIN_TOKENS = 1024
+"""Minimum number of tokens of a sequence on a rank of cp: shorter slices save too little memory for gathering keys
+and values."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way, and what it costs."""
+    """One strategy, with its cost."""
 
     dims: Dimensions
     job: Parallelism
@@ -40,7 +41,7 @@ class Option:
     usable_bytes: float
     peak_flops: float
     is_frozen: bool = False
-    """Only adapters are trained."""
+    """Whether only adapters are trained."""
 
     @property
     def seconds(self) -> float:
@@ -60,17 +61,17 @@ class Option:
 
     @property
     def mfu(self) -> float:
-        """Share of peak that the model's own FLOPs make up."""
+        """Model FLOPs utilization: fraction of peak by the model's own FLOPs."""
         return flops_per_device(self.dims, self.job, self.is_frozen)[0] / self.seconds / self.peak_flops
 
     @property
     def hfu(self) -> float:
-        """The same with what is computed twice."""
+        """Hardware FLOPs utilization: the same with recomputed FLOPs."""
         return flops_per_device(self.dims, self.job, self.is_frozen)[1] / self.seconds / self.peak_flops
 
 
 def evaluate(dims: Dimensions, job: Parallelism, cluster: Cluster, task: TrainedTask = PLAIN_TEXT) -> Option:
-    """What one way costs. Of tasks that sample, the time is that of an update."""
+    """Estimate the cost of one strategy. For tasks that sample, the time is that of an update."""
     memory, adapters = tuple(task_memory(dims, job, task)), max(adapter_parameters(task, dims, job))
     peak = cluster.peak_tflops * 1e12 * (2 if job.precision == "fp8" else 1)
     return Option(
@@ -80,7 +81,7 @@ def evaluate(dims: Dimensions, job: Parallelism, cluster: Cluster, task: Trained
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is to be planned."""
+    """Input of a search."""
 
     dims: Dimensions
     cluster: Cluster
@@ -88,16 +89,16 @@ class PlanRequest:
     global_batch_size: Count
     interleave: bool = False
     reshard_after_forward: bool = False
-    """Also with weights that are gathered twice. How much of that hides behind computing is known from other libraries' runs
-    only: none of MindSpore's with it is published."""
-    """Also pipelines with virtual stages."""
+    """Also consider ZeRO-3. How much of its collectives hides behind computation is known from other libraries'
+    runs only: none of MindSpore's with it is published."""
+    """Also consider pipelines with virtual stages."""
     flash_attention: bool = False
     mask_bytes: Natural = 0
-    """Of an entry of the attention mask; 0: the kernel makes it."""
+    """Bytes of an entry of the attention mask; 0: the kernel makes it."""
     recomputations: tuple[Recomputation, ...] = ("selective", "full")
-    """Kinds worth trying where memory is short."""
+    """Kinds of recomputation to consider where memory is short."""
     precision: Precision = "bf16"
-    """Of matrix products; master weights and moments are float32 in any case."""
+    """Number type of matrix products; master weights and moments are float32 in any case."""
     task: TrainedTask = PLAIN_TEXT
 
     def __post_init__(self) -> None:
@@ -105,7 +106,7 @@ class PlanRequest:
 
 
 def search(request: PlanRequest) -> list[Option]:
-    """All options: those that fit by time, then the others by memory.
+    """List all options: those that fit by time, then the others by memory.
 
     Raises:
         ConfigError: no mesh divides devices, model and batch.
@@ -151,35 +152,35 @@ def _jobs(request: PlanRequest) -> Iterator[Parallelism]:
 
 
 def _context_degrees(request: PlanRequest) -> list[int]:
-    """Numbers of ranks that can share out a sequence, keys and values gathered: none for experts, which count their tokens in
-    whole sequences, nor where texts are sampled a token at a time."""
+    """Numbers of ranks that can shard a sequence, keys and values gathered: none for experts, which count their
+    tokens in full sequences, nor where texts are sampled a token at a time."""
     if request.dims.num_experts or request.task.samples:
         return [1]
     length = request.dims.seq_len
-    return [cp for cp in divisors(length) if cp == 1 or (cp & (cp - 1) == 0 and length // cp >= FEWEST_TOKENS)]
+    return [cp for cp in divisors(length) if cp == 1 or (cp & (cp - 1) == 0 and length // cp >= MIN_TOKENS)]
 
 
 def _widths(dims: Dimensions) -> list[int]:
-    """Of MLPs and experts, which tp shards."""
+    """Widths of MLPs and experts, which tp shards."""
     dense = [] if dims.expert_layers == dims.num_layers else [dims.ffn_size]
     return dense + ([dims.expert_ffn_size, dims.shared_ffn_size] if dims.num_experts else [])
 
 
 def _expert_degrees(dims: Dimensions, dp: int) -> list[int]:
-    """Numbers of ranks along dp that can share out the experts."""
+    """Numbers of ranks along dp that can shard the experts."""
     return [ep for ep in divisors(dp) if dims.num_experts % ep == 0] if dims.num_experts else [1]
 
 
 def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
-    """Optimizer parallel, sequence parallel, virtual stages and recomputation of one mesh."""
+    """Vary optimizer parallel, sequence parallel, virtual stages and recomputation on one mesh."""
     dims = request.dims
-    cuts = [0]  # over how many replicas the optimizer is sharded
+    cuts = [0]  # number of replicas that the optimizer is sharded over
     if (most := base.replicas) > 1:
         cuts += sorted({most, *(size for size in (8, 16, 32, 64) if size < most and most % size == 0)})
     most = dims.num_layers // base.pp
     virtual = [1]
     if request.interleave and base.pp > 1 and dims.num_layers % base.pp == 0 and base.num_microbatches % base.pp == 0:
-        virtual += [parts for parts in range(2, MOST_VIRTUAL_STAGES + 1) if most % parts == 0]
+        virtual += [parts for parts in range(2, MAX_VIRTUAL_STAGES + 1) if most % parts == 0]
     parallels = [False]
     if base.tp > 1 and base.microbatch * dims.seq_len // base.cp % base.tp == 0:
         parallels.append(True)
@@ -199,8 +200,8 @@ def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
 
 
 def _recomputations(request: PlanRequest, job: Parallelism) -> Iterator[Parallelism]:
-    """Nothing twice; if that does not fit, as few layers of each stage as make it fit, of either kind, or all; or all with
-    their weights gathered twice, too."""
+    """No recomputation; if that does not fit, as few layers of each stage as make it fit, of either kind, or all;
+    or all with ZeRO-3, too."""
     dims, usable = request.dims, request.cluster.usable_bytes
     stages = task_memory(dims, job, request.task)
     if max(stage.total for stage in stages) <= usable:
@@ -209,7 +210,7 @@ def _recomputations(request: PlanRequest, job: Parallelism) -> Iterator[Parallel
     layers = job.stages(dims.num_layers)
     for kind in request.recomputations:
         whole = dataclasses.replace(job, recompute=kind)
-        needed, kept = [], Kept.of(dims, whole)
+        needed, kept = [], KeptActivations.of(dims, whole)
         for stage, (without, every) in enumerate(zip(stages, task_memory(dims, whole, request.task), strict=True)):
             over = without.total + (every.working - without.working) - usable
             needed.append(_fewest_layers(whole, kept, stage, layers[stage], over) if over > 0 else 0)
@@ -224,8 +225,9 @@ def _recomputations(request: PlanRequest, job: Parallelism) -> Iterator[Parallel
         )
 
 
-def _fewest_layers(job: Parallelism, kept: Kept, stage: int, layers: int, num_bytes: float) -> int:
-    """How many of a stage's layers, its first ones, to recompute for `num_bytes` less; all of them if that is not enough."""
+def _fewest_layers(job: Parallelism, kept: KeptActivations, stage: int, layers: int, num_bytes: float) -> int:
+    """Number of a stage's layers, its first ones, to recompute for `num_bytes` less; all of them if that is not
+    enough."""
 
     def held(count: int) -> float:
         return held_activations(job, kept, stage, even_parts(layers, count, 0, job.virtual_stages))
@@ -235,7 +237,7 @@ def _fewest_layers(job: Parallelism, kept: Kept, stage: int, layers: int, num_by
 
 
 def describe(job: Parallelism) -> str:
-    """One line."""
+    """Describe a job in one line."""
     parts = [f"tp {job.tp}", f"pp {job.pp}", f"dp {job.dp}", f"microbatch {job.microbatch} x {job.num_microbatches}"]
     if job.ep > 1:
         parts[2] += f" (ep {job.ep})"
@@ -245,7 +247,7 @@ def describe(job: Parallelism) -> str:
         parts.append(f"{job.virtual_stages} virtual stages")
     if job.zero:
         over = f" over {job.shards}" if job.shards < job.replicas else ""
-        parts.append(f"optimizer parallel{over}{', weights gathered twice' if job.zero == 3 else ''}")
+        parts.append(f"optimizer parallel{over}{', resharded after forward' if job.zero == 3 else ''}")
     if job.sequence_parallel:
         parts.append("sequence parallel")
     if job.recompute != "none":
@@ -263,7 +265,7 @@ def _which_layers(counts: tuple[int, ...] | None) -> str:
 
 
 def distinct(options: Sequence[Option]) -> list[Option]:
-    """Of options that differ in less than their mesh, microbatch and virtual stages the first."""
+    """Keep the first of the options that share mesh, microbatch and virtual stages."""
     found: dict[tuple[int, ...], Option] = {}
     for option in options:
         job = option.job
@@ -272,7 +274,7 @@ def distinct(options: Sequence[Option]) -> list[Option]:
 
 
 def why_slower(option: Option, best: Option) -> str:
-    """The terms that make `option` slower than `best`, the largest first, and what it gains."""
+    """List the terms that make `option` slower than `best`, the largest first, and those that are faster."""
     differences = {
         name.replace("_", " "): value - getattr(best.time, name) for name, value in vars(option.time).items()
     }
@@ -282,13 +284,13 @@ def why_slower(option: Option, best: Option) -> str:
 
 
 def smallest_changes(request: PlanRequest, options: list[Option]) -> list[str]:
-    """When nothing fits: by how much, and which more devices, memory or smaller batch would do."""
+    """Report by how much the nearest option does not fit, and which more devices, memory or smaller batch would be enough."""
     nearest = min(options, key=lambda option: option.peak_bytes)
     lacking = nearest.peak_bytes - nearest.usable_bytes
     lines = [
         f"nothing fits: the nearest ({describe(nearest.job)}) needs {nearest.peak_bytes / 2**30:.1f} GB on a device that has "
         f"{nearest.usable_bytes / 2**30:.1f} GB to use, {lacking / 2**30:.1f} GB too few",
-        f"devices with at least {nearest.peak_bytes / 2**30 + request.cluster.reserved_gb:.0f} GB would do",
+        f"devices with at least {nearest.peak_bytes / 2**30 + request.cluster.reserved_gb:.0f} GB would be enough",
     ]
     for factor in (2, 4, 8, 16, 32, 64):
         larger = dataclasses.replace(request, devices=request.devices * factor)
@@ -297,7 +299,7 @@ def smallest_changes(request: PlanRequest, options: list[Option]) -> list[str]:
         except ConfigError:
             continue
         if found.fits:
-            lines.append(f"{larger.devices} devices would do: {describe(found.job)}")
+            lines.append(f"{larger.devices} devices would be enough: {describe(found.job)}")
             break
     for batch in sorted(
         (d for d in divisors(request.global_batch_size) if d < request.global_batch_size), reverse=True
@@ -307,6 +309,6 @@ def smallest_changes(request: PlanRequest, options: list[Option]) -> list[str]:
         except ConfigError:
             continue
         if found.fits:
-            lines.append(f"a global batch of {batch} would do: {describe(found.job)}")
+            lines.append(f"a global batch of {batch} would be enough: {describe(found.job)}")
             break
     return lines

@@ -60,18 +60,18 @@ class StepTime:
     overhead: float
     tensor_parallel: float
     expert_parallel: float
-    """All-to-alls between experts, what is not hidden."""
+    """All-to-alls of experts that are not hidden."""
     recompute: float
     pipeline: float
     """Sending activations and gradients between stages."""
     bubble: float
     gradients: float
-    """Collectives of gradients, what is not hidden."""
+    """Collectives of gradients that are not hidden."""
     weights: float
-    """Gathering sharded weights, what is not hidden."""
+    """Gathering sharded weights that is not hidden."""
     optimizer: float
     offload: float
-    """Moving optimizer state and activations to the host and back, what is not hidden."""
+    """Moving optimizer state and activations to the host and back, as far as it is not hidden."""
 
     @property
     def total(self) -> float:
@@ -79,7 +79,7 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        """Exposed."""
+        """Exposed communication."""
         return self.tensor_parallel + self.expert_parallel + self.pipeline + self.gradients + self.weights
 
 
@@ -115,7 +115,7 @@ def all_to_all(num_bytes: float, size: int, stride: int, rates: Rates, copies: i
 
 
 class Rates:
-    """What one device and its tensor parallel group reach."""
+    """Rates that one device and its tensor parallel group reach."""
 
     def __init__(self, dims: Dimensions, job: Parallelism, cluster: Cluster):
         fitted, self.cluster, self.experts = cluster.fitted, cluster, cluster.fitted_experts
@@ -141,7 +141,7 @@ class Rates:
 
 
 def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
-    """Forward of one layer for one microbatch."""
+    """Time of the forward pass of one layer for one microbatch."""
     tokens, tp, h, q = job.microbatch * dims.seq_len / job.cp, job.tp, dims.hidden_size, dims.query_size
     kv_parts = math.gcd(tp, dims.kv_heads)
     matmul = rates.matmul(tokens, q / tp + 2 * dims.kv_size / kv_parts, h) + rates.matmul(tokens, h, q / tp)
@@ -168,7 +168,8 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
 
 
 def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
-    """Forward of one layer's router and experts for one microbatch, mean of layers with and without.
+    """Time of the forward pass of one layer's router and experts for one microbatch, mean of layers with and
+    without.
 
     A device has its share of the experts for the tokens of all that share them out, so as many rows as its own tokens make;
     products of experts are less efficient than one product of all rows, and each reads its own weights. Rows go to their
@@ -201,7 +202,7 @@ def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTi
 
 
 def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
-    """Seconds of what selective recomputation does again."""
+    """Seconds of selective recomputation."""
     tokens = job.microbatch * dims.seq_len / job.cp
     if job.flash_attention:  # its kernel computes scores again anyway; two norms and the activation
         spread = job.tp if job.sequence_parallel else 1
@@ -211,7 +212,7 @@ def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
 
 
 def unneeded_result(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
-    """Seconds of adding up a layer's last product over tp, which a graph leaves out where the layer is computed again: no
+    """Seconds of adding up a layer's last product over tp, which a graph leaves out where the layer is recomputed: no
     gradient needs the sum. The norm behind it in a sandwich block does."""
     if job.repeats_results or dims.num_experts or dims.block == "sandwich":
         return 0.0
@@ -221,7 +222,7 @@ def unneeded_result(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
 
 
 def head_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
-    """Forward of the head and the loss for one microbatch."""
+    """Time of the forward pass of the head and the loss for one microbatch."""
     tokens, columns = job.microbatch * dims.seq_len / job.cp, head_columns(dims, job)
     passes = 3 * 4 * tokens * columns
     return LayerTime(rates.matmul(tokens, columns, dims.hidden_size), 0.0, passes / rates.bytes, rates.overhead, 0.0)
@@ -286,7 +287,7 @@ class PassTimes(NamedTuple):
     forward: float
     backward: float
     weights: float
-    """Of the backward pass, for the gradients of weights."""
+    """Seconds of the backward pass for the gradients of weights."""
 
 
 def _bubble(
@@ -315,7 +316,7 @@ def _bubble(
 
 
 def _sends(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
-    """Activations forward and gradients back, for each microbatch and virtual stage."""
+    """Seconds of sending activations forward and gradients back, for each microbatch and virtual stage."""
     if job.pp == 1:
         return 0.0
     num_bytes = job.activation_bytes * job.microbatch * dims.seq_len / job.cp * dims.hidden_size
@@ -348,7 +349,7 @@ def _data_parallel(
         return max(moved - share * backward, 0.0), max(gathered - share * compute * (1 + gathers) / 3, 0.0)
     moved, gathered = ring * trained * GRADIENT_BYTES, ring * parameters * job.weight_bytes
     last = backward / job.num_microbatches  # gradients are complete in the last microbatch
-    if job.zero == 2:  # implementations that shard gradients move each virtual stage's while the next is at work
+    if job.zero == 2:  # implementations that shard gradients move each virtual stage's while the next is computed
         moved, gathered = moved / job.virtual_stages, gathered / job.virtual_stages
     if job.zero == 0:  # an all-reduce; with sharded optimizer state a reduce-scatter, and the new weights are gathered
         return max(2 * moved - overlap.gradients * last, 0.0), 0.0
@@ -356,7 +357,7 @@ def _data_parallel(
 
 
 def _update(dims: Dimensions, job: Parallelism, rates: Rates, adapters: int) -> float:
-    """The optimizer reads and writes its state and weights, and reads gradients."""
+    """Seconds in which the optimizer reads and writes its state and weights, and reads gradients."""
     whole = max(stage_parameters(dims, job)) / job.shards + max(expert_parameters(dims, job)) / expert_shards(job)
     parameters = adapters or whole
     return parameters * (2 * job.optimizer_bytes + job.gradient_bytes + 2 * job.weight_bytes) / rates.bytes

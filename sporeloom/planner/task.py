@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step trains, as dry runs, plans and certificates are told: the task, adapters, and the models beside.
+"""The training task of dry runs, plans and certificates, with its adapters and auxiliary models.
+
+Reinforcement learning holds more than a training step: a reference, a reward model, and the KV cache of the texts
+it samples. The policy's weights are counted once: texts are sampled from them, the critic is a second head on
+them, and with adapters the reference is the policy without them.
 
 A task of rewards holds more than a training step: a reference, a reward model, and keys and values of the texts it samples.
 The policy's weights are counted once: texts are sampled from them, the critic is a second head on them, and with adapters the
@@ -32,27 +36,31 @@ SAMPLING = ("grpo", "ppo")
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFlags:
-    """What is trained, for tools that are not given data."""
+    """The task, for commands that read no training data."""
 
     common: ClassVar[tuple[str, ...]] = ("task", "seq_len")
-    task: TaskName = option("pretraining", "what the step trains: the verb that would run it")
-    lora_r: Count | None = option(None, "train adapters of this rank instead of the model")
-    lora_targets: tuple[str, ...] = option(("attention.query", "attention.value"), "matrices with an adapter")
-    reference: bool = option(False, "of grpo: with --beta, so a reference beside the model; ppo has one in any case")
-    reward_size: str | None = option(None, "of grpo and ppo: size of a reward model of the family beside the model")
-    seq_len: Count | None = option(None, "tokens of a sequence; the model's longest context without this")
+    task: TaskName = option("pretraining", "training task: the command that would run it")
+    lora_r: Count | None = option(
+        None, "rank of LoRA adapters, which are trained instead of the model (default: train all weights)"
+    )
+    lora_targets: tuple[str, ...] = option(("attention.query", "attention.value"), "matrices that get an adapter")
+    reference: bool = option(False, "for grpo: with --beta, so that a reference model is kept; ppo always has one")
+    reward_size: str | None = option(
+        None, "for grpo and ppo: size of the family that the reward model has (default: no reward model)"
+    )
+    seq_len: Count | None = option(None, "number of tokens in a sequence (default: the model's maximum context length)")
 
 
 @dataclass(frozen=True)
 class TrainedTask:
-    """What is trained. Without arguments: a model, on plain text."""
+    """A training task. Without arguments: pretraining of a model."""
 
     name: TaskName = "pretraining"
     lora: LoRAConfig | None = None
     model: ModelConfig | None = None
-    """Whose adapters they are."""
+    """The model that adapters belong to."""
     has_reference: bool = False
-    """Whether the model it begins with is asked, too."""
+    """Whether log-probabilities of the initial model are needed, too."""
     reward_model: ModelConfig | None = None
 
     @property
@@ -63,12 +71,12 @@ class TrainedTask:
 
     @property
     def samples(self) -> bool:
-        """Whether texts are sampled from the weights that are trained."""
+        """Whether texts are sampled from the trained weights."""
         return self.name in SAMPLING
 
     @property
     def rows_per_unit(self) -> int:
-        """Sequences that belong together."""
+        """Number of sequences that belong together."""
         return 2 if self.name in ("reward", "dpo") else 1
 
     @property
@@ -77,19 +85,19 @@ class TrainedTask:
         return self.has_reference and self.lora is None
 
     def of_reward_model(self, dims: Dimensions) -> Dimensions | None:
-        """The reward model, reading sequences as long."""
+        """Dimensions of the reward model, for sequences of the same length."""
         return of_decoder(self.reward_model, dims.seq_len) if self.reward_model else None
 
     def about(self) -> dict[str, Any]:
-        """What its graph hangs on, as data."""
+        """The task's part in the graph's identity, as JSON data."""
         return {"name": self.name, "reference": self.has_reference, "lora": self.lora and dataclasses.asdict(self.lora)}
 
     def describe(self) -> str:
-        """For people: nothing of plain text."""
+        """Short text for reports; empty for pretraining."""
         parts: list[str] = [] if self.name == "pretraining" else [self.name]
         parts += [f"adapters of rank {self.lora.r}"] if self.lora else []
-        parts += ["a reference beside it"] if self.has_copy else []
-        parts += ["a reward model beside it"] if self.reward_model else []
+        parts += ["a reference model"] if self.has_copy else []
+        parts += ["a reward model"] if self.reward_model else []
         return ", ".join(parts)
 
 
@@ -97,7 +105,7 @@ PLAIN_TEXT = TrainedTask()
 
 
 def task_from(about: Mapping[str, Any] | None, model: ModelConfig) -> TrainedTask:
-    """What `about` of a task said."""
+    """Read the task from its `about`."""
     if about is None:
         return PLAIN_TEXT
     lora = LoRAConfig(**about["lora"]) if about["lora"] else None
@@ -105,7 +113,7 @@ def task_from(about: Mapping[str, Any] | None, model: ModelConfig) -> TrainedTas
 
 
 def task_problems(flags: TaskFlags, is_training: bool = True) -> list[str]:
-    """What does not fit together of the flags alone."""
+    """List conflicts between the flags alone."""
     problems = []
     is_plain = flags.task == "pretraining"
     if flags.lora_r and not is_training:
@@ -113,14 +121,14 @@ def task_problems(flags: TaskFlags, is_training: bool = True) -> list[str]:
     if not is_plain and not is_training:
         problems.append(f"--task {flags.task} is for training: leave out --inference")
     if flags.reference and flags.task != "grpo":
-        problems.append(f"--reference is of --task grpo, not of {flags.task}")
+        problems.append(f"--reference is for --task grpo, not for {flags.task}")
     if flags.reward_size and flags.task not in SAMPLING:
-        problems.append(f"--reward-size is of --task grpo and ppo, not of {flags.task}")
+        problems.append(f"--reward-size is for --task grpo and ppo, not for {flags.task}")
     return problems
 
 
 def task_of(flags: TaskFlags, family: str, model: ModelConfig) -> TrainedTask:
-    """The task that flags ask for. `model`: as it is trained, see `trained_model`.
+    """Build the task that the flags describe. `model`: as it is trained, see `trained_model`.
 
     Raises:
         ConfigError: a pattern of --lora-targets that matches nothing, no such size.
@@ -133,8 +141,8 @@ def task_of(flags: TaskFlags, family: str, model: ModelConfig) -> TrainedTask:
         reward_model = dataclasses.replace(found.with_value_head(), compute_dtype=model.compute_dtype)
         if reward_model.seq_len < (longest := flags.seq_len or model.seq_len):
             problems.append(
-                f"--reward-size {flags.reward_size}: its context of {reward_model.seq_len} tokens is shorter than "
-                f"{longest}, of the texts it rewards (--seq-len)"
+                f"--reward-size {flags.reward_size}: its context of {reward_model.seq_len} tokens is shorter "
+                f"than {longest}, the length of the texts it scores (--seq-len)"
             )
     problems.tell()
     return TrainedTask(flags.task, lora, model, flags.reference or flags.task == "ppo", reward_model)
@@ -157,7 +165,7 @@ def trained_model(flags: TaskFlags, model: ModelConfig) -> ModelConfig:
 
 
 def adapter_parameters(task: TrainedTask, dims: Dimensions, job: Parallelism) -> list[int]:
-    """Parameters that are trained of each stage in place of its own, on one device: whole matrices A and B at most."""
+    """Count the trained adapter parameters of each stage on one device: matrices A and B unsharded at most."""
     if task.lora is None:
         return [0] * job.pp
     assert task.model
@@ -176,7 +184,7 @@ def adapter_parameters(task: TrainedTask, dims: Dimensions, job: Parallelism) ->
 
 
 def task_memory(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[StageMemory]:
-    """Memory of each stage's devices while they train `task`: `stage_memory`, with what the task has otherwise.
+    """Estimate the memory of each stage's devices while they train `task`: `stage_memory` plus what the task adds.
 
     Frozen weights have neither gradients nor moments. Whole batches are evaluated at once where log-probabilities must be
     known before an update; nothing of that is kept, so the larger of both is the peak.
@@ -191,7 +199,7 @@ def task_memory(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[S
             )
             for stage, count in zip(stages, adapter_parameters(task, dims, job), strict=True)
         ]
-    evaluates, beside = task.name == "dpo" or task.samples, models_beside(dims, job, task)
+    evaluates, beside = task.name == "dpo" or task.samples, auxiliary_bytes(dims, job, task)
     if not evaluates and not any(beside):
         return stages
     evaluated = _evaluation(dims, job) if evaluates else [0.0] * job.pp
@@ -204,14 +212,14 @@ def task_memory(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[S
 
 
 def _of_adapters(job: Parallelism, of_all: float, count: int) -> float:
-    """Master weights of all, and what the optimizer keeps of `count` adapters."""
+    """Bytes of all master weights, and of the optimizer state of `count` adapter parameters."""
     if job.optimizer_on_host:  # where all moments are already
         return of_all + (job.optimizer_bytes - MOMENTS) * count
     return of_all * (job.optimizer_bytes - MOMENTS) / job.optimizer_bytes + job.optimizer_bytes * count
 
 
-def models_beside(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[dict[str, float]]:
-    """Bytes on a device of each stage of what stands beside the model that is trained: what -> how many."""
+def auxiliary_bytes(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[dict[str, float]]:
+    """Bytes of the auxiliary models on a device of each stage: name -> bytes."""
     found: list[dict[str, float]] = [{} for _ in range(job.pp)]
     if task.has_copy:  # parallelized as the policy is
         for beside, size in zip(found, parameter_bytes(dims, job), strict=True):
@@ -220,21 +228,22 @@ def models_beside(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list
         even = dataclasses.replace(job, layers_of_stages=None, expert_layers_of_stages=None)
         for beside, size in zip(found, parameter_bytes(reward, even), strict=True):
             beside["reward model"] = size
-    if task.samples:  # keys and values of all texts of a step
+    if task.samples:  # KV cache of all texts of a step
         slots = num_slots_for(dims.seq_len) * _rows(job)
         width = 2 * job.activation_bytes * dims.kv_size / math.gcd(job.tp, dims.kv_heads)
         for beside, layers in zip(found, job.stages(dims.num_layers), strict=True):
-            beside["keys and values"] = layers * slots * width
+            beside["KV cache"] = layers * slots * width
     return found
 
 
 def _rows(job: Parallelism) -> int:
-    """Sequences of a step on one replica."""
+    """Number of sequences of a step on one replica."""
     return job.microbatch * job.num_microbatches
 
 
 def _evaluation(dims: Dimensions, job: Parallelism) -> list[float]:
-    """Bytes at work on each stage while a whole batch is evaluated: one layer, or the head with its logits in float32."""
+    """Bytes of temporary memory on each stage while a full batch is evaluated: one layer, or the head with its
+    logits in float32."""
     at_once = dataclasses.replace(job, microbatch=_rows(job), num_microbatches=1)
     layer = layer_activations(dims, at_once, "none")
     head = _rows(job) * dims.seq_len / job.cp * head_columns(dims, job) * 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tasks send otherwise than training on plain text does."""
+"""Communication of tasks that differs from pretraining."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from sporeloom.planner.dimensions import Dimensions, Parallelism
 from sporeloom.planner.task import TrainedTask, adapter_parameters
 
 NUMBERS_OF_TOKEN = 16
-"""That objectives add up over ranks at most: log-probabilities, masks, what is told of them; each 4 bytes."""
+"""Maximum number of values that objectives sum over ranks: log-probabilities, masks, reported metrics; each 4
+bytes."""
 
 
 def objective_bytes(task: TrainedTask, dims: Dimensions, job: Parallelism) -> float:
@@ -21,7 +22,8 @@ def objective_bytes(task: TrainedTask, dims: Dimensions, job: Parallelism) -> fl
 def task_traffic(
     task: TrainedTask, dims: Dimensions, job: Parallelism, stage: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Least and most bytes a device of a stage works on in collectives of one step, by kind and phase.
+    """Minimum and maximum bytes of collectives that a device of a stage takes part in, by kind and phase, for one
+    step.
 
     Without adapters both are `collective_bytes`, but for PPO's second head. Of frozen weights no gradients are reduced, and
     what lies below the first adapter of all need not be known: backward, the first layer and the embedding may send nothing.
@@ -38,7 +40,7 @@ def task_traffic(
     per_layer = task.lora.r * len(task.lora.targets(task.model)) / sum(layers)
     narrow = tokens * job.activation_bytes * per_layer * layers[stage] if job.tp > 1 else 0.0
     unknown = (2 * job.activation_bytes + 4) * tokens * dims.hidden_size if stage == 0 else 0
-    for kind in ("Send backward", "Receive backward"):  # a frozen table of words has no gradient
+    for kind in ("Send backward", "Receive backward"):  # a frozen embedding table has no gradient
         if kind in whole:
             whole[kind] -= 4 * tied_words(dims, job, stage)
     least, most = dict(whole), dict(whole)

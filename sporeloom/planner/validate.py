@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the cost model's predictions are from what was published."""
+"""Errors of the cost model's predictions on published runs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 
 from sporeloom.planner.memory import peak_memory
-from sporeloom.planner.published import Measured, PublishedRun, UnpredictableError, describe, measured, read_rows
+from sporeloom.planner.published import Measurement, PublishedRun, UnpredictableError, describe, measured, read_rows
 from sporeloom.planner.published_experts import describe_experts, is_of_experts, measured_experts, read_expert_rows
 from sporeloom.planner.step_time import step_time
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One row, predicted, and what was measured."""
+    """One row, predicted and measured."""
 
     run: PublishedRun
-    found: Measured
+    found: Measurement
     seconds: float
     memory_bytes: float
 
     @property
     def time_error(self) -> float | None:
-        """Relative to the measured time."""
+        """Error relative to the measured time."""
         return self.seconds / self.found.seconds - 1 if self.found.seconds else None
 
     @property
@@ -40,8 +40,8 @@ class Prediction:
 
 
 def predict(rows: list[dict[str, str]], of_experts: bool = False) -> tuple[list[Prediction], Counter[str]]:
-    """Predictions of all rows that can be predicted, and how many could not be for which reason. `of_experts`: of a file of
-    runs with experts."""
+    """Predict all rows that can be predicted, and count the others by reason. `of_experts`: of a file of runs with
+    experts."""
     predictions, reasons = [], Counter[str]()
     for row in rows:
         try:
@@ -73,7 +73,8 @@ def _grouped(predictions: list[Prediction], key: Any) -> dict[str, Any]:
 
 
 def _judged(predictions: list[Prediction]) -> dict[str, Any]:
-    """How often fits or not was right: of all runs, of those that publish all that decides memory, and of the others."""
+    """Count how often "fits" or "does not fit" was right: of all runs, of those that publish all that decides memory,
+    and of the others."""
     judged = [p for p in predictions if p.found.fits is not None]
     return {
         **_counts(judged),
@@ -99,7 +100,8 @@ def _counts(judged: list[Prediction]) -> dict[str, Any]:
 
 
 def validate(path: Path) -> dict[str, Any]:
-    """Errors of step time and memory, and how often fits / does not fit was right, for a CSV of published runs.
+    """Errors of step time and memory, and how often "fits" or "does not fit" was right, for a CSV of published
+    runs.
 
     Errors are fractions of the measured value; rows that cannot be predicted are counted with the reason. Of memory all runs
     are judged: what has a time, a speed or a memory ran, so it fitted; what failed did not.

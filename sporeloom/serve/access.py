@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which browsers' pages may use the server: hosts and origins it answers for, and the headers that every answer has.
+"""Access of browsers to the server: allowed hosts and origins, and the headers of every answer.
 
-Programs send what they like, and are asked for a key. A browser sends requests of pages that its user happens to look at:
+Programs can send any request, and must have a key. A browser sends requests of pages that its user happens to look at:
 `Host` says which name led it here (DNS rebinding: another's name with this address), `Origin` whose page asks.
 """
 
@@ -25,7 +25,7 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Of answers that do not say otherwise."""
+"""Headers of answers that do not set others."""
 
 
 class AccessControl:
@@ -105,7 +105,7 @@ def _add_headers(headers: MutableHeaders, cross_origin: str | None) -> None:
 
 
 def _preflight(headers: Headers) -> Response:
-    """What a browser asks before a request with JSON or a key."""
+    """The request that a browser sends before one with JSON or a key."""
     given = {
         "Access-Control-Allow-Methods": "GET, POST",
         "Access-Control-Allow-Headers": headers.get("access-control-request-headers", ""),
@@ -115,7 +115,7 @@ def _preflight(headers: Headers) -> Response:
 
 
 def is_json_type(headers: Headers) -> bool:
-    """Whether a body is said to be JSON: what no page of another origin can send without a preflight."""
+    """Whether a body is declared as JSON, which no page of another origin can send without a preflight."""
     given = headers.getlist("content-type")
     kind = given[0].partition(";")[0].strip().lower() if len(given) == 1 else ""
     return re.fullmatch(r"application/(?:[a-z0-9!#$&^_.+-]+\+)?json", kind) is not None

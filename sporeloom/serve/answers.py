@@ -16,13 +16,13 @@ from sporeloom.inference.sampling import TokenScore, finite
 from sporeloom.inference.scheduler import NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.config import ServedModel
-from sporeloom.serve.requests import ChatAsked, CompletionAsked
+from sporeloom.serve.requests import ChatRequest, CompletionRequest
 from sporeloom.serve.token_texts import token_by_id, token_offsets, token_text
 
 
 @dataclass
 class Choice:
-    """One text in the making."""
+    """One choice of an answer, while it is generated."""
 
     index: int
     prompt: Sequence[int]
@@ -31,19 +31,19 @@ class Choice:
     echo: str | None = None
     """The prompt's text, where it is part of the answer."""
     scores: list[TokenScore | None] = field(default_factory=list)
-    """Of the tokens of the answer; None: the first of a prompt."""
+    """Scores of the tokens of the answer; None: the first token of a prompt."""
     finish_reason: str | None = None
     num_sent: int = 0
-    """Of `scores`."""
+    """Character offset of each of `scores`."""
     position: int = field(init=False)
-    """Characters of the answer that the generated tokens so far make."""
+    """Number of characters of the answer from the generated tokens so far."""
 
     def __post_init__(self) -> None:
         self.position = len(self.echo or "")
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, new: NewToken) -> str:
-        """Book a token. Returns the text that is certain now."""
+        """Add a token. Returns the text that is certain now."""
         self.scores.append(TokenScore(new.token, new.log_probability, new.top))
         text = self.stop.add(self.completion, new)
         self.finish_reason = new.finish_reason
@@ -54,11 +54,11 @@ class Choice:
         return (self.echo or "") + self.completion.text
 
     def token_bytes(self, token: int) -> bytes:
-        """What a generated token adds to the text; one that ends it, nothing."""
+        """Text that a generated token adds; one that ends the text adds nothing."""
         return b"" if token in self.stop.stop_ids else self.stop.tokenizer.token_bytes(token)
 
     def new_scores(self) -> Iterator[tuple[TokenScore | None, int]]:
-        """Those that were not taken yet, and where in the text their tokens begin, in characters."""
+        """Scores that were not taken yet, and the character offsets of their tokens."""
         for score in self.scores[self.num_sent :]:
             offset = self.position
             if self.num_sent < len(self._prompt_offsets):
@@ -74,7 +74,7 @@ class Choice:
 
 
 def completion_logprobs(choice: Choice, num_top: int) -> dict[str, Any]:
-    """Of the tokens that were not told yet, as /v1/completions says them."""
+    """Log-probabilities of the tokens that were not sent yet, in the form of /v1/completions."""
     told: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     tokenizer = choice.stop.tokenizer
     for score, offset in choice.new_scores():
@@ -86,8 +86,8 @@ def completion_logprobs(choice: Choice, num_top: int) -> dict[str, Any]:
 
 
 def _by_text(tokenizer: Tokenizer, score: TokenScore, num_top: int) -> dict[str, float]:
-    """A token and the likeliest ones, by their texts. Of several with one text the token itself, or else the likeliest, has
-    it; the others go by their ids."""
+    """A token and the most likely ones, by their texts. Of several with one text the token itself, or else the
+    most likely, has it; the others go by their ids."""
     found = dict(score.top[:num_top])
     found.setdefault(score.token, score.log_probability)
     names = {token_text(tokenizer, score.token): score.token}
@@ -98,7 +98,7 @@ def _by_text(tokenizer: Tokenizer, score: TokenScore, num_top: int) -> dict[str,
 
 
 def chat_logprobs(choice: Choice) -> dict[str, Any]:
-    """Of the tokens that were not told yet, as /v1/chat/completions says them."""
+    """Log-probabilities of the tokens that were not sent yet, in the form of /v1/chat/completions."""
 
     def entry(token: int, log_probability: float) -> dict[str, Any]:
         text = token_text(choice.stop.tokenizer, token)
@@ -113,13 +113,14 @@ def chat_logprobs(choice: Choice) -> dict[str, Any]:
 
 
 def usage(prompts: Iterable[Sequence[int]], choices: Iterable[Choice]) -> dict[str, int]:
-    """Tokens of the prompts, each counted once, and of the answers."""
+    """Usage: tokens of the prompts, each counted once, and of the answers."""
     prompt, made = sum(map(len, prompts)), sum(len(choice.completion.tokens) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
 def head(kind: str, prefix: str, model: str, seed: int) -> dict[str, Any]:
-    """What every part of an answer begins with. `seed`: the one that was used, so that the answer can be had again."""
+    """Fields that every part of an answer begins with. `seed`: the one that was used, so that the answer can be
+    reproduced."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
@@ -130,9 +131,9 @@ def head(kind: str, prefix: str, model: str, seed: int) -> dict[str, Any]:
 
 
 class CompletionAnswer:
-    """Answers of /v1/completions."""
+    """Formats answers of /v1/completions."""
 
-    def __init__(self, model: ServedModel, asked: CompletionAsked):
+    def __init__(self, model: ServedModel, asked: CompletionRequest):
         self.model, self.asked = model, asked
         self.head = head("text_completion", "cmpl", model.name, asked.seed)
 
@@ -160,9 +161,9 @@ class CompletionAnswer:
 
 
 class ChatAnswer:
-    """Answers of /v1/chat/completions."""
+    """Formats answers of /v1/chat/completions."""
 
-    def __init__(self, model: ServedModel, asked: ChatAsked):
+    def __init__(self, model: ServedModel, asked: ChatRequest):
         self.model, self.asked = model, asked
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         self.head = head(kind, "chatcmpl", model.name, asked.seed)

@@ -29,10 +29,10 @@ from sporeloom.serve.answers import ChatAnswer, CompletionAnswer
 from sporeloom.serve.config import ServedModel, ServeJob
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
 from sporeloom.serve.metrics import Metrics
-from sporeloom.serve.prepare import Prepared, chat_tokens, check_chats, prepare_chat, prepare_completion
+from sporeloom.serve.prepare import PreparedRequest, chat_tokens, check_chats, prepare_chat, prepare_completion
 from sporeloom.serve.requests import (
     BODY_TIMEOUT_S,
-    Asked,
+    ApiRequest,
     Fields,
     RequestError,
     log_unknown,
@@ -45,14 +45,14 @@ from sporeloom.serve.requests import (
     token_ids,
 )
 from sporeloom.serve.service import Service
-from sporeloom.serve.texts import Events, Texts, stream, whole
+from sporeloom.serve.texts import Events, RequestStream, stream, whole
 from sporeloom.serve.token_texts import token_text
 from sporeloom.serve.work import Workers, too_many
 
 MAX_BODIES = 64
-"""As many of the longest bodies may be held at once; of shorter ones more."""
+"""Number of the longest bodies that may be in memory at once; of shorter ones more."""
 OPEN_PATHS = ("/", "/health")
-"""What needs no key."""
+"""Paths that need no key."""
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 PAGE_POLICY = page_policy(PAGE)
 
@@ -88,7 +88,7 @@ def build_app(service: Service) -> Starlette:
 async def _not_here(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = shown(request.scope["path"])
-    known = {404: f"there is no {path}", 405: f"{request.method} does not go with {path}"}
+    known = {404: f"there is no {path}", 405: f"{path} does not support {request.method}"}
     told = RequestError(error.status_code, known.get(error.status_code, str(error.detail)), headers=error.headers)
     return _error(told)
 
@@ -98,7 +98,7 @@ def _error(error: RequestError) -> Response:
 
 
 class Server:
-    """The handlers, and what they share."""
+    """The request handlers and their shared state."""
 
     def __init__(self, service: Service):
         self.service = service
@@ -112,7 +112,7 @@ class Server:
         self._rendering = Workers(1, self.job.max_texts)  # there is one process for it
 
     def guarded(self, handler: Handler) -> Handler:
-        """A handler that only those with the key reach, and whose refusals are answers."""
+        """Wrap a handler: only clients with the key reach it, and its refusals become answers."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -142,7 +142,7 @@ class Server:
 
     async def broken(self, request: Request, error: Exception) -> Response:
         self._log.log("broken", f"{shown(request.scope['path'])}: {type(error).__name__}: {first_line(error)[:200]}")
-        return _error(RequestError(500, "the server made a mistake; its log says which"))
+        return _error(RequestError(500, "internal error of the server; its log has the details"))
 
     # What there is
 
@@ -228,7 +228,7 @@ class Server:
         return await self._answer(request, asked, prepared, ChatAnswer(model, asked))
 
     async def _fields(self, request: Request) -> Fields:
-        """The body, as far as it may go.
+        """Read the body, up to the size limit.
 
         Raises:
             RequestError: it is too long, too slow, or no JSON object.
@@ -262,12 +262,12 @@ class Server:
             RequestError: those of all requests are too many.
         """
         if self._body_bytes + count > MAX_BODIES * self.job.config.max_body_kb * 1024:
-            raise RequestError(503, "too many long requests; come again later", headers={"Retry-After": "1", **_LAST})
+            raise RequestError(503, "too many long requests; try again later", headers={"Retry-After": "1", **_LAST})
         self._body_bytes += count
         request.state.body_bytes = getattr(request.state, "body_bytes", 0) + count
 
     def _model(self, fields: Fields) -> ServedModel:
-        """The model that is asked for; the checkpoint's where none is.
+        """Find the model of the request; the checkpoint's where it names none.
 
         Raises:
             RequestError: there is none of this name.
@@ -292,12 +292,12 @@ class Server:
             raise RequestError(503, said, headers={"Retry-After": "1"})
 
     async def _answer(
-        self, request: Request, asked: Asked, prepared: Prepared, form: CompletionAnswer | ChatAnswer
+        self, request: Request, asked: ApiRequest, prepared: PreparedRequest, form: CompletionAnswer | ChatAnswer
     ) -> Response:
         prompts, choices = prepared.prompts, prepared.choices
         if self.service.num_waiting + len(choices) > self.job.max_texts:
             raise too_many("requests wait")
-        texts = Texts(self.service, self.metrics, form.model, asked, choices, prepared.rooms)
+        texts = RequestStream(self.service, self.metrics, form.model, asked, choices, prepared.rooms)
         if asked.stream:
             return Events(stream(texts, form, prompts), media_type="text/event-stream", headers=_NO_BUFFER)
         made = asyncio.ensure_future(whole(texts))
@@ -323,7 +323,7 @@ def _detokenized(fields: Fields, tokenizer: Tokenizer) -> Response:
 
 
 _LAST = {"Connection": "close"}
-"""Of answers to what is not read to its end."""
+"""Close answers that are not read to their end."""
 _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 

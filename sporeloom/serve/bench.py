@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a server answers: vLLM's flags and words, against any server with OpenAI's completions, plain or chat."""
+"""Load generator for servers with OpenAI's completions, plain or chat; flags and metrics follow vLLM."""
 
 from __future__ import annotations
 
@@ -28,36 +28,42 @@ TIMEOUT_S = 600.0
 class BenchServeConfig(Overwrite):
     """One call of `sporeloom bench-serve`."""
 
-    base_url: str = option("http://127.0.0.1:8000", "the server")
-    endpoint: str = option("/v1/completions", "what is asked; /v1/chat/completions takes prompts of a file")
-    model: str | None = option(None, "the model's name; the first of /v1/models without it")
-    api_key: str | None = option(None, "sent as `Authorization: Bearer KEY`")
-    dataset_name: Literal["random", "custom"] = option("random", "random: token ids; custom: prompts of --dataset-path")
-    dataset_path: Path | None = option(None, ".jsonl file with a `prompt` field")
-    input_len: Count = option(64, "tokens of a random prompt")
-    output_len: Count = option(64, "tokens to generate")
-    vocab_size: Count = option(256, "random token ids are below it")
-    num_prompts: Count = option(64, "requests")
-    num_warmups: Natural = option(2, "requests before those that count")
-    request_rate: Positive | None = option(None, "requests a second; all at once without it")
-    burstiness: Positive = option(1.0, "shape of the gamma distribution between requests; 1: Poisson")
-    max_concurrency: Count | None = option(None, "requests open at once at most")
-    temperature: NotNegative = option(0.0, "of sampling")
-    ignore_eos: bool = option(False, "go on after the end of a document")
-    goodput: tuple[str, ...] = option((), "limits in ms that a good request keeps, as ttft:200 tpot:50 e2el:5000")
-    metric_percentiles: tuple[float, ...] = option((50.0, 99.0), "percentiles to tell")
-    seed: Seed = option(0, "of prompts and moments")
-    save_result: Path | None = output(None, "JSON file to write")
+    base_url: str = option("http://127.0.0.1:8000", "URL of the server")
+    endpoint: str = option("/v1/completions", "API path; /v1/chat/completions takes prompts from a file")
+    model: str | None = option(None, "name of the model (default: the first of /v1/models)")
+    api_key: str | None = option(None, "key that is sent as `Authorization: Bearer KEY` (default: none)")
+    dataset_name: Literal["random", "custom"] = option(
+        "random", "data set of prompts: random (token ids), or custom (prompts from --dataset-path)"
+    )
+    dataset_path: Path | None = option(None, ".jsonl file with a `prompt` field (default: none)")
+    input_len: Count = option(64, "number of tokens in a random prompt")
+    output_len: Count = option(64, "number of tokens to generate")
+    vocab_size: Count = option(256, "exclusive upper bound of random token ids")
+    num_prompts: Count = option(64, "number of measured requests")
+    num_warmups: Natural = option(2, "number of warm-up requests before the measured ones")
+    request_rate: Positive | None = option(None, "requests per second (default: all at once)")
+    burstiness: Positive = option(
+        1.0, "shape of the gamma distribution of the intervals between requests; 1: Poisson arrivals"
+    )
+    max_concurrency: Count | None = option(None, "maximum number of concurrent requests (default: unlimited)")
+    temperature: NotNegative = option(0.0, "sampling temperature")
+    ignore_eos: bool = option(False, "generate past the end of a document")
+    goodput: tuple[str, ...] = option(
+        (), "limits in ms for a request to count as good, as ttft:200 tpot:50 e2el:5000 (default: none)"
+    )
+    metric_percentiles: tuple[float, ...] = option((50.0, 99.0), "percentiles to print")
+    seed: Seed = option(0, "random seed of prompts and arrival times")
+    save_result: Path | None = output(None, "JSON file to write (default: none)")
 
 
 @dataclass
-class Timed:
-    """One request."""
+class RequestTimes:
+    """The measurements of one request."""
 
     prompt_tokens: int
     latency: float = 0.0
     chunks: list[float] = field(default_factory=list)
-    """When each came, in seconds after the request."""
+    """Arrival time of each token, in seconds after the request."""
     tokens: int = 0
     error: str = ""
 
@@ -68,12 +74,12 @@ class Timed:
 
     @property
     def tpot(self) -> float:
-        """Time per output token, of those after the first."""
+        """Time per output token after the first."""
         return (self.latency - self.ttft) / max(1, self.tokens - 1)
 
 
 def limits_of(config: BenchServeConfig) -> dict[str, float]:
-    """--goodput in seconds.
+    """Read --goodput, in seconds.
 
     Raises:
         ConfigError: something else than names and numbers.
@@ -86,7 +92,7 @@ def limits_of(config: BenchServeConfig) -> dict[str, float]:
         except ValueError:
             limits[name] = -1.0
         if name not in LIMITS or not limits[name] > 0:
-            raise ConfigError(f"--goodput {text}: NAME:MS is expected, NAME one of {', '.join(LIMITS)}")
+            raise ConfigError(f"--goodput {text}: expected NAME:MS, NAME one of {', '.join(LIMITS)}")
     return limits
 
 
@@ -95,7 +101,7 @@ def is_chat(config: BenchServeConfig) -> bool:
 
 
 def prompts_of(config: BenchServeConfig) -> list[Any]:
-    """What is asked: texts or lists of token ids.
+    """List the prompts: texts or lists of token ids.
 
     Raises:
         ConfigError: no such file, or nothing in it.
@@ -107,7 +113,7 @@ def prompts_of(config: BenchServeConfig) -> list[Any]:
             raise ConfigError("--dataset-name custom needs --dataset-path")
         found = [text for _, text in json_lines(config.dataset_path, decode_text(config.dataset_path), "prompt")]
         if not found:
-            raise ConfigError(f"{config.dataset_path}: holds no prompt")
+            raise ConfigError(f"{config.dataset_path}: contains no prompt")
         return [found[i % len(found)] for i in range(config.num_prompts)]
     draw = np.random.default_rng(config.seed)
     low = min(10, config.vocab_size - 1)
@@ -115,7 +121,7 @@ def prompts_of(config: BenchServeConfig) -> list[Any]:
 
 
 async def bench(config: BenchServeConfig) -> dict[str, Any]:
-    """Ask, and count.
+    """Send the requests and measure them.
 
     Raises:
         ConfigError: the server cannot be reached or answers nothing.
@@ -133,7 +139,7 @@ async def bench(config: BenchServeConfig) -> dict[str, Any]:
                 raise ConfigError(f"{config.base_url}{config.endpoint}: {warm.error}")
         gate = asyncio.Semaphore(config.max_concurrency or len(prompts))
 
-        async def gated(prompt: Any) -> Timed:
+        async def gated(prompt: Any) -> RequestTimes:
             async with gate:
                 return await _ask(client, config, model, prompt)
 
@@ -161,8 +167,8 @@ async def _arrivals(config: BenchServeConfig, prompts: Sequence[Any]) -> AsyncIt
             await asyncio.sleep(draw.gamma(config.burstiness, 1 / (config.request_rate * config.burstiness)))
 
 
-async def _ask(client: httpx.AsyncClient, config: BenchServeConfig, model: str, prompt: Any) -> Timed:
-    timed, start = Timed(len(prompt)), time.perf_counter()
+async def _ask(client: httpx.AsyncClient, config: BenchServeConfig, model: str, prompt: Any) -> RequestTimes:
+    timed, start = RequestTimes(len(prompt)), time.perf_counter()
     asked = {"messages": [{"role": "user", "content": prompt}]} if is_chat(config) else {"prompt": prompt}
     body = {"model": model, **asked, "max_tokens": config.output_len, "temperature": config.temperature}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -191,9 +197,9 @@ async def _ask(client: httpx.AsyncClient, config: BenchServeConfig, model: str, 
 
 
 def summary(
-    config: BenchServeConfig, model: str, timed: Sequence[Timed], seconds: float, limits: dict[str, float]
+    config: BenchServeConfig, model: str, timed: Sequence[RequestTimes], seconds: float, limits: dict[str, float]
 ) -> dict[str, Any]:
-    """What the requests say together; times in ms."""
+    """Summarize the measurements; times in ms."""
     good = [each for each in timed if not each.error]
     told: dict[str, Any] = {
         "model": model,

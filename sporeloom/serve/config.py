@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `sporeloom serve` is told, and every mistake in it that can be found before MindSpore is loaded."""
+"""Flags of `sporeloom serve` and their checks: every mistake that can be found before MindSpore is loaded."""
 
 from __future__ import annotations
 
@@ -46,80 +46,86 @@ class ServeConfig(ComputeFlags):
     )
 
     checkpoint: Path = argument("checkpoint folder")
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's, better with --api-key")
-    port: Natural = option(8000, "port to listen on; 0: any that is free, told when it is ready")
-    api_key: str | None = option(None, "what clients must send as `Authorization: Bearer KEY`")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of this machine, best with --api-key")
+    port: Natural = option(8000, "port to listen on; 0: any free port, which is printed")
+    api_key: str | None = option(None, "key that clients must send as `Authorization: Bearer KEY` (default: none)")
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "host names that clients may use besides localhost and --host (with 0.0.0.0: any address of this machine, and its "
-        "name); *.example.com: all below it, *: any",
+        "host names that clients may use besides localhost and --host (with 0.0.0.0: any address of this "
+        "machine, and its name); *.example.com: all subdomains, *: any (default: none)",
     )
     allowed_origins: tuple[str, ...] = option(
-        (), "https://HOST:PORT: web pages besides the server's own that browsers may let use it; *: any"
+        (),
+        "web pages besides the server's own that browsers may let use the server, as https://HOST:PORT; *: "
+        "any (default: none)",
     )
     served_model_name: str | None = option(
-        None, "what clients call the model; without it the name of the folder, or of the run it lies in"
+        None, "name of the model for clients (default: name of the checkpoint folder, or of its run)"
     )
     max_num_seqs: Count = option(
-        8, "sequences that are generated at once, each choice of a request one; the others wait"
+        8,
+        "maximum number of sequences generated at the same time; each choice of a request is one, and the others wait",
     )
     max_queue: Count = option(
         256,
-        "sequences that may wait; more are told to come again later (429), and a request for more than are ever held is a "
-        "mistake (400)",
+        "maximum number of waiting sequences; further requests get status 429, and those that can never fit get 400",
     )
-    max_model_len: Count | None = option(None, "tokens of prompt and answer; the model's context without it")
+    max_model_len: Count | None = option(
+        None, "maximum number of tokens in prompt and answer (default: the model's maximum context length)"
+    )
     prefill_chunk: Count | None = option(
         None,
-        f"tokens of a prompt that are worked through between two tokens of the others; {MIXED_CHUNK} with compiled kernels, "
-        f"else {CHUNK}",
+        f"number of prompt tokens prefilled between two decode steps (default: {MIXED_CHUNK} with compiled "
+        f"kernels, else {CHUNK})",
     )
-    request_timeout: Positive = option(600.0, "seconds after which a request is given up")
-    max_body_kb: Count = option(1024, "largest request, in KB")
-    drain_timeout: Positive = option(30.0, "seconds that open requests get to end when the server is told to stop")
+    request_timeout: Positive = option(600.0, "seconds after which a request is aborted")
+    max_body_kb: Count = option(1024, "maximum size of a request in KB")
+    drain_timeout: Positive = option(30.0, "seconds that open requests may take to finish after the server is stopped")
     lora_modules: tuple[str, ...] = option(
-        (), "NAME=FOLDER: adapters that clients choose by this name as their model; requests of all share the rows"
+        (),
+        "adapters as NAME=FOLDER; clients choose them by NAME as their model, and requests of all are "
+        "batched together (default: none)",
     )
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What clients name as their model: the checkpoint's, or this with adapters."""
+    """A model name for clients: the checkpoint's, or the checkpoint with adapters."""
 
     name: str
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
     """Tokens that end its texts."""
     adapter: int = 0
-    """Place among those of `ServeJob.adapters`, counted from 1; 0: none."""
+    """Number among `ServeJob.adapters`, counted from 1; 0: no adapters."""
 
 
 @dataclass(frozen=True)
 class ServeJob:
-    """A configuration that was found right, with what it refers to."""
+    """A valid configuration, with the files it refers to."""
 
     config: ServeConfig
     family: str
     model: ModelConfig
     strategy: Strategy
     models: tuple[ServedModel, ...]
-    """By their numbers: the checkpoint's, then one for each of `adapters`."""
+    """The checkpoint's model, then one for each of `adapters`, in this order."""
     adapters: tuple[Adapter, ...] = ()
 
     @property
     def name(self) -> str:
-        """Of the checkpoint's model, for clients."""
+        """Name of the checkpoint's model for clients."""
         return self.models[0].name
 
     @property
     def num_rows(self) -> int:
-        """Requests worked on at once; every replica takes as many as the others."""
+        """Number of requests generated at the same time; the same on every replica."""
         dp = self.strategy.mesh.dp
         return -(-self.config.max_num_seqs // dp) * dp
 
     @property
     def max_texts(self) -> int:
-        """That may wait or be worked on at once."""
+        """Maximum number of texts that wait or are generated at the same time."""
         return self.config.max_queue + self.num_rows
 
     @property
@@ -128,7 +134,7 @@ class ServeJob:
 
 
 def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> ServeJob:
-    """Everything the call refers to, read and held against each other.
+    """Read everything that the call refers to and check all of it together.
 
     Args:
         num_processes: launched already; None: as many as the strategy needs will be.
@@ -174,7 +180,7 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
 
 
 def _name(config: ServeConfig) -> str:
-    """Of the checkpoint's model."""
+    """Name of the checkpoint's model."""
     folder = config.checkpoint.resolve()
     return config.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name
 
@@ -182,7 +188,7 @@ def _name(config: ServeConfig) -> str:
 def _read_module(
     word: str, config: ServeConfig, family: str, model: ModelConfig
 ) -> tuple[str, Tokenizer, tuple[int, ...], Adapter]:
-    """Name, tokenizer, stop ids and adapters of one word of --lora-modules.
+    """Read name, tokenizer, stop ids and adapters of one NAME=FOLDER.
 
     Raises:
         ConfigError: no such folder, or adapters of another model.
@@ -196,11 +202,11 @@ def _read_module(
     base = _base(folder)
     if base and not base.samefile(config.checkpoint):
         raise ConfigError(
-            f"--lora-modules {word}: adapters of {base}, and this server is of {config.checkpoint}; "
-            f"if those are the same, say so in {folder / ADAPTER_CONFIG}, base_model_name_or_path"
+            f"--lora-modules {word}: adapters of {base}, but this server runs {config.checkpoint}; if both are "
+            f"the same, name the latter in {folder / ADAPTER_CONFIG}, base_model_name_or_path"
         )
     if is_reward_adapter(folder):
-        raise ConfigError(f"--lora-modules {word}: adapters of a reward model, which gives a number and no text")
+        raise ConfigError(f"--lora-modules {word}: adapters of a reward model, which generates no text")
     adapter = read_adapter(folder, family, model)
     own = any((folder / file).is_file() for file in family_module(family, "tokenizer").FILE_NAMES)
     where = (folder, model) if own else (config.checkpoint, model, config.tokenizer)
@@ -208,7 +214,7 @@ def _read_module(
 
 
 def _base(folder: Path) -> Path | None:
-    """The model folder that adapters are for, if it is here."""
+    """Find the model folder that adapters belong to, if it is here."""
     try:
         return base_folder(folder)
     except ConfigError:
@@ -220,7 +226,7 @@ def _can_listen(config: ServeConfig) -> None:
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """A socket that listens where the configuration says.
+    """Open a socket that listens where the configuration says.
 
     Raises:
         ConfigError: nobody can listen there, or somebody else does.
@@ -239,7 +245,7 @@ def listen(config: ServeConfig) -> socket.socket:
         except OSError:
             made.close()
             raise
-    except (OSError, UnicodeError) as error:  # a name that is none
+    except (OSError, UnicodeError) as error:  # not a host name
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"--host {config.host} --port {config.port}: cannot listen there: {reason}; take another --port"

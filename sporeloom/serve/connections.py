@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to the server: how many there may be, and how long each may keep it waiting.
+"""Connections to the server: their maximum number, and time limits for each.
 
-A client that says nothing, says it too slowly, or does not read what it is told, is let go; one that comes when there are too
-many is told so (503). What clients can cause to be logged is bounded.
+A client that says nothing, says it too slowly, or does not read its answer, is disconnected; one that comes when there
+are too many gets status 503. What clients can cause to be logged is bounded.
 """
 
 from __future__ import annotations
@@ -27,40 +27,41 @@ from sporeloom.log import LogBudget
 from sporeloom.serve.requests import BODY_TIMEOUT_S, RequestError
 
 HEAD_TIMEOUT_S = 10.0
-"""From the first byte of a request, or from the connection, to the end of its headers."""
+"""Seconds from the first byte of a request, or from the connection, to the end of its headers."""
 REFUSED_TIMEOUT_S = 2.0
 """The same where there are too many connections."""
 KEEP_ALIVE_S = 30
-"""Between two requests."""
+"""Seconds between two requests."""
 UNREAD_TIMEOUT_S = 60.0
-"""For a client to take some of what it is told."""
+"""Seconds for a client to take some of the data sent to it."""
 CLOSE_TIMEOUT_S = 5.0
-"""For a client to take the rest, once its connection is to be closed."""
+"""Seconds for a client to take the rest, once its connection is closed."""
 MAX_IDLE = 1024
-"""Connections besides those whose requests may wait or be worked on."""
+"""Number of connections besides those whose requests may wait or run."""
 SPARE_FILES = 32
-"""File descriptors that connections leave to the rest of the process, and to those who are told that there are too many."""
+"""Number of file descriptors left to the rest of the process, and to refused clients."""
 MAX_REFUSED = 16
-"""Clients that are being told so at once; more are told before they have said anything."""
+"""Maximum number of clients that get a full refusal at once; further ones are refused before they have sent
+anything."""
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 GONE = (errno.ECONNABORTED, errno.EPROTO)
-"""A client that has gone before it was taken."""
+"""A client disconnected before it was accepted."""
 RETRY_S = 0.2
 LOGGERS = ("uvicorn.error", "asyncio")
-_TOO_MANY = RequestError(503, "too many connections; come again later", headers={"Retry-After": "1"})
+_TOO_MANY = RequestError(503, "too many connections; try again later", headers={"Retry-After": "1"})
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application of a connection too many."""
+    """The application of refused connections."""
     headers = {**_TOO_MANY.headers, "Connection": "close"}
     await JSONResponse(_TOO_MANY.body, _TOO_MANY.status, headers)(scope, receive, send)
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP/1.1 with bounds on time. uvicorn has one alone, between two requests."""
+    """HTTP/1.1 with time limits. uvicorn has only one, between two requests."""
 
     is_refused = False
-    """One too many: its request gets a 503, whatever it is."""
+    """Refused connection: its request gets a 503, whatever it is."""
 
     def __init__(self, *given: Any, **named: Any):
         super().__init__(*given, **named)
@@ -93,7 +94,7 @@ class TimedProtocol(H11Protocol):
         self._look()
 
     def _look(self) -> None:
-        """Whether the client is to say something now, without which nothing goes on."""
+        """Start or stop the time limit, depending on whether the server waits for data from the client."""
         if self.transport.is_closing():
             self._close()
         elif self.conn.their_state is h11.SEND_BODY:
@@ -141,7 +142,7 @@ class TimedProtocol(H11Protocol):
 
 
 def _answer(error: RequestError) -> bytes:
-    """The bytes of an answer before which there was no request."""
+    """The bytes of an answer that no request preceded."""
     body = json_text(error.body).encode()
     phrase = {408: "Request Timeout", 503: "Service Unavailable"}[error.status]
     headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close", **error.headers}
@@ -150,11 +151,11 @@ def _answer(error: RequestError) -> bytes:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which accepts connections only while there is room for them.
+    """uvicorn that accepts connections only while their number is below the maximum.
 
     Args:
         listening: the socket.
-        max_connections: besides those that are told that there are too many.
+        max_connections: besides those that are refused.
     """
 
     def __init__(self, config: uvicorn.Config, listening: socket.socket, max_connections: int):
@@ -200,7 +201,7 @@ class HttpServer(uvicorn.Server):
                 self._log.log("accept", f"a connection failed: {type(error).__name__}: {error}")
 
     async def _take(self, loop: asyncio.AbstractEventLoop, client: socket.socket) -> None:
-        """Give a connection its protocol; one too many is told so."""
+        """Create the protocol of a connection; one too many is refused."""
         connections: set[Any] = self.server_state.connections
         # The lowest free number is taken: it says how many are in use, by whatever.
         is_full = len(connections) >= self._max or client.fileno() >= self._max_files - SPARE_FILES
@@ -221,10 +222,10 @@ class HttpServer(uvicorn.Server):
         await loop.connect_accepted_socket(protocol, client)
 
     def _note(self, why: str) -> None:
-        self._log.log("full", f"no more connections ({why}): new ones are told to come again (503)")
+        self._log.log("full", f"no more connections ({why}): new ones get status 503")
 
     def _send_away(self) -> None:
-        """Tell one client that there are no file descriptors left, with the one that is kept for that."""
+        """Refuse one client when no file descriptors are left, with the one that is reserved for that."""
         self._drop_spare()
         with contextlib.suppress(OSError):  # nobody waits any longer, or somebody else took the descriptor
             client, _ = self._listening.accept()
@@ -241,7 +242,7 @@ class HttpServer(uvicorn.Server):
 
 
 def _allow_files(wanted: int) -> int:
-    """How many files this process may have open, after asking for so many."""
+    """Raise the limit of open files to this number. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted if soft == resource.RLIM_INFINITY else soft

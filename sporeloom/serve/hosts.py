@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of hosts and origins, and the lists of those that a server answers for."""
+"""Host and origin names, and the lists of those that a server accepts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HostPort(NamedTuple):
 
 
 def parse_host(text: str) -> HostPort | None:
-    """`name`, `name:port` or `[address]:port`; None: something else."""
+    """Parse `name`, `name:port` or `[address]:port`; None: something else."""
     match = _HOST.fullmatch(text)
     if not match:
         return None
@@ -39,7 +39,7 @@ def parse_host(text: str) -> HostPort | None:
 
 
 def parse_origin(text: str) -> tuple[str, HostPort] | None:
-    """Scheme and host of an `Origin` header, the port always named; None: none that can be compared, as `null`."""
+    """Parse scheme and host of an `Origin` header, always with the port; None: it cannot be compared, as `null`."""
     match = _ORIGIN.fullmatch(text)
     host = parse_host(match["host"]) if match else None
     if not match or not host:
@@ -57,7 +57,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 @dataclass(frozen=True)
 class AllowedHosts:
-    """Hosts that a server answers for.
+    """Hosts that a server accepts.
 
     Args:
         bound: the address or name it listens on.
@@ -84,7 +84,7 @@ class AllowedHosts:
         address = _address(host.name)
         if host.name == "localhost" or (address and address.is_loopback):
             return True
-        if self.bound in WILDCARDS:  # an address is no name that somebody else could point here
+        if self.bound in WILDCARDS:  # an address is not a name that somebody else could point here
             return address is not None or host.name == socket.gethostname().lower()
         bound = parse_host(f"[{self.bound}]" if ":" in self.bound else self.bound)
         return bound is not None and host.name == bound.name
@@ -108,7 +108,7 @@ def _matches(allowed: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class AllowedOrigins:
-    """Origins of pages that may use a server, besides its own: those of `--allowed-origins`, `*` for all.
+    """Web origins that may use a server, besides its own: those of `--allowed-origins`, `*` for all.
 
     Raises:
         ConfigError: one of them is none.

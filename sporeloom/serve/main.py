@@ -19,11 +19,12 @@ from sporeloom.serve.connections import KEEP_ALIVE_S, MAX_IDLE, HttpServer, Time
 from sporeloom.serve.service import Service
 
 SAME_SIGNAL_S = 0.3
-"""What comes so soon after the first is the same, sent to a whole group of processes and passed on by one of them."""
+"""Seconds within which a second signal counts as the first: it is sent to a group of processes and forwarded by
+one of them."""
 
 
 def run(job: ServeJob) -> int:
-    """Serve until told to stop. Returns the exit code."""
+    """Serve until stopped. Returns the exit code."""
     service = Service(job)
     is_server = launched_rank() == job.strategy.mesh.first_rank_of_last_stage
     http = _Http(service, listen(job.config)) if is_server else None
@@ -60,10 +61,10 @@ def _on_signal(service: Service) -> Any:
             return
         first = first or now
         if service.state in ("draining", "failed"):
-            raise KeyboardInterrupt  # asked a second time
+            raise KeyboardInterrupt  # on the second signal
         if service.state == "loading":
             raise SystemExit(128 + number)
-        milestone("stopping: no new requests, open ones may end; once more to stop at once")
+        milestone("stopping: no new requests, open ones may finish; send the signal again to stop at once")
         service.stop(service.job.config.drain_timeout)
 
     return stop

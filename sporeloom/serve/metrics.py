@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What /metrics tells, under vLLM's names behind our prefix, so that its dashboards need one replacement."""
+"""The metrics at /metrics, with vLLM's names behind another prefix, so that its dashboards need one replacement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
 @dataclass
 class Timing:
-    """When what of a text happened."""
+    """Times of the events of a text."""
 
     started: float = field(default_factory=time.perf_counter)
     first: float | None = None
@@ -35,29 +35,37 @@ class Metrics:
         self.names = {"model_name": model, "engine": "0"}
         self._service = service
         gauges = {
-            "num_requests_running": ("Texts worked on.", lambda: service.load.running),
-            "num_requests_waiting": ("Texts that wait for a row.", lambda: service.num_waiting),
+            "num_requests_running": ("Running sequences.", lambda: service.load.running),
+            "num_requests_waiting": ("Sequences that wait for a row.", lambda: service.num_waiting),
             "kv_cache_usage_perc": (
-                "Share of the KV cache that holds tokens, 0 to 1.",
+                "Fraction of the KV cache that holds tokens, 0 to 1.",
                 lambda: service.load.used_slots,
             ),
         }
         for name, (text, read) in gauges.items():
             Gauge(PREFIX + name, text, [*self.names], registry=self.registry).labels(**self.names).set_function(read)
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prefilled tokens.")
         self.generated = self._counter("generation_tokens", "Generated tokens.")
-        self.queried = self._counter("prefix_cache_queries", "Tokens of prompts looked for in free rows.")
-        self.reused = self._counter("prefix_cache_hits", "Tokens of prompts that a free row held.")
+        self.queried = self._counter("prefix_cache_queries", "Prompt tokens looked up in free rows (prefix caching).")
+        self.reused = self._counter("prefix_cache_hits", "Prompt tokens found in a free row (prefix caching).")
         self.ended = Counter(
-            f"{PREFIX}request_success", "Texts that ended.", [*self.names, "finished_reason"], registry=self.registry
+            f"{PREFIX}request_success", "Finished sequences.", [*self.names, "finished_reason"], registry=self.registry
         )
-        self.first_token = self._histogram("time_to_first_token_seconds", "From request to first token.", SECONDS)
-        self.between = self._histogram("inter_token_latency_seconds", "Between two tokens of a text.", SECONDS)
-        self.per_token = self._histogram("request_time_per_output_token_seconds", "Mean of a text.", SECONDS)
-        self.whole = self._histogram("e2e_request_latency_seconds", "From request to last token.", SECONDS)
-        self.queued = self._histogram("request_queue_time_seconds", "From request to a free row.", SECONDS)
-        self.prefill = self._histogram("request_prefill_time_seconds", "From a free row to the first token.", SECONDS)
-        self.decode = self._histogram("request_decode_time_seconds", "From first to last token.", SECONDS)
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "Seconds from request to first token.", SECONDS
+        )
+        self.between = self._histogram(
+            "inter_token_latency_seconds", "Seconds between two tokens of a sequence.", SECONDS
+        )
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean seconds per output token of a sequence.", SECONDS
+        )
+        self.whole = self._histogram("e2e_request_latency_seconds", "Seconds from request to last token.", SECONDS)
+        self.queued = self._histogram("request_queue_time_seconds", "Seconds from request to a free row.", SECONDS)
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds", "Seconds from a free row to the first token.", SECONDS
+        )
+        self.decode = self._histogram("request_decode_time_seconds", "Seconds from first to last token.", SECONDS)
         self.prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self.length = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self.params_n = self._histogram("request_params_n", "The n of requests.", CHOICES)
@@ -72,7 +80,7 @@ class Metrics:
         return made.labels(**self.names)
 
     def asked(self, prompt_tokens: int, n: int, max_tokens: int) -> None:
-        """A text was asked for."""
+        """Record a new request."""
         self.prompt_tokens.inc(prompt_tokens)
         self.queried.inc(prompt_tokens)
         self.prompt_length.observe(prompt_tokens)
@@ -80,7 +88,7 @@ class Metrics:
         self.params_max.observe(max_tokens)
 
     def token(self, timing: Timing, new: NewToken) -> None:
-        """A token came."""
+        """Record a token."""
         now = time.perf_counter()
         self.generated.inc()
         timing.tokens += 1
@@ -94,7 +102,7 @@ class Metrics:
         timing.last = now
 
     def end(self, timing: Timing, reason: str) -> None:
-        """A text has ended: stop, length, abort or error."""
+        """Record the end of a sequence: stop, length, abort or error."""
         self.ended.labels(**self.names, finished_reason=reason).inc()
         self.whole.observe(time.perf_counter() - timing.started)
         self.length.observe(timing.tokens)
@@ -104,7 +112,7 @@ class Metrics:
                 self.per_token.observe((timing.last - timing.first) / (timing.tokens - 1))
 
     def text(self) -> bytes:
-        """In Prometheus' form."""
+        """Format for Prometheus."""
         reused = self._service.load.reused_tokens
         self.reused.inc(reused - self._reused_before)
         self._reused_before = reused

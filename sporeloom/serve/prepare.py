@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request becomes before the model is asked: prompts in tokens, and a choice for each text that is wanted of them.
+"""Prepare a request before the model runs: tokenize its prompts, and build a request for each of its choices.
 
 All of it takes time that depends on what a client sent: it is for worker threads.
 """
@@ -16,25 +16,25 @@ from sporeloom.errors import ConfigError
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.answers import Choice
 from sporeloom.serve.config import ServedModel, ServeJob
-from sporeloom.serve.requests import Asked, ChatAsked, CompletionAsked, RequestError
+from sporeloom.serve.requests import ApiRequest, ChatRequest, CompletionRequest, RequestError
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A request whose texts can be made."""
+class PreparedRequest:
+    """A request that is valid and tokenized."""
 
     prompts: list[tuple[int, ...]]
     choices: list[Choice]
     rooms: list[int]
-    """Tokens that each choice may have."""
+    """Maximum number of new tokens of each choice."""
 
 
-def prepare_completion(job: ServeJob, model: ServedModel, asked: CompletionAsked) -> Prepared:
+def prepare_completion(job: ServeJob, model: ServedModel, asked: CompletionRequest) -> PreparedRequest:
     """Raises:
     RequestError: it cannot be done.
     """
     check_count(job, asked, len(asked.prompts))
-    stop, prepared = stop_conditions(model, asked), Prepared([], [], [])
+    stop, prepared = stop_conditions(model, asked), PreparedRequest([], [], [])
     for prompt in asked.prompts:
         tokens = _tokens(model, prompt, asked.suffix)
         room = room_for(job, tokens, asked)  # before the prompt is made a text again: it may be of any length
@@ -43,23 +43,23 @@ def prepare_completion(job: ServeJob, model: ServedModel, asked: CompletionAsked
     return prepared
 
 
-def prepare_chat(job: ServeJob, model: ServedModel, asked: ChatAsked) -> Prepared:
+def prepare_chat(job: ServeJob, model: ServedModel, asked: ChatRequest) -> PreparedRequest:
     """Raises:
     RequestError: it cannot be done.
     """
     check_count(job, asked, 1)
-    stop, prepared = stop_conditions(model, asked), Prepared([], [], [])
+    stop, prepared = stop_conditions(model, asked), PreparedRequest([], [], [])
     tokens = chat_tokens(model, asked.messages, asked.variables).tokens
     _add(prepared, tokens, room_for(job, tokens, asked), stop, asked)
     return prepared
 
 
 def _add(
-    prepared: Prepared,
+    prepared: PreparedRequest,
     tokens: tuple[int, ...],
     room: int,
     stop: StopConditions,
-    asked: Asked,
+    asked: ApiRequest,
     echo: str | None = None,
 ) -> None:
     prepared.prompts.append(tokens)
@@ -68,21 +68,22 @@ def _add(
         prepared.rooms.append(room)
 
 
-def check_count(job: ServeJob, asked: Asked, num_prompts: int) -> None:
+def check_count(job: ServeJob, asked: ApiRequest, num_prompts: int) -> None:
     """Raises:
-    RequestError: more texts than the server ever holds; to come again later would be of no use.
+    RequestError: more texts than the server ever accepts; trying again later would not help.
     """
     texts, most = asked.num_choices * num_prompts, job.max_texts
     if texts > most:
         raise RequestError(
             400,
-            f"n: {asked.num_choices} choices of {num_prompts} prompts are {texts} texts, and this server holds at most "
-            f"{most} ({job.config.max_queue} that wait and {job.num_rows} at work); send several requests",
+            f"n: {asked.num_choices} choices of {num_prompts} prompts are {texts} texts, and this server "
+            f"accepts at most {most} ({job.config.max_queue} waiting and {job.num_rows} running); send several "
+            "requests",
             "n",
         )
 
 
-def stop_conditions(model: ServedModel, asked: Asked) -> StopConditions:
+def stop_conditions(model: ServedModel, asked: ApiRequest) -> StopConditions:
     """Raises:
     RequestError: no token would be left to choose.
     """
@@ -92,15 +93,15 @@ def stop_conditions(model: ServedModel, asked: Asked) -> StopConditions:
     return StopConditions(model.tokenizer, stop_ids, asked.stop)
 
 
-def room_for(job: ServeJob, prompt: tuple[int, ...], asked: Asked) -> int:
-    """Tokens that may be made.
+def room_for(job: ServeJob, prompt: tuple[int, ...], asked: ApiRequest) -> int:
+    """Maximum number of new tokens.
 
     Raises:
-        RequestError: there is no room for as many as are asked for.
+        RequestError: the context has no room for as many as requested.
     """
     most, room = job.max_model_len, job.max_model_len - len(prompt)
     if not prompt:
-        raise RequestError(400, "the prompt holds no token", "prompt")
+        raise RequestError(400, "the prompt contains no token", "prompt")
     if room < (1 if asked.max_tokens is None else asked.max_tokens):
         wanted = "" if asked.max_tokens is None else f" and {asked.max_tokens} more"
         raise RequestError(
@@ -141,7 +142,7 @@ def _tokens(model: ServedModel, prompt: str | tuple[int, ...], suffix: str | Non
         try:
             return infill_prompt(model.tokenizer, _text(model, prompt), suffix).tokens
         except ConfigError:
-            raise RequestError(400, f"{model.name} was not taught to fill gaps", "suffix") from None
+            raise RequestError(400, f"{model.name} was not trained to fill in the middle", "suffix") from None
     return tuple(model.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients may ask for: the bodies of OpenAI's API, with vLLM's extras, read and held against their bounds.
+"""Requests of clients: the bodies of OpenAI's API, with vLLM's extras, read and validated.
 
 Unknown fields are ignored and logged; what is known but not done here is refused by name.
 """
@@ -21,15 +21,16 @@ from sporeloom.log import milestone
 MAX_TOP, MAX_CHOICES, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 20, 128, 16, 128, 1024
 DEFAULT_MAX_TOKENS = 16
 MAX_DRAWN_SEED = 2**53
-"""What is drawn stays below: numbers of JavaScript, in which the page and many clients read answers, are exact up to it."""
+"""Random seeds stay below: JavaScript numbers, in which the page and many clients read answers, are exact up to
+it."""
 MAX_STOP_LENGTH, MAX_STOP_IDS = 1024, 1024
 BODY_TIMEOUT_S = 30.0
-"""For a body to arrive."""
+"""Seconds for a body to arrive."""
 ROLES = ("system", "user", "assistant")
 
 
 class RequestError(Exception):
-    """What a client asked for cannot be done. `param`: the field that is to blame."""
+    """A request that cannot be served. `param`: the field at fault."""
 
     def __init__(self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None):
         super().__init__(message)
@@ -37,35 +38,35 @@ class RequestError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI's API says it."""
+        """The error in the form of OpenAI's API."""
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a completion and a chat have in common."""
+class ApiRequest:
+    """The common fields of a completion and a chat."""
 
     sampling: SamplingConfig
     seed: int
-    """As it was sent, or drawn."""
+    """Seed of the request, or a random one."""
     max_tokens: int | None
-    """None: as many as there is room for."""
+    """Maximum number of new tokens; None: as many as the context allows."""
     num_choices: int
     stop: tuple[str, ...]
     stop_ids: tuple[int, ...]
     ignore_eos: bool
     num_top: int | None
-    """Likeliest tokens to tell beside each; None: no log-probabilities at all."""
+    """Number of most likely tokens to report with each; None: no log-probabilities."""
     logit_bias: dict[int, float]
     stream: bool
     with_usage: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionAsked(Asked):
-    """Of /v1/completions."""
+class CompletionRequest(ApiRequest):
+    """Body of /v1/completions."""
 
     prompts: tuple[str | tuple[int, ...], ...]
     """Texts or token ids."""
@@ -74,23 +75,23 @@ class CompletionAsked(Asked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatAsked(Asked):
-    """Of /v1/chat/completions."""
+class ChatRequest(ApiRequest):
+    """Body of /v1/chat/completions."""
 
     messages: tuple[ChatMessage, ...]
     variables: dict[str, Any]
-    """Of the chat template."""
+    """Variables of the chat template."""
 
 
 @dataclass
 class Fields:
-    """The fields of a JSON object, each taken once; null is as good as absent."""
+    """The fields of a JSON object, each read once; null counts as absent."""
 
     values: dict[str, Any]
     taken: set[str] = field(default_factory=set)
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """A field of this type, or `default`.
+        """Read a field of this type, or return `default`.
 
         Raises:
             RequestError: it is of another type.
@@ -127,7 +128,7 @@ class Fields:
         return token_ids(self.take(name, list, []), name, high)
 
     def refuse(self, name: str, reason: str, *allowed: Any) -> None:
-        """Refuse what is not done here, unless it asks for nothing."""
+        """Refuse unsupported fields, unless they have no effect."""
         self.taken.add(name)
         value = self.values.get(name)
         if value is not None and value not in allowed:
@@ -144,13 +145,13 @@ def read_json(body: bytes) -> Fields:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is no JSON: {first_line(error)[:200]}") from None
+        raise RequestError(400, f"the body is not JSON: {first_line(error)[:200]}") from None
     if not isinstance(value, dict):
         raise RequestError(400, f"the body must be a JSON object, got {shown(value)}")
     return Fields(value)
 
 
-def read_completion(fields: Fields, vocab_size: int) -> CompletionAsked:
+def read_completion(fields: Fields, vocab_size: int) -> CompletionRequest:
     """Raises:
     RequestError: a field that cannot be used.
     """
@@ -158,15 +159,15 @@ def read_completion(fields: Fields, vocab_size: int) -> CompletionAsked:
     if prompt is None:
         raise RequestError(400, "prompt is missing", "prompt")
     suffix, echo = fields.take("suffix", str), fields.take("echo", bool, False)
-    fields.refuse("best_of", "only the choices that are asked for with n are made", 1, fields.values.get("n"))
-    fields.refuse("prompt_logprobs", "ask with echo and logprobs for those of the prompt")
+    fields.refuse("best_of", "only the choices requested with n are generated", 1, fields.values.get("n"))
+    fields.refuse("prompt_logprobs", "log-probabilities of the prompt need echo and logprobs")
     num_top = fields.integer("logprobs", 0, MAX_TOP, None)
     most = fields.integer("max_tokens", 0, 2**31 - 1, DEFAULT_MAX_TOKENS)
     if most == 0 and not echo:
         raise RequestError(400, "max_tokens must be at least 1; 0 goes with echo", "max_tokens")
     if suffix is not None and echo:
         raise RequestError(400, "echo does not go with suffix", "echo")
-    return CompletionAsked(
+    return CompletionRequest(
         prompts=tuple(_prompts(prompt, vocab_size)),
         suffix=suffix,
         echo=echo,
@@ -174,14 +175,14 @@ def read_completion(fields: Fields, vocab_size: int) -> CompletionAsked:
     )
 
 
-def read_chat(fields: Fields, vocab_size: int) -> ChatAsked:
+def read_chat(fields: Fields, vocab_size: int) -> ChatRequest:
     """Raises:
     RequestError: a field that cannot be used.
     """
     for name in ("tools", "functions"):
-        fields.refuse(name, "these models call no tools", [])
+        fields.refuse(name, "tool calls are not supported", [])
     for name in ("tool_choice", "function_call"):
-        fields.refuse(name, "these models call no tools", "none", "auto")
+        fields.refuse(name, "tool calls are not supported", "none", "auto")
     messages = read_messages(fields)
     if messages[-1].role == "assistant":
         raise RequestError(400, "messages: the last one must be the user's", "messages")
@@ -194,7 +195,7 @@ def read_chat(fields: Fields, vocab_size: int) -> ChatAsked:
     older = fields.integer("max_tokens", 1, 2**31 - 1, None)
     most = fields.integer("max_completion_tokens", 1, 2**31 - 1, older)
     variables = read_variables(fields)
-    return ChatAsked(
+    return ChatRequest(
         messages=messages, variables=variables, **_common(fields, vocab_size, num_top, most, default_temperature=1.0)
     )
 
@@ -210,21 +211,21 @@ def read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
 
 
 def read_variables(fields: Fields) -> dict[str, Any]:
-    """What a client gives a chat template besides the messages.
+    """Variables for the chat template, besides the messages.
 
     Raises:
         RequestError: a name that the template has for something else.
     """
     given: dict[str, Any] = fields.take("chat_template_kwargs", dict, {})
     if wrong := [name for name in given if name in RESERVED]:
-        raise RequestError(400, f"chat_template_kwargs: a variable cannot be called {wrong[0]}", "chat_template_kwargs")
+        raise RequestError(400, f"chat_template_kwargs: a variable cannot be named {wrong[0]}", "chat_template_kwargs")
     return given
 
 
 def _common(
     fields: Fields, vocab_size: int, num_top: int | None, most: int | None, default_temperature: float
 ) -> dict[str, Any]:
-    fields.refuse("response_format", "answers are free text", {"type": "text"})
+    fields.refuse("response_format", "only free text is supported", {"type": "text"})
     fields.take("user", str)
     stream = fields.take("stream", bool, False)
     options = fields.take("stream_options", dict, {})
@@ -267,7 +268,7 @@ def _common(
 def _probability(fields: Fields) -> float:
     value = fields.number("top_p", 0, 1, 1)
     if value == 0:
-        raise RequestError(400, "top_p must be above 0; temperature 0 takes the likeliest token", "top_p")
+        raise RequestError(400, "top_p must be above 0; temperature 0 takes the most likely token", "top_p")
     return value
 
 
@@ -285,7 +286,7 @@ def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
     bias = {}
     for name, value in given.items():
         if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
-            raise RequestError(400, f"logit_bias: {shown(name)} is no token id below {vocab_size}", "logit_bias")
+            raise RequestError(400, f"logit_bias: {shown(name)} is not a token id below {vocab_size}", "logit_bias")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
             raise RequestError(400, f"logit_bias of {name} must be from -100 to 100, got {shown(value)}", "logit_bias")
         bias[int(name)] = float(value)
@@ -305,14 +306,14 @@ def _prompts(prompt: Any, vocab_size: int) -> Iterator[str | tuple[int, ...]]:
 
 
 def token_ids(values: Sequence[Any], name: str, vocab_size: int) -> tuple[int, ...]:
-    """Token ids.
+    """Read token ids.
 
     Raises:
         RequestError: something else.
     """
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-            raise RequestError(400, f"{name}: {shown(value)} is no token id below {vocab_size}", name)
+            raise RequestError(400, f"{name}: {shown(value)} is not a token id below {vocab_size}", name)
     return tuple(values)
 
 
@@ -329,13 +330,13 @@ def _message(value: Any, place: str) -> ChatMessage:
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
         ]
         if any(not isinstance(part, str) for part in parts):
-            raise RequestError(400, f"{place}.content: these models read text only", "messages")
+            raise RequestError(400, f"{place}.content: only text is supported", "messages")
         content = "".join(map(str, parts))
     return ChatMessage(role, text_of(content, f"{place}.content"))
 
 
 def text_of(value: Any, name: str) -> str:
-    """A text that can be written as UTF-8.
+    """Read a text that can be written as UTF-8.
 
     Raises:
         RequestError: something else.
@@ -350,7 +351,7 @@ def text_of(value: Any, name: str) -> str:
 
 
 def log_unknown(fields: Fields, path: str, seen: set[str]) -> None:
-    """Say once of each field that nothing here reads it."""
+    """Log once for each field that nothing here reads it."""
     for name in fields.unknown():
         quoted = shown(name)
         if quoted not in seen and len(seen) < 100:
@@ -359,6 +360,6 @@ def log_unknown(fields: Fields, path: str, seen: set[str]) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it: short, and without control characters."""
+    """Format a value for a message: short, and without control characters."""
     text = ascii(value) if not isinstance(value, str) or not value.isprintable() else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model behind the server: a loop that every rank of the job runs, over one scheduler each.
+"""The model behind the server: a loop that every rank of the job runs, each with a scheduler.
 
-One rank has the HTTP server, in another thread. What that asks for goes into a queue; before each step the rank tells the
-others what came, so that all schedulers see one order.
+One rank has the HTTP server, in another thread. Its requests go into a queue; before each step the rank broadcasts them,
+so that all schedulers see one order.
 """
 
 from __future__ import annotations
@@ -30,62 +30,62 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.serve.config import CHUNK, MIXED_CHUNK, ServeJob
 
 HEARTBEAT_S = 5.0
-"""How long ranks wait for each other at most while nothing is asked for: far below every time-out of a collective."""
+"""Maximum seconds that ranks wait for each other without requests: far below every time-out of a collective."""
 
 State = Literal["loading", "ready", "draining", "failed"]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One text to be made."""
+class GenerationRequest:
+    """One text to generate."""
 
     prompt: tuple[int, ...]
     adapter: int
-    """See `ServedModel`."""
+    """Number of the adapter, see `ServedModel`."""
     max_new_tokens: int
     sampling: SamplingConfig
     stream: int
-    """Sets its random numbers apart from those of other choices with the same seed."""
+    """Number that separates its random numbers from those of other choices with the same seed."""
     stop_ids: tuple[int, ...]
     logit_bias: dict[int, float]
     num_top: int
     score_prompt: bool
     is_finished: Callable[[Sequence[int]], bool]
-    """Asked on the rank with the server."""
+    """Called on the rank with the server."""
 
 
 @dataclass(frozen=True)
-class Failed:
-    """Instead of further events: why there are none."""
+class ServiceFailure:
+    """Replaces further events: the reason why there are none."""
 
     reason: str
 
 
-Notify = Callable[[Event | Failed], None]
+Notify = Callable[[Event | ServiceFailure], None]
 
 
 @dataclass
 class _Open:
-    """A text in the making, on the rank with the server."""
+    """A text in progress, on the rank with the server."""
 
-    wanted: Wanted
+    wanted: GenerationRequest
     notify: Notify
     ticket: int
 
 
 @dataclass(frozen=True)
 class Load:
-    """How busy the service is."""
+    """Load of the service."""
 
     running: int
     waiting: int
     used_slots: float
-    """Share of the cache's slots that hold tokens."""
+    """Fraction of the cache's slots that hold tokens."""
     reused_tokens: int
 
 
 class Service:
-    """A checkpoint's model that makes texts for whoever asks.
+    """Generates texts with a checkpoint's model, on request.
 
     `submit`, `cancel` and `stop` may be called from any thread of the rank with the server; `run` is the loop.
     """
@@ -94,7 +94,7 @@ class Service:
         self.job = job
         self.state: State = "loading"
         self.progress = "starting"
-        """What is being done while loading, for people."""
+        """Current step of loading, for messages."""
         self.failure = ""
         self.load = Load(0, 0, 0.0, 0)
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -112,11 +112,11 @@ class Service:
     def num_waiting(self) -> int:
         return self.load.waiting + self._waiting
 
-    def submit(self, wanted: Wanted, notify: Notify) -> int:
-        """Queue a text; `notify` is called with what comes of it, from the loop's thread. Returns a ticket for `cancel`."""
+    def submit(self, wanted: GenerationRequest, notify: Notify) -> int:
+        """Queue a text; `notify` is called with its events, from the loop's thread. Returns a ticket for `cancel`."""
         ticket = next(self._tickets)
         if self.failure:
-            notify(Failed(self.failure))
+            notify(ServiceFailure(self.failure))
         else:
             self._book_waiting(1)
             self._inbox.put(("submit", _Open(wanted, notify, ticket)))
@@ -127,27 +127,27 @@ class Service:
             self._waiting += more
 
     def cancel(self, ticket: int) -> None:
-        """Forget a text; its row is free before the next step."""
+        """Cancel a text; its row is free before the next step."""
         self._inbox.put(("cancel", ticket))
 
     def stop(self, timeout_s: float) -> None:
-        """Let open texts end for so long, then leave `run`."""
+        """Let open texts finish for this long, then leave `run`."""
         self._inbox.put(("stop", timeout_s))
 
     def fail(self, reason: str) -> None:
-        """Tell all who wait that nothing will come."""
+        """Inform all waiting clients that nothing will follow."""
         self.state, self.failure = "failed", reason
         waiting = []
         with contextlib.suppress(queue.Empty):
             while True:
                 waiting.append(self._inbox.get_nowait())
         for each in [*self._open.values(), *(value for kind, value in waiting if kind == "submit")]:
-            each.notify(Failed(reason))
+            each.notify(ServiceFailure(reason))
 
     # The loop
 
     def open(self) -> None:
-        """Load and compile. Every rank does."""
+        """Load and compile; every rank does."""
         job, config = self.job, self.job.config
         self.engine = Engine.start(job.strategy)
         self.engine.backend.on_lost_rank(self._lost)
@@ -164,7 +164,7 @@ class Service:
         self.decoding = decoding
         self.scheduler = Scheduler(decoding, self.engine)
         gc.collect()
-        gc.freeze()  # what was loaded stays: to look through it again would hold everything up for half a second
+        gc.freeze()  # the loaded objects stay: a garbage collection over them would delay everything by half a second
         self.state, self.progress = "ready", ""
 
     def _say(self, progress: str) -> None:
@@ -174,10 +174,10 @@ class Service:
 
     def _lost(self, line: str) -> None:
         self.fail(line)
-        time.sleep(1.0 if self._open else 0.0)  # the server's thread tells its clients meanwhile
+        time.sleep(1.0 if self._open else 0.0)  # the server's thread informs its clients meanwhile
 
     def run(self) -> None:
-        """Make texts until it is stopped."""
+        """Generate texts until the service is stopped."""
         source = self.job.strategy.mesh.first_rank_of_last_stage
         while True:
             commands, opened = self._collect() if self.engine.is_log_rank else ([], deque[_Open]())
@@ -189,12 +189,12 @@ class Service:
                 else:
                     return
             events = [] if self.scheduler.is_idle else self.scheduler.step()
-            self._measure()  # before anybody is told: who has a token sees its row counted
+            self._measure()  # before clients are notified: whoever has a token sees its row counted
             for event in events:
                 self._deliver(event)
 
     def _collect(self) -> tuple[list[Any], deque[_Open]]:
-        """What was asked for since the last step, as all ranks are told it; and the new texts among it."""
+        """Broadcast the requests since the last step; and the new texts among them."""
         cancelled: list[Any] = []
         opened: dict[int, _Open] = {}
         while True:
@@ -216,10 +216,10 @@ class Service:
         is_done = not commands and self.scheduler.is_idle
         if self._stop_at is not None and (is_done or time.monotonic() > self._stop_at):
             if not is_done:
-                milestone(f"{counted(len(self._open), 'request', 'requests')} given up")
+                milestone(f"{counted(len(self._open), 'request', 'requests')} aborted")
             self.fail("the server is stopping")
             for each in opened.values():
-                each.notify(Failed(self.failure))
+                each.notify(ServiceFailure(self.failure))
             return [["stop", None]], deque()
         return commands, deque(opened.values())
 
@@ -227,7 +227,7 @@ class Service:
         return HEARTBEAT_S if self._stop_at is None else 0.01
 
     def _submit(self, told: dict[str, Any], opened: deque[_Open]) -> None:
-        """Queue what a rank was told; the one with the server knows who asked."""
+        """Queue the broadcast requests; the rank with the server knows the clients."""
         mine = opened.popleft() if opened else None
         try:
             number = self.scheduler.submit(self._request(told, mine))
@@ -276,8 +276,8 @@ class Service:
             self.load = Load(scheduler.num_running, scheduler.num_waiting, used, scheduler.reused_tokens)
 
 
-def _told(wanted: Wanted) -> dict[str, Any]:
-    """What all ranks are told of a text."""
+def _told(wanted: GenerationRequest) -> dict[str, Any]:
+    """The broadcast form of a text."""
     values = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted)}
     del values["is_finished"]
     return {**values, "sampling": dataclasses.asdict(wanted.sampling)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts of one request: what is asked of the service, and what comes back, as one answer or as a stream of events."""
+"""The texts of one request: submitted to the service, returned as one answer or as a stream of events."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from sporeloom.serve import answers
 from sporeloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
 from sporeloom.serve.config import ServedModel
 from sporeloom.serve.metrics import Metrics, Timing
-from sporeloom.serve.requests import Asked, RequestError
-from sporeloom.serve.service import Failed, Service, Wanted
+from sporeloom.serve.requests import ApiRequest, RequestError
+from sporeloom.serve.service import GenerationRequest, Service, ServiceFailure
 
 MAX_SCORES = 64
-"""Tokens whose log-probabilities are written on the event loop; those of a prompt may be thousands."""
+"""Maximum number of tokens whose log-probabilities are formatted on the event loop; a prompt may have thousands."""
 
 
-class Texts:
-    """The texts of one request, submitted when they are asked for and cancelled when nobody asks any longer."""
+class RequestStream:
+    """The texts of one request, submitted on start and cancelled when the client is gone."""
 
     def __init__(
         self,
         service: Service,
         metrics: Metrics,
         model: ServedModel,
-        asked: Asked,
+        asked: ApiRequest,
         choices: list[Choice],
         rooms: list[int],
     ):
@@ -43,12 +43,12 @@ class Texts:
         self.choices, self.rooms, self.timeout_s = choices, rooms, service.job.config.request_timeout
 
     async def events(self) -> AsyncGenerator[tuple[Choice, str], None]:
-        """A choice that has news, and its new text, until all have ended.
+        """Yield a choice that has events, and its new text, until all have ended.
 
         Raises:
             RequestError: there is no answer, or none in time.
         """
-        came: asyncio.Queue[tuple[Choice, Event | Failed] | None] = asyncio.Queue()
+        came: asyncio.Queue[tuple[Choice, Event | ServiceFailure] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         notify = partial(_notify, loop, came)
         tickets: dict[int, int] = {}
@@ -83,13 +83,13 @@ class Texts:
                 self.service.cancel(ticket)
                 self.metrics.end(timings[index], reason)
 
-    def _wanted(self, choice: Choice, room: int) -> Wanted | None:
+    def _wanted(self, choice: Choice, room: int) -> GenerationRequest | None:
         score_prompt = choice.echo is not None and self.asked.num_top is not None
         if score_prompt:
             choice.scores.append(None)  # of the first token
         if not room and not (score_prompt and len(choice.prompt) > 1):
             return None
-        return Wanted(
+        return GenerationRequest(
             prompt=tuple(choice.prompt),
             adapter=self.model.adapter,
             max_new_tokens=room,
@@ -102,8 +102,8 @@ class Texts:
             is_finished=choice.stop.is_reached,
         )
 
-    def _take(self, choice: Choice, event: Event | Failed, timing: Timing) -> str:
-        """Book what came. Returns the new text."""
+    def _take(self, choice: Choice, event: Event | ServiceFailure, timing: Timing) -> str:
+        """Process events. Returns the new text."""
         if isinstance(event, NewToken):
             self.metrics.token(timing, event)
             return choice.add(event)
@@ -116,19 +116,21 @@ class Texts:
         raise RequestError(503, event.reason)
 
 
-def _notify(loop: asyncio.AbstractEventLoop, came: asyncio.Queue[Any], choice: Choice, event: Event | Failed) -> None:
+def _notify(
+    loop: asyncio.AbstractEventLoop, came: asyncio.Queue[Any], choice: Choice, event: Event | ServiceFailure
+) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
         loop.call_soon_threadsafe(came.put_nowait, (choice, event))
 
 
-async def whole(texts: Texts) -> None:
+async def whole(texts: RequestStream) -> None:
     async with contextlib.aclosing(texts.events()) as events:
         async for _ in events:
             pass
 
 
 class Events(StreamingResponse):
-    """A stream that ends what makes it when its client goes away, also between two events."""
+    """A stream that closes its source when its client disconnects, also between two events."""
 
     body_iterator: AsyncGenerator[str, None]
 
@@ -138,7 +140,7 @@ class Events(StreamingResponse):
 
 
 async def stream(
-    texts: Texts, form: CompletionAnswer | ChatAnswer, prompts: list[tuple[int, ...]]
+    texts: RequestStream, form: CompletionAnswer | ChatAnswer, prompts: list[tuple[int, ...]]
 ) -> AsyncGenerator[str, None]:
     """Server-sent events, one a token."""
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single tokens as clients see them: names, places in a text."""
+"""Single tokens as clients see them: names, offsets in a text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sporeloom.data.tokenizer import Tokenizer
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token alone: its text; where that is no whole character, its bytes; where it has none, its name."""
+    """A token alone: its text; where that is an incomplete character, its bytes; where it has none, its name."""
     found = tokenizer.token_bytes(token)
     try:
         return found.decode() or tokenizer.token_name(token) or token_by_id(token)
@@ -24,9 +24,9 @@ def token_by_id(token: int) -> str:
 
 
 def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
-    """Where the tokens of a text begin in it, in characters; one that begins within a character, where that begins.
+    """Character offsets of the tokens of a text; one that begins within a character has that character's.
 
-    Where encoding changed the text (folded or dropped characters), as near as its tokens tell.
+    Where encoding changed the text (folded or dropped characters), as close as its tokens show.
     """
     parts = [tokenizer.token_bytes(token) for token in tokens]
     joined = b"".join(parts)

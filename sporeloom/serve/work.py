@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for what takes a while, tokenizing and rendering: the event loop goes on meanwhile, and no kind of it takes all
+"""Threads for what takes a while, tokenizing and rendering: the event loop continues meanwhile, and no kind of it takes all
 threads from the others."""
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """A few threads and a queue before them.
+    """A few threads with a queue.
 
     Args:
-        num_threads: at work at once. Few: a tokenizer in C++ keeps all of Python waiting while it works.
-        max_waiting: callers that may wait; more are told to come again.
+        num_threads: running at once. Few: a tokenizer in C++ keeps all of Python waiting while it works.
+        max_waiting: callers that may wait; more are refused.
     """
 
     def __init__(self, num_threads: int, max_waiting: int):
         self._limiter, self._max_waiting = CapacityLimiter(num_threads), max_waiting
 
     async def run(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """What `work` returns.
+        """Run `work` in a thread and return its result.
 
         Raises:
             RequestError: too many wait.
@@ -37,4 +37,4 @@ class Workers:
 
 
 def too_many(what: str) -> RequestError:
-    return RequestError(429, f"too many {what}; come again later", headers={"Retry-After": "1"})
+    return RequestError(429, f"too many {what}; try again later", headers={"Retry-After": "1"})

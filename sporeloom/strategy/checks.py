@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold a strategy against itself, the launched processes, a model's dimensions and a batch; all problems at once."""
+"""Check a strategy by itself, and against the launched processes, a model's dimensions and a batch; all problems
+at once."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from sporeloom.strategy.listed_schedule import ListedSchedule
 from sporeloom.strategy.mesh import AXES
 from sporeloom.strategy.stages import offloaded_layers, recomputed_layers
 
-MOST_DEVICES = 1 << 24
+MAX_DEVICES = 1 << 24
 RESHARD = "optimizer_parallel.reshard_after_forward"
 POSSIBLE_SIZES = "1, 2, 4 or a multiple of 8"
-"""Devices of a job. Source: CheckDeviceConfig of MindSpore's device_manager.cc."""
+"""Possible numbers of devices of a job. Source: CheckDeviceConfig of MindSpore's device_manager.cc."""
 
 
 def is_possible_size(devices: int) -> bool:
@@ -25,7 +26,7 @@ def is_possible_size(devices: int) -> bool:
 
 
 def spans_tensor_parallel(strategy: Strategy) -> str:
-    """Why experts over ranks of tp, too, are refused."""
+    """Say why experts sharded over ranks of tp, too, are refused."""
     mesh = strategy.mesh
     return (
         f"{strategy.at('mesh.ep')} = {mesh.ep} reaches beyond mesh.dp = {mesh.dp} over tensor parallel ranks, which only "
@@ -35,7 +36,7 @@ def spans_tensor_parallel(strategy: Strategy) -> str:
 
 
 def strategy_problems(strategy: Strategy) -> list[str]:
-    """What is wrong whatever the model is."""
+    """List the problems that do not depend on the model."""
     mesh, pipeline, problems = strategy.mesh, strategy.pipeline, []
     for axis in (*AXES, "ep"):
         if problem := number_problem(mesh.degree(axis), Count):
@@ -45,13 +46,13 @@ def strategy_problems(strategy: Strategy) -> list[str]:
             problems.append(spans_tensor_parallel(strategy))
     elif not problems and mesh.dp % mesh.ep:
         problems.append(
-            f"{strategy.at('mesh.ep')} = {mesh.ep} does not divide mesh.dp = {mesh.dp}: the ranks that share out the experts "
-            f"are a part of the replicas; possible: {', '.join(map(str, divisors(mesh.dp)))}"
+            f"{strategy.at('mesh.ep')} = {mesh.ep} does not divide mesh.dp = {mesh.dp}: experts are sharded "
+            f"over a part of the replicas; possible: {', '.join(map(str, divisors(mesh.dp)))}"
         )
     if mesh.pp > 1 and mesh.order[0] != "pp":
         problems.append(f"{strategy.at('mesh.pp')} must be the outermost axis: write pp first")
-    if mesh.size > MOST_DEVICES:
-        problems.append(f"{strategy.at('mesh')}: {mesh} processes; there are at most {MOST_DEVICES:,}")
+    if mesh.size > MAX_DEVICES:
+        problems.append(f"{strategy.at('mesh')}: {mesh} processes; there are at most {MAX_DEVICES:,}")
     elif not problems and not is_possible_size(mesh.size):
         problems.append(f"{strategy.at('mesh')}: {mesh} processes; MindSpore takes {POSSIBLE_SIZES}")
     if mesh.pp > 1 and pipeline.num_microbatches < mesh.pp:
@@ -76,7 +77,7 @@ def strategy_problems(strategy: Strategy) -> list[str]:
 
 
 def _listed_problems(strategy: Strategy, listed: ListedSchedule) -> list[str]:
-    """Where a schedule file and the strategy differ."""
+    """List where a schedule file and the strategy differ."""
     pipeline, name = strategy.pipeline, strategy.pipeline.schedule
     compared = [
         ("mesh.pp", strategy.mesh.pp, len(listed.orders), "rows, one for each stage"),
@@ -116,12 +117,13 @@ def _option_problems(strategy: Strategy) -> list[str]:
             )
         if pipeline.num_microbatches < 2 * mesh.pp:
             problems.append(
-                f"{strategy.at('pipeline.num_microbatches')} = {pipeline.num_microbatches}: {pipeline.schedule} wants at "
-                f"least twice as many as the {mesh.pp} stages"
+                f"{strategy.at('pipeline.num_microbatches')} = {pipeline.num_microbatches}: {pipeline.schedule} "
+                f"needs at least twice as many as the {mesh.pp} stages"
             )
     if pipeline.virtual_stages > 1 and strategy.micro_batch_interleave > 1:
         problems.append(
-            f"{strategy.at('micro_batch_interleave')}: copies and pipeline.virtual_stages do not go together; leave out one"
+            f"{strategy.at('micro_batch_interleave')}: interleaved microbatches and pipeline.virtual_stages "
+            "cannot be combined; leave out one"
         )
     if recompute and recompute.per_stage is not None:
         if len(recompute.per_stage) != mesh.pp:
@@ -148,23 +150,23 @@ def _option_problems(strategy: Strategy) -> list[str]:
 
 
 def _reshard_problems(strategy: Strategy) -> list[str]:
-    """What MindSpore 2.9 does not do with weights that are gathered again."""
+    """List what MindSpore 2.9 cannot do with weights that are resharded after the forward pass."""
     at, recompute, problems = strategy.at(RESHARD), strategy.recompute, []
     if not recompute or recompute.kind != "full" or recompute.layers != "all" or recompute.per_stage is not None:
         problems.append(
-            f"{at}: weights are gathered again for layers that are computed again; write `recompute: {{layers: all}}`"
+            f"{at}: weights are gathered again for layers that are recomputed; write `recompute: {{layers: all}}`"
         )
     if strategy.mesh.pp > 1:
         problems.append(f"{at}: MindSpore does not compile it in a pipeline; leave it out, or mesh.pp")
     if strategy.micro_batch_interleave > 1:
-        problems.append(f"{at}: it is not built for micro_batch_interleave; leave out one")
+        problems.append(f"{at}: it is not implemented for micro_batch_interleave; leave out one")
     if strategy.optimizer_parallel and strategy.optimizer_parallel.shard_accumulated_gradients:
-        problems.append(f"{at} and shard_accumulated_gradients do not go together; leave out one")
+        problems.append(f"{at} and shard_accumulated_gradients cannot be combined; leave out one")
     return problems
 
 
 def launch_problems(strategy: Strategy, num_processes: int) -> list[str]:
-    """The mesh against the processes that were started."""
+    """Check the mesh against the number of launched processes."""
     if strategy.mesh.size == num_processes:
         return []
     started = counted(num_processes, "process was", "processes were")
@@ -176,13 +178,13 @@ def launch_problems(strategy: Strategy, num_processes: int) -> list[str]:
 
 
 def model_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
-    """The mesh against the dimensions of a decoder."""
+    """Check the mesh against the dimensions of a decoder."""
     problems = _size_problems(strategy, config)
     return problems + _layer_problems(strategy, config, bool(problems))
 
 
 def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
-    """Heads, widths, vocabulary and experts against the axes that cut them."""
+    """Check heads, widths, vocabulary and experts against the axes that shard them."""
     mesh, problems = strategy.mesh, []
     sizes = {"num_heads": config.num_heads, "ffn_hidden_size": config.ffn_size, "vocab_size": config.vocab_size}
     if config.experts:
@@ -209,11 +211,11 @@ def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
             f"not divide num_kv_heads = {config.kv_heads}; use gather"
         )
     if mesh.cp > 1 and config.experts:
-        problems.append(f"{strategy.at('mesh.cp')}: experts count their tokens in whole sequences; leave cp out")
+        problems.append(f"{strategy.at('mesh.cp')}: expert capacity is counted in full sequences; leave cp out")
     if config.experts and strategy.gathers_twice:
         problems.append(
-            f"{strategy.at(RESHARD)}: it is not built for models with experts: "
-            "MindSpore compiles them written out alone, which dry runs do not read; leave it out"
+            f"{strategy.at(RESHARD)}: it is not implemented for models with experts: MindSpore compiles them "
+            "unrolled only, which dry runs do not read; leave it out"
         )
     if mesh.ep > 1 and not config.experts:
         problems.append(f"{strategy.at('mesh.ep')} = {mesh.ep}, but the model has no experts; leave it out")
@@ -226,7 +228,7 @@ def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
 
 
 def _layer_problems(strategy: Strategy, config: ModelConfig, has_others: bool) -> list[str]:
-    """Layers against stages, recomputation and offloading. `has_others`: problems to be solved first."""
+    """Check layers against stages, recomputation and offloading. `has_others`: problems to be solved first."""
     mesh, problems = strategy.mesh, list[str]()
     if strategy.num_virtual_stages > config.num_layers:
         virtual = strategy.pipeline.virtual_stages
@@ -249,8 +251,8 @@ def _layer_problems(strategy: Strategy, config: ModelConfig, has_others: bool) -
     both = {*offloaded_layers(config.num_layers, strategy)} & {*recomputed_layers(config.num_layers, strategy)}
     if not (has_others or problems) and both and strategy.recompute and strategy.recompute.kind == "full":
         problems.append(
-            f"{strategy.at('offload.layers')}: layer {min(both)} is computed again, so nothing of it is kept to be moved; "
-            "leave it out of offload or of recompute"
+            f"{strategy.at('offload.layers')}: layer {min(both)} is recomputed, so none of its activations are "
+            "kept to be moved; leave it out of offload or of recompute"
         )
     return problems
 
@@ -258,7 +260,7 @@ def _layer_problems(strategy: Strategy, config: ModelConfig, has_others: bool) -
 def batch_problems(
     strategy: Strategy, batch_size: int, seq_len: int, accumulate: int = 1, training: bool = True
 ) -> list[str]:
-    """The mesh against the sequences of one step and their length. Inference knows no microbatches."""
+    """Check the mesh against the number and the length of the sequences in a step. Inference has no microbatches."""
     mesh = strategy.mesh
     microbatches, copies = strategy.num_microbatches(accumulate), strategy.micro_batch_interleave
     if not training:
@@ -281,7 +283,7 @@ def batch_problems(
         problems.append(
             f"{strategy.at('mesh.dp')}: a batch of {batch_size} sequences is not divisible by dp {mesh.dp}"
             + (f" x {microbatches} microbatches" if microbatches > 1 else "")
-            + (f" x {copies} copies (micro_batch_interleave)" if copies > 1 else "")
+            + (f" x {copies} interleaved microbatches (micro_batch_interleave)" if copies > 1 else "")
             + (f" = {parts}" if parts > mesh.dp else "")
             + f"; use {nearest}"
         )
@@ -296,63 +298,63 @@ def batch_problems(
 
 
 def adapter_problems(strategy: Strategy) -> list[str]:
-    """What only the training of a whole model takes."""
-    why = "MindSpore compiles them written out alone, which dry runs do not read"
+    """List the settings that need the training of all weights."""
+    why = "MindSpore compiles them unrolled only, which dry runs do not read"
     at = strategy.at(RESHARD)
-    return [f"{at}: it is not built for adapters (LoRA): {why}; leave it out"] if strategy.gathers_twice else []
+    return [f"{at}: it is not implemented for adapters (LoRA): {why}; leave it out"] if strategy.gathers_twice else []
 
 
 def dry_run_problems(strategy: Strategy) -> list[str]:
-    """What dry runs and certificates do not know, which describe the graphs of the engine that devices run."""
+    """List the settings that dry runs and certificates, which describe the engine of devices, cannot use."""
     return [] if strategy.engine == "spmd" else strategy.mindspore_problems()
 
 
 def check_own_network(strategy: Strategy) -> None:
-    """What only our own models take.
+    """Refuse settings that work for the model families only.
 
     Raises:
         ConfigError: the strategy has it.
     """
     if strategy.mesh.pp > 1 and strategy.engine == "spmd":
         raise ConfigError(
-            f"{strategy.at('engine')}: spmd runs pipelines of our models, not yet of your own network; leave it out, or take "
-            "dp and tp without pp"
+            f"{strategy.at('engine')}: spmd runs pipelines of the model families, not yet of custom networks; "
+            "leave it out, or use dp and tp without pp"
         )
     if strategy.stage_of_loss < strategy.mesh.pp - 1:
         raise ConfigError(
-            f"{strategy.at('pipeline.schedule')}: {strategy.pipeline.schedule} leaves the loss with the first stage, where a "
-            "script of your own does not look for it; take 1f1b, gpipe or seqpipe"
+            f"{strategy.at('pipeline.schedule')}: {strategy.pipeline.schedule} computes the loss on the first "
+            "stage, where a custom training script does not read it; use 1f1b, gpipe or seqpipe"
         )
     if strategy.optimizer_on_host:
         raise ConfigError(
-            f"{strategy.at('offload.optimizer')}: the optimizer of a script of your own is not ours to move; leave it out, "
-            'and see its own `target = "CPU"` in MindSpore'
+            f"{strategy.at('offload.optimizer')}: the optimizer of a custom training script cannot be moved; "
+            'leave it out, and see its own `target = "CPU"` in MindSpore'
         )
     if strategy.micro_batch_interleave > 1:
         raise ConfigError(
-            f"{strategy.at('micro_batch_interleave')}: copies of a batch are for tools/train.py, whose losses add up; remove "
-            "it for a network of your own, whose loss may be a mean"
+            f"{strategy.at('micro_batch_interleave')}: interleaved microbatches are for tools/train.py, whose "
+            "losses add up; remove it for a custom network, whose loss may be a mean"
         )
 
 
 def group_problems(
     strategy: Strategy, config: ModelConfig, batch_size: int, seq_len: int, accumulate: int = 1
 ) -> list[str]:
-    """The groups of tokens in which experts' capacity is counted, against what one rank has of a microbatch."""
+    """Check the groups of tokens in which expert capacity is counted against a rank's tokens of a microbatch."""
     group = config.experts.capacity_group if config.experts else None
     parts = strategy.num_parts(accumulate)
     tokens = batch_size // (parts * strategy.mesh.dp) * seq_len
     if not group or tokens % group == 0:
         return []
     return [
-        f"{strategy.at('mesh.dp')}: experts.capacity_group = {group} tokens do not divide the {tokens} that a rank has of a "
-        f"microbatch ({batch_size} sequences of {seq_len} over dp {strategy.mesh.dp} x {parts}); leave "
-        "capacity_group out to count in sequences"
+        f"{strategy.at('mesh.dp')}: experts.capacity_group = {group} tokens do not divide the {tokens} that a "
+        f"rank has of a microbatch ({batch_size} sequences of {seq_len} over dp {strategy.mesh.dp} x {parts}); "
+        "leave capacity_group out to count in sequences"
     ]
 
 
 def divisors(number: int) -> list[int]:
-    """From 1 to the number itself."""
+    """Divisors of `number`, from 1 to the number itself."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy as dataclasses: what a strategy file may say. `loader` reads it, `checks` holds it against a model."""
+"""A strategy as dataclasses: the keys of a strategy file. `loader` reads it, `checks` validates it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ ContextMethod = Literal["gather", "ulysses"]
 Schedule = Literal["1f1b", "gpipe", "seqpipe", "zero_bubble_h1", "zero_bubble_v", "dualpipe_v"]
 Order = Schedule | ListedSchedule
 V_SHAPED: tuple[Schedule, ...] = ("zero_bubble_v", "dualpipe_v")
-"""Schedules whose 2 virtual stages go down the stages and up again."""
+"""Schedules whose 2 virtual stages run through the stages first down, then up."""
 Partitioner = Literal["mindspore", "spmd"]
 
 
 def stage_of_part(part: int, num_stages: int, schedule: Order) -> int:
-    """The stage that holds a virtual stage: they are assigned in turn, down and up again, or as a file says."""
+    """The stage that a virtual stage belongs to: they are assigned in turn, or down and up again, or as a file
+    says."""
     if isinstance(schedule, ListedSchedule):
         return schedule.stage_of(part)
     stage = part % num_stages
@@ -30,58 +31,59 @@ def stage_of_part(part: int, num_stages: int, schedule: Order) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """How the layers are distributed to the pipeline stages; without a setting, evenly."""
+    """Distribution of the layers over the pipeline stages; even without a setting."""
 
     weights: list[Positive] | None = None
-    """Relative load of each stage, or virtual stage in the order of the layers: they are distributed in this proportion, at
-    least one each."""
+    """Relative load of each stage, or of each virtual stage in the order of the layers: they are distributed in
+    this proportion, at least one each."""
     num_layers: list[Count] | None = None
-    """Layers of each stage, or virtual stage in their order, spelled out."""
+    """Number of layers of each stage, or of each virtual stage in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Pipeline parallelism: the batch is split into microbatches that follow each other through the stages."""
+    """Pipeline parallelism: the batch is split into microbatches that pass through the stages one after another."""
 
     num_microbatches: Depth = 1
-    """Microbatches of one step; at least as many as stages. More of them make the idle part (bubble) smaller."""
+    """microbatches of one step; at least as many as stages. More of them reduce the idle time (pipeline bubble)."""
     stages: Literal["uniform"] | Stages = "uniform"
     """`uniform`, `{weights: [...]}` or `{num_layers: [...]}`."""
     virtual_stages: Depth = 1
-    """Parts of the model that each stage holds, assigned in turn (interleaving): with v of them filling and draining the
-    pipeline takes a v-th of the time, and v times as much is sent between stages."""
+    """Number of model parts on each stage, assigned in turn (interleaved schedule): with v of them filling and
+    draining the pipeline takes a v-th of the time, and v times as much is sent between stages."""
     schedule: str = "1f1b"
-    """Order in which stages work on microbatches: `1f1b`, a forward and a backward in turn; `gpipe`, all forward first;
-    `seqpipe`, which interleaves virtual stages otherwise; `zero_bubble_h1`, 1f1b whose backward passes are taken apart to
-    fill the idle time; `zero_bubble_v` and `dualpipe_v`, where they are, too, and whose 2 virtual stages go down the stages
-    and up again; or a CSV file of your own, relative to this one (docs/guides/train.md). MindSpore's own pipelines, on
-    devices, have no zero_bubble_h1, dualpipe_v and files, and gpipe with virtual stages alone."""
+    """Order in which stages work on microbatches: `1f1b`, a forward and a backward in turn; `gpipe`, all forward
+    first; `seqpipe`, another interleaving of virtual stages; `zero_bubble_h1`, 1f1b whose backward passes are
+    split to fill the idle time; `zero_bubble_v` and `dualpipe_v`, with split backward passes, too, and 2
+    virtual stages that run down the stages and up again; or a custom CSV file, relative to this one
+    (docs/guides/train.md). MindSpore's own pipelines, on devices, have neither zero_bubble_h1, dualpipe_v nor
+    files, and gpipe only with virtual stages."""
     listed: ListedSchedule | None = field(default=None, metadata={"hidden": True})
-    """What the file says, if `schedule` is one."""
+    """The contents of the file, if `schedule` is one."""
 
     @property
     def order(self) -> Order:
-        """The schedule, to be asked what follows from it."""
+        """The schedule: its name, or the contents of its file."""
         return self.listed or cast("Schedule", self.schedule)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """Layers whose activations are computed again in the backward pass instead of kept."""
+    """Layers whose activations are recomputed in the backward pass instead of kept."""
 
     layers: Literal["all"] | list[Natural] = "all"
     """`all`, or layer numbers from 0."""
     kind: Literal["full", "selective"] = "full"
-    """`full`: everything in the layer. `selective`: only the operators the rules list under `selective`, those that keep
-    much and are cheap: what attention makes between its products."""
+    """`full`: everything in the layer. `selective`: only the operators that the rules list under `selective`,
+    which keep much memory and are cheap: those between attention's matrix products."""
     per_stage: list[Natural] | None = None
-    """Instead of `layers`: how many layers of each stage, its first ones."""
+    """Instead of `layers`: number of recomputed layers of each stage, its first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What lies in the host's memory and is moved to the device when it is needed. CPU processes have one memory: they
-    compute the same without moving anything."""
+    """State that is kept in the host's memory and moved to the device when it is needed. CPU processes have one memory:
+    they compute the same without moving anything."""
 
     optimizer: bool = False
     """AdamW's moments; the host's processors update the parameters."""
@@ -91,43 +93,45 @@ class Offload:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerParallel:
-    """Each parameter, its gradient and optimizer state are sharded over the replicas too (ZeRO)."""
+    """Shard each parameter, its gradient and optimizer state over the replicas, too (ZeRO)."""
 
     axis: Literal["dp"] = "dp"
     """Mesh axis of the replicas."""
     threshold_kb: Natural = 0
-    """Parameters smaller than this, in KB of this rank's part, stay whole."""
+    """Parameters smaller than this, in KB of this rank's shard, stay unsharded over the replicas."""
     shard_size: Natural | None = None
-    """Sharded over groups of this many replicas instead of all of them."""
+    """Shard over groups of this many replicas instead of all of them."""
     shard_accumulated_gradients: bool = False
-    """In a pipeline: shard the gradients while microbatches add up, too. Less memory, a reduce-scatter per microbatch."""
+    """In a pipeline: shard the accumulated gradients, too. Less memory, a reduce-scatter per microbatch."""
     reshard_after_forward: bool = False
-    """Give up a layer's gathered weights after its forward pass and gather them again when it is computed again (ZeRO 3). Of
-    weights a device then holds two layers at once instead of all, and it gathers them twice. For one microbatch a
-    step, without a pipeline, with `recompute: {layers: all}`; not for experts, adapters and copies."""
+    """ZeRO-3 / FSDP: release a layer's gathered weights after its forward pass, and gather them again when it is
+    recomputed. A device then holds the weights of two layers at once instead of all, and gathers them twice.
+    For one microbatch a step, without a pipeline, with `recompute: {layers: all}`; not for experts, adapters
+    and interleaved microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Layouts of the operators whose path ends with `pattern`: `*` is one component of a path, `up|gate` either of two."""
+    """Layouts of the operators whose path ends with `pattern`: `*` is one component of a path, `up|gate` either of
+    two."""
 
     pattern: str
     inputs: tuple[Layout, ...]
     """One layout for each tensor input."""
     outputs: tuple[Layout, ...] | None = None
-    """Only where it is not implied by the inputs, as for a reduce-scatter after a matrix product."""
+    """Layout of the output, only where the inputs do not imply it, as for a reduce-scatter after a matrix product."""
     local: bool = False
-    """Each rank runs the operator on its own parts as it stands: MindSpore neither judges nor changes it. For indices
-    that count within a rank's part. Needs the layouts of the outputs."""
+    """Each rank runs the operator on its own shards as it stands: MindSpore neither checks nor changes it. For
+    indices that count within a rank's shard. Needs the layouts of the outputs."""
     optional: bool = False
-    """Written as `pattern?`: for some models only, may match nothing."""
+    """Written as `pattern?`: it may match nothing, as it is for some models only."""
     source: str = ""
-    """file:line"""
+    """Its position as file:line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What the strategy knows about a family of models."""
+    """The part of a strategy that depends on the family of models."""
 
     layers: tuple[str, ...] = ()
     """Patterns of the Cells that a pipeline assigns to stages and recompute wraps, in order."""
@@ -136,18 +140,18 @@ class Rules:
     last_stage: tuple[str, ...] = ()
     """Patterns of the cells that go with the last layer."""
     selective: tuple[str, ...] = ()
-    """Patterns of the operators that selective recomputation computes again."""
+    """Patterns of the operators that are recomputed selectively."""
     tied: tuple[str, ...] = ()
-    """Patterns of the parameters the first and the last stage both use. In a pipeline they are sent every step, and
-    MindSpore cannot shard what it sends: optimizer parallel leaves them whole. A network one of whose Cells says
-    `tied_embedding = False` has none."""
+    """Patterns of the parameters that both the first and the last stage use. In a pipeline they are sent every
+    step, and MindSpore cannot shard what it sends: optimizer parallel leaves them unsharded. A network one of
+    whose Cells has `tied_embedding = False` has none."""
     operators: tuple[Rule, ...] = ()
-    """Later rules win."""
+    """Rules of operators; later ones win."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How one model runs on many devices."""
+    """Distribution of one model over many devices."""
 
     mesh: Mesh = field(default_factory=Mesh)
     """Degrees of the mesh axes; their product is the number of processes."""
@@ -156,24 +160,24 @@ class Strategy:
     pipeline: Pipeline = field(default_factory=Pipeline)
     """Microbatches and stages, when mesh.pp > 1."""
     recompute: Recompute | None = None
-    """Which layers to compute twice; none without this key."""
+    """Layers to recompute; none without this key."""
     offload: Offload | None = None
-    """What lies in the host's memory; nothing without this key."""
+    """State kept in the host's memory; none without this key."""
     optimizer_parallel: OptimizerParallel | None = None
     """Shard parameters and optimizer state over the replicas; off without this key."""
     sequence_parallel: bool = False
     """Shard the tokens over tp where a layer works on each token alone (the axis `sp` of the rules)."""
     context_parallel: Literal["gather", "ulysses"] = "gather"
-    """How attention sees whole sequences, when mesh.cp > 1: `gather`, each rank has its part of the queries and gathers all
-    keys and values; `ulysses`, all-to-alls give each rank whole sequences of a part of the heads, and take them back."""
+    """Method by which attention reads full sequences, when mesh.cp > 1: `gather`, each rank has its shard of the queries and
+    gathers all keys and values; `ulysses`, all-to-alls give each rank full sequences of some heads, and back."""
     micro_batch_interleave: Depth = 1
-    """Copies that each microbatch (without a pipeline: the batch) is split into, so that devices can compute one while
-    another communicates; the same arithmetic. MindSpore orders their collectives where `mesh.pp` is 1."""
+    """Interleaved microbatches: number of copies that each microbatch (without a pipeline: the batch) is split
+    into, so that devices can compute one while another communicates; the arithmetic is the same. MindSpore
+    orders their collectives where `mesh.pp` is 1."""
     engine: Partitioner | None = None
-    """Who shards graphs: `spmd`, which compiles the graph of one device once for all ranks and shards that
-    (`sporeloom.partition`), or `mindspore`, whose compiler does so for every rank anew. Without it `spmd` on CPU processes,
-    and `mindspore` on devices; dry runs and certificates describe what devices run. `spmd` has never run on Ascend
-    hardware."""
+    """Partitioner of graphs: `spmd` compiles the graph of one device once for all ranks and shards it
+    (`sporeloom.partition`); with `mindspore`, MindSpore's compiler does so for every rank. Default: `spmd` on CPU processes,
+    `mindspore` on devices. Dry runs and certificates describe what devices run. `spmd` has never run on Ascend hardware."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
     lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})
@@ -194,7 +198,7 @@ class Strategy:
         return self if self.engine == "spmd" else self.by_mindspore()
 
     def by_mindspore(self) -> Strategy:
-        """The same, whose graphs MindSpore shards.
+        """The same strategy, with graphs that MindSpore shards.
 
         Raises:
             ConfigError: it cannot.
@@ -204,7 +208,7 @@ class Strategy:
         return replace(self, engine="mindspore")
 
     def mindspore_problems(self) -> list[str]:
-        """What MindSpore's own pipelines do not have."""
+        """List what MindSpore's own pipelines do not support."""
         pipeline, lacks = self.pipeline, ""
         if pipeline.listed or pipeline.schedule in ("zero_bubble_h1", "dualpipe_v"):
             lacks = f"no {'schedules from files' if pipeline.listed else pipeline.schedule}"
@@ -213,40 +217,41 @@ class Strategy:
         if not lacks:
             return []
         return [
-            f"{self.at('pipeline.schedule')}: MindSpore's own pipelines, which run on devices and are dry-run and certified, "
-            f"have {lacks}; take {'zero_bubble_v' if pipeline.schedule == 'dualpipe_v' else '1f1b'}, or write `engine: spmd`"
+            f"{self.at('pipeline.schedule')}: MindSpore's own pipelines, which devices, dry runs and certificates use by "
+            f"default, have {lacks}; use {'zero_bubble_v' if pipeline.schedule == 'dualpipe_v' else '1f1b'}, or write "
+            "`engine: spmd`"
         ]
 
     @property
     def optimizer_on_host(self) -> bool:
-        """Whether AdamW's moments lie in the host's memory."""
+        """Whether AdamW's moments are kept in the host's memory."""
         return self.offload is not None and self.offload.optimizer
 
     @property
     def gathers_twice(self) -> bool:
-        """Whether weights are gathered again for the backward pass."""
+        """Whether weights are resharded after the forward pass and gathered again for the backward pass."""
         return self.optimizer_parallel is not None and self.optimizer_parallel.reshard_after_forward
 
     @property
     def num_virtual_stages(self) -> int:
-        """Parts into which the pipeline splits the layers."""
+        """Number of parts into which the pipeline splits the layers."""
         return self.mesh.pp * self.pipeline.virtual_stages
 
     def stage_of_part(self, part: int) -> int:
-        """The stage that holds a part of the layers."""
+        """Stage that holds a part of the layers."""
         return stage_of_part(part, self.mesh.pp, self.pipeline.order)
 
     @property
     def stage_of_loss(self) -> int:
-        """The stage that holds the last part of the model."""
+        """Stage that holds the last part of the model."""
         return self.stage_of_part(self.num_virtual_stages - 1)
 
     def num_microbatches(self, accumulate: int = 1) -> int:
-        """Parts of a step's batch that follow each other: a pipeline's, or those `accumulate` asks for without one."""
+        """Number of microbatches of a step: the pipeline's, or without one the gradient accumulation steps."""
         return self.pipeline.num_microbatches if self.mesh.pp > 1 else accumulate
 
     def num_parts(self, accumulate: int = 1) -> int:
-        """Times a step runs the network: on each copy of each microbatch."""
+        """Number of times that a step runs the network: once for each interleaved copy of each microbatch."""
         return self.num_microbatches(accumulate) * self.micro_batch_interleave
 
     def at(self, key: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of every verb that runs a model under a strategy."""
+"""Flags of every command that runs a model under a strategy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sporeloom.cli import option
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyFlags:
-    """Over what the work is spread."""
+    """The strategy, and how its processes start."""
 
     heading: ClassVar[str] = "parallelism"
     common: ClassVar[tuple[str, ...]] = ("strategy", "launch")
 
-    strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
-    oversubscribe: bool = option(False, "with --launch: start more processes than cores and memory are good for")
-    launch: bool = option(
-        False, "start the strategy's number of processes on this machine, under msrun where it has devices"
+    strategy: Path | None = option(None, "strategy file, or name of a built-in strategy (default: one device)")
+    oversubscribe: bool = option(
+        False, "with --launch: start more processes than the cores and the memory of this machine allow"
     )
+    launch: bool = option(False, "start the processes of the strategy on this machine, with msrun where it has devices")

@@ -6,15 +6,14 @@ from __future__ import annotations
 from sporeloom.strategy.mesh import Mesh
 
 Dim = tuple[str, ...]
-"""Mesh axes that shard one tensor dim, outer first; empty: the dim is whole everywhere."""
+"""Mesh axes that shard one tensor dim, outer first; empty: the dim is unsharded."""
 Layout = tuple[Dim, ...]
 Shape = tuple[int, ...]
 KV_AXIS, GROUP_AXIS = "kv", "group"
-"""In a rule: what of tp shards the heads of keys and values, all of it unless a model has fewer of them; and the rest of tp,
-which shards the heads of queries that share one.
-"""
+"""In a rule: the part of tp that shards the heads of keys and values, which is all of tp unless a model has fewer
+of them; and the rest of tp, which shards the query heads that share one."""
 EXPERT_AXIS, EXPERT_REPLICA_AXIS = "ep", "edp"
-"""In a rule: what of dp shards the experts; and the rest of dp, whose ranks hold the same ones."""
+"""In a rule: the part of dp that shards the experts; and the rest of dp, whose ranks hold the same ones."""
 
 
 class LayoutError(ValueError):
@@ -22,7 +21,7 @@ class LayoutError(ValueError):
 
 
 def degrees(layout: Layout, mesh: Mesh) -> Shape:
-    """Into how many parts each dim is sharded: MindSpore's operator strategy of one input."""
+    """Number of shards of each dim: MindSpore's operator strategy of one input."""
     parts = []
     for dim in layout:
         count = 1
@@ -47,5 +46,5 @@ def local_shape(layout: Layout, global_shape: Shape, mesh: Mesh) -> Shape:
 
 
 def show(layout: Layout) -> str:
-    """`[dp, tp*dp, ~]`."""
+    """Format a layout as `[dp, tp*dp, ~]`."""
     return "[" + ", ".join("*".join(dim) or "~" for dim in layout) + "]"

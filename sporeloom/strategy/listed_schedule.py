@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline schedule that a user wrote: a CSV file as `torch.distributed.pipelining` reads and writes it, compute alone.
+"""A custom pipeline schedule: a CSV file as `torch.distributed.pipelining` reads and writes it, computation only.
 
 A row for each stage, a cell for each pass in the order of time: the part of the model; `F` (forward), `B` (backward), `I`
 (the gradients of inputs alone) or `W` (the gradients of weights, after an `I`); the microbatch. An empty cell is idle time.
@@ -30,23 +30,23 @@ MAX_PASSES = 1_000_000
 
 
 class Pass(NamedTuple):
-    """A microbatch in a part of the model."""
+    """One pass of a microbatch through a part of the model."""
 
     kind: Literal["forward", "backward", "weights"]
-    """weights: the gradients of weights, where the backward pass gave those of its inputs alone."""
+    """weights: the gradients of weights, where the backward pass computed those of its inputs alone."""
     part: int
-    """Of those its stage holds."""
+    """Number of the part among those of its stage."""
     microbatch: int
 
 
 @dataclass(frozen=True)
 class ListedSchedule:
-    """What each stage does, in order, and which parts of the model it holds."""
+    """The ordered passes of each stage, and the parts of the model that it holds."""
 
     orders: tuple[tuple[Pass, ...], ...]
-    """By stage."""
+    """Passes of each stage."""
     parts: tuple[tuple[int, ...], ...]
-    """By stage, in the order of the layers."""
+    """Model parts of each stage, in the order of the layers."""
 
     @property
     def virtual_stages(self) -> int:
@@ -62,15 +62,15 @@ class ListedSchedule:
         return any(one.kind == "weights" for order in self.orders for one in order)
 
     def __str__(self) -> str:
-        return "a schedule of your own"
+        return "a custom schedule"
 
     def stage_of(self, part: int) -> int:
-        """The stage that holds a part of the model."""
+        """Stage that holds a part of the model."""
         return next(stage for stage, held in enumerate(self.parts) if part in held)
 
 
 def needed(one: Pass, last: int) -> Pass | None:
-    """The pass whose result another needs; parts counted over all stages, up to `last`."""
+    """The pass whose result another needs; parts are counted over all stages, up to `last`."""
     if one.kind == "forward":
         return one._replace(part=one.part - 1) if one.part else None
     if one.kind == "weights":
@@ -79,7 +79,7 @@ def needed(one: Pass, last: int) -> Pass | None:
 
 
 def read_schedule(path: Path) -> ListedSchedule:
-    """A schedule from a file.
+    """Read a schedule from a file.
 
     Raises:
         ConfigError: unreadable, or all that is wrong with it: cells, passes missing or doubled, stages that wait for each
@@ -102,7 +102,7 @@ def read_schedule(path: Path) -> ListedSchedule:
 class _Cell(NamedTuple):
     text: str
     one: Pass
-    """Its part is counted over all stages."""
+    """A cell of the table; its part is counted over all stages."""
 
 
 def _rows(path: Path) -> tuple[list[list[_Cell]], list[str]]:
@@ -129,7 +129,7 @@ def _rows(path: Path) -> tuple[list[list[_Cell]], list[str]]:
 
 
 def _incomplete(rows: Sequence[Sequence[_Cell]]) -> Iterator[str]:
-    """Parts that two stages hold or none, and passes that are missing or doubled."""
+    """List parts that two stages hold or none, and passes that are missing or duplicated."""
     held = [{cell.one.part for cell in row} for row in rows]
     counts = Counter(part for parts in held for part in parts)
     for part, count in sorted(counts.items()):
@@ -156,7 +156,7 @@ def _incomplete(rows: Sequence[Sequence[_Cell]]) -> Iterator[str]:
 
 
 def _blocked(rows: Sequence[Sequence[_Cell]]) -> Iterator[str]:
-    """Passes at which stages wait for ever for what they need."""
+    """List the passes at which stages would wait for ever."""
     last = max(cell.one.part for row in rows for cell in row)
     done, places, advances = set[Pass](), [0] * len(rows), True
     while advances:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a strategy file strictly: every unknown key, wrong type and wrong combination, all at once, with its line."""
+"""Read a strategy file strictly: report every unknown key, wrong type and wrong combination at once, with its
+line."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ CONTEXT_AXES: dict[ContextMethod, str] = {"gather": "cp_tokens", "ulysses": "cp_
 Named = dict[str, tuple[str, ...]]
 """Axis of a rule -> mesh axes."""
 PARTS = (KV_AXIS, GROUP_AXIS, EXPERT_AXIS, EXPERT_REPLICA_AXIS)
-"""In a rule: parts of an axis."""
+"""In a rule: axes that are a part of another axis."""
 
 
 def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
-    """The strategy a YAML file describes, or the shipped one of that name.
+    """Load the strategy of a YAML file, or the built-in one of that name.
 
     `for_inference` leaves out what only training needs, sequence and context parallel, recompute and optimizer parallel: one
     token a step leaves no sequence to shard, and weights sharded over the replicas would be gathered for every token. The
@@ -44,7 +45,8 @@ def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
 
 
 def strategy_of(settings: dict[str, Any], source: str = "auto_parallel") -> Strategy:
-    """The strategy that a script spells out: the keys of a strategy file. `rules` may be just its operators.
+    """Build the strategy that a script gives as a mapping: the keys of a strategy file. `rules` may be just its
+    operators.
 
     Raises:
         ConfigError: all problems.
@@ -56,7 +58,7 @@ def strategy_of(settings: dict[str, Any], source: str = "auto_parallel") -> Stra
 
 
 def _plain(value: Any) -> Any:
-    """Mappings and sequences of a script as a YAML file gives them."""
+    """Convert mappings and sequences of a script to the types that a YAML file gives."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
@@ -94,7 +96,7 @@ def _strategy(document: Document, for_inference: bool = False) -> Strategy:
 
 
 def _with_listed_schedule(reader: Reader, pipeline: Pipeline) -> Pipeline:
-    """The pipeline, with what the file says that its schedule may be."""
+    """Replace the pipeline's schedule file by its contents."""
     if pipeline.schedule in (known := get_args(Schedule)):
         return pipeline
     path = Path(reader.document.source).parent / pipeline.schedule
@@ -113,14 +115,14 @@ def _with_listed_schedule(reader: Reader, pipeline: Pipeline) -> Pipeline:
 
 
 def _named_axes(sequence_parallel: bool, context_parallel: str) -> Named:
-    """What the axes of rules that hang on a strategy's settings stand for."""
+    """Mesh axes of the axis names in rules that depend on a strategy's settings."""
     named: Named = dict.fromkeys((SEQUENCE_AXIS, *CONTEXT_AXES.values()), ())
     named |= {SEQUENCE_AXIS: ("tp",)} if sequence_parallel else {}
     return named | {axis: ("cp",) for method, axis in CONTEXT_AXES.items() if method == context_parallel}
 
 
 def load_rules(path: Path, like: Strategy) -> Rules:
-    """The rules of a rules file, as a strategy like this one reads them.
+    """Load a rules file, with the axes of this strategy.
 
     Raises:
         ConfigError: all problems of the file.
@@ -133,7 +135,7 @@ def load_rules(path: Path, like: Strategy) -> Rules:
 
 
 def _strategys_rules(reader: Reader, value: Any, named: Named) -> Rules:
-    """`rules:` of a strategy: the name of a rules file, or rules written in place, on top of `base`."""
+    """Read `rules:` of a strategy: the name of a rules file, or rules written in place, on top of `base`."""
     keys: Keys = ("rules",)
     if isinstance(value, str) and value:
         return _rules_file(reader, value, keys, named)
@@ -146,7 +148,7 @@ def _strategys_rules(reader: Reader, value: Any, named: Named) -> Rules:
 def _rules_file(reader: Reader, name: str, keys: Keys, named: Named, above: tuple[Path, ...] = ()) -> Rules:
     beside = Path(reader.document.source).parent / name
     if not beside.is_file() and name not in shipped_names(RULES):
-        reader.problem(keys, f"rules: there is no file {beside}, and no rules of that name are shipped")
+        reader.problem(keys, f"rules: there is no file {beside}, and no built-in rules of that name")
         return Rules()
     path = beside if beside.is_file() else shipped_or_file(name, RULES)
     if path.resolve() in above:
@@ -165,7 +167,7 @@ def _whole_file(path: Path, problems: list[str], named: Named, above: tuple[Path
 
 
 def _rules(reader: Reader, value: dict[str, Any], keys: Keys, named: Named, above: tuple[Path, ...] = ()) -> Rules:
-    """A mapping of rules, on top of the files that it calls its `base`: later ones win."""
+    """Read a mapping of rules, on top of the files that it calls its `base`: later ones win."""
     given = reader.known(value, keys, ("base", *_RULES_KEYS))
     names = given.get("base", [])
     if not isinstance(names, str):
@@ -225,7 +227,7 @@ def _layouts(reader: Reader, value: Any, keys: Keys, named: Named) -> tuple[Layo
                 if axis not in axes_of_layouts:
                     reader.problem(
                         keys,
-                        f"{pattern}: {axis!r} is no mesh axis of a layout; use {', '.join(axes_of_layouts)} or ~",
+                        f"{pattern}: {axis!r} is not a mesh axis of a layout; use {', '.join(axes_of_layouts)} or ~",
                     )
             dims.append(tuple(name for axis in map(str, axes) for name in named.get(axis, (axis,))))
         layouts.append(tuple(dims))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device mesh: which rank sits where, and which ranks form a group. All arithmetic of ranks is here."""
+"""The device mesh: coordinates of ranks, and groups of ranks. All arithmetic of ranks is here."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import Any
 from sporeloom.numbers import Count
 
 AXES = ("pp", "dp", "cp", "tp")
-"""The usual order, outer to inner. A strategy file may order them otherwise. `ep` is no axis of its own: a part of dp."""
+"""The usual order, outer to inner. A strategy file may order them otherwise. `ep` is not an axis of its own: it is
+a part of dp."""
 
 
 SERVER, EVEN = 8, (1, 2, 4, 8)
-"""Devices of a server of the first Ascend 910, and how many of each that it touches MindSpore lets a group have there."""
+"""Devices of a server of the first Ascend 910, and the numbers of them per server that MindSpore accepts in a
+group."""
 
 
 @functools.cache
@@ -29,21 +31,20 @@ def _is_even(degree: int, stride: int) -> bool:
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """Degrees of the mesh axes. Their order, outer to inner, is the order in which they are given: neighbouring ranks
-    differ in the last one, so it should have the fastest links.
-    """
+    """Degrees of the mesh axes. Their order, outer to inner, is the order in which they are given: neighbouring
+    ranks differ in the last one, so it should have the fastest links."""
 
     pp: Count = 1
     """Pipeline stages; always the outermost axis."""
     dp: Count = 1
-    """Data parallel replicas: each takes a part of the batch."""
+    """Data parallel replicas: each takes a shard of the batch."""
     cp: Count = 1
-    """Context parallel ranks: each takes a part of every sequence. Shards what the rules shard over it."""
+    """Context parallel ranks: each takes a shard of every sequence, and shards whatever the rules shard over cp."""
     ep: Count = 1
-    """Expert parallel ranks: neighbours along dp, which ep divides, each with a part of the experts. Without dp, dp is ep.
-    Or more than dp: all of dp and a part of tp, which then shards no expert."""
+    """Expert parallel ranks: neighbours along dp, which ep divides, each with some of the experts. Without dp, dp
+    is ep. Or more than dp: all of dp and a part of tp, which then shards no expert."""
     tp: Count = 1
-    """Tensor parallel ranks: each holds a part of every large matrix."""
+    """Tensor parallel ranks: each holds a shard of every large matrix."""
     order: tuple[str, ...] = field(default=AXES, metadata={"hidden": True})
     """All axes, outer to inner."""
 
@@ -56,17 +57,17 @@ class Mesh:
             object.__setattr__(self, axis, degrees.get(axis, 1))
         cutting = [axis for axis in order or degrees if axis in AXES and degrees.get(axis, 1) != 1]
         usual = [axis for axis in AXES if axis in cutting]
-        others = [axis for axis in AXES if axis not in cutting]  # of one rank: their place means nothing
+        others = [axis for axis in AXES if axis not in cutting]  # of one rank: their order means nothing
         object.__setattr__(self, "order", AXES if cutting == usual else (*cutting, *others))
 
     @property
     def size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return math.prod(self.degree(axis) for axis in AXES)
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage."""
         return self.size // self.pp
 
     def with_cp_as_replicas(self) -> Mesh:
@@ -78,7 +79,7 @@ class Mesh:
 
     @property
     def first_rank_of_last_stage(self) -> int:
-        """The rank that speaks for all: it knows losses and logits."""
+        """The logging rank: it has losses and logits."""
         return self.ranks_of_stage(self.pp - 1).start
 
     @property
@@ -93,47 +94,49 @@ class Mesh:
 
     @property
     def uneven_groups(self) -> str:
-        """The axes within a stage whose groups MindSpore refuses on the first Ascend 910, and there alone; for people."""
+        """Axes within a stage whose groups MindSpore refuses on the first Ascend 910, and only there; for
+        messages."""
         axes = (f"{axis} {n}" for axis, n in self.sharding_axes.items() if not _is_even(n, self._stride(axis)))
         return " and ".join(axes)
 
     @property
     def degrees(self) -> dict[str, int]:
-        """What to show of it: pp, dp and tp, and every other above 1, outer to inner."""
+        """Degrees to print: pp, dp and tp, and every other above 1, outer to inner."""
         shown = {axis: self.degree(axis) for axis in self.order if axis in ("pp", "dp", "tp") or self.degree(axis) > 1}
         return {**shown, "ep": self.ep} if self.ep > 1 else shown
 
     @property
     def expert_axes(self) -> tuple[str, str]:
-        """dp as two: replicas of the same experts, outer, and the ranks that share them out, ep."""
+        """dp as two axes: replicas of the same experts, outer, and ep, the ranks that the experts are sharded
+        over."""
         return f"dp:{self.dp // self.ep}", f"dp/{self.dp // self.ep}"
 
     @property
     def expert_parts(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """The axes whose ranks hold the same experts, those that shard them out (ep), and those that shard each of them."""
+        """The axes whose ranks hold the same experts, those that shard the set of experts (ep), and those that
+        shard each expert."""
         if self.ep <= self.dp:
             return *self.parted("dp", self.dp // self.ep), ("tp",)
         over_tp, rest = self.parted("tp", self.ep // self.dp)
         return (), ("dp", *over_tp) if self.dp > 1 else over_tp, rest
 
     def degree(self, axis: str) -> int:
-        """Of an axis, or of a part of one (see `parted`)."""
+        """Degree of an axis, or of a part of one (see `parted`)."""
         name, outer, inner = part_of_axis(axis)
         degree: int = getattr(self, name)
         return outer or (degree // inner if inner else degree)
 
     def parted(self, axis: str, most: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """`axis` as two: what of it shards something of which there are `most`, and the rest, along which neighbours hold the
-        same. Either may be all of it or nothing; of tp 8 and `most` 2 they are `tp:2`, its two halves, and `tp/2`, the four
-        places in each.
-        """
+        """Split `axis` in two: the part that shards `most` things, and the rest, along which neighbours hold the
+        same. Either may be the full axis or empty; of tp 8 and `most` 2 they are `tp:2`, its two halves, and
+        `tp/2`, the four ranks in each."""
         parts = math.gcd(self.degree(axis), most)
         if parts in (1, self.degree(axis)):
             return ((), (axis,)) if parts == 1 else ((axis,), ())
         return (f"{axis}:{parts}",), (f"{axis}/{parts}",)
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Place of `rank` along `axis`, or along a part of one."""
+        """Coordinate of `rank` along `axis`, or along a part of one."""
         if axis == "ep" and self.ep > self.dp:
             over_dp, over_tp = self.coordinate(rank, "dp"), self.coordinate(rank, self.expert_parts[1][-1])
             return over_dp * (self.ep // self.dp) + over_tp
@@ -144,11 +147,11 @@ class Mesh:
         return rank // self._stride(axis) % self.degree(axis)
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at a place; 0 along the axes that are not given."""
+        """The rank at these coordinates; 0 along the axes that are not given."""
         return sum(self._stride(axis) * place for axis, place in coordinates.items())
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from `rank` in their places along `axes` only, ascending, itself among them."""
+        """The ranks that differ from `rank` in their coordinates along `axes` only, ascending, including itself."""
         if "ep" in axes and self.ep > self.dp:
             further = (part for part in self.expert_parts[1] if part_of_axis(part)[0] not in axes)
             axes = (*(axis for axis in axes if axis != "ep"), *further)
@@ -174,7 +177,7 @@ class Mesh:
 
 
 def part_of_axis(axis: str) -> tuple[str, int, int]:
-    """Name of an axis; N of `NAME:N`, its outer part; N of `NAME/N`, the rest. 0: not such a part."""
+    """Parse the name of an axis: N of `NAME:N`, its outer part, or of `NAME/N`, the rest; 0: not such a part."""
     name, _, outer = axis.partition(":")
     name, _, inner = name.partition("/")
     return name, int(outer or 0), int(inner or 0)

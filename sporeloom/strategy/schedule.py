@@ -16,20 +16,20 @@ from sporeloom.strategy.config import V_SHAPED, Order
 from sporeloom.strategy.listed_schedule import ListedSchedule, Pass, needed
 
 Seconds = Callable[[int, Pass], float]
-"""Of a stage's pass, given that its backward pass is whole."""
+"""Seconds that a pass of a stage takes, if its backward pass is not split."""
 DRAWN: dict[str, int] = {"forward": 1, "backward": 2}
-"""How long a pass takes in a drawing."""
+"""Relative duration of a pass in a drawing."""
 SPLIT = ("zero_bubble_h1", *V_SHAPED)
-"""Built-in schedules that take backward passes apart."""
+"""Built-in schedules that split backward passes."""
 WHOLE_GROUPS = 3
-"""Of interleaved microbatches, after which a stage holds nothing that it has not held before."""
+"""Number of interleaved microbatches after which a stage holds no more than before."""
 
 
 def passes(
     stage: int, num_stages: int, num_microbatches: int, virtual_stages: int = 1, schedule: Order = "1f1b"
 ) -> list[Pass]:
-    """What a stage does, in order. Virtual stages take microbatches in groups of about as many as there are stages; after
-    some forward passes a forward and a backward one follow each other."""
+    """The passes of a stage, in order. Virtual stages take microbatches in groups of about as many as there are
+    stages; after some forward passes a forward and a backward one follow each other."""
     if isinstance(schedule, ListedSchedule):
         return list(schedule.orders[stage])
     if schedule == "dualpipe_v":
@@ -52,8 +52,8 @@ def passes(
 
 
 def _groups(num_stages: int, num_microbatches: int, schedule: Order) -> list[range]:
-    """Microbatches that pass through a part together. Those left over go to the first group; seqpipe's to the first ones, one
-    each."""
+    """Sizes of the groups of microbatches that pass through a part together. Those left over go to the first
+    group; with seqpipe to the first ones, one each."""
     if schedule == "gpipe" or num_microbatches < num_stages:
         return [range(num_microbatches)]
     count, left = divmod(num_microbatches, num_stages)
@@ -66,8 +66,8 @@ def _groups(num_stages: int, num_microbatches: int, schedule: Order) -> list[ran
 
 
 def _zero_bubble_h1(stage: int, num_stages: int, num_microbatches: int) -> list[Pass]:
-    """1f1b, but the gradients of weights wait: on stage s for s further backward passes, so that none holds more than the
-    first one (arXiv:2401.10241, section 2.3)."""
+    """1f1b, but the gradients of weights wait: on stage s for s further backward passes, so that no stage holds
+    more than the first one (arXiv:2401.10241, section 2.3)."""
     ahead = min(num_stages - stage, num_microbatches)
     order = [Pass("forward", 0, i) for i in range(ahead)]
     for i in range(num_microbatches):
@@ -196,7 +196,7 @@ def times(
 
 
 def part_of_model(part: int, stage: int, num_stages: int, schedule: Order) -> int:
-    """Which part of the model a stage's part is."""
+    """Number of the model part that is `part` of a stage."""
     if isinstance(schedule, ListedSchedule):
         return schedule.parts[stage][part]
     if schedule in V_SHAPED and part == 1:
@@ -208,9 +208,9 @@ def part_of_model(part: int, stage: int, num_stages: int, schedule: Order) -> in
 def held_parts(
     stage: int, num_stages: int, num_microbatches: int, virtual_stages: int, schedule: Order
 ) -> tuple[tuple[int, ...], ...]:
-    """How many microbatches a stage holds in each of its parts, from the forward pass until all of the backward pass is done,
-    at the moments when it may hold most, whatever the size of a part: at no other it has more of every part, and those on
-    the way from one such moment to the next in equal steps are left out."""
+    """Numbers of microbatches that a stage holds in each of its parts, from the forward pass until all of the backward
+    pass is done, at the moments when it may hold most, whatever the size of a part: at no other it has more of every
+    part, and those on the way from one such moment to the next in equal steps are left out."""
     if schedule == "gpipe":
         return ((num_microbatches,) * virtual_stages,)
     if virtual_stages == 1 and not isinstance(schedule, ListedSchedule):
@@ -226,7 +226,7 @@ def held_parts(
 
 
 def _moments(order: list[Pass], virtual_stages: int) -> Iterator[tuple[int, ...]]:
-    """What is held after each forward pass that a backward one follows."""
+    """Numbers of microbatches held after each forward pass that a backward one follows."""
     counts, split = [0] * virtual_stages, split_passes(order)
     for one, following in itertools.pairwise(order):
         if one.kind == "forward":
@@ -251,7 +251,7 @@ def microbatches_held(
 
 @functools.cache
 def idle_microbatches(num_stages: int, num_microbatches: int, virtual_stages: int, schedule: Order) -> float:
-    """For how many microbatches' time a stage waits in a step, if all parts take equally long: the bubble.
+    """Idle time of a stage in a step (pipeline bubble), in microbatches, if all parts take equally long.
 
     Filling and draining takes p - 1 of a part. Fewer microbatches than stages also wait before each further part. Zero-bubble
     schedules and those from files are counted pass by pass, a forward pass taking as long as either half of a backward one.

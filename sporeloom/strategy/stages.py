@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layer belongs to which pipeline stage, and which are computed twice."""
+"""Assignment of layers to pipeline stages, and the layers that are recomputed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from sporeloom.strategy.config import Recompute, Stages, Strategy
 
 
 def layers_per_part(num_layers: int, strategy: Strategy) -> list[int]:
-    """Number of layers of each virtual stage, in the order of the layers. Layers left over by an even deal go to the first
-    ones: the last has the head."""
+    """Number of layers of each virtual stage, in the order of the layers. Layers left over by an even distribution
+    go to the first ones: the last has the head."""
     num_parts, stages = strategy.num_virtual_stages, strategy.pipeline.stages
     if isinstance(stages, Stages) and stages.num_layers is not None:
         return list(stages.num_layers)
@@ -42,13 +42,13 @@ def layers_per_stage(num_layers: int, strategy: Strategy) -> list[int]:
 
 
 def offloaded_layers(num_layers: int, strategy: Strategy) -> list[int]:
-    """Layers whose activations wait in the host's memory."""
+    """Layers whose activations are kept in the host's memory."""
     layers = strategy.offload.layers if strategy.offload else []
     return list(range(num_layers)) if layers == "all" else sorted(layers)
 
 
 def recomputed_layers(num_layers: int, strategy: Strategy) -> list[int]:
-    """Layers whose activations are computed again."""
+    """Layers whose activations are recomputed."""
     recompute: Recompute | None = strategy.recompute
     if recompute is None:
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy as the text of its file, with flags of tools/train.py in a comment."""
+"""Write a strategy as the text of its file, with flags of tools/train.py in a comment."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ FLAGS = "# tools/train.py "
 
 
 def fitting_rules(rules: str, mesh: Mesh) -> str:
-    """Of our own rules those of experts where there are some, and those with every operator where MindSpore derives no
-    layouts."""
+    """Name of the decoder rules that suit a mesh: with those of experts where there are some, and with every
+    operator where MindSpore derives no layouts."""
     if rules == DECODER and mesh.ep > 1:
         return EXPERTS
     return f"{DECODER}_spelled_out" if rules == DECODER and not mesh.derives_layouts else rules
 
 
 def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> str:
-    """A strategy file. `rules`: a file, or the name of shipped ones. `head`: comments at its top."""
+    """Write a strategy file. `rules`: a file, or the name of built-in ones. `head`: comments at its top."""
     rules = fitting_rules(rules, strategy.mesh)
     lines = [
         *head,
@@ -59,7 +59,7 @@ def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> s
 
 
 def flags_comment(train: dict[str, Any]) -> str:
-    """Flags of tools/train.py, as a comment."""
+    """Format flags of tools/train.py as a comment."""
     words = list[str]()
     for name, value in train.items():
         if value is False or value is None:
@@ -70,6 +70,6 @@ def flags_comment(train: dict[str, Any]) -> str:
 
 
 def _fields(found: Any, default: Any) -> str:
-    """`name: value` of what is not at its default."""
+    """Format `name: value` of the fields that differ from their defaults."""
     changed = [(name, value) for name, value in vars(found).items() if value != getattr(default, name)]
     return ", ".join(f"{name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in changed)

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run trains: a network with its loss, its batches, what to tell of a step. The loop is the same for all."""
+"""Training tasks: a network with its loss, its batches, and the metrics of a step. The training loop is the same
+for all."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct preference optimization: how likely texts were before is worked out once, and kept."""
+"""Direct preference optimization: the reference log-probabilities are computed once and stored."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class DPO(PairTask):
 
     objective = Preference
     reference: NDArray[np.float32]
-    """(pairs, 2): of the learned tokens of each text, added up."""
+    """(pairs, 2): sums over the trained tokens of each text."""
     _saved_hash: str | None = None
-    """Of those that the run began with, where it is resumed."""
+    """Hash of the values that the run began with, where it is resumed."""
 
     def loss(self) -> nn.Cell:
         return Preference(self.config.loss_type, self.config.beta, self.config.label_smoothing)
@@ -49,9 +49,7 @@ class DPO(PairTask):
     def begin(self, step: TrainStep, steps_done: int) -> None:
         if steps_done:
             if not self._kept.is_file():
-                raise ConfigError(
-                    f"{self._kept} is missing: how likely the texts were before the run began; start anew"
-                )
+                raise ConfigError(f"{self._kept} is missing: the reference log-probabilities of the run; start anew")
             try:
                 self.reference = np.load(self._kept, allow_pickle=False)
             except (OSError, EOFError, ValueError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A task without data: its network and inputs as it might be given, which dry runs compile and proofs train."""
+"""A task without data: its network and example inputs, which dry runs compile and proofs train."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIGS = {config.task: config for config in (SFTConfig, RewardConfig, DPOConfig
 
 
 def task_network(family: str, model: ModelConfig, task: TrainedTask) -> nn.Cell:
-    """What a task trains, model and loss, with its verb's own settings."""
+    """The network that a task trains, model and loss, with its command's own settings."""
     if task.name == "pretraining":
         net: nn.Cell = family_module(family, "model").ModelWithLoss(model)
         if task.lora:
@@ -41,7 +41,7 @@ def task_network(family: str, model: ModelConfig, task: TrainedTask) -> nn.Cell:
 
 
 def task_arrays(task: str, batch: Batch, vocab_size: int, step: int) -> list[NDArray[Any]]:
-    """Inputs of a step of `task` that uses the texts of `batch`; what else it wants is drawn.
+    """Inputs of a step of `task` with the texts of `batch`; further inputs are random.
 
     Log-probabilities are near those of a model that has learned nothing.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group relative policy optimization: texts that were better than others for the same prompt become likelier."""
+"""Group relative policy optimization: texts better than others for the same prompt become more likely."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sporeloom.align.advantages import group_advantages, token_weights
 from sporeloom.nn.objectives import Policy
-from sporeloom.tasks.policy import Collected, PolicyTask
+from sporeloom.tasks.policy import PolicyTask, Round
 
 
 class GRPO(PolicyTask):
@@ -31,7 +31,7 @@ class GRPO(PolicyTask):
         return Policy(*clip, config.beta, config.kl_estimator, is_of_text, config.temperature)
 
     def judged(
-        self, found: Collected, mask: NDArray[np.float32]
+        self, found: Round, mask: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[Any], Sequence[NDArray[Any]]]:
         config = self.config
         weights = token_weights(mask, config.loss_type, config.max_completion_length).astype(np.float32)

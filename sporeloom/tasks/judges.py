@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models beside the one that is trained: the reference it must not leave far behind, and one that rewards."""
+"""Auxiliary models of a task: the reference, and the reward model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREFIX = "reference."
 
 
 class Reference:
-    """The model a run begins with, to be asked how likely tokens are: `net`, a network with an objective.
+    """The initial model, which gives log-probabilities of tokens: `net`, a network with an objective.
 
     Where adapters are trained its weights are the run's own, without the adapters; else it has a copy.
     """
@@ -37,7 +37,7 @@ class Reference:
     def __init__(self, engine: Engine, run: Run, network: nn.Cell, objective: nn.Cell):
         with no_init_parameters():
             net: nn.Cell = family_module(run.family, "model").ModelWithLoss(run.model, objective)
-            if run.lora:  # new adapters change nothing; MindSpore wants something trainable in every stage
+            if run.lora:  # new adapters change nothing; MindSpore needs a trainable parameter in every stage
                 attach_adapters(net.model, run.lora)
         for parameter in net.get_parameters():
             parameter.name = PREFIX + parameter.name
@@ -58,14 +58,14 @@ class Reference:
 
 
 class Judge:
-    """A reward model, to be asked for the rewards of texts."""
+    """A reward model, which gives the rewards of texts."""
 
     def __init__(self, engine: Engine, folder: Path):
         self.engine = engine
         self.net = load_model(folder, *load_config(folder), engine.strategy)
 
     def rewards(self, texts: Sequence[Example], seq_len: int) -> NDArray[np.float64]:
-        """Of each text, of at most `seq_len` tokens."""
+        """Reward of each text, of at most `seq_len` tokens."""
         batch = ended_batch(texts, seq_len)
         output = self.engine.run(self.net, Tensor(batch.tokens), Tensor(batch.positions))
         source, values = self.engine.strategy.mesh.first_rank_of_last_stage, np.zeros(len(texts), np.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tasks have in common that sample texts, have them rewarded, and learn from that."""
+"""Common parts of the reinforcement learning tasks, which sample texts, score them, and train on them."""
 
 from __future__ import annotations
 
@@ -21,45 +21,46 @@ from sporeloom.evaluation.reward import PREFIX, program_reward
 from sporeloom.nn.objectives import Objective, Policy, ValueLoss
 from sporeloom.parallel.step import TrainStep
 from sporeloom.tasks.judges import Judge, Reference
-from sporeloom.tasks.rollouts import Rollouts, Sampled
+from sporeloom.tasks.rollouts import Rollouts, SampledText
 from sporeloom.tasks.tuning import Tuning
 
 ARRAYS = ("rewards", "old", "reference", "sampled", "values")
-"""Of a round, as `Collected` has them."""
+"""Arrays of a round, named as in `Round`."""
 
 
 @dataclass
-class Collected:
-    """Texts of one round, and all that updates need to know of them."""
+class Round:
+    """The texts of one round, with the values that updates need."""
 
     number: int
-    """Of the round, counted from 0."""
-    texts: list[Sampled]
+    """Number of the round, counted from 0."""
+    texts: list[SampledText]
     rewards: NDArray[np.float64]
-    """Of each text."""
+    """Reward of each text."""
     old: NDArray[np.float32]
-    """(B, T): how likely the tokens were when they were sampled, as training computes it where it must be known."""
+    """(B, T): log-probabilities of the tokens when they were sampled, as training computes them, where they are
+    needed."""
     reference: NDArray[np.float32]
-    """(B, T): likewise, under the reference."""
+    """(B, T): log-probabilities under the reference, computed likewise."""
     sampled: NDArray[np.float32]
-    """(B, T): likewise, as sampling computed it."""
+    """(B, T): log-probabilities as sampling computed them."""
     values: NDArray[np.float32]
-    """(B, T): what the critic said of the tokens then."""
+    """(B, T): values of the critic at that time."""
 
 
 class PolicyTask(Tuning):
-    """A round samples texts, and some steps learn from it. Subclasses give `loss`, `flags` and `judged`."""
+    """A round samples texts, and some steps train on them. Subclasses define `loss`, `flags` and `judged`."""
 
     objective: type[Objective]
     flags: tuple[str, ...] = ()
-    """Of the configuration, which graphs and resumed runs hang on."""
+    """Flags of the configuration that graphs and resumed runs depend on."""
 
     is_ahead = False
     prompts: list[PromptLine]
     rollouts: Rollouts
     reference: Reference | None = None
     judge: Judge | None = None
-    collected: Collected | None = None
+    collected: Round | None = None
 
     def graph_key(self) -> dict[str, Any]:
         return {**super().graph_key(), **self._values("temperature", *self.flags)}
@@ -80,8 +81,8 @@ class PolicyTask(Tuning):
         dropped = len(every) - len(self.prompts)
         if not self.prompts:
             raise ConfigError(
-                f"{config.data}: all prompts are longer than the {room} tokens that --seq-len {self.run.seq_len} leaves "
-                f"beside --max-completion-length {config.max_completion_length}"
+                f"{config.data}: all prompts are longer than the {room} tokens that --seq-len "
+                f"{self.run.seq_len} leaves besides --max-completion-length {config.max_completion_length}"
             )
         self.text = f"{len(self.prompts):,} prompts" + (f", {dropped:,} dropped, too long" if dropped else "")
 
@@ -120,15 +121,15 @@ class PolicyTask(Tuning):
 
     @abstractmethod
     def judged(
-        self, found: Collected, mask: NDArray[np.float32]
+        self, found: Round, mask: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[Any], Sequence[NDArray[Any]]]:
-        """Loss weights and advantages (B, T) of the tokens of a round, and what else the objective wants."""
+        """Loss weights and advantages (B, T) of the tokens of a round, and further inputs of the objective."""
 
-    def texts(self, texts: Sequence[Sampled]) -> Batch:
+    def texts(self, texts: Sequence[SampledText]) -> Batch:
         """Texts as a batch with a mask for weights."""
         return example_batch([[text.example(self.prompts)] for text in texts], self.run.seq_len)
 
-    def collect(self, number: int) -> Collected:
+    def collect(self, number: int) -> Round:
         """Sample and reward the texts of a round. All ranks get the same."""
         config = self.config
         chosen = self.samples(number, self.prompts_per_round)
@@ -144,21 +145,19 @@ class PolicyTask(Tuning):
         for row, text in enumerate(texts):
             sampled[row, batch.loss_weights[row] > 0] = text.log_probs
         old, values = self.before(batch)
-        return Collected(
-            number, texts, self.rewards(texts), sampled if old is None else old, reference, sampled, values
-        )
+        return Round(number, texts, self.rewards(texts), sampled if old is None else old, reference, sampled, values)
 
     def before(self, batch: Batch) -> tuple[NDArray[np.float32] | None, NDArray[np.float32]]:
-        """How likely the tokens are before the first update, as training computes it, where it must be known; and the
-        critic's values, if there is one."""
+        """Log-probabilities of the tokens before the first update, as training computes them, where they are
+        needed; and the critic's values, if there is one."""
         mask = batch.loss_weights
         return self.evaluated(self.net, batch) * mask if self.config.updates_per_round > 1 else None, 0 * mask
 
-    def rewards(self, texts: Sequence[Sampled]) -> NDArray[np.float64]:
-        """Of each text, added up over all that reward."""
+    def rewards(self, texts: Sequence[SampledText]) -> NDArray[np.float64]:
+        """Reward of each text, summed over all sources of rewards."""
         values = np.zeros(len(texts))
         if self.functions:
-            # One rank asks the functions, which may say something else each time, and tells the others.
+            # One rank calls the functions, which may not be deterministic, and broadcasts the results.
             told: Any = None
             if self.engine.is_log_rank:
                 told = self._from_functions(texts)
@@ -171,7 +170,7 @@ class PolicyTask(Tuning):
             values += self.judge.rewards([text.example(self.prompts) for text in texts], self.run.seq_len)
         return values
 
-    def _from_functions(self, texts: Sequence[Sampled]) -> list[float] | str:
+    def _from_functions(self, texts: Sequence[SampledText]) -> list[float] | str:
         prompts = [self.prompts[text.prompt] for text in texts]
         completions = [self.tokenizer.decode(text.tokens[: -1 if text.has_ended else None]) for text in texts]
         values = np.zeros(len(texts))
@@ -202,7 +201,7 @@ class PolicyTask(Tuning):
         return {name: value for name, value in told.items() if not meaningless.get(name)}
 
     def state(self) -> dict[str, Any]:
-        """The round that is being learned from, where it is not over."""
+        """The round in progress, if it is not over."""
         found = self.collected
         if found is None or self.config.updates_per_round == 1:
             return {}
@@ -221,10 +220,10 @@ class PolicyTask(Tuning):
         arrays = dict(np.load(io.BytesIO(base64.b64decode(state["npz"]))))
         tokens = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
         texts = [
-            Sampled(int(prompt), ids.tolist(), [], bool(has_ended))
+            SampledText(int(prompt), ids.tolist(), [], bool(has_ended))
             for prompt, ids, has_ended in zip(arrays["prompts"], tokens, arrays["has_ended"], strict=True)
         ]
-        self.collected = Collected(state["round"], texts, *(arrays[name] for name in ARRAYS))
+        self.collected = Round(state["round"], texts, *(arrays[name] for name in ARRAYS))
 
 
 def _reward(name: str) -> Reward:

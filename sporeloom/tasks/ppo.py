@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proximal policy optimization: tokens become likelier after which more reward came than the critic had expected.
+"""Proximal policy optimization: tokens followed by more reward than the critic expected become more likely.
 
 Policy and critic are one network with two heads; what is written at the end is the policy.
 """
@@ -20,11 +20,11 @@ from sporeloom.models.family import family_module
 from sporeloom.nn.decoder import DecoderWithValues
 from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.objectives import ActorCritic, Policy, ValueLoss
-from sporeloom.tasks.policy import Collected, PolicyTask
+from sporeloom.tasks.policy import PolicyTask, Round
 
 
 class PPO(PolicyTask):
-    """Rewards of a text come at its last token, the divergence from the reference is taken off at each."""
+    """Rewards of a text come at its last token, the divergence from the reference is subtracted at each."""
 
     objective = ActorCritic
     flags = (
@@ -53,7 +53,7 @@ class PPO(PolicyTask):
         length = batch.tokens.shape[1]
         return both[:, :length] * batch.loss_weights, both[:, length:] * batch.loss_weights
 
-    def collect(self, number: int) -> Collected:
+    def collect(self, number: int) -> Round:
         found = super().collect(number)
         self.kl_coef = self.config.kl_coef
         if self.adaptive:
@@ -64,7 +64,7 @@ class PPO(PolicyTask):
         return found
 
     def judged(
-        self, found: Collected, mask: NDArray[np.float32]
+        self, found: Round, mask: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[Any], Sequence[NDArray[Any]]]:
         config = self.config
         divergence = kl_estimate(found.old, found.reference, config.kl_estimator)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tasks have in common that learn from pairs."""
+"""Common parts of the tasks that train on pairs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain text: every token is learned from those before it."""
+"""Pretraining on plain text: every token is predicted from those before it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Pretraining(Task):
 
     loader: Loader
     layer_tokens = 0
-    """Tokens of all steps, counted once for each layer that saw them; with random-LTD."""
+    """Number of tokens of all steps, counted once for each layer that processed them; with random-LTD."""
 
     def open_data(self) -> None:
         self.tokenizer, self.loader = prepare_data(self.run, self.engine.rank)

@@ -21,20 +21,20 @@ from sporeloom.train.config import Run
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """A text that was sampled."""
+class SampledText:
+    """A sampled text."""
 
     prompt: int
-    """Its number among all prompts."""
+    """Number of the prompt among all prompts."""
     tokens: list[int]
-    """Without the prompt's."""
+    """Tokens without the prompt's."""
     log_probs: list[float]
-    """Of each, under the model itself; empty once they are kept elsewhere."""
+    """Log-probability of each token under the model itself; empty once they are stored elsewhere."""
     has_ended: bool
-    """By the model, not for being too long."""
+    """Whether the model ended it, not the maximum length."""
 
     def example(self, prompts: Sequence[PromptLine]) -> Example:
-        """Prompt and text, of which the text is learned."""
+        """Prompt and text, of which the text is trained on."""
         before = prompts[self.prompt].tokens
         return Example((*before, *self.tokens), (False,) * len(before) + (True,) * len(self.tokens))
 
@@ -61,8 +61,10 @@ class Rollouts:
         self.sampler = Sampler(settings, self.stop_ids, tokenizer.vocab_size)
         self.most = sampling.max_completion_length
 
-    def sample(self, prompts: Sequence[PromptLine], numbers: Sequence[int], streams: Sequence[int]) -> list[Sampled]:
-        """A text for each of `numbers`, prompts among `prompts`. `streams` sets their random numbers apart."""
+    def sample(
+        self, prompts: Sequence[PromptLine], numbers: Sequence[int], streams: Sequence[int]
+    ) -> list[SampledText]:
+        """Sample a text for each of `numbers`, prompts among `prompts`. `streams` separates their random numbers."""
         ids = [prompts[number].tokens for number in numbers]
         self.decoding.prepare([len(prompt) for prompt in ids], self.most)
         requests = [
@@ -77,7 +79,7 @@ class Rollouts:
             log_probs[new.request].append(new.log_probability)
             ended[new.request] = new.finish_reason == "stop"
         return [
-            Sampled(int(number), tokens[place], log_probs[place], bool(ended[place]))
+            SampledText(int(number), tokens[place], log_probs[place], bool(ended[place]))
             for place, number in enumerate(numbers)
         ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning: completions and what assistants say are learned, prompts only read."""
+"""Supervised fine-tuning: completions and assistant messages are trained on, prompts are only context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sporeloom.tasks.tuning import Tuning
 
 
 class SFT(Tuning):
-    """Every learned token of a batch has the same share of the loss, in whatever row it stands."""
+    """Every trained token of a batch has the same weight in the loss, in whatever row it is."""
 
     rows: list[list[Example]]
 
@@ -40,7 +40,7 @@ class SFT(Tuning):
 
 
 def shared_evenly(mask: NDArray[np.float32]) -> NDArray[np.float32]:
-    """A mask as shares of its sum."""
+    """Divide a mask by its sum."""
     shares: NDArray[np.float32] = (mask / max(float(mask.sum(dtype=np.float64)), 1.0)).astype(np.float32)
     return shares
 

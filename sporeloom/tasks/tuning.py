@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tasks have in common that make an assistant of a base model."""
+"""Common parts of the tasks that tune a base model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from sporeloom.data.batch import Batch
-from sporeloom.data.examples import Reading, identity
+from sporeloom.data.examples import LineTokenizer, identity
 from sporeloom.data.sample_order import epoch_samples
 from sporeloom.train.task import Task
 from sporeloom.train.tuning import open_reading, open_tokenizer
@@ -22,9 +22,9 @@ class Tuning(Task):
     """Reads lines of examples. Subclasses set `num_samples` in `open_data`."""
 
     num_samples: int
-    """What `samples` draws from."""
+    """The data that `samples` draws from."""
     text: str
-    """Of `describe`."""
+    """Text for `describe`."""
     net: nn.Cell
     """Model and loss, as `network` made them."""
 
@@ -36,8 +36,8 @@ class Tuning(Task):
         self.net = super().network()
         return self.net
 
-    def reading(self, learn_all: bool = False) -> Reading:
-        """Open the tokenizer, and read with it."""
+    def reading(self, learn_all: bool = False) -> LineTokenizer:
+        """Open the tokenizer, and read the data with it."""
         self.tokenizer = open_tokenizer(self.run)
         return open_reading(self.run, self.tokenizer, learn_all)
 
@@ -55,13 +55,14 @@ class Tuning(Task):
         }
 
     def samples(self, step: int, count: int | None = None) -> NDArray[np.int64]:
-        """Numbers of what a step draws: all once an epoch, in an order of its own."""
+        """Numbers of the samples of a step: all once an epoch, in an order of its own."""
         count = self.config.batch_size if count is None else count
         key = int.from_bytes(hashlib.sha256(f"{self.config.seed} samples".encode()).digest()[:8], "big")
         return epoch_samples(step * count, count, self.num_samples, key)
 
     def evaluated(self, net: nn.Cell, batch: Batch, parts: int = 1) -> NDArray[np.float32]:
-        """What a network with an objective says of each token, by its present weights, on all ranks: (B, parts * T)."""
+        """Output of a network with an objective for each token, by its present weights, on all ranks: (B, parts *
+        T)."""
         was_training = net.training
         net.set_train(False)
         try:
@@ -75,7 +76,8 @@ class Tuning(Task):
 
 
 def batches_of(items: Sequence[Any], size: int, make: Callable[[Sequence[Any]], Batch]) -> Iterator[tuple[int, Batch]]:
-    """All items some at a time, the last batch filled up with the first item: (how many are real, batch)."""
+    """Iterate over all items in batches, the last one filled up with the first item: (number of real items,
+    batch)."""
     for start in range(0, len(items), size):
         part = list(items[start : start + size])
         yield len(part), make(part + [items[0]] * (size - len(part)))

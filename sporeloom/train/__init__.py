@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a model: optimizer, schedule, loop, what is written on the way."""
+"""Train a model: optimizer, learning rate schedule, training loop, metrics and checkpoints."""

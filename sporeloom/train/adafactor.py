@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adafactor: steps relative to the size of each parameter, the second moment whole or factored.
+"""Adafactor: steps relative to the size of each parameter, with a full or a factored second moment.
 
 Source: arXiv:1804.04235; as PaLM used it arXiv:2204.02311 section 5; order of operations of T5X's implementation.
 """
@@ -28,7 +28,7 @@ def _square_sum_at_its_place(share, place, x):
 
 @_precondition.register("Tensor", "Float", "Tensor", "Tensor")
 def _whole_moment(beta2, epsilon, moment, gradient):
-    """The gradient over the root of its second moment, which is updated first."""
+    """Update the second moment, and divide the gradient by its square root."""
     squared = ops.square(gradient) + epsilon
     moment = ops.assign(moment, beta2 * moment + (1.0 - beta2) * squared)
     return gradient * ops.rsqrt(moment)
@@ -36,7 +36,7 @@ def _whole_moment(beta2, epsilon, moment, gradient):
 
 @_precondition_factored.register("Tensor", "Float", "Tensor", "Tensor", "Tensor", "Tensor")
 def _factored_moment(beta2, epsilon, moment, rows, columns, gradient):
-    """The same with a moment that is the product of its rows' and columns' means; of vectors it is whole."""
+    """The same with a moment that is the product of its rows' and columns' means; that of vectors is not factored."""
     if gradient.ndim < 2:
         return _whole_moment(beta2, epsilon, moment, gradient)
     squared = ops.square(gradient) + epsilon
@@ -68,7 +68,7 @@ class Adafactor(nn.Cell):
     Args:
         shares: how much of each parameter's square sum this rank adds (`Report.norm_shares`); None: all of it.
         all_reduce: adds numbers up over all ranks; None on one device.
-        factored: keep the second moment of a matrix as the means of its rows and columns. Needs whole matrices.
+        factored: keep the second moment of a matrix as the means of its rows and columns. Needs unsharded matrices.
         weight_decay: times the square of the rate; PaLM's is 1.
     """
 
@@ -119,13 +119,14 @@ class Adafactor(nn.Cell):
         return self.map(update, self.counts, self.places, self.parameters, self.moments1, steps)
 
     def summed(self, tensors):
-        """Square sums of the whole tensors, (N,)."""
+        """Square sums of the global tensors, (N,)."""
         sums = self.add_n(self.map(_placed_square_sum, self.shares, self.places, tensors))
         return sums if self.all_reduce is None else self.all_reduce(sums)
 
 
 def _factored_state(parameters):
-    """Second moments of vectors, and means of rows and columns of matrices; of the others one zero each."""
+    """Second moments of vectors, and means of rows and columns of matrices; each has one zero where it does not
+    apply."""
     moments: list[Parameter] = []
     rows: list[Parameter] = []
     columns: list[Parameter] = []

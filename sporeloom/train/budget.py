@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run will have seen of each dataset when it is through."""
+"""The data budget of a run: how much of each dataset it reads until its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sporeloom.train.spikes import parse_steps
 
 
 def data_budget(run: Run) -> Iterator[str]:
-    """A table for people: of each dataset its tokens, and those that the run trains on. Text is tokenized first.
+    """Format a table of the tokens in each dataset and those that the run trains on. Text is tokenized first.
 
     Raises:
         ConfigError: the data do not fit the model.

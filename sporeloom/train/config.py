@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run is told, and every mistake in it that can be found before MindSpore is loaded."""
+"""Configuration of a training run and its checks: every mistake that can be found before MindSpore is loaded."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from sporeloom.train.folder import earlier_run, folder_problems, settled
 from sporeloom.train.loss_scale import FLOAT16_INITIAL
 from sporeloom.train.spikes import parse_steps
 
-MOST_TOKENS = 1 << 28
-"""Of one step: more are a slip of the keyboard."""
-MOST_LENGTHS = 16
-"""Of what layers see with random-LTD: each is a graph to compile."""
+MAX_TOKENS = 1 << 28
+"""Maximum number of tokens in one step: more are a typing error."""
+MAX_LENGTHS = 16
+"""Maximum number of sequence lengths with random-LTD: each is a graph to compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +60,20 @@ class TrainingConfig(
     RunFlags,
     ABC,
 ):
-    """One training run of any kind."""
+    """Configuration of a training run of any task."""
 
     task: ClassVar[str]
-    """Module of `sporeloom.tasks`."""
+    """Name of the module of `sporeloom.tasks`."""
     trains_values: ClassVar[bool] = False
-    """Whether the network gives a number of each token in place of logits."""
+    """Whether the network returns a value for each token in place of logits."""
     samples_texts: ClassVar[bool] = False
-    """Whether the model writes what it learns from."""
+    """Whether the model generates the texts that it is trained on."""
     rows_per_unit: ClassVar[int] = 1
-    """Sequences for each thing that `batch_size` counts."""
+    """Number of sequences for each item that `batch_size` counts."""
 
     @abstractmethod
     def base_model(self) -> tuple[str, ModelConfig]:
-        """Family and configuration of the model.
+        """Read the family and the configuration of the model.
 
         Raises:
             ConfigError: there is none, or what is wrong with it.
@@ -81,18 +81,18 @@ class TrainingConfig(
 
     @abstractmethod
     def model_name(self) -> str:
-        """For people."""
+        """Name of the model in messages."""
 
     @abstractmethod
     def read_data(self, model: ModelConfig | None, seq_len: int) -> Any:
-        """What the task trains on, as far as it can be read and checked without a tokenizer.
+        """Read and check the training data, as far as that works without a tokenizer.
 
         Raises:
             ConfigError: what is wrong with it.
         """
 
     def sizes(self, seq_len: int) -> Sizes:
-        """How much each step takes.
+        """Batch size and sequence length of each step.
 
         Raises:
             ConfigError: sizes that are impossible.
@@ -101,17 +101,17 @@ class TrainingConfig(
 
     @abstractmethod
     def default_rates(self) -> tuple[float, float]:
-        """Highest and lowest learning rate where the command line says none."""
+        """Maximum and minimum learning rate where the command line gives none."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the task's own flags."""
+        """List the problems of the task's own flags."""
         return iter(())
 
     def random_ltd(self, model: ModelConfig, sizes: Sizes) -> RandomLTD | None:
-        """Which layers drop tokens, and how many.
+        """Layers that drop tokens, and how many; None: no layer does.
 
         Raises:
-            ConfigError: layers that are none.
+            ConfigError: layers that do not exist.
         """
         return None
 
@@ -120,24 +120,24 @@ class TrainingConfig(
         return None
 
     def about_task(self, lora: LoRAConfig | None) -> dict[str, Any] | None:
-        """What certificates vouch for of the task."""
+        """The part of the task that certificates cover."""
         return about_task(self.task, lora, False, None)
 
     def network_config(self, model: ModelConfig) -> ModelConfig:
-        """The network that is trained, given the model it begins with."""
+        """Configuration of the trained network, given the initial model."""
         return model
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training configuration that was found right, with what it refers to."""
+    """A valid training configuration, with the files it refers to."""
 
     config: TrainingConfig
     family: str
     model: ModelConfig
     strategy: Strategy
     data: Any = dataclasses.field(repr=False)
-    """What the configuration's `read_data` returned."""
+    """Result of the configuration's `read_data`."""
     lora: LoRAConfig | None
     sizes: Sizes
     learning_rate: float
@@ -145,18 +145,18 @@ class Run:
     warmup_steps: int
     decay_steps: int
     loss_scale: float | None
-    """At the beginning; None: gradients are computed of the loss itself."""
+    """Initial loss scale; None: the loss is not scaled."""
     random_ltd: RandomLTD | None = None
-    """Where layers drop tokens."""
+    """Layers that drop tokens."""
 
     @property
     def seq_len(self) -> int:
-        """Of the longest sequences."""
+        """Maximum sequence length of the run."""
         return self.sizes.longest
 
 
 def check(config: TrainingConfig, num_processes: int | None) -> Run:
-    """Everything the run refers to, read and held against each other.
+    """Read everything that the run refers to and check all of it together.
 
     `num_processes`: launched already; None: as many as the strategy needs will be.
 
@@ -178,8 +178,8 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         problems.append(f"--seq-len {seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
     is_sized = config.batch_size > 0 and seq_len > 0 and config.accumulate > 0
     sizes = problems.of(config.sizes, seq_len) if is_sized else None
-    if sizes and (tokens := max(batch * length for batch, length in sizes.shapes())) > MOST_TOKENS:
-        problems.append(f"--batch-size {config.batch_size}: {tokens:,} tokens a step are more than {MOST_TOKENS:,}")
+    if sizes and (tokens := max(batch * length for batch, length in sizes.shapes())) > MAX_TOKENS:
+        problems.append(f"--batch-size {config.batch_size}: {tokens:,} tokens a step are more than {MAX_TOKENS:,}")
         sizes = None
     data = problems.of(config.read_data, model, seq_len)
     lora = problems.of(config.adapters)
@@ -243,16 +243,16 @@ def _with_folder(config: TrainingConfig) -> TrainingConfig:
 
 
 def _loss_scale(config: TrainingConfig, model: ModelConfig | None) -> float | None:
-    """At the beginning; float16 is not trained without one."""
+    """Initial loss scale; float16 is not trained without one."""
     is_half = bool(model and model.compute_dtype == "float16")
     scale = FLOAT16_INITIAL if is_half and config.loss_scale is None else config.loss_scale
     if scale and config.optimizer.startswith("adafactor"):
-        raise ConfigError("--optimizer adafactor knows no loss scale; use bfloat16 or float32, or adamw")
+        raise ConfigError("--optimizer adafactor has no loss scaling; use bfloat16 or float32, or adamw")
     return scale
 
 
 def _with_own_tokenizer(config: TrainingConfig, family: str) -> TrainingConfig:
-    """With the tokenizer of the checkpoint it starts from, if no other is named."""
+    """Use the tokenizer of the initial checkpoint, if no other is named."""
     if config.from_checkpoint is None or config.tokenizer is not None:
         return config
     path = find_tokenizer(family, config.from_checkpoint)
@@ -260,7 +260,7 @@ def _with_own_tokenizer(config: TrainingConfig, family: str) -> TrainingConfig:
 
 
 def _model_config(config: TrainingConfig) -> tuple[str, ModelConfig]:
-    """Family and network."""
+    """Read the family and the network's configuration."""
     family, model = config.base_model()
     if config.dropout is not None:
         model = fields_from(ModelConfig, Document("--dropout", {"dropout_rate": config.dropout}), model)
@@ -272,8 +272,8 @@ def _optimizer_problems(config: TrainingConfig, strategy: Strategy) -> Iterator[
         return
     if strategy.mesh.size > strategy.mesh.dp or strategy.optimizer_parallel:
         yield (
-            f"--optimizer adafactor-factored needs whole matrices on every rank: dp alone, without optimizer_parallel, not "
-            f"{strategy.mesh}; use adafactor"
+            "--optimizer adafactor-factored needs unsharded matrices on every rank: dp alone, without "
+            f"optimizer_parallel, not {strategy.mesh}; use adafactor"
         )
 
 
@@ -285,12 +285,12 @@ def _place_problems(config: TrainingConfig) -> Iterator[str]:
 
 
 def _base_problems(config: TrainingConfig, model: ModelConfig | None, lora: LoRAConfig | None) -> Iterator[str]:
-    """The model that the run begins with, against what is trained."""
+    """Check the initial model against what is trained."""
     base = config.from_checkpoint
     if lora and base and base.resolve() == config.checkpoint_dir.resolve():
-        yield f"--output-dir {config.output_dir}: adapters would take the place of the model they are for"
+        yield f"--output-dir {config.output_dir}: adapters would replace the model they belong to"
     if model and model.value_head and not config.trains_values:
-        yield f"--from-checkpoint {base}: a reward model; only `sporeloom reward` goes on with it"
+        yield f"--from-checkpoint {base}: a reward model; only `sporeloom reward` can continue its training"
 
 
 def _strategy_problems(
@@ -300,7 +300,7 @@ def _strategy_problems(
     sizes: Sizes | None,
     num_processes: int | None,
 ) -> Iterator[str]:
-    """The strategy against everything else."""
+    """Check the strategy against everything else."""
     yield from _optimizer_problems(config, strategy)
     yield from launch_problems(strategy, num_processes) if num_processes is not None else []
     yield from model_problems(strategy, model) if model else []
@@ -322,26 +322,26 @@ def _random_ltd_problems(
     config: TrainingConfig, dropping: RandomLTD, model: ModelConfig, sizes: Sizes, strategy: Strategy
 ) -> Iterator[str]:
     if config.certificate:
-        yield f"--certificate {config.certificate}: it vouches for layers that see all tokens, not for random-LTD"
+        yield f"--certificate {config.certificate}: it covers layers that process all tokens, not random-LTD"
     plain = sum(path.startswith("layers.") for path in model.layers)
     if outside := [layer for layer in dropping.layers if layer >= plain]:
         yield f"--random-ltd-layers: layer {outside[0]} is outside 0 .. {plain - 1}, the layers that can drop tokens"
     if not dropping.layers:
         yield f"--random-ltd-min-value: {model.num_layers} layers have none between the first and the last"
     if model.experts:
-        yield "--random-ltd-min-value: experts count their tokens in whole sequences; leave it out"
+        yield "--random-ltd-min-value: expert capacity is counted in full sequences; leave it out"
     if strategy.mesh.cp > 1:
-        yield f"{strategy.at('mesh.cp')}: --random-ltd-min-value wants whole sequences on every rank; leave cp out"
+        yield f"{strategy.at('mesh.cp')}: --random-ltd-min-value needs full sequences on every rank; leave cp out"
     least, most, growth = dropping.min_value, dropping.max_value, dropping.seq_per_step
     if least > most:
         yield f"--random-ltd-min-value {least} is outside 1 .. {most}, the tokens of a sequence"
     elif least % growth:
-        yield f"--random-ltd-min-value {least} is no multiple of --random-ltd-seq-per-step {growth}"
-    elif len(lengths := dropping.lengths(sizes, config.steps)) > MOST_LENGTHS:
-        enough = math.ceil((most - least) / (MOST_LENGTHS - 1))
+        yield f"--random-ltd-min-value {least} is not a multiple of --random-ltd-seq-per-step {growth}"
+    elif len(lengths := dropping.lengths(sizes, config.steps)) > MAX_LENGTHS:
+        enough = math.ceil((most - least) / (MAX_LENGTHS - 1))
         yield (
-            f"--random-ltd-seq-per-step {growth}: {len(lengths)} lengths are as many graphs to compile; {enough} or more "
-            f"makes at most {MOST_LENGTHS}"
+            f"--random-ltd-seq-per-step {growth}: each of the {len(lengths)} lengths is a graph to compile; "
+            f"{enough} or more makes at most {MAX_LENGTHS}"
         )
     else:
         for batch, length in sizes.shapes():
@@ -355,11 +355,11 @@ def _spike_problems(config: TrainingConfig) -> Iterator[str]:
     skipped = problems.of(parse_steps, config.skip_steps) or ()
     yield from problems
     if config.find_nan and not config.strategy:
-        yield "--find-nan looks into graphs of CPU processes: give a --strategy of several, such as pangu_tiny_dp2"
+        yield "--find-nan reads graphs of CPU processes: give a --strategy with several, such as pangu_tiny_dp2"
     if any(config.steps in steps for steps in skipped):
-        yield f"--skip-steps: step {config.steps} is the last of the run, which cannot be left out; change --steps"
+        yield f"--skip-steps: step {config.steps} is the last of the run, which cannot be skipped; change --steps"
     if (skipped or config.rewind_at_spike) and config.samples_texts:
-        yield f"--{'skip-steps' if skipped else 'rewind-at-spike'}: steps of {config.task} hang on those before them"
+        yield f"--{'skip-steps' if skipped else 'rewind-at-spike'}: steps of {config.task} depend on earlier ones"
     if config.rewind_at_spike and config.rewind_at_spike <= 1:
         yield f"--rewind-at-spike must be above 1, or 0, got {config.rewind_at_spike:g}"
     if config.rewind_at_spike and not (config.save_every or config.save_minutes):
@@ -367,7 +367,7 @@ def _spike_problems(config: TrainingConfig) -> Iterator[str]:
 
 
 def only_looks(config: TrainingConfig) -> bool:
-    """Whether what the run would see is asked for, and nothing is trained."""
+    """Whether the run only prints its data, without training."""
     return bool(getattr(config, "inspect", 0) or getattr(config, "data_budget", False))
 
 
@@ -380,16 +380,18 @@ def _own_problems(config: TrainingConfig) -> list[str]:
     place = list(_place_problems(config)) if is_first_process() else []
     problems += place
     has_checkpoints = not place and bool(checkpoints(config.states_dir))
-    if config.resume and not has_checkpoints and config.output_dir != DEFAULT_FOLDER:  # else there is no run at all
+    if (
+        config.resume and not has_checkpoints and config.output_dir != DEFAULT_FOLDER
+    ):  # otherwise there is no run at all
         instead = "with --overwrite instead of" if earlier_run(config.output_dir) else "without"
         problems.append(f"--resume: {config.states_dir} holds no checkpoint; start {instead} --resume")
     if config.resume and config.overwrite:
-        problems.append("--resume goes on with a run, --overwrite replaces it; leave one out")
+        problems.append("--resume continues a run, --overwrite replaces it; leave one out")
     return problems
 
 
 def _folder_problems(config: TrainingConfig) -> Iterator[str]:
-    """An earlier run in the folder of this one."""
+    """Check the folder for an earlier run."""
     if is_first_process() and not config.resume and not only_looks(config):
         given = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
         yield from folder_problems(config, (v for name, v in given if isinstance(v, Path) and name != "output_dir"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a run is told to read to its loader: text is tokenized first, by one process."""
+"""Open the training data of a run: text is tokenized first, by one process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sporeloom.data.arrays import read_arrays
 from sporeloom.data.blend import BlendEntry, short_datasets
 from sporeloom.data.curriculum import Curriculum, check_index, read_curriculum
 from sporeloom.data.loader import Dataset, Loader, rows_of_rank
-from sporeloom.data.packing import Arrangement, BestFit, Shuffled, Stream, save_packing
-from sporeloom.data.sources import Source
+from sporeloom.data.packing import Arrangement, BestFit, ShuffledStream, Stream, save_packing
+from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import TokenFile
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.data.tokenizer import Tokenizer, content_hash, folder_tokenizer, load_tokenizer
@@ -25,7 +25,8 @@ from sporeloom.train.config import Run
 
 
 def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
-    """Tokenizer and loader; what has to be made is made once, under names that say what it was made of.
+    """Open tokenizer and loader; files that have to be made are made once, under names that identify their
+    contents.
 
     Raises:
         ConfigError: the tokenizer or the token files do not fit the model.
@@ -57,7 +58,7 @@ def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
 
 
 def describe(loader: Loader, steps: int) -> str:
-    """What a run of so many steps reads."""
+    """Describe the data that a run of this many steps reads."""
     weights, epochs = loader.shares.weights, loader.epochs(steps)
     return "data: " + "; ".join(
         f"{dataset.name} {weight:.1%}, {passes:.2f} epochs of {size:,} sequences"
@@ -67,7 +68,7 @@ def describe(loader: Loader, steps: int) -> str:
 
 
 def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, BlendEntry]:
-    """Tokenizer and token files of the run's text."""
+    """Make the tokenizer and the token files of the run's text."""
     config, module = run.config, family_module(run.family, "tokenizer")
     assert run.data.documents is not None
     folder, first, documents = config.output_dir / "data", rank == 0, run.data.documents
@@ -85,7 +86,7 @@ def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, BlendEntry]:
         made_once(path, first, lambda path: write_atomically(path, train_tokenizer))
     tokenizer = load_tokenizer(run.family, path, run.model)
     content.update(content_hash(path).encode())
-    job = TokenizeJob(Source((config.data,)), run.family, path)
+    job = TokenizeJob(DocumentSource((config.data,)), run.family, path)
     tokens = folder / f"tokens-{content.hexdigest()[:16]}"
     made_once(tokens, first, lambda out: tokenize(job, out, workers=0, show_progress=False))
     return tokenizer, BlendEntry(str(config.data), TokenFile(tokens), 1.0)
@@ -104,15 +105,15 @@ def _curriculum(run: Run, parts: list[BlendEntry]) -> Curriculum | None:
 
 
 def _arrangement(run: Run, rank: int, part: BlendEntry) -> Arrangement:
-    """How the documents of a dataset become samples. A packing is worked out by one process and kept."""
+    """Turn the documents of a dataset into samples. A packing is computed by one process and stored."""
     packing, seq_len, info = run.config.packing, run.seq_len, part.tokens.info  # type: ignore[attr-defined]
     if packing == "stream":
         return Stream(part.tokens, seq_len)
     if info.record_length:
-        raise ConfigError(f"{part.name}: cut into records already; give --packing stream")
+        raise ConfigError(f"{part.name}: contains fixed-length records; give --packing stream")
     if packing == "shuffled":
         key = hashlib.sha256(f"{run.config.seed} documents {info.content}".encode()).digest()
-        return Shuffled(part.tokens, seq_len, int.from_bytes(key[:8], "big"))
+        return ShuffledStream(part.tokens, seq_len, int.from_bytes(key[:8], "big"))
     path = run.config.output_dir / "data" / f"packing-{info.content[:16]}-{seq_len}.npz"
     if rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +122,8 @@ def _arrangement(run: Run, rank: int, part: BlendEntry) -> Arrangement:
 
 
 def _ignored(run: Run, rank: int, tokens: TokenFile) -> NDArray[np.int64]:
-    """Where the token stands that is not trained on. Finding it takes a pass over the tokens, so one process does it."""
+    """Positions of the token that is not trained on. Finding them takes a pass over the tokens, so one process
+    does it."""
     token = run.model.loss_ignore_id
     if token == tokens.info.eod_id:
         return tokens.places_of(token)

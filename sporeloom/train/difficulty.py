@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How hard each sample of a dataset is, for a curriculum: `sporeloom preprocess difficulty`."""
+"""Difficulty of each sample of a dataset, for a curriculum: `sporeloom preprocess difficulty`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_difficulty(
     packing: Literal["stream", "best-fit"],
     checkpoint: Path | None,
 ) -> dict[str, Any]:
-    """Write the index of all samples of a folder of token files. Returns what to tell of it.
+    """Write the index of all samples of a folder of token files. Returns a line to print about it.
 
     Args:
         checkpoint: of the reference model of the metric `loss`.
@@ -39,7 +39,7 @@ def write_difficulty(
     if out.exists():
         raise ConfigError(f"{out}: is there already; remove it or give another name")
     if (metric == "loss") != (checkpoint is not None):
-        raise ConfigError("--checkpoint is the model that --metric loss asks, and needed there only")
+        raise ConfigError("--checkpoint is for --metric loss only")
     if metric == "seqlen" and packing == "stream":
         raise ConfigError(
             "--metric seqlen: all samples of a stream are of one length; --packing best-fit, or --seq-len-growth"
@@ -51,7 +51,7 @@ def write_difficulty(
             save_packing(tokens, seq_len, Path(scratch) / "packing.npz")
             arrangement = BestFit(tokens, seq_len, Path(scratch) / "packing.npz")
     if not arrangement.num_samples:
-        raise ConfigError(f"{folder}: {tokens.info.num_tokens} tokens give no sample of {seq_len}")
+        raise ConfigError(f"{folder}: {tokens.info.num_tokens} tokens are fewer than one sample of {seq_len}")
     if metric == "seqlen":
         values = sample_lengths(arrangement)
     elif metric == "vocabularyrarity":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples as a model will be given them: text, special tokens and ids, what is learned in colour."""
+"""Show examples as a model gets them: text, special tokens and ids, with the trained tokens in colour."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from sporeloom.data.examples import Example, Fitted, fitted, fitted_pairs
+from sporeloom.data.examples import Example, FittingExamples, fitted, fitted_pairs
 from sporeloom.data.tokenizer import Tokenizer, token_text
 from sporeloom.train.config import Run
 from sporeloom.train.tuning import PairConfig, PolicyConfig, open_reading, open_tokenizer
 
 COLOUR, PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
-"""Before and behind what is learned: on a terminal, and elsewhere."""
+"""Marks before and after trained tokens: on a terminal, and elsewhere."""
 
 
 def view(run: Run, count: int, in_colour: bool) -> Iterator[str]:
-    """Lines about the first examples of a run's data.
+    """Format the first examples of a run's data as lines.
 
     Raises:
-        ConfigError: lines that cannot be read as the task wants them.
+        ConfigError: lines that cannot be read as the task needs them.
     """
     config: Any = run.config
     tokenizer = open_tokenizer(run)
@@ -50,7 +50,8 @@ def view(run: Run, count: int, in_colour: bool) -> Iterator[str]:
 
 
 def marked(example: Example, tokenizer: Tokenizer, marks: tuple[str, str]) -> str:
-    """The text of an example, with marks around what is learned, and special tokens by their names, in marks of theirs."""
+    """Format the text of an example, with marks around trained tokens, and special tokens by their names, in marks
+    of their own."""
     text = ""
     for is_learned, tokens in _runs(example):
         piece = "".join(
@@ -62,7 +63,7 @@ def marked(example: Example, tokenizer: Tokenizer, marks: tuple[str, str]) -> st
 
 
 def marked_ids(example: Example, marks: tuple[str, str]) -> str:
-    """The token ids of an example, likewise."""
+    """Format the token ids of an example, with the same marks."""
     runs = [(is_learned, " ".join(map(str, tokens))) for is_learned, tokens in _runs(example)]
     return "ids: " + " ".join(f"{marks[0]}{ids}{marks[1]}" if is_learned else ids for is_learned, ids in runs)
 
@@ -72,5 +73,5 @@ def _runs(example: Example) -> Iterator[tuple[bool, list[int]]]:
         yield is_learned, [token for token, _ in group]
 
 
-def _numbered(found: Fitted, count: int) -> list[tuple[int, Any]]:
+def _numbered(found: FittingExamples, count: int) -> list[tuple[int, Any]]:
     return list(enumerate(found.examples[:count], 1))

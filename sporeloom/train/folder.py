@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: one of its own by default, an earlier one with --resume, never another run's without --overwrite."""
+"""The output folder of a run: a new one by default, an earlier one with --resume, never another run's without
+--overwrite."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from sporeloom.train.flags import DEFAULT_FOLDER, RunFlags
 Config = TypeVar("Config", bound=RunFlags)
 
 LATEST = DEFAULT_FOLDER.parent / "latest"
-"""The newest of the folders that runs get by default: a symbolic link."""
+"""Symbolic link to the newest default folder."""
 OWN = ("checkpoints", "checkpoint", "config.json", "metrics.jsonl", "tensorboard", "reference.npy")
-"""What a run writes there, but for logs, and the data it can make again."""
+"""Files that a run writes to its folder, except logs and data that it can generate again."""
 BY_DEFAULT = re.compile(r"\d{8}-\d{6}-.+")
 
 
@@ -35,7 +36,7 @@ def settled(config: Config, name: str, resume: bool | Path) -> Config:
         resume: as the command line says it.
 
     Raises:
-        ConfigError: there is no run to go on with, or two are named.
+        ConfigError: there is no run to resume, or two are named.
     """
     given = config.output_dir
     if isinstance(resume, Path):
@@ -58,7 +59,7 @@ def _followed(link: Path) -> Path:
 
 
 def _new(name: str) -> Path:
-    """A folder that no run has."""
+    """Create a folder that no run has."""
     words = re.sub(r"[^\w.]+", "-", name).strip("-.").lower() or "run"
     path = DEFAULT_FOLDER.parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{words}"
     number = 2
@@ -69,29 +70,29 @@ def _new(name: str) -> Path:
 
 
 def earlier_run(folder: Path) -> list[str]:
-    """Names of what a run left there."""
+    """List the files that an earlier run left in the folder."""
     return [name for name in OWN if os.path.lexists(folder / name)]  # False where Path.exists would raise
 
 
 def folder_problems(config: RunFlags, reads: Iterator[Path]) -> Iterator[str]:
-    """An earlier run that would be lost. `reads`: what the run begins with."""
+    """Refuse a folder whose earlier run would be lost. `reads`: the inputs of the run."""
     folder = config.output_dir
     if not (held := earlier_run(folder)):
         return
     if not config.overwrite:
         yield (
-            f"--output-dir {folder}: holds {held[0]} of an earlier run; go on with --resume, or give another --output-dir, "
-            "or replace it with --overwrite"
+            f"--output-dir {folder}: contains {held[0]} of an earlier run; continue it with --resume, or give "
+            "another --output-dir, or replace it with --overwrite"
         )
         return
     for path in reads:
         for name in held:
             if path.resolve().is_relative_to((folder / name).resolve()):
-                yield f"--output-dir {folder}: --overwrite would remove {path}, which the run begins with"
+                yield f"--output-dir {folder}: --overwrite would remove {path}, which the run reads"
 
 
 def clear(folder: Path) -> None:
-    """Remove an earlier run, whose place is taken; what else is there stays."""
+    """Remove an earlier run that is replaced; other files stay."""
     for name in OWN:
         path = folder / name
         if path.is_dir() and not path.is_symlink():
@@ -101,7 +102,7 @@ def clear(folder: Path) -> None:
 
 
 def point_to(folder: Path) -> None:
-    """Let `out/latest` be `folder`, if that is one that a run gets by default."""
+    """Let `out/latest` point to `folder`, if that is a default folder."""
     if folder.parent != DEFAULT_FOLDER.parent or not BY_DEFAULT.fullmatch(folder.name):
         return
     if LATEST.exists() and not LATEST.is_symlink():

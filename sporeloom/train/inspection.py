@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show the samples of any step of a run, as the model will be given them."""
+"""Show the samples of any step of a run exactly as the model gets them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ END = "<end of document>"
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig(TrainConfig):
-    """The flags of tools/train.py, and what to look at."""
+    """The flags of tools/train.py, and the step to show."""
 
     step: Step = option(1, "step of the run, counted from 1")
     rows: tuple[Natural, ...] = option((0,), "rows of its batch, counted from 0")
-    tokens: bool = option(False, "each token with its position and loss weight instead of the text")
-    json: bool = option(False, "JSON on stdout")
+    tokens: bool = option(False, "print each token with its position and loss weight instead of the text")
+    json: bool = option(False, "print JSON")
 
 
 def inspect(config: InspectConfig) -> dict[str, Any]:
-    """What `step` reads: the blend up to it, and for some rows of its batch source, text, positions and masks.
+    """Describe what `step` reads: the blend up to it, and for some rows of its batch source, text, positions and
+    masks.
 
     Raises:
         ConfigError: the run is not possible, or has no such step or row.
@@ -89,7 +90,7 @@ def _row(loader: Loader, tokenizer: Tokenizer, step: int, row: int) -> dict[str,
 
 
 def describe(found: dict[str, Any], as_tokens: bool) -> str:
-    """The same for a reader."""
+    """Format the result of `inspect` as text."""
     lines = [
         f"step {found['step']}: {found['sequences']} sequences of {found['seq_len']} tokens, after "
         f"{found['tokens_before']:,} tokens",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the flags of a run, of whatever task, to the run."""
+"""Start a run of any task from its flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TRAINER = "sporeloom.train.trainer"
 
 
 def run_training(verb: str, kind: type[TrainingConfig], description: str | None, argv: Sequence[str]) -> int:
-    """Train as the flags of `kind` say; with --launch in as many processes as the strategy needs. Returns the exit code."""
+    """Train as the flags of `kind` say; with --launch in as many processes as the strategy needs. Returns the exit
+    code."""
     config = parse_args(kind, description or "", argv, lambda config: check(config, _num_processes(config)))
     count, wants_budget = getattr(config, "inspect", 0), getattr(config, "data_budget", False)
     run = check(config, _num_processes(config))
@@ -37,12 +38,12 @@ def run_training(verb: str, kind: type[TrainingConfig], description: str | None,
 
 
 def _num_processes(config: TrainingConfig) -> int | None:
-    """Of the job, where its processes run already."""
+    """Number of processes of the job, where they run already."""
     return None if config.launch or only_looks(config) else launched_processes()
 
 
 def _with_folder(argv: Sequence[str], run: Run) -> list[str]:
-    """The command line for the processes of a job, with the one folder that all of them use."""
+    """The command line of the job's processes, with the one folder that all of them use."""
     words, folder = list(argv), run.config.output_dir
     for at, word in enumerate(words):
         if word == "--resume" and at + 1 < len(words) and not words[at + 1].startswith("-"):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number that the loss is multiplied with, so that gradients in float16 do not vanish. Source: arXiv:1710.03740."""
+"""Dynamic loss scaling: a factor of the loss that keeps float16 gradients from underflow. Source:
+arXiv:1710.03740."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FLOAT16_INITIAL = 2.0**32
-"""PanGu-alpha's and CodeGeeX's first scale; it is halved each step until gradients are finite."""
+"""Initial scale of PanGu-alpha and CodeGeeX; it is halved each step until gradients are finite."""
 
 
 @dataclass
@@ -23,7 +24,8 @@ class LossScale:
     fine_steps: int = 0
 
     def follow(self, is_finite: bool) -> bool:
-        """Book a step. Returns whether one without finite gradients may be passed over: there is a smaller scale to try."""
+        """Record a step. Returns whether a step without finite gradients may be skipped: there is a smaller scale
+        to try."""
         if is_finite:
             self.fine_steps += 1
             if self.fine_steps == self.window:
@@ -34,9 +36,9 @@ class LossScale:
         return had_room
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on needs."""
+        """State that a resumed run needs."""
         return {"value": self.value, "fine_steps": self.fine_steps}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self.value, self.fine_steps = float(state["value"]), int(state["fine_steps"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind of each step: a line of metrics.jsonl, scalars for TensorBoard, the progress bar."""
+"""Metrics of each step: a line of metrics.jsonl, scalars for TensorBoard, the progress bar."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ SHOWN = {
     "reward": "reward {:.3f}",
     "kl": "KL {:.4f}",
 }
-"""What of a task's metrics the progress bar tells."""
+"""The task's metrics that the progress bar shows."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step."""
+    """Metrics of one optimizer step."""
 
     step: int
-    """Counted from 1."""
+    """Step number, counted from 1."""
     loss: float
-    """NaN, in the file null: a spike that took the weights with it, too."""
+    """NaN, in the file null: a spike that made the weights NaN, too."""
     learning_rate: float
     grad_norm: float | None
-    """Global, before clipping; None: not finite, so that nothing was updated and the loss scale was lowered."""
+    """Global norm before clipping; None: not finite, so that no weight was updated and the loss scale was lowered."""
     step_time_s: float
     tokens_per_s: float
-    """Of the whole job."""
+    """Tokens per second of all devices together."""
     loss_scale: float | None = None
-    """Where there is one: the one of this step."""
+    """Loss scale of this step, where there is one."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """What the task tells besides."""
+    """Further metrics of the task."""
 
     def values(self) -> dict[str, Any]:
-        """What there is."""
+        """The metrics that are present."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "more"}
         return {name: value for name, value in {**given, **self.more}.items() if value is not None}
 
@@ -76,7 +76,7 @@ def expert_metrics(counts: NDArray[np.float32], experts: ExpertConfig) -> dict[s
 
 
 def _lines_up_to(step: int, path: Path) -> list[str]:
-    """Of earlier runs, up to a step; the last one may have been cut off."""
+    """Metrics of earlier runs, up to a step; the last line may be cut off."""
     kept = []
     for line in file_lines(path):
         try:
@@ -127,7 +127,7 @@ class MetricsWriter:
         self._bar.update()
 
     def pass_over(self) -> None:
-        """A step that was left out."""
+        """Record a skipped step."""
         self._bar.update()
 
     def __enter__(self) -> MetricsWriter:
@@ -135,7 +135,7 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
-        with contextlib.suppress(OSError):  # what is not written was told of, or is TensorBoard's alone
+        with contextlib.suppress(OSError):  # what is not written was reported above, or is TensorBoard's alone
             self._events.close()
         with contextlib.suppress(OSError):
             self._lines.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers whose numbers of each step come from the host, so that one graph serves every schedule.
+"""Optimizers whose hyperparameters of each step come from the host, so that one graph serves every schedule.
 
 The numbers are parameters, not inputs: MindSpore's pipeline pass takes every input for a part of the batch.
 """
@@ -15,7 +15,7 @@ _sgd = ops.MultitypeFuncGraph("sgd")
 
 
 def _updates(adam):
-    """What updates one parameter by the operator `adam`."""
+    """Function that updates one parameter by the operator `adam`."""
     update = ops.MultitypeFuncGraph("adam")
 
     @update.register("Tensor", "Tensor", "Tensor", "Float", "Float", "Bool", "Tensor", "Tensor", "Tensor", "Tensor")
@@ -40,7 +40,8 @@ def _sgd_update(rate, weight, gradient):
 
 
 def is_decayed(name: str) -> bool:
-    """PanGu's rule: everything but biases and LayerNorms (embeddings ARE decayed). Source: MODEL names in src/utils.py."""
+    """PanGu's rule: decay all parameters but biases and LayerNorms (embeddings ARE decayed). Source: MODEL names
+    in src/utils.py."""
     return not name.endswith("bias") and "norm" not in name
 
 
@@ -124,7 +125,7 @@ class SGD(nn.Cell):
 
 
 class BothOptimizers(nn.Cell):
-    """AdamW and SGD in one graph, to compile a comparison once; the one with rate 0 changes nothing."""
+    """AdamW and SGD in one graph, to compile a comparison once; the one with learning rate 0 changes nothing."""
 
     def __init__(self, parameters, on_host=False):
         super().__init__(auto_prefix=False)

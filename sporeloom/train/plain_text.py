@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `sporeloom train` is told: a model of plain text."""
+"""Configuration of `sporeloom train`: a language model on plain text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sporeloom.data.curriculum import read_curriculum
 from sporeloom.data.documents import read_documents
 from sporeloom.data.packing import Packing
 from sporeloom.data.random_ltd import RandomLTD
-from sporeloom.data.sample_order import MOST_STEPS, Sizes, growing_seq_lens, ramped_batch_sizes
+from sporeloom.data.sample_order import MAX_STEPS, Sizes, growing_seq_lens, ramped_batch_sizes
 from sporeloom.data.token_file import is_token_file
 from sporeloom.data.tokenizer import content_hash, find_tokenizer
 from sporeloom.errors import ConfigError, Problems
@@ -26,71 +26,81 @@ from sporeloom.train.config import TrainingConfig
 
 
 class PlainText(NamedTuple):
-    """What `sporeloom train` reads: one of both."""
+    """The data of `sporeloom train`: text or token files."""
 
     documents: list[str] | None
-    """Text that is still to be tokenized."""
+    """Documents that are not tokenized yet."""
     parts: list[BlendEntry] | None
     """Token files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeFlags:
-    """Which network."""
+    """The size of the network."""
 
     heading: ClassVar[str] = "model"
     common: ClassVar[tuple[str, ...]] = ("model", "size", "config")
 
     model: str = option("pangu", "model family")
-    size: str = option("tiny", "one of the family's published sizes")
-    config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
+    size: str = option("tiny", "built-in size of the family")
+    config: Path | None = option(
+        None, "JSON file of model configuration fields that replace those of --size (default: none)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomLTDFlags:
-    """Layers that see fewer tokens. Names and schedule are DeepSpeed's."""
+    """Random layerwise token dropping. Names and schedule follow DeepSpeed."""
 
     heading: ClassVar[str] = "random layerwise token dropping"
 
     random_ltd_min_value: Natural = option(
         0,
-        "random-LTD: of each sequence the middle layers see so many tokens at first, drawn anew in every step; 0: all",
+        "number of tokens in each sequence that the middle layers process at the start of the run, sampled "
+        "anew in every step; 0: all",
     )
     random_ltd_require_steps: Count | None = option(
-        None, "steps after which they see all of them; the run's without it"
+        None, "number of steps after which the middle layers process all tokens (default: --steps)"
     )
-    random_ltd_seq_per_step: Count = option(16, "tokens by which that number grows")
+    random_ltd_seq_per_step: Count = option(16, "number of tokens by which that number grows")
     random_ltd_layers: tuple[str, ...] = option(
-        (), "those layers, as 1-22 or 3, counted from 0; all between the first and the last without it"
+        (), "layers that drop tokens, as 1-22 or 3, counted from 0 (default: all but the first and the last)"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RandomLTDFlags, SizeFlags, TrainingConfig):
-    """The flags of `sporeloom train`: a model of plain text."""
+    """The flags of `sporeloom train`."""
 
     task: ClassVar[str] = "pretraining"
     heading: ClassVar[str] = "data"
 
     data: Path = option(
         ...,
-        "what to train on: a folder of token files, a .yaml file that blends several, or text as it is (.jsonl with a `text` "
-        "field, .txt with blank lines between documents, ...)",
+        "training data: a folder of token files, a .yaml file that blends several, or text (.jsonl with a "
+        "`text` field, .txt with blank lines between documents, ...)",
     )
     packing: Packing = option(
         "stream",
-        "how documents become sequences: windows of all tokens, of documents shuffled anew in each epoch, or best-fit: no "
-        "document is cut that fits into a sequence, and what stays free is padding",
+        "packing of documents into sequences: stream (windows over all tokens), shuffled (documents in a new order "
+        "each epoch), or best-fit (a document that fits into a sequence is not split; the remaining positions "
+        "are padding)",
     )
     curriculum: Path | None = option(
-        None, "YAML file: which samples a step may draw, by an index of sporeloom preprocess difficulty"
+        None,
+        "YAML file of the curriculum: the samples that each step may use, by an index of sporeloom "
+        "preprocess difficulty (default: none)",
     )
     batch_size_ramp: tuple[Amount, ...] = option(
-        (), "START INCREMENT COUNT: grow from START to --batch-size by INCREMENT, evenly over the first COUNT sequences"
+        (),
+        "START INCREMENT COUNT: increase the batch size from START to --batch-size in steps of INCREMENT, "
+        "evenly over the first COUNT sequences (default: constant)",
     )
-    ramp_unit: Literal["sequences", "tokens"] = option("sequences", "what COUNT of --batch-size-ramp counts")
-    seq_len_growth: tuple[str, ...] = option((), "LENGTH:STEPS ...: shorter sequences for the first steps")
-    data_budget: bool = option(False, "print what the run would see of each dataset, and train nothing")
+    ramp_unit: Literal["sequences", "tokens"] = option("sequences", "unit of COUNT in --batch-size-ramp")
+    seq_len_growth: tuple[str, ...] = option(
+        (), "LENGTH:STEPS ...: shorter sequences for the first steps (default: constant)"
+    )
+    data_budget: bool = option(False, "print the samples of each dataset that the run would use, without training")
 
     def base_model(self) -> tuple[str, ModelConfig]:
         model = size_config(self.model, self.size)
@@ -149,11 +159,11 @@ class TrainConfig(RandomLTDFlags, SizeFlags, TrainingConfig):
 
 
 def _sizes(config: TrainConfig, seq_len: int) -> Sizes:
-    """How much each step takes."""
+    """The batch size and sequence length of each step."""
     try:
         growth = [(int(length), int(steps)) for length, steps in (entry.split(":") for entry in config.seq_len_growth)]
-        if sum(steps for _, steps in growth) > MOST_STEPS:
-            raise ConfigError(f"--seq-len-growth {' '.join(config.seq_len_growth)}: more than {MOST_STEPS:,} steps")
+        if sum(steps for _, steps in growth) > MAX_STEPS:
+            raise ConfigError(f"--seq-len-growth {' '.join(config.seq_len_growth)}: more than {MAX_STEPS:,} steps")
         lengths = growing_seq_lens(growth, seq_len)
     except ValueError as error:
         reason = error if "grow" in str(error) else "give LENGTH:STEPS, as in 256:1000 512:1000"
@@ -179,7 +189,7 @@ def _sizes(config: TrainConfig, seq_len: int) -> Sizes:
 
 
 def _data_problems(config: TrainConfig, model: ModelConfig, parts: list[BlendEntry], seq_len: int) -> list[str]:
-    """Token files against the model."""
+    """Check the token files against the model."""
     info, problems = parts[0].tokens.info, short_datasets(parts, seq_len)
     if info.family != config.model:
         problems.append(f"{config.data}: tokens of {info.family}, not of --model {config.model}")

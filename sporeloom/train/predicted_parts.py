@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a strategy will shard a family's model, without compiling it."""
+"""Predict how a strategy shards a family's model, without compiling it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sporeloom.train.saving import logical_name
 
 
 def predicted_parts(family: str, model: ModelConfig, strategy: Strategy) -> dict[str, list[tuple[int, Slices]]]:
-    """(rank, part) of every parameter, by its name in a checkpoint. Moments are sharded as their parameters are."""
+    """List (rank, shard) of every parameter, by its name in a checkpoint. Moments are sharded as their parameters
+    are."""
     with no_init_parameters():
         net = family_module(family, "model").ModelWithLoss(model)
     report = parallelize(net, strategy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MindSpore's own checkpoint files of every rank, for those who load them with MindSpore."""
+"""MindSpore's own checkpoint files of every rank, for users who load them with MindSpore."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Silent data corruption: a step that is run twice from the same state must leave the same bits on every rank."""
+"""Silent data corruption: a step that runs twice from the same state must give the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ def run_twice(
     different = _difference(after, {**_values(held), **_results(second)})
     failed = engine.largest(engine.rank + 1 if different else 0) - 1
     if failed >= 0:
-        where = f"rank {engine.rank}: {different}" if different else f"on rank {failed}, whose log says where"
+        where = f"rank {engine.rank}: {different}" if different else (f"on rank {failed}, whose log has the details")
         raise SilentCorruptionError(
-            f"step {number}, run twice from the same state, does not give the same bits: {where}. Nothing of this step was "
-            "saved. Test that device before you --resume; where it is well, an operator is not deterministic"
+            f"step {number}, run twice from the same state, does not give the same bits: {where}. Nothing of "
+            "this step was saved. Test that device before you --resume; if it is sound, an operator is not "
+            "deterministic"
         )
     return second
 
 
 def _held(engine: Engine, step: TrainStep, report: Report) -> dict[str, Parameter]:
-    """What this rank holds and a step may change: weights, also frozen ones, of which experts' balance biases move."""
+    """This rank's state that a step may change: weights, also frozen ones, of which experts' balance biases move."""
     found: dict[str, Parameter] = {}
     for parameter in step.get_parameters():
         name = parameter.name
@@ -70,7 +71,7 @@ def _results(outputs: Sequence[Tensor]) -> dict[str, NDArray[Any]]:
 
 
 def _difference(first: Mapping[str, NDArray[Any]], second: Mapping[str, NDArray[Any]]) -> str:
-    """What differs, the first of it by name; empty where nothing does."""
+    """Describe the differences, the first by name; empty where there are none."""
     differing = [name for name in first if first[name].tobytes() != second[name].tobytes()]
     if not differing:
         return ""

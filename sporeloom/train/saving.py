@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When and how a run saves its state, and where a resumed one begins."""
+"""Save the state of a run, and restore it in a resumed run."""
 
 from __future__ import annotations
 
@@ -41,22 +41,23 @@ from sporeloom.runtime.engine import Engine
 
 WEIGHTS = "model."
 STATES = (WEIGHTS, "value_head.", *MOMENTS)
-"""How the names of parameters begin that make up the training state."""
+"""Prefixes of the parameter names that make up the training state."""
 ACCUMULATED = "accu_grads."
-"""Sums of microbatches' gradients, which are 0 between steps."""
+"""Prefix of accumulated gradients, which are 0 between steps."""
 BEGIN_AS_ZEROS = (*MOMENTS, ACCUMULATED)
 TEXT_BYTES = 1024
 
 
 def logical_name(name: str) -> str:
-    """A parameter's name in a checkpoint: the model's own, and `adam_m.` or `adam_v.` before it for its moments."""
+    """A parameter's name in a checkpoint: the model's own, with `adam_m.` or `adam_v.` before it for its moments."""
     return name.replace("model.", "", 1)
 
 
 def state_parameters(cell: nn.Cell) -> dict[str, Parameter]:
-    """What a run changes of a training step, by name: weights and moments; with adapters not the frozen weights."""
+    """The values of a training step that a run changes, by name: weights and moments; with adapters not the frozen
+    weights."""
     found = {p.name: p for p in cell.get_parameters() if p.name.startswith(STATES)}
-    if any(name.startswith(FACTORED) for name in found):  # there are places for what an optimizer has no state of
+    if any(name.startswith(FACTORED) for name in found):  # an optimizer has dummy values for what it has no state of
         shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
         found = {name: found[name] for name in found if _state_shape(name, shapes) is not None}
     if not any(map(is_adapter, found)):
@@ -67,28 +68,29 @@ def state_parameters(cell: nn.Cell) -> dict[str, Parameter]:
 
 
 def _state_shape(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Of a parameter, or of its state for an optimizer that factors its second moments; by the shapes of parameters."""
+    """Shape of a parameter, or of its state for an optimizer that factors its second moments; by the shapes of
+    parameters."""
     prefix = next((moment for moment in MOMENTS if name.startswith(moment)), "")
     shape = shapes[name.removeprefix(prefix)]
     return state_shape(prefix, shape, True) if prefix else shape
 
 
 def _whole_on_every_rank(parameters: Mapping[str, Parameter]) -> set[str]:
-    """Names of optimizer state that is no parameter's likeness, so that the compiler has no layout of it: second moments that
-    are factored, which only runs with whole matrices on every rank have."""
+    """Names of optimizer state without the shape of a parameter, so that the compiler has no layout of it: factored
+    second moments, which only runs with unsharded matrices on every rank have."""
     factored = any(name.startswith(FACTORED) for name in parameters)
     return {name for name in parameters if factored and name.startswith(MOMENTS[1:])}
 
 
 def _whole_shape(name: str, report: Report) -> tuple[int, ...]:
-    """Of a parameter or its state, over all ranks."""
+    """Shape of a parameter or its state, over all ranks."""
     shape = tuple(report.of(name).global_shape)
     prefix = next((factor for factor in FACTORED if name.startswith(factor)), "")
     return (state_shape(prefix, shape, True) or shape) if prefix else shape
 
 
 class Saver:
-    """Saves the state of a run as its configuration asks, and when it is told to stop. All ranks take part.
+    """Saves the state of a run as its configuration says, and when the run is stopped. All ranks take part.
 
     Args:
         about: the fields of the manifest besides step, tensors and files, as they are when it is called.
@@ -129,7 +131,7 @@ class Saver:
         self.stop_requested = True
 
     def after_step(self, step: int) -> bool:
-        """Save if it is time to. Returns whether the run is to stop, which all ranks learn together."""
+        """Save if it is time to. Returns whether the run must stop, on which all ranks agree."""
         is_time = self.minutes > 0 and time.monotonic() - self._last_time >= 60 * self.minutes
         wish = self.engine.largest(2 if self.stop_requested else int(is_time))
         if wish or (self.every and step % self.every == 0):
@@ -165,7 +167,7 @@ class Saver:
             raise
 
     def wait(self) -> None:
-        """Until a save in the background is done.
+        """Wait until a save in the background is done.
 
         Raises:
             ConfigError: it could not write.
@@ -178,7 +180,7 @@ class Saver:
             raise error
 
     def _snapshot(self) -> dict[str, Slice]:
-        """This rank's share of the state: what no other rank writes."""
+        """This rank's part of the state: what no other rank writes."""
         result = {}
         parameters = state_parameters(self.cell)
         whole = _whole_on_every_rank(parameters)
@@ -190,7 +192,7 @@ class Saver:
                 slices = self.engine.slices_to_write(name, self.report.of(name))
             if slices is not None:
                 start = tuple(s.start for s in slices)
-                array = parameter.asnumpy().copy()  # the graph writes on into its own
+                array = parameter.asnumpy().copy()  # the graph continues to write into its own buffers
                 result[logical_name(name)] = Slice(array, start, shape)
         return result
 
@@ -221,7 +223,7 @@ class Saver:
 def newest_complete(
     root: Path, engine: Engine, check: Callable[[Manifest, Path], None] = check_contents
 ) -> tuple[Path, Manifest]:
-    """The newest checkpoint whose every byte is as it was written, and which holds what `check` expects.
+    """Find the newest checkpoint that passes its hashes and that `check` accepts.
 
     All ranks take part, each reads its share of the files.
 
@@ -255,7 +257,7 @@ def newest_complete(
 
 
 def _told_by(rank: int, text: str, engine: Engine) -> str:
-    """The text of one rank, on all."""
+    """Broadcast the text of one rank to all."""
     encoded = np.zeros(TEXT_BYTES, np.int32)
     content = np.frombuffer(text.encode()[:TEXT_BYTES], np.uint8)
     encoded[: len(content)] = content
@@ -291,7 +293,9 @@ def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, mani
         slices = tuple(slice(0, length) for length in whole) if is_whole else engine.held_slices(name, whole)
         parts.append((parameter, slices, partial(reader.read, logical)))
     known = {logical_name(name) for name in parameters}
-    problems += [f"{folder / MANIFEST}: {name} is no part of the run" for name in manifest.tensors if name not in known]
+    problems += [
+        f"{folder / MANIFEST}: {name} does not belong to the run" for name in manifest.tensors if name not in known
+    ]
     if problems:
         raise ConfigError(problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else []))
     _hold_all(parts, engine)
@@ -340,11 +344,11 @@ def start_from(
 
 
 Part = tuple[Parameter, tuple[slice, ...] | None, Callable[[tuple[slice, ...]], Any]]
-"""A parameter, what this rank holds of it, and what reads that."""
+"""Yield a parameter, its shard on this rank, and the function that reads it."""
 
 
 def _hold_all(parts: Iterable[Part], engine: Engine) -> None:
-    """`_hold` of many parameters.
+    """Set many parameters with `_hold`.
 
     Raises:
         ConfigError: what any rank could not read; on all of them.
@@ -361,12 +365,14 @@ def _hold_all(parts: Iterable[Part], engine: Engine) -> None:
 
 
 def _hold(parameter: Parameter, slices: tuple[slice, ...] | None, read: Callable[[tuple[slice, ...]], Any]) -> None:
-    """Give a parameter the part this rank computes with, if it has one."""
+    """Set a parameter to the shard that this rank computes with, if it has one."""
     if slices is not None and tuple(parameter.shape) == tuple(s.stop - s.start for s in slices):
         data = Tensor(np.ascontiguousarray(read(slices)), dtype=parameter.dtype)
-        parameter.set_data(data, slice_shape=parameter.sliced)  # else MindSpore would slice it again for the next graph
+        parameter.set_data(
+            data, slice_shape=parameter.sliced
+        )  # otherwise MindSpore would slice it again for the next graph
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers depend on."""
+    """Versions and settings that the numbers depend on."""
     return {"mindspore": ms.__version__, "numpy": np.__version__}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank's file holds which part of a checkpoint, for a strategy; MindSpore is loaded in another process."""
+"""Assign the shards of a checkpoint to files of ranks, for a strategy; MindSpore is loaded in another process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sporeloom.strategy.config import Strategy
 def shards_for(
     strategy: Strategy, family: str, model: ModelConfig, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, list[Shard]]:
-    """The parts of tensors of a model, and of its optimizer's state, as a strategy's ranks hold them.
+    """Shards of the tensors of a model, and of its optimizer's state, on the ranks of a strategy.
 
     Raises:
         ConfigError: the strategy cannot shard the model.
@@ -39,7 +39,7 @@ def shards_for(
     found = {}
     for name, shape in shapes.items():
         prefix = next((moment for moment in MOMENTS if name.startswith(moment)), "")
-        if prefix in FACTORED:  # whole on every rank
+        if prefix in FACTORED:  # unsharded on every rank
             found[name] = [(file_name(0), whole(shape))]
         else:
             found[name] = [(file_name(rank), slices) for rank, slices in parts[name.removeprefix(prefix)]]

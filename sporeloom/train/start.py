@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything up to the first step: network, data, optimizer, graph."""
+"""Prepare a run up to its first step: network, data, optimizer, graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspore import Tensor, nn
 from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
-from sporeloom.data.loader import Prefetched
+from sporeloom.data.loader import Prefetcher
 from sporeloom.errors import ConfigError
 from sporeloom.lines import split_lines
 from sporeloom.log import milestone
@@ -39,7 +39,7 @@ from sporeloom.train.task import Task
 
 @dataclass
 class Training:
-    """Everything that one run holds while it goes on."""
+    """The objects that a run needs while it trains."""
 
     run: Run
     engine: Engine
@@ -47,28 +47,30 @@ class Training:
     report: Report
     step: TrainStep
     optimizer: AdamW | SGD | Adafactor
-    batches: Prefetched[list[NDArray[Any]]]
-    """Inputs of each step."""
+    batches: Prefetcher[list[NDArray[Any]]]
+    """Inputs of each step, made ahead."""
     loss_scale: LossScale | None
     guard: SpikeGuard | None = None
-    """Where spikes of the loss lead back to a checkpoint."""
+    """Handler of loss spikes, which leads back to a checkpoint."""
     compiled: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
-    """Batch shapes there are graphs for."""
+    """Batch shapes that graphs are compiled for."""
     updates: int = 0
-    """Of the weights, so far: fewer than steps where some were skipped. The optimizer and the learning rate count these."""
+    """Number of weight updates so far: fewer than steps where some were skipped. The optimizer and the learning
+    rate count these."""
 
     def say(self, text: str) -> None:
-        """A milestone, once for all ranks."""
+        """Log a milestone, once for all ranks."""
         if self.engine.is_log_rank:
             milestone(text)
 
     def batch(self, index: int) -> list[Tensor]:
-        """Inputs of step `index`, counted from 0: the shape of the whole batch, this rank's rows filled in."""
+        """Inputs of step `index`, counted from 0: with the shape of the global batch and this rank's rows filled
+        in."""
         return [Tensor(array) for array in (self.batches.get if self.task.is_ahead else self.task.inputs)(index)]
 
 
 def start(run: Run) -> Training:
-    """Everything up to the first step: network, data, graph."""
+    """Prepare everything up to the first step: network, data, graph."""
     engine = Engine.start(run.strategy)
     run = _with_shared_folder(run, engine)
     config = run.config
@@ -98,13 +100,14 @@ def start(run: Run) -> Training:
 
 
 def _with_shared_folder(run: Run, engine: Engine) -> Run:
-    """With the folder that the first process found."""
+    """Use the folder that the first process created."""
     folder = Path(engine.share(str(run.config.output_dir), 0))
     return dataclasses.replace(run, config=dataclasses.replace(run.config, output_dir=folder))
 
 
 def _network(run: Run, engine: Engine, task: Task) -> nn.Cell:
-    """The task's network. CPU processes draw no weights that are other stages' or that a checkpoint will give."""
+    """Create the task's network. CPU processes initialize no weights that belong to other stages or come from a
+    checkpoint."""
     if not engine.partitions_itself:
         return task.network()
     with drawing_later():
@@ -117,7 +120,7 @@ def _network(run: Run, engine: Engine, task: Task) -> nn.Cell:
 
 
 def _check_target(run: Run, engine: Engine) -> None:
-    """What a run asks for against what this process computes on.
+    """Check what a run needs against the devices of this process.
 
     Raises:
         ConfigError: it does not go together.
@@ -129,7 +132,7 @@ def _check_target(run: Run, engine: Engine) -> None:
 
 
 def _told_of_attention(engine: Engine, net: nn.Cell) -> str:
-    """How attention is computed in a network that has FlashAttention."""
+    """Describe the attention implementation of a network that has FlashAttention."""
     if engine.backend_of(net).partitions and not net.parallel_report.is_spmd:
         return "FlashAttentionScore, by NumPy here, which is slow"
     return "FlashAttentionScore" if engine.target == "Ascend" else "plain; CPUs have no FlashAttentionScore"
@@ -141,7 +144,7 @@ def compile_for(training: Training, step: int) -> None:
     if shape in training.compiled:
         return
     begin = time.perf_counter()
-    # Not those made ahead: a task may still have to learn what belongs into them.
+    # Not those made ahead: a task may still have to compute some of their inputs.
     inputs = map(Tensor, training.task.shaped_inputs(step))
     training.engine.prepare(training.step, *inputs)
     training.compiled.add(shape)
@@ -186,7 +189,7 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
     scale = None
     if run.loss_scale is not None:
         scale = LossScale(run.loss_scale, config.loss_scale_factor, config.loss_scale_window)
-    batches = Prefetched(task.inputs, config.steps)
+    batches = Prefetcher(task.inputs, config.steps)
     guard = SpikeGuard(config.rewind_at_spike, config.spike_window) if config.rewind_at_spike else None
     return Training(run, engine, task, report, step.set_train(), optimizer, batches, scale, guard)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run needs to go on besides tensors, what saves it, and how it is taken up again."""
+"""The state of a run besides its tensors: saving and resuming it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from sporeloom.train.spikes import SpikeGuard
 from sporeloom.train.start import Training, adapter_settings, compile_for, optimizer_settings
 
 UNSAID = {"schedule": "cosine", "random_ltd": None, "packing": "stream", "curriculum": None}
-"""What checkpoints of earlier releases do not say."""
+"""Values of settings that checkpoints of earlier releases do not name."""
 SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")
 
 
 def make_saver(training: Training, steps_done: int) -> Saver:
-    """What saves the run's state, as its configuration asks. The state after `steps_done` is saved already."""
+    """Create the object that saves the run's state, as its configuration says. The state after `steps_done` is
+    saved already."""
     run, config = training.run, training.run.config
     about = {
         "model": {"family": run.family, **run.model.to_dict()},
@@ -56,7 +57,8 @@ def make_saver(training: Training, steps_done: int) -> Saver:
 
 
 def _state(training: Training) -> dict[str, Any]:
-    """What besides tensors a run needs to go on. Sample order and learning rate are functions of these and the step."""
+    """The state that a resumed run needs besides tensors. Sample order and learning rate are functions of these
+    and the step."""
     run, config = training.run, training.run.config
     return {
         "data": training.task.data_state(),
@@ -80,9 +82,11 @@ def resume(training: Training) -> int:
     run, config = training.run, training.run.config
     folder, manifest = newest_complete(config.states_dir, training.engine)
     if manifest.state.get(WEIGHTS_ALONE):
-        raise ConfigError(f"{folder}: weights alone, nothing to go on from; start from them with --from-checkpoint")
+        raise ConfigError(
+            f"{folder}: only weights, no training state to resume; start from them with --from-checkpoint"
+        )
     mine = {"model": {"family": run.family, **run.model.to_dict()}, **_state(training)}
-    family, model = model_of(manifest, folder)  # which fills in what earlier releases did not say
+    family, model = model_of(manifest, folder)  # which adds what earlier releases did not write
     theirs = {"model": {"family": family, **model.to_dict()}, **manifest.state}
     given = {name for name in SCHEDULE if getattr(config, name) is not None}
     training.run = run = dataclasses.replace(
@@ -99,17 +103,17 @@ def resume(training: Training) -> int:
         changed.append(f"{folder}: {manifest.step} steps are done, --steps {config.steps} leaves none")
     if changed:
         raise ConfigError(changed)
-    compile_for(training, min(manifest.step, config.steps - 1))  # which decides what this rank holds
+    compile_for(training, min(manifest.step, config.steps - 1))  # which determines what this rank holds
     _take_up(training, folder, manifest)
     training.say(f"resumed after step {manifest.step} from {folder}")
     return manifest.step
 
 
 def _saved_schedule(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """The schedule that a checkpoint was trained by.
+    """Read the learning rate schedule that a checkpoint was trained with.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: its values are not those of a schedule.
     """
     hints, found = get_type_hints(Run, include_extras=True), manifest.state["schedule"]
     wrong = [
@@ -123,7 +127,7 @@ def _saved_schedule(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _take_up(training: Training, folder: Path, manifest: Manifest) -> None:
-    """Give everything that a step changes the values of a checkpoint."""
+    """Set everything that a step changes to the values of a checkpoint."""
     load_state(training.step, training.engine, training.report, folder, manifest)
     try:
         training.updates = int(manifest.state.get("updates", manifest.step))  # earlier releases counted every step
@@ -138,7 +142,7 @@ def _take_up(training: Training, folder: Path, manifest: Manifest) -> None:
 
 
 def rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> None:
-    """Go back to the state of a checkpoint after a spike at `step`. All ranks take part.
+    """Return to the state of a checkpoint after a spike at `step`. All ranks take part.
 
     Raises:
         ConfigError: there is none to go back to.
@@ -146,7 +150,7 @@ def rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> No
     engine, folder = training.engine, training.run.config.states_dir
     saver.wait()
     dropped = guard.to_drop(step, folder)
-    engine.largest(0)  # all have looked
+    engine.largest(0)  # all have searched
     for path in dropped if engine.rank == 0 else ():
         remove_folder(path)
     engine.largest(0)
@@ -156,6 +160,6 @@ def rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> No
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """Convert a value to the types that JSON gives back."""
     plain: dict[str, Any] = json.loads(json_text(values))
     return plain

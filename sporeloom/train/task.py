@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run trains, as the loop sees it; the tasks are in `sporeloom.tasks`."""
+"""The interface between the training loop and a task; the tasks are in `sporeloom.tasks`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Arrays = list[NDArray[Any]]
 
 
 class Task(ABC):
-    """What a run trains. The loop asks for the network, opens the data, and then for each step's batch.
+    """A training task. The loop creates the network, opens the data, and then for each step's batch.
 
     Subclasses give `loss`, `open_data`, `describe`, `data_state` and `batch`; the others where they differ.
     """
@@ -35,14 +35,14 @@ class Task(ABC):
     is_ahead = True
     """Whether batches can be made before the steps in front of them are done."""
     new_weights: tuple[str, ...] = ()
-    """Weights of the network that the checkpoint it begins with need not have."""
+    """Weights of the network that the initial checkpoint need not have."""
     tokenizer: Tokenizer
 
     def __init__(self, run: Run, engine: Engine):
         self.run, self.engine = run, engine
 
     def loss(self) -> nn.Cell | None:
-        """What the network's logits or values are judged by; None: the cross-entropy."""
+        """The objective of the network's logits or values; None: the cross-entropy."""
         return None
 
     def network(self) -> nn.Cell:
@@ -57,12 +57,12 @@ class Task(ABC):
         return net
 
     def graph_key(self) -> dict[str, Any]:
-        """What of the task its graph hangs on, besides the model and the optimizer."""
+        """The task's part in the identity of the graph, besides the model and the optimizer."""
         return {"task": self.run.config.task, "random_ltd": self.run.random_ltd and self.run.random_ltd.layers}
 
     @abstractmethod
     def open_data(self) -> None:
-        """Make what batches are read from; set `tokenizer`. All ranks take part.
+        """Open the data; set `tokenizer`. All ranks take part.
 
         Raises:
             ConfigError: the data do not fit the model.
@@ -70,18 +70,18 @@ class Task(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """What the run reads, in a line."""
+        """Describe the data of the run in a line."""
 
     @abstractmethod
     def data_state(self) -> dict[str, Any]:
-        """What must be the same where the run is resumed."""
+        """Settings that must be the same when the run is resumed."""
 
     @abstractmethod
     def batch(self, step: int) -> Sequence[NDArray[Any]]:
         """Inputs of `step`, counted from 0, without dropout's keys."""
 
     def first_token(self, step: int) -> int:
-        """How many tokens the steps before `step` were given."""
+        """Number of tokens in the steps before `step`."""
         rows, length = self.run.sizes.of_step(step)
         return step * rows * length
 
@@ -97,18 +97,19 @@ class Task(ABC):
         return arrays
 
     def shape(self, step: int) -> tuple[int, ...]:
-        """What tells the graph of `step` from those of others: sequences, their length, what else the task changes."""
+        """Key of the graph of `step`: number of sequences, their length, other shapes that the task changes."""
         return self.run.sizes.of_step(step)
 
     def shaped_inputs(self, step: int) -> Arrays:
-        """Arrays of the shapes of `step`, to compile for; asked for before `begin`, when its inputs may not be known yet."""
+        """Arrays of the shapes of `step`, to compile for; needed before `begin`, when its inputs may not be known
+        yet."""
         return self.inputs(step)
 
     def begin(self, step: TrainStep, steps_done: int) -> None:  # noqa: B027 (most have nothing to do)
         """Called when the weights are there, before the first step."""
 
     def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
-        """What to tell of `step`, counted from 0, besides loss, norm and speed; `counts`: what the network counted,
+        """Metrics of `step`, counted from 0, besides loss, norm and speed; `counts`: what the network counted,
         here its experts."""
         if counts is None:
             return {}
@@ -116,16 +117,16 @@ class Task(ABC):
         return expert_metrics(counts.reshape(-1, experts.num_experts + 2), experts)
 
     def beside(self) -> dict[str, tuple[int, ...]]:
-        """Weights that are trained but are no part of the model: name -> shape."""
+        """Weights that are trained but do not belong to the model: name -> shape."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What besides weights, moments and the step the task needs to go on."""
+        """State that the task needs to resume, besides weights, moments and the step."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 (likewise)
-        """Take up what `state` gave."""
+        """Restore the state that `state` returned."""
 
     def add_files(self, folder: Path) -> None:
-        """Put what else belongs to a model into its folder."""
+        """Add further files of a model to its folder."""
         self.tokenizer.save(folder)

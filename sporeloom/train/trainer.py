@@ -45,11 +45,11 @@ LEFTOVERS = (
     ".*.json.*.partial",
     "data/.*.partial",
 )
-"""What a run that was killed leaves in its folder, besides unfinished states and tokens."""
+"""Files of a killed run in its folder, besides unfinished states and tokens."""
 
 
 def train(run: Run) -> Path | None:
-    """Train as `run` says. Returns the checkpoint folder; None if the run was told to stop before its end.
+    """Train as `run` says. Returns the checkpoint folder; None if the run was stopped before its end.
 
     Raises:
         ConfigError: another run writes to the same folder, or nothing can be written there.
@@ -87,7 +87,7 @@ def _train(run: Run) -> Path | None:
         training.say(f"weights from {config.from_checkpoint}")
     if steps_done < config.steps:
         training.task.begin(training.step, steps_done)
-    saver = make_saver(training, steps_done)  # after the schedule that is resumed is known
+    saver = make_saver(training, steps_done)  # after the schedule of the resumed run is known
     if training.engine.is_log_rank:
         with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:
             done, first, last = run_steps(training, writer, saver, steps_done)
@@ -98,8 +98,8 @@ def _train(run: Run) -> Path | None:
     saver.wait()
     training.engine.largest(0)  # nobody leaves before all is written: msrun ends the others with the first
     if done < config.steps:
-        training.say(f"stopped after step {done}; --resume goes on from there")
-        training.engine.largest(0)  # likewise: before it is told
+        training.say(f"stopped after step {done}; --resume continues from there")
+        training.engine.largest(0)  # likewise: before it is reported
         return None
     if first and last:
         training.say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {config.steps - steps_done} steps")
@@ -184,7 +184,8 @@ def _not_finite(engine: Engine, step: int, loss: float, norm: float) -> str:
 
 
 def _save(training: Training, token: int) -> None:
-    """Write the whole model, or the adapters. `token` tells this run's parts from those of one that was killed here."""
+    """Write the full model, or the adapters. `token` separates this run's files from those of one that was killed
+    here."""
     run, config = training.run, training.run.config
     wanted = {f"model.{name}" for name in _shapes(run)}
     parts_folder = config.output_dir / f".checkpoint_parts-{token}"
@@ -201,7 +202,7 @@ def _save(training: Training, token: int) -> None:
 
 
 def _shapes(run: Run) -> Shapes:
-    """Of what is trained: the whole model, or adapters."""
+    """Shapes of the trained parameters: of the full model, or of adapters."""
     return run.lora.shapes(run.model) if run.lora else parameter_shapes(run.model)
 
 
@@ -220,7 +221,7 @@ def _check_room(run: Run) -> None:
 
 
 def _not_written(folder: Path, error: OSError | SafetensorError, saver: Saver) -> str:
-    """What to say of a model that cannot be written."""
+    """Describe why a model cannot be written, and what to do."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     told = f"{folder}: the model cannot be written: {why}; "
     if saver.last_step is None:
@@ -230,7 +231,7 @@ def _not_written(folder: Path, error: OSError | SafetensorError, saver: Saver) -
 
 
 def _write_resolved(run: Run, report: Report) -> None:
-    """What the run really used, beside its metrics."""
+    """Write the settings that the run really used, next to its metrics."""
     values: dict[str, Any] = {
         # A run file that repeats it, from the beginning; what it was read from is all in it.
         "train": {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs are told that make an assistant of a base model. Names of flags are TRL's and PEFT's."""
+"""Configurations of fine-tuning, preference training and reinforcement learning. Flag names follow TRL and PEFT."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sporeloom.certificate import about_task
 from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.cli import option
 from sporeloom.data.chat_template import ChatTemplate, read_variables
-from sporeloom.data.examples import Line, Reading, read_lines, shortened
+from sporeloom.data.examples import Line, LineTokenizer, read_lines, shortened
 from sporeloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, folder_tokenizer
 from sporeloom.errors import ConfigError
 from sporeloom.models.adapters import LoRAConfig
@@ -35,48 +35,53 @@ from sporeloom.train.config import Run, TrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFlags:
-    """Adapters that are trained in place of the model."""
+    """Low-rank adapters, trained while the model's own weights stay frozen."""
 
     heading: ClassVar[str] = "adapters (LoRA)"
     common: ClassVar[tuple[str, ...]] = ("lora_r",)
 
-    lora_r: Count | None = option(None, "train adapters of this rank, and leave the model as it is")
-    lora_alpha: Positive = option(16.0, "adapters are multiplied by this / --lora-r")
-    lora_dropout: Rate = option(0.0, "on what adapters are given")
-    lora_targets: tuple[str, ...] = option(
-        ("attention.query", "attention.value"), "matrices with an adapter: ends of their paths, * for one component"
+    lora_r: Count | None = option(
+        None, "rank of LoRA adapters, which are trained while the model stays frozen (default: train all weights)"
     )
-    lora_rslora: bool = option(False, "multiply by --lora-alpha / sqrt(--lora-r)")
+    lora_alpha: Positive = option(16.0, "LoRA scale times the rank: adapters are multiplied by this / --lora-r")
+    lora_dropout: Rate = option(0.0, "dropout rate of the adapters' inputs")
+    lora_targets: tuple[str, ...] = option(
+        ("attention.query", "attention.value"), "matrices that get an adapter: ends of their paths, * for one component"
+    )
+    lora_rslora: bool = option(False, "rank-stabilized LoRA: multiply adapters by --lora-alpha / sqrt(--lora-r)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuningConfig(AdapterFlags, TrainingConfig):
-    """What all of them have."""
+    """The configuration that all tuning tasks share."""
 
     heading: ClassVar[str] = "data"
     common: ClassVar[tuple[str, ...]] = ("chat_template",)
 
     wanted: ClassVar[Sequence[Sequence[str]]] = ()
-    """Keys of which each line has one set whole."""
+    """Alternative sets of keys; each line has one set completely."""
     rate: ClassVar[float] = 1e-5
-    """Learning rate where the command line says none."""
+    """Default of the maximum learning rate."""
 
-    data: Path = option(..., "JSON lines, see docs/guides/finetune.md")
-    from_checkpoint: Path | None = option(..., "checkpoint folder to begin with; it says family, size and tokenizer")
+    data: Path = option(..., "training data: JSON lines, see docs/guides/finetune.md")
+    from_checkpoint: Path | None = option(
+        ..., "checkpoint folder with the initial weights; it determines family, size and tokenizer"
+    )
     chat_template: Path | None = option(
-        None, "Jinja file, as transformers has them, for messages; it is kept beside the tokenizer"
+        None,
+        "Jinja file of a chat template, as in transformers; it is saved with the tokenizer (default: the checkpoint's)",
     )
     chat_template_kwargs: str | None = option(
-        None, "a JSON object of variables for the chat template, as '{\"enable_thinking\": false}'"
+        None, "JSON object of variables for the chat template, as '{\"enable_thinking\": false}' (default: none)"
     )
     optimizer: Literal["adamw-original", "adamw", "sgd", "adafactor", "adafactor-factored"] = option(
-        "adamw", "adamw-original has no bias correction"
+        "adamw", "optimizer; adamw-original is AdamW without bias correction"
     )
-    adam_beta2: Rate = option(0.999, "decay of AdamW's second moment")
-    weight_decay: NotNegative = option(0.0, "on matrices and embeddings")
+    adam_beta2: Rate = option(0.999, "decay rate of AdamW's second moment")
+    weight_decay: NotNegative = option(0.0, "weight decay of matrices and embeddings")
     dropout: Rate | None = option(0.0, "dropout rate")
-    domain: Natural | None = option(None, "domain of all texts, for models whose experts have domains")
-    inspect: Natural = option(0, "show so many examples, what is learned in colour, and stop")
+    domain: Natural | None = option(None, "domain of all texts, for models with domain-routed experts (default: none)")
+    inspect: Natural = option(0, "print this many examples, with the trained tokens in colour, and stop; 0: train")
 
     def base_model(self) -> tuple[str, ModelConfig]:
         assert self.from_checkpoint
@@ -93,7 +98,7 @@ class TuningConfig(AdapterFlags, TrainingConfig):
         return read_lines(self.data, self.wanted)
 
     def template_variables(self) -> dict[str, Any]:
-        """Of the chat template, besides transformers' own."""
+        """Variables of the chat template, besides those of transformers."""
         return read_variables("--chat-template-kwargs", self.chat_template_kwargs)
 
     def default_rates(self) -> tuple[float, float]:
@@ -113,7 +118,7 @@ class TuningConfig(AdapterFlags, TrainingConfig):
 
 
 def open_tokenizer(run: Run) -> Tokenizer:
-    """Of the checkpoint a run begins with, or as its flags say.
+    """Open the tokenizer of the checkpoint that the run starts from, or the one its flags name.
 
     Raises:
         ConfigError: there is none, or it does not fit the model.
@@ -122,35 +127,35 @@ def open_tokenizer(run: Run) -> Tokenizer:
     return folder_tokenizer(run.family, config.from_checkpoint, run.model, config.tokenizer, config.chat_template)
 
 
-def open_reading(run: Run, tokenizer: Tokenizer, learn_all: bool = False) -> Reading:
-    """What makes tokens of the lines of a run."""
+def open_reading(run: Run, tokenizer: Tokenizer, learn_all: bool = False) -> LineTokenizer:
+    """Build the object that tokenizes the lines of a run."""
     config: Any = run.config
-    return Reading(tokenizer, learn_all, run.model.stop_ids, config.template_variables())
+    return LineTokenizer(tokenizer, learn_all, run.model.stop_ids, config.template_variables())
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(TuningConfig):
     """Supervised fine-tuning: `sporeloom sft`."""
 
-    heading: ClassVar[str] = "what is learned"
+    heading: ClassVar[str] = "training targets"
     common: ClassVar[tuple[str, ...]] = ("train_on",)
     task: ClassVar[str] = "sft"
     wanted: ClassVar[Sequence[Sequence[str]]] = (("messages",), ("prompt", "completion"))
 
     train_on: Literal["completions", "everything"] = option(
-        "completions", "learn completions and what assistants say, or prompts as well"
+        "completions", "tokens that are trained on: completions and assistant messages, or prompts as well"
     )
-    packing: bool = option(False, "several examples a sequence; none sees another")
+    packing: bool = option(False, "pack several examples into a sequence; attention does not cross their boundaries")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig(TuningConfig):
-    """What is learned from preferences."""
+    """Training on pairs of a preferred and a rejected text."""
 
     wanted: ClassVar[Sequence[Sequence[str]]] = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
     rows_per_unit: ClassVar[int] = 2
 
-    batch_size: Count = option(8, "pairs of one step, over all devices")
+    batch_size: Count = option(8, "number of pairs in one step, over all devices")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +167,9 @@ class RewardConfig(PairConfig):
     trains_values: ClassVar[bool] = True
 
     center_rewards_coefficient: NotNegative = option(
-        0.0, "keeps rewards near 0: this much of (sum of a pair's)^2 is added"
+        0.0,
+        "coefficient of the penalty that keeps rewards near 0: this times (sum of a pair's rewards)^2 is "
+        "added to the loss",
     )
 
     def network_config(self, model: ModelConfig) -> ModelConfig:
@@ -178,11 +185,13 @@ class DPOConfig(PairConfig):
     task: ClassVar[str] = "dpo"
     rate: ClassVar[float] = 1e-6
 
-    beta: Positive = option(0.1, "how far from the model it begins with: rewards are this * log-ratio")
-    loss_type: Literal["sigmoid", "hinge", "ipo", "ipo_sum", "robust"] = option(
-        "sigmoid", "ipo takes means over tokens, as TRL does, ipo_sum the paper's sums"
+    beta: Positive = option(
+        0.1, "strength of the KL constraint to the initial model: rewards are this times the log-ratio"
     )
-    label_smoothing: Rate = option(0.0, "how likely a preference is wrong; for sigmoid and robust")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "ipo_sum", "robust"] = option(
+        "sigmoid", "loss function; ipo averages over tokens as TRL does, ipo_sum adds them up as the paper does"
+    )
+    label_smoothing: Rate = option(0.0, "probability that a preference is wrong; for sigmoid and robust")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -194,27 +203,30 @@ class DPOConfig(PairConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig(TuningConfig):
-    """What samples texts, has them rewarded, and learns from that."""
+    """Reinforcement learning: texts are sampled from the model, scored with rewards, and trained on."""
 
-    heading: ClassVar[str] = "texts and rewards"
+    heading: ClassVar[str] = "sampling and rewards"
     common: ClassVar[tuple[str, ...]] = ("reward", "reward_model", "max_completion_length")
     samples_texts: ClassVar[bool] = True
     wanted: ClassVar[Sequence[Sequence[str]]] = (("prompt",),)
     rate: ClassVar[float] = 1e-6
 
-    batch_size: Count = option(32, "sampled texts of one step, over all devices")
+    batch_size: Count = option(32, "number of sampled texts in one step, over all devices")
     reward: tuple[str, ...] = option(
         (),
-        "FILE.py:FUNCTION ...: called with prompts, completions and columns of their lines; or humaneval-x:LANGUAGE: 1 for a "
-        "program that passes its tests; rewards are added up",
+        "FILE.py:FUNCTION ...: reward functions, called with prompts, completions and further keys of the "
+        "lines; or humaneval-x:LANGUAGE, which gives 1 for a program that passes its tests; all rewards are "
+        "added (default: none)",
     )
     allow_execution: bool = option(
         False, "run the programs that the model writes, isolated, for --reward humaneval-x:..."
     )
-    reward_model: Path | None = option(None, "checkpoint of `sporeloom reward`, whose rewards are added")
-    max_completion_length: Count = option(64, "tokens sampled for each text")
+    reward_model: Path | None = option(
+        None, "checkpoint of `sporeloom reward`, whose rewards are added (default: none)"
+    )
+    max_completion_length: Count = option(64, "maximum number of tokens sampled for each text")
     temperature: SamplingTemperature = option(
-        1.0, f"temperature of sampling, at least {MIN_TEMPERATURE:g}; 1: the model as it is"
+        1.0, f"sampling temperature, at least {MIN_TEMPERATURE:g}; 1: the model's own probabilities"
     )
 
     def read_data(self, model: ModelConfig | None, seq_len: int) -> list[Line]:
@@ -235,7 +247,8 @@ class PolicyConfig(TuningConfig):
             yield from self._reward_model_problems(self.reward_model)
 
     def _reward_model_problems(self, folder: Path) -> Iterator[str]:
-        """It is given the very tokens that were sampled, so it must read as the model writes."""
+        """Check that the reward model can read the sampled tokens: it gets their ids, so it must have the same
+        tokenizer."""
         assert self.from_checkpoint
         try:
             (family, model), (own_family, own) = load_config(folder), load_config(self.from_checkpoint)
@@ -244,18 +257,18 @@ class PolicyConfig(TuningConfig):
             yield from (f"--reward-model {problem}" for problem in error.problems)
             return
         if not model.value_head:
-            yield f"--reward-model {folder}: a model of text; give one of `sporeloom reward`"
+            yield f"--reward-model {folder}: a language model; give a checkpoint of `sporeloom reward`"
         longest = own.seq_len if self.seq_len is None else self.seq_len
         if model.seq_len < longest:
             yield f"--reward-model {folder}: its context of {model.seq_len} tokens is shorter than --seq-len {longest}"
         known = all(path.is_file() for path in tokenizers)
         if family != own_family or (known and content_hash(tokenizers[0]) != content_hash(tokenizers[1])):
-            yield f"--reward-model {folder}: has another tokenizer than {self.from_checkpoint}"
+            yield f"--reward-model {folder}: its tokenizer differs from that of {self.from_checkpoint}"
 
     @property
     @abstractmethod
     def has_reference(self) -> bool:
-        """Whether the model it begins with is asked, too."""
+        """Whether log-probabilities of the initial model are needed, too."""
 
     def about_task(self, lora: LoRAConfig | None) -> dict[str, Any] | None:
         reward_model = load_config(self.reward_model)[1] if self.reward_model else None
@@ -264,11 +277,11 @@ class PolicyConfig(TuningConfig):
     @property
     @abstractmethod
     def updates_per_round(self) -> int:
-        """Steps that learn from the same texts."""
+        """Number of optimizer steps on the same sampled texts."""
 
     @property
     def texts_per_prompt(self) -> int:
-        """Sampled in a round."""
+        """Number of texts sampled for each prompt in a round."""
         return 1
 
 
@@ -280,24 +293,32 @@ class GRPOConfig(PolicyConfig):
     common: ClassVar[tuple[str, ...]] = ("num_generations",)
     task: ClassVar[str] = "grpo"
 
-    num_generations: Count = option(8, "texts sampled for each prompt: a group; of --batch-size")
-    num_iterations: Count = option(1, "updates from the same texts")
-    beta: NotNegative = option(0.0, "of the divergence from the model it begins with, in the loss")
-    kl_estimator: KL = option("k3", "of that divergence")
-    epsilon: Rate = option(0.2, "probabilities may fall to 1 - this times the old ones")
-    epsilon_high: NotNegative | None = option(None, "and rise to 1 + this; --epsilon without it")
-    loss_type: LossType = option(
-        "grpo", "mean of texts' means (grpo), over tokens (bnpo, dapo), over the longest (dr_grpo)"
+    num_generations: Count = option(8, "number of texts sampled for each prompt (the group); it divides --batch-size")
+    num_iterations: Count = option(1, "number of updates on the same sampled texts")
+    beta: NotNegative = option(0.0, "coefficient of the KL divergence from the initial model in the loss")
+    kl_estimator: KL = option("k3", "estimator of that KL divergence")
+    epsilon: Rate = option(0.2, "clipping range below: probability ratios are clipped at 1 - this")
+    epsilon_high: NotNegative | None = option(
+        None, "clipping range above: probability ratios are clipped at 1 + this (default: --epsilon)"
     )
-    scale_rewards: Scale = option("group", "divide by the standard deviation of the group, the batch, or not at all")
-    importance_sampling_level: Literal["token", "sequence"] = option("token", "one ratio a token, or a text")
+    loss_type: LossType = option(
+        "grpo",
+        "normalization of the loss: mean over each text, then over texts (grpo), over tokens (bnpo, "
+        "dapo), or over the maximum length (dr_grpo)",
+    )
+    scale_rewards: Scale = option(
+        "group", "standard deviation that advantages are divided by: of the group, of the batch, or none"
+    )
+    importance_sampling_level: Literal["token", "sequence"] = option(
+        "token", "level of the importance ratio: one a token, or one a text"
+    )
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.batch_size % self.num_generations:
-            yield f"--batch-size {self.batch_size} is no whole number of groups of --num-generations {self.num_generations}"
+            yield f"--batch-size {self.batch_size} is not a multiple of --num-generations {self.num_generations}"
         if self.num_generations < 2:
-            yield "--num-generations 1: a text is compared with others of its group; give 2 or more"
+            yield "--num-generations 1: a text is compared with the others of its group; give 2 or more"
 
     @property
     def has_reference(self) -> bool:
@@ -319,17 +340,23 @@ class PPOConfig(PolicyConfig):
     heading: ClassVar[str] = "policy"
     task: ClassVar[str] = "ppo"
 
-    num_ppo_epochs: Count = option(4, "updates from the same texts")
-    kl_coef: NotNegative = option(0.05, "of the divergence from the model it begins with, taken off the rewards")
-    kl_estimator: KL = option("k1", "of that divergence")
-    kl_target: Positive | None = option(None, "change --kl-coef so that the divergence of a text comes near this")
-    kl_horizon: Count = option(10000, "texts over which it does")
-    cliprange: Rate = option(0.2, "probabilities may change to 1 - this to 1 + this times the old ones")
-    vf_coef: NotNegative = option(0.1, "of the critic's loss")
-    cliprange_value: NotNegative = option(0.2, "how far values may change with one round")
-    gamma: Probability = option(1.0, "discount of later rewards")
-    lam: Probability = option(0.95, "of generalized advantage estimation: 0 trusts the critic, 1 the rewards")
-    whiten_rewards: bool = option(False, "rewards with variance 1")
+    num_ppo_epochs: Count = option(4, "number of updates on the same sampled texts")
+    kl_coef: NotNegative = option(
+        0.05, "coefficient of the KL divergence from the initial model, subtracted from the rewards"
+    )
+    kl_estimator: KL = option("k1", "estimator of that KL divergence")
+    kl_target: Positive | None = option(
+        None, "target of the KL divergence of a text; --kl-coef is adapted to reach it (default: --kl-coef is constant)"
+    )
+    kl_horizon: Count = option(10000, "number of texts over which --kl-coef is adapted")
+    cliprange: Rate = option(0.2, "clipping range of probability ratios: 1 - this to 1 + this")
+    vf_coef: NotNegative = option(0.1, "coefficient of the critic's loss")
+    cliprange_value: NotNegative = option(0.2, "clipping range of value updates in one round")
+    gamma: Probability = option(1.0, "discount factor of later rewards")
+    lam: Probability = option(
+        0.95, "lambda of generalized advantage estimation: 0 relies on the critic alone, 1 on the rewards alone"
+    )
+    whiten_rewards: bool = option(False, "scale rewards to variance 1")
 
     @property
     def has_reference(self) -> bool:

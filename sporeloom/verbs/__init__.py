@@ -35,7 +35,7 @@ GROUPS = {
         "checkpoint-info": "Show what a training checkpoint holds, and verify it",
         "reshard-checkpoint": "Reshard a training checkpoint for another mesh",
         "export-checkpoint": "Export the model of a training checkpoint, unsharded",
-        "convert-checkpoint": "Convert published checkpoints (Hugging Face, Megatron-LM, MindFormers) to ours and back",
+        "convert-checkpoint": "Convert checkpoints from and to Hugging Face, Megatron-LM and MindFormers",
         "upcycle": "Convert a dense model to mixture of experts (sparse upcycling)",
     },
     "Environment": {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a server with OpenAI's API answers, in vLLM's words: TTFT, TPOT, ITL, goodput.
+"""Measure throughput and latency of a server with OpenAI's API, in vLLM's metrics: TTFT, TPOT, ITL, goodput.
 
 sporeloom bench-serve --base-url http://127.0.0.1:8000 --num-prompts 64 --request-rate 4
 """

@@ -4,11 +4,11 @@
     sporeloom certify --model pangu --size 13b --strategy pangu_13b_dp4_tp8_pp2 \\
         --cluster ascend910b --fast --out certificate
 
-It checks the strategy, proves a small likeness of it (every axis, option and rule) equal to one device on real processes,
-compiles the first, the middle and the last rank at full size, and estimates time and memory. The folder gets
-certificate.json, for tools/train.py --certificate, and certificate.html, for people. Exit code 1: refused.
-The certificate is sealed by a hash against accidental changes. That is not a signature: whoever can write the file can
-make another one; where you must know who made it, sign it with a tool of yours.
+It checks the strategy, proves that a scaled-down model under it (every axis, option and rule) equals one device, on real
+processes, compiles the first, the middle and the last rank at full size, and estimates time and memory. The folder gets
+certificate.json, for tools/train.py --certificate, and certificate.html, a report. Exit code 1: refused. The certificate
+is sealed by a hash against accidental changes. That is not a signature: whoever can write the file can make another one;
+where you must know who made it, sign it with a tool of yours.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training checkpoint holds, whether it is sound, and how two of them differ.
+"""Show what a training checkpoint contains, verify it, and compare it with another.
 
     sporeloom checkpoint-info out/latest/checkpoints --verify
     sporeloom checkpoint-info out/latest/checkpoint --verify
@@ -30,18 +30,19 @@ from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.loader import load_strategy
 
 LONGEST = 600
-"""Characters of a part of the state that are shown."""
+"""Maximum number of characters shown of a part of the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfoConfig:
     checkpoint: Path = argument("checkpoint, or folder of checkpoints")
-    diff: Path | None = option(None, "another checkpoint: list the tensors that differ and by how much")
-    tensors: bool = option(False, "list every tensor: shape, parts, hash")
-    verify: bool = option(False, "read everything and recompute every hash")
+    diff: Path | None = option(None, "another checkpoint: list the tensors that differ and by how much (default: none)")
+    tensors: bool = option(False, "list every tensor: shape, shards, hash")
+    verify: bool = option(False, "read all files and recompute every hash")
     accept_changes: bool = option(
         False,
-        "write the hashes of all files anew after you edited some on purpose; tensors of a checkpoint stay as they are",
+        "write the hashes of all files anew, after some were edited on purpose; tensors of a checkpoint must "
+        "be unchanged",
     )
 
 
@@ -57,7 +58,7 @@ def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
         f"  written under {degrees} {manifest.strategy.get('file', '')}".rstrip(),
         *(f"  {part}: {_shortened(str(values))}" for part, values in manifest.state.items() if values),
         f"  versions: {manifest.versions}",
-        f"  {used} on one device and under any strategy that fits the model; of the shipped ones: "
+        f"  {used} on one device and under any strategy that fits the model; of the built-in ones: "
         + ", ".join(fitting(manifest, folder)),
     ]
     if with_tensors:
@@ -70,7 +71,7 @@ def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
 
 
 def fitting(manifest: Manifest, folder: Path) -> list[str]:
-    """Shipped strategies that the checkpoint's model can be sharded by."""
+    """Built-in strategies that the checkpoint's model can be sharded by."""
     _, model = model_of(manifest, folder)
     return [name for name in shipped_names() if not model_problems(load_strategy(name), model)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two configurations have different: run files, the config.json of runs, strategy files.
+"""Compare two configurations: run files, the config.json of runs, or strategy files.
 
     sporeloom config diff out/latest/config.json other/config.json
     sporeloom config diff small.yaml large.yaml
@@ -22,9 +22,9 @@ ABSENT = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigDiff:
-    what: Literal["diff"] = argument("compare two")
+    what: Literal["diff"] = argument("subcommand: diff compares two configurations")
     first: Path = argument("run file, config.json of a run, or strategy")
-    second: Path = argument("the other one")
+    second: Path = argument("configuration to compare with")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def settings(path: Path) -> Iterator[tuple[str, Any]]:
-    """(key, value), keys of mappings in mappings joined by dots."""
+    """List (key, value), with the keys of nested mappings joined by dots."""
     for document in reversed(based_on(shipped_or_file(path))):
         yield from _flat({key: value for key, value in document.mapping.items() if key != BASE}, "")
 

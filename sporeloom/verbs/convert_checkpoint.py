@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a checkpoint between the published namings and ours.
+"""Convert a checkpoint between published formats and checkpoint folders (`ours`).
 
     sporeloom convert-checkpoint --from huggingface openPangu-Embedded-7B-V1.1 checkpoint/
     sporeloom convert-checkpoint --from huggingface openPangu-Embedded-7B-V1.1 sharded/ --strategy pangu_embedded_7b_tp8
@@ -9,7 +9,7 @@
     sporeloom convert-checkpoint --from ours --to ours checkpoint/ ranks/ --ranks-of STRATEGY.yaml
     sporeloom convert-checkpoint --from ours --to ours ranks/ checkpoint/ --layouts ranks/layouts --size tiny
 
-Ours is a folder (safetensors and config.json), as is Hugging Face's: memory holds some rows of a tensor. The others are
+A checkpoint folder has safetensors and config.json, as Hugging Face's; it is converted some rows at a time. The others are
 .npz or MindSpore .ckpt files. With --layouts IN is a folder of MindSpore's files of each rank, rank_0/*.ckpt, ..., put
 together by MindSpore; with --ranks-of OUT becomes one.
 """
@@ -54,31 +54,40 @@ Dialect = Literal["megatron", "mindspore", "huggingface", "ours"]
 class ConvertConfig(Overwrite):
     input: Path = argument("file or folder to read")
     output: Path = output_argument("file or folder to write")
-    model: str | None = option(None, "model family; without it pangu, or the one whose config.json IN has")
-    from_: Dialect = option(..., "naming of IN")
-    to: Dialect = option("ours", "naming of OUT")
+    model: str | None = option(None, "model family (default: from IN's config.json, else pangu)")
+    from_: Dialect = option(..., "format of IN")
+    to: Dialect = option("ours", "format of OUT")
     model_type: str | None = option(
-        None, "with --to huggingface: what config.json calls the network; without it, what transformers opens"
+        None, "with --to huggingface: model_type in config.json (default: one that transformers opens)"
     )
-    dtype: Dtype = option("float32", "of the weights in OUT, to or from huggingface")
-    size: str | None = option(None, "published size, for what weights cannot tell: heads, activation, token ids")
+    dtype: Dtype = option("float32", "number type of the weights in OUT, to or from huggingface")
+    size: str | None = option(
+        None, "built-in size, for what weights do not determine: heads, activation, token ids (default: none)"
+    )
     layouts: Path | None = option(
         None,
-        "MindSpore's strategy file for IN, a folder of each rank's .ckpt; of a pipeline a folder with one of each stage",
+        "MindSpore's strategy file for IN, a folder of each rank's .ckpt; for a pipeline, a folder with one "
+        "file for each stage (default: none)",
     )
     strategy: Path | None = option(
         None,
-        "from huggingface: strategy file, or the name of a shipped one; OUT becomes a checkpoint to start from, cut as its "
-        "ranks hold it",
+        "from huggingface: strategy file, or name of a built-in strategy; OUT becomes a training checkpoint "
+        "sharded for its ranks (default: a model folder)",
     )
     ranks_of: Path | None = option(
-        None, "strategy file: write each rank's .ckpt and MindSpore's layouts, under our names"
+        None,
+        "strategy file: write each rank's .ckpt and MindSpore's layouts, with parameter names of this "
+        "package (default: one file)",
     )
-    config: Path | None = option(None, "JSON file with such fields: num_heads, activation, eod_id, ...")
+    config: Path | None = option(
+        None,
+        "JSON file of the model configuration fields that weights do not determine: num_heads, "
+        "activation, eod_id, ... (default: none)",
+    )
 
 
 def model_config(config: ConvertConfig, dimensions: dict[str, int]) -> ModelConfig:
-    """Dimensions from the weights; the rest from --size, --config, or our own config.json."""
+    """Determine the configuration: dimensions from the weights, the rest from --size, --config, or a config.json."""
     values: dict[str, object] = {}
     if config.from_ == "ours" and not config.layouts:
         values = load_config(config.input)[1].to_dict()
@@ -94,7 +103,7 @@ def model_config(config: ConvertConfig, dimensions: dict[str, int]) -> ModelConf
         return fields_from(ModelConfig, document, base)
     if "num_heads" not in given:
         raise ConfigError(
-            f"{config.input}: weights do not tell the number of heads; give --size, or num_heads in --config"
+            f"{config.input}: weights do not determine the number of heads; give --size, or num_heads in --config"
         )
     document.value = {**given, **dimensions}
     return fields_from(ModelConfig, document)
@@ -109,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def convert(config: ConvertConfig, strategy: Strategy | None) -> int:
-    """Write what was asked for. `strategy`: whose ranks' files are wanted, if any."""
+    """Write the output. `strategy`: the one whose ranks' files --ranks-of writes, if any."""
     if config.to == "huggingface":
         model_type, num_bytes = export_published(
             config.input, config.output, config.model, config.model_type, config.dtype
@@ -160,7 +169,7 @@ def _import_shards(config: ConvertConfig, source: PublishedFolder) -> int:
 
 
 def _read(config: ConvertConfig) -> tuple[str, dict[str, Any], ModelConfig]:
-    """Family, weights under our names and configuration of the input.
+    """Read family, weights under this package's names, and configuration of the input.
 
     Raises:
         ConfigError: missing, damaged, or not a model's.
@@ -199,7 +208,7 @@ def _check_flags(config: ConvertConfig) -> None:
     """
     if config.to == "huggingface" and config.from_ != "ours":
         raise ConfigError(
-            f"--to huggingface: IN must be a folder of ours; convert with --from {config.from_} --to ours first"
+            f"--to huggingface: IN must be a checkpoint folder; convert with --from {config.from_} --to ours first"
         )
     if "huggingface" not in (config.from_, config.to) and (config.model_type or config.dtype != "float32"):
         raise ConfigError("--model-type and --dtype are for --to huggingface and --from huggingface")
@@ -211,24 +220,24 @@ def _check_flags(config: ConvertConfig) -> None:
             raise ConfigError(f"{', '.join(map(as_flag, unused))}: the folder's config.json says it all; leave it out")
     if config.strategy and (config.from_, config.to) != ("huggingface", "ours"):
         raise ConfigError(
-            "--strategy is for --from huggingface --to ours; checkpoints of ours: sporeloom reshard-checkpoint"
+            "--strategy is for --from huggingface --to ours; checkpoints of this package: sporeloom reshard-checkpoint"
         )
     if config.strategy and (config.dtype != "float32" or config.ranks_of):
         other = "--ranks-of" if config.ranks_of else "--dtype"
         raise ConfigError(f"{other} and --strategy do not go together; such a checkpoint is float32")
     if config.from_ == "huggingface" and config.to not in ("ours", "huggingface"):
-        raise ConfigError(f"--from huggingface is written as ours, not as {config.to}")
+        raise ConfigError(f"--from huggingface needs --to ours, not --to {config.to}")
 
 
 def _check_output(config: ConvertConfig) -> Strategy | None:
-    """The strategy whose ranks' files are wanted, if any.
+    """Check the output, and load the strategy of --ranks-of, if it is given.
 
     Raises:
-        ConfigError: the output cannot be what is asked for.
+        ConfigError: the output cannot be written in this form.
     """
     if config.ranks_of:
         if config.to != "ours":
-            raise ConfigError(f"--ranks-of writes our networks' names; use --to ours, not --to {config.to}")
+            raise ConfigError(f"--ranks-of writes this package's names; use --to ours, not --to {config.to}")
         return load_strategy(config.ranks_of)
     if config.to in ("megatron", "mindspore") and config.output.suffix not in (".npz", ".ckpt"):
         raise ConfigError(f"{config.output}: the {config.to} naming is written to a .npz or .ckpt file")

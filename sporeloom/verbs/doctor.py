@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has, and the first thing that is missing.
+"""Check what this machine has, and name the first thing that is missing.
 
     sporeloom doctor
 
@@ -26,20 +26,20 @@ from sporeloom.scratch import scratch_folder
 
 PYTHONS = ((3, 10), (3, 13))
 GB_OF_A_PROCESS = 1.0
-"""What a process of a tiny model takes on CPU; four are what tests and certificates start."""
+"""Memory that a process of a tiny model takes on CPU; tests and certificates start four."""
 WAYS = {
     "Ascend": "install CANN and run `source .../ascend-toolkit/set_env.sh`",
     "GPU": 'run `eval "$(tools/install_gpu_libraries.sh)"`, which docs/guides/gpu.md is about',
 }
-"""What lets MindSpore use a device."""
+"""Instructions to let MindSpore use a device."""
 
 
 class MissingError(Exception):
-    """Something that training needs, and how to get it."""
+    """Something that training needs is missing; the message says how to get it."""
 
 
 class UnusualError(Exception):
-    """Something to know; training works without it."""
+    """Something unusual; training works without it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def python() -> str:
 
 
 def packages() -> str:
-    """What this package asks for is there."""
+    """Check that the packages which this package needs are installed."""
     try:
         asked = importlib.metadata.requires("sporeloom") or []
     except importlib.metadata.PackageNotFoundError:
@@ -83,7 +83,7 @@ def packages() -> str:
 
 
 def _names(requirements: Sequence[str]) -> Iterator[str]:
-    """Of the packages that are needed without an extra."""
+    """Names of the packages that are needed without an extra."""
     for requirement in requirements:
         if "extra ==" not in requirement:
             yield re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
@@ -106,7 +106,7 @@ def mindspore() -> str:
 
 
 def partitioner() -> str:
-    """The private symbols are there, and a virtual device can be made of them."""
+    """Check that the private symbols are there and that a virtual device can be created with them."""
     try:
         target = import_module("sporeloom.runtime.cpu.target")
         with target.virtual_ascend(1, 2):
@@ -117,7 +117,7 @@ def partitioner() -> str:
 
 
 def device() -> str:
-    """The device MindSpore would run on, and those that are there but that it does not find."""
+    """Report the device that MindSpore would use, and those that it does not find."""
     try:
         found = str(import_module("mindspore").get_context("device_target"))
     except ImportError as error:
@@ -160,7 +160,7 @@ def ports() -> str:
 
 
 def folders() -> str:
-    """Where processes meet, where compiled graphs are cached, and where output goes can be written."""
+    """Check that the folders for sockets, compiled graphs and output can be written."""
     with scratch_folder() as meeting:
         scratch = meeting.parent
     kept = import_module("sporeloom.runtime.cpu.compilation_cache").folder()
@@ -176,7 +176,7 @@ def folders() -> str:
 
 
 def isolation() -> str:
-    """Programs that a model wrote can be run apart from everything."""
+    """Check that programs which a model wrote can run isolated."""
     try:
         import_module("sporeloom.evaluation.sandbox").check_isolation()
     except ConfigError as error:

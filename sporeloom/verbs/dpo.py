@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct preference optimization: make preferred texts likelier than others, compared with the model it begins with.
+"""Direct preference optimization: make preferred texts more likely than rejected ones, compared with the initial
+model.
 
 sporeloom dpo --from-checkpoint sft/checkpoint --data preferences.jsonl --beta 0.1
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks of a cluster would hold, send and compute: the real graph, partitioned by MindSpore, without a device.
+"""Report what ranks of a cluster would store, send and compute: the real graph, partitioned by MindSpore, without
+a device.
 
     sporeloom dry-run --model pangu --size 13b --strategy pangu_13b_dp4_tp8_pp2 --ranks 0,37,last
     sporeloom dry-run --model pangu --size 200b --strategy pangu_200b_dp16_tp8_pp16 --fast
@@ -32,8 +33,8 @@ from sporeloom.strategy.loader import load_strategy
 class ExplainConfig:
     name: str = argument("parameter or operator, or the end of its name")
     model: str = option("pangu", "model family")
-    size: str = option("tiny", "one of the family's published sizes")
-    strategy: Path = option(..., "strategy file, or the name of a shipped one")
+    size: str = option("tiny", "built-in size of the family")
+    strategy: Path = option(..., "strategy file, or name of a built-in strategy")
 
 
 def main(argv: Sequence[str]) -> int:

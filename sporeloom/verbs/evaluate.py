@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a model can do: HumanEval-X, programs written in six languages and run against their tests.
+"""Evaluate a model on HumanEval-X, programs in six languages run against their tests, or on lm-evaluation-harness
+tasks.
 
-sporeloom evaluate humaneval-x --data humaneval-x --checkpoint out/latest/checkpoint --language python cpp \\
+sporeloom evaluate humaneval-x --data humaneval-x --checkpoint out/latest/checkpoint --language python cpp \
     --num-samples 20 --temperature 0.8 --top-p 0.95 --output-dir out/humaneval --allow-execution
 sporeloom evaluate humaneval-x --data humaneval-x --language cpp --translate-from python --checkpoint ...
-sporeloom evaluate humaneval-x --data humaneval-x --language all --canonical --output-dir out/canonical \\
+sporeloom evaluate humaneval-x --data humaneval-x --language all --canonical --output-dir out/canonical \
     --allow-execution
 
 sporeloom evaluate lm-eval --tasks hellaswag piqa --checkpoint out/latest/checkpoint --strategy ... --launch

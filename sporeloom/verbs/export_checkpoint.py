@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the model of a training checkpoint, whole, for tools/generate.py and everybody who reads safetensors.
+"""Write the model of a training checkpoint, unsharded, for tools/generate.py and other readers of safetensors.
 
     sporeloom export-checkpoint out/latest/checkpoints model --max-shard-mb 5000
 
@@ -24,7 +24,9 @@ from sporeloom.outputs import replacing
 class ExportConfig(Overwrite):
     input: Path = argument("checkpoint to read")
     output: Path = output_argument("folder to write")
-    max_shard_mb: Positive = option(5000.0, "megabytes of a file at most; a larger tensor gets one of its own")
+    max_shard_mb: Positive = option(
+        5000.0, "maximum size of a file in megabytes; a larger tensor gets a file of its own"
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continue texts with a trained model, on one device or as a strategy file says.
+"""Generate text with a trained model, on one device or under a strategy.
 
 sporeloom generate --checkpoint out/latest/checkpoint --prompt "明月几时有" --temperature 0.8 --top-p 0.9
 sporeloom generate --checkpoint out/latest/checkpoint --interactive

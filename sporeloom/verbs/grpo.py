@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group relative policy optimization: sample texts, reward them, and make those likelier that were better than their group.
+"""Group relative policy optimization: sample texts, score them, and make those above their group's mean more
+likely.
 
 sporeloom grpo --from-checkpoint sft/checkpoint --data prompts.jsonl --reward rewards.py:is_polite
 

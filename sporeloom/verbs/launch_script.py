@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write how a command is started on several servers: one msrun line for each, or a script for ssh, Slurm or ModelArts.
+"""Write how a command is started on several servers: one msrun line for each, or a script for ssh, Slurm or
+ModelArts.
 
     sporeloom launch-script --strategy plan.yaml --hosts hosts.txt -- train --data corpus/ --steps 1000
     sporeloom launch-script --strategy plan.yaml --scheduler slurm --out job.sh -- train --data corpus/ --steps 1000
@@ -24,7 +25,7 @@ from sporeloom.strategy.loader import load_strategy
 
 Port = Annotated[int, Bounds(1024, 65535)]
 COMMANDS = ("train", "sft", "reward", "dpo", "grpo", "ppo", "generate", "evaluate", "score", "serve")
-"""Those that take a strategy."""
+"""Commands that take a strategy."""
 ADDRESS, NUMBER = '"$MASTER_ADDR"', '"$NODE_RANK"'
 SSH = """#!/usr/bin/env bash
 # Starts {servers} servers over ssh; their output goes to server_N.log in the log folder. When one fails, all are ended.
@@ -47,7 +48,7 @@ SLURM = """#!/usr/bin/env bash
 #SBATCH --nodes={servers}
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
-# Add what your cluster asks for: a partition, devices of a server (--gres), a time limit. Submit it with sbatch.
+# Add what your cluster needs: a partition, devices of a server (--gres), a time limit. Submit it with sbatch.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 srun --kill-on-bad-exit=1 bash -c {command_of_task}
@@ -61,17 +62,17 @@ export MASTER_ADDR="${{VC_WORKER_HOSTS%%,*}}" NODE_RANK="$VC_TASK_INDEX"
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchScriptConfig(Overwrite):
-    strategy: Path = option(..., "strategy file, or the name of a built-in strategy")
+    strategy: Path = option(..., "strategy file, or name of a built-in strategy")
     scheduler: Literal["none", "ssh", "slurm", "modelarts"] = option(
-        "none", "what starts the servers; none: print the command of each"
+        "none", "program that starts the servers; none: print the command of each"
     )
-    devices_per_server: Count = option(8, "devices, and so processes, of each server")
+    devices_per_server: Count = option(8, "number of devices of each server, and so of its processes")
     hosts: Path | None = option(
-        None, "file with the host name or address of each server, one a line; the first is the master"
+        None, "file with the host name or address of each server, one a line; the first is the master (default: none)"
     )
     master_port: Port = option(8118, "port of the master that all servers can reach")
     log_dir: Path = option(Path("logs"), "folder for the logs of all processes")
-    out: Path | None = output(None, "file for the script; without it, standard output")
+    out: Path | None = output(None, "file for the script (default: standard output)")
     command: tuple[str, ...] = argument("after `--`: the command that all servers run, train --data ... for example")
 
 
@@ -96,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_hosts(path: Path) -> list[str]:
-    """The servers of a file, one a line; `#` begins a comment.
+    """Read the servers of a file, one a line; `#` begins a comment.
 
     Raises:
         ConfigError: a line is not a name or an address.
@@ -115,7 +116,7 @@ def _is_host(text: str) -> bool:
 
 
 def command_problems(command: Sequence[str]) -> list[str]:
-    """What is wrong with the command that the servers would run."""
+    """List the problems of the command that the servers would run."""
     name, *arguments = command
     given = [word.partition("=")[0] for word in arguments]
     problems = []
@@ -131,7 +132,7 @@ def command_problems(command: Sequence[str]) -> list[str]:
 
 
 def server_problems(config: LaunchScriptConfig, strategy: Strategy, hosts: Sequence[str] | None) -> list[str]:
-    """Where the mesh, the servers and the scheduler do not go together."""
+    """List where the mesh, the servers and the scheduler do not fit together."""
     size, each = strategy.mesh.size, config.devices_per_server
     if size > each and size % each:
         return [
@@ -146,7 +147,7 @@ def server_problems(config: LaunchScriptConfig, strategy: Strategy, hosts: Seque
 
 
 def script(config: LaunchScriptConfig, size: int, hosts: Sequence[str] | None) -> str:
-    """The lines, or the script, that start all servers."""
+    """Build the lines, or the script, that start all servers."""
     local = min(size, config.devices_per_server)
     servers, logs = size // local, shlex.quote(str(config.log_dir))
     line = _line(config, size, local, ADDRESS, NUMBER)
@@ -170,7 +171,7 @@ def script(config: LaunchScriptConfig, size: int, hosts: Sequence[str] | None) -
 
 
 def _line(config: LaunchScriptConfig, size: int, local: int, master: str = "", number: str = "") -> str:
-    """The msrun command of a server; `master` and `number` as the shell reads them."""
+    """Build the msrun command of a server; `master` and `number` as the shell reads them."""
     words = ["msrun", f"--worker_num={size}", f"--local_worker_num={local}"]
     if master and size > local:
         words += [f"--master_addr={master}", f"--node_rank={number}"]

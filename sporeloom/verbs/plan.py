@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best strategy for a model, a cluster and a batch, with its reasons; without a device and without MindSpore.
+"""Find the fastest strategy for a model, a cluster and a batch, with its reasons; without a device and without
+MindSpore.
 
-    sporeloom plan --model pangu --size 200b --cluster ascend910a \\
+    sporeloom plan --model pangu --size 200b --cluster ascend910a \
         --devices 2048 --global-batch-size 2048 --out plan.yaml
     sporeloom plan --config dims.yaml --cluster h100 --devices 64 --global-batch-size 512
-    sporeloom plan list                            strategies that are shipped, for --strategy NAME
+    sporeloom plan list                            built-in strategies, for --strategy NAME
     sporeloom plan validate RUNS.csv --json        how far the cost model is from published runs
 
 --config takes a model by its dimensions alone: a YAML file with the fields of sporeloom.planner.dimensions.Dimensions.
@@ -50,26 +51,30 @@ class PlanConfig(Overwrite, TaskFlags):
         "out",
         "json",
     )
-    model: str | None = option(None, "model family")
-    size: str | None = option(None, "one of the family's published sizes")
-    config: Path | None = option(None, "YAML file with the dimensions of any decoder, instead of --model and --size")
-    cluster: Path = option(..., "cluster file, or the name of a shipped one")
-    devices: Devices = option(..., "devices of the job")
-    global_batch_size: Count = option(
-        ..., "sequences of one step, over all devices, two for each pair of reward and dpo"
+    model: str | None = option(None, "model family (default: none, see --config)")
+    size: str | None = option(None, "built-in size of the family (default: none, see --config)")
+    config: Path | None = option(
+        None, "YAML file with the dimensions of any decoder, instead of --model and --size (default: none)"
     )
-    compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of matrix products")
-    interleave: bool = option(False, "also consider virtual stages")
-    reshard_after_forward: bool = option(False, "also consider weights that are gathered twice (ZeRO 3)")
-    top: Count = option(10, "options to show")
-    out: Path | None = output(None, "write the best one as a strategy file for tools/train.py")
-    json: bool = option(False, "JSON on stdout instead of the table")
+    cluster: Path = option(..., "cluster file, or name of a built-in cluster")
+    devices: Devices = option(..., "number of devices of the job")
+    global_batch_size: Count = option(
+        ..., "number of sequences in one step, over all devices; two for each pair of reward and dpo"
+    )
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "number type of matrix products")
+    interleave: bool = option(False, "also consider virtual pipeline stages")
+    reshard_after_forward: bool = option(
+        False, "also consider ZeRO-3 / FSDP: weights are resharded after the forward pass"
+    )
+    top: Count = option(10, "number of options to show")
+    out: Path | None = output(None, "write the fastest option as a strategy file for tools/train.py (default: none)")
+    json: bool = option(False, "print JSON instead of the table")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateConfig:
     runs: Path = argument("CSV file of published runs")
-    json: bool = option(False, "JSON on stdout instead of the summary")
+    json: bool = option(False, "print JSON instead of the summary")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _model_flags(config: PlanConfig) -> list[str]:
-    """Of the command that runs the plan, what says the model; other tasks begin with a checkpoint."""
+    """Flags that name the model in the command that runs the plan; other tasks start from a checkpoint."""
     model = ["--model", str(config.model), "--size", str(config.size)]
     if config.task != "pretraining":
         model = ["--from-checkpoint", "CHECKPOINT"]
@@ -112,7 +117,7 @@ def _model_flags(config: PlanConfig) -> list[str]:
 
 
 def requested(config: PlanConfig) -> PlanRequest:
-    """What the flags ask for.
+    """Build the request from the flags.
 
     Raises:
         ConfigError: flags that exclude each other, files that are wrong.
@@ -152,13 +157,13 @@ def requested(config: PlanConfig) -> PlanRequest:
         flash_attention=flash,
         mask_bytes=bytes_of_mask(flash) if config.model else 0,
         task=task,
-        # Our own models recompute nothing else selectively than what FlashAttention does not keep.
+        # The family models recompute nothing else selectively than what FlashAttention does not keep.
         recomputations=("full",) if flash and config.model else ("selective", "full"),
     )
 
 
 def shipped_table() -> str:
-    """The strategies that come with the package, each with its mesh."""
+    """The table of built-in strategies, each with its mesh."""
     strategies = {name: load_strategy(name) for name in shipped_names()}
     width = max(map(len, strategies))
     return "\n".join(f"{name:{width}}  {strategy.mesh}" for name, strategy in strategies.items())

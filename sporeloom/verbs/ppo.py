@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proximal policy optimization: sample texts, reward them, and learn with a critic which tokens brought the rewards.
+"""Proximal policy optimization: sample texts, score them, and train with a critic that estimates the value of each
+token.
 
 sporeloom ppo --from-checkpoint sft/checkpoint --data prompts.jsonl --reward-model reward/checkpoint
 

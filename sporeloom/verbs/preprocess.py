@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From raw text to token files, and a look at what a run reads of them.
+"""Prepare raw text as token files, and inspect the samples of a run.
 
     sporeloom preprocess filter INPUT... --out clean.jsonl --min-chars 100 --scripts han latin
     sporeloom preprocess dedup BEST.jsonl OTHER.jsonl --out unique/
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from sporeloom.cli import Overwrite, argument, check_numbers, option, output, output_argument, parse_args
-from sporeloom.data.cluster import Cluster, Workers, leave
+from sporeloom.data.cluster import RayCluster, Workers, leave
 from sporeloom.data.curriculum import Metric
 from sporeloom.data.decontaminate import DecontaminationSettings, make_decontaminator, read_evaluation
 from sporeloom.data.dedup import dedup
@@ -34,7 +34,7 @@ from sporeloom.data.fim import FillInTheMiddle
 from sporeloom.data.mindrecord import COLUMN, read_mindrecord, write_mindrecord
 from sporeloom.data.minhash import MinHash
 from sporeloom.data.rewrite import SAMPLES, rewrite
-from sporeloom.data.sources import MAX_DOCUMENT_MB, SHARD_MB, Source
+from sporeloom.data.sources import MAX_DOCUMENT_MB, SHARD_MB, DocumentSource
 from sporeloom.data.staging import staged
 from sporeloom.data.stores import DocumentPath
 from sporeloom.data.substrings import SubstringSettings, dedup_substrings
@@ -42,36 +42,37 @@ from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.data.tokenizer import special_token
 from sporeloom.errors import ConfigError, did_you_mean
 from sporeloom.json_text import json_text
-from sporeloom.numbers import MOST, Bounds, Count, Natural, Positive, Probability, Seed, Share
+from sporeloom.numbers import MAX_COUNT, Bounds, Count, Natural, Positive, Probability, Seed, Share
 from sporeloom.outputs import replacing
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.train.difficulty import write_difficulty
 from sporeloom.train.inspection import InspectConfig, describe, inspect
 
-Length = Annotated[int, Bounds(8, MOST)]
+Length = Annotated[int, Bounds(8, MAX_COUNT)]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Common(Overwrite):
     inputs: tuple[DocumentPath, ...] = argument("files or folders of documents, or URLs as s3://BUCKET/FOLDER")
-    key: str = option("text", "field of JSON lines, or column of tables, that holds the text")
-    suffixes: tuple[str, ...] = option((), "take only files that end so from folders, as in .py .cpp")
-    on_error: Literal["stop", "skip"] = option(
-        "stop", "what to do with what cannot be read; skip counts it and goes on"
+    key: str = option("text", "field of JSON lines, or column of tables, with the text")
+    suffixes: tuple[str, ...] = option(
+        (), "endings of the file names to read in folders, as in .py .cpp (default: all files)"
     )
-    max_document_mb: Positive = option(MAX_DOCUMENT_MB, "a longer document cannot be read")
-    workers: Count = option(CORES, "processes; what is written does not depend on it")
+    on_error: Literal["stop", "skip"] = option("stop", "action on unreadable documents: stop, or count them and skip")
+    max_document_mb: Positive = option(MAX_DOCUMENT_MB, "maximum size of a document in MB; a longer one cannot be read")
+    workers: Count = option(CORES, "number of processes; the output does not depend on it")
     engine: Literal["local", "ray"] = option(
-        "local", "where they run; ray: on a Ray cluster, a task for each shard of files"
+        "local", "where the processes run; ray: on a Ray cluster, one task for each group of files"
     )
     shard_mb: Positive = option(
         SHARD_MB,
-        "files are grouped, large .jsonl files cut to so much; such a group is worked on, and done again, alone",
+        "size of a group of files in MB; large .jsonl files are split to this size, and a failed group is "
+        "repeated alone",
     )
-    address: str | None = option(None, "of the Ray cluster, auto or HOST:PORT; one is started here without it")
+    address: str | None = option(None, "address of the Ray cluster, auto or HOST:PORT (default: one is started here)")
     scratch: Path = option(
-        Path(), "folder in which what goes to object storage is made first; the nodes of a cluster see it, too"
+        Path(), "folder for files on their way to object storage; the nodes of a cluster must see it, too"
     )
 
     def engine_for(self, out: Path) -> Workers:
@@ -83,10 +84,10 @@ class Common(Overwrite):
                 raise ConfigError("--address is a Ray cluster's: give --engine ray")
             return self.workers
         scratch = out.resolve()
-        return Cluster(self.address, self.workers, scratch.with_name(f".{scratch.name}.shards"))
+        return RayCluster(self.address, self.workers, scratch.with_name(f".{scratch.name}.shards"))
 
-    def source(self) -> Source:
-        return Source(
+    def source(self) -> DocumentSource:
+        return DocumentSource(
             self.inputs,
             self.key,
             self.suffixes,
@@ -99,64 +100,80 @@ class Common(Overwrite):
 @dataclass(frozen=True, kw_only=True)
 class TokenizeConfig(Common):
     out: DocumentPath = output(..., "folder for the token files")
-    model: str = option("pangu", "model family, whose tokenizer it is")
-    tokenizer: Path = option(..., "tokenizer of the family: a file, or a folder")
-    fim_rate: Share = option(0.0, "share of documents rearranged so that a model learns to fill in the middle")
-    fim_spm_rate: Share = option(0.5, "share of those in the order suffix, prefix, middle")
-    fim_tokens: tuple[str, ...] = option((), "names or ids of the tokens that announce prefix, suffix and middle")
-    fim_seed: Seed = option(1, "of which documents, and where they are cut")
+    model: str = option("pangu", "model family of the tokenizer")
+    tokenizer: Path = option(..., "tokenizer of the family: a file or a folder")
+    fim_rate: Share = option(0.0, "fraction of documents that are rearranged for fill-in-the-middle training")
+    fim_spm_rate: Share = option(0.5, "fraction of those in the order suffix, prefix, middle")
+    fim_tokens: tuple[str, ...] = option(
+        (), "names or ids of the tokens that precede prefix, suffix and middle (default: none)"
+    )
+    fim_seed: Seed = option(1, "random seed for which documents are rearranged, and where they are split")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DedupConfig(Common):
-    out: DocumentPath = output(..., "folder for the files of what stays, one for each input, and duplicates.jsonl")
-    threshold: Probability = option(0.8, "Jaccard similarity from which documents are near-duplicates")
-    shingle: Count = option(5, "characters of the pieces that are compared")
-    seed: Seed = option(1, "of the hash functions")
+    out: DocumentPath = output(..., "folder for the remaining documents, one file for each input, and duplicates.jsonl")
+    threshold: Probability = option(0.8, "minimum Jaccard similarity of near-duplicates")
+    shingle: Count = option(5, "number of characters in a shingle")
+    seed: Seed = option(1, "random seed of the hash functions")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubstringsConfig(Common):
-    out: DocumentPath = output(..., "file for what is left: .jsonl, also with .gz, .zst, .bz2 or .xz")
-    report: DocumentPath | None = output(None, "file for every cut: where, and what")
-    min_length: Length = option(200, "characters of a run that is cut out where it was there before")
-    min_rest: Natural = option(50, "characters, without white space, that must be left of a document that was cut")
+    out: DocumentPath = output(..., "file for the remaining text: .jsonl, also with .gz, .zst, .bz2 or .xz")
+    report: DocumentPath | None = output(None, "file for a report of every removed passage (default: none)")
+    min_length: Length = option(200, "minimum number of characters of a repeated passage that is removed")
+    min_rest: Natural = option(
+        50, "minimum number of characters, without white space, that remain of a shortened document"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecontaminateConfig(Common):
     evaluation: tuple[Path, ...] = option(..., "files of the evaluation sets")
-    evaluation_keys: tuple[str, ...] = option(("text",), "their fields that must not be seen in training")
-    out: DocumentPath = output(..., "file for what is left: .jsonl, also with .gz, .zst, .bz2 or .xz")
-    report: DocumentPath | None = output(None, "file for every cut: where, what, and of which evaluation document")
-    ngram: Count = option(13, "words in a row that both must have")
-    margin: Natural = option(200, "characters cut away on each side of a match")
-    min_piece: Natural = option(200, "characters of a piece that is kept")
-    max_pieces: Count = option(10, "documents that fall into more are dropped")
+    evaluation_keys: tuple[str, ...] = option(
+        ("text",), "fields of the evaluation sets that must not occur in training"
+    )
+    out: DocumentPath = output(..., "file for the remaining text: .jsonl, also with .gz, .zst, .bz2 or .xz")
+    report: DocumentPath | None = output(
+        None, "file for a report of every removed passage, with its evaluation document (default: none)"
+    )
+    ngram: Count = option(13, "number of consecutive words that make a match")
+    margin: Natural = option(200, "number of characters removed on each side of a match")
+    min_piece: Natural = option(200, "minimum number of characters of a remaining piece")
+    max_pieces: Count = option(10, "maximum number of remaining pieces of a document; it is dropped beyond that")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterConfig(Common):
-    out: DocumentPath = output(..., "file for what passes: .jsonl, also with .gz, .zst, .bz2 or .xz")
-    removed: DocumentPath | None = output(None, "file for what does not, with the rules it failed")
+    out: DocumentPath = output(..., "file for the documents that pass: .jsonl, also with .gz, .zst, .bz2 or .xz")
+    removed: DocumentPath | None = output(
+        None, "file for the documents that fail, with the rules they failed (default: none)"
+    )
     samples: DocumentPath | None = output(
-        None, "text file for a few documents of each rule that failed them, to be read"
+        None, "text file with a few documents that failed each rule, to be read (default: none)"
     )
-    min_chars: Natural = option(0, "characters at least")
-    max_chars: Natural = option(0, "characters at most; 0: any number")
-    min_letters: Share = option(0.0, "share of letters among what is not white space, at least")
-    scripts: tuple[str, ...] = option((), "scripts the letters must be of, as in: han latin")
-    min_script: Share = option(0.5, "share of the letters that must be of these scripts")
-    max_repeated_lines: Share = option(1.0, "share of lines that were there before in the document, at most")
-    max_repeated_ngrams: Share = option(1.0, "share of runs of 10 words that were there before, at most")
-    rules: tuple[str, ...] = option((), "rules of published corpora: gopher, gopher-repetition, mt-nlg, or single ones")
-    languages: tuple[str, ...] = option((), "ISO 639-1 codes of the languages that pass, as in: en zh")
-    min_language: Share = option(0.5, "how sure langid's model must be of the language")
+    min_chars: Natural = option(0, "minimum number of characters")
+    max_chars: Natural = option(0, "maximum number of characters; 0: no limit")
+    min_letters: Share = option(0.0, "minimum fraction of letters among the characters that are not white space")
+    scripts: tuple[str, ...] = option((), "scripts of the letters, as in: han latin (default: any)")
+    min_script: Share = option(0.5, "minimum fraction of the letters that are of these scripts")
+    max_repeated_lines: Share = option(1.0, "maximum fraction of lines that repeat an earlier line of the document")
+    max_repeated_ngrams: Share = option(
+        1.0, "maximum fraction of 10-word runs that repeat an earlier run of the document"
+    )
+    rules: tuple[str, ...] = option(
+        (), "rules of published corpora: gopher, gopher-repetition, mt-nlg, or single ones (default: none)"
+    )
+    languages: tuple[str, ...] = option((), "ISO 639-1 codes of the languages that pass, as in: en zh (default: all)")
+    min_language: Share = option(0.5, "minimum probability of the language by langid's model")
     edit: Path | None = option(
-        None, "Python file with a function edit(text): the text to go on with, or None to drop it; comes first"
+        None,
+        "Python file with a function edit(text), called first: it returns the new text, or None to drop "
+        "the document (default: none)",
     )
-    classifier: Path | None = option(None, "Python file with a function score(text)")
-    min_score: float = option(0.0, "score at least")
+    classifier: Path | None = option(None, "Python file with a function score(text) (default: none)")
+    min_score: float = option(0.0, "minimum score")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,18 +181,19 @@ class DifficultyConfig(Overwrite):
     tokens: Path = argument("folder of token files")
     out: Path = output(..., "file for the index, which a curriculum names: .npz")
     metric: Metric = option(
-        "vocabularyrarity", "rarity of a sample's tokens, its tokens that are no padding, or its loss by --checkpoint"
+        "vocabularyrarity",
+        "difficulty of a sample: rarity of its tokens, number of tokens without padding, or loss under --checkpoint",
     )
-    seq_len: Count = option(1024, "tokens of a sequence, as the run will have them")
-    packing: Literal["stream", "best-fit"] = option("stream", "likewise")
-    checkpoint: Path | None = option(None, "folder of the model whose loss is asked for")
+    seq_len: Count = option(1024, "number of tokens in a sequence, as in the run")
+    packing: Literal["stream", "best-fit"] = option("stream", "packing of documents into samples, as in the run")
+    checkpoint: Path | None = option(None, "folder of the model that computes the loss (default: none)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToMindRecordConfig(Overwrite):
     tokens: Path = argument("folder of token files")
     out: Path = output_argument("MindRecord file to write")
-    seq_len: Count = option(1024, "tokens of a sequence; a record has one more")
+    seq_len: Count = option(1024, "number of tokens in a sequence; a record has one more")
     column: str = option(COLUMN, "name of the column")
 
 
@@ -183,8 +201,8 @@ class ToMindRecordConfig(Overwrite):
 class FromMindRecordConfig(Overwrite):
     files: tuple[Path, ...] = argument("MindRecord files of token ids")
     out: Path = output(..., "folder for the token files")
-    model: str = option("pangu", "model family, whose tokenizer made the ids")
-    tokenizer: Path = option(..., "that tokenizer")
+    model: str = option("pangu", "model family of the tokenizer")
+    tokenizer: Path = option(..., "tokenizer that made the ids")
     column: str = option(COLUMN, "name of the column")
 
 
@@ -195,7 +213,7 @@ def run_tokenize(config: TokenizeConfig) -> dict[str, Any]:
 
 def fill_in_the_middle(config: TokenizeConfig) -> FillInTheMiddle | None:
     """Raises:
-    ConfigError: tokens that are none.
+    ConfigError: tokens that do not exist.
     """
     if not config.fim_rate:
         return None
@@ -269,7 +287,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], dict[str, Any] | None]]] = {
 
 
 def _prepare(config: Common, work: Callable[[Any], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Work on documents, whose results may go to object storage."""
+    """Process documents, whose results may go to object storage."""
     with staged(config, config.scratch) as local:
         report = work(local)
         if config.engine == "ray":

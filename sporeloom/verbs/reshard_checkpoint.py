@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut the files of a training checkpoint as another strategy's ranks hold them, without a device.
+"""Reshard the files of a training checkpoint for the ranks of another strategy, without a device.
 
     sporeloom reshard-checkpoint out/latest/checkpoints resharded --strategy pangu_13b_dp128_tp8
     sporeloom reshard-checkpoint out/latest/checkpoints/step-00000020 whole --full --verify
@@ -29,8 +29,8 @@ from sporeloom.train.shards import shards_for
 class ReshardConfig(Overwrite):
     input: Path = argument("checkpoint to read")
     output: Path = output_argument("folder to write")
-    strategy: Path | None = option(None, "strategy file, or the name of a shipped one")
-    full: bool = option(False, "one file with everything whole, as one device holds it")
+    strategy: Path | None = option(None, "strategy file, or name of a built-in strategy (default: none, see --full)")
+    full: bool = option(False, "write one file with all tensors unsharded, as for one device")
     verify: bool = option(False, "read the result again and recompute every hash")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a reward model: of two texts the preferred one gets the higher number.
+"""Train a reward model: the preferred one of two texts gets the higher reward.
 
 sporeloom reward --from-checkpoint out/latest/checkpoint --data preferences.jsonl
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of your own network that the rules of a strategy can name.
+"""List the operators of a custom network that the rules of a strategy can name.
 
     sporeloom rules net.py
     sporeloom rules net.py:Net --inputs 8x32:float32 8x10:float32
@@ -31,12 +31,13 @@ INPUT = re.compile(r"(\d+(?:x\d+)*|scalar):(\w+)")
 @dataclass(frozen=True, kw_only=True)
 class RulesConfig:
     network: str = argument(
-        "FILE or FILE:NAME: a Cell, or a class or function at the top of a Python file that is called without arguments and "
-        "gives one; without NAME the only one that there is. The file is run"
+        "FILE or FILE:NAME: a Cell, or a class or function at the top of a Python file that returns one when "
+        "called without arguments; without NAME, the only one in the file. The file is run"
     )
     inputs: tuple[str, ...] = option(
         (),
-        "shape and element type of each input, as in 8x32:float32; the network is compiled, and all shapes are shown",
+        "shape and element type of each input, as in 8x32:float32; the network is compiled, and all shapes are "
+        "shown (default: no shapes)",
     )
 
 
@@ -66,7 +67,7 @@ def _input(text: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def _network(text: str) -> Any:
-    """The Cell that a file defines.
+    """Create the Cell that a file defines.
 
     Raises:
         ConfigError: there is none, or several, or the file cannot be run.
@@ -78,7 +79,7 @@ def _network(text: str) -> Any:
         raise ConfigError(f"{file}: there is no such file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{file}: is no Python file")
+        raise ConfigError(f"{file}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.resolve()))
@@ -104,12 +105,12 @@ def _network(text: str) -> Any:
     except Exception as error:
         raise ConfigError(f"{text}: {type(error).__name__}: {first_line(error)}") from None
     if not isinstance(net, nn.Cell):
-        raise ConfigError(f"{text}: is no Cell and gives none")
+        raise ConfigError(f"{text}: is not a Cell and returns none")
     return net
 
 
 def _shapes(net: Any, inputs: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[dict[str, Any], int]:
-    """Shapes by path, and how many operators of the forward pass have none.
+    """List shapes by path, and count the operators of the forward pass that have none.
 
     Raises:
         ConfigError: MindSpore cannot compile the network for these inputs.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits and loss of token ids under a checkpoint.
+"""Compute logits and loss of token ids under a checkpoint.
 
     sporeloom score --checkpoint out/latest/checkpoint --ids ids.npy --logits-out logits.npy
 
@@ -33,10 +33,12 @@ from sporeloom.strategy.loader import load_strategy
 class ScoreConfig(Overwrite):
     checkpoint: Path = option(..., "checkpoint folder")
     ids: Path = option(..., "NumPy file of token ids, (B, N)")
-    logits_out: Path | None = output(None, "NumPy file to write the logits to, (B, T, V)")
-    eod_id: Natural | None = option(None, "end-of-document id after which attention and positions start anew")
-    strategy: Path | None = option(None, "strategy file, or the name of a shipped one; without it, one device")
-    domain: Natural | None = option(None, "domain of all texts, for models whose experts have domains")
+    logits_out: Path | None = output(None, "NumPy file to write the logits to, (B, T, V) (default: none)")
+    eod_id: Natural | None = option(
+        None, "end-of-document id, after which attention and positions start anew (default: none)"
+    )
+    strategy: Path | None = option(None, "strategy file, or name of a built-in strategy (default: one device)")
+    domain: Natural | None = option(None, "domain of all texts, for models with domain-routed experts (default: none)")
 
 
 def read_ids(path: Path, vocab_size: int, seq_len: int) -> Any:

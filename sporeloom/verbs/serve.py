@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a model over HTTP, as OpenAI's API does, with a page at /.
+"""Serve a model over HTTP with OpenAI's API, and a chat page at /.
 
 sporeloom serve out/latest/checkpoint --port 8000
 sporeloom serve out/latest/checkpoint --strategy FILE --launch
@@ -18,7 +18,7 @@ from sporeloom.serve.config import ServeConfig, check
 
 SERVER = "sporeloom.serve.main"
 TELLING_S = 2.0
-"""For ranks that go on after one was lost, to tell the clients."""
+"""Seconds for the other ranks to inform the clients after one was lost."""
 
 
 def main(argv: Sequence[str]) -> int:

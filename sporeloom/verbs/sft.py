@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning of a checkpoint, whole or by adapters.
+"""Supervised fine-tuning of a checkpoint: all weights, or adapters.
 
 sporeloom sft --from-checkpoint out/latest/checkpoint --data conversations.jsonl --chat-template chat.jinja
 sporeloom sft --from-checkpoint out/latest/checkpoint --data answers.jsonl --lora-r 8 --strategy pangu_tiny_dp2_tp2 --launch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a model, on one device or as a strategy file says.
+"""Train a model, on one device or under a strategy.
 
 sporeloom train --data corpus.jsonl --steps 50
 sporeloom train --data corpus.jsonl --strategy pangu_tiny_dp2_tp2 --launch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy in other projects' words, with a report of what became of every key.
+"""Translate a strategy between this and other projects' formats, and report the translation of every key.
 
     sporeloom translate run_pangualpha_13b.yaml --to ours --out parallel_configs/mine.yaml
     sporeloom translate parallel_configs/pangu_13b_dp128_tp8.yaml --to mindformers1 --out mine.yaml
@@ -7,8 +7,8 @@
 
     sporeloom translate ds_config.json --to ours --out mine.yaml --devices 64 --seq-len 2048
 
-Reads our strategy files, MindFormers 1.x and 2.x YAML, DeepSpeed's JSON and Megatron-LM's flags (any other file). The report
-says of every key: same, renamed, approximated, no effect, not expressible, unknown. docs/guides/mindformers.md has
+Reads our strategy files, MindFormers 1.x and 2.x YAML, DeepSpeed's JSON and Megatron-LM's flags (any other file). The
+report has for every key: same, renamed, approximated, no effect, not expressible, unknown. docs/guides/mindformers.md has
 the tables.
 """
 
@@ -34,7 +34,7 @@ FILLS = (
     *("batch_size", "seq_len", "accumulate", "learning_rate", "warmup_steps", "steps", "adam_beta1", "adam_beta2"),
     *("adam_epsilon", "weight_decay", "max_grad_norm", "compute_dtype"),
 )
-"""Flags that say what a file leaves open."""
+"""Flags for settings that a file leaves open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,34 +42,59 @@ class TranslateConfig(Overwrite):
     input: Path = argument("file to translate")
     to: Literal["ours", "mindformers1", "mindformers2", "megatron"] = option(..., "dialect to write")
     dialect: Literal["ours", "mindformers1", "mindformers2", "megatron", "deepspeed"] | None = option(
-        None, "dialect of the input; found out without this"
+        None, "dialect of the input (default: detected)"
     )
-    out: Path | None = output(None, "file to write; without it the text goes to stdout")
+    out: Path | None = output(None, "file to write (default: standard output)")
     config_out: Path | None = output(
         None,
-        "file to write with the configuration of the model, where the input describes one: for --config of other verbs",
+        "file to write with the model configuration, where the input describes one: for --config of other "
+        "commands (default: none)",
     )
-    devices: Devices | None = option(None, "devices of the job, where the input does not say its data parallel degree")
-    model: str | None = option(None, "model family, where --num-layers is that of a size")
-    size: str | None = option(None, "one of the family's sizes")
-    num_layers: Count | None = option(None, "layers of the model, where stages are counted from it")
-    batch_size: Count | None = option(None, "sequences of one step over all devices, where a strategy does not say it")
-    seq_len: Count | None = option(None, "tokens of a sequence")
-    accumulate: Count | None = option(None, "parts a step's batch is split into, where the input does not say it")
-    learning_rate: NotNegative | None = option(None, 'highest learning rate, where the input says "auto"')
-    warmup_steps: Natural | None = option(None, 'steps of linear warm-up, where the input says "auto"')
-    steps: Count | None = option(None, 'optimizer steps of the run, where the input says "auto"')
-    adam_beta1: Rate | None = option(None, 'decay of the first moment, where the input says "auto"')
-    adam_beta2: Rate | None = option(None, 'decay of the second moment, where the input says "auto"')
+    devices: Devices | None = option(
+        None, "number of devices of the job, where the input does not give its data parallel degree (default: none)"
+    )
+    model: str | None = option(None, "model family, where --num-layers is that of a size (default: none)")
+    size: str | None = option(None, "built-in size of the family (default: none)")
+    num_layers: Count | None = option(
+        None, "number of layers of the model, where stages are counted from it (default: none)"
+    )
+    batch_size: Count | None = option(
+        None, "number of sequences in one step over all devices, where a strategy does not give it (default: none)"
+    )
+    seq_len: Count | None = option(None, "number of tokens in a sequence (default: none)")
+    accumulate: Count | None = option(
+        None, "number of gradient accumulation steps, where the input does not give it (default: none)"
+    )
+    learning_rate: NotNegative | None = option(
+        None, 'maximum learning rate, where the input says "auto" (default: none)'
+    )
+    warmup_steps: Natural | None = option(
+        None, 'number of linear warm-up steps, where the input says "auto" (default: none)'
+    )
+    steps: Count | None = option(
+        None, 'number of optimizer steps of the run, where the input says "auto" (default: none)'
+    )
+    adam_beta1: Rate | None = option(
+        None, 'decay rate of the first moment, where the input says "auto" (default: none)'
+    )
+    adam_beta2: Rate | None = option(
+        None, 'decay rate of the second moment, where the input says "auto" (default: none)'
+    )
     adam_epsilon: NotNegative | None = option(
-        None, 'added to the root of the second moment, where the input says "auto"'
+        None, 'epsilon, added to the square root of the second moment, where the input says "auto" (default: none)'
     )
-    weight_decay: NotNegative | None = option(None, 'weight decay, where the input says "auto"')
-    max_grad_norm: NotNegative | None = option(None, 'global norm to clip gradients to, where the input says "auto"')
-    compute_dtype: ComputeDtype | None = option(None, 'type of matrix products, where the input says "auto"')
-    rules: Path = option(Path(DECODER), "rules, a file or shipped ones by name, that a strategy of ours names")
-    json: bool = option(False, "the report as JSON on stdout")
-    strict: bool = option(False, "exit code 1 where anything is approximated, not expressible or unknown")
+    weight_decay: NotNegative | None = option(None, 'weight decay, where the input says "auto" (default: none)')
+    max_grad_norm: NotNegative | None = option(
+        None, 'maximum global norm of the gradients, where the input says "auto" (default: none)'
+    )
+    compute_dtype: ComputeDtype | None = option(
+        None, 'number type of matrix products, where the input says "auto" (default: none)'
+    )
+    rules: Path = option(
+        Path(DECODER), "rules that a strategy to be written names: a file, or the name of a built-in one"
+    )
+    json: bool = option(False, "print the report as JSON")
+    strict: bool = option(False, "exit code 1 where a key is approximated, not expressible or unknown")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def model_text(settings: Settings, source: Path) -> str:
-    """The configuration of the model, as JSON.
+    """Format the configuration of the model as JSON.
 
     Raises:
         ConfigError: the input describes none.
@@ -113,7 +138,7 @@ def model_text(settings: Settings, source: Path) -> str:
 
 
 def known(config: TranslateConfig) -> Settings:
-    """What the flags say besides the file."""
+    """Collect what the flags say besides the file."""
     if bool(config.model) != bool(config.size):
         raise ConfigError("give --model and --size together")
     train: dict[str, Any] = {name: value for name in FILLS if (value := getattr(config, name)) is not None}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/evaluate.py as users start it: judging, generating, going on after a kill, on a mesh; with bad input."""
+"""tools/evaluate.py as users start it: judging, generating, continuing after a kill, on a mesh; with bad input."""
 
 import gzip
 import json
@@ -179,4 +179,4 @@ def test_bad_input_gets_one_clear_line(case, data, tmp_path):
 def test_a_model_that_knows_no_languages_is_told_none(data, checkpoint, tmp_path):
     outcome = evaluate(data, tmp_path / "out", "--checkpoint", checkpoint, "--prompt-form", "tagged")
     assert outcome.code == 2
-    assert "models of pangu are told no programming language" in outcome.output
+    assert "models of pangu have no tags for programming languages" in outcome.output

@@ -74,7 +74,7 @@ def test_an_interactive_mode_answers_line_by_line_and_survives_a_text_too_long(c
     text, said = process.communicate(f"{PROMPT}\n{'街' * 200}\n{PROMPT}\n", timeout=120)
     assert process.returncode == 0, said
     assert said.count("8 tokens (length)") == 2
-    assert "leave no room in the model's context" in said
+    assert "fill the model's context" in said
     first, again = (part for part in text.replace("> ", "").splitlines() if part)
     assert first == again
 
@@ -151,20 +151,23 @@ def with_small_vocabulary(checkpoint, folder):
         (("--checkpoint", "SMALL"), ["pieces do not fit the model's vocab_size 100"]),
         (("--temperature", "-1", "--top-p", "0"), ["--temperature must be at least 0", "--top-p must be in (0, 1]"]),
         (("--top-p", "1.2"), ["--top-p must be in (0, 1], got 1.2"]),
-        (("--prompt", "街" * 300), ["--prompt: ", "leave no room in the model's context of 128"]),
-        (("--prompt", "街" * 60), ["and --max-new-tokens 64 exceed the model's context of 128; ask for at most"]),
-        (("--prompt", ""), ["--prompt: holds no token"]),
+        (("--prompt", "街" * 300), ["--prompt: ", "fill the model's context of 128"]),
+        (
+            ("--prompt", "街" * 60),
+            ["and --max-new-tokens 64 exceed the model's context of 128; use at most --max-new-tokens"],
+        ),
+        (("--prompt", ""), ["--prompt: contains no token"]),
         (("--prompt", b"\xe5\xb0"), ["--prompt: not UTF-8 text"]),
         (("--prompt-file", "nowhere.txt"), ["nowhere.txt: there is no such file"]),
         (("--prompt-file", "FOLDER"), ["cannot be read: Is a directory"]),
         (("--prompt-file", "BINARY"), ["binary.txt:2: not UTF-8 text"]),
-        (("--prompt-file", "EMPTY"), ["empty.txt: holds no prompt"]),
+        (("--prompt-file", "EMPTY"), ["empty.txt: contains no prompt"]),
         (("--prompt-file", "WRONG"), ["wrong.jsonl:1: no `prompt` field with a string; found: text"]),
         (("--prompt", "a", "--interactive"), ["--prompt, --prompt-file and --interactive exclude each other"]),
         (("--prompt", "a", "--strategy", "TP2"), ["tp 2", "1 process was launched"]),
         (("--prompt", "a", "--stop-ids", "5000"), ["--stop-ids: 5000 is outside the vocabulary of 2048"]),
         (("--prompt", "a", "--temprature", "1"), ["did you mean --temperature?"]),
-        (("--prompt", "a", "--language", "python"), ["models of pangu are told no programming language"]),
+        (("--prompt", "a", "--language", "python"), ["models of pangu have no tags for programming languages"]),
     ],
 )
 def test_bad_input_is_one_clear_line_each_and_exit_code_2(checkpoint, tmp_path, write, arguments, messages):
@@ -192,7 +195,7 @@ def test_bad_input_is_one_clear_line_each_and_exit_code_2(checkpoint, tmp_path, 
 def test_no_prompt_at_all_is_an_error_too(checkpoint):
     outcome = generate(checkpoint)  # standard input is empty
     assert outcome.code == 2
-    assert "standard input: holds no token" in outcome.output
+    assert "standard input: contains no token" in outcome.output
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

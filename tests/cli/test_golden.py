@@ -134,7 +134,7 @@ def test_both_published_namings_give_the_same_weights_and_come_back_unchanged(tm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--from", "megatron", "--to", "ours", "IN", "OUT"), "weights do not tell the number of heads"),
+        (("--from", "megatron", "--to", "ours", "IN", "OUT"), "weights do not determine the number of heads"),
         (
             ("--from", "mindspore", "--to", "ours", "--size", "tiny", "IN", "OUT"),
             "backbone.word_embedding.embedding_table is missing",

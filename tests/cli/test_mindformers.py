@@ -193,7 +193,7 @@ def test_fine_tuning_on_a_mesh_starts_from_the_same_weights(checkpoint, tmp_path
     ("line", "message"),
     [
         ("Trainer('mine.yaml').train()", "train needs train_dataset"),
-        ("Trainer('mine.yaml', stepz=3)", "stepz is no field"),
+        ("Trainer('mine.yaml', stepz=3)", "stepz is not a field"),
         ("Trainer('none.yaml')", "none.yaml: cannot be read"),
         ("Trainer('mine.yaml').finetune()", "finetune needs a checkpoint folder"),
         ("Trainer('mine.yaml').predict('x', temprature=1)", "temprature is unknown"),

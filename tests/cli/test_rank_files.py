@@ -38,7 +38,7 @@ def test_there_and_back_is_bit_identical(checkpoint, tmp_path, strategy, layouts
 
 def test_what_cannot_be_put_together_says_why(checkpoint, tmp_path):
     cases = [
-        ((tmp_path, tmp_path / "x", "--layouts", tmp_path), "holds no rank_0/*.ckpt"),
+        ((tmp_path, tmp_path / "x", "--layouts", tmp_path), "contains no rank_0/*.ckpt"),
         ((checkpoint, tmp_path, "--ranks-of", CONFIGS / "pangu_tiny_tp4.yaml"), "is there already"),
         ((checkpoint, tmp_path / "x", "--ranks-of", CONFIGS / "pangu_13b_tp8.yaml"), "num_heads"),
     ]
@@ -48,7 +48,7 @@ def test_what_cannot_be_put_together_says_why(checkpoint, tmp_path):
     cases.append(
         (
             (tmp_path / "ranks", tmp_path / "x", "--layouts", tmp_path / "layouts.ckpt", "--size", "tiny"),
-            "MindSpore cannot put these files together",
+            "MindSpore cannot merge these files",
         )
     )
     for arguments, words in cases:

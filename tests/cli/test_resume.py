@@ -108,7 +108,7 @@ def test_sigterm_saves_and_says_how_to_go_on(tmp_path, launched):
     assert process.returncode == 143, output
     (folder,) = (out / "checkpoints").glob("step-*")
     done = int(folder.name[5:])
-    assert f"stopped after step {done}; --resume goes on from there" in output
+    assert f"stopped after step {done}; --resume continues from there" in output
     assert len(losses(out)) == done
 
 
@@ -134,7 +134,7 @@ def test_without_a_sound_checkpoint_there_is_one_clear_message(again):
     assert outcome.code == 2
     assert "error: " in outcome.output
     assert "holds no complete checkpoint; the newest: " in outcome.output
-    assert "rank-00000.safetensors: missing; it holds adam_m." in outcome.output
+    assert "rank-00000.safetensors: missing; it contains adam_m." in outcome.output
     assert "Traceback" not in outcome.output
 
 
@@ -178,7 +178,10 @@ def test_a_longer_run_keeps_the_schedule_it_was_saved_with(again):
 def test_two_runs_do_not_mix_their_checkpoints(again):
     outcome = train(again, "--steps", 6, "--save-every", 3)
     assert outcome.code == 2
-    assert "holds checkpoints of an earlier run; go on with --resume, or give another --output-dir" in outcome.output
+    assert (
+        "contains checkpoints of an earlier run; continue it with --resume, or give another --output-dir"
+        in outcome.output
+    )
 
 
 def test_nowhere_to_write(tmp_path):

@@ -126,7 +126,7 @@ else:
     [
         (("{net}",), "has Block, Net; name one, as in"),
         (("{net}:Nett",), "has no Nett; it has Block, Net"),
-        (("{net}:number",), "is no Cell and gives none"),
+        (("{net}:number",), "is not a Cell and returns none"),
         (("no.py",), "there is no such file"),
         (("{net}:Net", "--inputs", "4by6"), "--inputs 4by6: write shape:type"),
         (("{net}:Net", "--inputs", "4x6:int33"), "--inputs 4x6:int33: write shape:type"),

@@ -200,9 +200,9 @@ def test_no_request_breaks_the_server(server):
         ({"prompt": PROMPT, "temperature": "hot"}, "temperature must be a number, got 'hot'", "temperature"),
         ({"prompt": PROMPT, "top_p": 0}, "top_p must be above 0", "top_p"),
         ({"prompt": PROMPT, "best_of": 3}, "best_of: only the choices", "best_of"),
-        ({"prompt": PROMPT, "suffix": "."}, "not taught to fill gaps", "suffix"),
-        ({"prompt": PROMPT, "logit_bias": {"-1": 1}}, "no token id", "logit_bias"),
-        ({"prompt": [10**6]}, "1000000 is no token id", "prompt"),
+        ({"prompt": PROMPT, "suffix": "."}, "not trained to fill in the middle", "suffix"),
+        ({"prompt": PROMPT, "logit_bias": {"-1": 1}}, "not a token id", "logit_bias"),
+        ({"prompt": [10**6]}, "1000000 is not a token id", "prompt"),
         ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "goes with stream", "stream_options"),
     ],
 )

@@ -23,7 +23,7 @@ def server(checkpoint, tmp_path_factory):
 
 
 async def ready(page):
-    await page.until("$('told').textContent === 'ready'")
+    await page.until("$('status').textContent === 'ready'")
 
 
 async def press(page, key):
@@ -60,13 +60,13 @@ def test_a_text_is_continued_and_its_tokens_explained(server, tmp_path):
         await page.call(
             "Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", modifiers=2, windowsVirtualKeyCode=13
         )
-        await page.until("$('told').textContent.includes('a second')")
+        await page.until("$('status').textContent.includes('a second')")
         await page.run("$('out').focus()")
         await press(page, "ArrowRight")
         await page.shoot(tmp_path / "page.png")
         return {
             "text": await page.run("$('out').textContent"),
-            "told": await page.run("$('told').textContent"),
+            "told": await page.run("$('status').textContent"),
             "tip": await page.run("$('tip').hidden ? '' : $('tip').textContent"),
             "colour": await page.run("document.querySelector('.token').style.background"),
             "complaints": page.complaints,
@@ -95,10 +95,10 @@ def test_it_stops_when_it_is_told_to_and_fits_a_phone(server, tmp_path):
         await page.run("$('temperature').value = 1.5; $('go').click()")
         await page.until("document.querySelectorAll('.token').length > 2")
         await page.run("$('stop').click()")
-        await page.until("$('told').textContent.startsWith('stopped after')")
+        await page.until("$('status').textContent.startsWith('stopped after')")
         await page.run("$('prompt').value = ''")
         await page.run("$('go').click()")
-        assert await page.run("$('told').textContent") == "there is no text yet"
+        assert await page.run("$('status').textContent") == "there is no text yet"
         return await page.run("document.documentElement.scrollWidth <= innerWidth"), page.complaints
 
     fits, complaints = browse(server.url, tmp_path / "profile", work, 390, 844)
@@ -130,8 +130,8 @@ def test_a_chat_is_an_answer_in_the_models_own_form(chatting):
     for change, message in (
         ({"messages": []}, "messages is missing or empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role must be one of system, user, assistant"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "read text only"),
-        ({"tools": [{"type": "function"}]}, "call no tools"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
+        ({"tools": [{"type": "function"}]}, "tool calls are not supported"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             client.chat.completions.create(**{**ASKED, **change})
@@ -145,7 +145,7 @@ def test_the_page_chats(chatting, tmp_path):
             "$('tab-chat').click(); $('message').value = '小镇'; $('seed').value = 3; $('max_tokens').value = 8"
         )
         await page.run("$('top_p').value = 1; $('temperature').value = 1; $('go').click()")
-        await page.until("$('told').textContent.includes('a second')")
+        await page.until("$('status').textContent.includes('a second')")
         turns = await page.run("[...document.querySelectorAll('.turn .out')].map(each => each.textContent)")
         return turns, page.complaints
 

@@ -201,7 +201,7 @@ def test_the_other_examples_say_the_same_with_four_processes(name, argument):
         (("--data", TEXT, "--strategy", CONFIGS / "pangu_tiny_dp4.yaml"), "4 processes, but 1 process was launched"),
         (
             ("--data", CONFIGS / "README.md", "--seq-len", 128, "--batch-size-ramp", 3, 4, 9),
-            "no whole number of increments",
+            "is not a multiple of",
         ),
         (("--data", TEXT, "--batch-size-ramp", 4, 4), "give START INCREMENT COUNT"),
         (("--data", TEXT, "--seq-len-growth", "64"), "give LENGTH:STEPS, as in 256:1000"),
@@ -301,4 +301,4 @@ def test_the_operator_that_made_the_first_nan_is_named(tmp_path):
     assert len(told) == 2, outcome.output
     assert re.fullmatch(r"\w+ of model\.\S+, (forward|backward) \(rank [01]\)", told[0])
     alone = tool("tools/train.py", *arguments, *diverging)
-    assert "--find-nan looks into graphs of CPU processes: give a --strategy of several" in alone.output
+    assert "--find-nan reads graphs of CPU processes: give a --strategy with several" in alone.output

@@ -102,7 +102,9 @@ def test_what_is_shipped_is_found_by_name(tmp_path, monkeypatch, write):
     for name, kind, hint in (("pangu_tiny_dp5", "", "dp4"), ("h10", CLUSTERS, "h100")):
         with pytest.raises(ConfigError, match=f"{name}: there is no such file, and no .* did you mean .*{hint}"):
             shipped_or_file(name, kind)
-    with pytest.raises(ConfigError, match=r"own2.yaml:2: rules: there is no file .*decode, and no rules of that name"):
+    with pytest.raises(
+        ConfigError, match=r"own2.yaml:2: rules: there is no file .*decode, and no built-in rules of that name"
+    ):
         load_strategy(write("own2.yaml", "mesh: {tp: 2}\nrules: decode\n"))
 
 

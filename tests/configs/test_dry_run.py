@@ -294,7 +294,7 @@ def test_what_is_not_for_context_parallel_is_told(write):
     assert "whose inputs MindSpore does not shard over cp" in told(
         "mesh: {pp: 2, cp: 2}\npipeline: {num_microbatches: 2}\n"
     )
-    assert "experts count their tokens in whole sequences" in told("mesh: {cp: 2}\n", "--size", "switch_tiny")
+    assert "expert capacity is counted in full sequences" in told("mesh: {cp: 2}\n", "--size", "switch_tiny")
 
 
 def test_of_adapters_alone_there_are_gradients_and_moments(write):
@@ -321,7 +321,7 @@ def test_rules_that_leave_layouts_to_mindspore_are_refused_where_it_derives_none
     outcome = tool("tools/dry_run.py", "--strategy", write("s.yaml", RULES + "mesh: {dp: 24}\n"), "--batch-size", 24)
     assert outcome.code == 2
     assert "on stages of 2^n ranks only, and no rule is for" in outcome.output
-    assert "take rules/decoder_spelled_out.yaml" in outcome.output
+    assert "use rules/decoder_spelled_out.yaml" in outcome.output
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ STRATEGIES = {
 }
 MODEL = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "vocab_size": 512, "seq_len": 64}
 EVERY_MATRIX = ("--lora-r", 4, "--lora-targets", "attention.*", "mlp.up", "mlp.down")
-COPY, CACHES = "reference", "keys and values"
+COPY, CACHES = "reference", "KV cache"
 ASKED = [  # strategy, flags, what there is beside the model
     ("dp2_tp2_sp", ("--task", "dpo", *EVERY_MATRIX), ()),
     (
@@ -80,8 +80,8 @@ def test_a_fault_in_what_is_sent_is_found(write):
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (("--reference",), "--reference is of --task grpo, not of pretraining"),
-        (("--task", "dpo", "--reward-size", "tiny"), "--reward-size is of --task grpo and ppo, not of dpo"),
+        (("--reference",), "--reference is for --task grpo, not for pretraining"),
+        (("--task", "dpo", "--reward-size", "tiny"), "--reward-size is for --task grpo and ppo, not for dpo"),
         (("--task", "ppo", "--reward-size", "huge"), "--reward-size huge is unknown"),
         (("--task", "dpo", "--batch-size", "3"), "--batch-size 3: dpo learns from pairs, two sequences each"),
         (("--task", "sft", "--inference"), "--task sft is for training: leave out --inference"),

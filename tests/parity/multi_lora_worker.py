@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sporeloom.checkpoint.adapters import read_adapter
 from sporeloom.checkpoint.model_folder import load_config
-from sporeloom.inference.decoding import Cached
+from sporeloom.inference.decoding import CachedDecoder
 from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import Request, Scheduler
@@ -20,7 +20,7 @@ def open_scheduler(engine, folder, modules=(), int8=False):
     family, config = load_config(folder)
     adapters = [read_adapter(Path(module), family, config) for module in modules]
     net = load_model(folder, family, config, engine.strategy, (ROWS, SLOTS), int8, adapters)
-    return Scheduler(Cached(engine, net, config, ROWS, SLOTS, CHUNK), engine)
+    return Scheduler(CachedDecoder(engine, net, config, ROWS, SLOTS, CHUNK), engine)
 
 
 def texts(scheduler, requests):

@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 
 from sporeloom.checkpoint.model_folder import load_config
-from sporeloom.inference.decoding import Cached
+from sporeloom.inference.decoding import CachedDecoder
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import CACHE, load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig
@@ -29,7 +29,7 @@ def before_and_after(checkpoint, prompts, strategy=None, by_operators=True, dtyp
     if by_operators and not strategy:
         for _, cell in net.cells_and_names():
             cell.has_kernel = False
-    decoding = (Cached if by_operators else cached)(engine, net, config, ROWS, SLOTS, CHUNK)
+    decoding = (CachedDecoder if by_operators else cached)(engine, net, config, ROWS, SLOTS, CHUNK)
     told = [_texts(decoding, engine, prompts)]
     for parameter in net.get_parameters():
         if CACHE in parameter.name and engine.held_slices(

@@ -12,13 +12,13 @@ from conftest import shared, tool
 from mindspore.graph.api import _cell_graph_executor
 
 from sporeloom.checkpoint.model_folder import load_config, save_checkpoint
-from sporeloom.inference.decoding import Cached, Uncached
-from sporeloom.inference.mixed import Mixed
+from sporeloom.inference.decoding import CachedDecoder, UncachedDecoder
+from sporeloom.inference.mixed import RaggedDecoder
 from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import Request, generate
 from sporeloom.models.family import family_module, size_config
-from sporeloom.nn.linear import MOST_ROWS
+from sporeloom.nn.linear import MAX_KERNEL_ROWS
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE
 
@@ -69,13 +69,13 @@ def converted(folder, activation, family="pangu"):
 def cached(engine, folder, num_rows=1, num_slots=64, int8=False, chunk=64):
     family, config = load_config(folder)
     net = load_model(folder, family, config, SINGLE_DEVICE, (num_rows, num_slots), int8)
-    return Cached(engine, net, config, num_rows, num_slots, chunk)
+    return CachedDecoder(engine, net, config, num_rows, num_slots, chunk)
 
 
 def recomputed(engine, folder, num_rows=1, int8=False):
     family, config = load_config(folder)
     net = load_model(folder, family, config, SINGLE_DEVICE, int8=int8)
-    return Uncached(engine, net, config, num_rows)
+    return UncachedDecoder(engine, net, config, num_rows)
 
 
 def extend(decoding, ids):
@@ -207,13 +207,13 @@ def test_in_mixed_batches_a_row_gets_the_same_to_the_bit_whoever_is_beside_it(en
     )
     family, config = load_config(folder)
     shape = (5, 64)
-    decoding = Mixed(
+    decoding = RaggedDecoder(
         engine, load_model(folder, family, config, SINGLE_DEVICE, shape, size == "int8"), config, *shape, 6
     )
-    assert decoding.sizes == [1, 4, 5, 10, MOST_ROWS]
-    waiting = {0: [1] * 4, 3: [2] * MOST_ROWS}
+    assert decoding.sizes == [1, 4, 5, 10, MAX_KERNEL_ROWS]
+    waiting = {0: [1] * 4, 3: [2] * MAX_KERNEL_ROWS}
     assert decoding.next_chunks(waiting, False) == {0: [1] * 4, 3: [2] * 2}  # beside tokens of others
-    assert decoding.next_chunks(waiting, True) == {0: [1] * 4, 3: [2] * (MOST_ROWS - 4)}
+    assert decoding.next_chunks(waiting, True) == {0: [1] * 4, 3: [2] * (MAX_KERNEL_ROWS - 4)}
     texts = {0: [3, 1, 4, 1, 5, 9, 2, 6], 3: [9, 2, 6], 4: [5, 3]}
     beside = {row: [] for row in texts}
 
@@ -232,7 +232,7 @@ def test_in_mixed_batches_a_row_gets_the_same_to_the_bit_whoever_is_beside_it(en
             np.testing.assert_array_equal(alone, beside[row])
             decoding.trim(other, 0)
             np.testing.assert_array_equal(decoding.step({other: ids[:6]}, {}, every=True)[other], beside[row][:6])
-    plain = Cached(engine, decoding.net, config, *shape)
+    plain = CachedDecoder(engine, decoding.net, config, *shape)
     for row in range(5):
         plain.trim(row, 0)
     np.testing.assert_allclose(plain.step({2: texts[0]}, {}, every=True)[2], beside[0], rtol=0, atol=1e-5)

@@ -166,11 +166,11 @@ def test_what_matches_nothing_is_an_error(base, tmp_path):
     save_file(
         {k: v for k, v in tensors.items() if "lora_B" not in k or "layers.1" in k}, folder / "adapter_model.safetensors"
     )
-    with pytest.raises(ConfigError, match=r"attention\.query\.lora_b is None, the model wants \(64, 4\)"):
+    with pytest.raises(ConfigError, match=r"attention\.query\.lora_b is None, the model needs \(64, 4\)"):
         read_adapter(folder, family, config)
     values = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**values, "use_dora": True}))
-    with pytest.raises(ConfigError, match=r"adapter_config\.json: use_dora is True; only False is built here"):
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: use_dora is True; only False is supported"):
         read_adapter(folder, family, config)
 
 

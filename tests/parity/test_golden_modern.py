@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
 from sporeloom.checkpoint.model_folder import load_config, load_weights
 from sporeloom.data.batch import document_positions
-from sporeloom.inference.decoding import Cached, Uncached
+from sporeloom.inference.decoding import CachedDecoder, UncachedDecoder
 from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import Request, generate
@@ -139,8 +139,8 @@ def test_greedy_tokens_with_a_cache_and_without(engine, imported, name):
     sampler = Sampler(SamplingConfig(), (), config.vocab_size)
     slots = 128
     ways = [
-        Cached(engine, load_model(folder, family, config, SINGLE_DEVICE, (3, slots)), config, 3, slots),
-        Uncached(engine, load_model(folder, family, config, SINGLE_DEVICE), config, 3),
+        CachedDecoder(engine, load_model(folder, family, config, SINGLE_DEVICE, (3, slots)), config, 3, slots),
+        UncachedDecoder(engine, load_model(folder, family, config, SINGLE_DEVICE), config, 3),
     ]
     assert ways[0].cache_bytes == 2 * config.num_layers * 3 * slots * config.kv_heads * config.head_size * 4
     for decoding in ways:
@@ -201,7 +201,7 @@ def test_the_tool_reads_writes_and_refuses(imported, tmp_path):
         ("--from huggingface", published, ours, "is there already"),
         ("--from huggingface", ours, x, "model_type 'pangu' is unknown"),
         ("--from huggingface --model codegeex", published, x, "model_type 'PanguEmbedded' is unknown"),
-        ("--from huggingface --to megatron", published, x, "is written as ours, not as megatron"),
+        ("--from huggingface --to megatron", published, x, "needs --to ours, not --to megatron"),
         ("--from ours --to huggingface --model-type glm", ours, x, "known: llama, PanguEmbedded"),
         ("--from huggingface --size tiny", published, x, "--size: the folder's config.json says it all"),
         ("--from ours --to huggingface --model palm", ours, x, "holds a model of pangu"),
@@ -260,7 +260,7 @@ def test_a_checkpoint_of_weights_alone_is_started_from_and_not_resumed(tmp_path)
     flags = (*flags, "--model", "pangu", "--config", out / "whole" / "checkpoint" / "config.json")
     outcome = tool("tools/train.py", *flags, "--output-dir", out / "whole", "--resume")
     assert outcome.code == 2
-    assert "weights alone, nothing to go on from; start from them with --from-checkpoint" in outcome.output
+    assert "only weights, no training state to resume; start from them with --from-checkpoint" in outcome.output
 
 
 @pytest.mark.parametrize(

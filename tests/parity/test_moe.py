@@ -13,7 +13,7 @@ from mindspore import Tensor, nn, ops
 
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.decoder import Decoder
-from sporeloom.nn.moe import HashChoices, MoE
+from sporeloom.nn.moe import HashRouter, MoE
 
 CASE = "golden_modern/switch_moe_case_a"
 NAMES = {
@@ -293,14 +293,14 @@ def hashed(**experts):
 @pytest.mark.parametrize("domain", [0, 1, 2])
 def test_a_token_goes_to_an_expert_of_its_domain(domain):
     ids = np.arange(3 * 24, dtype=np.int32).reshape(3, 24)  # each id in each domain, the model's own first
-    choices = HashChoices(hashed(domain=domain), 1)(Tensor(ids), 3, 24).asnumpy()[..., 0]
+    choices = HashRouter(hashed(domain=domain), 1)(Tensor(ids), 3, 24).asnumpy()[..., 0]
     for row, experts in enumerate(choices):
         group = (domain + row) % 3
         assert np.bincount(experts, minlength=6).tolist() == [12 if e // 2 == group else 0 for e in range(6)]
-        again = HashChoices(hashed(domain=group), 1)(Tensor(ids[:1]), 1, 24).asnumpy()[0, :, 0]
+        again = HashRouter(hashed(domain=group), 1)(Tensor(ids[:1]), 1, 24).asnumpy()[0, :, 0]
         np.testing.assert_array_equal(experts, again)
     np.testing.assert_array_equal(
-        HashChoices(hashed(num_domains=1), 1)(Tensor(ids[:1]), 1, 24).asnumpy()[0, :, 0],
+        HashRouter(hashed(num_domains=1), 1)(Tensor(ids[:1]), 1, 24).asnumpy()[0, :, 0],
         np.random.default_rng(np.random.SeedSequence([0, 1])).permutation(24) % 6,
     )
 

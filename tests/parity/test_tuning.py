@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.planner.closed_forms import job_of
 from sporeloom.planner.dimensions import of_decoder
-from sporeloom.planner.task import TrainedTask, models_beside
+from sporeloom.planner.task import TrainedTask, auxiliary_bytes
 from sporeloom.strategy.loader import load_strategy
 
 MESHES = {
@@ -125,7 +125,7 @@ def test_models_and_caches_beside_take_what_dry_runs_say(out, mesh, task):
     reward_model = model.with_value_head() if task == "ppo" else None
     asked = TrainedTask(task, None, model, True, reward_model)
     dims = of_decoder(model, COMMON["seq_len"])
-    *_, last = models_beside(dims, job_of(strategy, model, COMMON["batch_size"]), asked)
+    *_, last = auxiliary_bytes(dims, job_of(strategy, model, COMMON["batch_size"]), asked)
     held = json.loads((out / mesh / task / "held.json").read_text())  # the last stage's: its first rank tells
     assert held.keys() == last.keys()
     for what, size in last.items():

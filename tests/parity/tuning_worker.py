@@ -48,7 +48,7 @@ def tell_what_is_held():
         nets = {
             "reference": self.reference and self.reference.net,
             "reward model": self.judge and self.judge.net,
-            "keys and values": self.rollouts.decoding.net,
+            "KV cache": self.rollouts.decoding.net,
         }
         held = {
             what: sum(4 * math.prod(p.shape) for p in net.get_parameters() if p.name in used and id(p) not in own)

@@ -204,7 +204,7 @@ def test_a_connection_too_many_is_told_to_come_again_and_little_is_logged(start,
     time.sleep(0.2)
     answers = [running.get() for _ in range(30)]
     assert {status for status, _ in answers} == {503}
-    assert answers[0][1]["error"]["message"] == "too many connections; come again later"
+    assert answers[0][1]["error"]["message"] == "too many connections; try again later"
     deadline = time.monotonic() + 10
     while running.get()[0] != 200 and time.monotonic() < deadline:  # the idle ones are let go
         time.sleep(0.1)

@@ -20,7 +20,7 @@ from sporeloom.checkpoint.model_folder import load_config, load_weights, save_ch
 from sporeloom.checkpoint.reshard import export, reshard
 from sporeloom.checkpoint.sharded import Slice, damage, file_name, finish, write_parts
 from sporeloom.checkpoint.upcycle import open_dense
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import TokenFile
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.data.tokenizer import folder_tokenizer, open_tokenizer
@@ -70,7 +70,7 @@ def folders(tmp_path_factory):
     import_shards(published, root / "start", whole_in_one_file(shapes), {"dp": 1})
     lora = LoRAConfig(r=2)
     write_adapter(root / "adapter", Adapter(lora, drawn(lora.shapes(model))), FAMILY, model, root / "model", add_files)
-    tokenize(TokenizeJob(Source((TEXT,)), FAMILY, vocabulary), root / "tokens", workers=0)
+    tokenize(TokenizeJob(DocumentSource((TEXT,)), FAMILY, vocabulary), root / "tokens", workers=0)
     partial = root / "states" / ".step-00000003.partial"
     moments = {p + name: shape for p in ("", "adam_m.", "adam_v.") for name, shape in shapes.items()}
     write_parts(partial, 0, {name: Slice(v, (0,) * v.ndim, v.shape) for name, v in drawn(moments).items()})

@@ -114,11 +114,11 @@ def doubled(values):
 
 FIRST = ("tensors", "embedding.word.weight")
 LIES = {
-    "a path upwards": (renamed("../../outside.safetensors"), "is no file of this folder"),
-    "an absolute path": (renamed("/etc/passwd"), "is no file of this folder"),
-    "a folder below": (renamed("a/b.safetensors"), "is no file of this folder"),
-    "a hidden file": (renamed(".hidden"), "is no file of this folder"),
-    "a NUL": (renamed("a\0b"), "is no file of this folder"),
+    "a path upwards": (renamed("../../outside.safetensors"), "is not a file of this folder"),
+    "an absolute path": (renamed("/etc/passwd"), "is not a file of this folder"),
+    "a folder below": (renamed("a/b.safetensors"), "is not a file of this folder"),
+    "a hidden file": (renamed(".hidden"), "is not a file of this folder"),
+    "a NUL": (renamed("a\0b"), "is not a file of this folder"),
     "a file that is not listed": (lambda v: parts(v)[0].update(file="other.safetensors"), "is not among the files"),
     "no tensors": (wrong("tensors", value={}), "embedding.word.weight (40, 8) is missing"),
     "tensors null": (wrong("tensors", value=None), "tensors must be a mapping"),
@@ -127,7 +127,7 @@ LIES = {
     "a moment missing": (without("tensors", "adam_v.final_norm.bias"), "adam_v.final_norm.bias (8,) is missing"),
     "a tensor too many": (
         lambda v: v["tensors"].update(x=v["tensors"]["final_norm.bias"]),
-        "x is no part of the model",
+        "x does not belong to the model",
     ),
     "another dtype": (wrong(*FIRST, "dtype", value="float16"), "is float16 (40, 8); the model's is float32 (40, 8)"),
     "no dtype": (wrong(*FIRST, "dtype", value="object"), "dtype 'object'"),
@@ -143,18 +143,18 @@ LIES = {
     "an unknown key": (wrong("more", value=1), "more is unknown"),
     "no state": (wrong("state", value={}), "state.data is missing"),
     "a state of another kind": (wrong("state", value=3), "state must be a mapping"),
-    "a short hash": (wrong(*FIRST, "hash", value="0"), "'0' is no hash of 16 digits"),
-    "a hash of other letters": (wrong(*FIRST, "hash", value="g" * 16), "is no hash of 16 digits"),
-    "a hash that is a number": (wrong(*FIRST, "hash", value=3), "3 is no hash of 16 digits"),
+    "a short hash": (wrong(*FIRST, "hash", value="0"), "'0' is not a hash of 16 digits"),
+    "a hash of other letters": (wrong(*FIRST, "hash", value="g" * 16), "is not a hash of 16 digits"),
+    "a hash that is a number": (wrong(*FIRST, "hash", value=3), "3 is not a hash of 16 digits"),
     "a hash that is another's": (wrong(*FIRST, "hash", value="1" * 16), "the hashes of its parts do not add up"),
-    "a negative shape": (wrong(*FIRST, "shape", value=[-40, -8]), "is no shape"),
-    "a shape of texts": (wrong(*FIRST, "shape", value=["40", 8]), "is no shape"),
+    "a negative shape": (wrong(*FIRST, "shape", value=[-40, -8]), "is not a shape"),
+    "a shape of texts": (wrong(*FIRST, "shape", value=["40", 8]), "is not a shape"),
     "a part outside": (lambda v: parts(v)[0].update(start=[20, 0]), "lies outside of (40, 8)"),
     "a part of other dims": (lambda v: parts(v)[0].update(start=[0], shape=[320]), "lies outside of (40, 8)"),
     "parts that overlap": (doubled, "its parts overlap"),
     "parts null": (wrong(*FIRST, "parts", value=None), "parts must be a list"),
-    "a part null": (wrong(*FIRST, "parts", value=[None]), "no entry of a part"),
-    "an entry null": (wrong(*FIRST, value=None), "no tensor's entry"),
+    "a part null": (wrong(*FIRST, "parts", value=[None]), "not the entry of a part"),
+    "an entry null": (wrong(*FIRST, value=None), "not the entry of a tensor"),
     "sizes of texts": (lambda v: v["files"].update(dict.fromkeys(v["files"], "1")), "must have a number of bytes"),
     "another format": (wrong("format", value="x"), "not a manifest of a training checkpoint"),
     "another version": (wrong("version", value=9), "format version 9"),
@@ -193,7 +193,7 @@ def test_a_file_outside_is_not_even_looked_at(saved, tmp_path):
     (tmp_path.parent / "outside.safetensors").write_bytes(next(saved.glob("*.safetensors")).read_bytes())
     edit(saved, renamed("../../outside.safetensors"))
     for work in (read_manifest, load_weights, lambda folder: export(folder, tmp_path / "x", 1 << 30)):
-        with pytest.raises(ConfigError, match="is no file of this folder"):
+        with pytest.raises(ConfigError, match="is not a file of this folder"):
             work(saved)
     assert not (tmp_path / "x").exists()
 

@@ -19,7 +19,7 @@ from sporeloom.checkpoint.manifest import checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import load_config, load_weights, save_checkpoint
 from sporeloom.checkpoint.sharded import Slice, damage, finish, remove_leftovers, remove_old, write_parts
 from sporeloom.data.rewrite import complete_or_absent
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import TokenFile, partial_folder
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.files import recover_folder, replaced_folder, write_text_atomically
@@ -215,7 +215,7 @@ def test_token_files_are_complete_or_gone_on_with(tmp_path):
     text = ROOT / "examples" / "small_town.txt"
     vocabulary, out = tmp_path / "tokenizer.json", tmp_path / "out"
     vocabulary.write_bytes(train_tokenizer([text.read_text(encoding="utf-8")], 400))
-    job = TokenizeJob(Source((text,)), "codegeex", vocabulary)
+    job = TokenizeJob(DocumentSource((text,)), "codegeex", vocabulary)
 
     def work():
         tokenize(job, out, workers=0, show_progress=False)

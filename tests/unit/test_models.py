@@ -89,10 +89,10 @@ def test_networks_that_are_not_built_here_are_refused():
     values = way.write(size_config("pangu", "embedded_tiny"))
     with pytest.raises(ConfigError, match="sink tokens"):
         way.read({**values, "param_sink_number": 128})
-    with pytest.raises(ConfigError, match="hidden_act is 'gelu'; only 'silu' is built here"):
+    with pytest.raises(ConfigError, match="hidden_act is 'gelu'; only 'silu' is supported"):
         way.read({**values, "hidden_act": "gelu"})
     scaled = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}
-    with pytest.raises(ConfigError, match="rope_type is 'yarn'; only 'default' is built here"):
+    with pytest.raises(ConfigError, match="rope_type is 'yarn'; only 'default' is supported"):
         way.read({**values, **scaled})
     assert way.read({**values, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})["rope_theta"] == 5e5
     with pytest.raises(
@@ -108,7 +108,7 @@ def test_networks_that_are_not_built_here_are_refused():
         ({"position": "rotary", "rope_dim": 7}, "rope_dim 7 must be even and at most the 16 of a head"),
         ({"position": "rotary", "rope_dim": 18}, "rope_dim 18 must be even and at most the 16 of a head"),
         ({"block": "serial"}, "block must be one of sequential, parallel, sandwich, got 'serial'"),
-        ({"query_layer": True, "position": "rotary"}, "query_layer goes with learned positions"),
+        ({"query_layer": True, "position": "rotary"}, "query_layer needs learned positions"),
         ({"sandwich_gains": (1.0,)}, "sandwich_gains takes 2 numbers, got 1"),
         ({"stop_ids": (128,)}, "stop_ids: 128 is outside the vocabulary of 128"),
         ({"num_kv_heads": 0}, "num_kv_heads must be at least 1"),

@@ -144,7 +144,7 @@ WITHOUT_BEGINNING = {"bos_id": -1, "eos_id": 1, "user_defined_symbols": TURNS}
         (pangu_tokenizer, WITHOUT_BEGINNING, {}, "nor openPangu's, which has [unused9] and [unused10] and a token that"),
         (PanGuTokenizer, LLAMA, {}, "not PanGu-alpha's tokenizer but a SentencePiece model of "),
         (OpenPanguTokenizer, LLAMA, {}, "not openPangu's tokenizer, which has [unused9] and [unused10], but"),
-        (PaLMTokenizer, LLAMA, {}, "'<0x01>', which puts a space in front of every text"),
+        (PaLMTokenizer, LLAMA, {}, "'<0x01>', which adds a space before every text"),
         (PaLMTokenizer, T5, {}, "which does not spell what it lacks in bytes, changes text by the rule nmt_nfkc"),
         (code_tokenizer, T5, {}, "not ChatGLM2's tokenizer, which has <s>, </s> and a piece for each byte, but"),
         (code_tokenizer, LLAMA, {"tokenizer_class": "LlamaTokenizer"}, "says that it is a LlamaTokenizer"),

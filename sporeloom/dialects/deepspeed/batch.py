@@ -7,17 +7,17 @@ from __future__ import annotations
 from typing import Any
 
 from sporeloom.dialects.deepspeed.keys import whole
-from sporeloom.dialects.settings import Book
+from sporeloom.dialects.settings import InputKeys
 from sporeloom.errors import ConfigError, Problems
 
 TOTAL, MICRO, PARTS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-def batch(book: Book, train: dict[str, Any], replicas: int) -> None:
+def batch(book: InputKeys, train: dict[str, Any], replicas: int) -> None:
     """Put `batch_size` and `accumulate` into `train`.
 
     Raises:
-        ConfigError: values that are none, that contradict each other or the flags, or too few of them.
+        ConfigError: invalid values, values that contradict each other or the flags, or too few of them.
     """
     problems = Problems()
     total, micro, parts = (_size(book, key, problems) for key in (TOTAL, MICRO, PARTS))
@@ -48,7 +48,7 @@ def batch(book: Book, train: dict[str, Any], replicas: int) -> None:
         book.note(MICRO, "renamed", f"--accumulate {parts or 1}")
 
 
-def _size(book: Book, key: str, problems: Problems) -> int | None:
+def _size(book: InputKeys, key: str, problems: Problems) -> int | None:
     value = book.peek(key)
     if value is None or value == "auto":
         return None
@@ -59,7 +59,7 @@ def _size(book: Book, key: str, problems: Problems) -> int | None:
         return None
 
 
-def _ask(book: Book, total: int | None, micro: int | None, parts: int | None) -> None:
+def _ask(book: InputKeys, total: int | None, micro: int | None, parts: int | None) -> None:
     """Raises:
     ConfigError: sizes that are left open, and no others that they follow from.
     """
@@ -79,11 +79,13 @@ def _ask(book: Book, total: int | None, micro: int | None, parts: int | None) ->
     )
 
 
-def _contradiction(book: Book, total: int, micro: int | None, parts: int | None, replicas: int) -> str:
+def _contradiction(book: InputKeys, total: int, micro: int | None, parts: int | None, replicas: int) -> str:
     place = next((book.given[key].place for key in (TOTAL, MICRO, PARTS) if key in book), "")
     told = " x ".join(f"{name} {value}" for name, value in ((MICRO, micro), (PARTS, parts)) if value)
     told += f"{' x ' if told else ''}{replicas} replicas"
     what = (
-        f"is not {told} = {(micro or 1) * (parts or 1) * replicas}" if micro and parts else f"is no multiple of {told}"
+        f"is not {told} = {(micro or 1) * (parts or 1) * replicas}"
+        if micro and parts
+        else f"is not a multiple of {told}"
     )
     return f"{place}: {TOTAL} {total} {what}; change one of them, or --devices"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of DeepSpeed's configuration as tables: what each is here, why it changes nothing, or why it cannot be said.
+"""Keys of DeepSpeed's configuration as tables: their translation, why they have no effect, or why they cannot be
+expressed.
 
 Names: https://www.deepspeed.ai/docs/config-json and deepspeed/runtime (config.py, constants.py, zero/config.py).
 """
@@ -35,7 +36,7 @@ the three sizes of a batch."""
 
 
 def whole(value: Any) -> int:
-    """A number of things, at least one."""
+    """Read a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 1:
         raise ValueError(value)
     return int(value)
@@ -70,7 +71,7 @@ ADAM_DEFAULTS = {
     "adam_epsilon": 1e-8,
     "weight_decay": 0.0,
 }
-"""Of DeepSpeed's FusedAdam, which Adam and AdamW both are; ours differ."""
+"""Defaults of DeepSpeed's FusedAdam, which Adam and AdamW both are; those here differ."""
 SGD = (Row(f"{OPTIMIZER}lr", "learning_rate", positive),)
 RANDOM_LTD = (
     Row(f"{LTD_SCHEDULE}min_value", "random_ltd_min_value", number),
@@ -79,14 +80,14 @@ RANDOM_LTD = (
 )
 ONLY = (
     (f"{LTD_SCHEDULE}schedule_type", "fixed_linear", "the number of tokens grows evenly"),
-    ("gradient_allreduce_op", "mean", "gradients are those of the mean over the whole batch"),
-    ("managed_gradient_accumulation", True, "a step is always a whole batch"),
+    ("gradient_allreduce_op", "mean", "gradients are those of the mean over the full batch"),
+    ("managed_gradient_accumulation", True, "a step always uses the full batch"),
     ("bf16.bf16_master_weights_and_grads", False, "the master weights are float32"),
     ("bf16.bf16_optimizer_states", False, "moments are float32"),
     ("fp16.fp16_master_weights_and_grads", False, "the master weights are float32"),
     ("data_types.grad_accum_dtype", "fp32", "gradients are summed in float32"),
     ("data_types.param_dtype", "fp32", "the master weights are float32"),
-    ("dataloader_drop_last", True, "each step takes a whole batch"),
+    ("dataloader_drop_last", True, "each step uses the full batch"),
     (f"{ZERO}zero_quantized_weights", False, "weights are gathered as they are"),
     (f"{ZERO}zero_quantized_nontrainable_weights", False, "weights are gathered as they are"),
     (f"{ZERO}zero_quantized_gradients", False, "gradients are summed as they are"),
@@ -95,9 +96,9 @@ ONLY = (
     (f"{MOMENTS}ratio", 1.0, "all moments wait on the host, or none"),
     (f"{MOMENTS}super_offload", False, "of DeepSpeed's code"),
     (f"{OPTIMIZER}amsgrad", False, "AdamW as Adam's authors have it"),
-    ("zero_optimization", False, "its section is wanted: {stage: 1}"),
+    ("zero_optimization", False, "its section is expected: {stage: 1}"),
 )
-"""Keys that can have one value here, and why no other."""
+"""Keys that can have one value here, with the reason."""
 
 WITHOUT_EFFECT = {
     "train_micro_batch_size_per_gpu": "it follows from train_batch_size, gradient_accumulation_steps and the devices",
@@ -115,7 +116,7 @@ WITHOUT_EFFECT = {
     "graph_harvesting": "graphs are compiled",
     "check_overflow": "every step is checked",
     "vocabulary_size": "the model's own configuration says it",
-    "use_data_before_expert_parallelism": "there is no expert parallelism in it",
+    "use_data_before_expert_parallelism": "this file has no expert parallelism",
     "zero_allow_untested_optimizer": "of DeepSpeed's code",
     "zero_force_ds_cpu_optimizer": "of DeepSpeed's code",
     "data_efficiency.enabled": "its sections say it",
@@ -144,7 +145,7 @@ WITHOUT_EFFECT = {
     "comms_logger.*": "dry runs list every collective",
     "flops_profiler.*": "plans and dry runs count them",
     "timers.*": "metrics.jsonl has the time of each step",
-    "autotuning.*": "`sporeloom plan` is asked instead",
+    "autotuning.*": "`sporeloom plan` does that instead",
     "aio.*": "how files are read is the engine's own",
     "checkpoint.*": "checkpoints have one form; --resume reads them on any mesh",
     "nebula.*": "checkpoints have one form; --resume reads them on any mesh",
@@ -167,12 +168,13 @@ ZERO_WITHOUT_EFFECT = (
     *("gather_16bit_weights_on_model_save", "module_granularity_threshold", "use_all_reduce_for_fetch_params"),
     *("allgather_sequential", "zeropp_loco_param", "leaf_module"),
 )
-"""Of `zero_optimization`: when and how weights and gradients travel is the engine's own."""
+"""Keys of `zero_optimization` without effect: when and how weights and gradients are sent is the engine's
+decision."""
 MOMENTS_WITHOUT_EFFECT = (
     *("nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "pipeline", "fast_init"),
     *("buffer_size", "max_in_cpu", "cpuadam_cores_perc"),
 )
-"""Of `zero_optimization.offload_optimizer`."""
+"""Keys of `zero_optimization.offload_optimizer` without effect."""
 
 SECTIONS = {
     "amp": "mixed precision is --compute-dtype",
@@ -195,4 +197,4 @@ SECTIONS = {
     f"{LTD}layer_token_lr_schedule": "the rate follows steps",
     f"{ZERO}zenflow": "of DeepSpeed's code",
 }
-"""Sections that mean nothing here, and why; without a word where they are switched off."""
+"""Sections without effect here, with the reason; not reported where they are switched off."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from sporeloom.dialects.deepspeed.keys import ADAM, ADAM_DEFAULTS, OPTIMIZER, SCHEDULER, SGD, positive, whole
 from sporeloom.dialects.rows import fill_defaults, read_rows
-from sporeloom.dialects.settings import Book
+from sporeloom.dialects.settings import InputKeys
 from sporeloom.errors import Problems
 
 ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
@@ -19,11 +19,11 @@ MAX_LR = 1e-3
 COS_MIN_RATIO = 1e-4
 
 
-def optimizer(book: Book, train: dict[str, Any]) -> None:
-    """What the optimizer is, into `train`.
+def optimizer(book: InputKeys, train: dict[str, Any]) -> None:
+    """Translate the optimizer, into `train`.
 
     Raises:
-        ConfigError: values that are none.
+        ConfigError: invalid values.
     """
     kind = book.peek("optimizer.type")
     if kind is None:
@@ -46,7 +46,7 @@ def optimizer(book: Book, train: dict[str, Any]) -> None:
             book.note(key, "not expressible", f"of {kind}")
 
 
-def _adam(book: Book, train: dict[str, Any]) -> None:
+def _adam(book: InputKeys, train: dict[str, Any]) -> None:
     read_rows(book, ADAM, train, flags=True)
     fill_defaults(book, train, f"{OPTIMIZER}*", book.given["optimizer.type"].place, ADAM_DEFAULTS, "DeepSpeed's")
     has_correction = book.peek(f"{OPTIMIZER}bias_correction", True) is not False
@@ -61,11 +61,11 @@ def _adam(book: Book, train: dict[str, Any]) -> None:
         book.note(f"{OPTIMIZER}max_grad_norm", "not expressible", "write gradient_clipping")
 
 
-def schedule(book: Book, train: dict[str, Any]) -> None:
-    """How the rate goes, into `train`.
+def schedule(book: InputKeys, train: dict[str, Any]) -> None:
+    """Translate the learning rate schedule, into `train`.
 
     Raises:
-        ConfigError: values that are none, or numbers of steps that contradict each other.
+        ConfigError: invalid values, or numbers of steps that contradict each other.
     """
     kind = book.peek("scheduler.type")
     if kind is None or kind not in WARMUPS:
@@ -112,7 +112,7 @@ def _steps(value: Any) -> int:
     return 0 if value == 0 and not isinstance(value, bool) else whole(value)
 
 
-def _number(book: Book, name: str, read: Callable[[Any], Any], default: Any, problems: Problems) -> Any:
+def _number(book: InputKeys, name: str, read: Callable[[Any], Any], default: Any, problems: Problems) -> Any:
     key = SCHEDULER + name
     value = book.peek(key)
     if value is None:
@@ -124,8 +124,8 @@ def _number(book: Book, name: str, read: Callable[[Any], Any], default: Any, pro
         return default
 
 
-def _highest(book: Book, train: dict[str, Any], kind: str, highest: float | None) -> None:
-    """The highest rate, which is the schedule's, whatever the optimizer's own."""
+def _highest(book: InputKeys, train: dict[str, Any], kind: str, highest: float | None) -> None:
+    """The maximum learning rate, which is the schedule's, whatever the optimizer's own."""
     if highest is None and kind == "WarmupLR" and "learning_rate" in train:
         why = f"--learning-rate {train['learning_rate']}, the optimizer's; old versions of DeepSpeed take {MAX_LR}"
         book.add(f"{SCHEDULER}warmup_max_lr", _place(book), "approximated", why)
@@ -140,7 +140,7 @@ def _highest(book: Book, train: dict[str, Any], kind: str, highest: float | None
     train["learning_rate"] = highest
 
 
-def _constant(book: Book, train: dict[str, Any]) -> None:
+def _constant(book: InputKeys, train: dict[str, Any]) -> None:
     """A cosine between two equal rates."""
     train["schedule"] = "cosine"
     if "learning_rate" in train:
@@ -150,7 +150,7 @@ def _constant(book: Book, train: dict[str, Any]) -> None:
     )
 
 
-def _warmup_notes(book: Book, lowest: float) -> None:
+def _warmup_notes(book: InputKeys, lowest: float) -> None:
     book.note(f"{SCHEDULER}warmup_num_steps", "renamed", "--warmup-steps")
     for name in ("warmup_min_lr", "warmup_min_ratio"):
         why = "the warm-up begins at 0"
@@ -164,7 +164,7 @@ def _warmup_notes(book: Book, lowest: float) -> None:
         book.add(f"{SCHEDULER}warmup_type", _place(book), "approximated", f"log, DeepSpeed's default: {why}")
 
 
-def _no_schedule(book: Book, train: dict[str, Any], kind: Any) -> None:
+def _no_schedule(book: InputKeys, train: dict[str, Any], kind: Any) -> None:
     if kind is not None:
         known = f"{', '.join(WARMUPS)} are read; --schedule cosine or inverse-sqrt"
         book.note("scheduler.type", "not expressible", f"{kind!r}: {known}")
@@ -177,11 +177,11 @@ def _no_schedule(book: Book, train: dict[str, Any], kind: Any) -> None:
         book.add("scheduler", book.given["optimizer.type"].place, "approximated", why)
 
 
-def _leftovers(book: Book, why: str) -> None:
+def _leftovers(book: InputKeys, why: str) -> None:
     for key in [key for key in book.given if key.startswith("scheduler.") and book.is_open(key)]:
         book.note(key, "not expressible", why)
 
 
-def _place(book: Book) -> str:
-    """Where the schedule is named, for what its missing keys mean."""
+def _place(book: InputKeys) -> str:
+    """Place where the schedule is named, for the defaults of missing keys."""
     return book.given["scheduler.type"].place

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From DeepSpeed's configuration to settings."""
+"""Read DeepSpeed's configuration as settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sporeloom.dialects.deepspeed.keys import (
 )
 from sporeloom.dialects.deepspeed.optimizer import optimizer, schedule
 from sporeloom.dialects.rows import read_rows
-from sporeloom.dialects.settings import Book, Given, Note, Settings
+from sporeloom.dialects.settings import GivenValue, InputKeys, Note, Settings
 from sporeloom.dialects.stages import as_ranges
 from sporeloom.dialects.yaml_file import read_flat
 from sporeloom.errors import ConfigError, Problems
@@ -40,15 +40,15 @@ AUTO = "auto"
 
 
 def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, list[Note]]:
-    """What a configuration says. `known.train`: values of flags, for what it leaves to the program around it.
+    """Read a configuration. `known.train`: values of flags for what it leaves to the program around it.
 
     Raises:
-        ConfigError: all that is wrong with it: it is no JSON, the number of devices is not known, it contradicts itself.
+        ConfigError: all that is wrong with it: it is not JSON, the number of devices is not known, it contradicts itself.
     """
-    book, problems = Book(read_flat(path)), Problems()
+    book, problems = InputKeys(read_flat(path)), Problems()
     train: dict[str, Any] = dict(known.train)
     if not devices:
-        problems.append(f"{path}: a DeepSpeed configuration does not say how many devices there are: give --devices")
+        problems.append(f"{path}: a DeepSpeed configuration does not give the number of devices: give --devices")
     _fill_in(book, known.train, problems)
     mesh = problems.of(_mesh, book, devices) if devices else None
     if mesh:
@@ -69,16 +69,16 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     _sections(book)
     book.only(ONLY)
     ltd = {f"{LTD}*": "random-LTD is off"} if book.peek(f"{LTD}enabled") is not True else {}
-    zero_keys = {f"{ZERO}{name}": "the engine's own" for name in ZERO_WITHOUT_EFFECT}
-    zero_keys |= {f"{ZERO}{name}.*": "the engine's own" for name in ("leaf_module", "zeropp_loco_param")}
-    moments = {f"{MOMENTS}{name}": "how they are moved is the engine's own" for name in MOMENTS_WITHOUT_EFFECT}
+    zero_keys = {f"{ZERO}{name}": "decided by the engine" for name in ZERO_WITHOUT_EFFECT}
+    zero_keys |= {f"{ZERO}{name}.*": "decided by the engine" for name in ("leaf_module", "zeropp_loco_param")}
+    moments = {f"{MOMENTS}{name}": "how they are moved is decided by the engine" for name in MOMENTS_WITHOUT_EFFECT}
     book.without_effect({**WITHOUT_EFFECT, **ltd, **zero_keys, **moments})
     names = [*(row.key for row in TRAIN), *FILLED, *WITHOUT_EFFECT, *zero_keys, *moments, *SECTIONS]
     return Settings(strategy, train, num_layers), book.finish(names)
 
 
-def _fill_in(book: Book, flags: dict[str, Any], problems: Problems) -> None:
-    """Put the flags' values where the Hugging Face trainer would put what it was given."""
+def _fill_in(book: InputKeys, flags: dict[str, Any], problems: Problems) -> None:
+    """Put the flags' values where the Hugging Face trainer would put its arguments."""
     for key, fields in FILLED.items():
         if book.peek(key) != AUTO:
             continue
@@ -90,22 +90,22 @@ def _fill_in(book: Book, flags: dict[str, Any], problems: Problems) -> None:
                 f"{book.given[key].place}: {key} must be {kind}, got 'auto', which the Hugging Face trainer fills in; give "
                 f"{' and '.join(missing)}"
             )
-            values = [1 for _ in fields]  # only so that nothing else is said of it
-        book.fill(key, Given(values if len(fields) > 1 else values[0], book.given[key].place))
+            values = [1 for _ in fields]  # only so that nothing else is noted about it
+        book.fill(key, GivenValue(values if len(fields) > 1 else values[0], book.given[key].place))
     if book.peek(f"{SCHEDULER}warmup_min_lr") == AUTO:  # as the trainer has it
-        book.fill(f"{SCHEDULER}warmup_min_lr", Given(0, book.given[f"{SCHEDULER}warmup_min_lr"].place))
+        book.fill(f"{SCHEDULER}warmup_min_lr", GivenValue(0, book.given[f"{SCHEDULER}warmup_min_lr"].place))
     dtype = flags.get("compute_dtype")
     for section, name in (("bf16", "bfloat16"), ("fp16", "float16")):
         key = f"{section}.enabled"
         if book.peek(key) == AUTO and dtype:
-            book.fill(key, Given(dtype == name, book.given[key].place))
+            book.fill(key, GivenValue(dtype == name, book.given[key].place))
 
 
 def _flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _mesh(book: Book, devices: int) -> Mesh:
+def _mesh(book: InputKeys, devices: int) -> Mesh:
     degrees = {}
     for key, axis in (("tensor_parallel.autotp_size", "tp"), ("sequence_parallel_size", "cp")):
         degrees[axis] = max(1, _value(book, key, lambda value: value and whole(value), "a whole number", 1))
@@ -115,13 +115,13 @@ def _mesh(book: Book, devices: int) -> Mesh:
     of_model = degrees["tp"] * degrees["cp"]
     if devices % of_model:
         raise ConfigError(
-            f"--devices {devices} is no multiple of tp {degrees['tp']} x cp {degrees['cp']}, which the file asks for"
+            f"--devices {devices} is not a multiple of tp {degrees['tp']} x cp {degrees['cp']}, which the file needs"
         )
     return Mesh(dp=devices // of_model, tp=degrees["tp"], cp=degrees["cp"])
 
 
-def _value(book: Book, key: str, read: Callable[[Any], Any], takes: str, default: Any) -> Any:
-    """What `read` makes of a key's value.
+def _value(book: InputKeys, key: str, read: Callable[[Any], Any], takes: str, default: Any) -> Any:
+    """Result of `read` for a key's value.
 
     Raises:
         ConfigError: nothing.
@@ -140,7 +140,7 @@ def _switch(value: Any) -> bool | None:
     return None if value == AUTO else bool(value)
 
 
-def _precision(book: Book, train: dict[str, Any]) -> None:
+def _precision(book: InputKeys, train: dict[str, Any]) -> None:
     on = {
         section: _value(book, f"{section}.enabled", _switch, 'true, false or "auto"', False)
         for section in ("bf16", "fp16")
@@ -156,7 +156,7 @@ def _precision(book: Book, train: dict[str, Any]) -> None:
                 raise ConfigError(
                     f"{book.given[f'{section}.enabled'].place}: {section} is enabled, but --compute-dtype is {asked}"
                 )
-        why = f"--compute-dtype {dtype}" if on[section] else "the other type is said elsewhere"
+        why = f"--compute-dtype {dtype}" if on[section] else "the other key gives the type"
         if on[section] is None:
             book.note(f"{section}.enabled", "not expressible", "the program around it decides; give --compute-dtype")
         book.note(f"{section}.enabled", "renamed", why)
@@ -165,7 +165,7 @@ def _precision(book: Book, train: dict[str, Any]) -> None:
     _loss_scale(book, train, bool(on["fp16"]))
 
 
-def _loss_scale(book: Book, train: dict[str, Any], is_half: bool) -> None:
+def _loss_scale(book: InputKeys, train: dict[str, Any], is_half: bool) -> None:
     fixed = _value(book, "fp16.loss_scale", positive, "a number", 0)
     power = _value(book, "fp16.initial_scale_power", positive, "a number", 16)
     window = _value(book, "fp16.loss_scale_window", whole, "a number of steps", 1000)
@@ -175,18 +175,18 @@ def _loss_scale(book: Book, train: dict[str, Any], is_half: bool) -> None:
     for key, name in (("loss_scale", "loss-scale"), ("initial_scale_power", "loss-scale")):
         is_used = bool(fixed) == (key == "loss_scale")
         book.note(
-            f"fp16.{key}", "renamed" if is_used else "no effect", f"--{name}" if is_used else "the other one says it"
+            f"fp16.{key}", "renamed" if is_used else "no effect", f"--{name}" if is_used else "given by the other key"
         )
     book.note("fp16.loss_scale_window", "no effect" if fixed else "same", "" if not fixed else "the scale is fixed")
     book.note("fp16.min_loss_scale", "approximated", "the scale is not lowered below 1")
     train |= {"loss_scale": float(fixed or 2.0**power), "loss_scale_window": 0 if fixed else window}
 
 
-def _random_ltd(book: Book, train: dict[str, Any]) -> int | None:
-    """Number of layers, where it is said."""
+def _random_ltd(book: InputKeys, train: dict[str, Any]) -> int | None:
+    """Number of layers, where the file gives it."""
     is_on = book.peek(f"{LTD}enabled", False) is True
     for key in (f"{LTD}enabled", f"{LTD}total_layer_num"):
-        book.note(key, "no effect", "said by the others" if is_on else "random-LTD is off")
+        book.note(key, "no effect", "given by the other keys" if is_on else "random-LTD is off")
     if not is_on:
         return None
     read_rows(book, RANDOM_LTD, train, flags=True)
@@ -195,14 +195,14 @@ def _random_ltd(book: Book, train: dict[str, Any]) -> int | None:
         train["random_ltd_layers"] = tuple(as_ranges(layers))
         book.note(f"{LTD}random_ltd_layer_id", "renamed", "--random-ltd-layers")
     highest, length = book.peek(f"{LTD_SCHEDULE}max_value"), train.get("seq_len")
-    why = "in the end the layers see the whole sequence: --seq-len"
+    why = "in the end the layers process the full sequence: --seq-len"
     book.note(f"{LTD_SCHEDULE}max_value", "same" if highest == length else "approximated", why)
     total: int | None = _value(book, f"{LTD}total_layer_num", whole, "a number of layers", None)
     return total
 
 
-def _stage(book: Book) -> int | None:
-    """ZeRO's stage; None if it is not said."""
+def _stage(book: InputKeys) -> int | None:
+    """ZeRO's stage; None if the file does not give it."""
     if book.peek("zero_optimization") is True:  # as old files have it
         return 1
     stage = book.peek(f"{ZERO}stage")
@@ -211,7 +211,7 @@ def _stage(book: Book) -> int | None:
     return None if stage is None else int(stage)
 
 
-def _offload(book: Book) -> Offload | None:
+def _offload(book: InputKeys) -> Offload | None:
     stage, moments, weights = _stage(book), book.peek(f"{MOMENTS}device", "none"), book.peek(f"{PARAMETERS}device")
     problems = Problems()
     if book.peek(f"{ZERO}cpu_offload") is True:
@@ -219,14 +219,14 @@ def _offload(book: Book) -> Offload | None:
         moments = "cpu"
     if moments != "none" and stage == 0:
         key = next(key for key in (f"{MOMENTS}device", f"{ZERO}cpu_offload") if key in book)
-        problems.append(f"{book.given[key].place}: {key} wants zero_optimization.stage 1, 2 or 3, got 0")
+        problems.append(f"{book.given[key].place}: {key} needs zero_optimization.stage 1, 2 or 3, got 0")
     for key, value in (
         (f"{PARAMETERS}device", weights),
         (f"{ZERO}cpu_offload_param", book.peek(f"{ZERO}cpu_offload_param")),
     ):
         if value not in (None, "none", False) and stage != 3:
             problems.append(
-                f"{book.given[key].place}: {key} wants zero_optimization.stage 3, got {0 if stage is None else stage}"
+                f"{book.given[key].place}: {key} needs zero_optimization.stage 3, got {0 if stage is None else stage}"
             )
     problems.tell()
     kept = weights in (None, "none")
@@ -239,17 +239,17 @@ def _offload(book: Book) -> Offload | None:
     if moments in ("cpu", "none"):
         book.note(f"{MOMENTS}device", "renamed" if moments == "cpu" else "same", "offload.optimizer")
     else:
-        book.note(f"{MOMENTS}device", "not expressible", f"{moments}: the optimizer can wait on the host (cpu)")
+        book.note(f"{MOMENTS}device", "not expressible", f"{moments}: the optimizer can be offloaded to the host (cpu)")
     return Offload(optimizer=True) if moments == "cpu" else None
 
 
 GATHERS_ONCE = (
-    "gathers the weights once a step; add recompute: {layers: all} and optimizer_parallel.reshard_after_forward to gather "
-    "them again for the backward pass"
+    "gathers the weights once a step; add recompute: {layers: all} and "
+    "optimizer_parallel.reshard_after_forward to reshard them after the forward pass"
 )
 
 
-def _zero(book: Book) -> OptimizerParallel | None:
+def _zero(book: InputKeys) -> OptimizerParallel | None:
     stage = _stage(book) or 0
     told = {0: "", 1: "shards the weights as well as the moments", 2: "shards the weights, too", 3: GATHERS_ONCE}[stage]
     for key in (f"{ZERO}stage", *(["zero_optimization"] if stage and "zero_optimization" in book else [])):
@@ -260,12 +260,12 @@ def _zero(book: Book) -> OptimizerParallel | None:
     book.note(f"{ZERO}mics_shard_size", "renamed" if size else "same", "optimizer_parallel.shard_size")
     if size and not stage:
         place = book.given[f"{ZERO}mics_shard_size"].place
-        raise ConfigError(f"{place}: {ZERO}mics_shard_size wants zero_optimization.stage 3, got {stage}")
+        raise ConfigError(f"{place}: {ZERO}mics_shard_size needs zero_optimization.stage 3, got {stage}")
     return OptimizerParallel(shard_size=size) if stage else None
 
 
-def _sections(book: Book) -> None:
-    """Sections that mean nothing here."""
+def _sections(book: InputKeys) -> None:
+    """Note sections without effect here."""
     for section, why in SECTIONS.items():
         keys = [key for key in book.given if key == section or key.startswith(f"{section}.")]
         is_off = book.peek(section) is False or book.peek(f"{section}.enabled") is False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's flags, as they stand in a shell script or on a line; both ways for what overlaps.
+"""Megatron-LM's flags, in a shell script or on a line; both ways for what overlaps.
 
 Names: Megatron-LM megatron/training/arguments.py. The data parallel degree is what is left of the devices, which torchrun's
 --nproc_per_node and --nnodes or our own --devices give.

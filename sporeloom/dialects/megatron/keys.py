@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's flags, and what each is here."""
+"""Megatron-LM's flags, and their translation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DEFAULTS = {
     "max_grad_norm": 1.0,
     "min_learning_rate": 0.0,
 }
-"""Of Megatron-LM's flags for training; ours differ."""
+"""Defaults of Megatron-LM's flags for training; those here differ."""
 OF_ANY_OPTIMIZER = ("max_grad_norm", "min_learning_rate")
 WARMUPS = ("--lr-warmup-iters", "--lr-warmup-fraction", "--lr-warmup-samples")
 DEGREES = {
@@ -58,7 +58,7 @@ DEGREES = {
 }
 DTYPES = {"--bf16": "bfloat16", "--fp16": "float16"}
 BACKENDS = {"flash": "flash", "unfused": "plain", "auto": "auto"}
-"""Of attention."""
+"""Values of attention backends."""
 METHODS: dict[str, ContextMethod] = {"all_gather": "gather", "a2a": "ulysses"}
 ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 ONLY = (
@@ -78,7 +78,7 @@ WITHOUT_EFFECT = {
     "--ffn-hidden-size": "the model's own configuration says it (--size, --config)",
     "--max-position-embeddings": "the model's own configuration says it (--size, --config)",
     "--log-interval": "metrics.jsonl has every step",
-    "--distributed-backend": "the engine's own",
+    "--distributed-backend": "decided by the engine",
     "--use-mcore-models": "of Megatron's code",
     "--master_addr": "msrun's",
     "--master_port": "msrun's",
@@ -86,9 +86,9 @@ WITHOUT_EFFECT = {
 }
 NOT_EXPRESSIBLE = {
     "--data-path": "make token files with tools/preprocess.py (--data)",
-    "--load": "read a checkpoint of ours with --resume",
+    "--load": "read a checkpoint with --resume",
     "--save": "checkpoints go to --output-dir",
-    "--train-samples": "a run is so many steps",
+    "--train-samples": "a run has a number of steps",
     "--lr-warmup-fraction": "warm-up is counted in steps",
     "--lr-warmup-samples": "warm-up is counted in steps",
     "--lr-decay-samples": "the decay is counted in steps",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's flags as a strategy and a training run's fields."""
+"""Read Megatron-LM's flags as a strategy and a training run's fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sporeloom.dialects.megatron.keys import (
     WITHOUT_EFFECT,
 )
 from sporeloom.dialects.rows import fill_defaults, read_rows
-from sporeloom.dialects.settings import Book, Fate, Given, Note, Settings
+from sporeloom.dialects.settings import Fate, GivenValue, InputKeys, Note, Settings
 from sporeloom.errors import ConfigError
 from sporeloom.lines import file_lines
 from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
@@ -34,12 +34,12 @@ from sporeloom.strategy.mesh import Mesh
 
 
 def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, list[Note]]:
-    """Flags in a file.
+    """Read the flags in a file.
 
     Raises:
-        ConfigError: no flags there; numbers that are none; the number of devices is not known.
+        ConfigError: no flags there; invalid numbers; the number of devices is not known.
     """
-    book = Book(_flags(path))
+    book = InputKeys(_flags(path))
     mesh, train = _mesh(book, path, devices), dict(known.train)
     read_rows(book, TRAIN, train, flags=True)
     if "--lr" in book:
@@ -74,8 +74,8 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     )
 
 
-def _defaults(book: Book, train: dict[str, Any]) -> None:
-    """What holds there where a script that trains leaves it out."""
+def _defaults(book: InputKeys, train: dict[str, Any]) -> None:
+    """Defaults of the flags that a training script leaves out."""
     place, whose = book.given["--lr"].place, "Megatron-LM's"
     if (kind := book.peek("--optimizer", "adam")) == "adam":
         book.note("--optimizer", "renamed", "--optimizer adamw")
@@ -86,7 +86,7 @@ def _defaults(book: Book, train: dict[str, Any]) -> None:
         book.add("--lr-decay-style", place, "approximated", f"linear, {whose} default: the rate follows a cosine")
 
 
-def _mesh(book: Book, path: Path, devices: int | None) -> Mesh:
+def _mesh(book: InputKeys, path: Path, devices: int | None) -> Mesh:
     degrees = {}
     for flag, axis in DEGREES.items():
         degrees[axis] = _number(book, flag, 1)
@@ -94,14 +94,14 @@ def _mesh(book: Book, path: Path, devices: int | None) -> Mesh:
     tp, pp, cp, ep = degrees.values()
     devices = devices or _devices(book)
     if not devices or devices % (tp * pp * cp):
-        why = f"{devices} devices are no multiple of it" if devices else "give --devices"
+        why = f"{devices} devices are not a multiple of it" if devices else "give --devices"
         raise ConfigError(
             f"{path}: tensor {tp} x pipeline {pp} x context {cp} leave the data parallel degree open: {why}"
         )
     return Mesh(pp=pp, dp=devices // (tp * pp * cp), cp=cp, tp=tp, ep=ep)
 
 
-def _precision(book: Book, train: dict[str, Any]) -> None:
+def _precision(book: InputKeys, train: dict[str, Any]) -> None:
     for flag, dtype in DTYPES.items():
         if flag in book:
             train["compute_dtype"] = dtype
@@ -115,13 +115,14 @@ def _precision(book: Book, train: dict[str, Any]) -> None:
         book.note("--attention-backend", fate, f"--attention {train['attention']}")
 
 
-def _flags(path: Path) -> dict[str, Given]:
-    """Every `--flag value ...` of a script; continuation lines and comments are understood, variables are not."""
+def _flags(path: Path) -> dict[str, GivenValue]:
+    """Parse every `--flag value ...` of a script; continuation lines and comments are understood, variables are
+    not."""
     try:
         lines = file_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    given: dict[str, Given] = {}
+    given: dict[str, GivenValue] = {}
     flag = None
     for number, line in enumerate(lines, 1):
         try:
@@ -131,17 +132,17 @@ def _flags(path: Path) -> dict[str, Given]:
         for word in words:
             if word.startswith("--"):
                 flag, _, value = word.partition("=")
-                given[flag] = Given(value or True, f"{path}:{number}")
+                given[flag] = GivenValue(value or True, f"{path}:{number}")
             elif flag and (given[flag].value is True or flag in MANY_VALUES):
                 before = given[flag].value
-                given[flag] = Given(word if before is True else f"{before} {word}", given[flag].place)
+                given[flag] = GivenValue(word if before is True else f"{before} {word}", given[flag].place)
         flag = flag if line.rstrip().endswith("\\") else None
     if not given:
-        raise ConfigError(f"{path}: holds no flags")
+        raise ConfigError(f"{path}: contains no flags")
     return given
 
 
-def _number(book: Book, flag: str, default: Any, kind: type = int) -> Any:
+def _number(book: InputKeys, flag: str, default: Any, kind: type = int) -> Any:
     value = book.peek(flag, default)
     if value is default:
         return default
@@ -151,19 +152,21 @@ def _number(book: Book, flag: str, default: Any, kind: type = int) -> Any:
         raise ConfigError(f"{book.given[flag].place}: {flag} must be a number, got {value!r}") from None
 
 
-def _devices(book: Book) -> int | None:
+def _devices(book: InputKeys) -> int | None:
     for name in ("--nproc_per_node", "--nproc-per-node"):
         if name in book:
             return int(_number(book, name, 1)) * int(_number(book, "--nnodes", 1))
     return None
 
 
-def _pipeline(book: Book, mesh: Mesh, train: dict[str, Any], num_layers: int | None, path: Path) -> Pipeline:
+def _pipeline(book: InputKeys, mesh: Mesh, train: dict[str, Any], num_layers: int | None, path: Path) -> Pipeline:
     size, batch = _number(book, "--micro-batch-size", 1), train.get("batch_size")
     microbatches = 1
     if batch:
         if batch % (size * mesh.dp):
-            raise ConfigError(f"{path}: a global batch of {batch} is no multiple of micro batch {size} x dp {mesh.dp}")
+            raise ConfigError(
+                f"{path}: a global batch of {batch} is not a multiple of micro batch {size} x dp {mesh.dp}"
+            )
         microbatches = batch // (size * mesh.dp)
     elif mesh.pp > 1:
         raise ConfigError(f"{path}: the number of microbatches needs --global-batch-size")
@@ -193,17 +196,17 @@ def _pipeline(book: Book, mesh: Mesh, train: dict[str, Any], num_layers: int | N
     return Pipeline(num_microbatches=microbatches, stages=parts, virtual_stages=virtual)
 
 
-def _note_virtual_stages(book: Book, virtual: int) -> None:
+def _note_virtual_stages(book: InputKeys, virtual: int) -> None:
     """`virtual`: 0 where the stages' layers cannot be split evenly."""
     for flag in VIRTUAL:
         if virtual:
             book.note(flag, "renamed", f"pipeline.virtual_stages {virtual}")
         else:
-            book.note(flag, "not expressible", "the layers of a stage are no multiple of it")
+            book.note(flag, "not expressible", "the layers of a stage are not a multiple of it")
 
 
-def _virtual_stages(book: Book, mesh: Mesh, num_layers: int | None, path: Path) -> int:
-    """Parts of the model that each stage holds."""
+def _virtual_stages(book: InputKeys, mesh: Mesh, num_layers: int | None, path: Path) -> int:
+    """Number of model parts on each stage."""
     of_stage, of_part = VIRTUAL
     count, layers = _number(book, of_stage, 1), _number(book, of_part, None)
     if layers is not None:
@@ -215,7 +218,7 @@ def _virtual_stages(book: Book, mesh: Mesh, num_layers: int | None, path: Path) 
     return int(count)
 
 
-def _recompute(book: Book, mesh: Mesh) -> Recompute | None:
+def _recompute(book: InputKeys, mesh: Mesh) -> Recompute | None:
     granularity, method = book.peek("--recompute-granularity"), book.peek("--recompute-method", "uniform")
     if "--recompute-activations" in book or granularity == "selective":
         why = "recompute.kind selective: the rules' operators, attention between its products"

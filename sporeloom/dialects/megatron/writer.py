@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy and a training run's fields as Megatron-LM's flags."""
+"""Write a strategy and a training run's fields as Megatron-LM's flags."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from sporeloom.dialects.context import written_context
 from sporeloom.dialects.megatron.keys import BACKENDS, DTYPES, ENDS, METHODS, TRAIN
 from sporeloom.dialects.rows import written_rows
-from sporeloom.dialects.settings import Lost, Note, Settings
+from sporeloom.dialects.settings import LossNotes, Note, Settings
 from sporeloom.dialects.stages import stage_layers
 from sporeloom.strategy.config import OptimizerParallel, Recompute
 
 
 def write(settings: Settings) -> tuple[str, list[Note]]:
-    """Flags, one a line."""
-    strategy, train, lost = settings.strategy, dict(settings.train), Lost("megatron")
+    """Format the flags, one a line."""
+    strategy, train, lost = settings.strategy, dict(settings.train), LossNotes("megatron")
     mesh, recompute, zero = strategy.mesh, strategy.recompute, strategy.optimizer_parallel
     flags: list[tuple[str, Any]] = [
         ("--tensor-model-parallel-size", mesh.tp),
@@ -38,10 +38,10 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     if zero and zero.reshard_after_forward:
         lost(
             "optimizer_parallel.reshard_after_forward",
-            "Megatron has it with --use-megatron-fsdp, whose keys are not ours",
+            "Megatron has it with --use-megatron-fsdp, whose keys differ",
         )
     if strategy.micro_batch_interleave > 1:
-        lost("micro_batch_interleave", "Megatron has no copies of microbatches")
+        lost("micro_batch_interleave", "Megatron has no interleaved microbatches")
     train.pop("accumulate", None)
     flags += written_rows(TRAIN, train).items()
     switches = ["--sequence-parallel"] * strategy.sequence_parallel + ["--use-distributed-optimizer"] * (
@@ -68,7 +68,7 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     return head + " \\\n".join([*(f"{flag} {value}" for flag, value in flags), *switches]) + "\n", lost.notes
 
 
-def _stage_flags(settings: Settings, lost: Lost) -> list[tuple[str, Any]]:
+def _stage_flags(settings: Settings, lost: LossNotes) -> list[tuple[str, Any]]:
     counts = stage_layers(settings, lost)
     if not counts:
         return []
@@ -81,7 +81,7 @@ def _stage_flags(settings: Settings, lost: Lost) -> list[tuple[str, Any]]:
     return list(zip(ENDS, (counts[0], counts[-1]), strict=True))
 
 
-def _recompute_flags(recompute: Recompute, lost: Lost) -> list[tuple[str, Any]]:
+def _recompute_flags(recompute: Recompute, lost: LossNotes) -> list[tuple[str, Any]]:
     if recompute.kind == "selective":
         if recompute.per_stage is not None or recompute.layers != "all":
             lost("recompute", "selective recomputation is for all layers", "approximated")

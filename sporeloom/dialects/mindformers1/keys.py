@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of MindFormers 1.x, and what each is here."""
+"""The keys of MindFormers 1.x, and their translation."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ LEVEL, GRADIENTS = ZERO_CONFIG + "optimizer_level", ZERO_CONFIG + "gradient_accu
 CONTEXT_METHOD = "parallel_config.context_parallel_algo"
 METHODS: dict[str, ContextMethod] = {"colossalai_cp": "gather", "ulysses_cp": "ulysses"}
 ONLY = (
-    ("parallel_config.seq_split_num", 1, "sequence pipelines are not built"),
-    ("parallel.parallel_mode", 1, "ours is semi-automatic: every operator's layout comes from the rules"),
-    ("parallel.gradients_mean", False, "gradients are added up; the loss has the denominator of the whole batch"),
-    ("parallel.full_batch", True, "every rank is given the shape of the whole batch, and reads its own rows"),
+    ("parallel_config.seq_split_num", 1, "sequence pipelines are not supported"),
+    ("parallel.parallel_mode", 1, "sharding here is semi-automatic: every operator's layout comes from the rules"),
+    ("parallel.gradients_mean", False, "gradients are added up; the loss has the denominator of the full batch"),
+    ("parallel.full_batch", True, "every rank gets the shape of the global batch, and reads its own rows"),
     ("context.mode", 0, "training compiles graphs"),
 )
 WITHOUT_EFFECT = {
@@ -58,9 +58,9 @@ WITHOUT_EFFECT = {
     "parallel_config.mem_coeff": "of MindFormers' automatic search; tools/plan.py chooses strategies here",
     "parallel.search_mode": "of automatic parallelism; tools/plan.py chooses strategies here",
     "parallel.enable_alltoall": "always so where mesh.ep is above 1",
-    "parallel.loss_repeated_mean": "the loss has the denominator of the whole batch",
-    "parallel.strategy_ckpt_save_file": "a checkpoint's manifest says where everything is",
-    "parallel.strategy_ckpt_config.*": "a checkpoint's manifest says where everything is",
+    "parallel.loss_repeated_mean": "the loss has the denominator of the full batch",
+    "parallel.strategy_ckpt_save_file": "a checkpoint's manifest has the positions of all tensors",
+    "parallel.strategy_ckpt_config.*": "a checkpoint's manifest has the positions of all tensors",
     "parallel.dataset_strategy": "the loader follows from the mesh",
     "recompute_config.parallel_optimizer_comm_recompute": "when weights are gathered, no result depends on it",
     "recompute_config.mp_comm_recompute": "whether communication is repeated, no result depends on it",
@@ -69,7 +69,7 @@ WITHOUT_EFFECT = {
     "recompute_config.select_recompute_exclude": "nothing is chosen by it here",
     "recompute_config.select_comm_recompute_exclude": "nothing is chosen by it here",
     "moe_config.*": "the model's own configuration says it (--size, --config)",
-    "use_parallel": "the mesh says it",
+    "use_parallel": "given by the mesh",
     "context.*": "device and memory are the environment's",
     "auto_trans_ckpt": "checkpoints can be read on any mesh",
     "src_strategy_path_or_dir": "checkpoints can be read on any mesh",
@@ -81,25 +81,25 @@ WITHOUT_EFFECT = {
     "remove_redundancy": "no two ranks write the same",
     "balanced_load": "no two ranks read more than they hold",
     "use_legacy*": "checkpoints are safetensors with a manifest",
-    "ignore_data_skip": "a resumed run always goes on with the next sample",
-    "data_skip_steps": "a resumed run always goes on with the next sample",
-    "run_mode": "each has a tool of its own: train, generate, score",
+    "ignore_data_skip": "a resumed run always continues with the next sample",
+    "data_skip_steps": "a resumed run always continues with the next sample",
+    "run_mode": "each has a command of its own: train, generate, score",
     "runner_config.sink_mode": "the host feeds every step",
     "runner_config.sink_size": "the host feeds every step",
     "runner_config.num_classes": "of classifiers",
     "runner_wrapper.type": "the training step is always the same",
     "runner_wrapper.scale_sense.type": "a loss scale follows the gradients; --loss-scale-window 0 keeps it from being raised",
     "runner_wrapper.scale_sense": "1 is none",
-    "runner_wrapper.use_clip_grad": "max_grad_norm says it",
+    "runner_wrapper.use_clip_grad": "given by max_grad_norm",
     "callbacks[MFLossMonitor]*": "metrics.jsonl has every step",
-    "callbacks[CheckpointMonitor]": "the keys below say it",
-    CHECKPOINTS + "integrated_save": "each rank writes its own part",
+    "callbacks[CheckpointMonitor]": "given by the keys below",
+    CHECKPOINTS + "integrated_save": "each rank writes its own shards",
     CHECKPOINTS + "prefix": "folders are named by their step",
     CHECKPOINTS + "checkpoint_format": "checkpoints are safetensors",
     "callbacks[ObsMonitor]*": "an upload to a cloud store",
     "print_separate_loss": "there is one loss",
-    "trainer.type": "the model family says it",
-    "model.arch.*": "the model family says it",
+    "trainer.type": "given by the model family",
+    "model.arch.*": "given by the model family",
     "processor.*": "the tokenizer is found by the model family",
     "tensorboard.*": "tensorboard/ is always written",
     "metric.*": "of evaluation",
@@ -115,8 +115,8 @@ WITHOUT_EFFECT = {
     "layer_scale": "of vision models",
     "layer_decay": "of vision models",
     "lr_scale*": "of vision models",
-    "train_dataset.*": "of MindSpore's data pipelines; the loader is our own",
-    "train_dataset_task.*": "of MindSpore's data pipelines; the loader is our own",
+    "train_dataset.*": "of MindSpore's data pipelines; this package has its own loader",
+    "train_dataset_task.*": "of MindSpore's data pipelines; this package has its own loader",
     "remote_save_url": "an upload to a cloud store",
     "pretrained_model_dir": "of MindFormers' own inference; tools/generate.py takes --checkpoint",
     "input_data": "of MindFormers' own inference; tools/generate.py takes --prompt",
@@ -182,11 +182,11 @@ DEGREES = {
 }
 EXPERTS = "parallel_config.expert_parallel"
 NOT_EXPRESSIBLE = {
-    "runner_config.epochs": "a run is so many steps (stop_step, --steps); it prints how many epochs that are",
+    "runner_config.epochs": "a run has a number of steps (stop_step, --steps); it prints how many epochs that are",
     "lr_schedule.warmup_ratio": "warm-up is counted in steps (--warmup-steps)",
-    "load_checkpoint": "read a checkpoint of ours with --resume; tools/convert_checkpoint.py converts others",
+    "load_checkpoint": "read a checkpoint with --resume; tools/convert_checkpoint.py converts others",
     "train_dataset.data_loader.dataset_dir": "make token files of it with tools/preprocess.py (--data)",
-    "optimizer.learning_rate": "lr_schedule.learning_rate comes first",
+    "optimizer.learning_rate": "lr_schedule.learning_rate takes precedence",
     "use_skip_data_by_global_norm": "no step is skipped",
 }
 TYPES = {
@@ -196,7 +196,7 @@ TYPES = {
     "runner_wrapper.scale_sense": "DynamicLossScaleUpdateCell",
     "trainer": "CausalLanguageModelingTrainer",
 }
-"""Of sections that must name one."""
+"""Keys of sections that must name one."""
 MODEL_FIELDS = (
     *("type", "num_heads", "hidden_size", "vocab_size", "batch_size", "param_init_type", "softmax_compute_type"),
     *("layernorm_compute_type", "use_past", "use_attn_mask_compression", "embedding_size"),
@@ -220,4 +220,4 @@ MODEL_FIELDS = (
 )
 FAMILIES = {"pangualpha": "pangu", "pangu": "pangu", "codegeex": "codegeex"}
 MODELS = {"codegeex2_6b": ("codegeex", "2_6b"), "codegeex4_9b": ("codegeex", "4_9b")}
-"""Whole names that stand for a family and a size."""
+"""Names that stand for a family and a size."""

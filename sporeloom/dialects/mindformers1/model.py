@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network that `model.model_config` of a MindFormers 1.x file describes, where it is one of today's.
+"""Translate the network in `model.model_config` of a MindFormers 1.x file, where it has a published format.
 
 Names and defaults: mindformers 1.9.0 models/glm2/glm2_config.py and models/llama/llama_config.py.
 """
@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sporeloom.dialects.mindformers1.keys import MODEL
-from sporeloom.dialects.settings import Book
+from sporeloom.dialects.settings import InputKeys
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
-from sporeloom.models.published import Published, only, published_as
+from sporeloom.models.published import PublishedFormat, only, published_as
 from sporeloom.reader import Document, fields_from
 
 Values = dict[str, Any]
@@ -25,21 +25,21 @@ EXPERTS = "moe_config.expert_num"
 
 @dataclass(frozen=True)
 class Kind:
-    """Networks of one `type`: what a published config.json says in other words, or in the same."""
+    """Networks of one `type`, translated from a published config.json's keys."""
 
     family: str
     model_type: str
-    """Of that config.json."""
+    """Value of `model_type` in that config.json."""
     defaults: Mapping[str, Any]
-    """What MindFormers takes for a key that is left out: all keys that describe the network."""
+    """MindFormers' defaults of all keys that describe the network."""
     fixed: Mapping[str, Any]
     """Keys that can have one value here."""
     to_published: Callable[[Values], Values]
     from_model: Callable[[ModelConfig, Values], Values]
-    """Our model, and as it would be published, in their keys."""
+    """Convert a model configuration, given with its published config.json, to MindFormers' keys."""
 
     @property
-    def way(self) -> Published:
+    def way(self) -> PublishedFormat:
         return published_as(family_module(self.family, "weights").PUBLISHED, self.model_type, "")
 
 
@@ -86,7 +86,7 @@ LLAMA = {
     "tie_word_embeddings": "tie_word_embeddings",
     "init_method_std": "initializer_range",
 }
-"""Their key -> that of a Llama's config.json."""
+"""MindFormers' key -> that of a Llama's config.json."""
 LLAMA_DEFAULTS = {
     **{"vocab_size": 32000, "hidden_size": 4096, "num_layers": 32, "num_heads": 32, "n_kv_heads": None},
     **{"rms_norm_eps": 1e-5, "theta": 10000.0, "eos_token_id": 2, "tie_word_embeddings": False},
@@ -125,11 +125,11 @@ class Network(NamedTuple):
     family: str
     model: ModelConfig
     size: str | None
-    """Of the family's, if it is one."""
+    """Built-in size of the family, if it is one."""
 
 
-def read_model(book: Book, source: str) -> Network | None:
-    """The network, its keys noted; None where there is none, or none of ours.
+def read_model(book: InputKeys, source: str) -> Network | None:
+    """The network, with its keys noted; None where the file has none, or one of no family here.
 
     Raises:
         ConfigError: a value that is none.
@@ -165,12 +165,12 @@ def read_model(book: Book, source: str) -> Network | None:
 
 
 def _plain(value: Any) -> Any:
-    """YAML files write a None that YAML does not know."""
+    """Convert "None" in YAML files, which YAML does not know, to None."""
     return None if value == "None" else value
 
 
 def written_model(family: str, model: ModelConfig) -> Values:
-    """The section of a network of ours; empty where it is none of these."""
+    """The section of a network of the families here; empty where it is none of these."""
     for name, kind in KINDS.items():
         if kind.family == family and model.norm == "rms":
             try:

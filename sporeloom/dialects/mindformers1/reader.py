@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A MindFormers 1.x file as a strategy and a training run's fields."""
+"""Read a MindFormers 1.x file as a strategy and a training run's fields."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from sporeloom.dialects.mindformers1.model import read_model
 from sporeloom.dialects.mindformers1.swap import read_swap
 from sporeloom.dialects.rates import read_schedule
 from sporeloom.dialects.rows import read_rows
-from sporeloom.dialects.settings import Book, Given, Note, Settings
+from sporeloom.dialects.settings import GivenValue, InputKeys, Note, Settings
 from sporeloom.dialects.stages import virtual_stages
 from sporeloom.dialects.yaml_file import read_flat
 from sporeloom.errors import ConfigError
@@ -50,12 +50,13 @@ from sporeloom.strategy.mesh import Mesh
 
 
 def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
-    """A MindFormers 1.x file. What is not strategy keeps what `known` says, where the file says nothing.
+    """Read a MindFormers 1.x file. Other settings than the strategy are those of `known`, where the file does not
+    give them.
 
     Raises:
         ConfigError: not such a file, keys MindFormers refuses, degrees that cannot be.
     """
-    book = Book(_corrected(read_flat(path, "base_config")))
+    book = InputKeys(_corrected(read_flat(path, "base_config")))
     problems = book.refused(STRICT, "MindFormers 1.x")
     if "parallel_config.data_parallel" not in book and "parallel_config.model_parallel" not in book:
         problems.append(f"{path}: no parallel_config with data_parallel or model_parallel")
@@ -85,7 +86,7 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
     )
     _forced(book, mesh)
     if found:
-        book.note("trainer.model_name", "no effect", "model.model_config says it")
+        book.note("trainer.model_name", "no effect", "given by model.model_config")
     _train(book, strategy, train)
     book.only(ONLY)
     for key, why in NOT_EXPRESSIBLE.items():
@@ -95,21 +96,21 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
         book.note(MODEL + name, "no effect", "the model's own configuration says it (--size, --config)")
     if "trainer.model_name" in book and "model" not in train:
         for key in [key for key in book.given if key.startswith(MODEL) and book.is_open(key)]:
-            book.note(key, "not expressible", "of a model that is none of ours")
+            book.note(key, "not expressible", "the model is of no family here")
     known_keys = [*(row.key for row in TRAIN), *WITHOUT_EFFECT, *NOT_EXPRESSIBLE, *(key for key, *_ in ONLY)]
     return Settings(strategy, train, num_layers, found.model if found and not found.size else None), book.finish(
         known_keys
     )
 
 
-def _corrected(given: dict[str, Given]) -> dict[str, Given]:
-    """Names as they are spelled today."""
+def _corrected(given: dict[str, GivenValue]) -> dict[str, GivenValue]:
+    """Translate older spellings of names."""
     for wrong, right in MISSPELLED.items():
         given = {key.replace(f"[{wrong}]", f"[{right}]"): value for key, value in given.items()}
     return given
 
 
-def _pipeline(book: Book, mesh: Mesh, num_layers: int | None) -> Pipeline:
+def _pipeline(book: InputKeys, mesh: Mesh, num_layers: int | None) -> Pipeline:
     microbatches = book.peek("parallel_config.micro_batch_num", 1)
     if mesh.pp == 1:
         book.note("parallel_config.micro_batch_num", "no effect", "there is no pipeline; MindFormers ignores it, too")
@@ -135,16 +136,16 @@ def _pipeline(book: Book, mesh: Mesh, num_layers: int | None) -> Pipeline:
     return dataclasses.replace(pipeline, stages=Stages(num_layers=layers))
 
 
-def _recompute(book: Book) -> Recompute | None:
-    """Full beats selective, as MindFormers has it."""
+def _recompute(book: InputKeys) -> Recompute | None:
+    """Full recomputation takes precedence over selective, as in MindFormers."""
     full = _chosen(book, FULL, "full", "")
     if full:
-        book.note(SELECTIVE, "no effect", "full recomputation comes first")
+        book.note(SELECTIVE, "no effect", "full recomputation takes precedence")
         return full
-    return _chosen(book, SELECTIVE, "selective", "the rules say which operators; MindFormers' own choice differs")
+    return _chosen(book, SELECTIVE, "selective", "the rules name the operators; MindFormers' own choice differs")
 
 
-def _chosen(book: Book, key: str, kind: Any, difference: str) -> Recompute | None:
+def _chosen(book: InputKeys, key: str, kind: Any, difference: str) -> Recompute | None:
     value = book.peek(key, False)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         value = value[0]
@@ -161,7 +162,7 @@ def _chosen(book: Book, key: str, kind: Any, difference: str) -> Recompute | Non
     return None
 
 
-def _optimizer_parallel(book: Book, recompute: Recompute | None, mesh: Mesh) -> OptimizerParallel | None:
+def _optimizer_parallel(book: InputKeys, recompute: Recompute | None, mesh: Mesh) -> OptimizerParallel | None:
     if not book.peek(ZERO, False):
         book.note(ZERO, "same", "off")
         book.without_effect({ZERO_CONFIG + "*": "enable_parallel_optimizer is off"})
@@ -182,10 +183,10 @@ def _optimizer_parallel(book: Book, recompute: Recompute | None, mesh: Mesh) -> 
     )
 
 
-def _forced(book: Book, mesh: Mesh) -> None:
-    """What MindFormers itself sets otherwise than written, without a word."""
+def _forced(book: InputKeys, mesh: Mesh) -> None:
+    """Report settings that MindFormers itself silently changes."""
     if book.peek("parallel_config.vocab_emb_dp") and mesh.pp > 1:
-        why = "MindFormers sets it to False in a pipeline; ours shards the vocabulary over tp as well"
+        why = "MindFormers sets it to False in a pipeline; here the vocabulary is sharded over tp as well"
         book.note("parallel_config.vocab_emb_dp", "no effect", why)
     elif book.peek("parallel_config.vocab_emb_dp") and mesh.tp > 1:
         why = "the vocabulary is sharded over tp, which takes less memory and gives the same numbers"
@@ -196,8 +197,8 @@ def _forced(book: Book, mesh: Mesh) -> None:
         book.note("runner_config.gradient_accumulation_steps", "no effect", why)
 
 
-def _train(book: Book, strategy: Strategy, train: dict[str, Any]) -> None:
-    """Flags of tools/train.py."""
+def _train(book: InputKeys, strategy: Strategy, train: dict[str, Any]) -> None:
+    """Translate to flags of tools/train.py."""
     if book.is_open("trainer.model_name"):
         name = str(book.peek("trainer.model_name"))
         theirs, _, size = name.partition("_")
@@ -207,9 +208,13 @@ def _train(book: Book, strategy: Strategy, train: dict[str, Any]) -> None:
             train |= {"size": size} if size else {}
             book.note("trainer.model_name", "renamed", f"--model {family}{' --size ' * bool(size)}{size}")
         else:
-            book.note("trainer.model_name", "not expressible", f"{name}: no model of ours; see docs/guides/models.md")
+            book.note(
+                "trainer.model_name",
+                "not expressible",
+                f"{name}: not a model of a family here; see docs/guides/models.md",
+            )
     if not book.peek("runner_config.stop_step"):
-        book.note("runner_config.stop_step", "no effect", "0 is no limit; give --steps")
+        book.note("runner_config.stop_step", "no effect", "0 means no limit; give --steps")
     read_rows(book, TRAIN, train)
     read_schedule(book, "lr_schedule", train)
     if book.peek("runner_wrapper.use_clip_grad") is False:
@@ -220,5 +225,5 @@ def _train(book: Book, strategy: Strategy, train: dict[str, Any]) -> None:
         book.note(
             "runner_config.batch_size",
             "renamed",
-            f"batch_size {train['batch_size']}: ours is over all devices and parts",
+            f"batch_size {train['batch_size']}: here it counts all devices and microbatches",
         )

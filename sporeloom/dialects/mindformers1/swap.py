@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MindFormers' `swap_config`: activations that wait in the host's memory."""
+"""MindFormers' `swap_config`: activations kept in the host's memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sporeloom.dialects.settings import Book, Lost
+from sporeloom.dialects.settings import InputKeys, LossNotes
 from sporeloom.strategy.config import Offload, Strategy
 
 
-def read_swap(book: Book) -> Offload | None:
+def read_swap(book: InputKeys) -> Offload | None:
     """Layers whose activations are moved to the host."""
     entries = book.peek("swap_config.layer_swap") if book.peek("swap_config.swap", False) else None
     book.note("swap_config.swap", "renamed" if entries else "same", "offload.layers" if entries else "nothing is moved")
@@ -33,8 +33,8 @@ def read_swap(book: Book) -> Offload | None:
     return Offload(layers=sorted(found)) if found else None
 
 
-def written_swap(strategy: Strategy, lost: Lost) -> dict[str, Any]:
-    """Its keys; none where nothing is moved."""
+def written_swap(strategy: Strategy, lost: LossNotes) -> dict[str, Any]:
+    """Format its keys; none where nothing is moved."""
     if strategy.optimizer_on_host:
         lost("offload.optimizer", "MindFormers moves activations alone")
     if not (strategy.offload and (layers := strategy.offload.layers)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy and a training run's fields as a MindFormers 1.x file."""
+"""Write a strategy and a training run's fields as a MindFormers 1.x file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sporeloom.dialects.mindformers1.keys import (
 from sporeloom.dialects.mindformers1.model import written_model
 from sporeloom.dialects.mindformers1.swap import written_swap
 from sporeloom.dialects.rows import written_rows
-from sporeloom.dialects.settings import Lost, Note, Settings
+from sporeloom.dialects.settings import LossNotes, Note, Settings
 from sporeloom.dialects.stages import rows_of_parts, stage_layers, written_schedule
 from sporeloom.dialects.yaml_file import flat_text
 from sporeloom.strategy.config import Strategy
@@ -34,8 +34,8 @@ from sporeloom.strategy.stages import layers_of_stages, layers_per_part
 
 
 def write(settings: Settings) -> tuple[str, list[Note]]:
-    """A MindFormers 1.x file: the parallel sections, and what of the rest is known."""
-    strategy, lost = settings.strategy, Lost("mindformers1")
+    """Format a MindFormers 1.x file: the parallel sections, and the known settings of the others."""
+    strategy, lost = settings.strategy, LossNotes("mindformers1")
     written = {
         "use_parallel": True,
         "micro_batch_interleave_num": strategy.micro_batch_interleave,
@@ -50,8 +50,8 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     return flat_text(written), lost.notes
 
 
-def _train(settings: Settings, lost: Lost) -> dict[str, Any]:
-    """All that a training run was told."""
+def _train(settings: Settings, lost: LossNotes) -> dict[str, Any]:
+    """Sections of the training run's settings."""
     train, written = dict(settings.train), dict[str, Any]()
     if (size := settings.micro_batch_size) and train.pop("batch_size"):
         written["runner_config.batch_size"] = size
@@ -89,7 +89,7 @@ def _optimizer_parallel(strategy: Strategy) -> dict[str, Any]:
     written: dict[str, Any] = {key: value for key, value, _ in ONLY if key.startswith("parallel.")}
     written[ZERO] = zero is not None
     if zero:
-        if zero.reshard_after_forward:  # MindSpore takes no word about gradients beside it
+        if zero.reshard_after_forward:  # MindSpore accepts no setting of gradients with it
             written[LEVEL] = "level3"
         else:
             written[GRADIENTS] = zero.shard_accumulated_gradients
@@ -98,7 +98,7 @@ def _optimizer_parallel(strategy: Strategy) -> dict[str, Any]:
     return written
 
 
-def _recompute(settings: Settings, lost: Lost) -> dict[str, Any]:
+def _recompute(settings: Settings, lost: LossNotes) -> dict[str, Any]:
     recompute = settings.strategy.recompute
     if recompute is None:
         return {FULL: False, SELECTIVE: False}
@@ -119,7 +119,7 @@ def _recompute(settings: Settings, lost: Lost) -> dict[str, Any]:
 
 
 def _as_first_layers(settings: Settings, layers: list[int]) -> list[int] | None:
-    """How many layers of each stage, if they are each stage's first ones."""
+    """Number of recomputed layers of each stage, if they are each stage's first ones."""
     if settings.num_layers is None:
         return None
     counts = []
@@ -131,8 +131,8 @@ def _as_first_layers(settings: Settings, layers: list[int]) -> list[int] | None:
     return counts if sum(counts) == len(layers) else None
 
 
-def _stages(settings: Settings, lost: Lost) -> dict[str, Any]:
-    """What of the model's section parallelism needs."""
+def _stages(settings: Settings, lost: LossNotes) -> dict[str, Any]:
+    """Settings of parallelism in the model's section."""
     written, counts, parts = dict[str, Any](), stage_layers(settings, lost), settings.strategy.num_virtual_stages
     total = settings.num_layers or (sum(counts) if counts else None)
     if total is not None:

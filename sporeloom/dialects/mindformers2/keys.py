@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MindFormers 2.x keys as tables: what each is here, why it changes nothing, or why it cannot be said."""
+"""MindFormers 2.x keys as tables: their translation, why they have no effect, or why they cannot be expressed."""
 
 from __future__ import annotations
 
@@ -45,33 +45,33 @@ STRICT = {
 }
 METHODS: dict[str, ContextMethod] = {"colossal": "gather", "colossalai": "gather", "ulysses": "ulysses"}
 SCHEDULES = {"interleaved_1f1b": "1f1b"}
-"""Names of 2.1 for orders of a pipeline that have another name here."""
+"""Names of pipeline schedules in 2.1 that differ from those here."""
 ONLY = (
     (f"{PARALLELISM}cpu_offload", False, "weights stay on the device; `offload` moves the optimizer and activations"),
     (f"{PARALLELISM}context_parallel_mask_type", "causal", "all models here are decoders"),
     ("training.use_skip_step_on_nan", False, "float16 skips such a step; any other run ends, or --rewind-at-spike"),
     ("training.max_consecutive_skipped_steps", 0, "no number of skipped steps ends a run"),
-    ("recompute.exclude_op", None, "the rules say which operators `kind: selective` computes again"),
+    ("recompute.exclude_op", None, "the rules name the operators that `kind: selective` recomputes"),
     ("optimizer.weight_decay_include", None, "decay is on matrices and embeddings"),
     ("optimizer.weight_decay_exclude", None, "decay is on matrices and embeddings"),
     ("lr_scheduler.warmup_ratio", 0, "warm-up is counted in steps: --warmup-steps"),
-    ("checkpoint.save_trainable_only", False, "the whole state is saved"),
+    ("checkpoint.save_trainable_only", False, "the full state is saved"),
     ("swap.op_swap", None, "whole layers are moved"),
-    ("run_mode", "train", "each has a verb of its own: generate, score, sft"),
+    ("run_mode", "train", "each has a command of its own: generate, score, sft"),
 )
-"""Keys that can have one value here, and why no other."""
+"""Keys that can have one value here, with the reason."""
 NEVER_MATTERS = "no result depends on it"
 WITHOUT_EFFECT = {
     "parallelism.hsdp_optimizer_level": "weights, gradients and moments are all sharded where optimizer parallel is on",
-    "parallelism.disable_gradient_division": "losses have the denominator of the whole batch",
+    "parallelism.disable_gradient_division": "losses have the denominator of the full batch",
     "parallelism.context_parallel_async": f"when is communicated: {NEVER_MATTERS}",
     "parallelism.pipeline_parallel_overlap_p2p": f"when is communicated: {NEVER_MATTERS}",
-    "parallelism.pipeline_parallel_overlap_b_f": f"what runs beside what: {NEVER_MATTERS}",
+    "parallelism.pipeline_parallel_overlap_b_f": f"what runs at the same time: {NEVER_MATTERS}",
     "parallelism.pipeline_parallel_enable_dxdw_split": "pipeline.schedule zero_bubble_v has it",
     "parallelism.pipeline_parallel_p2p_transport": f"how is communicated: {NEVER_MATTERS}",
     "parallelism.enable_mc2": f"fused communication: {NEVER_MATTERS}",
     "parallelism.enable_loss_parallel": "logits stay sharded over tp, always",
-    "parallelism.npu_nums_per_device": "the mesh says it",
+    "parallelism.npu_nums_per_device": "given by the mesh",
     "parallelism.moe_token_dispatcher_type": f"how tokens travel to their experts: {NEVER_MATTERS}",
     "parallelism.expert_parallel_async_d2h": f"when is communicated: {NEVER_MATTERS}",
     "parallelism.expert_parallel_use_safe_tokens": "experts without tokens are computed, too",
@@ -85,16 +85,16 @@ WITHOUT_EFFECT = {
     "checkpoint.load_balanced": "no rank reads more than it holds",
     "checkpoint.load_worker_number": "each rank reads its own part",
     "checkpoint.reshard_worker_num": "checkpoints can be read on any mesh",
-    "checkpoint.save_global_layout_cache": "a checkpoint's manifest says where everything is",
-    "checkpoint.no_*": "the whole state is saved and loaded",
-    "checkpoint.enable_save": "save_interleaved_steps says it",
+    "checkpoint.save_global_layout_cache": "a checkpoint's manifest has the positions of all tensors",
+    "checkpoint.no_*": "the full state is saved and loaded",
+    "checkpoint.enable_save": "given by save_interleaved_steps",
     "context.*": "device and memory are the environment's",
     "profiler.*": "of MindSpore's profiler",
     "monitor.*": "metrics.jsonl and tensorboard/ have every step",
     "callbacks*": "of MindFormers' callbacks",
     "inference.*": "of MindFormers' own inference; `sporeloom generate`",
     "lr_scheduler.total_steps": "the run's steps",
-    "train_dataset.*": "the loader is our own (--data)",
+    "train_dataset.*": "this package has its own loader (--data)",
     "model.*": "the model's own configuration says it (--size, --config)",
 }
 ABOUT_LORA = "of `sporeloom sft`: --lora-r, --lora-alpha, --lora-dropout, --lora-target-modules"

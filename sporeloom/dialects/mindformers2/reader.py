@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A MindFormers 2.x file as a strategy and a training run's fields."""
+"""Read a MindFormers 2.x file as a strategy and a training run's fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sporeloom.dialects.mindformers2.keys import (
 )
 from sporeloom.dialects.rates import read_schedule
 from sporeloom.dialects.rows import fill_defaults, read_rows
-from sporeloom.dialects.settings import Book, Given, Note, Settings
+from sporeloom.dialects.settings import GivenValue, InputKeys, Note, Settings
 from sporeloom.dialects.stages import virtual_stages
 from sporeloom.dialects.yaml_file import read_flat
 from sporeloom.errors import ConfigError
@@ -36,12 +36,12 @@ from sporeloom.strategy.mesh import Mesh
 
 
 def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, list[Note]]:
-    """A MindFormers 2.x file. `devices`: of the job, from which its data parallel degree follows.
+    """Read a MindFormers 2.x file. `devices`: of the job, from which its data parallel degree follows.
 
     Raises:
         ConfigError: keys MindFormers refuses; the data parallel degree is not known.
     """
-    book = Book(read_flat(path))
+    book = InputKeys(read_flat(path))
     problems = book.refused(STRICT, "MindFormers 2.x")
     if problems:
         raise ConfigError(problems)
@@ -77,7 +77,7 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     _ulysses(book, mesh, strategy.context_parallel)
     book.note("training.local_batch_size", "renamed", "batch_size over replicas and parts")
     for key in ("checkpoint.load_path", "checkpoint.base_load_path"):
-        book.note(key, "not expressible" if book.peek(key) else "same", "read a checkpoint of ours with --resume")
+        book.note(key, "not expressible" if book.peek(key) else "same", "read a checkpoint with --resume")
     for key in [key for key in book.given if key.startswith("lora_config")]:
         is_off = book.peek(key) is None
         book.note(key, "no effect" if is_off else "not expressible", "" if is_off else ABOUT_LORA)
@@ -87,7 +87,7 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     return Settings(strategy, train, known.num_layers), book.finish(known_keys)
 
 
-def _mesh(book: Book, path: Path, devices: int | None) -> Mesh:
+def _mesh(book: InputKeys, path: Path, devices: int | None) -> Mesh:
     tp = book.take("parallelism.tensor_parallel", "mesh.tp", 1)
     pp = book.take("parallelism.pipeline_parallel", "mesh.pp", 1)
     cp = book.take("parallelism.context_parallel", "mesh.cp", 1)
@@ -97,7 +97,7 @@ def _mesh(book: Book, path: Path, devices: int | None) -> Mesh:
         why = (
             "needs the number of devices: give --devices"
             if devices is None
-            else f"{devices} devices are no multiple of {tp * pp * cp}"
+            else f"{devices} devices are not a multiple of {tp * pp * cp}"
         )
         raise ConfigError(f"{path}: the data parallel degree {why}")
     else:
@@ -105,8 +105,9 @@ def _mesh(book: Book, path: Path, devices: int | None) -> Mesh:
     return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=expert_degree(book, "parallelism.expert_parallel", dp, tp * cp))
 
 
-def _optimizer(book: Book, train: dict[str, Any]) -> bool:
-    """Whether it is AdamW, which corrects the bias of its moments there. Keys of another optimizer mean nothing."""
+def _optimizer(book: InputKeys, train: dict[str, Any]) -> bool:
+    """Whether it is AdamW, which corrects the bias of its moments in MindFormers. Keys of another optimizer have
+    no effect."""
     kind = book.peek("optimizer.type", "AdamW" if any(key.startswith("optimizer.") for key in book.given) else None)
     if kind == "AdamW":
         train["optimizer"] = "adamw"
@@ -119,16 +120,16 @@ def _optimizer(book: Book, train: dict[str, Any]) -> bool:
     return kind == "AdamW"
 
 
-def _ulysses(book: Book, mesh: Mesh, method: str) -> None:
+def _ulysses(book: InputKeys, mesh: Mesh, method: str) -> None:
     key = PARALLELISM + "ulysses_degree_in_cp"
     degree = book.peek(key)
     if degree is None or mesh.cp == 1 or (method == "ulysses" and degree == mesh.cp):
-        book.note(key, "no effect", "context_parallel says it")
+        book.note(key, "no effect", "given by context_parallel")
     else:
-        book.note(key, "not expressible", f"{degree} of cp {mesh.cp}: all ranks of it work by one method")
+        book.note(key, "not expressible", f"{degree} of cp {mesh.cp}: all ranks of it use one method")
 
 
-def _swap(book: Book) -> Offload | None:
+def _swap(book: InputKeys) -> Offload | None:
     """Layers whose activations are moved to the host."""
     entries = book.peek("swap.layer_swap") if book.peek("swap.enable", False) else None
     book.note("swap.enable", "renamed" if entries else "same", "offload.layers" if entries else "nothing is moved")
@@ -149,7 +150,7 @@ def _swap(book: Book) -> Offload | None:
 
 
 def layer_numbers(texts: list[Any]) -> list[int]:
-    """Layers of `0-2` or `7`, the first and the last one included.
+    """Layers of `0-2` or `7`, including both ends.
 
     Raises:
         ValueError: something else.
@@ -164,7 +165,7 @@ def layer_numbers(texts: list[Any]) -> list[int]:
     return found
 
 
-def _pipeline(book: Book, mesh: Mesh, train: dict[str, Any]) -> Pipeline:
+def _pipeline(book: InputKeys, mesh: Mesh, train: dict[str, Any]) -> Pipeline:
     size, batch = book.peek("parallelism.pipeline_parallel_microbatch_size", 1), train.get("batch_size")
     key = "parallelism.pipeline_parallel_microbatch_size"
     if mesh.pp == 1:
@@ -181,7 +182,7 @@ def _pipeline(book: Book, mesh: Mesh, train: dict[str, Any]) -> Pipeline:
     order = book.peek("parallelism.pipeline_parallel_schedule")
     if order in SCHEDULES:
         place = book.given["parallelism.pipeline_parallel_schedule"].place
-        book.fill("parallelism.pipeline_parallel_schedule", Given(SCHEDULES[order], place))
+        book.fill("parallelism.pipeline_parallel_schedule", GivenValue(SCHEDULES[order], place))
     pipeline = virtual_stages(
         *(book, Pipeline(num_microbatches=microbatches), mesh, "parallelism.pipeline_parallel_interleave_num"),
         *(None, "parallelism.pipeline_parallel_schedule"),
@@ -189,8 +190,9 @@ def _pipeline(book: Book, mesh: Mesh, train: dict[str, Any]) -> Pipeline:
     return _stages(book, pipeline, mesh)
 
 
-def _stages(book: Book, pipeline: Pipeline, mesh: Mesh) -> Pipeline:
-    """`pipeline` with its layers: a row for each virtual stage, or a text of ranges for each stage, as `0-3, 8-11`."""
+def _stages(book: InputKeys, pipeline: Pipeline, mesh: Mesh) -> Pipeline:
+    """`pipeline` with its layers: a row for each virtual stage, or a text of ranges for each stage, as `0-3,
+    8-11`."""
     layers = book.peek(STAGES)
     if layers in (None, "auto", []):
         book.note(STAGES, "same", "evenly")
@@ -210,7 +212,7 @@ def _stages(book: Book, pipeline: Pipeline, mesh: Mesh) -> Pipeline:
 
 
 def _counts(layers: list[Any], pp: int, virtual: int) -> list[int]:
-    """Layers of each virtual stage in the order of the layers.
+    """Number of layers of each virtual stage, in the order of the layers.
 
     Raises:
         ValueError, TypeError, AttributeError: they are not so many, or not in order.
@@ -225,11 +227,11 @@ def _counts(layers: list[Any], pp: int, virtual: int) -> list[int]:
         raise ValueError("shape")
     in_order = [chunks[stage][turn] for turn in range(virtual) for stage in range(pp)]
     if [layer for chunk in in_order for layer in chunk] != list(range(sum(map(len, in_order)))):
-        raise ValueError("it deals out the layers in another order than one after another, from the first stage on")
+        raise ValueError("it assigns the layers in another order than consecutively from the first stage on")
     return list(map(len, in_order))
 
 
-def _recompute(book: Book, num_layers: Any) -> Recompute | None:
+def _recompute(book: InputKeys, num_layers: Any) -> Recompute | None:
     if "recompute.mode" in book:
         return _recompute_mode(book, num_layers)
     full, selective = (book.peek(f"recompute.{key}", False) for key in ("full_recompute", "select_recompute"))
@@ -237,19 +239,19 @@ def _recompute(book: Book, num_layers: Any) -> Recompute | None:
     for key in ("full_recompute_layer", "select_module", "exclude_op"):
         book.note(f"recompute.{key}", "no effect", "recompute.mode is None without it")
     if not full and selective:
-        why = "recompute.kind selective; the rules say which operators"
+        why = "recompute.kind selective; the rules name the operators"
         book.note("recompute.select_recompute", "approximated", why)
         return Recompute(kind="selective")
     book.note(
         "recompute.select_recompute",
         "no effect" if full else "same",
-        "full recomputation comes first" if full else "none",
+        "full recomputation takes precedence" if full else "none",
     )
     return Recompute() if full else None
 
 
-def _recompute_mode(book: Book, num_layers: Any) -> Recompute | None:
-    """As 2.1 says it: a mode, and ranges of layers.
+def _recompute_mode(book: InputKeys, num_layers: Any) -> Recompute | None:
+    """Recomputation as in 2.1: a mode, and ranges of layers.
 
     Raises:
         ConfigError: a mode that is none, or `full` without layers, which MindFormers refuses.
@@ -273,14 +275,14 @@ def _recompute_mode(book: Book, num_layers: Any) -> Recompute | None:
     for key in ("full_recompute_layer", "exclude_op", *(() if mode == "select" else ("select_module",))):
         book.note(f"recompute.{key}", "no effect", f"recompute.mode is {mode}")
     if mode == "select":
-        book.note("recompute.mode", "approximated", "recompute.kind selective; the rules say which operators")
-        book.note("recompute.select_module", "approximated", "recompute.kind selective; the rules say which operators")
+        book.note("recompute.mode", "approximated", "recompute.kind selective; the rules name the operators")
+        book.note("recompute.select_module", "approximated", "recompute.kind selective; the rules name the operators")
         return Recompute(kind="selective")
     book.note("recompute.mode", "same", "none")
     return None
 
 
-def _optimizer_parallel(book: Book, recompute: Recompute | None, mesh: Mesh) -> OptimizerParallel | None:
+def _optimizer_parallel(book: InputKeys, recompute: Recompute | None, mesh: Mesh) -> OptimizerParallel | None:
     key = next((key for key in SHARDS if key in book), None)
     is_2_1 = any(f"{section}.{name}" in book for section, names in ONLY_2_1.items() for name in names)
     if key is None and not is_2_1:
@@ -303,8 +305,8 @@ def _optimizer_parallel(book: Book, recompute: Recompute | None, mesh: Mesh) -> 
     )
 
 
-def _reshards(book: Book, recompute: Recompute | None, mesh: Mesh) -> bool:
-    """Whether weights are gathered again for the backward pass."""
+def _reshards(book: InputKeys, recompute: Recompute | None, mesh: Mesh) -> bool:
+    """Whether weights are resharded after the forward pass."""
     again = gathers_again(book, PARALLELISM + "hsdp_optimizer_level", recompute, mesh)
     kind, policy = PARALLELISM + "data_parallel_shard_strategy", PARALLELISM + "reshard_after_forward_policy"
     if book.peek(policy, "default") == "never":
@@ -317,7 +319,7 @@ def _reshards(book: Book, recompute: Recompute | None, mesh: Mesh) -> bool:
         text = (
             RESHARD
             if again
-            else f"weights are gathered once a step: {RESHARD} wants full recomputation and no pipeline"
+            else f"weights are gathered once a step: {RESHARD} needs full recomputation and no pipeline"
         )
         book.note(key, "renamed" if again or not asks else "approximated", text if asks else "optimizer_parallel")
     return again

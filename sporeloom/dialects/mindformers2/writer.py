@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy and a training run's fields as a MindFormers 2.x file, in the words of 2.1, which refuses older ones."""
+"""Write a strategy and a training run's fields as a MindFormers 2.x file, with the keys of 2.1, which refuses
+older ones."""
 
 from __future__ import annotations
 
@@ -8,20 +9,20 @@ from typing import Any
 from sporeloom.dialects.context import written_context
 from sporeloom.dialects.mindformers2.keys import METHODS, PARALLELISM, TRAIN
 from sporeloom.dialects.rows import written_rows
-from sporeloom.dialects.settings import Lost, Note, Settings
+from sporeloom.dialects.settings import LossNotes, Note, Settings
 from sporeloom.dialects.stages import as_ranges, rows_of_parts, stage_layers, written_schedule
 from sporeloom.dialects.yaml_file import flat_text
 from sporeloom.strategy.config import Recompute, Strategy
 
 
 def write(settings: Settings) -> tuple[str, list[Note]]:
-    """A MindFormers 2.x file: parallelism and recompute, and what of the rest is known."""
-    strategy, lost = settings.strategy, Lost("mindformers2")
+    """Format a MindFormers 2.x file: parallelism and recompute, and the known settings of the other sections."""
+    strategy, lost = settings.strategy, LossNotes("mindformers2")
     mesh = strategy.mesh
     if strategy.offload:
         lost("offload", "MindFormers has swap_config in its 1.x files only")
     if strategy.micro_batch_interleave > 1:
-        lost("micro_batch_interleave", "MindFormers has copies of microbatches in its 1.x files only")
+        lost("micro_batch_interleave", "MindFormers has interleaved microbatches in its 1.x files only")
     written = {
         PARALLELISM + "tensor_parallel": mesh.tp,
         PARALLELISM + "pipeline_parallel": mesh.pp,
@@ -38,7 +39,7 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
     return head + flat_text(written), lost.notes
 
 
-def _written_optimizer_parallel(strategy: Strategy, lost: Lost) -> dict[str, Any]:
+def _written_optimizer_parallel(strategy: Strategy, lost: LossNotes) -> dict[str, Any]:
     zero = strategy.optimizer_parallel
     if zero is None:
         return {PARALLELISM + "data_parallel_shard": 1}
@@ -52,7 +53,7 @@ def _written_optimizer_parallel(strategy: Strategy, lost: Lost) -> dict[str, Any
     }
 
 
-def _written_pipeline(settings: Settings, lost: Lost) -> dict[str, Any]:
+def _written_pipeline(settings: Settings, lost: LossNotes) -> dict[str, Any]:
     strategy = settings.strategy
     if strategy.mesh.pp == 1:
         return {}
@@ -68,13 +69,13 @@ def _written_pipeline(settings: Settings, lost: Lost) -> dict[str, Any]:
     return written
 
 
-def _written_recompute(recompute: Recompute | None, num_layers: int | None, lost: Lost) -> dict[str, Any]:
+def _written_recompute(recompute: Recompute | None, num_layers: int | None, lost: LossNotes) -> dict[str, Any]:
     if recompute is None:
         return {"recompute.mode": "None"}
     is_selective, layers = recompute.kind == "selective", recompute.layers
     if recompute.per_stage is not None or (is_selective and layers != "all"):
         layers = "all"
-        lost("recompute", "all layers are computed again", "approximated")
+        lost("recompute", "all layers are recomputed", "approximated")
     if is_selective:
         lost("recompute.kind", "MindFormers chooses the operators by itself", "approximated")
         return {"recompute.mode": "select"}
@@ -85,7 +86,7 @@ def _written_recompute(recompute: Recompute | None, num_layers: int | None, lost
     return {"recompute.mode": "full", "recompute.full_recompute_layer": as_ranges(list(numbers))}
 
 
-def _written_train(settings: Settings, lost: Lost) -> dict[str, Any]:
+def _written_train(settings: Settings, lost: LossNotes) -> dict[str, Any]:
     train, written = dict(settings.train), dict[str, Any]()
     if settings.micro_batch_size:
         written["training.local_batch_size"] = settings.micro_batch_size

@@ -22,5 +22,5 @@ FILES = {
 
 @cache
 def source(language: str) -> str:
-    """The text that both programs, the tests and the solution, contain."""
+    """The source text that both programs, the tests and the solution, contain."""
     return Path(__file__).with_name(FILES[language]).read_text(encoding="utf-8")

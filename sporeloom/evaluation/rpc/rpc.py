@@ -64,7 +64,7 @@ class SporeloomRpc:
         value = self._decoded(data)
         is_array = self.numpy is not None and isinstance(value, self.numpy.ndarray)
         if (value != value).any() if is_array else value != value:
-            raise ValueError("NaN is no answer")
+            raise ValueError("NaN is not an answer")
         return value
 
     def _decoded(self, data: Any) -> Any:
@@ -123,7 +123,7 @@ class SporeloomRpc:
         return found
 
     def function(self, name: str) -> Callable[..., Any]:
-        """What the tests call in the place of the solution's function."""
+        """Stands for the solution's function in the tests."""
 
         def call(*arguments: Any, **named: Any) -> Any:
             self.send([name, self.encode(arguments), self.encode(named)])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks that the lm-evaluation-harness lacks, as it has them: YAML files that read published files from `data/`."""
+"""Tasks that the lm-evaluation-harness lacks, in its format: YAML files that read published files from `data/`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of the tasks beside this file, of published files below data/; and the score of an answer in words."""
+"""Documents of the tasks in this folder, from published files below data/; and the score of an answer in words."""
 
 import hashlib
 import json

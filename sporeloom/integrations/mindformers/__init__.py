@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PanGu, CodeGeeX and PaLM behind MindFormers' interfaces: importing this registers them with its Auto classes.
+"""PanGu, CodeGeeX and PaLM with MindFormers' interfaces: importing this registers them with its Auto classes.
 
     import sporeloom.integrations.mindformers
     from mindformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
@@ -9,7 +9,7 @@
     tokenizer = AutoTokenizer.from_pretrained("out/latest/checkpoint")
     pipeline("text_generation", model=model, tokenizer=tokenizer)("...", max_new_tokens=32)
 
-Adapters only: networks, caches, sampling and tokenizers are ours. Needs the extra `mindformers` (1.9).
+Adapters only: networks, caches, sampling and tokenizers are this package's. Needs the extra `mindformers` (1.9).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ NOISE = (
     *("loading configuration file", "Model config ", "model config: ", "Could not locate the tokenizer configuration"),
     *("loading file ", "Initializing ms pipeline", "mindspore mode not set"),
 )
-"""What MindFormers says of files nobody asked for, and the whole configuration whenever one is read."""
+"""Log messages of MindFormers about files nobody requested, and with the full configuration whenever one is read."""
 
 
 def register() -> None:
-    """Make MindFormers' Auto classes know the families, and its logger silent about what does not happen."""
+    """Register the families with MindFormers' Auto classes, and filter misleading messages of its logger."""
     logger.addFilter(lambda record: not any(words in record.getMessage() for words in NOISE))
     for config, model, tokenizer in (
         (PanGuConfig, PanGuForCausalLM, PanGuTokenizer),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family's ModelConfig as MindFormers sees one."""
+"""A family's ModelConfig with MindFormers' interface."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 
 
 class FamilyConfig(mindformers.PretrainedConfig):
-    """A ModelConfig as MindFormers sees one; its fields are attributes."""
+    """A ModelConfig with MindFormers' interface; its fields are attributes."""
 
     family = ""
 

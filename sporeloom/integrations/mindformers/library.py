@@ -16,7 +16,7 @@ from sporeloom.runtime.environment import prepare_environment
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Importing mindformers warns of parts that are for Ascend, and takes over how Python shows warnings."""
+    """Importing mindformers warns of parts that are for Ascend, and changes how Python shows warnings."""
     show = warnings.showwarning
     logging.disable(logging.WARNING)
     try:

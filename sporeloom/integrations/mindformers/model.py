@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint folder as a model of MindFormers: networks, caches and sampling are ours."""
+"""A checkpoint folder as a model of MindFormers, with the networks, caches and sampling of this package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLING = {
     "min_new_tokens": "min_new_tokens",
     "seed": "seed",
 }
-"""MindFormers' words for what `SamplingConfig` has."""
+"""MindFormers' names for fields of `SamplingConfig`."""
 GENERATE = (
     "max_new_tokens",
     "max_length",
@@ -47,7 +47,7 @@ GENERATE = (
 
 
 class FamilyModel(mindformers.PreTrainedModel):
-    """A checkpoint folder of ours, on one device or under a strategy in each process of a job."""
+    """A checkpoint folder, on one device or under a strategy in each process of a job."""
 
     def __init__(self, config: FamilyConfig, folder: str | Path | None = None, strategy: str | Path | None = None):
         super().__init__(config)
@@ -65,7 +65,7 @@ class FamilyModel(mindformers.PreTrainedModel):
     def from_pretrained(
         cls, folder: str | Path, *unused: Any, strategy: str | Path | None = None, **others: Any
     ) -> FamilyModel:
-        """The model of a checkpoint folder.
+        """Open the model of a checkpoint folder.
 
         Raises:
             ConfigError: there is none, of another family, or arguments that mean nothing here.
@@ -81,7 +81,7 @@ class FamilyModel(mindformers.PreTrainedModel):
             raise ConfigError(f"{folder}: a checkpoint of {family}, not of {cls.config_class.family}")
         return cls(cls.config_class(name_or_path=str(folder), **model.to_dict()), folder, strategy)
 
-    from_pretrained_experimental_mode = from_pretrained  # what AutoModel calls for a folder without YAML
+    from_pretrained_experimental_mode = from_pretrained  # called by AutoModel for a folder without YAML
 
     def __call__(self, input_ids: Any, eod_id: int | None = None) -> Tensor | None:
         """Logits (B, T, V) of token ids (B, T), as tools/score.py computes them; None on ranks that do not hold them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family's tokenizer as MindFormers sees one."""
+"""A family's tokenizer with MindFormers' interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sporeloom.integrations.mindformers.library import tokenization
 
 
 class FamilyTokenizer(tokenization.PreTrainedTokenizer):
-    """A tokenizer of ours; text to ids and back is all its own."""
+    """A tokenizer of this package; it converts text to ids and back by itself."""
 
     family = ""
 
@@ -27,7 +27,7 @@ class FamilyTokenizer(tokenization.PreTrainedTokenizer):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *unused: Any, **others: Any) -> FamilyTokenizer:
-        """The tokenizer in a checkpoint folder."""
+        """Open the tokenizer in a checkpoint folder."""
         family, model = load_config(Path(folder))
         path = find_tokenizer(family, Path(folder))
         return cls(path, load_tokenizer(family, path, model))
@@ -61,7 +61,7 @@ class FamilyTokenizer(tokenization.PreTrainedTokenizer):
         return self._own.encode(text)
 
     def __call__(self, text: Any, padding: bool = False, return_tensors: str | None = None, **unused: Any) -> Any:
-        """`input_ids` and `attention_mask` of a text or of several, filled up on the right where `padding` is set."""
+        """`input_ids` and `attention_mask` of a text or of several, padded on the right where `padding` is set."""
         one = isinstance(text, str)
         rows = [self._own.encode(t) for t in ([text] if one else text)]
         longest = max(map(len, rows), default=0) if padding else 0
@@ -79,7 +79,7 @@ class FamilyTokenizer(tokenization.PreTrainedTokenizer):
         )
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **unused: Any) -> Any:
-        """The text of ids; of rows of ids the texts, as MindFormers' pipeline wants it."""
+        """Decode ids to a text, and rows of ids to texts, as MindFormers' pipeline needs it."""
         rows = list(token_ids.asnumpy() if isinstance(token_ids, Tensor) else token_ids)
         if rows and isinstance(rows[0], (list, tuple, np.ndarray)):
             return self.batch_decode(rows, skip_special_tokens)

@@ -165,7 +165,7 @@ REFUSED = {  # name: (configuration, change of the tensors, words)
         f"init {init}": ({"init_lora_weights": init}, None, "weights were changed when their training began")
         for init in ("pissa", "pissa_niter_4", "PiSSA", "olora", "OLoRA", "corda", "loftq", "lora_ga")
     },
-    "an unknown init": ({"init_lora_weights": "nova"}, None, "init_lora_weights is 'nova', which is not known"),
+    "an unknown init": ({"init_lora_weights": "nova"}, None, "init_lora_weights is 'nova', which is unknown"),
     **{
         name: ({name: value}, None, f"{name} is {value!r}; only")
         for name, value in {
@@ -176,7 +176,7 @@ REFUSED = {  # name: (configuration, change of the tensors, words)
         }.items()
     },
     "other modules": ({"modules_to_save": ["lm_head"]}, None, "modules_to_save is ['lm_head']"),
-    "an unknown field that is set": ({"use_new_thing": True}, None, "use_new_thing is True, a field that is not known"),
+    "an unknown field that is set": ({"use_new_thing": True}, None, "use_new_thing is True, an unknown field"),
     **{
         f"alpha_pattern {value!r}": ({"alpha_pattern": {".*q_proj": value}}, None, f"alpha_pattern: .*q_proj {words}, got")
         for value, words in {
@@ -190,8 +190,8 @@ REFUSED = {  # name: (configuration, change of the tensors, words)
     "a rank that is none": ({"rank_pattern": {"q_proj": 2.5}}, None, "rank_pattern: q_proj must be a whole number"),
     "no regular expression": ({"alpha_pattern": {"(q_proj": 3}}, None, "'(q_proj' is not a regular expression"),
     "targets that are none": ({"target_modules": 3}, None, "target_modules must be a text or a list of texts, got 3"),
-    "another r": ({"r": 8}, None, "layers.0.attention.query.lora_a is (4, 8), the model wants (8, 8) at rank 8 of"),
-    "no r": ({"r": ABSENT}, None, "the model wants (8, 8) at rank 8 of"),
+    "another r": ({"r": 8}, None, "layers.0.attention.query.lora_a is (4, 8), the model needs (8, 8) at rank 8 of"),
+    "no r": ({"r": ABSENT}, None, "the model needs (8, 8) at rank 8 of"),
     **{
         f"{name} null": ({name: None}, None, f"adapter_config.json: {name} is null")
         for name in ("r", "lora_alpha", "lora_dropout")

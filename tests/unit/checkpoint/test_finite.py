@@ -28,7 +28,7 @@ from sporeloom.checkpoint.reshard import export, export_merged, reshard
 from sporeloom.checkpoint.sharded import CheckpointReader, Slice, damage, finish, write_parts
 from sporeloom.checkpoint.shards import whole
 from sporeloom.checkpoint.tensor_hashes import seal
-from sporeloom.checkpoint.upcycle import Upcycling, open_dense, upcycled, write_model
+from sporeloom.checkpoint.upcycle import UpcycleJob, open_dense, upcycled, write_model
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig
 from sporeloom.models.parameters import parameter_shapes
@@ -195,7 +195,7 @@ def into_shards(source, target):
 
 def upcycle(source, target):
     dense = open_dense(source)
-    write_model(Upcycling(dense, upcycled(dense, ExpertConfig(num_experts=2, experts_per_token=1)), 0.0, 0), target)
+    write_model(UpcycleJob(dense, upcycled(dense, ExpertConfig(num_experts=2, experts_per_token=1)), 0.0, 0), target)
 
 
 READERS = {  # name: (what is made of the bad weights, what then reads it)

@@ -256,7 +256,7 @@ def test_a_key_that_nobody_knows_is_not_passed_over_in_silence(tmp_path, capsys)
     source = published(tmp_path, "llama", {"warp_factor": 9, "unset": None, "_off": False})
     capsys.readouterr()
     open_published(source)
-    assert "keys that are not known here and change nothing here: warp_factor\n" in capsys.readouterr().err
+    assert "keys that are unknown and ignored: warp_factor\n" in capsys.readouterr().err
 
 
 def test_two_sets_of_weights_are_not_chosen_between(tmp_path):
@@ -280,7 +280,7 @@ def test_two_sets_of_weights_are_not_chosen_between(tmp_path):
     (source / "model.safetensors").unlink()
     assert open_published(source).tensors.keys() == tensors.keys()
     save_file({"x": np.zeros(1)}, source / "model-00003-of-00003.safetensors")
-    assert "beside it there is model-00003-of-00003.safetensors" in refused()
+    assert "besides it there is model-00003-of-00003.safetensors" in refused()
     (source / "model.safetensors.index.json").unlink()
     assert "model-00001-of-00002.safetensors" in refused()
     for file in source.glob("model-*"):

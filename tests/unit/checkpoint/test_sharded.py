@@ -152,7 +152,7 @@ def edit(**changes):
 DAMAGE = {
     "a flipped bit": (flip, "the content is not what was written"),
     "a truncated file": (truncate, "it was cut off or overwritten"),
-    "a missing file": (lambda folder: part_file(folder).unlink(), "missing; it holds"),
+    "a missing file": (lambda folder: part_file(folder).unlink(), "missing; it contains"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "the checkpoint is not complete"),
     "half a manifest": (
         lambda f: (f / "manifest.json").write_text('{"format": "mind'),

@@ -55,8 +55,8 @@ def test_documents_of_both_kinds_of_file(write):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"", "a.txt: holds no text"),
-        ("a.txt", b" \n\n \n", "a.txt: holds no text"),
+        ("a.txt", b"", "a.txt: contains no text"),
+        ("a.txt", b" \n\n \n", "a.txt: contains no text"),
         ("a.txt", b"good\nbad \xb0\xa1\n", "a.txt:2: not UTF-8 text"),
         ("a.jsonl", b'{"text": "x"}\n{"title": "y"}\n', "a.jsonl:2: no `text` field with a string; found: title"),
         ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "a.jsonl:2: no `text` field with a string"),

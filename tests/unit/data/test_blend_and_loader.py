@@ -8,7 +8,7 @@ import pytest
 
 from sporeloom.data.batch import make_batch
 from sporeloom.data.blend import read_blend, short_datasets
-from sporeloom.data.loader import Dataset, Loader, Prefetched, rows_of_rank
+from sporeloom.data.loader import Dataset, Loader, Prefetcher, rows_of_rank
 from sporeloom.data.packing import Stream
 from sporeloom.data.sample_order import Sizes, growing_seq_lens, ramped_batch_sizes
 from sporeloom.data.token_file import ENDS, TOKENS, VERSION, TokenFile, TokenFileInfo, write_info
@@ -154,7 +154,7 @@ def test_batches_are_made_ahead_and_in_any_order():
             raise ConfigError("step 7")
         return step * 10
 
-    ahead = Prefetched(make, end=10, ahead=2)
+    ahead = Prefetcher(make, end=10, ahead=2)
     assert [ahead.get(step) for step in (0, 1, 2)] == [0, 10, 20]
     assert ahead.get(9) == 90
     assert ahead.get(9) == 90

@@ -133,7 +133,7 @@ def test_variables_of_the_caller_reach_the_template(text, variables, expected):
 
 
 def test_variables_cannot_take_the_place_of_messages():
-    with pytest.raises(ConfigError, match="a variable of a chat template cannot be called messages"):
+    with pytest.raises(ConfigError, match="a variable of a chat template cannot be named messages"):
         ChatTemplate(Path("t"), "x").spans(talk("x"), True, {"messages": []})
 
 

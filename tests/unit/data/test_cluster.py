@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from dying_work import Counted, make
 
-from sporeloom.data.cluster import Cluster, leave, over_batches
+from sporeloom.data.cluster import RayCluster, leave, over_batches
 from sporeloom.data.decontaminate import DecontaminationSettings, make_decontaminator
-from sporeloom.data.dedup import Signed, dedup
+from sporeloom.data.dedup import SignatureBatch, dedup
 from sporeloom.data.filters import FilterRules, make_filter
 from sporeloom.data.fim import FillInTheMiddle
 from sporeloom.data.frames import read_frames, write_frames
 from sporeloom.data.minhash import MinHash
 from sporeloom.data.rewrite import rewrite
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 from sporeloom.data.substrings import SubstringSettings, dedup_substrings
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.data.workers import WorkersLostError
@@ -57,7 +57,7 @@ def source(tmp_path_factory):
         texts += rng.choices(stock, k=100)
         lines = "".join(json.dumps({"text": text, "id": f"{number}/{i}"}) + "\n" for i, text in enumerate(texts))
         (folder / f"{number}.jsonl").write_text(lines + '{"no text": 1}\n' * (number == 3))
-    return Source((folder,), on_error="skip", shard_mb=0.2)
+    return DocumentSource((folder,), on_error="skip", shard_mb=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -101,21 +101,20 @@ def test_a_cluster_makes_the_same_bytes_as_one_process(ray, source, tmp_path, jo
     for name in ("alone", "cluster"):
         out = tmp_path / name
         out.mkdir()
-        workers = 0 if name == "alone" else Cluster(None, 2, tmp_path / "scratch")
+        workers = 0 if name == "alone" else RayCluster(None, 2, tmp_path / "scratch")
         reports.append(job(source, out, workers))
         contents.append(files_of(out))
     assert reports[0] == reports[1]
     assert contents[0] == contents[1]
     assert any(len(content) > 1000 for content in contents[0].values())
-    stage = "signed" if job in (deduplicated, cut) else "rewritten"
     told = [line for line in capsys.readouterr().err.splitlines() if " shards" in line]
-    assert f"[sporeloom] {stage}: {len(source.shards())} shards, in " in told[0]
+    assert f"[sporeloom] processed {len(source.shards())} shards, in " in told[0]
 
 
 def test_tokens_are_the_same_and_middles_too(ray, source, tokenizer, tmp_path):
     job = TokenizeJob(source, "pangu", tokenizer, FillInTheMiddle(1, 2, 3, rate=0.5))
     tokenize(job, tmp_path / "alone", 0, show_progress=False)
-    tokenize(job, tmp_path / "cluster", Cluster(None, 2, tmp_path / "scratch"), show_progress=False)
+    tokenize(job, tmp_path / "cluster", RayCluster(None, 2, tmp_path / "scratch"), show_progress=False)
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "cluster")
 
 
@@ -124,13 +123,13 @@ def named(tmp_path, count=6):
     folder.mkdir()
     for number in range(count):
         (folder / f"{number}.md").write_text(f"document {number}")
-    return Source((folder,), shard_mb=1e-6)
+    return DocumentSource((folder,), shard_mb=1e-6)
 
 
 def test_a_killed_worker_costs_its_shard_only(ray, tmp_path):
     source = named(tmp_path)
     (tmp_path / "deaths").write_text("2")
-    work, cluster = partial(make, str(tmp_path), "document 3"), Cluster(None, 2, tmp_path / "scratch")
+    work, cluster = partial(make, str(tmp_path), "document 3"), RayCluster(None, 2, tmp_path / "scratch")
     results = list(over_batches(cluster, Counted, work, source))
     assert results == [Counted(number << 40, 1) for number in range(6)]
     done = (tmp_path / "done").read_text().splitlines()
@@ -140,7 +139,7 @@ def test_a_killed_worker_costs_its_shard_only(ray, tmp_path):
 def test_after_a_shard_that_is_always_lost_the_others_are_not_done_again(ray, tmp_path):
     source = named(tmp_path)
     (tmp_path / "deaths").write_text("100")
-    work, cluster = partial(make, str(tmp_path), "document 5"), Cluster(None, 2, tmp_path / "scratch")
+    work, cluster = partial(make, str(tmp_path), "document 5"), RayCluster(None, 2, tmp_path / "scratch")
     with pytest.raises(WorkersLostError, match="a shard was lost 4 times"):
         list(over_batches(cluster, Counted, work, source))
     (tmp_path / "deaths").write_text("0")
@@ -157,13 +156,13 @@ def test_a_mistake_in_the_data_is_told_as_ever(ray, tmp_path):
             source,
             tmp_path / "o.jsonl",
             partial(make_filter, source, FilterRules(min_chars=1), False),
-            Cluster(None, 2, tmp_path / "scratch"),
+            RayCluster(None, 2, tmp_path / "scratch"),
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
 def test_other_rules_or_another_file_of_the_users_are_other_work(ray, tmp_path):
-    source, edit, cluster = named(tmp_path), tmp_path / "edit.py", Cluster(None, 2, tmp_path / "scratch")
+    source, edit, cluster = named(tmp_path), tmp_path / "edit.py", RayCluster(None, 2, tmp_path / "scratch")
     found = []
     for number, body in enumerate(("text.upper()", "text.upper()", "text.title() + '!'")):
         if number != 1:
@@ -179,10 +178,10 @@ def test_other_rules_or_another_file_of_the_users_are_other_work(ray, tmp_path):
 def test_results_are_read_as_they_were_written_and_nothing_else_is(tmp_path):
     pytest.importorskip("msgpack")
     keys = np.arange(12, dtype=np.uint64).reshape(3, 4)
-    signed = Signed([b"one", b"\xff"], b"hash", keys, ["a problem"], Counter(empty=2, broken=0))
+    signed = SignatureBatch([b"one", b"\xff"], b"hash", keys, ["a problem"], Counter(empty=2, broken=0))
     with (tmp_path / "a.results").open("wb") as file:
         write_frames(file, [signed, signed])
-    for found in read_frames(tmp_path / "a.results", Signed):
+    for found in read_frames(tmp_path / "a.results", SignatureBatch):
         assert (found.texts, found.hashes, found.problems, found.skipped) == (
             signed.texts,
             signed.hashes,
@@ -191,13 +190,13 @@ def test_results_are_read_as_they_were_written_and_nothing_else_is(tmp_path):
         )
         assert found.keys.dtype == keys.dtype
         np.testing.assert_array_equal(found.keys, keys)
-    with (tmp_path / "b.results").open("wb") as file, pytest.raises(TypeError, match="nothing that crosses a cluster"):
-        write_frames(file, [Signed([], b"", keys, [], object())])
+    with (tmp_path / "b.results").open("wb") as file, pytest.raises(TypeError, match="cannot be sent across a cluster"):
+        write_frames(file, [SignatureBatch([], b"", keys, [], object())])
 
 
 def test_what_is_done_and_the_cluster_are_left_behind_by_nobody(tmp_path):
     pytest.importorskip("ray")
-    cluster = Cluster(None, 2, tmp_path / "scratch")
+    cluster = RayCluster(None, 2, tmp_path / "scratch")
     cluster.scratch.mkdir()
     leave(cluster)
     assert not cluster.scratch.exists()
@@ -205,6 +204,6 @@ def test_what_is_done_and_the_cluster_are_left_behind_by_nobody(tmp_path):
 
 def test_no_cluster_at_an_address_is_told(tmp_path):
     pytest.importorskip("ray")
-    source, cluster = named(tmp_path), Cluster("127.0.0.1:9", 2, tmp_path / "s")
+    source, cluster = named(tmp_path), RayCluster("127.0.0.1:9", 2, tmp_path / "s")
     with pytest.raises(ConfigError, match=r"--address 127\.0\.0\.1:9: no Ray cluster there"):
         list(over_batches(cluster, Counted, partial(make, str(tmp_path), "x"), source))

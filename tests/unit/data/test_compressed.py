@@ -14,7 +14,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -30,7 +30,7 @@ SKIPPABLE = struct.pack("<II", 0x184D2A53, 7) + b"comment"
 
 
 def read(path, **options):
-    source = Source((path,), on_error="skip", **options)
+    source = DocumentSource((path,), on_error="skip", **options)
     parsed = [source.parse(batch) for batch in source.batches()]
     return [d.text for p in parsed for _, d in p.documents], [problem for p in parsed for problem in p.problems]
 
@@ -125,8 +125,8 @@ BOMB = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]) << 20,) * 2)
 from pathlib import Path
-from sporeloom.data.sources import Source
-source = Source((Path(sys.argv[1]),), on_error="skip", max_document_mb=8)
+from sporeloom.data.sources import DocumentSource
+source = DocumentSource((Path(sys.argv[1]),), on_error="skip", max_document_mb=8)
 for batch in source.batches():
     for problem in source.parse(batch).problems:
         print(problem)

@@ -23,7 +23,7 @@ from pangu.tokenizer import open_tokenizer as open_pangu
 from pangu.tokenizer import segment
 from pangu.tokenizer import train_tokenizer as train_pangu
 from sporeloom.data.chat_template import with_template
-from sporeloom.data.examples import Reading, read_lines
+from sporeloom.data.examples import LineTokenizer, read_lines
 from sporeloom.data.fim import FillInTheMiddle
 from sporeloom.data.tokenizer import ChatMessage, chat_prompt, infill_prompt, text_prompt, token_text
 from sporeloom.evaluation.written_chats import WrittenChats
@@ -228,7 +228,7 @@ def begins(case, examples, place):
 
 
 def test_a_conversation_is_trained_in_the_tokens_that_generation_sees(case, tmp_path):
-    *others, whole = Reading(case.tokenizer, stop_ids=case.stop_ids).examples(
+    *others, whole = LineTokenizer(case.tokenizer, stop_ids=case.stop_ids).examples(
         lines(tmp_path, {"messages": said(*TALK)})
     )
     assert list(whole.tokens) == ids_of(case, case.form)
@@ -252,7 +252,7 @@ def test_a_conversation_is_trained_in_the_tokens_that_generation_sees(case, tmp_
 
 def test_every_task_reads_a_conversation_alike(case, tmp_path):
     prompt, good, bad = TALK[:3], said(TALK[3]), said(ChatMessage("assistant", "lazy"))
-    reading = Reading(case.tokenizer, stop_ids=case.stop_ids)
+    reading = LineTokenizer(case.tokenizer, stop_ids=case.stop_ids)
     before = list(chat_prompt(case.tokenizer, prompt).tokens)
     found = lines(
         tmp_path,
@@ -274,7 +274,9 @@ def test_every_task_reads_a_conversation_alike(case, tmp_path):
 
 
 def test_a_completion_goes_on_where_its_prompt_ends(case, tmp_path):
-    (example,) = Reading(case.tokenizer).examples(lines(tmp_path, {"prompt": "the fox", "completion": " the dog"}))
+    (example,) = LineTokenizer(case.tokenizer).examples(
+        lines(tmp_path, {"prompt": "the fox", "completion": " the dog"})
+    )
     prompt = text_prompt(case.tokenizer, "the fox").tokens
     rest = list(example.tokens[len(prompt) :])
     assert example.tokens[: len(prompt)] == prompt and rest[-1] == case.tokenizer.eod_id
@@ -306,7 +308,7 @@ def test_what_somebody_says_makes_no_special_token(case, tmp_path, text):
     assert controls(ChatMessage("system", text), ChatMessage("user", text), *TALK[1:3]) == harmless
     hostile = ChatMessage("assistant", text)
     assert controls(TALK[0], hostile, TALK[2]) == controls(*TALK[:3])
-    (example,) = Reading(case.tokenizer, stop_ids=case.stop_ids).examples(
+    (example,) = LineTokenizer(case.tokenizer, stop_ids=case.stop_ids).examples(
         lines(tmp_path, {"messages": said(TALK[0], hostile)})
     )
     answer = example.tokens[len(chat_prompt(case.tokenizer, TALK[:1]).tokens) : -1]

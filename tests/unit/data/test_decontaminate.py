@@ -16,7 +16,7 @@ from sporeloom.data.decontaminate import (
     read_evaluation,
 )
 from sporeloom.data.rewrite import rewrite
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 from sporeloom.errors import ConfigError
 
 NO_MARGIN = DecontaminationSettings(margin=0, min_piece=0)
@@ -99,7 +99,7 @@ def test_twelve_words_are_not_a_match():
 
 
 def test_the_field_that_numbers_pieces_does_not_take_the_place_of_the_text(write):
-    source = Source((write("train.jsonl", '{"piece": "a text"}\n'),), key="piece")
+    source = DocumentSource((write("train.jsonl", '{"piece": "a text"}\n'),), key="piece")
     with pytest.raises(ConfigError, match="--key piece: pieces of a document are numbered in a field of that name"):
         make_decontaminator(source, (write("test.jsonl", "{}\n"),), ("text",), DecontaminationSettings())
 
@@ -114,10 +114,10 @@ def test_files_are_rewritten_and_every_cut_reported(tmp_path, write):
         ),
     )
     tests = write("test.jsonl", json.dumps({"prompt": leaked, "answer": "short"}) + "\n")
-    source = Source((tmp_path / "train.jsonl",))
+    source = DocumentSource((tmp_path / "train.jsonl",))
     make = partial(make_decontaminator, source, (tests,), ("prompt", "answer"), DecontaminationSettings())
     report = rewrite(source, tmp_path / "out.jsonl.gz", make, 1, tmp_path / "cuts.jsonl")
-    out = Source((tmp_path / "out.jsonl.gz",))
+    out = DocumentSource((tmp_path / "out.jsonl.gz",))
     found = [document.record for batch in out.batches() for _, document in out.parse(batch).documents]
     assert [(d["id"], d.get("piece"), len(d["text"])) for d in found] == [(0, None, 5), (1, 0, 401), (1, 1, 701)]
     (note,) = map(json.loads, (tmp_path / "cuts.jsonl").read_text().splitlines())

@@ -9,7 +9,7 @@ import pytest
 
 from sporeloom.data.dedup import dedup
 from sporeloom.data.minhash import MinHash, jaccard, shingle_set
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 from sporeloom.errors import ConfigError
 
 
@@ -78,7 +78,7 @@ def write_lines(path, texts):
 def test_recall_and_precision_against_brute_force(tmp_path):
     texts = planted()
     source = write_lines(tmp_path / "a.jsonl", texts)
-    report = dedup(Source((source,)), tmp_path / "out", MinHash(0.8), workers=0)
+    report = dedup(DocumentSource((source,)), tmp_path / "out", MinHash(0.8), workers=0)
     kept = {json.loads(line)["id"] for line in (tmp_path / "out" / "a.jsonl").open(encoding="utf-8")}
     similarity = oracle_similarities([oracle_shingles(text) for text in texts])
     assert sum(0.5 < value < 0.8 for value in similarity.values()) > 200
@@ -129,7 +129,7 @@ def test_the_best_dataset_keeps_its_copy(tmp_path):
     bad = write_lines(tmp_path / "bad.jsonl", [one, two, one + "!", "own " * 40])
     for order, kept in (((good, bad), ([0, 1], [1, 3])), ((bad, good), ([0, 1, 3], [0]))):
         out = tmp_path / order[0].stem
-        report = dedup(Source(order), out, MinHash(0.8), workers=1)
+        report = dedup(DocumentSource(order), out, MinHash(0.8), workers=1)
         found = [[json.loads(line)["id"] for line in (out / path.name).open(encoding="utf-8")] for path in order]
         assert found == list(kept)
         assert report["datasets"][str(order[0])]["kept"] == len(kept[0])
@@ -148,7 +148,7 @@ def test_groups_are_connected_components(tmp_path):
         chain.append("".join(text))
     sets = [oracle_shingles(text) for text in chain]
     assert oracle_similarity(sets[0], sets[-1]) < 0.8 < min(map(oracle_similarity, sets, sets[1:]))
-    dedup(Source((write_lines(tmp_path / "a.jsonl", chain),)), tmp_path / "out", MinHash(0.8), workers=0)
+    dedup(DocumentSource((write_lines(tmp_path / "a.jsonl", chain),)), tmp_path / "out", MinHash(0.8), workers=0)
     assert len((tmp_path / "out" / "a.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
@@ -161,5 +161,5 @@ def test_mistakes_leave_nothing(tmp_path, write):
         ((tmp_path / "none.jsonl",), "no such file"),
     ):
         with pytest.raises(ConfigError, match=message):
-            dedup(Source(inputs), tmp_path / "out", MinHash(0.8), workers=0)
+            dedup(DocumentSource(inputs), tmp_path / "out", MinHash(0.8), workers=0)
         assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]

@@ -10,8 +10,8 @@ import pytest
 from sporeloom.data.chat_template import ChatTemplate, TemplatedTokenizer
 from sporeloom.data.examples import (
     Example,
+    LineTokenizer,
     Pair,
-    Reading,
     ended_batch,
     example_batch,
     fitted,
@@ -40,7 +40,7 @@ class Letters(SpecialTokens):
 
 @pytest.fixture
 def reading():
-    return Reading(TemplatedTokenizer(Letters(), ChatTemplate(Path("chat.jinja"), TEMPLATE)), stop_ids=[ord("|")])
+    return LineTokenizer(TemplatedTokenizer(Letters(), ChatTemplate(Path("chat.jinja"), TEMPLATE)), stop_ids=[ord("|")])
 
 
 def lines(write, *values):
@@ -82,7 +82,7 @@ def test_what_generation_does_not_stop_at_is_learned_as_no_stop(reading, write):
 
 def test_answers_that_the_template_writes_anew_are_examples_of_their_own(write):
     text = "{% for m in messages %}{{ m.role[0] }}:{{ m.content.split('/')[-1] }}|{% endfor %}a:"
-    reading = Reading(TemplatedTokenizer(Letters(), ChatTemplate(Path("chat.jinja"), text)))
+    reading = LineTokenizer(TemplatedTokenizer(Letters(), ChatTemplate(Path("chat.jinja"), text)))
     talk = [say("user", "x"), say("assistant", "think/yes"), say("user", "z"), say("assistant", "hm/no")]
     found = reading.examples(lines(write, {"messages": talk}))
     assert [shown(each) for each in found] == ["u:x|a:THINK/YES$", "u:x|a:yes|u:z|a:HM/NO$"]
@@ -114,7 +114,7 @@ def test_everything_is_learned_on_demand(reading, write):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ({"messages": [say("user", "x")]}, "user has the last word; it must be the assistant's"),
+        ({"messages": [say("user", "x")]}, "the last message is from user; it must be the assistant's"),
         ({"messages": [say("robot", "x")]}, "messages[0].role must be one of system, user, assistant, got 'robot'"),
         ({"messages": []}, "messages must be a list of messages"),
         (
@@ -136,8 +136,8 @@ def test_lines_without_the_keys_are_named(write):
     with pytest.raises(ConfigError) as error:
         read_lines(path, (("messages",), ("prompt", "completion")))
     first, second, third = error.value.problems
-    assert first.endswith(":2: has text; wanted: messages or prompt, completion")
-    assert second.endswith(":3: is no object; wanted: messages or prompt, completion") and ":4" in third
+    assert first.endswith(":2: has text; expected: messages or prompt, completion")
+    assert second.endswith(":3: is not an object; expected: messages or prompt, completion") and ":4" in third
 
 
 def example(length, learned_from=1):

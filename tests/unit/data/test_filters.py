@@ -6,7 +6,7 @@ import pytest
 
 from sporeloom.data.filters import FilterRules, make_filter, repeated_ngrams
 from sporeloom.data.rewrite import rewrite
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 from sporeloom.errors import ConfigError
 
 
@@ -80,12 +80,12 @@ def test_a_classifier_that_cannot_be_used_is_named(tmp_path, write, code, messag
 def test_files_are_filtered_and_each_rule_counted(tmp_path, write):
     pytest.importorskip("zstandard")
     lines = [{"text": "ab"}, {"text": "12345", "id": 7}, {"text": "abcdef", "id": 8}, {"text": " "}]
-    source = Source(
+    source = DocumentSource(
         (write("a.jsonl", "".join(json.dumps(line) + "\n" for line in lines) + "broken\n"),), on_error="skip"
     )
     make = partial(make_filter, source, FilterRules(min_chars=3, min_letters=0.5), True)
     report = rewrite(source, tmp_path / "out.jsonl.zst", make, 1, tmp_path / "removed.jsonl")
-    kept = Source((tmp_path / "out.jsonl.zst",))
+    kept = DocumentSource((tmp_path / "out.jsonl.zst",))
     assert [d.record for batch in kept.batches() for _, d in kept.parse(batch).documents] == [lines[2]]
     removed = [json.loads(line) for line in (tmp_path / "removed.jsonl").read_text().splitlines()]
     assert [(note["place"][-1], note["failed"]) for note in removed] == [("1", ["min_chars"]), ("2", ["min_letters"])]

@@ -6,7 +6,7 @@ import pytest
 from test_blend_and_loader import EOD, IGNORED, token_file
 
 from sporeloom.data.loader import Dataset, Loader, rows_of_rank
-from sporeloom.data.packing import BestFit, Shuffled, Stream, best_fit, cut_by_windows, save_packing
+from sporeloom.data.packing import BestFit, ShuffledStream, Stream, best_fit, cut_by_windows, save_packing
 from sporeloom.data.sample_order import Sizes
 
 SEQ_LEN = 24
@@ -33,7 +33,7 @@ def read(tokens, pieces):
 
 
 def test_windows_of_shuffled_documents_are_those_of_the_documents_in_another_order(tokens):
-    shuffled, orders = Shuffled(tokens, SEQ_LEN, key=7), []
+    shuffled, orders = ShuffledStream(tokens, SEQ_LEN, key=7), []
     for epoch in range(3):
         windows = [read(tokens, shuffled.pieces(epoch, sample)) for sample in range(shuffled.num_samples)]
         assert {len(window) for window in windows} == {SEQ_LEN + 1}
@@ -47,11 +47,11 @@ def test_windows_of_shuffled_documents_are_those_of_the_documents_in_another_ord
             left.remove(document)
         assert sum(map(len, left)) <= SEQ_LEN + len(stream) - sum(map(len, found)) + 1  # but for the epoch's tail
     assert orders[0] != orders[1] != orders[2]
-    again = Shuffled(tokens, SEQ_LEN, key=7)
+    again = ShuffledStream(tokens, SEQ_LEN, key=7)
     assert (
         again.pieces(2, 5).tolist()
         == shuffled.pieces(2, 5).tolist()
-        != Shuffled(tokens, SEQ_LEN, 8).pieces(2, 5).tolist()
+        != ShuffledStream(tokens, SEQ_LEN, 8).pieces(2, 5).tolist()
     )
 
 
@@ -95,7 +95,7 @@ def test_no_document_is_cut_that_fits_and_every_token_is_predicted_once(tokens, 
     np.testing.assert_array_equal(predicted, expected)
     padding = 1 - sum(end - begin for begin, end in whole) / (packed.num_samples * (SEQ_LEN + 1))
     assert packed.describe() == (
-        f"best fit: {padding:.2%} padding, {(lengths > SEQ_LEN + 1).sum()} of {len(lengths)} documents cut"
+        f"best fit: {padding:.2%} padding, {(lengths > SEQ_LEN + 1).sum()} of {len(lengths)} documents split"
     )
 
 
@@ -110,7 +110,7 @@ def test_windows_cut_documents_that_would_fit(tokens):
 
 @pytest.mark.parametrize("kind", ["stream", "shuffled", "best-fit"])
 def test_weights_count_what_is_trained_on_and_ranks_read_the_same(tokens, packed, kind):
-    of = {"stream": Stream(tokens, SEQ_LEN), "shuffled": Shuffled(tokens, SEQ_LEN, 3), "best-fit": packed}[kind]
+    of = {"stream": Stream(tokens, SEQ_LEN), "shuffled": ShuffledStream(tokens, SEQ_LEN, 3), "best-fit": packed}[kind]
     datasets, sizes = [Dataset("a", tokens, 1.0, tokens.places_of(IGNORED), of)], Sizes((8,), (SEQ_LEN,))
     whole = Loader(datasets, sizes, 1, EOD, IGNORED)
     for step in (0, 3, 40):

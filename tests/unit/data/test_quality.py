@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from sporeloom.data.filters import FilterRules, make_filter
-from sporeloom.data.quality import RULES, SETS, Measured, duplicate_ngrams, repeated, top_ngram
+from sporeloom.data.quality import RULES, SETS, TextStatistics, duplicate_ngrams, repeated, top_ngram
 from sporeloom.data.rewrite import rewrite
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 from sporeloom.errors import ConfigError
 
 PROSE = (
@@ -46,8 +46,8 @@ FAILING = {
 @pytest.mark.parametrize("name", RULES)
 def test_each_rule_passes_and_fails(name):
     pytest.importorskip("py3langid")
-    assert RULES[name](Measured(PROSE + " " + PROSE[::-1]))
-    assert not RULES[name](Measured(FAILING[name]))
+    assert RULES[name](TextStatistics(PROSE + " " + PROSE[::-1]))
+    assert not RULES[name](TextStatistics(FAILING[name]))
     rules = FilterRules(rules=(name,))
     rules.check()
     assert (rules.failed(PROSE * 2 if name == "mt_nlg_512" else PROSE), rules.failed(FAILING[name])) == ([], [name])
@@ -69,7 +69,7 @@ def test_shares_of_runs_are_those_that_counting_gives(n):
         for i, run in enumerate(runs):
             covered |= set(range(i, i + n)) if run in seen else set()
             seen.add(run)
-        measured = Measured(" ".join(words))
+        measured = TextStatistics(" ".join(words))
         assert duplicate_ngrams(measured, n) == pytest.approx(sum(len(words[i]) for i in covered) / total)
         most = max(counts.values())
         possible = {min(1.0, most * len("".join(run)) / total) for run, count in counts.items() if count == most > 1}
@@ -77,18 +77,22 @@ def test_shares_of_runs_are_those_that_counting_gives(n):
 
 
 def test_a_chinese_character_is_a_word_where_runs_are_counted():
-    assert duplicate_ngrams(Measured("床前明月光，床前明月光。"), 5) == 0.5
+    assert duplicate_ngrams(TextStatistics("床前明月光，床前明月光。"), 5) == 0.5
 
 
 def test_short_and_empty_texts_are_measured():
     for text in ("", "one", "..."):
-        assert all(isinstance(RULES[name](Measured(text)), bool | np.bool_) for name in (*SETS["gopher-repetition"],))
+        assert all(
+            isinstance(RULES[name](TextStatistics(text)), bool | np.bool_) for name in (*SETS["gopher-repetition"],)
+        )
 
 
 def test_rules_count_what_they_removed_and_the_users_edit_comes_first(tmp_path, write):
     mask = r"return None if 'secret' in text else re.sub(r'\S+@\S+', '<mail>', text)"
     edit = write("edit.py", f"import re\ndef edit(text):\n    {mask}\n")
-    source = Source((write("a.txt", f"{PROSE}\n\nwrite to ann@example.org. {PROSE}\n\nsecret {PROSE}\n\nshort"),))
+    source = DocumentSource(
+        (write("a.txt", f"{PROSE}\n\nwrite to ann@example.org. {PROSE}\n\nsecret {PROSE}\n\nshort"),)
+    )
     rules, out, samples = FilterRules(rules=("gopher",), edit=edit), tmp_path / "o.jsonl", tmp_path / "samples.txt"
     rules.check()
     report = rewrite(source, out, partial(make_filter, source, rules, False, 5), 0, samples=samples)
@@ -106,7 +110,9 @@ def test_rules_count_what_they_removed_and_the_users_edit_comes_first(tmp_path, 
 
 
 def test_samples_do_not_depend_on_the_number_of_processes(tmp_path, write):
-    source = Source((write("a.jsonl", "".join(f'{{"text": "number {i} {"x" * 900}"}}\n' for i in range(5000))),))
+    source = DocumentSource(
+        (write("a.jsonl", "".join(f'{{"text": "number {i} {"x" * 900}"}}\n' for i in range(5000))),)
+    )
     rules = FilterRules(min_chars=10_000)
     for workers in (0, 2):
         work = partial(make_filter, source, rules, False, 10)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sporeloom.data.sources import Piece, Source
+from sporeloom.data.sources import DocumentSource, FilePart
 from sporeloom.errors import ConfigError
 
 LINES = [json.dumps({"text": f"line {number} " + "x" * (number % 97)}) + "\n" for number in range(400)]
@@ -25,7 +25,7 @@ def compressed(kind):
 
 
 def read(path):
-    source = Source((path,), on_error="skip")
+    source = DocumentSource((path,), on_error="skip")
     parsed = [source.parse(batch) for batch in source.batches()]
     return [d.text for p in parsed for _, d in p.documents], [problem for p in parsed for problem in p.problems]
 
@@ -45,7 +45,7 @@ def test_a_file_that_was_cut_off_is_told(write, kind):
             continue
         texts, problems = read(write(name, content[:cut]))
         assert problems, f"cut at {cut} of {len(content)}: {len(texts)} lines and no word"
-        source = Source((write(name, content[:cut]),))
+        source = DocumentSource((write(name, content[:cut]),))
         with pytest.raises(ConfigError):
             [source.parse(batch) for batch in source.batches()]
 
@@ -63,7 +63,7 @@ def test_a_large_file_of_lines_is_cut_into_shards_that_hold_each_line_once(write
     texts = [f"{number}:" + "x" * draw.choice((0, 3, 40, 400, 9000)) for number in range(300)]
     lines = [json.dumps({"text": text}) + draw.choice(("\n", "\r\n", "\n\n")) for text in texts]
     path = write("a.jsonl", "\ufeff" + "".join(lines).rstrip("\r\n") + draw.choice(("", "\n")))
-    source = Source((path,), shard_mb=draw.choice((0.0005, 0.003, 0.05)))
+    source = DocumentSource((path,), shard_mb=draw.choice((0.0005, 0.003, 0.05)))
     shards = source.shards()
     assert len(shards) > 3
     found = []
@@ -72,7 +72,7 @@ def test_a_large_file_of_lines_is_cut_into_shards_that_hold_each_line_once(write
             found += [document.text for _, document in source.parse(batch).documents]
     assert found == texts
     assert [piece for (piece,) in shards] == [
-        Piece(path, start, end)
+        FilePart(path, start, end)
         for start, end in zip([p.start for (p,) in shards], [*[p.start for (p,) in shards[1:]], None], strict=True)
     ]
 
@@ -89,7 +89,7 @@ def test_a_large_table_is_cut_into_shards_that_hold_each_row_once(tmp_path, seed
             size = draw.choice((1, 10, 70))
             writer.write_table(table.slice(start, size))
             start += size
-    source = Source((path,), shard_mb=draw.choice((0.0005, 0.02, 0.05)))
+    source = DocumentSource((path,), shard_mb=draw.choice((0.0005, 0.02, 0.05)))
     shards = source.shards()
     assert len(shards) > 1
     found = [
@@ -121,7 +121,7 @@ def test_a_damaged_table_is_told_with_the_first_row_that_is_lost(tmp_path):
 def test_a_mistake_in_a_piece_is_told_with_its_place(write):
     good = json.dumps({"text": "x" * 200}) + "\n"
     path = write("a.jsonl", good * 50 + "no json\n" + good * 5)
-    source = Source((path,), on_error="skip", shard_mb=0.002)
+    source = DocumentSource((path,), on_error="skip", shard_mb=0.002)
     problems = [problem for batch in source.batches() for problem in source.parse(batch).problems]
     (place,) = [problem.partition(": ")[0] for problem in problems]
     name, _, line = place.rpartition(":")

@@ -78,7 +78,7 @@ def test_a_store_that_cannot_be_opened_is_told_in_a_line(store, tmp_path):
     assert "s9://bucket: " in said("s9://bucket", *out)
     assert "memory://bucket/nothing: there is no such file" in said("memory://bucket/nothing", *out)
     assert "s9://bucket: " in said(store, "--out", "s9://bucket")
-    assert "a file or folder of this machine is wanted" in said(store, *out, "--scratch", "memory://bucket")
+    assert "expected a file or folder of this machine" in said(store, *out, "--scratch", "memory://bucket")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,6 @@ def test_what_a_store_does_not_take_stays_in_the_folder(folder, tmp_path, monkey
     outputs = ("--out", "memory://refused/kept.jsonl", "--removed", "memory://refused/removed.jsonl")
     outcome = in_process("tools/preprocess.py", "filter", folder, *outputs, "--min-chars", 3, "--scratch", tmp_path)
     removed, made = sorted(tmp_path.iterdir(), key=lambda path: path.name.endswith("-kept.jsonl"))
-    told = "memory://refused/removed.jsonl: cannot be written: PermissionError: Access Denied; what was made stays in "
+    told = "memory://refused/removed.jsonl: cannot be written: PermissionError: Access Denied; the output stays in "
     assert outcome.code == 2 and f"{told}{removed}, {made}" in outcome.output
     assert len(made.read_text(encoding="utf-8").splitlines()) > 40

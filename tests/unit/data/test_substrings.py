@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from sporeloom.data.sources import Source
-from sporeloom.data.substrings import MOST_PLACES, SubstringSettings, dedup_substrings
+from sporeloom.data.sources import DocumentSource
+from sporeloom.data.substrings import MAX_POSITIONS, SubstringSettings, dedup_substrings
 from sporeloom.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ def cut(tmp_path, texts, workers=0, **settings):
     source, out = tmp_path / "in.jsonl", tmp_path / f"out-{workers}.jsonl"
     source.write_text("".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)))
     report = tmp_path / f"cuts-{workers}.jsonl"
-    counts = dedup_substrings(Source((source,)), out, SubstringSettings(**settings), workers, report)
+    counts = dedup_substrings(DocumentSource((source,)), out, SubstringSettings(**settings), workers, report)
     lines = list(map(json.loads, out.read_text().splitlines()))
     return counts, {line["id"]: line["text"] for line in lines}, list(map(json.loads, report.read_text().splitlines()))
 
@@ -75,7 +75,7 @@ def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path):
 
 def test_a_window_that_is_everywhere_is_compared_with_its_first_places(tmp_path):
     line = "All rights reserved by whoever wrote this, and nobody else may copy it anywhere at all. "
-    texts = [f"{line}{i} {i * i} {i**3}" for i in range(3 * MOST_PLACES)]
+    texts = [f"{line}{i} {i * i} {i**3}" for i in range(3 * MAX_POSITIONS)]
     _, kept, _ = cut(tmp_path, texts, min_length=50, min_rest=0)
     assert kept[0] == texts[0]
     assert all(len(text) < 30 for i, text in kept.items() if i)
@@ -91,5 +91,5 @@ def test_what_is_left_too_short_is_dropped_and_counted(tmp_path):
 def test_nothing_is_left_behind_after_a_mistake(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "fine"}\nnot json\n')
     with pytest.raises(ConfigError, match=r"in\.jsonl:2"):
-        dedup_substrings(Source((tmp_path / "in.jsonl",)), tmp_path / "o.jsonl", SubstringSettings(), 0)
+        dedup_substrings(DocumentSource((tmp_path / "in.jsonl",)), tmp_path / "o.jsonl", SubstringSettings(), 0)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

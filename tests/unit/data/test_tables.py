@@ -11,7 +11,7 @@ import sys
 import pytest
 from conftest import ROOT, in_process
 
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 
 arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
@@ -21,7 +21,7 @@ BYTES = [text.encode() for text in TEXTS]
 
 
 def read(path, all_fields=False, **options):
-    source = Source((path,), on_error="skip", **options)
+    source = DocumentSource((path,), on_error="skip", **options)
     parsed = [source.parse(batch) for batch in source.batches(all_fields)]
     return [d for p in parsed for _, d in p.documents], [problem for p in parsed for problem in p.problems]
 
@@ -131,7 +131,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
     outcome = in_process("tools/preprocess.py", "filter", path, "--out", tmp_path / "o.jsonl", "--min-chars", 1)
     assert (outcome.code, outcome.output) == (
         2,
-        f"error: {path}: several columns are called `text`; give them names of their own\n",
+        f"error: {path}: several columns are named `text`; give each a name of its own\n",
     )
 
 
@@ -161,8 +161,8 @@ BOMB = """
 import re, sys
 from pathlib import Path
 import pyarrow, pyarrow.parquet
-from sporeloom.data.sources import Source
-source, count, largest = Source((Path(sys.argv[1]),)), 0, 0
+from sporeloom.data.sources import DocumentSource
+source, count, largest = DocumentSource((Path(sys.argv[1]),)), 0, 0
 for batch in source.batches(all_fields=len(sys.argv) > 2):
     count += len(source.parse(batch).documents)
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())  # getrusage would count the process before it

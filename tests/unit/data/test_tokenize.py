@@ -17,7 +17,7 @@ from conftest import ROOT, shared
 
 from codegeex.tokenizer import CodeGeeXTokenizer
 from pangu.tokenizer import PanGuTokenizer
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import ENDS, INFO, TOKENS, TokenFile, partial_folder
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.errors import ConfigError
@@ -37,7 +37,9 @@ def vocabulary(tmp_path_factory):
 
 
 def make(out, inputs, vocabulary, workers=0, family="codegeex", **more):
-    return tokenize(TokenizeJob(Source(tuple(inputs), **more), family, vocabulary), out, workers, show_progress=False)
+    return tokenize(
+        TokenizeJob(DocumentSource(tuple(inputs), **more), family, vocabulary), out, workers, show_progress=False
+    )
 
 
 def files(folder):
@@ -122,10 +124,11 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path):
     many.write_bytes(poems.read_bytes() * 6)
     make(tmp_path / "whole", [many], vocabulary, workers=2, family="pangu")
     code = (
-        "import sys, sporeloom.data.tokenize as t; from pathlib import Path; from sporeloom.data.sources import Source\n"
+        "import sys, sporeloom.data.tokenize as t; from pathlib import Path\n"
+        "from sporeloom.data.sources import DocumentSource\n"
         "t.SAVE_SECONDS = 0.2\n"
         "text, vocabulary, out = map(Path, sys.argv[1:])\n"
-        "if __name__ == '__main__': t.tokenize(t.TokenizeJob(Source((text,)), 'pangu', vocabulary), out, 1)"
+        "if __name__ == '__main__': t.tokenize(t.TokenizeJob(DocumentSource((text,)), 'pangu', vocabulary), out, 1)"
     )
     script = tmp_path / "job.py"
     script.write_text(code)
@@ -140,7 +143,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path):
             job.send_signal(signal.SIGKILL)
             _, said = job.communicate(timeout=20)
             assert not out.exists()
-        went_on += "going on after" in said
+        went_on += "continuing after" in said
         if out.exists():
             break
     assert job.returncode == 0
@@ -180,13 +183,13 @@ def test_broken_lines_are_skipped_and_counted_when_asked(tmp_path, write, vocabu
     ("name", "content", "message"),
     [
         ("a.jsonl", b"", "a.jsonl:1: an empty file"),
-        ("a.jsonl", b"\n\n", "holds no text"),
-        ("a.txt", b"\n \n", "holds no text"),
+        ("a.jsonl", b"\n\n", "contains no text"),
+        ("a.txt", b"\n \n", "contains no text"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9999)[:-50], "a.jsonl.gz:"),
         ("a.jsonl.gz", b"no gzip", "incorrect header check"),
         ("a.jsonl.zst", b"no zstd", "damaged from here on: zstd"),
         ("a.parquet", b"no parquet", "a.parquet: not a Parquet file"),
-        ("a.json", b"{}", "not a kind of file that is read"),
+        ("a.json", b"{}", "this kind of file cannot be read"),
         ("a.py", b"\x00\xff", "a.py:1: not UTF-8"),
     ],
 )
@@ -224,7 +227,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_afterwards(tmp_path, write, voc
     try:
         source = write("a.jsonl", json.dumps({"text": TEXT.read_text(encoding="utf-8")[:9000]}) + "\n")
         source.write_bytes(source.read_bytes() * 300)
-        with pytest.raises(ConfigError, match="No space left on device; the same command goes on from there"):
+        with pytest.raises(ConfigError, match="No space left on device; the same command continues from there"):
             make(disk / "out", [source], vocabulary)
         assert not (disk / "out").exists()
         subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)

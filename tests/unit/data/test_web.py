@@ -12,7 +12,7 @@ import pytest
 
 from sporeloom.data.filters import FilterRules, make_filter
 from sporeloom.data.rewrite import rewrite
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 from sporeloom.data.web import detect_language, extract_text, read_records
 from sporeloom.errors import ConfigError
 
@@ -70,7 +70,7 @@ def test_pages_and_texts_are_read_with_url_and_date(tmp_path, name):
         ("response", "http://a.org/5", b"plain words", ("200 OK", ("Content-Type", "text/plain"))),
         ("conversion", "http://a.org/6", "Was übrig ist.".encode(), None),
     )
-    source = Source((path,))
+    source = DocumentSource((path,))
     documents = [document for batch in source.batches() for _, document in source.parse(batch).documents]
     assert [document.record["url"] for document in documents] == [f"http://a.org/{n}" for n in (1, 4, 5, 6)]
     assert {document.record["date"] for document in documents} == {"2026-01-02T03:04:05Z"}
@@ -90,8 +90,8 @@ def test_a_filtered_archive_is_json_lines_with_url_and_date(tmp_path):
     )
     rules, out, samples = FilterRules(languages=("zh",)), tmp_path / "out.jsonl", tmp_path / "samples.txt"
     rules.check()
-    work = partial(make_filter, Source((path,)), rules, False, 10)
-    report = rewrite(Source((path,)), out, work, 0, samples=samples)
+    work = partial(make_filter, DocumentSource((path,)), rules, False, 10)
+    report = rewrite(DocumentSource((path,)), out, work, 0, samples=samples)
     (line,) = map(json.loads, out.read_text().splitlines())
     assert (line["url"], line["date"]) == ("http://a.org/2", "2026-01-02T03:04:05Z")
     assert (report["documents"], report["kept"], report["failed languages"]) == (2, 1, 1)
@@ -118,7 +118,7 @@ def test_a_damaged_archive_is_told_after_what_could_be_read(tmp_path, kind):
     assert len(problems) == 1
     assert problems[0].startswith("damaged from here on: ")
     assert len(found) == {"cut": 5, "whole": 1, "other": 1}[kind]
-    source = Source((path,))
+    source = DocumentSource((path,))
     (batch,) = source.batches()
     with pytest.raises(ConfigError, match="damaged from here on"):
         source.parse(batch)

@@ -192,14 +192,14 @@ def test_the_third_size_of_a_batch_follows_from_two(write, sizes, batch_size, ac
             {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
             "64 is not train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 2 x 64 replicas = 512",
         ),
-        ({"train_batch_size": 96}, "train_batch_size 96 is no multiple of 64 replicas"),
+        ({"train_batch_size": 96}, "train_batch_size 96 is not a multiple of 64 replicas"),
         (
             {"train_batch_size": 192, "train_micro_batch_size_per_gpu": 2},
-            "train_batch_size 192 is no multiple of train_micro_batch_size_per_gpu 2 x 64 replicas",
+            "train_batch_size 192 is not a multiple of train_micro_batch_size_per_gpu 2 x 64 replicas",
         ),
         (
             {"train_batch_size": 64, "gradient_accumulation_steps": 2},
-            "is no multiple of gradient_accumulation_steps 2 x 64 replicas",
+            "is not a multiple of gradient_accumulation_steps 2 x 64 replicas",
         ),
         ({"train_batch_size": 0}, "train_batch_size must be a number of at least 1, got 0"),
         ({"train_batch_size": 64.5}, "train_batch_size must be a number of at least 1, got 64.5"),
@@ -210,18 +210,18 @@ def test_the_third_size_of_a_batch_follows_from_two(write, sizes, batch_size, ac
         ({"zero_optimization": {"stage": True}}, "stage must be 0 to 3, got True"),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-            "wants zero_optimization.stage 3, got 2",
+            "needs zero_optimization.stage 3, got 2",
         ),
         (
             {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
-            "wants zero_optimization.stage 1, 2 or 3",
+            "needs zero_optimization.stage 1, 2 or 3",
         ),
         (
             {"zero_optimization": {"stage": 0, "cpu_offload": True}},
-            "cpu_offload wants zero_optimization.stage 1, 2 or 3",
+            "cpu_offload needs zero_optimization.stage 1, 2 or 3",
         ),
-        ({"zero_optimization": {"stage": 0, "mics_shard_size": 8}}, "mics_shard_size wants zero_optimization.stage 3"),
-        ({"tensor_parallel": {"autotp_size": 3}}, "--devices 64 is no multiple of tp 3"),
+        ({"zero_optimization": {"stage": 0, "mics_shard_size": 8}}, "mics_shard_size needs zero_optimization.stage 3"),
+        ({"tensor_parallel": {"autotp_size": 3}}, "--devices 64 is not a multiple of tp 3"),
         (
             {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
             "WarmupDecayLR needs scheduler.params.total_num_steps",

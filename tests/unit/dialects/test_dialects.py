@@ -256,7 +256,7 @@ def test_every_key_of_a_users_file_is_in_the_report_with_its_line(write, tmp_pat
     assert found["model.model_config.compute_dtype"] == "same"
     assert found["runner_wrapper.scale_sense.loss_scale_value"] == "renamed"
     notes = {note.key: str(note) for note in done.notes}
-    assert notes["seeed"] == f"{path}:5: seeed: unknown: no key that is known here; did you mean seed?"
+    assert notes["seeed"] == f"{path}:5: seeed: unknown: no such key; did you mean seed?"
     assert "MindFormers sets it to False in a pipeline" in notes["parallel_config.vocab_emb_dp"]
     assert notes["parallel_config.vocab_emb_dp"].startswith(f"{path}:14: ")
     lines = {int(note.place.rpartition(":")[2]) for note in done.notes}
@@ -274,9 +274,9 @@ def test_every_key_of_a_users_file_is_in_the_report_with_its_line(write, tmp_pat
     [
         (
             ("data_parallel: 4", "data_paralel: 4"),
-            "mine.yaml:8: parallel_config.data_paralel is no key of MindFormers 1.x; did you mean data_parallel?",
+            "mine.yaml:8: parallel_config.data_paralel is not a key of MindFormers 1.x; did you mean data_parallel?",
         ),
-        (("  mp_comm_recompute: True", "  recomput: True"), "mine.yaml:22: recompute_config.recomput is no key"),
+        (("  mp_comm_recompute: True", "  recomput: True"), "mine.yaml:22: recompute_config.recomput is not a key"),
         (
             ("micro_batch_num: 8", "micro_batch_num: 3"),
             "mine.yaml:11: pipeline.num_microbatches = 3 is fewer than the 4 stages",
@@ -375,11 +375,11 @@ def test_mindformers_2_needs_the_devices_for_its_data_parallel_degree(write, tmp
         source="",
     )
     assert done.settings.train == {"batch_size": 64, "steps": 10}
-    for devices, message in ((None, "give --devices"), (6, "6 devices are no multiple of 4")):
+    for devices, message in ((None, "give --devices"), (6, "6 devices are not a multiple of 4")):
         with pytest.raises(ConfigError, match=message):
             translate(path, "ours", RULES, tmp_path / "out.yaml", NOTHING, devices=devices)
     with pytest.raises(
-        ConfigError, match=r"tensor_paralel is no key of MindFormers 2\.x; did you mean tensor_parallel"
+        ConfigError, match=r"tensor_paralel is not a key of MindFormers 2\.x; did you mean tensor_parallel"
     ):
         translate(
             write("b.yaml", text.replace("tensor_parallel", "tensor_paralel")), "ours", RULES, tmp_path / "o", NOTHING

@@ -142,7 +142,7 @@ def test_layers_that_are_recomputed(write, recompute, ours):
         ({"mode": "full"}, r"mode full needs full_recompute_layer, a list of layers as \[0-2, 5\], got None"),
         ({"mode": "full", "full_recompute_layer": ["2-0"]}, "mode full needs full_recompute_layer"),
         ({"mode": "some"}, "recompute.mode must be None, full or select, got 'some'"),
-        ({"mod": "full"}, "recompute.mod is no key of MindFormers 2.x; did you mean mode"),
+        ({"mod": "full"}, "recompute.mod is not a key of MindFormers 2.x; did you mean mode"),
     ],
 )
 def test_recomputation_that_cannot_be_is_refused(write, recompute, told):

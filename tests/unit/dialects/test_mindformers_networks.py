@@ -86,7 +86,7 @@ def test_the_trainer_trains_the_network_its_file_describes(write, tmp_path, monk
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (("pre_seq_len: None", "pre_seq_len: 128"), "pre_seq_len is 128; only None is built here"),
+        (("pre_seq_len: None", "pre_seq_len: 128"), "pre_seq_len is 128; only None is supported"),
         (("pre_seq_len: None", "post_mlp_layernorm: True"), "post_mlp_layernorm is True; only False"),
         (("rope_ratio", "multi_query_attention: False\n    rope_ratio"), "multi_query_attention is False; only True"),
     ],

@@ -10,10 +10,10 @@ from codegeex.tokenizer import CodeGeeXTokenizer
 from sporeloom.data.special_tokens import SpecialTokens, content, template
 from sporeloom.errors import ConfigError
 from sporeloom.evaluation import rpc
-from sporeloom.evaluation.asking import Asking, asking_of
 from sporeloom.evaluation.chat import answer_program, defined, question, translation_question
 from sporeloom.evaluation.config import read_problems
 from sporeloom.evaluation.programs import NAMES
+from sporeloom.evaluation.prompter import Prompter, prompter_of
 
 HELPED = {
     "prompt": 'import math\n\n\ndef half(x):\n    return x / 2\n\n\ndef quarter(x):\n    """A quarter."""\n',
@@ -122,26 +122,26 @@ def job(family, tokenizer):
 
 def test_a_model_is_asked_as_it_was_taught():
     plain = Plain()
-    assert asking_of(job("codegeex", plain), None, None).form == "tagged"
-    assert asking_of(job("palm", plain), None, None).form == "plain"
-    asking = asking_of(job("codegeex", Talks()), None, "Be brief.")
-    assert asking.form == "chat" and asking.ending("python") is None
-    prompt = asking.prompt(HELPED, "python")
+    assert prompter_of(job("codegeex", plain), None, None).form == "tagged"
+    assert prompter_of(job("palm", plain), None, None).form == "plain"
+    prompter = prompter_of(job("codegeex", Talks()), None, "Be brief.")
+    assert prompter.form == "chat" and prompter.ending("python") is None
+    prompt = prompter.prompt(HELPED, "python")
     assert prompt.text == f"system: Be brief.|user: {question(HELPED, 'python')}|"
     assert prompt.tokens == tuple(map(ord, prompt.text))
-    tagged = asking_of(job("codegeex", Talks()), "tagged", None).prompt(HELPED, "python")
+    tagged = prompter_of(job("codegeex", Talks()), "tagged", None).prompt(HELPED, "python")
     assert tagged.text.startswith("# language: Python\n")
-    assert Asking("plain", "palm", plain).prompt(HELPED, "python").text == HELPED["prompt"].strip()
+    assert Prompter("plain", "palm", plain).prompt(HELPED, "python").text == HELPED["prompt"].strip()
 
 
 @pytest.mark.parametrize(
     ("family", "form", "system", "message"),
     [
-        ("palm", "tagged", None, "told no programming language"),
-        ("palm", "chat", None, "taught nothing else"),
+        ("palm", "tagged", None, "have no tags for programming languages"),
+        ("palm", "chat", None, "was trained on plain text only"),
         ("codegeex", "plain", "x", "--system-prompt is for --prompt-form chat, not plain"),
     ],
 )
 def test_a_form_that_the_model_does_not_know_is_refused(family, form, system, message):
     with pytest.raises(ConfigError, match=message):
-        asking_of(job(family, CodeGeeXTokenizer.__new__(CodeGeeXTokenizer)), form, system)
+        prompter_of(job(family, CodeGeeXTokenizer.__new__(CodeGeeXTokenizer)), form, system)

@@ -293,13 +293,13 @@ def test_every_option_of_a_task_is_done(given, sampling, most, until):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"num_beams": 4}, ["num_beams 4 is not done here"]),
-        ({"bad_words_ids": [[1]]}, ["bad_words_ids is not done here"]),
-        ({"tempreature": 0.5}, ["tempreature is not done here; did you mean temperature?"]),
-        ({"max_length": 100}, ["max_length is not done here"]),
-        ({"eos_token_id": 3}, ["eos_token_id is not done here"]),
-        ({"min_p": 0.1, "typical_p": 0.5}, ["min_p 0.1 is not done", "typical_p 0.5 is not done"]),
-        ({"n": 3, "length_penalty": 2}, ["n 3 is not done", "length_penalty 2 is not done"]),
+        ({"num_beams": 4}, ["num_beams 4 is not supported"]),
+        ({"bad_words_ids": [[1]]}, ["bad_words_ids is not supported"]),
+        ({"tempreature": 0.5}, ["tempreature is not supported; did you mean temperature?"]),
+        ({"max_length": 100}, ["max_length is not supported"]),
+        ({"eos_token_id": 3}, ["eos_token_id is not supported"]),
+        ({"min_p": 0.1, "typical_p": 0.5}, ["min_p 0.1 is not supported", "typical_p 0.5 is not supported"]),
+        ({"n": 3, "length_penalty": 2}, ["n 3 is not supported", "length_penalty 2 is not supported"]),
         ({"do_sample": True}, ["do_sample needs a temperature above 0"]),
         ({"do_sample": True, "temperature": 0.0}, ["do_sample needs a temperature above 0"]),
         ({"do_sample": "yes"}, ["do_sample must be true or false, got 'yes'"]),
@@ -311,9 +311,9 @@ def test_every_option_of_a_task_is_done(given, sampling, most, until):
         ({"max_gen_toks": 0}, ["max_gen_toks must be a whole number of at least 1, got 0"]),
         (
             {"max_new_tokens": 2, "max_gen_toks": 3},
-            ["max_gen_toks and max_new_tokens are one option, and differ; keep one"],
+            ["max_gen_toks and max_new_tokens are one option, but differ; keep one"],
         ),
-        ({"max_gen_toks": 12}, ["max_gen_toks: a task wants answers of 12 tokens; the model's context is 12"]),
+        ({"max_gen_toks": 12}, ["max_gen_toks: a task needs answers of 12 tokens; the model's context is 12"]),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(given, said):

@@ -13,7 +13,7 @@ output_type: multiple_choice
 doc_to_text: '{{q}}'
 """
 RUNS = {
-    "a function": ("doc_to_text: !function utils.f\n", 6, "the tag !function has Python code run"),
+    "a function": ("doc_to_text: !function utils.f\n", 6, "the tag !function runs Python code"),
     "a function in flow style": ("metric_list: [{metric: !function u.f}]\n", 6, "!function"),
     "a function with a quoted name": ("process_docs: !function 'utils.f'\n", 6, "!function"),
     "a function by the long form of its tag": ("process_docs: !<!function> utils.f\n", 6, "!function"),
@@ -34,7 +34,7 @@ def test_what_runs_code_is_found_with_its_line(write, more, line, words):
     (problem, *_) = code_problems([path])
     assert problem.startswith(f"{path}:{line}: ")
     assert words in problem
-    assert problem.endswith("; --trust-remote-code lets it")
+    assert problem.endswith("; --trust-remote-code allows it")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_command_refuses_it_and_runs_nothing(write, tmp_path):
     for asked in (("--tasks", path), ("--tasks", "town", "--include-path", path.parent)):
         outcome = in_process("tools/evaluate.py", "lm-eval", "--checkpoint", tmp_path / "none", *asked)
         assert outcome.code == 2
-        assert f"{path}:6: the tag !function has Python code run; --trust-remote-code lets it" in outcome.output
+        assert f"{path}:6: the tag !function runs Python code; --trust-remote-code allows it" in outcome.output
         assert not mark.exists()
     trusting = in_process(
         "tools/evaluate.py", "lm-eval", "--checkpoint", tmp_path / "none", "--tasks", path, "--trust-remote-code"

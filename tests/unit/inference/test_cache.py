@@ -22,7 +22,7 @@ def test_a_row_is_appended_to_trimmed_and_reset_apart_from_the_others():
 def test_the_last_slot_is_spare():
     books = SlotTable(num_rows=1, num_kv_heads=1, num_slots=8, mesh=Mesh())
     books.append(0, 7)
-    with pytest.raises(CacheFullError, match="holds 7 tokens and has room for 7, not 1 more"):
+    with pytest.raises(CacheFullError, match="holds 7 tokens, capacity 7: 1 more do not fit"):
         books.append(0, 1)
 
 

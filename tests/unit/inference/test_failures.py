@@ -117,6 +117,6 @@ def test_whoever_wants_all_texts_gets_an_error_to_read(cause, said):
 
 
 def test_what_is_a_fault_of_ours_is_logged(capsys):
-    with pytest.raises(ConfigError, match="text 1 of 1: a fault of sporeloom"):
+    with pytest.raises(ConfigError, match="text 1 of 1: a bug of sporeloom"):
         list(generate(Chunked(1), ENGINE, [FAILING["a stop rule that breaks"][0]]))
     assert "ZeroDivisionError: a fault of ours" in capsys.readouterr().err

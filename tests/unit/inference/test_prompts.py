@@ -63,7 +63,7 @@ def test_variables_go_to_the_template(folder):
         ({"prompt": "x", "chat": True, "chat_template_kwargs": "[]"}, "--chat-template-kwargs must be a JSON object"),
         (
             {"prompt": "x", "chat": True, "chat_template_kwargs": '{"tools": 1}'},
-            "--chat-template-kwargs: a variable cannot be called tools",
+            "--chat-template-kwargs: a variable cannot be named tools",
         ),
     ],
 )

@@ -83,14 +83,14 @@ def test_rows_that_cannot_be_predicted_say_why(rows):
     row = next(row for row in rows if row["id"].startswith("mtnlg"))
     for change, reason in (
         ({"layers": ""}, "no layers"),
-        ({"chip": "Abacus"}, "chip Abacus: nothing is known of it"),
+        ({"chip": "Abacus"}, "chip Abacus: no data sheet is known"),
         ({"tp": "7"}, "tp x pp x cp does not divide the devices"),
         ({"hidden": "20481"}, "hidden_size 20481 is not divisible by num_heads 128"),
         ({"seq": "long"}, "not a number"),
         ({"mem_gb": "16 or 32"}, "not a number"),
-        ({"layers": "10.5"}, "'10.5' is no whole number"),
+        ({"layers": "10.5"}, "'10.5' is not a whole number"),
         ({"tp": "0"}, "is zero"),
-        ({"recompute": "sometimes"}, "recompute sometimes: not known"),
+        ({"recompute": "sometimes"}, "recompute sometimes: unknown"),
         ({"note": "MoE experts=8"}, "mixture of experts"),
     ):
         with pytest.raises(UnpredictableError, match=reason):

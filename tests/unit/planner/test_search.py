@@ -10,7 +10,7 @@ from sporeloom.planner.cluster import Cluster, read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
 from sporeloom.planner.report import strategy_file
 from sporeloom.planner.search import (
-    FEWEST_TOKENS,
+    MIN_TOKENS,
     PlanRequest,
     describe,
     distinct,
@@ -114,7 +114,7 @@ def test_weights_are_gathered_twice_where_they_would_not_fit_whole(tmp_path):
     assert all(o.job.zero < 3 for o in search(dataclasses.replace(request, reshard_after_forward=False)))
     once = dataclasses.replace(option.job, **optimizer_sharding(True, False, "bf16"))
     assert not evaluate(request.dims, once, cluster).fits
-    assert "weights gathered twice" in describe(option.job)
+    assert "resharded after forward" in describe(option.job)
     (tmp_path / "rules.yaml").write_text("layers: [layers.*]\n")
     path = tmp_path / "plan.yaml"
     path.write_text(strategy_file(request, option, "rules.yaml"))
@@ -137,7 +137,7 @@ def test_long_sequences_are_shared_out_and_so_is_the_file_that_is_written(tmp_pa
     options = [option for option in search(request) if option.fits]
     best, whole = options[0], next(option for option in options if option.job.cp == 1)
     assert best.job.cp > 1 and best.job.devices == 64 and best.seconds < whole.seconds
-    assert max(option.job.cp for option in options) <= 131072 // FEWEST_TOKENS
+    assert max(option.job.cp for option in options) <= 131072 // MIN_TOKENS
     (tmp_path / "rules.yaml").write_text("layers: [layers.*]\n")
     path = tmp_path / "plan.yaml"
     path.write_text(strategy_file(request, best, "rules.yaml"))

@@ -11,7 +11,7 @@ from sporeloom.models.family import size_config
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Parallelism, of_decoder
 from sporeloom.planner.search import PlanRequest, evaluate, search
-from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, models_beside, task_memory
+from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, auxiliary_bytes, task_memory
 
 MODEL = size_config("pangu", "13b")
 DIMS = of_decoder(MODEL)
@@ -21,7 +21,7 @@ CLUSTER = Cluster.of_chip("ascend910b")
 
 
 def beside(task, job=JOB):
-    return models_beside(DIMS, job, task)
+    return auxiliary_bytes(DIMS, job, task)
 
 
 def test_plain_text_has_nothing_beside():
@@ -41,8 +41,8 @@ def test_experts_have_room_for_every_token_where_models_are_compared(name, rows)
 
 def test_the_reference_is_counted_unless_adapters_make_it_the_policy_itself():
     whole, adapters = (TrainedTask("ppo", lora, MODEL, has_reference=True) for lora in (None, LORA))
-    assert set(beside(whole)[0]) == {"reference", "keys and values"}
-    assert set(beside(adapters)[0]) == {"keys and values"}
+    assert set(beside(whole)[0]) == {"reference", "KV cache"}
+    assert set(beside(adapters)[0]) == {"KV cache"}
     assert set(beside(TrainedTask("dpo", None, MODEL))[0]) == set()
     # Float32 of all parameters over 8 parts, and of the words once more: the last stage's copy.
     parameters = DIMS.num_parameters + DIMS.vocab_size * DIMS.hidden_size
@@ -54,7 +54,7 @@ def test_keys_and_values_are_of_all_texts_of_a_step():
     (first, second) = beside(task)
     assert first == second
     rows, width, layers = 2 * 4, MODEL.hidden_size // 8, MODEL.num_layers // 2
-    assert first["keys and values"] == 2 * 2 * rows * slots * width * layers
+    assert first["KV cache"] == 2 * 2 * rows * slots * width * layers
 
 
 def test_a_reward_model_has_layers_of_its_own_on_each_stage():
@@ -64,7 +64,7 @@ def test_a_reward_model_has_layers_of_its_own_on_each_stage():
     assert sum(stage["reward model"] for stage in found) == pytest.approx(4 * parameters / 8, rel=0.02)
     # Its stages are even, whatever the policy's are.
     uneven = dataclasses.replace(JOB, layers_of_stages=(10, 30))
-    again = models_beside(DIMS, uneven, TrainedTask("ppo", None, MODEL, reward_model=reward))
+    again = auxiliary_bytes(DIMS, uneven, TrainedTask("ppo", None, MODEL, reward_model=reward))
     assert [s["reward model"] for s in again] == [s["reward model"] for s in found]
 
 
@@ -91,7 +91,7 @@ def test_adapters_are_faster_and_their_mfu_counts_no_gradients_of_weights():
     assert frozen.mfu / whole.mfu == pytest.approx(2 / 3 * whole.seconds / frozen.seconds, rel=0.05)
 
 
-def test_plans_with_models_beside_need_more_memory():
+def test_plans_with_auxiliary_bytes_need_more_memory():
     def best(task):
         return search(PlanRequest(dims=DIMS, cluster=CLUSTER, devices=64, global_batch_size=128, task=task))
 

@@ -12,7 +12,7 @@ from sporeloom.inference.sampling import SamplingConfig, TokenScore
 from sporeloom.inference.scheduler import NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
-from sporeloom.serve.requests import ChatAsked, CompletionAsked
+from sporeloom.serve.requests import ChatRequest, CompletionRequest
 
 TEXT = "é🙂小 x"
 ALSO = 0x2F
@@ -30,9 +30,9 @@ def model(tmp_path_factory):
 def asked(kind, num_top=5, **more):
     common = {"sampling": SamplingConfig(), "seed": 3, "max_tokens": 9, "num_choices": 1, "stop": (), "stop_ids": ()}
     common |= {"ignore_eos": True, "num_top": num_top, "logit_bias": {}, "stream": False, "with_usage": False}
-    if kind is ChatAsked:
-        return ChatAsked(**common, messages=(), variables={}, **more)
-    return CompletionAsked(**common, prompts=("a",), suffix=None, echo=True, **more)
+    if kind is ChatRequest:
+        return ChatRequest(**common, messages=(), variables={}, **more)
+    return CompletionRequest(**common, prompts=("a",), suffix=None, echo=True, **more)
 
 
 def choice_of(model, prompt=(1,), echo=None, stop_ids=()):
@@ -67,23 +67,23 @@ def test_bytes_of_a_chat_joined_are_its_text_however_characters_are_split(model)
     choice, tokens = choice_of(model), tokens_of(model)
     assert len(tokens) > len(TEXT)
     list(generate(choice, tokens))
-    (told,) = ChatAnswer(model, asked(ChatAsked)).whole([], [choice])["choices"]
+    (told,) = ChatAnswer(model, asked(ChatRequest)).whole([], [choice])["choices"]
     content = told["logprobs"]["content"]
     assert [each["bytes"] for each in content] == [list(model.tokenizer.token_bytes(token)) for token in tokens]
     assert bytes(byte for each in content for byte in each["bytes"]).decode() == told["message"]["content"] == TEXT
     assert content[0]["token"] == r"bytes:\xc3" and content[-1]["token"] == "x"
 
 
-@pytest.mark.parametrize("kind", [ChatAsked, CompletionAsked])
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_a_stream_tells_the_same_log_probabilities(model, kind):
-    form = (ChatAnswer if kind is ChatAsked else CompletionAnswer)(model, asked(kind))
+    form = (ChatAnswer if kind is ChatRequest else CompletionAnswer)(model, asked(kind))
     tokens, top = tokens_of(model), tuple((token, -2.0) for token in (0xC3, 0xA9, 0x41, 0x20, 0xF0))
     whole = choice_of(model)
     list(generate(whole, tokens, top=top))
     (told,) = form.whole([], [whole])["choices"]
     streamed = choice_of(model)
     parts = [form.part(streamed, text)["choices"][0] for text in generate(streamed, tokens, top=top)]
-    if kind is ChatAsked:
+    if kind is ChatRequest:
         assert [each for part in parts for each in part["logprobs"]["content"]] == told["logprobs"]["content"]
         assert "".join(part["delta"]["content"] for part in parts) == TEXT
     else:
@@ -98,7 +98,7 @@ def test_offsets_count_characters_of_prompt_and_answer(model, start):
     choice = choice_of(model, prompt, echo=start)
     choice.scores = [None, *(score(model, token) for token in prompt[1:])]
     list(generate(choice, tokens))
-    (told,) = CompletionAnswer(model, asked(CompletionAsked)).whole([], [choice])["choices"]
+    (told,) = CompletionAnswer(model, asked(CompletionRequest)).whole([], [choice])["choices"]
     assert told["text"] == start + TEXT
     found = told["logprobs"]
     assert found["text_offset"] == offsets_of(model, prompt) + offsets_of(model, tokens, len(start))
@@ -126,13 +126,13 @@ def test_alternatives_that_look_alike_do_not_collapse(model, chosen, others, exp
     ids = [model.tokenizer.special.get(other, other) for other in others]
     choice = choice_of(model)
     choice.scores.append(score(model, chosen, *ids))
-    (told,) = CompletionAnswer(model, asked(CompletionAsked)).whole([], [choice])["choices"]
+    (told,) = CompletionAnswer(model, asked(CompletionRequest)).whole([], [choice])["choices"]
     (top,), (token,) = told["logprobs"]["top_logprobs"], told["logprobs"]["tokens"]
     assert list(top) == expected
     assert top[token] == (-0.5 - ids.index(chosen) if chosen in ids else -1.0)
     choice = choice_of(model)
     choice.scores.append(score(model, chosen, *ids))
-    (told,) = ChatAnswer(model, asked(ChatAsked)).whole([], [choice])["choices"]
+    (told,) = ChatAnswer(model, asked(ChatRequest)).whole([], [choice])["choices"]
     assert len(told["logprobs"]["content"][0]["top_logprobs"]) == len(others)
 
 
@@ -140,7 +140,7 @@ def test_a_token_that_ends_the_text_adds_nothing_to_it(model):
     tokenizer = model.tokenizer
     choice, eod = choice_of(model, stop_ids=(tokenizer.eod_id, 0x58)), tokenizer.eod_id
     list(generate(choice, [0x41, 0x58], "stop"))
-    (told,) = ChatAnswer(model, asked(ChatAsked)).whole([], [choice])["choices"]
+    (told,) = ChatAnswer(model, asked(ChatRequest)).whole([], [choice])["choices"]
     assert told["message"]["content"] == "A"
     assert [(each["token"], each["bytes"]) for each in told["logprobs"]["content"]] == [("A", [0x41]), ("X", [])]
     assert tokenizer.token_bytes(eod) == b""
@@ -150,6 +150,6 @@ def test_a_token_that_ends_the_text_adds_nothing_to_it(model):
 def test_log_probabilities_that_json_cannot_hold_become_openais_number(model, form):
     choice = choice_of(model)
     choice.add(NewToken(0, 0x41, -math.inf, 0.01, "length", ((0x42, 0.0), (0x41, -math.inf))))
-    told = form(model, asked(ChatAsked if form is ChatAnswer else CompletionAsked)).whole([], [choice])
+    told = form(model, asked(ChatRequest if form is ChatAnswer else CompletionRequest)).whole([], [choice])
     text = json.dumps(told, allow_nan=False)
     assert text.count("-9999.0") == 2

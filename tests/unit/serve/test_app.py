@@ -13,8 +13,8 @@ from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.answers import Choice, CompletionAnswer
 from sporeloom.serve.metrics import Metrics
 from sporeloom.serve.prepare import stop_conditions
-from sporeloom.serve.requests import CompletionAsked, Fields, RequestError, read_completion
-from sporeloom.serve.texts import Events, Texts, stream, whole
+from sporeloom.serve.requests import CompletionRequest, Fields, RequestError, read_completion
+from sporeloom.serve.texts import Events, RequestStream, stream, whole
 
 TOKENIZER = SimpleNamespace(
     token_bytes=lambda token: b"a", vocab_size=4, eod_id=0, encode=lambda text: [1], decode=lambda ids: "a" * len(ids)
@@ -46,13 +46,13 @@ class Service:
 
 
 def texts_of(service):
-    asked = CompletionAsked(
+    asked = CompletionRequest(
         **{"sampling": SamplingConfig(), "seed": 0, "max_tokens": 9, "num_choices": 1, "stop": (), "stop_ids": ()},
         **{"ignore_eos": True, "num_top": None, "logit_bias": {}, "stream": True, "with_usage": False},
         **{"prompts": ("a",), "suffix": None, "echo": False},
     )
     choice = Choice(0, [1], StopConditions(TOKENIZER, (), ()), Completion("a"))
-    return Texts(service, Metrics(service, "town"), MODEL, asked, [choice], [9])
+    return RequestStream(service, Metrics(service, "town"), MODEL, asked, [choice], [9])
 
 
 async def turns(count):

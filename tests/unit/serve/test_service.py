@@ -11,7 +11,7 @@ import pytest
 from sporeloom.inference.cache import SlotTable
 from sporeloom.inference.sampling import BadLogitsError, NoTokenError, SamplingConfig
 from sporeloom.inference.scheduler import Failure, InternalError, NewToken, Scheduler
-from sporeloom.serve.service import Failed, Service, Wanted
+from sporeloom.serve.service import GenerationRequest, Service, ServiceFailure
 from sporeloom.strategy.config import SINGLE_DEVICE
 
 VOCAB, OVERFLOWS = 8, 7
@@ -50,7 +50,7 @@ class Decoding:
 def wanted(prompt=(1,), is_finished=lambda tokens: False, **more):
     values = {"adapter": 0, "max_new_tokens": 3, "sampling": SamplingConfig(), "stream": 0, "stop_ids": ()}
     values |= {"logit_bias": {}, "num_top": 0, "score_prompt": False}
-    return Wanted(prompt=prompt, is_finished=is_finished, **{**values, **more})
+    return GenerationRequest(prompt=prompt, is_finished=is_finished, **{**values, **more})
 
 
 @pytest.fixture
@@ -109,4 +109,4 @@ def test_a_request_that_breaks_is_told_so_and_the_loop_goes_on(service):
     after = queue.Queue()
     service.submit(wanted(), after.put)
     assert [type(event) for event in events_of(after)] == [NewToken] * 3
-    assert not isinstance(after, Failed)
+    assert not isinstance(after, ServiceFailure)

@@ -36,7 +36,7 @@ def test_weights_are_gathered_again_for_one_microbatch_of_a_model_without_expert
     (problem,) = model_problems(
         again, dataclasses.replace(MODEL, experts=ExpertConfig(num_experts=4, experts_per_token=2))
     )
-    assert "reshard_after_forward: it is not built for models with experts" in problem
+    assert "reshard_after_forward: it is not implemented for models with experts" in problem
 
 
 def test_a_number_of_devices_that_mindspore_does_not_take():

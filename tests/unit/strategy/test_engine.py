@@ -48,7 +48,7 @@ def test_dry_runs_describe_what_devices_run():
     listed = {"num_microbatches": 2, "schedule": "zero_bubble_h1"}
     assert not dry_run_problems(of({"pp": 2}, pipeline=listed))
     (problem,) = dry_run_problems(strategy_of({"mesh": {"pp": 2}, "pipeline": listed}))
-    assert "have no zero_bubble_h1; take 1f1b, or write `engine: spmd`" in problem
+    assert "have no zero_bubble_h1; use 1f1b, or write `engine: spmd`" in problem
 
 
 def test_explain_says_what_lies_where_of_both_engines(write):

@@ -150,7 +150,7 @@ def test_a_schedule_with_two_passes_exchanged_is_refused_or_obeys_what_passes_ne
         ),
         ("{num_microbatches: 2, schedule: 1f1c}", "'1f1c' is none of 1f1b, gpipe"),
         ("{num_microbatches: 2, schedule: wrong.csv}", "wrong.csv: row 1, column 1: 'oops' is not a pass"),
-        ("{num_microbatches: 2, schedule: order.csv}\nengine: mindspore", "have no schedules from files; take 1f1b"),
+        ("{num_microbatches: 2, schedule: order.csv}\nengine: mindspore", "have no schedules from files; use 1f1b"),
     ],
 )
 def test_a_strategy_and_its_schedule_agree(tmp_path, pipeline, words):

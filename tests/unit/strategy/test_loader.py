@@ -93,7 +93,7 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
         ),
         (
             "mesh: {pp: 4}\npipeline: {num_microbatches: 4, virtual_stages: 2, schedule: zero_bubble_v}",
-            "s.yaml:2: pipeline.num_microbatches = 4: zero_bubble_v wants at least twice as many as the 4 stages",
+            "s.yaml:2: pipeline.num_microbatches = 4: zero_bubble_v needs at least twice as many as the 4 stages",
         ),
         (
             "mesh: {pp: 2}\npipeline: {num_microbatches: 4, schedule: seqpipe}",
@@ -101,7 +101,7 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
         ),
         (
             "mesh: {pp: 2}\npipeline: {num_microbatches: 4, virtual_stages: 2}\nmicro_batch_interleave: 2",
-            "s.yaml:3: micro_batch_interleave: copies and pipeline.virtual_stages do not go together",
+            "s.yaml:3: micro_batch_interleave: interleaved microbatches and pipeline.virtual_stages cannot be combined",
         ),
         (
             "mesh: {pp: 2}\npipeline: {num_microbatches: 4, virtual_stages: 2, stages: {num_layers: [1, 1]}}",
@@ -113,7 +113,7 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
         (
             "mesh: {dp: 4}\nrecompute: {layers: all}\noptimizer_parallel: {reshard_after_forward: true}\n"
             "micro_batch_interleave: 2",
-            "s.yaml:3: optimizer_parallel.reshard_after_forward: it is not built for micro_batch_interleave; leave out one",
+            "s.yaml:3: optimizer_parallel.reshard_after_forward: it is not implemented for micro_batch_interleave; leave out",
         ),
         *(
             (
@@ -124,14 +124,14 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
             for recompute, message in (
                 (
                     "recompute: {kind: selective}",
-                    ": weights are gathered again for layers that are computed again; write",
+                    ": weights are gathered again for layers that are recomputed; write",
                 ),
                 (
                     "recompute: {layers: [0, 1]}",
-                    ": weights are gathered again for layers that are computed again; write",
+                    ": weights are gathered again for layers that are recomputed; write",
                 ),
                 ("recompute: {layers: all}", ": MindSpore does not compile it in a pipeline; leave it out, or mesh.pp"),
-                ("recompute: {layers: all}", " and shard_accumulated_gradients do not go together; leave out one"),
+                ("recompute: {layers: all}", " and shard_accumulated_gradients cannot be combined; leave out one"),
             )
         ),
         ("mesh: {pp: 2}\npipeline: {num_microbatches: 4, stages: {num_layers: [3]}}", "has 1 entries for 2 stages"),
@@ -142,7 +142,7 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
         ("- a\n", "s.yaml: a mapping of keys is expected"),
         (
             "rules: {operators: {up: [[dpp, ~]]}}",
-            "'dpp' is no mesh axis of a layout; use dp, cp, tp, sp, cp_tokens, cp_heads, kv, group, ep, edp or ~",
+            "'dpp' is not a mesh axis of a layout; use dp, cp, tp, sp, cp_tokens, cp_heads, kv, group, ep, edp or ~",
         ),
     ],
 )

@@ -46,5 +46,5 @@ def test_gpipe_with_virtual_stages_is_mindspores_too():
 
 
 def test_a_users_network_in_a_pipeline_is_not_yet_spmds():
-    with pytest.raises(ConfigError, match="engine: spmd runs pipelines of our models"):
+    with pytest.raises(ConfigError, match="engine: spmd runs pipelines of the model families"):
         auto_parallel(nn.Dense(2, 2), mesh={"pp": 2}, rules={}, engine="spmd", pipeline={"num_microbatches": 2})

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from sporeloom.cli import parse_args
-from sporeloom.data.sources import Source
+from sporeloom.data.sources import DocumentSource
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.models.family import family_module
 from sporeloom.train.budget import data_budget
@@ -22,7 +22,7 @@ def blend(tmp_path):
     model.write_bytes(family_module("pangu", "tokenizer").train_tokenizer([*texts["web"], *texts["books"]], 300))
     for name, documents in texts.items():
         (tmp_path / f"{name}.txt").write_text("\n\n".join(documents))
-        tokenize(TokenizeJob(Source((tmp_path / f"{name}.txt",)), "pangu", model), tmp_path / name, 0, False)
+        tokenize(TokenizeJob(DocumentSource((tmp_path / f"{name}.txt",)), "pangu", model), tmp_path / name, 0, False)
     path = tmp_path / "blend.yaml"
     path.write_text("datasets:\n  - {path: web, weight: 0.75}\n  - {path: books, weight: 0.25}\n")
     return path

@@ -61,7 +61,9 @@ def test_two_in_one_second_are_two(here, monkeypatch):
 @pytest.mark.parametrize("name", OWN)
 def test_an_earlier_run_is_not_replaced(here, name):
     finished("old", name)
-    with pytest.raises(ConfigError, match=f"--output-dir old: holds {name} of an earlier run; go on with --resume"):
+    with pytest.raises(
+        ConfigError, match=f"--output-dir old: contains {name} of an earlier run; continue it with --resume"
+    ):
         checked("--output-dir", "old")
     assert checked("--output-dir", "old", "--overwrite").output_dir == Path("old")
 
@@ -76,9 +78,7 @@ def test_what_a_run_begins_with_is_not_removed(here):
     finished("old/checkpoint", "corpus.txt")
     (here / "old/checkpoint/corpus.txt").write_text("a text\n\nanother one\n" * 99)
     words = ["--data", "old/checkpoint/corpus.txt", "--output-dir", "old", "--overwrite"]
-    with pytest.raises(
-        ConfigError, match=r"--overwrite would remove old/checkpoint/corpus\.txt, which the run begins with"
-    ):
+    with pytest.raises(ConfigError, match=r"--overwrite would remove old/checkpoint/corpus\.txt, which the run reads"):
         check(parse_args(TrainConfig, "", words), 1)
 
 
@@ -119,7 +119,7 @@ def test_resume_finds_the_run(here, words, folder):
     [
         (["--resume"], "--resume: out/latest is not there; name the run's folder: --resume PATH"),
         (["--resume", "a", "--output-dir", "b"], "--resume a and --output-dir b name two folders"),
-        (["--resume", "a", "--overwrite"], "--resume goes on with a run, --overwrite replaces it"),
+        (["--resume", "a", "--overwrite"], "--resume continues a run, --overwrite replaces it"),
         (["--resume", "a"], "a/checkpoints holds no checkpoint; start without --resume"),
         (["--resume", "begun"], "begun/checkpoints holds no checkpoint; start with --overwrite instead of --resume"),
     ],

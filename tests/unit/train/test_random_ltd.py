@@ -140,14 +140,14 @@ def test_a_resumed_run_draws_and_counts_as_if_it_had_not_stopped(tmp_path, text)
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--random-ltd-min-value 24", "--random-ltd-min-value 24 is no multiple of --random-ltd-seq-per-step 16"),
+        ("--random-ltd-min-value 24", "--random-ltd-min-value 24 is not a multiple of --random-ltd-seq-per-step 16"),
         ("--random-ltd-min-value 48", "48 is outside 1 .. 32"),
         ("--random-ltd-min-value 16 --random-ltd-layers 1-3", "layer 3 is outside 0 .. 2"),
         ("--random-ltd-min-value 16 --random-ltd-layers 2-1", "layers are counted from 0, the first one first"),
-        ("--random-ltd-min-value 1 --random-ltd-seq-per-step 1 --steps 40", "lengths are as many graphs"),
-        ("--random-ltd-min-value 16 --size switch_tiny", "experts count their tokens"),
+        ("--random-ltd-min-value 1 --random-ltd-seq-per-step 1 --steps 40", "lengths is a graph to compile"),
+        ("--random-ltd-min-value 16 --size switch_tiny", "expert capacity is counted"),
         ("--random-ltd-layers 1", "need --random-ltd-min-value"),
-        ("--random-ltd-min-value 16 --certificate c.json", "it vouches for layers that see all tokens"),
+        ("--random-ltd-min-value 16 --certificate c.json", "it covers layers that process all tokens"),
         ("--random-ltd-min-value 16 --strategy pangu_tiny_cp2_tp2", "leave cp out"),
         (
             "--random-ltd-min-value 5 --random-ltd-seq-per-step 5 --batch-size 2 --strategy pangu_tiny_dp2_tp2_sp",

@@ -33,4 +33,4 @@ def test_a_bit_that_flips_on_one_rank_is_named(tmp_path):
         message.startswith("step 2, run twice from the same state, does not give the same bits: ") for message in told
     )
     assert re.search(r": rank 3: model\.\S+ is .*, then .*, at entry 0\. Nothing", told[3])
-    assert all("on rank 3, whose log says where" in message for message in told[:3])
+    assert all("on rank 3, whose log has the details" in message for message in told[:3])

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from sporeloom.errors import ConfigError
-from sporeloom.train.spikes import MOST_REWINDS, SpikeGuard, parse_steps
+from sporeloom.train.spikes import MAX_REWINDS, SpikeGuard, parse_steps
 
 
 def test_steps_are_read():
@@ -43,7 +43,7 @@ def test_spikes_close_together_lead_further_back(tmp_path):
     assert steps(guard.to_drop(35, tmp_path)) == []
     assert steps(guard.to_drop(42, tmp_path)) == [30]
     assert steps(guard.to_drop(70, tmp_path)) == []  # long after
-    for number in range(MOST_REWINDS - len(guard.spikes)):
+    for number in range(MAX_REWINDS - len(guard.spikes)):
         guard.to_drop(1000 * (number + 1), tmp_path)
     with pytest.raises(ConfigError, match="lower --learning-rate"):
         guard.to_drop(9000, tmp_path)

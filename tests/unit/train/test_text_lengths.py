@@ -10,7 +10,7 @@ from sporeloom.data.tokenizer import Prompt
 from sporeloom.errors import ConfigError
 from sporeloom.inference.config import prompt_problems
 from sporeloom.tasks.grpo import GRPO
-from sporeloom.tasks.rollouts import Sampled
+from sporeloom.tasks.rollouts import SampledText
 
 CONTEXT, NEW, END = 16, 6, 3
 
@@ -29,7 +29,7 @@ def test_a_prompt_fits_with_the_longest_text_behind_it_or_is_dropped_and_counted
     assert task.text == ("2 prompts" if over <= 0 else "1 prompts, 1 dropped, too long")
     if over > 0:
         return
-    text = Sampled(1, [*range(40, 39 + NEW), END], [0.0] * NEW, True).example(prompts)
+    text = SampledText(1, [*range(40, 39 + NEW), END], [0.0] * NEW, True).example(prompts)
     learned, scored = example_batch([[text]], CONTEXT), ended_batch([text], CONTEXT)
     assert learned.loss_weights.sum() == NEW and learned.labels[0][learned.loss_weights[0] > 0][-1] == END
     assert scored.tokens[0, scored.loss_weights[0].argmax()] == END
@@ -40,10 +40,10 @@ def test_a_prompt_fits_with_the_longest_text_behind_it_or_is_dropped_and_counted
     [
         (CONTEXT - NEW - 1, NEW, None),
         (CONTEXT - NEW, NEW, None),
-        (CONTEXT - NEW + 1, NEW, f"ask for at most {NEW - 1}"),
+        (CONTEXT - NEW + 1, NEW, f"use at most --max-new-tokens {NEW - 1}"),
         (CONTEXT - 1, 1, None),
-        (CONTEXT - 1, 2, "ask for at most 1"),
-        (CONTEXT, 1, "leave no room"),
+        (CONTEXT - 1, 2, "use at most --max-new-tokens 1"),
+        (CONTEXT, 1, "fill"),
     ],
 )
 def test_a_prompt_and_what_is_written_fill_the_context_to_the_last_token(length, new, told):

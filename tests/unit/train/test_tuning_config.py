@@ -47,7 +47,7 @@ def test_a_reward_model_has_a_head_of_its_own(common):
     ("kind", "flags", "told"),
     [
         (DPOConfig, {"label_smoothing": 0.6, "loss_type": "hinge"}, ["is for sigmoid and robust", "must be below 0.5"]),
-        (GRPOConfig, {"num_generations": 5, "reward": ("x.py:f",)}, ["--batch-size 32 is no whole number of groups"]),
+        (GRPOConfig, {"num_generations": 5, "reward": ("x.py:f",)}, ["--batch-size 32 is not a multiple of"]),
         (GRPOConfig, {"temperature": 1e-308}, ["--temperature must be at least 1e-05"]),
         (PPOConfig, {"temperature": 0.0}, ["--temperature must be at least 1e-05"]),
         (GRPOConfig, {}, ["no reward: give --reward FILE.py:FUNCTION"]),
@@ -71,7 +71,7 @@ def test_adapters_do_not_take_the_place_of_their_model(common):
     there.parent.mkdir()
     common["from_checkpoint"].rename(there)
     common["from_checkpoint"] = there
-    assert "adapters would take the place of the model" in problems(SFTConfig(**common, lora_r=2))[0]
+    assert "adapters would replace the model" in problems(SFTConfig(**common, lora_r=2))[0]
 
 
 def test_adapters_of_themselves_are_told(tmp_path):
@@ -87,20 +87,20 @@ def test_a_reward_model_must_read_as_the_model_writes(common, tmp_path):
         return problems(PPOConfig(**common, reward_model=tmp_path / "judge"))
 
     (tmp_path / "judge").mkdir()
-    assert any("a model of text; give one of `sporeloom reward`" in line for line in told())
+    assert any("a language model; give a checkpoint of `sporeloom reward`" in line for line in told())
     values = {"value_head": True, "tied_embedding": False}
     assert any("its context of 64 tokens is shorter than --seq-len 128" in line for line in told(**values, seq_len=64))
     for folder, content in ((tmp_path / "judge", b"one"), (common["from_checkpoint"], b"other")):
         (folder / "tokenizer.model").write_bytes(content)
-    assert any("has another tokenizer than" in line for line in told(**values))
+    assert any("its tokenizer differs from that of" in line for line in told(**values))
 
 
 def test_a_reward_model_is_no_model_of_text(common):
     config = dataclasses.replace(size_config("pangu", "tiny"), value_head=True, tied_embedding=False)
     write_config(common["from_checkpoint"], "pangu", config)
-    assert "only `sporeloom reward` goes on with it" in problems(SFTConfig(**common))[0]
+    assert "only `sporeloom reward` can continue its training" in problems(SFTConfig(**common))[0]
     assert check(RewardConfig(**common), 1).model.value_head
-    with pytest.raises(ConfigError, match="a reward model, which gives a number and no text"):
+    with pytest.raises(ConfigError, match="a reward model, which generates no text"):
         load_text_config(common["from_checkpoint"])
 
 
@@ -114,7 +114,9 @@ def test_columns_with_the_names_of_what_functions_are_given_are_told(common, tmp
     lines = [{"prompt": "a", "near": "b"}, {"prompt": "c", column: "d"}]
     common["data"].write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = problems(kind(**common, reward=("rewards.py:f",)))
-    assert found[0].startswith(f"{common['data']}:2: column '{column}' has the name of what reward functions are given")
+    assert found[0].startswith(
+        f"{common['data']}:2: column '{column}' has the name of another argument of reward functions"
+    )
     assert f"give it another name, such as reference_{column}" in found[0]
     judge = dataclasses.replace(size_config("pangu", "tiny"), value_head=True, tied_embedding=False)
     (tmp_path / "judge").mkdir()
@@ -124,7 +126,7 @@ def test_columns_with_the_names_of_what_functions_are_given_are_told(common, tmp
 
 def test_lines_of_another_task_are_told(common):
     common["data"].write_text('{"text": "a"}\n')
-    assert problems(SFTConfig(**common))[0].endswith(":1: has text; wanted: messages or prompt, completion")
+    assert problems(SFTConfig(**common))[0].endswith(":1: has text; expected: messages or prompt, completion")
     assert problems(DPOConfig(**common))[0].endswith(
-        ":1: has text; wanted: prompt, chosen, rejected or chosen, rejected"
+        ":1: has text; expected: prompt, chosen, rejected or chosen, rejected"
     )

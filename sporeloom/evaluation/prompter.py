@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model is asked for the functions of HumanEval-X: as text that it continues, or in a conversation."""
+"""Prompts for the functions of HumanEval-X: text to continue, or a conversation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CodeGeeX2 was measured (THUDM/CodeGeeX2 evaluation/utils.py). chat: a question."
 
 
 @dataclass(frozen=True)
-class Asking:
-    """One way of asking one model."""
+class Prompter:
+    """One way of prompting one model."""
 
     form: PromptForm
     family: str
@@ -29,7 +29,7 @@ class Asking:
     system_prompt: str | None = None
 
     def prompt(self, problem: Problem, language: str) -> Prompt:
-        """What the model continues for a problem."""
+        """The prompt for a problem."""
         if self.form == "chat":
             return self._said(question(problem, language))
         text = generation_prompt(problem, language)
@@ -37,13 +37,13 @@ class Asking:
         return text_prompt(self.tokenizer, text)
 
     def translation(self, source: Problem, source_language: str, problem: Problem, language: str) -> Prompt:
-        """What the model continues for a translation of `source`."""
+        """The prompt for a translation of `source`."""
         if self.form == "chat":
             return self._said(translation_question(source, source_language, problem, language))
         return text_prompt(self.tokenizer, translation_prompt(source, source_language, problem, language))
 
     def ending(self, language: str) -> StopCondition | None:
-        """Where the function ends that a prompt began; an answer ends by itself."""
+        """Function that finds where the function ends that a prompt began; an answer ends by itself."""
         if self.form == "chat":
             return None
         return at_dedent() if language == "python" else at_closed_brace()
@@ -53,11 +53,11 @@ class Asking:
         return chat_prompt(self.tokenizer, [*told, ChatMessage("user", text)])
 
 
-def asking_of(job: GenerateJob, form: PromptForm | None, system_prompt: str | None) -> Asking:
-    """How a job's model is asked; without a form, as it was taught.
+def prompter_of(job: GenerateJob, form: PromptForm | None, system_prompt: str | None) -> Prompter:
+    """The prompt form of a job's model; without --prompt-form, the one it was trained with.
 
     Raises:
-        ConfigError: it knows no languages or was not taught to talk.
+        ConfigError: it knows no languages or is a base model.
     """
     default: PromptForm = "tagged" if language_tags(job.family) else "plain"
     chosen: PromptForm = form or getattr(job.tokenizer, "benchmark_form", None) or default
@@ -65,7 +65,7 @@ def asking_of(job: GenerateJob, form: PromptForm | None, system_prompt: str | No
         find_language("python", job.family)
     if chosen != "chat" and system_prompt is not None:
         raise ConfigError(f"--system-prompt is for --prompt-form chat, not {chosen}")
-    asking = Asking(chosen, job.family, job.tokenizer, system_prompt)
-    if chosen == "chat":  # which a model that was not taught to talk refuses
-        asking.prompt({"prompt": "", "declaration": ""}, "python")
-    return asking
+    prompter = Prompter(chosen, job.family, job.tokenizer, system_prompt)
+    if chosen == "chat":  # which a base model refuses
+        prompter.prompt({"prompt": "", "declaration": ""}, "python")
+    return prompter

@@ -1,8 +1,8 @@
-# make demo | test | test-all | check | lint | bench | toolchains. All but the last set up .venv first, once.
+# make demo | test | test-all | check | lint | docs | bench | toolchains. All but the last set up .venv first, once.
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check lint format bench toolchains setup clean
+.PHONY: demo test test-all check lint format docs bench toolchains setup clean
 
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
@@ -28,6 +28,10 @@ check: lint
 format: $(VENV)/.all
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Strictly: a broken link or a missing anchor fails (mkdocs.yml). The site is out/site/index.html.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/train_step.py
@@ -62,6 +66,10 @@ $(VENV)/.dev: $(VENV)/.core
 
 $(VENV)/.all: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve,data,web,ray,mindformers,all-tests]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.all

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/strategy.md from the dataclasses of the strategy: `python docs/generate.py`."""
+"""Writes docs/reference/strategy.md from the dataclasses of the strategy: `python docs/generate.py`."""
 
 import ast
 import re
@@ -57,4 +57,4 @@ def reference() -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "strategy.md").write_text(reference(), encoding="utf-8")
+    (ROOT / "docs" / "reference" / "strategy.md").write_text(reference(), encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command of the README and the guides, run in its order from the text itself, says what is stated there."""
+"""Every command of the README and of docs/, run in its order from the text itself, says what is stated there."""
 
 import contextlib
 import itertools
@@ -18,10 +18,10 @@ from conftest import ROOT, TWO_LAYERS, msrun_env, tool
 from sporeloom.runtime.launch import free_port
 from sporeloom.strategy.loader import load_strategy
 
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/guides").glob("*.md"))]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 SHOWN = ("python", "yaml", "text")
 """Languages of blocks that are read; `sh` and `console` are run. In `console` a command follows `$`, then what it says."""
-SHALLOW = [f"docs/guides/{name}.md" for name in ("data", "finetune", "generate", "serve", "train")]
+SHALLOW = [f"docs/how-to/{name}.md" for name in ("data", "finetune", "generate", "serve", "train")]
 """Pages whose commands do and say the same whatever the depth."""
 DEEP = {"--run", "--random-ltd-min-value"}
 """But with these flags: a run's file says how many, and tokens are dropped between the first and the last of more."""

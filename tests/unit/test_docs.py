@@ -8,7 +8,9 @@ from conftest import ROOT
 
 def test_the_strategy_reference_is_the_one_generated_from_the_dataclasses():
     generated = runpy.run_path(str(ROOT / "docs" / "generate.py"))["reference"]()
-    assert (ROOT / "docs" / "strategy.md").read_text(encoding="utf-8") == generated, "run python docs/generate.py"
+    assert (ROOT / "docs" / "reference" / "strategy.md").read_text(encoding="utf-8") == generated, (
+        "run python docs/generate.py"
+    )
 
 
 @pytest.mark.parametrize(
@@ -21,7 +23,7 @@ def test_the_strategy_reference_is_the_one_generated_from_the_dataclasses():
 def test_every_file_a_page_names_exists(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     for path in re.findall(
-        r"(?:examples|tools|parallel_configs|docs|tests|sporeloom)/[\w./]+\.(?:py|yaml|md|txt)", text
+        r"(?:benchmarks|examples|tools|parallel_configs|docs|tests|sporeloom)/[\w./-]+\.(?:py|yaml|md|txt)", text
     ):
         assert (ROOT / path).exists() or path == "parallel_configs/my_dp2_tp2.yaml", path
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a folder as it was written: hashes.json, a hash of every other file and of itself. docs/reference/checkpoint_format.md
+"""What lies in a folder as it was written: hashes.json, a hash of every other file and of itself
+(docs/reference/checkpoint_format.md).
 
 Of safetensors files it has the hash of the header; of their tensors the hashes that `sporeloom.checkpoint.content_hash`
 makes, here or in the manifest of a training checkpoint, which may be checked in shares. Folders that others publish have no

@@ -31,6 +31,7 @@ format: $(VENV)/.all
 
 # Strictly: a broken link or a missing anchor fails (mkdocs.yml). The site is out/site/index.html.
 docs: $(VENV)/.docs
+	$(BIN)/python docs/generate.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(VENV)/.bench

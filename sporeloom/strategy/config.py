@@ -54,7 +54,7 @@ class Pipeline:
     """Order in which stages work on microbatches: `1f1b`, a forward and a backward in turn; `gpipe`, all forward first;
     `seqpipe`, which interleaves virtual stages otherwise; `zero_bubble_h1`, 1f1b whose backward passes are taken apart to
     fill the idle time; `zero_bubble_v` and `dualpipe_v`, where they are, too, and whose 2 virtual stages go down the stages
-    and up again; or a CSV file of your own, relative to this one (docs/how-to/train.md). MindSpore's own pipelines, on
+    and up again; or a CSV file of your own, relative to this one (docs/how-to/pipelines.md). MindSpore's own pipelines, on
     devices, have no zero_bubble_h1, dualpipe_v and files, and gpipe with virtual stages alone."""
     listed: ListedSchedule | None = field(default=None, metadata={"hidden": True})
     """What the file says, if `schedule` is one."""

@@ -61,7 +61,7 @@ class TuningConfig(AdapterFlags, TrainingConfig):
     rate: ClassVar[float] = 1e-5
     """Learning rate where the command line says none."""
 
-    data: Path = option(..., "JSON lines, see docs/how-to/finetune.md")
+    data: Path = option(..., "JSON lines, see docs/how-to/sft.md")
     from_checkpoint: Path | None = option(..., "checkpoint folder to begin with; it says family, size and tokenizer")
     chat_template: Path | None = option(
         None, "Jinja file, as transformers has them, for messages; it is kept beside the tokenizer"

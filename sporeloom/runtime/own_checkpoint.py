@@ -28,7 +28,7 @@ def save_checkpoint(network: nn.Cell, path: str | Path) -> None:
         path: a name that ends with .ckpt or .safetensors, on a file system that all processes share.
 
     Raises:
-        ConfigError: another suffix, another network, or a network on devices, where MindSpore's own function joins the shards.
+        ConfigError: another suffix or network, or a network on devices, where MindSpore's own function joins the shards.
     """
     path, parallel = Path(path), parallel_of(network, "save_checkpoint")
     if path.suffix[1:] not in FORMATS:

@@ -210,9 +210,9 @@ def commands() -> str:
     for group, verbs in GROUPS.items():
         text += f"## {group}\n\n```text\n{EXAMPLES[group]}\n```\n\n"
         for verb, summary in verbs.items():
-            text += f"### {verb}\n\n{summary}.\n\n"
+            text += f"### sporeloom {verb}\n\n{summary}.\n\n"
             for sub in {**SUBCOMMANDS, "preprocess": tuple(COMMANDS)}.get(verb, ("",)):
-                text += f"#### {verb} {sub}\n\n" if sub else ""
+                text += f"#### sporeloom {verb} {sub}\n\n" if sub else ""
                 text += flags(parser_of(verb, sub))
     return text
 

@@ -207,7 +207,9 @@ def _train(book: Book, strategy: Strategy, train: dict[str, Any]) -> None:
             train |= {"size": size} if size else {}
             book.note("trainer.model_name", "renamed", f"--model {family}{' --size ' * bool(size)}{size}")
         else:
-            book.note("trainer.model_name", "not expressible", f"{name}: no model of ours; see docs/reference/models.md")
+            book.note(
+                "trainer.model_name", "not expressible", f"{name}: no model of ours; see docs/reference/models.md"
+            )
     if not book.peek("runner_config.stop_step"):
         book.note("runner_config.stop_step", "no effect", "0 is no limit; give --steps")
     read_rows(book, TRAIN, train)

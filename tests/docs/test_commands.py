@@ -21,7 +21,7 @@ from sporeloom.strategy.loader import load_strategy
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 SHOWN = ("python", "yaml", "text")
 """Languages of blocks that are read; `sh` and `console` are run. In `console` a command follows `$`, then what it says."""
-DEEP_PAGES = [f"docs/how-to/{name}.md" for name in ("experts", "published_checkpoints")]
+DEEP_PAGES = [f"docs/how-to/{name}.md" for name in ("certify", "experts", "published_checkpoints")]
 SHALLOW = [page for page in PAGES if page.startswith("docs/how-to/") and page not in DEEP_PAGES]
 """Pages whose commands do and say the same whatever the depth."""
 SHORT = [] if os.environ.get("DOCS_IN_FULL") else ["docs/tutorials/first_model.md"]

@@ -1,8 +1,9 @@
-# make demo | test | test-all | test-mindspore-2.10 | check | lint | bench | toolchains. All but the last set up .venv first, once.
+# make demo | test | test-all | test-mindspore-2.10 | check | lint | docs | bench | toolchains. All but the last set up .venv
+# first, once.
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-mindspore-2.10 check lint format bench toolchains setup clean
+.PHONY: demo test test-all test-mindspore-2.10 check lint format docs bench toolchains setup clean
 
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
@@ -42,6 +43,11 @@ format: $(VENV)/.all
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Strictly: a broken link or a missing anchor fails (mkdocs.yml). The site is out/site/index.html.
+docs: $(VENV)/.docs
+	$(BIN)/python docs/generate.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/decode.py
@@ -75,6 +81,10 @@ $(VENV)/.dev: $(VENV)/.core
 
 $(VENV)/.all: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve,data,web,ray,mindformers,all-tests]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.all

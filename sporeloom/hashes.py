@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """hashes.json records a folder as it was written: a hash of every other file and of itself.
-docs/checkpoint_format.md
+docs/reference/checkpoint_format.md
 
 Of safetensors files it has the hash of the header; of their tensors the hashes that `sporeloom.checkpoint.content_hash`
 makes, here or in the manifest of a training checkpoint, which may be checked in shares. Folders that others publish have no

@@ -39,24 +39,27 @@ def certify(
     mesh: Mapping[str, int] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Prove a network of your own under a strategy: small meshes with each of its axes against one device. Then compile its
-    first, middle and last rank on the whole mesh, for which no device is needed.
+    """Certify a user-defined network under a strategy.
+
+    It trains the network on small meshes with each axis of the strategy and compares it with one device. Then it compiles the
+    first, the middle and the last rank on the full mesh, for which it needs no device. Call it under
+    `if __name__ == "__main__":`, in a process of its own.
 
     Args:
         network: a class or function at the top of a Python file, called without arguments: a Cell that returns its loss.
-        inputs: NumPy arrays of one batch; every step takes it. The batch is dim 0.
-        strategy, mesh, settings: as of `auto_parallel`.
+        inputs: NumPy arrays of one batch, which every step takes. The batch is dim 0.
+        strategy, mesh, settings: as in `auto_parallel`.
         out: folder for certificate.json, certificate.html and logs.
-        processes: the proof may use on this machine.
-        memory_gb: of one device; refuse what needs more for weights, gradients and AdamW's moments alone.
-        cluster: a file or shipped one by name: its memory is `memory_gb` where that is not given, and the time of a step is
-            estimated from what is counted in the graphs, with nothing overlapping.
+        processes: number of processes that the proof may use on this machine.
+        memory_gb: memory of one device. A strategy that needs more for weights, gradients and AdamW's moments is refused.
+        cluster: a cluster file, or the name of a built-in one. It gives `memory_gb` where that is absent, and an estimate of
+            the time of a step from what the compiled graphs compute and send, with nothing overlapping.
 
-    Call it under `if __name__ == "__main__":`, in a process of its own. Returns what is in the certificate; `verdict` is
-    `certified` or `refused`, `reasons` says why.
+    Returns:
+        The contents of the certificate. `verdict` is `certified` or `refused`; `reasons` says why.
 
     Raises:
-        ConfigError: something cannot be used as given.
+        ConfigError: an argument cannot be used.
     """
     folder, given = Path(out), {"mesh": dict(mesh), **settings} if mesh is not None else None
     large = _checked(strategy, given, folder, processes)

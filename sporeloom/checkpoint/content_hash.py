@@ -6,8 +6,8 @@ hash = sum over all entries of  f(bits(entry)) * product over dims d of w(d, ind
 
 `bits` is the entry's memory read as a little-endian unsigned integer, `f(b) = b ^ (b >> half of its bits)`, `w(d, i)`
 the SplitMix64 output number i of a stream seeded with d + 1, made odd. So a changed bit of one entry always changes the
-hash, and entries that trade places nearly always do. It finds accidents, not forgeries. docs/checkpoint_format.md has a
-test vector.
+hash, and entries that trade places nearly always do. It finds accidents, not forgeries. docs/reference/checkpoint_format.md
+has a test vector.
 """
 
 from __future__ import annotations

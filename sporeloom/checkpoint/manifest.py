@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a training checkpoint: which file holds which shard of each tensor. docs/checkpoint_format.md
+"""The manifest of a training checkpoint: which file holds which shard of each tensor. docs/reference/checkpoint_format.md
 
 A checkpoint is a folder `step-00000020` of safetensors files, one a rank at most, and `manifest.json`. Tensors have the
 model's names, whatever the mesh was.

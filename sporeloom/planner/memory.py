@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes on each pipeline stage's devices, term by term. Derivations and sources: docs/planner.md."""
+"""Bytes on each pipeline stage's devices, term by term. Derivations and sources: docs/explanation/planner.md."""
 
 from __future__ import annotations
 

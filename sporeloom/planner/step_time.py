@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of one training step, term by term, in closed form. Derivations and sources: docs/planner.md."""
+"""Seconds of one training step, term by term, in closed form. Derivations and sources: docs/explanation/planner.md."""
 
 from __future__ import annotations
 

@@ -91,27 +91,30 @@ def auto_parallel(
     check: bool = False,
     **settings: Any,
 ) -> nn.Cell:
-    """Make a network, written for one device, run as a strategy says; use what is returned in its place.
+    """Make a network that is written for one device run under a strategy. Use the returned network in its place.
 
     Args:
-        strategy: a strategy file; or "auto": one is chosen from the network's products and written to `auto_parallel.yaml`,
-            or `out`, to read, change and load by its name. `devices`: how many, those launched without it; `memory_gb`: what
-            a device has for parameters and their training state. Or instead
-        mesh: degrees of the mesh axes, as `{"dp": 2, "tp": 2}`. Alone it is data parallelism.
-        check: also make the first call of everything that uses the network on one device, on every rank, and stop where
-            loss, gradients or what it leaves in the parameters differ. On CPU processes, without dropout and bfloat16.
-        settings: what else a strategy file may say: `rules`, `pipeline`, `recompute`, `optimizer_parallel`, ...
-            `rules` may be just the operators: `{"up.matmul": [["dp", None], ["tp", None]]}`.
+        net: the network, or the network with its loss.
+        strategy: a strategy file, or "auto". "auto" chooses a strategy from the network's matrix products and writes it to
+            `auto_parallel.yaml`. Its settings are `devices` (default: those launched), `memory_gb` (memory of a device for
+            parameters and training state) and `out` (another file). Give `strategy` or `mesh`, not both.
+        mesh: degrees of the mesh axes, such as `{"dp": 2, "tp": 2}`. Without rules this is data parallelism.
+        check: also compute the first call of each step, function or evaluation on one device, on every rank, and stop where
+            the loss, a gradient or an updated parameter differs. On CPU processes, without dropout and bfloat16.
+        settings: other keys of a strategy file: `rules`, `pipeline`, `recompute`, `optimizer_parallel`, ...
+            `rules` may be the operators alone: `{"up.matmul": [["dp", None], ["tp", None]]}`.
 
-    Without a rule on it the batch, dim 0 of every input as long as the first one's, is sharded over dp; what no rule is for
-    follows from that and from the other rules. Train with `nn.TrainOneStepCell`, `ms.train.Model`, `ms.value_and_grad` or
-    a function under `ms.jit`, evaluate and predict, in graph mode, as on one device. Every process of the job runs the
-    same script with the same, whole batches; the parameters of each hold its part. In a pipeline, for which there is
-    `nn.TrainOneStepCell`, the loss is the mean over the microbatches.
+    Dim 0 of every input that is as long as the first input's is the batch, and is sharded over dp. Layouts without a rule are
+    derived from that and from the rules. Train with `nn.TrainOneStepCell`, `ms.train.Model`, `ms.value_and_grad` or a
+    function under `ms.jit`, in graph mode, as on one device. Every process runs the same script with the same, full batches;
+    its parameters hold its shards. Pipelines take `nn.TrainOneStepCell`; the loss is the mean over the microbatches.
+
+    Returns:
+        The parallel network. It has the parameters of `net`.
 
     Raises:
         ConfigError: the strategy, the launched processes or the network do not fit each other, here or at the first call.
-            All ranks say so.
+            All ranks raise it.
     """
     if (strategy is None) == (mesh is None):
         raise ConfigError("auto_parallel takes a strategy file or mesh=..., one of them")
@@ -172,13 +175,18 @@ def _chosen(
 
 
 def is_log_rank() -> bool:
-    """Whether this is the one process of the job that tells what all know; always, on one device."""
+    """Return whether this is the logging rank, the one process of a job that prints. On one device it is."""
     return not _engines or list(_engines.values())[-1].is_log_rank
 
 
 def own_rows(network: nn.Cell, output: Tensor) -> Tensor:
-    """Of an output that a network from `auto_parallel` gave, dim 0 the batch: the rows of this process, for each to go on
-    with its own part. Ranks that differ in tp or cp alone have the same ones; without dp they are all.
+    """Return this process's rows of an output of a parallel network.
+
+    Ranks that differ in tp or cp only have the same rows; without dp these are all rows.
+
+    Args:
+        network: a network that `auto_parallel` returned.
+        output: one of its outputs, with the batch as dim 0.
 
     Raises:
         ConfigError: `auto_parallel` did not return the network, or dp does not divide the rows.

@@ -17,16 +17,18 @@ FORMATS = ("ckpt", "safetensors")
 
 
 def save_checkpoint(network: nn.Cell, path: str | Path) -> None:
-    """Write the whole parameters of a network that `auto_parallel` returned, as one device would with `ms.save_checkpoint`,
-    which here would write each rank's parts. `ms.load_checkpoint(path, net)` reads them, before `auto_parallel(net, ...)` to
-    go on from there under any mesh. Every process calls it, the first one writes; all return when it is written.
+    """Write the unsharded parameters of a parallel network into one file.
+
+    `ms.save_checkpoint` would write this rank's shards here. To continue on one device or under any mesh, call
+    `ms.load_checkpoint(path, net)` before `auto_parallel(net, ...)`. Every process calls this function; the first one writes,
+    and all return when the file is complete.
 
     Args:
-        path: ends with .ckpt or .safetensors, on a file system that all processes share.
+        network: a network that `auto_parallel` returned, called at least once.
+        path: a name that ends with .ckpt or .safetensors, on a file system that all processes share.
 
     Raises:
-        ConfigError: the suffix is another, the network is none of `auto_parallel`'s or was never called, or runs on devices,
-            where MindSpore's own function puts the parts together.
+        ConfigError: another suffix or network, or a network on devices, where MindSpore's own function joins the shards.
     """
     path, parallel = Path(path), parallel_of(network, "save_checkpoint")
     if path.suffix[1:] not in FORMATS:

@@ -56,7 +56,7 @@ class Pipeline:
     first; `seqpipe`, another interleaving of virtual stages; `zero_bubble_h1`, 1f1b whose backward passes are
     split to fill the idle time; `zero_bubble_v` and `dualpipe_v`, with split backward passes, too, and 2
     virtual stages that run down the stages and up again; or a custom CSV file, relative to this one
-    (docs/guides/train.md). MindSpore's own pipelines, on devices, have neither zero_bubble_h1, dualpipe_v nor
+    (docs/how-to/pipelines.md). MindSpore's own pipelines, on devices, have neither zero_bubble_h1, dualpipe_v nor
     files, and gpipe only with virtual stages."""
     listed: ListedSchedule | None = field(default=None, metadata={"hidden": True})
     """The contents of the file, if `schedule` is one."""

@@ -63,7 +63,7 @@ class TuningConfig(AdapterFlags, TrainingConfig):
     rate: ClassVar[float] = 1e-5
     """Default of the maximum learning rate."""
 
-    data: Path = option(..., "training data: JSON lines, see docs/guides/finetune.md")
+    data: Path = option(..., "training data: JSON lines, see docs/how-to/sft.md")
     from_checkpoint: Path | None = option(
         ..., "checkpoint folder with the initial weights; it determines family, size and tokenizer"
     )

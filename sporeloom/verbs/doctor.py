@@ -29,7 +29,7 @@ GB_OF_A_PROCESS = 1.0
 """Memory that a process of a tiny model takes on CPU; tests and certificates start four."""
 WAYS = {
     "Ascend": "install CANN and run `source .../ascend-toolkit/set_env.sh`",
-    "GPU": 'run `eval "$(tools/install_gpu_libraries.sh)"`, which docs/guides/gpu.md is about',
+    "GPU": 'run `eval "$(tools/install_gpu_libraries.sh)"`, which docs/how-to/gpu.md is about',
 }
 """Instructions to let MindSpore use a device."""
 

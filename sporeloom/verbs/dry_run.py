@@ -7,7 +7,7 @@ a device.
     sporeloom dry-run explain query.weight --model pangu --size 13b --strategy pangu_13b_tp8
 
 Ranks of one pipeline stage have the same graph over other groups, so each stage is compiled once. Activation bytes are
-the memory model's (docs/planner.md); everything else is read from the compiled graph.
+the memory model's (docs/explanation/planner.md); everything else is read from the compiled graph.
 """
 
 import sys

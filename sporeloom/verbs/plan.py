@@ -9,7 +9,7 @@ MindSpore.
     sporeloom plan validate RUNS.csv --json        how far the cost model is from published runs
 
 --config takes a model by its dimensions alone: a YAML file with the fields of sporeloom.planner.dimensions.Dimensions.
-docs/planner.md derives every term.
+docs/explanation/planner.md derives every term.
 """
 
 import dataclasses

@@ -13,7 +13,7 @@
 
 INPUT is .jsonl, also with .gz, .zst, .bz2 or .xz (a field `text`), .parquet (a column `text`), .txt (blank lines between
 documents), .warc and .wet, also .gz (pages and texts of the web), or a folder, in which each other file is a document.
-docs/guides/data.md has the whole story.
+docs/how-to/preprocess.md has the whole story.
 """
 
 import os

@@ -8,7 +8,7 @@
     sporeloom translate ds_config.json --to ours --out mine.yaml --devices 64 --seq-len 2048
 
 Reads our strategy files, MindFormers 1.x and 2.x YAML, DeepSpeed's JSON and Megatron-LM's flags (any other file). The
-report has for every key: same, renamed, approximated, no effect, not expressible, unknown. docs/guides/mindformers.md has
+report has for every key: same, renamed, approximated, no effect, not expressible, unknown. docs/how-to/mindformers.md has
 the tables.
 """
 

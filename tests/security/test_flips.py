@@ -251,7 +251,7 @@ def test_hashes_that_lie_are_refused_in_one_line_and_open_no_file_outside(folder
 
 
 def test_the_format_is_as_documented(tmp_path):
-    """Made by hand from what docs/checkpoint_format.md says."""
+    """Made by hand from what docs/reference/checkpoint_format.md says."""
     (tmp_path / "a.txt").write_bytes(b"hello\n")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c.bin").write_bytes(bytes(range(256)))

@@ -5,10 +5,49 @@ import runpy
 import pytest
 from conftest import ROOT
 
+import sporeloom
+from sporeloom.verbs import VERBS
 
-def test_the_strategy_reference_is_the_one_generated_from_the_dataclasses():
-    generated = runpy.run_path(str(ROOT / "docs" / "generate.py"))["reference"]()
-    assert (ROOT / "docs" / "strategy.md").read_text(encoding="utf-8") == generated, "run python docs/generate.py"
+GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+PAGES = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+
+
+def page(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if "<!-- generated" in page(name)])
+def test_a_generated_page_is_what_the_code_says(name):
+    assert page(name) == GENERATE["filled"](page(name)), "run python docs/generate.py"
+
+
+def test_every_generated_section_is_on_a_page():
+    shown = [found for name in PAGES for _, found, _ in GENERATE["MARKED"].findall(page(name))]
+    assert sorted(shown) == sorted(GENERATE["SECTIONS"])
+
+
+def test_the_api_reference_has_all_that_the_package_exports():
+    shown = re.findall(r"(?m)^## (\w+)$", page("docs/reference/python_api.md"))
+    assert sorted([*shown, "__version__"]) == sorted(sporeloom.__all__)
+
+
+def test_the_reference_of_the_commands_has_every_verb():
+    shown = re.findall(r"(?m)^### sporeloom (\S+)$", page("docs/reference/cli.md"))
+    assert shown == list(VERBS)
+
+
+def test_the_reference_of_the_server_has_every_field_that_it_reads():
+    code = (ROOT / "sporeloom/serve/requests.py").read_text(encoding="utf-8")
+    fields = set(re.findall(r'fields\.(?:take|number|integer|integers|refuse)\("(\w+)"', code))
+    assert len(fields) > 20
+    assert [name for name in sorted(fields) if f"`{name}" not in page("docs/reference/http_api.md")] == []
+
+
+def test_the_reference_of_metrics_has_those_of_every_task():
+    code = (ROOT / "sporeloom/nn/objectives.py").read_text(encoding="utf-8")
+    names = set(re.findall(r'"([\w/]+)"', " ".join(re.findall(r"(?s)\n    metrics = \((.*?)\)\n", code))))
+    assert len(names) > 10
+    assert [name for name in sorted(names) if f"`{name}`" not in page("docs/reference/metrics.md")] == []
 
 
 @pytest.mark.parametrize(
@@ -21,7 +60,7 @@ def test_the_strategy_reference_is_the_one_generated_from_the_dataclasses():
 def test_every_file_a_page_names_exists(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     for path in re.findall(
-        r"(?:examples|tools|parallel_configs|docs|tests|sporeloom)/[\w./]+\.(?:py|yaml|md|txt)", text
+        r"(?:benchmarks|examples|tools|parallel_configs|docs|tests|sporeloom)/[\w./-]+\.(?:py|yaml|md|txt)", text
     ):
         assert (ROOT / path).exists() or path == "parallel_configs/my_dp2_tp2.yaml", path
 

@@ -211,7 +211,7 @@ def _train(book: InputKeys, strategy: Strategy, train: dict[str, Any]) -> None:
             book.note(
                 "trainer.model_name",
                 "not expressible",
-                f"{name}: not a model of a family here; see docs/guides/models.md",
+                f"{name}: not a model of a family here; see docs/reference/models.md",
             )
     if not book.peek("runner_config.stop_step"):
         book.note("runner_config.stop_step", "no effect", "0 means no limit; give --steps")

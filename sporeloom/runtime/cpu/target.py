@@ -2,7 +2,7 @@
 """A virtual Ascend target: MindSpore's partitioner for any rank of any cluster, on a machine with no accelerator.
 
 It leans on private symbols of MindSpore, so it checks the version and the symbols first and tests itself once.
-How it works: docs/cpu_execution.md.
+How it works: docs/explanation/partitioning.md.
 """
 
 from __future__ import annotations

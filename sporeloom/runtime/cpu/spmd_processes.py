@@ -15,14 +15,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from sporeloom.errors import ConfigError, Problems
+from sporeloom.errors import Problems
 from sporeloom.parallel.call import Call
-from sporeloom.parallel.step import Microbatch, TrainStep
-from sporeloom.partition.graph import Graph, Name, TensorType
-from sporeloom.partition.held import Communication, PartitionError, ShardedGraph
-from sporeloom.partition.layout import ValueLayout
-from sporeloom.partition.stages import StageGraphs, cut_into_stages
-from sporeloom.partition.updates import cut_updates
+from sporeloom.parallel.step import TrainStep
+from sporeloom.partition.graph import Graph
+from sporeloom.partition.held import Communication, ShardedGraph
+from sporeloom.partition.stages import StageGraphs
 from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.compilation_cache import cached_model
 from sporeloom.runtime.cpu.executor import Program
@@ -37,17 +35,16 @@ from sporeloom.runtime.cpu.pipeline import (
 )
 from sporeloom.runtime.cpu.processes import CpuProcesses, ProgramBackend, Runnable
 from sporeloom.runtime.cpu.spmd import (
-    Sharded,
     compile_for_one_device,
     decide,
     partition_for_rank,
     reports_in,
-    shard,
     whole_again,
 )
+from sporeloom.runtime.cpu.step_graphs import Cut, cut_cell, cut_update, microbatch_of, types_of
 from sporeloom.runtime.cpu.transport import Collectives
 from sporeloom.strategy.layout import Shape
-from sporeloom.strategy.schedule import idle_microbatches, microbatches_held, splits_backward
+from sporeloom.strategy.schedule import idle_microbatches, microbatches_held
 
 
 class SpmdBackend(ProgramBackend):
@@ -110,24 +107,10 @@ class SpmdBackend(ProgramBackend):
         """Raises:
         ConfigError: the batch does not divide into microbatches.
         """
-        rows = described[0][0][0]
-        if rows % num_microbatches:
-            low = rows // num_microbatches * num_microbatches
-            near = f"{low} or {low + num_microbatches}" if low else str(num_microbatches)
-            raise ConfigError(
-                f"{self.strategy.at('pipeline.num_microbatches')}: a batch of {rows} does not divide into "
-                f"{num_microbatches} microbatches; take {near}"
-            )
-        microbatch = Microbatch(step).set_train(step.training)
-        if (key := getattr(step, "graph_key", None)) is not None:
-            microbatch.graph_key, step.graph_key = {**key, "half": "microbatch"}, {**key, "half": "update"}
-        parts = [((shape[0] // num_microbatches, *shape[1:]), dtype) for shape, dtype in described]
-        programs, sharded = self._stages(microbatch, parts, is_training=True)
-        source = sharded.source
-        types = _types(source)
-        outputs = [types[name] for name in source.outputs]
-        held = [sharded.result.layouts[name] for name in source.outputs]
-        made, updated = self._with_update(programs, step, outputs, held, num_microbatches)
+        microbatch, parts = microbatch_of(step, described, num_microbatches, self.strategy)
+        programs, cut = self._stages(microbatch, parts, is_training=True)
+        sharded = cut.sharded
+        made, updated = self._with_update(programs, step, cut, num_microbatches)
         passes = programs.cut.passes
         mine = sharded.result.within(passes[one].graph for one in programs.programs if one.kind != "parameters")
         once = sharded.result.within(passes[one].graph for one in programs.programs if one.kind == "parameters")
@@ -154,24 +137,21 @@ class SpmdBackend(ProgramBackend):
 
     def _stages(
         self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], is_training: bool = False
-    ) -> tuple[StagePrograms, Sharded]:
+    ) -> tuple[StagePrograms, Cut]:
         """The passes of this rank's stage; those of all stages are cut out of one graph, the same on all ranks."""
         problems, name = Problems(), f"program {len(self.programs)}"
         cut = problems.of(self._cut, cell, described, is_training)
         self.agree(problems)
         assert cut is not None
-        sharded, graphs = cut
-        self._learn_stages(cell, graphs)
+        self._learn_stages(cell, cut.stages)
         mine = self.strategy.mesh.ranks_of_stage(self.strategy.mesh.coordinate(self.rank, "pp"))
-        programs = {}
-        for one, made in graphs.passes.items():
+        programs, types = {}, types_of(cut.sharded.result.graph)
+        for one, made in cut.stages.passes.items():
+            types |= types_of(made.graph)
             if self.strategy.stage_of_part(one.part) == mine.start // len(mine):
-                graph = sharded.of_rank(self.rank, made.graph)
+                graph = cut.sharded.of_rank(self.rank, made.graph)
                 programs[one] = self._program(graph, cell, f"{name} {one.kind} {one.part}", mine)
-        types = _types(sharded.result.graph)
-        for made in graphs.passes.values():
-            types |= _types(made.graph)
-        return StagePrograms(self.strategy, graphs, programs, types, self.exchange(), name), sharded
+        return StagePrograms(self.strategy, cut.stages, programs, types, self.exchange(), name), cut
 
     def _program(self, graph: PartitionedGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> RankProgram:
         program = self.make_program(graph, cell, name, among)
@@ -179,22 +159,10 @@ class SpmdBackend(ProgramBackend):
         self.groups |= graph.groups
         return program
 
-    def _cut(
-        self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], is_training: bool
-    ) -> tuple[Sharded, StageGraphs]:
-        model = self._one_devices_graph(cell, described)
-        sharded = shard(model, decide(cell, self.strategy.mesh), gathers_outputs=not is_training)
-        self._remember(sharded.result)
-        parts: dict[str, int] = {}
-        for _, report in reports_in(cell):
-            parts |= report.parts
-        pipeline = self.strategy.pipeline
-        splits, sums_from = is_training and splits_backward(pipeline.order), 1 if is_training else None
-        try:
-            once, stage_of = not self.strategy.gathers_twice, self.strategy.stage_of_part
-            return sharded, cut_into_stages(sharded.result.graph, parts, splits, sums_from, once, stage_of)
-        except PartitionError as error:
-            raise ConfigError(f"engine spmd: {error}") from None
+    def _cut(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], is_training: bool) -> Cut:
+        cut = cut_cell(self._one_devices_graph(cell, described), cell, self.strategy, is_training)
+        self._remember(cut.sharded.result)
+        return cut
 
     def _learn_stages(self, cell: nn.Cell, graphs: StageGraphs) -> None:
         """Tell the reports which stages use each parameter."""
@@ -204,25 +172,15 @@ class SpmdBackend(ProgramBackend):
                 report.place(name.rpartition(":")[2], stage)
 
     def _with_update(
-        self,
-        programs: StagePrograms,
-        step: TrainStep,
-        given: Sequence[TensorType],
-        held: Sequence[ValueLayout],
-        num_microbatches: int,
+        self, programs: StagePrograms, step: TrainStep, cut: Cut, num_microbatches: int
     ) -> tuple[ScheduledStep, list[Communication]]:
-        """The step, and the collectives of the update.
-
-        Args:
-            given: loss and gradients as one device has them.
-            held: how the ranks of a stage hold them.
-        """
+        """The step, and the collectives of the update."""
         problems = Problems()
-        cut = problems.of(self._cut_update, programs, step, given, held)
+        update = problems.of(cut_update, self._one_devices_graph, cut, step, self.strategy)
         self.agree(problems)
-        assert cut is not None
-        sharded, graphs = cut
-        graph = graphs[programs.stage]
+        assert update is not None
+        sharded, graph = update.sharded, update.graphs[programs.stage]
+        self._remember(sharded.result)
         positions = {name: position for position, name in enumerate(sharded.result.graph.inputs)}
         program = self._program(
             sharded.of_rank(self.rank, graph), step, f"{programs.name} update", range(self.strategy.mesh.size)
@@ -230,33 +188,6 @@ class SpmdBackend(ProgramBackend):
         types = list(sharded.result.graph.inputs.values())
         taken = [positions[name] for name in graph.inputs]
         return ScheduledStep(programs, program, taken, types, num_microbatches), sharded.result.within([graph])
-
-    def _cut_update(
-        self, programs: StagePrograms, step: TrainStep, given: Sequence[TensorType], held: Sequence[ValueLayout]
-    ) -> tuple[Sharded, list[Graph]]:
-        model = self._one_devices_graph(step, [(type.shape, np.dtype(type.dtype)) for type in given])
-        sharded = shard(model, decide(step, self.strategy.mesh), held)
-        self._remember(sharded.result)
-        stages = {
-            name.rpartition(":")[2]: frozenset(map(self.strategy.stage_of_part, parts))
-            for name, parts in programs.cut.holders.items()
-        }
-        graph = sharded.result.graph
-        holders = {}
-        for name in graph.parameters:
-            short = name.rpartition(":")[2]
-            of = short if short in stages else short.partition(".")[2]
-            if of in stages:
-                holders[name] = stages[of]
-        loss, *gradients = graph.inputs
-        of_inputs = {loss: frozenset([self.strategy.stage_of_loss])}
-        for position, (name, parameter) in enumerate(zip(gradients, step.trained, strict=True), 1):
-            found = set(map(self.strategy.stage_of_part, programs.cut.results[position]))
-            of_inputs[name] = stages.get(parameter.name, frozenset()) | found
-        try:
-            return sharded, cut_updates(graph, self.strategy.mesh.pp, holders, of_inputs)
-        except PartitionError as error:
-            raise ConfigError(f"engine spmd: {error}") from None
 
     def _one_devices_graph(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
         """From rank 0, which reads or compiles it.
@@ -310,11 +241,3 @@ class SpmdProcesses(SpmdBackend, CpuProcesses):
     def bytes_of_first(self, content: bytes) -> bytes:
         group = Collectives(self.transport, range(self.strategy.mesh.size), "graph of one device")
         return group.broadcast(np.frombuffer(content, np.uint8), 0).tobytes()
-
-
-def _types(graph: Graph) -> dict[Name, TensorType]:
-    """Of all values."""
-    types = {**graph.parameters, **graph.inputs}
-    for node in graph.nodes:
-        types |= {name: type for name, type in zip(node.outputs, node.types, strict=True) if type is not None}
-    return types

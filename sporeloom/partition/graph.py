@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,3 +103,16 @@ class Graph:
     inputs: dict[Name, TensorType]
     nodes: list[Node]
     outputs: list[Name]
+
+
+def is_effect(node: Node, graph: Graph) -> bool:
+    """Whether an operator writes a parameter."""
+    return bool(node.attributes.get("side_effect_mem")) and any(name in graph.parameters for name in node.flat_inputs())
+
+
+def followed(node: Node) -> Iterable[Name]:
+    """Inputs that a node cannot do without: what others only wait for may be elsewhere."""
+    if node.kind in ("UpdateState", "Depend"):
+        first = node.inputs[0]
+        return (first,) if isinstance(first, str) else first
+    return node.flat_inputs()

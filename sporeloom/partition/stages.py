@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from sporeloom.partition.graph import Graph, Input, Name, Node, Scope, TensorType
-from sporeloom.partition.held import SENT, PartitionError
+from sporeloom.partition.graph import Graph, Input, Name, Node, Scope, TensorType, followed, is_effect
+from sporeloom.partition.held import PartitionError
+from sporeloom.partition.parameter_values import ParameterValues, of_parameters_alone
 
 PassKind = Literal["parameters", "forward", "backward", "weights"]
 NOWHERE = Scope()
@@ -97,8 +98,22 @@ def _places(graph: Graph, parts: Mapping[str, int]) -> list[_Place]:
     while True:
         placed = _Places(graph, parts, pinned)
         if placed.written == pinned:
-            return placed.found
+            return _gathered_where_wanted(graph, placed.found)
         pinned = placed.written
+
+
+def _gathered_where_wanted(graph: Graph, places: Sequence[_Place]) -> list[_Place]:
+    """What one other part alone wants gathered is sent to it as it is, and gathered there."""
+    found, users = list(places), dict[Name, set[_Place]]()
+    for node, place in zip(graph.nodes, places, strict=True):
+        for name in followed(node):
+            users.setdefault(name, set()).add(place)
+    for i, node in enumerate(graph.nodes):
+        wanted = users.get(node.outputs[0], set())
+        parts = {place.part for place in wanted}
+        if node.kind == "AllGather" and node.scope is None and len(parts) == 1 and None not in parts:
+            found[i] = _Place(parts.pop(), all(place.is_backward for place in wanted))
+    return found
 
 
 class _Places:
@@ -127,6 +142,14 @@ class _Places:
             return ANYWHERE
         given = [self._of[name] for name in node.flat_inputs() if name in self._of]
         is_backward = scope.is_backward or any(place.is_backward for place in given)
+        if (
+            node.kind == "Depend"
+            and is_backward
+            and not any(self._of[n].is_backward for n in followed(node) if n in self._of)
+        ):
+            return _Place(
+                None, True
+            )  # what recomputes waits for a gradient, of another part maybe: where it recomputes
         behind = [place.part for place in given if place.is_backward and place.part is not None]
         before = [place.part for place in given if not place.is_backward and place.part is not None]
         part = self._forward.get(scope.forward) if scope.forward else self.part_of(scope.cell)
@@ -146,60 +169,6 @@ class _Places:
         """Of the innermost Cell that is assigned to one."""
         found = [path for path in self.parts if f".{path}." in f".{cell}."]
         return self.parts[max(found, key=len)] if found else None
-
-
-def is_effect(node: Node, graph: Graph) -> bool:
-    """Whether an operator writes a parameter."""
-    return bool(node.attributes.get("side_effect_mem")) and any(name in graph.parameters for name in node.flat_inputs())
-
-
-@dataclass(slots=True)
-class ParameterValues:
-    """What depends on nothing but parameters that nobody writes."""
-
-    nodes: set[int] = field(default_factory=set)
-    """Positions of the operators that compute it."""
-    gathered: set[Name] = field(default_factory=set)
-    """Values among it for which ranks communicate."""
-    same: dict[Name, Name] = field(default_factory=dict)
-    """Value -> the same one, computed before."""
-
-
-def of_parameters_alone(graph: Graph) -> ParameterValues:
-    """Find the values that are the same for all microbatches."""
-    found, first = ParameterValues(), dict[Any, Name]()
-    written = {n for node in graph.nodes if is_effect(node, graph) for n in node.flat_inputs() if n in graph.parameters}
-    known = {*graph.parameters} - written
-    for i, node in enumerate(graph.nodes):
-        names = [found.same.get(name, name) for name in followed(node)]
-        if node.kind == "Load":  # what it waits for has not written this parameter
-            names = names[:1]
-        if node.kind == "UpdateState" or not all(name in known for name in names) or not node.outputs:
-            continue
-        if node.kind != "Constant" and (
-            not names or node.attributes.get("side_effect_hidden") or is_effect(node, graph)
-        ):
-            continue
-        found.nodes.add(i)
-        known |= set(node.outputs)
-        if node.kind == "Constant":
-            continue
-        if any(name in found.gathered for name in names) or node.kind in SENT:
-            found.gathered |= set(node.outputs)
-        for position, output in enumerate(node.outputs):
-            if node.kind == "Depend":
-                found.same[output] = names[0]
-            elif node.again:
-                found.same[output] = first.setdefault((node.again, position), output)
-            elif node.kind == "Load":
-                found.same[output] = first.setdefault(("Load", names[0]), output)
-            elif node.scope is None:
-                key = node.kind, *names, *sorted(node.attributes.items()), *node.types, position
-                found.same[output] = first.setdefault(repr(key), output)
-            else:
-                first.setdefault((node.scope.name, position), output)
-    found.same = {name: same for name, same in found.same.items() if name != same}
-    return found
 
 
 class _Cut:
@@ -409,14 +378,6 @@ class _Cut:
 def _order(one: StagePass) -> tuple[int, int]:
     kinds: tuple[PassKind, ...] = ("parameters", "forward", "backward", "weights")
     return kinds.index(one.kind), one.part
-
-
-def followed(node: Node) -> Iterable[Name]:
-    """Inputs that a node cannot do without: what others only wait for may be elsewhere."""
-    if node.kind in ("UpdateState", "Depend"):
-        first = node.inputs[0]
-        return (first,) if isinstance(first, str) else first
-    return node.flat_inputs()
 
 
 def assemble(

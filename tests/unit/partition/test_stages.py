@@ -302,3 +302,28 @@ def test_weights_are_gathered_once_for_all_microbatches(once, written):
             assert cut.passes[one].given == [nodes[0].outputs[0]]
         elif not written:
             assert len(nodes) == (0 if once else 1)
+
+
+def test_what_the_next_part_wants_gathered_is_sent_as_it_is():
+    builder = Builder([], {"x": ROW})
+    y = builder.put("Square", "x", cell="layers.0")
+    whole = builder.put("AllGather", y, type=TensorType((6,), "float32"), axes=("tp",), dim=0)
+    builder.graph.nodes[-1] = replace(builder.graph.nodes[-1], scope=None)
+    builder.graph.outputs = [builder.put("Sum", whole, cell="layers.1", type=ONE)]
+    cut = cut_into_stages(builder.graph, {"layers.0": 0, "layers.1": 1})
+    first, second = (cut.passes[StagePass("forward", part)] for part in range(2))
+    assert first.given == second.taken == [y]
+    assert "AllGather" in {node.kind for node in second.graph.nodes}
+
+
+def test_recomputation_that_waits_for_the_next_parts_gradient_stays_in_its_part():
+    builder = Builder([], {"x": ROW})
+    y = builder.put("Square", "x", cell="layers.0")
+    z = builder.put("Square", y, cell="layers.0")
+    loss = builder.put("Sum", builder.put("Square", z, cell="layers.1"), cell="layers.1", type=ONE)
+    gradient = builder.put("Mul", z, z, of=loss, cell="layers.1")
+    again = builder.put("Square", builder.put("Depend", y, gradient), cell="layers.0", backward=True)
+    builder.graph.outputs = [loss, builder.put("Mul", gradient, again, backward=True, of=z)]
+    cut = cut_into_stages(builder.graph, {"layers.0": 0, "layers.1": 1}, sums_from=1)
+    crossing = {n for n, takers in cut.takers.items() for one in takers if one.part != cut.givers[n].part}
+    assert crossing == {z, gradient}

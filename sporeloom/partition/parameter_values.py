@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the values of a graph that depend on parameters alone: they are the same for all microbatches of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sporeloom.partition.graph import Graph, Name, followed, is_effect
+from sporeloom.partition.held import SENT
+
+
+@dataclass(slots=True)
+class ParameterValues:
+    """What depends on nothing but parameters that nobody writes."""
+
+    nodes: set[int] = field(default_factory=set)
+    """Positions of the operators that compute it."""
+    gathered: set[Name] = field(default_factory=set)
+    """Values among it for which ranks communicate."""
+    same: dict[Name, Name] = field(default_factory=dict)
+    """Value -> the same one, computed before."""
+
+
+def of_parameters_alone(graph: Graph) -> ParameterValues:
+    """Find the values that are the same for all microbatches."""
+    found, first = ParameterValues(), dict[Any, Name]()
+    written = {n for node in graph.nodes if is_effect(node, graph) for n in node.flat_inputs() if n in graph.parameters}
+    known = {*graph.parameters} - written
+    for i, node in enumerate(graph.nodes):
+        names = [found.same.get(name, name) for name in followed(node)]
+        if node.kind == "Load":  # what it waits for has not written this parameter
+            names = names[:1]
+        if node.kind == "UpdateState" or not all(name in known for name in names) or not node.outputs:
+            continue
+        if node.kind != "Constant" and (
+            not names or node.attributes.get("side_effect_hidden") or is_effect(node, graph)
+        ):
+            continue
+        found.nodes.add(i)
+        known |= set(node.outputs)
+        if node.kind == "Constant":
+            continue
+        if any(name in found.gathered for name in names) or node.kind in SENT:
+            found.gathered |= set(node.outputs)
+        for position, output in enumerate(node.outputs):
+            if node.kind == "Depend":
+                found.same[output] = names[0]
+            elif node.again:
+                found.same[output] = first.setdefault((node.again, position), output)
+            elif node.kind == "Load":
+                found.same[output] = first.setdefault(("Load", names[0]), output)
+            elif node.scope is None:
+                key = node.kind, *names, *sorted(node.attributes.items()), *node.types, position
+                found.same[output] = first.setdefault(repr(key), output)
+            else:
+                first.setdefault((node.scope.name, position), output)
+    found.same = {name: same for name, same in found.same.items() if name != same}
+    return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from mindspore.nn.utils import no_init_parameters
 
 from sporeloom.dry_run.config import DryRun, DryRunConfig
+from sporeloom.dry_run.partitioned import partition_model
 from sporeloom.dry_run.pool import compile_ranks
 from sporeloom.errors import ConfigError, did_you_mean
 from sporeloom.models.config import ModelConfig
@@ -18,6 +19,7 @@ from sporeloom.models.paths import path_matches
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.parallel.report import DERIVED, ParameterReport
 from sporeloom.parallel.sharding import Operator, ParameterUse, operators, parameter_uses
+from sporeloom.partition.held import item_size
 from sporeloom.planner.task import PLAIN_TEXT
 from sporeloom.strategy.checks import dry_run_problems
 from sporeloom.strategy.config import Rule, Strategy
@@ -60,13 +62,47 @@ def explain(family: str, model: ModelConfig, strategy: Strategy, name: str) -> s
         if found_use := uses.get(parameter.name):
             lines.append(f"  it is input {found_use.position} of {found_use.operator.path}")
             lines += _rules(strategy.rules.operators, found_use.operator.path, found_use.position)
+    graph = _Values(family, model, strategy) if chosen and strategy.engine == "spmd" else None
     for operator in chosen:
-        lines += ["", f"operator {operator.path}, {operator.primitive.name}"]
+        lines += [
+            "",
+            f"operator {operator.path}, {operator.primitive.name}",
+            *(graph.lines(operator.path) if graph else []),
+        ]
         lines += _rules(strategy.rules.operators, operator.path, None) or [
             "  no rule is for it: its layout follows from those of its inputs",
             *_around(operator.path, found, strategy.rules.operators),
         ]
     return "\n".join(lines)
+
+
+class _Values:
+    """Layouts of the values in a training step's graph, as `engine: spmd` partitions it, and the collectives for them."""
+
+    def __init__(self, family: str, model: ModelConfig, strategy: Strategy):
+        batch = strategy.mesh.dp * strategy.num_microbatches(), model.seq_len
+        self.sharded = partition_model(family, model, strategy, batch).cut.sharded
+        self.makers = {name: node for node in self.sharded.result.graph.nodes for name in node.outputs}
+
+    def lines(self, path: str) -> list[str]:
+        """The layouts of an operator's inputs and outputs, and the collectives of it and of its gradient."""
+        result, layouts = self.sharded.result, self.sharded.result.layouts
+        nodes = [node for node in self.sharded.source.nodes if f".{node.path}".endswith(f".{path}") and node.path]
+        lines = []
+        for node in nodes[:1]:
+            given = [str(layouts[name]) for name in node.flat_inputs() if name in layouts]
+            outputs = [str(layouts[name]) for name in node.outputs if name in layouts]
+            lines.append(f"  values: {', '.join(given)} -> {', '.join(outputs)}")
+            of_gradient = {n.outputs[0] for n in self.sharded.source.nodes if n.forward == node.outputs[0]}
+            for each in result.communications:
+                maker = self.makers.get(each.value)
+                is_forward = each.consumer == node.path
+                if is_forward or each.consumer in of_gradient or (maker and maker.forward == node.outputs[0]):
+                    what, sent = "forward" if is_forward else "backward", each.elements * item_size(each.dtype)
+                    lines.append(
+                        f"  {what}: {each.kind} over {'*'.join(each.axes)}, a rank sends {sent:,} bytes a microbatch"
+                    )
+        return lines
 
 
 def _with_derived(

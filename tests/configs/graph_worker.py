@@ -80,6 +80,9 @@ def by_depth(path, model, rank):
     batch = (strategy.mesh.dp * strategy.num_parts(1), config.seq_len)
 
     def compile_stage(model, strategy):
+        if strategy.engine == "spmd":
+            (report,) = compilation_for_all.compile_ranks("pangu", model, strategy, [rank], batch)
+            return report
         return compile_rank("pangu", model, strategy, rank, batch)
 
     compiled = [compile_stage(*depth) for depth in small_depths(config, strategy, rank)]

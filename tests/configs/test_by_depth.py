@@ -22,6 +22,12 @@ CASES = {  # strategy, layers, rank
         7,
         3,
     ),
+    "engine spmd, a stage in the midst, sharded by the optimizer": (
+        "mesh: {pp: 4, dp: 2}\npipeline: {num_microbatches: 4, stages: {num_layers: [1, 4, 1, 1]}}\n"
+        "recompute: {layers: all}\noptimizer_parallel: {axis: dp}\nengine: spmd\n",
+        7,
+        2,
+    ),
 }
 
 

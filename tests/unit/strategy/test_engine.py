@@ -59,3 +59,20 @@ def test_explain_says_what_lies_where_of_both_engines(write):
         outcome = in_process("tools/dry_run.py", *asked)
         assert outcome.code == 0, outcome.output
         assert "[128, 128] -> [64, 128] on each rank of stage 0, 2 different parts" in outcome.output
+
+
+def test_explain_says_what_an_operator_of_engine_spmd_sends(write):
+    path = write("s.yaml", strategy_text(of({"dp": 2, "tp": 2}), "decoder"))
+
+    def explained(name):
+        asked = ("explain", name, "--model", "pangu", "--size", "tiny", "--strategy", path)
+        outcome = in_process("tools/dry_run.py", *asked)
+        assert outcome.code == 0, outcome.output
+        return outcome.output
+
+    down, up = explained("layers.0.mlp.down.matmul"), explained("layers.0.mlp.up.matmul")
+    assert "values: [dp, tp], [~, tp] -> [dp, ~]" in down
+    size = 128 * 128 * 4  # tokens of a replica x hidden size, float32; on two ranks an all-reduce sends as much once
+    assert f"forward: AllReduce over tp, a rank sends {size:,} bytes a microbatch" in down
+    assert "forward:" not in up
+    assert f"backward: AllReduce over tp, a rank sends {size:,} bytes a microbatch" in up

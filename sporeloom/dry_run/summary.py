@@ -26,7 +26,12 @@ def summarize(run: DryRun, compiled: list[RankReport]) -> dict[str, Any]:
     """The whole report, as data: `job`, with every stage by the closed forms, and the `ranks` asked for."""
     by_stage = {report.stage: report for report in compiled}
     mesh = run.strategy.mesh
-    ranks = [_rank(run, by_stage[mesh.coordinate(rank, "pp")], rank) for rank in run.ranks]
+    of_stage = {stage: _stage(run, report) for stage, report in by_stage.items()}
+    ranks = [
+        _rank(run, by_stage[stage], of_stage[stage], rank)
+        for rank in run.ranks
+        for stage in [mesh.coordinate(rank, "pp")]
+    ]
     return {"job": _job(run, by_stage), "ranks": ranks}
 
 
@@ -55,7 +60,14 @@ def _moved(places: list[int], wanted: int) -> list[int]:
     return [wanted // block * block + wanted % step + i * step for i in range(len(places))]
 
 
-def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
+def _rank(run: DryRun, report: RankReport, values: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What is said of a rank: the values of its stage, and its groups."""
+    groups = {n: translate_group(run.strategy.mesh, g, report.rank, rank) for n, g in report.groups.items()}
+    return {**values, "rank": rank, "compiled_as": report.rank, "groups": groups}
+
+
+def _stage(run: DryRun, report: RankReport) -> dict[str, Any]:
+    """What is said of all ranks of a stage."""
     dims = of_decoder(run.model, run.seq_len, run.task.has_drops)
     job = _job_of(run)
     memory = task_memory(dims, job, run.task)[report.stage]
@@ -63,12 +75,8 @@ def _rank(run: DryRun, report: RankReport, rank: int) -> dict[str, Any]:
     held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
     activations = 0.0 if run.config.inference else memory.activations + memory.working
     copies = memory.weights  # cast, or gathered from the optimizer's parts
-    groups = {n: translate_group(run.strategy.mesh, g, report.rank, rank) for n, g in report.groups.items()}
     result = {
         **dataclasses.asdict(report),
-        "rank": rank,
-        "compiled_as": report.rank,
-        "groups": groups,
         "activation_bytes": activations,
         "computing_copy_bytes": copies,
         "host_activation_bytes": 0.0 if run.config.inference else memory.host_activations,

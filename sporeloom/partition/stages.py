@@ -369,7 +369,8 @@ class _Cut:
 
     def pass_graph(self, found: set[int], taken: Sequence[Name], outputs: Sequence[Name]) -> PassGraph:
         nodes = [self.nodes[i] for i in sorted(found)]
-        inputs = {name: type for name, type in self.graph.inputs.items() if any(name in n.flat_inputs() for n in nodes)}
+        used = {name for node in nodes for name in node.flat_inputs()}
+        inputs = {name: type for name, type in self.graph.inputs.items() if name in used}
         made = assemble(nodes, self.graph.parameters, [*inputs, *taken], outputs, self.types)
         positions = {name: position for position, name in enumerate(self.graph.inputs)}
         return PassGraph(made, [positions[name] for name in inputs], list(taken), list(outputs))

@@ -174,6 +174,7 @@ class _Updates:
             kept.add(id(entry))
             todo += [makers[name] for name in followed(entry.node) if name in makers]
         nodes = [entry.node for entry in entries if id(entry) in kept]
-        inputs = [name for name in self.graph.inputs if any(name in node.flat_inputs() for node in nodes)]
+        used = {name for node in nodes for name in node.flat_inputs()}
+        inputs = [name for name in self.graph.inputs if name in used]
         inputs += [name for name in outputs if name in self.graph.inputs and name not in inputs]
         return assemble(nodes, self.graph.parameters, inputs, outputs, self.types, messages)

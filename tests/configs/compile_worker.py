@@ -6,6 +6,7 @@ microbatches as stages, two virtual stages at the most and, but for the longest,
 """
 
 import dataclasses
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def compile_rank(path, rank, rules=None):
     for node, primitive in collective_nodes(graph.model):
         values = attributes(primitive)
         part = "backward" if node.domain.startswith("Gradients") else "forward"
-        layer = "layer" if "Layer/" in node.domain else "other"
+        layer = "layer" if re.search("(Layer|Block)/", node.domain) else "other"
         of_parameter = "mirror" in primitive.instance_name or "parallel_optimizer" in primitive.instance_name
         kind = "gradient" if of_parameter and part == "backward" else part
         times = parts if node.output[0] in in_network else 1

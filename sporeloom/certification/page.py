@@ -140,13 +140,17 @@ def _memory(values: dict[str, Any]) -> str:
 
 
 def _bytes(values: dict[str, Any]) -> str:
+    """Of `engine: spmd` the compiled graphs alone: the closed formulas describe MindSpore's partitioner."""
     rows: list[Sequence[Any]] = []
+    expected = values["full_size"]["implied"]
     for rank in values["full_size"]["ranks"]:
-        implied = values["full_size"]["implied"]["bytes_per_step"][rank["stage"]]
+        implied = expected["bytes_per_step"][rank["stage"]] if expected else {}
         for kind in sorted({*implied, *rank["bytes_per_step"]}):
             sent = rank["bytes_per_step"].get(kind, 0)
-            rows.append((f"rank {rank['rank']}", kind, int(sent), int(implied.get(kind, 0))))
-    return table(("", "kind and phase", "bytes a step, compiled", "implied by the strategy"), rows)
+            more = (int(implied.get(kind, 0)),) if expected else ()
+            rows.append((f"rank {rank['rank']}", kind, int(sent), *more))
+    head = ("", "kind and phase", "bytes a step, compiled", *(("implied by the strategy",) if expected else ()))
+    return table(head, rows)
 
 
 def _ranks(ranks: Sequence[dict[str, Any]]) -> str:

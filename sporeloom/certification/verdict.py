@@ -97,7 +97,8 @@ def _at_full_size(asked: Certification, checks: Checks, seconds: dict[str, float
         f"4/4 estimated: a step of {estimate['step_time_s']:.3g} s ({interval_text(estimate)}), "
         f"{estimate['tokens_per_s']:,.0f} tokens/s, {max(s['total'] for s in estimate['stages']) / 2**30:.1f} GB a device"
     )
-    usable = {"implied": expected, "usable_bytes": asked.cluster.usable_bytes}
+    compared = asked.full.strategy.engine != "spmd"  # the closed formulas are of MindSpore's partitioner
+    usable = {"implied": expected if compared else None, "usable_bytes": asked.cluster.usable_bytes}
     return {"full_size": {**report, **usable}, "estimate": estimate}
 
 

@@ -127,7 +127,9 @@ def test_graphs_of_engine_spmd_are_certified_and_a_wrong_rule_is_not(tmp_path, w
     assert outcome.code == 0, outcome.output
     path = tmp_path / "right/certificate.json"
     values = json.loads(path.read_text())
-    assert {rank["stage"] for rank in values["ranks"]} == {0, 1}
+    assert {rank["stage"] for rank in values["full_size"]["ranks"]} == {0, 1}
+    assert values["full_size"]["implied"] is None
+    assert "implied by the strategy" not in path.with_suffix(".html").read_text()
     loaded, vouched = load_strategy(right), values["vouched_for"]
     assert vouched["strategy"]["engine"] == "spmd"
     for_mindspore = vouched_for(

@@ -58,7 +58,7 @@ def test_a_column_with_another_name_near_those_is_one(reward):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("short", "gave 1 numbers for 2 texts"), ("fails", "TypeError: unsupported operand")]
+    ("name", "told"), [("short", "returned 1 numbers for 2 texts"), ("fails", "TypeError: unsupported operand")]
 )
 def test_a_function_that_fails_is_named(reward, name, told):
     with pytest.raises(ConfigError, match=rf"--reward .*rewards\.py:{name}: {told}"):

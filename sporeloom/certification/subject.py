@@ -95,7 +95,7 @@ def _own(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
         strategy,
         out,
         around=lambda net: ShardBatch(net, strategy.mesh) if is_parallel else net,
-        scale=1 / (strategy.num_microbatches() if strategy.is_spmd else strategy.num_parts()),
+        scale=1 / strategy.num_parts(),
     )[0]
 
 

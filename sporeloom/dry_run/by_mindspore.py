@@ -12,17 +12,13 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from mindspore.nn.utils import no_init_parameters
 
+from sporeloom.dry_run.cells import custom_cell, model_cell
 from sporeloom.dry_run.copies import order_of_copies
 from sporeloom.dry_run.mindspore_work import read_work
-from sporeloom.dry_run.rank_report import RankParameter, RankReport
+from sporeloom.dry_run.rank_report import RankReport, rank_parameters
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.family import family_module
-from sporeloom.parallel.cells import ShardBatch, average_over_all_rows, prepare_to_shard
-from sporeloom.parallel.parallelize import keep_as_function, parallelize, wrap
 from sporeloom.parallel.report import Report
-from sporeloom.parallel.step import TrainStep
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
 from sporeloom.runtime.cpu.compilation_cache import cached_graph, strategy_key
 from sporeloom.runtime.cpu.partition import PartitionedGraph, partition
@@ -32,8 +28,6 @@ from sporeloom.runtime.environment import prepare_environment
 from sporeloom.runtime.layouts import learn_layouts
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.layout import Shape
-from sporeloom.tasks.example import task_network
-from sporeloom.train.optim import AdamW
 
 
 def compile_rank(
@@ -53,13 +47,14 @@ def compile_rank(
     strategy = strategy.by_mindspore()
     prepare_environment()
     gc.disable()  # millions of small objects, none in cycles, before and after the compilation, too
-    cell, report, inputs, trained = _cell(family, model, strategy, rank, batch, inference, accumulate, task)
+    of_rank = rank, all_reduce_of(rank, strategy)
+    built = model_cell(family, model, strategy, batch, inference, accumulate, task, *of_rank)
     key = {"dry_run": family, "model": model.to_dict(), "strategy": strategy_key(strategy), "rank": rank}
     key |= {"batch": batch, "inference": inference, "accumulate": accumulate}
     key |= {"task": task.about()}
-    graph = cached_graph(key, lambda: partition(cell, strategy, rank, inputs))
+    graph = cached_graph(key, lambda: partition(built.cell, strategy, rank, built.inputs))
     order = [] if inference else _order_of_copies(family, model, strategy, rank, batch, accumulate, task)
-    return replace(_report(graph, report, strategy, trained), order_of_copies=order)
+    return replace(_report(graph, built.report, strategy, built.trained), order_of_copies=order)
 
 
 def compile_ranks(
@@ -84,21 +79,18 @@ def compile_own_rank(
             that several ranks have a part of.
     """
     strategy = strategy.by_mindspore()
+    built = custom_cell(make, strategy, inputs, rank, all_reduce_of(rank, strategy))
+    graph = partition(built.cell, strategy, rank, inputs)
+    check_reduced(graph, strategy, built.trained)
+    return _report(graph, built.report, strategy, built.trained)
+
+
+def all_reduce_of(rank: int, strategy: Strategy) -> ms.ops.AllReduce | None:
+    """The sum over all ranks, in the graph of a rank; None on one device."""
+    if strategy.mesh.size == 1:
+        return None
     with virtual_ascend(rank, strategy.mesh.size):
-        all_reduce = ms.ops.AllReduce(group=WORLD)
-    with no_init_parameters():
-        net = make()
-        prepare_to_shard(net)
-        for _, cell in net.cells_and_names():
-            average_over_all_rows(cell)
-        report = parallelize(net, strategy)
-        optimizer, around = AdamW(net.trainable_params()), wrap(ShardBatch(net, strategy.mesh), strategy)
-        scale = 1 / strategy.num_parts()
-        step = TrainStep(around, optimizer, report, rank, all_reduce, max_grad_norm=1.0, scale=scale).set_train()
-    graph = partition(step, strategy, rank, inputs)
-    trained = {parameter.name for parameter in optimizer.parameters}
-    check_reduced(graph, strategy, trained)
-    return _report(graph, report, strategy, trained)
+        return ms.ops.AllReduce(group=WORLD)
 
 
 def _report(graph: PartitionedGraph, report: Report, strategy: Strategy, trained: Collection[str]) -> RankReport:
@@ -106,7 +98,7 @@ def _report(graph: PartitionedGraph, report: Report, strategy: Strategy, trained
     learn_layouts(report, graph.held_layouts, graph.groups, graph.rank, strategy.source)
     stage = strategy.mesh.coordinate(graph.rank, "pp")
     work = read_work(graph, strategy.micro_batch_interleave if trained else 1)
-    parameters = _parameters(report, graph.parameters)
+    parameters = rank_parameters(report, graph.parameters)
     held = {p.name for p in parameters}
 
     def bytes_of(*prefixes: str) -> int:
@@ -128,8 +120,8 @@ def _report(graph: PartitionedGraph, report: Report, strategy: Strategy, trained
         optimizer_bytes=0 if strategy.optimizer_on_host else bytes_of("adam_m.", "adam_v."),
         gradient_bytes=accumulated or sum(p.num_bytes for p in parameters if p.name in trained),
         groups={name: ranks for name, ranks in graph.groups.items() if len(ranks) > 1},
-        collectives=work.collectives,
-        flops=work.flops,
+        collectives=work.sorted_collectives(),
+        flops=dict(work.flops),
         compile_s=graph.compile_s,
         moved_bytes=work.moved_bytes,
         passed_bytes=work.passed_bytes,
@@ -151,56 +143,15 @@ def _order_of_copies(
     if strategy.micro_batch_interleave == 1 or strategy.mesh.pp > 1:
         return []
     model, strategy = replace(model, num_layers=2), replace(strategy, recompute=None, offload=None)
-    cell, _, inputs, _ = _cell(family, model, strategy, rank, batch, False, accumulate, task)
-    cell.network.apply(_write_out)
+    of_rank = rank, all_reduce_of(rank, strategy)
+    built = model_cell(family, model, strategy, batch, False, accumulate, task, *of_rank)
+    built.cell.network.apply(_write_out)
     key = {"order_of_copies": family, "model": model.to_dict(), "strategy": strategy_key(strategy), "rank": rank}
     key |= {"batch": batch, "accumulate": accumulate, "task": task.about()}
-    graph = cached_graph(key, lambda: partition(cell, strategy, rank, inputs))
+    graph = cached_graph(key, lambda: partition(built.cell, strategy, rank, built.inputs))
     return order_of_copies(graph.model, graph.groups)
 
 
 def _write_out(cell: nn.Cell) -> None:
     if hasattr(cell, "cell_init_args"):
         cell.cell_init_args = ""
-
-
-def _cell(
-    family: str,
-    model: ModelConfig,
-    strategy: Strategy,
-    rank: int,
-    batch: tuple[int, int],
-    inference: bool,
-    accumulate: int,
-    task: TrainedTask,
-) -> tuple[nn.Cell, Report, list[tuple[tuple[int, ...], Any]], set[str]]:
-    """The network or training step of a rank, without its weights; what `parallelize` did; its inputs; what is trained."""
-    with virtual_ascend(rank, strategy.mesh.size):
-        all_reduce = ms.ops.AllReduce(group=WORLD) if strategy.mesh.size > 1 else None
-    inputs: list[tuple[tuple[int, ...], Any]] = [(batch, np.int32)] * 2
-    with no_init_parameters():
-        net = family_module(family, "model").Model(model) if inference else task_network(family, model, task)
-        keep_as_function(net)  # `graph` tells forward from backward, and both from the update, by the functions
-        report = parallelize(net, strategy, whole=not inference)
-        if inference:
-            return net.set_train(False), report, inputs, set()
-        inputs = [*inputs, (batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]
-        inputs += [(batch, np.int32)] if model.dropout_rate else []
-        optimizer = AdamW(net.trainable_params(), on_host=strategy.optimizer_on_host)
-        wrapped, options = wrap(net, strategy, accumulate), {"max_grad_norm": 1.0, "accumulate": accumulate}
-        options["loss_scale"] = model.compute_dtype == "float16"
-        step = TrainStep(wrapped, optimizer, report, rank, all_reduce, **options).set_train()
-    return step, report, inputs, {parameter.name for parameter in optimizer.parameters}
-
-
-def _parameters(report: Report, local_shapes: dict[str, tuple[int, ...]]) -> list[RankParameter]:
-    """The parameters in a rank's graph, with the shapes the compiler gave them."""
-    found = []
-    for p in report.parameters:
-        shape = local_shapes.get(p.name)
-        if shape is None:
-            continue
-        layout = [list(dim) for dim in p.layout]
-        num_bytes = 4 * int(np.prod(shape))
-        found.append(RankParameter(p.name, p.global_shape, shape, layout, p.optimizer_shards, num_bytes, p.rule))
-    return found

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from sporeloom.dry_run.partitioned import Partitioned, partition_model
-from sporeloom.dry_run.rank_report import RankParameter, RankReport
+from sporeloom.dry_run.rank_report import RankParameter, RankReport, rank_parameters
 from sporeloom.dry_run.work import Work, add_work, between, phases_of
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
@@ -63,7 +63,7 @@ def stage_report(done: Partitioned, rank: int) -> RankReport:
     graphs = [made.graph for one, made in done.cut.stages.passes.items() if strategy.stage_of_part(one.part) == stage]
     held = _local_shapes(graphs)
     parameters = _parameters(done, held)
-    updated = _local_shapes([done.update.graphs[stage]]) if done.update else {}
+    updated = _local_shapes([*graphs, *([done.update.graphs[stage]] if done.update else [])])
     moments = 4 * sum(math.prod(shape) for name, shape in updated.items() if name.startswith(MOMENTS))
     layers = report.layers_of_stages[stage] if report.layers_of_stages else []
     return RankReport(
@@ -74,7 +74,7 @@ def stage_report(done: Partitioned, rank: int) -> RankReport:
         parameters=parameters,
         parameter_bytes=sum(p.num_bytes for p in parameters),
         optimizer_bytes=0 if strategy.optimizer_on_host else moments,
-        gradient_bytes=_gradient_bytes(done, stage),
+        gradient_bytes=_gradient_bytes(done, parameters, stage),
         groups=work.groups,
         collectives=work.sorted_collectives(),
         flops=dict(work.flops),
@@ -124,25 +124,22 @@ def _local_shapes(graphs: Collection[Graph]) -> dict[str, Shape]:
 
 def _parameters(done: Partitioned, held: Mapping[str, Shape]) -> list[RankParameter]:
     """The parameters of the network that a rank holds, in the network's order."""
-    found, problems = [], []
-    for p in done.report.parameters:
-        shape = held.get(p.name)
-        if shape is None:
-            continue
-        if shape != p.local_shape:
-            problems.append(f"{p.rule}: {p.name} is {list(shape)} on a rank instead of {list(p.local_shape)}")
-        num_bytes = 4 * math.prod(shape)
-        layout = [list(dim) for dim in p.layout]
-        found.append(RankParameter(p.name, p.global_shape, shape, layout, p.optimizer_shards, num_bytes, p.rule))
+    found = rank_parameters(done.report, held)
+    problems = [
+        f"{p.rule}: {p.name} is {list(p.local_shape)} on a rank instead of {list(of_rule)}"
+        for p in found
+        if p.local_shape != (of_rule := done.report.of(p.name).local_shape)
+    ]
     if problems:
         raise ConfigError(problems[:8])
     return found
 
 
-def _gradient_bytes(done: Partitioned, stage: int) -> int:
-    """Bytes of the gradients that a rank adds up over microbatches, as they lie before the update."""
+def _gradient_bytes(done: Partitioned, parameters: Sequence[RankParameter], stage: int) -> int:
+    """Bytes of the gradients that a rank adds up over microbatches, as they lie before the update; of a single one, as large
+    as its parameters."""
     if done.update is None:
-        return 0
+        return sum(p.num_bytes for p in parameters if p.name in done.trained)
     types, stage_of = types_of(done.cut.sharded.result.graph), done.strategy.stage_of_part
     for made in done.cut.stages.passes.values():
         types |= types_of(made.graph)

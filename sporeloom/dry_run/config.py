@@ -14,7 +14,7 @@ from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
 from sporeloom.models.family import config_with_file, size_config, with_precision
 from sporeloom.numbers import Count, Positive, number_problems
 from sporeloom.planner.task import TaskFlags, TrainedTask, task_of, task_problems, trained_model
-from sporeloom.strategy.checks import adapter_problems, batch_problems, dry_run_problems, group_problems, model_problems
+from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, model_problems
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.loader import load_strategy
 
@@ -109,7 +109,7 @@ def check(config: DryRunConfig) -> DryRun:
     if not model or not strategy:
         problems.tell()
     assert model and strategy
-    problems += [*dry_run_problems(strategy), *model_problems(strategy, model)]
+    problems += [*strategy.device_problems(), *model_problems(strategy, model)]
     problems += adapter_problems(strategy) if config.lora_r else []
     problems += task_problems(config, not config.inference)
     task = problems.of(task_of, config, config.model, model)

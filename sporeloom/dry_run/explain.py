@@ -21,7 +21,6 @@ from sporeloom.parallel.report import DERIVED, ParameterReport
 from sporeloom.parallel.sharding import Operator, ParameterUse, operators, parameter_uses
 from sporeloom.partition.held import item_size
 from sporeloom.planner.task import PLAIN_TEXT
-from sporeloom.strategy.checks import dry_run_problems
 from sporeloom.strategy.config import Rule, Strategy
 from sporeloom.strategy.layout import show
 
@@ -35,8 +34,6 @@ def explain(family: str, model: ModelConfig, strategy: Strategy, name: str) -> s
     Raises:
         ConfigError: there is no such parameter or operator, or the strategy's engine tells nothing of it.
     """
-    if problems := dry_run_problems(strategy):
-        raise ConfigError(problems)
     strategy = strategy.for_devices()
     with no_init_parameters():
         net = family_module(family, "model").ModelWithLoss(model)

@@ -4,56 +4,21 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from sporeloom.dry_run.rank_report import Collective
+from sporeloom.dry_run.work import FLASH_PRODUCTS, NAMES, PRODUCTS, Work, attention_flops, product_flops
 from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.inlining import calls_of_functions
 from sporeloom.runtime.cpu.lowering import attributes, names_group, output_of
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 
 _SIZES = {"FLOAT": 4, "FLOAT16": 2, "BFLOAT16": 2, "INT32": 4, "INT64": 8, "BOOL": 1, "DOUBLE": 8, "INT8": 1}
-PRODUCTS = ("MatMul", "BatchMatMul", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
-NAMES = (
-    "Reshape",
-    "Depend",
-    "Load",
-    "UpdateState",
-    "MakeTuple",
-    "TupleGetItem",
-    "ExpandDims",
-    "Squeeze",
-    "StopGradient",
-)
-"""Operators that do not touch what a tensor holds."""
-FLASH_PRODUCTS = {"FlashAttentionScore": 2, "FlashAttentionScoreGrad": 5}
-"""Products of all queries with all keys: the gradient's kernel makes the scores again."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a graph does in one step."""
-
-    collectives: list[Collective]
-    flops: dict[str, int]
-    """Of matrix products, by phase."""
-    moved_bytes: int
-    """To the host, and as many back."""
-    passed_bytes: int
-    """Of the results of all operators but matrix products and what only names a tensor anew."""
-    in_float32: bool
-    """Whether a matrix product is."""
 
 
 def read_work(graph: PartitionedGraph, copies: int = 1) -> Work:
     """What `graph` does in a step, whose network was kept as functions that are called for each copy of each microbatch. The
     gradients of copies are added up before ranks exchange them."""
-    collectives: Counter[tuple[str, str, str, int]] = Counter()
-    flops: dict[str, int] = defaultdict(int)
-    moved = passed = 0
-    product_types = set[int]()
+    work = Work()
     primitives = {p.name: p for p in graph.model.primitives}
     for body, calls, backward in _bodies(graph.model):
         shapes = _shapes(body, graph.model)
@@ -61,40 +26,24 @@ def read_work(graph: PartitionedGraph, copies: int = 1) -> Work:
             primitive = primitives.get(node.op_type.removeprefix("REF::"))
             if primitive is None:
                 continue
-            group = _group(primitive)
+            kind, group = primitive.op_type, _group(primitive)
             in_network = body is not graph.model.graph
             phase = _phase(node, primitive, backward, in_network)
             times = calls // copies if in_network and phase == "optimizer" else calls
             if group is not None and len(graph.groups[group]) > 1:
-                kind, size = primitive.op_type, _bytes(node)
-                if kind == "ReduceScatter":
-                    size *= len(graph.groups[group])
-                collectives[kind, phase, group, size] += times
-            elif primitive.op_type == "MoveTo" and _target(body, node) == "CPU":
-                moved += times * _bytes(node)
-            elif primitive.op_type in PRODUCTS:
-                product_types.add(output_of(node).data_type)
-                flops[phase] += times * _flops(primitive.op_type, node, shapes)
-            elif primitive.op_type in FLASH_PRODUCTS:
-                query, keys = shapes[node.input[0]], shapes[node.input[1]]  # (B, H, T, D/H), (B, KV, keys, D/H)
-                flops[phase] += times * FLASH_PRODUCTS[primitive.op_type] * 2 * math.prod(query) * keys[2]
-            elif primitive.op_type not in NAMES:
-                passed += times * _result_bytes(node)
-    found = [Collective(k, p, g, count, size) for (k, p, g, size), count in sorted(collectives.items())]
-    return Work(found, dict(flops), moved, passed, mind_ir.TensorProto.FLOAT in product_types)
-
-
-def _flops(kind: str, node: mind_ir.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Of a product. A convolution and its gradients multiply each entry of the smaller picture with each of the filter."""
-    out = tuple(output_of(node).dims)
-    if not kind.startswith("Conv2D"):
-        return 2 * math.prod(out) * (math.prod(shapes[node.input[0]]) // math.prod(out[:-1]))
-    first, second = (shapes.get(name, ()) for name in node.input[:2])
-    if kind == "Conv2D":  # picture, filter -> (N, C, H, W)
-        return 2 * math.prod(out) * math.prod(second[1:])
-    if kind == "Conv2DBackpropInput":  # gradient (N, C, H, W), filter -> picture
-        return 2 * math.prod(first) * math.prod(second[1:])
-    return 2 * math.prod(first) * math.prod(out[1:])  # gradient, picture -> filter
+                size = _bytes(node) * (len(graph.groups[group]) if kind == "ReduceScatter" else 1)
+                work.add_message(kind, phase, group, graph.groups[group], size, times)
+            elif kind == "MoveTo" and _target(body, node) == "CPU":
+                work.moved_bytes += times * _bytes(node)
+            elif kind in PRODUCTS:
+                work.in_float32 |= output_of(node).data_type == mind_ir.TensorProto.FLOAT
+                first, second = (shapes.get(name, ()) for name in node.input[:2])
+                work.flops[phase] += times * product_flops(kind, tuple(output_of(node).dims), first, second)
+            elif kind in FLASH_PRODUCTS:
+                work.flops[phase] += times * attention_flops(kind, shapes[node.input[0]], shapes[node.input[1]])
+            elif kind not in NAMES:
+                work.passed_bytes += times * _result_bytes(node)
+    return work
 
 
 def _bodies(model: mind_ir.ModelProto) -> Iterator[tuple[mind_ir.GraphProto, int, bool]]:

@@ -12,27 +12,27 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from mindspore import nn
-from mindspore.nn.utils import no_init_parameters
 
+from sporeloom.dry_run.cells import DryRunCell, custom_cell, model_cell
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.family import family_module
-from sporeloom.parallel.cells import ShardBatch, average_over_all_rows, prepare_to_shard
-from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
 from sporeloom.private_names import mind_ir
-from sporeloom.runtime.cpu.compilation_cache import cached_model
-from sporeloom.runtime.cpu.spmd import compile_for_one_device
-from sporeloom.runtime.cpu.step_graphs import Compiled, Cut, CutUpdate, cut_cell, cut_update, microbatch_of
+from sporeloom.runtime.cpu.step_graphs import (
+    Cut,
+    CutUpdate,
+    compiled_or_cached,
+    cut_cell,
+    cut_update,
+    microbatch_of,
+    whole_cell,
+)
 from sporeloom.runtime.cpu.target import pin_cpu
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.layout import Shape
-from sporeloom.tasks.example import task_network
-from sporeloom.train.optim import AdamW
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Partitioned:
     report: Report
     cut: Cut
     update: CutUpdate | None
-    """None: nothing is trained."""
+    """None: nothing is trained, or the graph of the passes has it."""
     times: int
     """How often the passes run in a step."""
     trained: Collection[str]
@@ -72,24 +72,9 @@ def partition_model(
     """
     _begin()
     gc.disable()  # millions of small objects, none in cycles
-    inputs: list[tuple[Shape, Any]] = [(batch, np.int32)] * 2
-    key = {"dry_run": family, "model": model.to_dict(), "task": task.about(), "inference": inference}
-    with no_init_parameters():
-        net = family_module(family, "model").Model(model) if inference else task_network(family, model, task)
-        report = parallelize(net, strategy, whole=not inference)
-        if inference:
-            cell: nn.Cell = net.set_train(False)
-        else:
-            inputs += [(batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]
-            inputs += [(batch, np.int32)] if model.dropout_rate else []
-            optimizer = AdamW(net.trainable_params(), on_host=strategy.optimizer_on_host)
-            scaled = model.compute_dtype == "float16"
-            cell = TrainStep(net, optimizer, report, 0, max_grad_norm=1.0, accumulate=accumulate, loss_scale=scaled)
-            cell.set_train()
-    rules = strategy.rules
-    marks = repr((strategy.recompute, strategy.offload, rules.layers, rules.selective))
-    cell.graph_key = {**key, "marks": marks}
-    return _partitioned(cell, strategy, report, inputs, strategy.num_microbatches(accumulate), _cached)
+    built = model_cell(family, model, strategy, batch, inference, accumulate, task)
+    built.cell.graph_key = {"dry_run": family, "model": model.to_dict(), "task": task.about(), "inference": inference}
+    return _partitioned(built, strategy, strategy.num_microbatches(accumulate))
 
 
 def partition_own(make: Callable[[], nn.Cell], strategy: Strategy, inputs: Sequence[tuple[Shape, Any]]) -> Partitioned:
@@ -103,16 +88,7 @@ def partition_own(make: Callable[[], nn.Cell], strategy: Strategy, inputs: Seque
         ConfigError: it cannot be partitioned.
     """
     _begin()
-    with no_init_parameters():
-        net = make()
-        prepare_to_shard(net)
-        for _, cell in net.cells_and_names():
-            average_over_all_rows(cell)
-        report = parallelize(net, strategy)
-        optimizer, around = AdamW(net.trainable_params()), wrap(ShardBatch(net, strategy.mesh), strategy)
-        scale = 1 / strategy.num_microbatches()
-        step = TrainStep(around, optimizer, report, 0, max_grad_norm=1.0, scale=scale).set_train()
-    return _partitioned(step, strategy, report, inputs, strategy.num_microbatches(), compile_for_one_device)
+    return _partitioned(custom_cell(make, strategy, inputs), strategy, strategy.num_microbatches())
 
 
 def _begin() -> None:
@@ -120,24 +96,19 @@ def _begin() -> None:
     pin_cpu()  # also where there are devices: what is compiled does not depend on them
 
 
-def _cached(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
-    described = [[list(shape), np.dtype(dtype).str] for shape, dtype in inputs]
-    return cached_model({**cell.graph_key, "inputs": described}, lambda: compile_for_one_device(cell, inputs))
+def _partitioned(built: DryRunCell, strategy: Strategy, times: int) -> Partitioned:
+    start, (cell, report, inputs) = time.perf_counter(), built
 
+    def compiled(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
+        return compiled_or_cached(cell, inputs, strategy)
 
-def _partitioned(
-    cell: nn.Cell,
-    strategy: Strategy,
-    report: Report,
-    inputs: Sequence[tuple[Shape, Any]],
-    times: int,
-    compiled: Compiled,
-) -> Partitioned:
-    start = time.perf_counter()
+    trained = built.trained
+    if strategy.mesh.pp == 1 and (times == 1 or not trained):  # runs as one graph
+        cut = whole_cell(compiled(cell, inputs), cell, strategy)
+        return Partitioned(strategy, report, cut, None, 1, trained, time.perf_counter() - start)
     if not isinstance(cell, TrainStep):
         cut = cut_cell(compiled(cell, inputs), cell, strategy, is_training=False)
-        return Partitioned(strategy, report, cut, None, 1, (), time.perf_counter() - start)
-    trained = {parameter.name for parameter in cell.optimizer.parameters}
+        return Partitioned(strategy, report, cut, None, 1, trained, time.perf_counter() - start)
     microbatch, inputs = microbatch_of(cell, inputs, times, strategy)
     cut = cut_cell(compiled(microbatch, inputs), microbatch, strategy, is_training=True)
     update = cut_update(compiled, cut, cell, strategy)

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from sporeloom.parallel.report import Report
 
 
 @dataclass(frozen=True)
@@ -66,3 +70,18 @@ class RankReport:
     """Whether a matrix product is."""
     compiled_layers: list[int] = field(default_factory=list)
     """Layers of the stage in each graph that was compiled, where the full depth was derived from smaller ones."""
+
+
+def rank_parameters(report: Report, shapes: Mapping[str, tuple[int, ...]]) -> list[RankParameter]:
+    """The parameters that a rank's graphs use, in the order of the network.
+
+    Args:
+        shapes: those of a rank's parts, by name.
+    """
+    found = []
+    for p in report.parameters:
+        if (shape := shapes.get(p.name)) is not None:
+            layout = [list(dim) for dim in p.layout]
+            num_bytes = 4 * math.prod(shape)
+            found.append(RankParameter(p.name, p.global_shape, shape, layout, p.optimizer_shards, num_bytes, p.rule))
+    return found

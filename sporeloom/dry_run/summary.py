@@ -151,17 +151,13 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
         "num_microbatches": run.num_microbatches,
         "virtual_stages": strategy.pipeline.virtual_stages,
         "schedule": strategy.pipeline.schedule,
-        "copies": 1 if run.config.inference or strategy.engine == "spmd" else strategy.micro_batch_interleave,
+        "copies": 1 if run.config.inference else strategy.micro_batch_interleave,
         "engine": strategy.engine or "mindspore",
         "stages": stages,
         "imbalance": max(flops) / (sum(flops) / len(flops)) - 1,
         "replicated": _replicated(run, by_stage),
         "advice": [],
     }
-    if strategy.engine == "spmd" and strategy.micro_batch_interleave > 1:
-        values["advice"].append(
-            "micro_batch_interleave: engine spmd runs each microbatch at once; engine mindspore has copies"
-        )
     if run.config.memory_gb:
         values["fits"] = all(stage["total_bytes"] <= run.config.memory_gb * GB for stage in stages)
     if mesh.dp > 1 and not strategy.optimizer_parallel and not run.config.inference and not run.task.lora:

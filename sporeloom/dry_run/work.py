@@ -64,6 +64,7 @@ class Work:
         self.collectives[kind, phase, group, num_bytes] += times
 
     def sorted_collectives(self) -> list[Collective]:
+        """The collectives, in one order."""
         return [Collective(k, p, g, times, size) for (k, p, g, size), times in sorted(self.collectives.items())]
 
 
@@ -115,8 +116,8 @@ def add_work(
             work.in_float32 |= type.dtype == "float32"
             work.flops[when] += times * _flops(node, types)
         elif node.kind in FLASH_PRODUCTS:
-            query, keys = (types[name].shape for name in _tensors(node)[:2])  # (B, H, T, D/H), (B, KV, keys, D/H)
-            work.flops[when] += times * FLASH_PRODUCTS[node.kind] * 2 * math.prod(query) * keys[2]
+            query, keys = (types[name].shape for name in _tensors(node)[:2])
+            work.flops[when] += times * attention_flops(node.kind, query, keys)
         elif node.kind not in NAMES:
             work.passed_bytes += times * _bytes_of(node.types)
 
@@ -131,18 +132,26 @@ def _tensors(node: Node) -> list[Name]:
 
 
 def _flops(node: Node, types: Mapping[Name, TensorType]) -> int:
-    """Of a product. A convolution and its gradients multiply each entry of the smaller picture with each of the filter."""
     (out, *_) = (type.shape for type in node.types if type is not None)
-    names = _tensors(node)
-    first: Shape = types[names[0]].shape
-    if not node.kind.startswith("Conv2D"):
+    first, second = (types[name].shape if name in types else () for name in _tensors(node)[:2])
+    return product_flops(node.kind, out, first, second)
+
+
+def product_flops(kind: str, out: Shape, first: Shape, second: Shape) -> int:
+    """FLOPs of a product, of the shapes of its output and inputs. A convolution and its gradients multiply each entry of the
+    smaller picture with each of the filter."""
+    if not kind.startswith("Conv2D"):
         return 2 * math.prod(out) * (math.prod(first) // math.prod(out[:-1]))
-    second = types[names[1]].shape
-    if node.kind == "Conv2D":  # picture, filter -> (N, C, H, W)
+    if kind == "Conv2D":  # picture, filter -> (N, C, H, W)
         return 2 * math.prod(out) * math.prod(second[1:])
-    if node.kind == "Conv2DBackpropInput":  # gradient (N, C, H, W), filter -> picture
+    if kind == "Conv2DBackpropInput":  # gradient (N, C, H, W), filter -> picture
         return 2 * math.prod(first) * math.prod(second[1:])
     return 2 * math.prod(first) * math.prod(out[1:])  # gradient, picture -> filter
+
+
+def attention_flops(kind: str, query: Shape, keys: Shape) -> int:
+    """FLOPs of a FlashAttention kernel, of queries (B, H, T, D/H) and keys (B, KV, keys, D/H)."""
+    return FLASH_PRODUCTS[kind] * 2 * math.prod(query) * keys[2]
 
 
 def _is_on_host(move: Node, constants: Mapping[Name, Node]) -> bool:

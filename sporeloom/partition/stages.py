@@ -74,7 +74,6 @@ def cut_into_stages(
     parts: Mapping[str, int],
     splits_weights: bool = False,
     sums_from: int | None = None,
-    gathers_once: bool = True,
     stage_of: Callable[[int], int] = lambda part: part,
 ) -> StageGraphs:
     """Cut a sharded graph of a microbatch.
@@ -83,13 +82,10 @@ def cut_into_stages(
         parts: path of a Cell -> the part of the model that it is in. Cells within are, too; others go with their inputs.
         splits_weights: whether gradients that no other part waits for become passes of their own.
         sums_from: outputs from this one on are gradients, sums of which each part may give its own share.
-        gathers_once: whether sharded parameters are gathered once for all microbatches, and kept; otherwise each pass does so
-            anew.
         stage_of: the stage that has a part of the model: what several of its parts want gathered is gathered once.
     """
     places = _places(graph, parts)
-    once = of_parameters_alone(graph) if gathers_once else ParameterValues()
-    return _Cut(graph, places, splits_weights, sums_from, once, stage_of).run()
+    return _Cut(graph, places, splits_weights, sums_from, of_parameters_alone(graph), stage_of).run()
 
 
 def _places(graph: Graph, parts: Mapping[str, int]) -> list[_Place]:

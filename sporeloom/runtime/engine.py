@@ -35,11 +35,9 @@ def _join(strategy: Strategy, target: str) -> Backend:
     """
     if target == "CPU":
         return SpmdProcesses.join(strategy) if strategy.is_spmd else CpuProcesses.join(strategy)
-    if strategy.engine == "spmd":
-        return SpmdDevices.join(strategy)
-    if problems := strategy.mindspore_problems():
+    if problems := strategy.device_problems():
         raise ConfigError(problems)
-    return Devices.join(strategy)
+    return SpmdDevices.join(strategy) if strategy.engine == "spmd" else Devices.join(strategy)
 
 
 class Engine:

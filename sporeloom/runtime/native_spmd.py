@@ -83,22 +83,23 @@ class DeviceExchange:
 
     def __init__(self, communication: Communication):
         self.communication, self.rank = communication, communication.rank
-        self._last_sent: dict[int, Sent | None] = {}
+        self._sent: list[tuple[Sent | None, Tensor]] = []
+        """What is on its way, and what it is read from, which must not be written over until it is through."""
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         self.communication.create_groups((_channel(*pair), sorted(pair)) for pair in pairs)
 
     def send(self, peer: int, tag: tuple[str, Name, int], value: Tensor, type: TensorType) -> None:
-        self._last_sent[peer] = self.communication.send(value, peer, _channel(self.rank, peer))
+        self._sent.append((self.communication.send(value, peer, _channel(self.rank, peer)), value))
 
     def receive(self, peer: int, tag: tuple[str, Name, int], type: TensorType) -> Tensor:
         return self.communication.receive(self.zeros(type), peer, _channel(peer, self.rank))
 
     def settle(self) -> None:
-        for sent in self._last_sent.values():
+        for sent, _ in self._sent:
             if sent is not None:
-                sent.wait()  # earlier messages are through before the last one
-        self._last_sent = {}
+                sent.wait()
+        self._sent = []
 
     def zeros(self, type: TensorType) -> Tensor:
         return Tensor(np.zeros(type.shape, np.float32 if type.dtype == "bfloat16" else type.dtype)).astype(_dtype(type))

@@ -30,7 +30,7 @@ def spans_tensor_parallel(strategy: Strategy) -> str:
     mesh = strategy.mesh
     return (
         f"{strategy.at('mesh.ep')} = {mesh.ep} reaches beyond mesh.dp = {mesh.dp} over tensor parallel ranks, which only "
-        "graphs that are sharded by this package can: engine spmd on CPU, without a pipeline; use at most "
+        "graphs that this package shards can: `engine: spmd`, without a pipeline; use at most "
         f"{mesh.dp} (possible: {', '.join(map(str, divisors(mesh.dp)))})"
     )
 
@@ -302,11 +302,6 @@ def adapter_problems(strategy: Strategy) -> list[str]:
     why = "MindSpore compiles them unrolled only, which dry runs do not read"
     at = strategy.at(RESHARD)
     return [f"{at}: it is not implemented for adapters (LoRA): {why}; leave it out"] if strategy.gathers_twice else []
-
-
-def dry_run_problems(strategy: Strategy) -> list[str]:
-    """List the settings that dry runs and certificates, which describe the engine of devices, cannot use."""
-    return [] if strategy.engine == "spmd" else strategy.mindspore_problems()
 
 
 def check_own_network(strategy: Strategy) -> None:

@@ -189,13 +189,35 @@ class Strategy:
         return self.engine != "mindspore" and self.mesh.size > 1
 
     def for_devices(self) -> Strategy:
-        """The same, with the engine that devices run it by, which dry runs and certificates describe: MindSpore's unless it
-        says `spmd`.
+        """The same strategy with the engine of devices, which dry runs and certificates describe: MindSpore's unless the
+        strategy says `spmd`.
 
         Raises:
-            ConfigError: MindSpore's cannot.
+            ConfigError: that engine cannot run it.
         """
-        return self if self.engine == "spmd" else self.by_mindspore()
+        if problems := self.device_problems():
+            raise ConfigError(problems)
+        return self if self.engine == "spmd" else replace(self, engine="mindspore")
+
+    def device_problems(self) -> list[str]:
+        """List what the engine of devices does not support. CPU processes compute the same without it."""
+        if self.engine != "spmd":
+            return self.mindspore_problems()
+        zero, offload = self.optimizer_parallel, self.offload
+        lacking = [
+            ("offload.layers", offload is not None and bool(offload.layers), "keeps all activations on the device"),
+            (
+                "optimizer_parallel.reshard_after_forward",
+                zero is not None and zero.reshard_after_forward,
+                "gathers weights once and keeps them",
+            ),
+            ("micro_batch_interleave", self.micro_batch_interleave > 1, "runs each microbatch at once"),
+        ]
+        return [
+            f"{self.at(key)}: engine spmd {what} on devices; remove it, or write `engine: mindspore`"
+            for key, is_set, what in lacking
+            if is_set
+        ]
 
     def by_mindspore(self) -> Strategy:
         """The same strategy, with graphs that MindSpore shards.

@@ -12,10 +12,10 @@ from mindspore import nn
 
 from pangu.model import PanGuWithLoss
 from sporeloom.cli import parse_args
-from sporeloom.dry_run import by_mindspore as compilation_of_rank
 from sporeloom.dry_run import compile as compilation_for_all
 from sporeloom.dry_run.by_depth import full_depth, small_depths
-from sporeloom.dry_run.by_mindspore import compile_rank
+from sporeloom.dry_run.by_mindspore import all_reduce_of, compile_rank
+from sporeloom.dry_run.cells import model_cell
 from sporeloom.dry_run.config import DryRunConfig, check
 from sporeloom.dry_run.summary import summarize
 from sporeloom.inference.model import build_model
@@ -138,8 +138,9 @@ def order_of_passes(path):
     config = dataclasses.replace(size_config("pangu", "tiny"), num_layers=strategy.num_virtual_stages)
     for stage in range(strategy.mesh.pp):
         rank, batch = strategy.mesh.ranks_of_stage(stage)[0], (strategy.pipeline.num_microbatches, 16)
-        step, _, inputs, _ = compilation_of_rank._cell("pangu", config, strategy, rank, batch, False, 1, PLAIN_TEXT)
-        found.append(_chained_calls(partition(step, strategy, rank, inputs).model))
+        of_rank = rank, all_reduce_of(rank, strategy)
+        built = model_cell("pangu", config, strategy, batch, False, 1, PLAIN_TEXT, *of_rank)
+        found.append(_chained_calls(partition(built.cell, strategy, rank, built.inputs).model))
     return found
 
 

@@ -377,7 +377,8 @@ OWN_SCHEDULE = (CONFIGS.parent / "tests/parity/own_schedule.csv").resolve()
 BY_SPMD = {  # strategy, bytes that may be sent above the closed forms of MindSpore's partitioner
     "tp2_sp": (STRATEGIES["tp2_sp"], 0.0),
     "dp2_tp2_zero": (STRATEGIES["dp2_tp2_zero"], 0.02),
-    "dp4_again": (STRATEGIES["dp4_again"], 0.0),
+    "dp4_tp2_zero2": (STRATEGIES["dp4_tp2_zero2"], 0.02),
+    "dp4_zero2_accumulate": (STRATEGIES["dp4_zero2_accumulate"], 0.0),
     "dp4_ep2_zero": (STRATEGIES["dp4_ep2_zero"], 0.0),
     "pp2_dp2_tp2_zero_bubble": (STRATEGIES["pp2_dp2_tp2_zero_bubble"], 0.0),
     "pp2_tp2_recompute": (STRATEGIES["pp2_tp2_recompute"], 0.0),
@@ -399,14 +400,17 @@ def test_graphs_of_engine_spmd_hold_what_is_implied_and_send_no_more(write, name
         **MODEL,
         "num_layers": layers,
         "dropout_rate": 0.1 if "recompute" in name else 0.0,
-        "compute_dtype": "bfloat16" if "again" in name else "float32",
+        "compute_dtype": "bfloat16" if "zero2" in name else "float32",
     }
     rules = RULES.replace("decoder", "experts") if "ep2" in name else RULES
     path, model = write(f"{name}.yaml", f"{rules}{text}engine: spmd\n"), write("model.json", json.dumps(given))
+    accumulate = 2 if "accumulate" in name else 1
     asked = ("--model", family[0], "--size", family[1], "--strategy", path, "--config", model, "--ranks", "all")
-    values = call("tests/configs/graph_worker.py", "dry_run_values", list(map(str, asked)))
+    values = call(
+        "tests/configs/graph_worker.py", "dry_run_values", [*map(str, asked), "--accumulate", str(accumulate)]
+    )
     strategy, config = load_strategy(path), dataclasses.replace(size_config(*family), **given)
-    dims, job = of_decoder(config), job_of(strategy, config, values["job"]["batch_size"], 1)
+    dims, job = of_decoder(config), job_of(strategy, config, values["job"]["batch_size"], accumulate)
     assert values["job"]["engine"] == "spmd" and len(values["ranks"]) == strategy.mesh.size
     compiled = {rank["stage"]: rank for rank in values["ranks"] if rank["rank"] == rank["compiled_as"]}
     for rank in values["ranks"]:

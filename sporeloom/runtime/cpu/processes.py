@@ -7,6 +7,7 @@ import atexit
 import itertools
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -47,7 +48,7 @@ class Runnable(Protocol):
     def run(self, inputs: Sequence[Tensor]) -> Any: ...
 
 
-class ProgramBackend(Backend):
+class ProgramBackend(Backend, ABC):
     """A rank that runs compiled Cells, each kept for the shapes of its inputs."""
 
     partitions = True
@@ -72,8 +73,9 @@ class ProgramBackend(Backend):
                 self.programs[key] = self._compiled(cell, described)
         return self.programs[key]
 
+    @abstractmethod
     def _compiled(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> Runnable:
-        raise NotImplementedError
+        """The part of this rank, for inputs of these shapes and NumPy dtypes."""
 
 
 class CpuProcesses(ProgramBackend):

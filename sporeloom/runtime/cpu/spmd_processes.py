@@ -6,12 +6,12 @@ On CPU processes here; on devices `runtime/native_spmd.py` is the rest of it.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import nn
 
@@ -22,7 +22,6 @@ from sporeloom.partition.graph import Graph
 from sporeloom.partition.held import Communication, ShardedGraph
 from sporeloom.partition.stages import StageGraphs
 from sporeloom.private_names import mind_ir
-from sporeloom.runtime.cpu.compilation_cache import cached_model
 from sporeloom.runtime.cpu.executor import Program
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.cpu.pipeline import (
@@ -35,13 +34,12 @@ from sporeloom.runtime.cpu.pipeline import (
 )
 from sporeloom.runtime.cpu.processes import CpuProcesses, ProgramBackend, Runnable
 from sporeloom.runtime.cpu.spmd import (
-    compile_for_one_device,
     decide,
     partition_for_rank,
     reports_in,
     whole_again,
 )
-from sporeloom.runtime.cpu.step_graphs import Cut, cut_cell, cut_update, microbatch_of, types_of
+from sporeloom.runtime.cpu.step_graphs import Cut, compiled_or_cached, cut_cell, cut_update, microbatch_of, types_of
 from sporeloom.runtime.cpu.transport import Collectives
 from sporeloom.strategy.layout import Shape
 from sporeloom.strategy.schedule import idle_microbatches, microbatches_held
@@ -58,6 +56,7 @@ class SpmdBackend(ProgramBackend):
         self._shapes: dict[int, Shape] = {}
         """Whole shapes of the parameters of all programs, by id: these keep them."""
 
+    @abstractmethod
     def make_program(self, graph: PartitionedGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> RankProgram:
         """What runs a graph of this rank.
 
@@ -65,15 +64,14 @@ class SpmdBackend(ProgramBackend):
             name: keeps the messages of several graphs apart.
             among: the ranks that have a graph of that name.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def exchange(self) -> Exchange:
         """What the stages of a pipeline exchange their values by."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bytes_of_first(self, content: bytes) -> bytes:
         """What rank 0 gave, on every rank."""
-        raise NotImplementedError
 
     def _partitioned(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> PartitionedGraph:
         model = self._one_devices_graph(cell, described)
@@ -198,7 +196,7 @@ class SpmdBackend(ProgramBackend):
         problems, model = Problems(), None
         if self.rank == 0:
             with whole_again(cell.get_parameters(), self._shapes):
-                model = problems.of(self._compiled_or_cached, cell, described)
+                model = problems.of(compiled_or_cached, cell, described, self.strategy)
         self.agree(problems)
         if isinstance(cell, Call):
             cell.structure = self.share(cell.take_structure() if self.rank == 0 else None, 0)
@@ -208,18 +206,6 @@ class SpmdBackend(ProgramBackend):
         names = {p.name.rpartition(":")[2]: tuple(p.dims) for p in model.graph.parameter}
         self._shapes |= {owners[name]: shape for name, shape in names.items() if name in owners}
         return model
-
-    def _compiled_or_cached(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
-        key = getattr(cell, "graph_key", None)
-        if key is None:
-            return compile_for_one_device(cell, described)
-        inputs = [[list(shape), np.dtype(dtype).str] for shape, dtype in described]
-        strategy, rules = self.strategy, self.strategy.rules  # what is marked in the network before it is compiled
-        repeats = any(getattr(each, "repeats_heads", False) for _, each in cell.cells_and_names())
-        marks = repr((strategy.recompute, strategy.offload, rules.layers, rules.selective, repeats))
-        more = {"network": key, "one_device": str(ms.get_context("device_target")), "inputs": inputs}
-        more |= {"training": cell.training, "marks": marks}
-        return cached_model(more, lambda: compile_for_one_device(cell, described))
 
     def all_reduce(self) -> None:
         """Nothing: a graph of one device has nobody to add up with."""

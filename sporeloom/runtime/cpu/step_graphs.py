@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 from mindspore import nn
 
@@ -19,10 +20,11 @@ from sporeloom.parallel.step import Microbatch, TrainStep
 from sporeloom.partition.graph import Graph, Name, TensorType
 from sporeloom.partition.held import PartitionError
 from sporeloom.partition.layout import ValueLayout
-from sporeloom.partition.stages import StageGraphs, cut_into_stages
+from sporeloom.partition.stages import PassGraph, StageGraphs, StagePass, cut_into_stages
 from sporeloom.partition.updates import cut_updates
 from sporeloom.private_names import mind_ir
-from sporeloom.runtime.cpu.spmd import Sharded, decide, reports_in, shard
+from sporeloom.runtime.cpu.compilation_cache import cached_model
+from sporeloom.runtime.cpu.spmd import Sharded, compile_for_one_device, decide, reports_in, shard
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.layout import Shape
 from sporeloom.strategy.schedule import splits_backward
@@ -45,6 +47,24 @@ class CutUpdate:
 
     sharded: Sharded
     graphs: list[Graph]
+
+
+def compiled_or_cached(cell: nn.Cell, described: Sequence[tuple[Shape, Any]], strategy: Strategy) -> mind_ir.ModelProto:
+    """The graph of one device: read from the compilation cache if the Cell has a `graph_key`, or compiled.
+
+    Raises:
+        ConfigError: it cannot be compiled.
+    """
+    key = getattr(cell, "graph_key", None)
+    if key is None:
+        return compile_for_one_device(cell, described)
+    inputs = [[list(shape), np.dtype(dtype).str] for shape, dtype in described]
+    rules = strategy.rules  # what is marked in the network before it is compiled
+    repeats = any(getattr(each, "repeats_heads", False) for _, each in cell.cells_and_names())
+    marks = repr((strategy.recompute, strategy.offload, rules.layers, rules.selective, repeats))
+    more = {"network": key, "one_device": str(ms.get_context("device_target")), "inputs": inputs}
+    more |= {"training": cell.training, "marks": marks}
+    return cached_model(more, lambda: compile_for_one_device(cell, described))
 
 
 def microbatch_of(
@@ -86,12 +106,22 @@ def cut_cell(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, is_tr
     try:
         return Cut(
             sharded,
-            cut_into_stages(
-                sharded.result.graph, parts, splits, sums_from, not strategy.gathers_twice, strategy.stage_of_part
-            ),
+            cut_into_stages(sharded.result.graph, parts, splits, sums_from, strategy.stage_of_part),
         )
     except PartitionError as error:
         raise ConfigError(f"engine spmd: {error}") from None
+
+
+def whole_cell(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy) -> Cut:
+    """Shard one device's graph of a Cell that runs at once: without stages, and without microbatches.
+
+    Raises:
+        ConfigError: it cannot be sharded so.
+    """
+    sharded = shard(model, decide(cell, strategy.mesh))
+    graph = sharded.result.graph
+    made = PassGraph(graph, list(range(len(graph.inputs))), [], list(graph.outputs))
+    return Cut(sharded, StageGraphs({StagePass("forward", 0): made}, {}, {}, []))
 
 
 def update_inputs(cut: Cut) -> tuple[list[TensorType], list[ValueLayout]]:

@@ -6,7 +6,6 @@ import yaml
 from conftest import in_process
 
 from sporeloom.errors import ConfigError
-from sporeloom.strategy.checks import dry_run_problems
 from sporeloom.strategy.loader import load_strategy, strategy_of
 from sporeloom.strategy.text import strategy_text
 
@@ -44,11 +43,35 @@ def test_what_it_cannot_be_is_refused(settings, message):
 def test_dry_runs_describe_what_devices_run():
     ours, default = of({"dp": 2}), strategy_of({"mesh": {"dp": 2}})
     assert ours.for_devices().engine == "spmd" and default.for_devices().engine == "mindspore"
-    assert not dry_run_problems(ours) and not dry_run_problems(default)
+    assert not ours.device_problems() and not default.device_problems()
     listed = {"num_microbatches": 2, "schedule": "zero_bubble_h1"}
-    assert not dry_run_problems(of({"pp": 2}, pipeline=listed))
-    (problem,) = dry_run_problems(strategy_of({"mesh": {"pp": 2}, "pipeline": listed}))
+    assert not of({"pp": 2}, pipeline=listed).device_problems()
+    (problem,) = strategy_of({"mesh": {"pp": 2}, "pipeline": listed}).device_problems()
     assert "have no zero_bubble_h1; use 1f1b, or write `engine: spmd`" in problem
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"offload": {"layers": [1]}}, "offload.layers: engine spmd keeps all activations"),
+        (
+            {"optimizer_parallel": {"reshard_after_forward": True}, "recompute": {"layers": "all"}},
+            "optimizer_parallel.reshard_after_forward: engine spmd gathers weights once",
+        ),
+        ({"micro_batch_interleave": 2}, "micro_batch_interleave: engine spmd runs each microbatch at once"),
+    ],
+)
+def test_what_our_graphs_would_leave_out_on_devices_is_refused_there(write, settings, key):
+    """A CPU process computes the same without it; a dry run would describe what is not so."""
+    ours = of({"dp": 2}, rules="decoder", **settings)
+    (problem,) = ours.device_problems()
+    assert key in problem and "write `engine: mindspore`" in problem
+    with pytest.raises(ConfigError, match="engine spmd"):
+        ours.for_devices()
+    assert not strategy_of({"mesh": {"dp": 2}, "rules": "decoder", **settings}).device_problems()
+    path = write("s.yaml", strategy_text(ours, "decoder"))
+    outcome = in_process("tools/dry_run.py", "--model", "pangu", "--size", "tiny", "--strategy", path)
+    assert outcome.code == 2 and key.partition(":")[2] in outcome.output
 
 
 def test_explain_says_what_lies_where_of_both_engines(write):

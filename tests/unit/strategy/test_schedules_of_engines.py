@@ -6,7 +6,6 @@ from mindspore import nn
 
 from sporeloom import auto_parallel
 from sporeloom.errors import ConfigError
-from sporeloom.strategy.checks import dry_run_problems
 from sporeloom.strategy.loader import strategy_of
 
 
@@ -37,11 +36,11 @@ def test_what_mindspores_pipelines_do_not_have_is_refused_where_they_are_used(sc
         ours.by_mindspore()
     with pytest.raises(ConfigError, match=f"have no {schedule}"):
         strategy(schedule, engine="mindspore")
-    assert len(dry_run_problems(ours)) == 1
+    assert len(ours.device_problems()) == 1
 
 
 def test_gpipe_with_virtual_stages_is_mindspores_too():
-    assert dry_run_problems(strategy("gpipe", 2)) == []
+    assert strategy("gpipe", 2).device_problems() == []
     assert strategy("gpipe", 2).by_mindspore().engine == "mindspore"
 
 

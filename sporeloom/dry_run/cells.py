@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Cells that dry runs compile, without weights: a model's training step or forward pass, a step of a custom network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mindspore import nn, ops
+from mindspore.nn.utils import no_init_parameters
+
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import family_module
+from sporeloom.parallel.cells import ShardBatch, average_over_all_rows, prepare_to_shard
+from sporeloom.parallel.parallelize import keep_as_function, parallelize, shards_itself, wrap
+from sporeloom.parallel.report import Report
+from sporeloom.parallel.step import TrainStep
+from sporeloom.planner.task import TrainedTask
+from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.layout import Shape
+from sporeloom.tasks.example import task_network
+from sporeloom.train.optim import AdamW
+
+
+class DryRunCell(NamedTuple):
+    """A Cell to compile."""
+
+    cell: nn.Cell
+    """A `TrainStep`, or the model alone."""
+    report: Report
+    inputs: Sequence[tuple[Shape, Any]]
+    """Global shapes and NumPy dtypes."""
+
+    @property
+    def trained(self) -> set[str]:
+        """Names of the parameters that are trained; none of a model alone."""
+        return {p.name for p in self.cell.optimizer.parameters} if isinstance(self.cell, TrainStep) else set()
+
+
+def model_cell(
+    family: str,
+    model: ModelConfig,
+    strategy: Strategy,
+    batch: tuple[int, int],
+    inference: bool,
+    accumulate: int,
+    task: TrainedTask,
+    rank: int = 0,
+    all_reduce: ops.AllReduce | None = None,
+) -> DryRunCell:
+    """Build a model's training step, or the model for inference.
+
+    Args:
+        batch: sequences of a step over all ranks, and their tokens.
+        rank, all_reduce: of `TrainStep`, where MindSpore partitions.
+    """
+    inputs: list[tuple[Shape, Any]] = [(batch, np.int32)] * 2
+    with no_init_parameters():
+        net = family_module(family, "model").Model(model) if inference else task_network(family, model, task)
+        if not shards_itself(strategy):
+            keep_as_function(net)  # what is counted there is told apart by functions
+        report = parallelize(net, strategy, whole=not inference)
+        if inference:
+            return DryRunCell(net.set_train(False), report, inputs)
+        inputs += [(batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]
+        inputs += [(batch, np.int32)] if model.dropout_rate else []
+        step = TrainStep(
+            wrap(net, strategy, accumulate),
+            AdamW(net.trainable_params(), on_host=strategy.optimizer_on_host),
+            report,
+            rank,
+            all_reduce,
+            max_grad_norm=1.0,
+            accumulate=accumulate,
+            loss_scale=model.compute_dtype == "float16",
+        )
+    return DryRunCell(step.set_train(), report, inputs)
+
+
+def custom_cell(
+    make: Callable[[], nn.Cell],
+    strategy: Strategy,
+    inputs: Sequence[tuple[Shape, Any]],
+    rank: int = 0,
+    all_reduce: ops.AllReduce | None = None,
+) -> DryRunCell:
+    """Build a step of AdamW of a custom network, which returns its loss, as `auto_parallel` runs it.
+
+    Args:
+        make: makes the network.
+    """
+    with no_init_parameters():
+        net = make()
+        prepare_to_shard(net)
+        for _, cell in net.cells_and_names():
+            average_over_all_rows(cell)
+        report = parallelize(net, strategy)
+        optimizer, around = AdamW(net.trainable_params()), wrap(ShardBatch(net, strategy.mesh), strategy)
+        step = TrainStep(around, optimizer, report, rank, all_reduce, max_grad_norm=1.0, scale=1 / strategy.num_parts())
+    return DryRunCell(step.set_train(), report, inputs)

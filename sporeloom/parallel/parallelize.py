@@ -12,6 +12,7 @@ from mindspore import nn
 from sporeloom.errors import ConfigError
 from sporeloom.models.paths import path_matches
 from sporeloom.parallel.cells import ShardBatch
+from sporeloom.parallel.layers import layers_of, matching_cells
 from sporeloom.parallel.report import ParameterReport, Report
 from sporeloom.parallel.sharding import (
     LARGE_OPERATORS,
@@ -55,7 +56,8 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         if hasattr(cell, "repeats_heads"):
             cell.repeats_heads = bool(group_parts)
     strategy = dataclasses.replace(strategy, rules=dataclasses.replace(strategy.rules, operators=rules))
-    layers = _matching(net, strategy.rules.layers)
+    wants_layers = strategy.rules.layers or strategy.mesh.pp > 1 or strategy.recompute or strategy.offload
+    layers = layers_of(net, strategy.rules.layers) if wants_layers else []
     _check(net, strategy, found, layers, whole)
     owners = rules_of(found, strategy.rules.operators)
     if not shards_itself(strategy):
@@ -155,12 +157,6 @@ def keep_as_function(net: nn.Cell) -> None:
     """Let MindSpore compile a Cell once, however often it is called, as its decorator `lazy_inline` does for a
     class."""
     net.cell_init_args = f"lazy_inline_{type(net).__name__}"
-
-
-def _matching(net: nn.Cell, patterns: Sequence[str]) -> list[str]:
-    """Paths of the cells that match, pattern by pattern, in the order the model holds them."""
-    paths = [path for path, _ in net.cells_and_names()]
-    return [path for pattern in patterns for path in paths if path_matches(pattern, path)]
 
 
 def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: Sequence[str], whole: bool) -> None:
@@ -270,7 +266,7 @@ def _parts_of_cells(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> 
         (strategy.rules.first_stage, 0),
         (strategy.rules.last_stage, strategy.num_virtual_stages - 1),
     ):
-        found = _matching(net, patterns)  # `norm` is the end of layers.0.norm, too, which goes with its layer
+        found = matching_cells(net, patterns)  # `norm` is the end of layers.0.norm, too, which goes with its layer
         parts |= {path: part for path in found if not any(path.startswith(f"{layer}.") for layer in layers)}
     return parts
 

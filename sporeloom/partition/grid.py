@@ -10,7 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from sporeloom.strategy.layout import Dim
 
 STAGES = "pp"
-"""The axis of the stages of a pipeline, by which no value is sharded: where there is one it is the outermost."""
+"""The axis of the stages of a pipeline, by which no value is sharded: where there is one it is the outermost, but for"""
+MICROBATCHES = "microbatches"
+"""the axis of the microbatches that each rank computes one after another, as if they were ranks. A step along it goes with no
+other axis, for it is no communication: see `partition/microbatches.py`."""
 
 
 class DeviceGrid:
@@ -55,10 +58,12 @@ class DeviceGrid:
         return tuple(sorted(axes, key=self._order.__getitem__))
 
     def runs(self, axes: Sequence[str]) -> list[Dim]:
-        """`axes` in as few consecutive parts as possible, each in the grid's order, for collectives over ascending ranks."""
+        """`axes` in as few consecutive parts as possible, each in the grid's order, for collectives over ascending ranks. The
+        axis of microbatches is a part of its own."""
         parts: list[list[str]] = []
         for axis in axes:
-            if parts and self._order[parts[-1][-1]] < self._order[axis]:
+            is_alone = MICROBATCHES in (axis, *(parts[-1] if parts else ()))
+            if parts and not is_alone and self._order[parts[-1][-1]] < self._order[axis]:
                 parts[-1].append(axis)
             else:
                 parts.append([axis])

@@ -37,6 +37,10 @@ class PartitionError(ValueError):
     """The graph cannot be sharded so."""
 
 
+class MixedRowsError(PartitionError):
+    """What is computed of one microbatch depends on others."""
+
+
 @dataclass(slots=True)
 class Communication:
     """A collective, and why it is there."""

@@ -16,8 +16,8 @@ import numpy as np
 from sporeloom.partition.building import Building
 from sporeloom.partition.decompositions import DECOMPOSITIONS
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
-from sporeloom.partition.grid import STAGES, DeviceGrid
-from sporeloom.partition.held import PartitionError, ShardedGraph, Value
+from sporeloom.partition.grid import MICROBATCHES, STAGES, DeviceGrid
+from sporeloom.partition.held import MixedRowsError, PartitionError, ShardedGraph, Value
 from sporeloom.partition.hints import casts_of_outputs, ids_by_row, summed_with, wanted_by_updates
 from sporeloom.partition.layout import NONE, ValueLayout, fitted, replicated
 from sporeloom.partition.operation import Operand, Operands, Operation, Pin, Plan, computed_unsharded, whole
@@ -214,7 +214,7 @@ class _Walk(Building):
         for name, dims in self.pinned_inputs(node).items():
             value = self.values[name]
             assert value.type is not None
-            target = ValueLayout(fitted(dims, value.type.shape, self.grid))
+            target = ValueLayout(fitted(_by_microbatch(dims, value), value.type.shape, self.grid))
             if value.is_parameter:
                 own[name] = replace(self.operand(name), layout=target)
             elif value.layout is not None and not value.is_constant:
@@ -258,6 +258,8 @@ class _Walk(Building):
         if pin is None or not pin.local:
             return None
         wanted = self.pinned_inputs(node)
+        if any((layout := self.values[name].layout) and MICROBATCHES in layout.axes for name in wanted):
+            raise MixedRowsError(f"{node.path}: its rule lets each rank compute its rows of the batch as it stands")
         said = (*(pin.outputs or ()), *(None for _ in node.types))
         outputs = [None if type is None else layout for type, layout in zip(node.types, said, strict=False)]
         op = self.operation(node)
@@ -307,7 +309,7 @@ class _Walk(Building):
         pin = self.pinned.get(node.path)
         for name, type, dims in zip(node.outputs, node.types, (pin and pin.outputs) or (), strict=False):
             if type is not None and len(type.shape) == len(dims):
-                self.lay_out(name, ValueLayout(fitted(dims, type.shape, self.grid)))
+                self.lay_out(name, ValueLayout(fitted(_by_microbatch(dims, self.values[name]), type.shape, self.grid)))
 
     def as_of_now(self, node: Node, given: Name, wanted: ValueLayout | None) -> Name:
         """A parameter that an operator is given as it stands, no copy: if one must be made of it, then only once what the
@@ -455,7 +457,7 @@ class _Walk(Building):
         whole = [self.laid_out(name, _whole(self.values[name].type)) for name in inputs]
         outputs = self.fresh_outputs(node)
         self.result.graph.nodes.append(replace(node, inputs=tuple(whole), outputs=outputs))
-        axes, agreed = tuple(axis for axis in self.grid.degrees if axis != STAGES), []
+        axes, agreed = tuple(axis for axis in self.grid.degrees if axis not in (STAGES, MICROBATCHES)), []
         for name, type in zip(outputs, node.types, strict=True):
             if type is None or not type.dtype.startswith(("float", "bfloat")):
                 raise PartitionError(
@@ -466,6 +468,15 @@ class _Walk(Building):
             self.values[first] = Value(type, ValueLayout(((),) * len(type.shape), frozenset(axes)), first)
             agreed.append(first)
         return tuple(agreed)
+
+
+def _by_microbatch(dims: Layout, value: Value) -> Layout:
+    """What a rule says, which speaks of ranks; the dim that is sharded by microbatches stays so."""
+    if value.layout is None or MICROBATCHES not in value.layout.axes:
+        return dims
+    return tuple(
+        (MICROBATCHES, *dim) if MICROBATCHES in own else dim for dim, own in zip(dims, value.layout.dims, strict=True)
+    )
 
 
 def _whole(type: TensorType | None) -> ValueLayout | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from sporeloom.partition.grid import DeviceGrid
+from sporeloom.partition.grid import MICROBATCHES, DeviceGrid
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.strategy.layout import Dim
 
@@ -43,7 +43,14 @@ def redistribution(source: ValueLayout, target: ValueLayout, grid: DeviceGrid) -
     assert target.partial <= source.partial and len(source.dims) == len(target.dims), (source, target)
     walk = _Walk(source, target, grid)
     while walk.dims != list(target.dims) or walk.due:
-        _ = walk.slices() or walk.scatters() or walk.moves() or walk.reduces() or walk.gathers()
+        _ = (
+            walk.sums_over_microbatches()
+            or walk.slices()
+            or walk.scatters()
+            or walk.moves()
+            or walk.reduces()
+            or walk.gathers()
+        )
     return walk.steps
 
 
@@ -67,6 +74,14 @@ class _Walk:
     def take(self, kind: StepKind, axes: Dim, dim: int = 0, to_dim: int = 0) -> None:
         layout = ValueLayout(tuple(self.dims), self.pending)
         self.steps.append(Step(kind, axes, layout, dim, to_dim))
+
+    def sums_over_microbatches(self) -> bool:
+        """Before all else, so that what follows is done once for all of them."""
+        if MICROBATCHES not in self.due:
+            return False
+        self.pending -= {MICROBATCHES}
+        self.take("all_reduce", (MICROBATCHES,))
+        return True
 
     def slices(self) -> bool:
         taken = False

@@ -141,6 +141,8 @@ class _Updates:
     def added_up(self, shares: Mapping[int, Name], name: Name, result: Name = "") -> Name:
         """The sum over stages of what some of them have of a value: in those that hold it all if they are just those."""
         type = self.types[name]
+        if type is not None and type.dtype == "bool":
+            return self.is_true_anywhere(shares, name, type)
         if type is None or not type.dtype.startswith(("float", "bfloat", "int")):
             raise PartitionError(
                 f"{name.rpartition(':')[2]}: one stage of the pipeline computes what others want; only numbers are sent"
@@ -157,6 +159,19 @@ class _Updates:
             node = Node("AllReduce", (shares.get(stage, zeros),), (result,), (type,), attributes)
             self.entries.append(_Entry(node, frozenset([stage]), is_message=True))
         self.available[result], self.types[result] = stages, type
+        return result
+
+    def is_true_anywhere(self, shares: Mapping[int, Name], name: Name, type: TensorType) -> Name:
+        """What is true in one of the stages, in all of them: sent as numbers."""
+        number, stages = TensorType(type.shape, "float32"), frozenset(shares)
+        one, zero, sent, result = (f"{name}.{each}" for each in ("one", "zero", "number", "true"))
+        for constant, value in ((one, 1.0), (zero, 0.0)):
+            self.put(Node("Constant", (), (constant,), (number,), value=value), self.all_stages)
+        for stage, share in shares.items():
+            self.put(Node("Select", (share, one, zero), (f"{sent}{stage}",), (number,)), frozenset([stage]))
+        self.types[sent] = number
+        summed = self.added_up({stage: f"{sent}{stage}" for stage in stages}, sent)
+        self.put(Node("NotEqual", (summed, zero), (result,), (type,)), self.available[summed])
         return result
 
     def of_stage(self, stage: int, outputs: Sequence[Name]) -> Graph:

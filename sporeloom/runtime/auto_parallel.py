@@ -131,8 +131,6 @@ def auto_parallel(
         raise ConfigError(
             f"auto_parallel: {', '.join(settings)} belong into {strategy}, or give mesh=... instead of it"
         )
-    if loaded.mesh.pp > 1:
-        loaded = loaded.by_mindspore()
     key = strategy_key(loaded)
     engine = _engines.pop(key) if key in _engines else Engine.start(loaded)
     _engines[key] = engine
@@ -381,7 +379,7 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
     parallel = None if executor.obj is not None else _parallel_in(function, lambda: cells_of(function))
     if parallel is None or parallel.engine.strategy.mesh.size == 1 or not parallel.engine.partitions_itself:
         return _call_jit(executor, *args, **kwargs)
-    if parallel.engine.strategy.mesh.pp > 1:
+    if parallel.engine.strategy.mesh.pp > 1 and not parallel.report.is_spmd:
         raise ConfigError(
             f"{parallel.engine.strategy.at('mesh.pp')}: a pipeline trains with nn.TrainOneStepCell(net, optimizer), not in "
             f"a function of your own ({getattr(function, '__name__', function)})"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from sporeloom.errors import ConfigError
@@ -67,6 +67,10 @@ class Backend:
         self._ran.add(key)
         with _fast_on_cpu():  # unless it was prepared, the first call compiles
             return cell(*inputs)
+
+    def is_current(self, parameter: Parameter) -> bool:
+        """Whether no other stage of a pipeline has written a parameter that this rank holds, too."""
+        return True
 
     def all_reduce(self) -> ops.AllReduce | None:
         """The operator that adds a number up over all ranks, for use in a graph; None on one device."""

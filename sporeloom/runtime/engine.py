@@ -10,7 +10,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from sporeloom.errors import ConfigError
@@ -173,6 +173,13 @@ class Engine:
             return tuple(slice(0, length) for length in global_shape)
         layout = self.backend.layouts.get(name)
         return layout.slices(global_shape, self.rank, self.backend.groups) if layout else None
+
+    def holds_now(self, parameter: Parameter, global_shape: tuple[int, ...]) -> bool:
+        """Whether this rank has the value of a parameter, or of its part of one, as it is now: in a pipeline the stages that
+        compute with it have."""
+        if self.strategy.mesh.pp == 1:
+            return True
+        return self.held_slices(parameter.name, global_shape) is not None and self.backend.is_current(parameter)
 
     def close(self) -> None:
         """Leave the job in good order; also done when the process ends."""

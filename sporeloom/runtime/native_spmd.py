@@ -110,6 +110,9 @@ class DeviceExchange:
     def sum_of(self, total: Tensor) -> Tensor:
         return total
 
+    def join(self, values: Sequence[Tensor], dim: int) -> Tensor:
+        return ops.cat(list(values), dim)
+
     def broadcast(self, value: Tensor | None, type: TensorType, ranks: Sequence[int], source: int, tag: Any) -> Tensor:
         name = group_name(ranks)
         self.communication.create_groups([(name, ranks)])

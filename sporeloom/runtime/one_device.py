@@ -159,8 +159,8 @@ class Comparison:
         largest = max((_largest(each) for each in moved.values()), default=0.0)
         steepest = max((_largest(each) for each in self.gradients.values()), default=0.0)
         for name, change in moved.items():
-            if self.engine.strategy.mesh.pp > 1 and self.engine.held_slices(name, change.shape) is None:
-                continue  # of another stage
+            if not self.engine.holds_now(self.parameters[name], change.shape):
+                continue  # another stage does
             slices, value = self._mine(name, change), self.parameters[name].asnumpy()
             own, change = value.astype(np.float64) - self.whole[name][slices], change[slices]
             if name in self.gradients:

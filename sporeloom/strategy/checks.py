@@ -310,12 +310,7 @@ def check_own_network(strategy: Strategy) -> None:
     Raises:
         ConfigError: the strategy has it.
     """
-    if strategy.mesh.pp > 1 and strategy.engine == "spmd":
-        raise ConfigError(
-            f"{strategy.at('engine')}: spmd runs pipelines of the model families, not yet of custom networks; "
-            "leave it out, or use dp and tp without pp"
-        )
-    if strategy.stage_of_loss < strategy.mesh.pp - 1:
+    if strategy.stage_of_loss < strategy.mesh.pp - 1 and not strategy.is_spmd:
         raise ConfigError(
             f"{strategy.at('pipeline.schedule')}: {strategy.pipeline.schedule} computes the loss on the first "
             "stage, where a custom training script does not read it; use 1f1b, gpipe or seqpipe"

@@ -31,6 +31,8 @@ CASES = [
     ("mixture", "step", DP2_TP2, EXPERTS),
     ("gated", "step", "auto", {"devices": 4}),
     ("gated", "step, called", {"pp": 2, "dp": 2}, PIPELINE),
+    ("tied", "clipped gradients", {"pp": 2}, {"pipeline": {"num_microbatches": 4, "schedule": "zero_bubble_h1"}}),
+    ("plain", "model", {"pp": 2}, {"pipeline": {"num_microbatches": 2}}),
 ]
 BY_MINDSPORE = [
     pytest.param(name, way, mesh, {**(settings or {}), "engine": "mindspore"}, marks=pytest.mark.long)
@@ -74,8 +76,7 @@ def test_a_mesh_trains_as_one_device(name, way, mesh, settings, tmp_path):
         ("gradients of inputs", "a rank would get those of its own rows alone"),
         ("norm of something else", "these 1 Tensors are not the gradients of all trainable parameters"),
         ("mean of own rows", "averages the rows of each rank alone"),
-        ("evaluated in a pipeline", "is evaluated by calling net; not inside WithEvalCell"),
-        ("tied outside", "a stage uses first.weight, which another one trains"),
+        ("uneven microbatches", "a batch of 10 does not divide into 4 microbatches; take 8 or 12"),
         ("if", "the network has an `if` or `while` on a Tensor, which MindSpore does not partition"),
         ("while", ", while x.max() > 1:: it has an `if` or `while` on a Tensor"),
         ("forgotten", "does not add up the gradient of encoder.layers.1.self_attn.out_proj.weight over the ranks"),

@@ -37,6 +37,18 @@ ALSO_IN_SHORT = (
 """A third of them, which shows every kind of fault that was found."""
 BY_ROWS = ("gram matrix", "segment max", "functional batch norm", "simclr", "resnet", "speech", "gan", "dynamic scale")
 """Tried by rows alone, too: over four ranks."""
+IN_STAGES = (
+    "hard example mining",
+    "ignored labels",
+    "either",
+    "bert",
+    "resnet",
+    "gan",
+    "moving average",
+    "nested",
+    "checked gan",
+)
+"""Tried in a pipeline, too, in the short tests: those whose batch is divided into microbatches, and those whose is not."""
 AT_ONCE = 14
 """In one job: to start processes, and to compile what is compiled once, takes longer than a network."""
 
@@ -52,6 +64,11 @@ JOBS = [
     *((names, "dp2 tp2") for names in jobs(SHORT)),
     *(pytest.param(names, "dp2 tp2", marks=pytest.mark.long) for names in jobs(LONG)),
     pytest.param(list(BY_ROWS), "dp4", marks=pytest.mark.long),
+    *((names, "pp2 dp2") for names in jobs(IN_STAGES)),
+    *(
+        pytest.param(names, "pp2 dp2", marks=pytest.mark.long)
+        for names in jobs([n for n in NAMES if n not in IN_STAGES])
+    ),
 ]
 
 

@@ -9,15 +9,15 @@ from user_cases import channels, columns, ids, normal, rows, trained, uniform
 ROWS = 8
 
 
-class OneLayer(nn.Cell):
-    """A layer, and a function of what it gives and of the labels."""
+class Features(nn.Cell):
+    """Two layers, of which the second is wide, and a function of what it gives and of the labels."""
 
     def __init__(self, loss, outputs=8, inputs=6):
         super().__init__()
-        self.dense, self.loss = nn.Dense(inputs, outputs), loss
+        self.first, self.dense, self.loss = nn.Dense(inputs, inputs), nn.Dense(inputs, outputs), loss
 
     def construct(self, x, *labels):
-        return self.loss(self.dense(x), *labels)
+        return self.loss(self.dense(self.first(x)), *labels)
 
 
 class TwoLayers(nn.Cell):
@@ -294,7 +294,7 @@ PAIR = (X, normal(ROWS, 6, seed=5))
 
 
 def layer(loss, *labels, **more):
-    return trained(lambda: OneLayer(loss), X, *labels, rules=DENSE, **more)
+    return trained(lambda: Features(loss), X, *labels, rules=DENSE, **more)
 
 
 CASES = {
@@ -318,7 +318,7 @@ CASES = {
     "either": layer(either),
     "until": layer(
         until,
-        refused="OneLayer has an `if` or `while` on a Tensor, and it loops as long as a value says; compute every way",
+        refused="Features has an `if` or `while` on a Tensor, and it loops as long as a value says; compute every way",
     ),
     "numpy": layer(
         to_numpy,

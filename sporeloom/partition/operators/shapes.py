@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from sporeloom.partition.graph import Input, Name, TensorType
 from sporeloom.partition.layout import ValueLayout
@@ -154,13 +155,16 @@ def strided_slice(op: Operation) -> Plan:
     """Dims that are taken as they are stay sharded, with a rank's own length; the others are gathered, and what was taken of
     them is sharded again: rows of a batch, say, that is whole on every rank before it is dealt out."""
     x, new = op.tensor(0), op.output.shape
-    taken_whole = _taken_whole(op, x.shape, 1)
-    if len(new) != len(x.shape) or taken_whole is None:
+    taken = _taken(op, x.shape, 1)
+    if taken is None:
         return Plan(op.as_they_are({}), (ValueLayout(((),) * len(new)),))
-    layout = _same_pending(op, _where(taken_whole, x.dims))
-    again = _same_pending(op, op.fit(x.dims, new, x.partial))
+    held = _same_pending(op, _where(taken.whole, x.dims))
+    layout = ValueLayout(tuple(held.dims[dim] for dim in taken.kept), held.partial)
+    again = layout
+    if len(taken.kept) == len(x.shape):
+        again = _same_pending(op, op.fit(x.dims, new, x.partial))
     rewrite = None if again == layout else partial(_taken_and_sharded, op, layout, again)
-    return Plan(op.as_they_are({0: layout}), (again,), {2: _own_ends(op, 2, layout, x.shape)}, rewrite=rewrite)
+    return Plan(op.as_they_are({0: held}), (again,), {2: _own_ends(op, 2, held, x.shape)}, rewrite=rewrite)
 
 
 def _taken_and_sharded(
@@ -180,27 +184,50 @@ def _taken_and_sharded(
 def strided_slice_grad(op: Operation) -> Plan:
     """Puts dy where it was taken from a shape, zeros elsewhere: the same."""
     dy, shape = op.tensor(0), op.output.shape
-    taken_whole = _taken_whole(op, shape, 2)
-    if len(dy.shape) != len(shape) or taken_whole is None:
+    taken = _taken(op, shape, 2)
+    if taken is None:
         return Plan(op.as_they_are({}), (ValueLayout(((),) * len(shape)),))
-    layout = _same_pending(op, _where(taken_whole, dy.dims))
-    own = {1: layout.local_shape(shape, op.grid), 3: _own_ends(op, 3, layout, shape)}
-    return Plan(op.as_they_are({0: layout}), (layout,), own)
+    dims: list[Dim] = [()] * len(shape)
+    for own, dim in zip(dy.dims, taken.kept, strict=True):
+        dims[dim] = own if taken.whole[dim] else ()
+    layout = _same_pending(op, tuple(dims))
+    given = ValueLayout(tuple(dims[dim] for dim in taken.kept), layout.partial)
+    own_shape = {1: layout.local_shape(shape, op.grid), 3: _own_ends(op, 3, layout, shape)}
+    return Plan(op.as_they_are({0: given}), (layout,), own_shape)
 
 
-def _taken_whole(op: Operation, shape: Shape, first: int) -> list[bool] | None:
-    """Which dims of `shape` a slice takes from begin to end; None where a mask may drop or add dims.
+class _Taken(NamedTuple):
+    """What a slice takes of a shape."""
+
+    whole: list[bool]
+    """By dim, whether it is taken from begin to end."""
+    kept: list[int]
+    """Dims that are not dropped."""
+
+
+MASKS = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+
+
+def _taken(op: Operation, shape: Shape, first: int) -> _Taken | None:
+    """None where a mask adds dims, or leaves open which one an entry is for.
 
     Inputs `first` and the two after it are begin, end and strides; masks are inputs after those, or attributes.
     """
     begin, end, strides = (list(map(int, op.constant(i))) for i in range(first, first + 3))
-    masks = [op.constant(i) for i in range(first + 3, len(op.operands))]
-    if any(masks) or any(value for name, value in op.attributes.items() if name.endswith("_mask")):
+    given = [op.constant(i) for i in range(first + 3, len(op.operands))]
+    from_begin, to_end, ellipsis, new_axes, dropped = (
+        given[place] if place < len(given) else op.attributes.get(name, 0) for place, name in enumerate(MASKS)
+    )
+    if ellipsis or new_axes:
         return None
-    return [
-        dim >= len(begin) or (begin[dim] == 0 and end[dim] >= size and strides[dim] == 1)
-        for dim, size in enumerate(shape)
-    ]
+
+    def is_whole(dim: int) -> bool:
+        bit = 1 << dim
+        starts = from_begin & bit or begin[dim] == 0
+        return bool(not dropped & bit and starts and (to_end & bit or end[dim] >= shape[dim]) and strides[dim] == 1)
+
+    whole = [dim >= len(begin) or is_whole(dim) for dim in range(len(shape))]
+    return _Taken(whole, [dim for dim in range(len(shape)) if not dropped & 1 << dim])
 
 
 def _where(keep: Sequence[bool], dims: Layout) -> Layout:

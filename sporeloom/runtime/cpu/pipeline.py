@@ -8,7 +8,7 @@ one that updates its parameters.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -68,6 +68,10 @@ class Exchange(Protocol):
 
     def sum_of(self, total: Any) -> Tensor: ...
 
+    def join(self, values: Sequence[Tensor], dim: int) -> Tensor:
+        """Results side by side."""
+        ...
+
     def broadcast(self, value: Any, type: TensorType, ranks: Sequence[int], source: int, tag: Any) -> Tensor:
         """What the rank at position `source` of `ranks` has as a sum of results, on all of them."""
         ...
@@ -110,6 +114,9 @@ class TransportExchange:
     def sum_of(self, total: Array) -> Tensor:
         return Tensor(total)
 
+    def join(self, values: Sequence[Tensor], dim: int) -> Tensor:
+        return Tensor(np.concatenate([value.asnumpy() for value in values], dim))
+
     def broadcast(self, value: Array | None, type: TensorType, ranks: Sequence[int], source: int, tag: Any) -> Tensor:
         group = Collectives(self.transport, ranks, tag)
         return Tensor(group.broadcast(np.zeros(0) if value is None else value, source))
@@ -123,6 +130,7 @@ class StagePrograms:
         programs: the passes of this stage.
         types: of all values, as this rank holds them.
         name: keeps messages of several graphs apart.
+        keep_each: positions of results of which those of all microbatches are kept; of the others their sum.
     """
 
     def __init__(
@@ -133,9 +141,10 @@ class StagePrograms:
         types: Mapping[Name, TensorType],
         exchange: Exchange,
         name: str,
+        keep_each: Collection[int] = (),
     ):
         self.strategy, self.cut, self.programs, self.types = strategy, cut, programs, types
-        self.exchange, self.name = exchange, name
+        self.exchange, self.name, self.keep_each = exchange, name, keep_each
         self.stage = strategy.mesh.coordinate(exchange.rank, "pp")
         mine = [one for one in cut.passes if self.stage_of(one) == self.stage]
         self._uses = Counter(value for one in mine for value in cut.passes[one].taken if value not in cut.kept)
@@ -204,7 +213,7 @@ class StagePrograms:
 
     def run(self, one: StagePass, microbatch: int, inputs: Sequence[Tensor], results: dict[int, Any]) -> None:
         """One pass: take what it needs, from other stages if need be, and give others what they need. What it adds to the
-        results is added to `results`, by position."""
+        results is added to `results`, by position; or kept there, by microbatch."""
         program = self.programs.get(one)
         if program is None:
             return
@@ -215,7 +224,10 @@ class StagePrograms:
         for name, value in zip(graph.given, outputs, strict=True):
             self._give(name, microbatch, value)
             for position in self._results.get(name, ()):
-                results[position] = self.exchange.add(results.get(position), value)
+                if position in self.keep_each:
+                    results.setdefault(position, {})[microbatch] = value
+                else:
+                    results[position] = self.exchange.add(results.get(position), value)
 
     @staticmethod
     def _network_inputs(graph: PassGraph, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -260,42 +272,21 @@ class StagePrograms:
         return len(self._values)
 
 
-class ScheduledStep:
-    """A training step: passes over all microbatches in the order of the strategy's schedule, then the update."""
+class Schedule:
+    """Passes over all microbatches, in the order of the strategy's schedule."""
 
-    def __init__(
-        self,
-        programs: StagePrograms,
-        update: RankProgram,
-        update_inputs: Sequence[int],
-        types: Sequence[TensorType],
-        num_microbatches: int,
-    ):
-        self.programs, self.update, self.num_microbatches = programs, update, num_microbatches
-        self.update_inputs, self.types = update_inputs, types
+    def __init__(self, programs: StagePrograms, num_microbatches: int):
+        self.programs, self.num_microbatches = programs, num_microbatches
         self._order = list(self.passes_of(programs.stage))
 
-    def compile(self, inputs: Sequence[Tensor]) -> None:
-        self.programs.compile(next(self._microbatches(inputs)))
-        self.update.compile([self.programs.exchange.zeros(self.types[position]) for position in self.update_inputs])
-
-    @property
-    def graphs(self) -> Sequence[PartitionedGraph]:
-        return [*(program.graph for program in self.programs.programs.values()), self.update.graph]
-
-    def run(self, inputs: Sequence[Tensor]) -> Any:
-        microbatches, results = list(self._microbatches(inputs)), dict[int, Any]()
+    def run(self, microbatches: Sequence[Sequence[Tensor]]) -> dict[int, Any]:
+        """The results of this stage, by position, of the network's inputs for each microbatch."""
+        results = dict[int, Any]()
         self.programs.begin(self.passes_of)
         for one, microbatch in self._order:
             self.programs.run(one, microbatch, microbatches[microbatch], results)
         self.programs.end()
-        exchange = self.programs.exchange
-        return self.update.run(
-            [
-                exchange.sum_of(results[position]) if position in results else exchange.zeros(self.types[position])
-                for position in self.update_inputs
-            ]
-        )
+        return results
 
     def passes_of(self, stage: int) -> Iterator[tuple[StagePass, int]]:
         """What a stage does in a step: its passes, each with its microbatch."""
@@ -308,10 +299,43 @@ class ScheduledStep:
             if one.kind == "backward" and one not in split:
                 yield StagePass("weights", part), one.microbatch
 
+
+class ScheduledStep:
+    """A training step: all microbatches, then the update."""
+
+    def __init__(
+        self,
+        programs: StagePrograms,
+        update: RankProgram,
+        update_inputs: Sequence[int],
+        types: Sequence[TensorType],
+        num_microbatches: int,
+    ):
+        self.programs, self.update = programs, update
+        self.schedule = Schedule(programs, num_microbatches)
+        self.update_inputs, self.types = update_inputs, types
+
+    def compile(self, inputs: Sequence[Tensor]) -> None:
+        self.programs.compile(next(self._microbatches(inputs)))
+        self.update.compile([self.programs.exchange.zeros(self.types[position]) for position in self.update_inputs])
+
+    @property
+    def graphs(self) -> Sequence[PartitionedGraph]:
+        return [*(program.graph for program in self.programs.programs.values()), self.update.graph]
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        results, exchange = self.schedule.run(list(self._microbatches(inputs))), self.programs.exchange
+        return self.update.run(
+            [
+                exchange.sum_of(results[position]) if position in results else exchange.zeros(self.types[position])
+                for position in self.update_inputs
+            ]
+        )
+
     def _microbatches(self, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         arrays = [each.asnumpy() for each in inputs]
-        rows = len(arrays[0]) // self.num_microbatches
-        for i in range(self.num_microbatches):
+        rows = len(arrays[0]) // self.schedule.num_microbatches
+        for i in range(self.schedule.num_microbatches):
             yield [Tensor(np.ascontiguousarray(array[i * rows : (i + 1) * rows])) for array in arrays]
 
 

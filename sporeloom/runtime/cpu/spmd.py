@@ -22,8 +22,8 @@ from sporeloom.errors import ConfigError
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.sharding import operators
 from sporeloom.partition.graph import Graph
-from sporeloom.partition.grid import STAGES, DeviceGrid
-from sporeloom.partition.held import PartitionError, ShardedGraph
+from sporeloom.partition.grid import MICROBATCHES, STAGES, DeviceGrid
+from sporeloom.partition.held import MixedRowsError, PartitionError, ShardedGraph
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.mindir import UnreadableGraphError, read_graph
 from sporeloom.partition.operation import Pin
@@ -91,8 +91,11 @@ class Decisions:
     takes_batch: bool = True
 
 
-def decide(cell: nn.Cell, mesh: Mesh) -> Decisions:
+def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
     """What the reports of the parallelized networks in `cell` say of parameters and operators.
+
+    Args:
+        num_microbatches: by which the batch is sharded, too, to be divided (see `partition/microbatches.py`).
 
     Raises:
         ConfigError: rules or optimizer parallel want parts of an axis that do not go together.
@@ -108,7 +111,7 @@ def decide(cell: nn.Cell, mesh: Mesh) -> Decisions:
                     rule.inputs, rule.outputs, rule.local, rule.source
                 )
         named = [*layouts.values(), *(each for pin in pinned.values() for each in (*pin.inputs, *(pin.outputs or ())))]
-        axes = PartedAxes({STAGES: mesh.pp, **degrees}, named)
+        axes = PartedAxes({MICROBATCHES: num_microbatches, STAGES: mesh.pp, **degrees}, named)
     except UndividedAxisError as error:
         raise ConfigError(f"{mesh}: {error}") from None
 
@@ -232,7 +235,7 @@ def whole_again(parameters: Iterable[Parameter], shapes: Mapping[int, Shape]) ->
 
 
 def _by_row(graph: Graph, grid: DeviceGrid, takes_batch: bool) -> list[Layout]:
-    batch = tuple(axis for axis in grid.degrees if axis.partition(":")[0].partition("/")[0] == "dp")
+    batch = tuple(axis for axis in grid.degrees if axis.partition(":")[0].partition("/")[0] in (MICROBATCHES, "dp"))
     shapes = [type.shape for type in graph.inputs.values() if type.shape and takes_batch]
     rows = next((shape[0] for shape in shapes if shape[0] % grid.degree(batch) == 0), 0)
     return [
@@ -270,6 +273,7 @@ def shard(
 
     Raises:
         ConfigError: it cannot be sharded so.
+        MixedRowsError: it cannot be divided into microbatches.
     """
     grid = decisions.grid
     try:
@@ -281,6 +285,8 @@ def shard(
         of_inputs = decisions.inputs or _by_row(graph, grid, decisions.takes_batch and held is None)
         inputs = dict(zip(graph.inputs, of_inputs, strict=True))
         sharded = shard_graph(graph, grid, wanted, inputs, decisions.pinned, parts, gathers_outputs)
+    except MixedRowsError:
+        raise
     except (UnreadableGraphError, PartitionError) as error:
         raise ConfigError(f"engine spmd: {error}") from None
     layouts: dict[str, Any] = {

@@ -13,15 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from mindspore import nn
+from mindspore import Parameter, nn
 
 from sporeloom.errors import Problems
+from sporeloom.log import milestone
 from sporeloom.parallel.call import Call
 from sporeloom.parallel.step import TrainStep
 from sporeloom.partition.graph import Graph
 from sporeloom.partition.held import Communication, ShardedGraph
 from sporeloom.partition.stages import StageGraphs
 from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu.call_graphs import CutCall, cut_call, num_microbatches_of
 from sporeloom.runtime.cpu.executor import Program
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.cpu.pipeline import (
@@ -33,6 +35,7 @@ from sporeloom.runtime.cpu.pipeline import (
     TransportExchange,
 )
 from sporeloom.runtime.cpu.processes import CpuProcesses, ProgramBackend, Runnable
+from sporeloom.runtime.cpu.scheduled_call import CurrentParameters, ScheduledCall, keep_each
 from sporeloom.runtime.cpu.spmd import (
     decide,
     partition_for_rank,
@@ -55,6 +58,8 @@ class SpmdBackend(ProgramBackend):
         """What each program sends and computes whole, in their order; their graphs are not kept."""
         self._shapes: dict[int, Shape] = {}
         """Whole shapes of the parameters of all programs, by id: these keep them."""
+        self.current: CurrentParameters | None = None
+        """Of calls in a pipeline."""
 
     @abstractmethod
     def make_program(self, graph: PartitionedGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> RankProgram:
@@ -88,6 +93,8 @@ class SpmdBackend(ProgramBackend):
         repeats = self.strategy.num_microbatches(cell.accumulate) if is_step else 1
         if repeats > 1 or (is_step and self.strategy.mesh.pp > 1):
             return self._scheduled_step(cell, described, repeats)
+        if self.strategy.mesh.pp > 1 and isinstance(cell, Call):
+            return self._scheduled_call(cell, described)
         if self.strategy.mesh.pp > 1:
             return ForwardStages(self._stages(cell, described)[0], self.strategy.num_virtual_stages)
         problems = Problems()
@@ -122,6 +129,53 @@ class SpmdBackend(ProgramBackend):
                 f"{told}; {sent / 1e6:.3g} MB to other stages. {self._schedule_summary(num_microbatches)}"
             )
         return made
+
+    def _scheduled_call(self, call: Call, described: Sequence[tuple[Shape, Any]]) -> ScheduledCall:
+        """What a user calls, in a pipeline."""
+        problems, name = Problems(), f"program {len(self.programs)}"
+        model = self._one_devices_graph(call, described)
+        cut = problems.of(self._cut_call, model, call, described)
+        self.agree(problems)
+        assert cut is not None
+        used = cut.used_by_stages(self.strategy)
+        for _, report in reports_in(call):
+            for parameter, stages in used.items():
+                report.place(parameter, min(stages))
+        sharded, divided = cut.sharded, cut.divided
+        stage = self.strategy.mesh.coordinate(self.rank, "pp")
+        among = self.strategy.mesh.ranks_of_stage(stage)
+
+        def program(graph: Graph, part: str, among: Sequence[int]) -> RankProgram:
+            return self._program(sharded.of_rank(self.rank, graph), call, f"{name} {part}", among)
+
+        passes = {
+            one: program(made.graph, f"{one.kind} {one.part}", among)
+            for one, made in cut.stages.passes.items()
+            if self.strategy.stage_of_part(one.part) == stage
+        }
+        once = program(divided.once, "once", among) if divided.once.outputs and stage == 0 else None
+        early = program(divided.early, "early", among) if divided.early.outputs else None
+        after = program(cut.after[stage], "after", range(self.strategy.mesh.size))
+        types = types_of(sharded.result.graph)
+        for made in cut.stages.passes.values():
+            types |= types_of(made.graph)
+        exchange = self.exchange()
+        programs = StagePrograms(self.strategy, cut.stages, passes, types, exchange, name, keep_each(divided))
+        if self.current is None:
+            self.current = CurrentParameters(self.strategy, exchange)
+        owners = {parameter.name: parameter for parameter in call.get_parameters()}
+        return ScheduledCall(cut, programs, once, early, after, owners, self.current)
+
+    def is_current(self, parameter: Parameter) -> bool:
+        stage = self.strategy.mesh.coordinate(self.rank, "pp")
+        return self.current is None or self.current.is_current(parameter, stage)
+
+    def _cut_call(self, model: mind_ir.ModelProto, call: Call, described: Sequence[tuple[Shape, Any]]) -> CutCall:
+        cut = cut_call(model, call, self.strategy, num_microbatches_of(model, call, described, self.strategy))
+        self._remember(cut.sharded.result)
+        if cut.why_whole and self.rank == 0:
+            milestone(f"the whole batch goes through the stages at once, without microbatches: {cut.why_whole}")
+        return cut
 
     def _schedule_summary(self, num_microbatches: int) -> str:
         """What follows from the schedule for this rank's stage."""

@@ -90,13 +90,21 @@ def one_hot(ids, depth, on, off, axis):
     return np.moveaxis(hot, -1, axis)
 
 
-def strided_slice(x, begin, end, strides, *masks):
-    return x[tuple(slice(b, e, s) for b, e, s in zip(begin, end, strides, strict=True))]
+def index_of(begin, end, strides, from_begin=0, to_end=0, ellipsis=0, new_axes=0, dropped=0):
+    assert not ellipsis and not new_axes
+    return tuple(
+        b if dropped >> i & 1 else slice(None if from_begin >> i & 1 else b, None if to_end >> i & 1 else e, s)
+        for i, (b, e, s) in enumerate(zip(begin, end, strides, strict=True))
+    )
 
 
-def strided_slice_grad(dy, shape, begin, end, strides):
+def strided_slice(x, *where):
+    return x[index_of(*where)]
+
+
+def strided_slice_grad(dy, shape, *where):
     x = np.zeros(shape, dy.dtype)
-    x[tuple(map(slice, begin, end, strides))] = dy
+    x[index_of(*where)] = dy
     return x
 
 
@@ -267,7 +275,9 @@ def stridden(d):
     x = d.of(*d.shape())
     begin = [0 if d.flag() else int(d.random.integers(0, n)) for n in x.shape]
     end = [n if d.flag() else int(d.random.integers(b + 1, n + 1)) for b, n in zip(begin, x.shape, strict=True)]
-    return [x, tuple(begin), tuple(end), tuple(int(d.random.integers(1, 3)) for _ in x.shape)]
+    masks = [int(d.random.integers(0, 2 ** len(x.shape))) if d.flag() else 0 for _ in range(3)]
+    strides = tuple(int(d.random.integers(1, 3)) for _ in x.shape)
+    return [x, tuple(begin), tuple(end), strides, masks[0], masks[1], 0, 0, masks[2]]
 
 
 def unstridden(d):
@@ -276,7 +286,7 @@ def unstridden(d):
 
 
 def sliced(d):
-    x, begin, end, _ = stridden(d)
+    x, begin, end, *_ = stridden(d)
     return [x, begin, tuple(e - b for b, e in zip(begin, end, strict=True))]
 
 

@@ -244,14 +244,33 @@ def test_the_norm_counts_a_shared_weight_once_and_is_one_sum_over_the_stages():
         assert len(messages) == 3  # the table's gradient, the squares, and the loss, which all are told
 
 
-def test_a_truth_value_of_one_stage_is_refused_by_others():
+def test_a_truth_value_of_one_stage_is_sent_to_others_as_a_number():
     b = Builder(["a", "b"], {"ga": ROW, "gb": ROW})
     truth = b.put("Square", b.put("Sum", "ga", type=ONE), type=TensorType((), "bool"))
     b.put("Assign", "b", b.put("Mul", truth, "gb"), "u", side_effect_mem=True)
     b.graph.outputs = ["ga"]
     holders = {"a": frozenset([0]), "b": frozenset([1])}
+    first, second = cut_updates(b.graph, 2, holders, {"ga": frozenset([0]), "gb": frozenset([1])})
+    kinds = [[node.kind for node in graph.nodes] for graph in (first, second)]
+    assert "Select" in kinds[0] and "Select" not in kinds[1]
+    (used,) = [node for node in second.nodes if node.kind == "NotEqual"]
+    (sent,) = [node for node in second.nodes if node.kind == "AllReduce" and node.outputs[0] in used.inputs]
+    assert sent.types == (TensorType((), "float32"),) and used.types == (TensorType((), "bool"),)
+    assert next(node for node in second.nodes if node.kind == "Mul").inputs == (used.outputs[0], "gb")
+
+
+def test_a_text_of_one_stage_is_refused_by_others():
+    b = Builder(["a", "b"], {"ga": ROW, "gb": ROW})
+    text = b.put("Square", b.put("Sum", "ga", type=ONE), type=TensorType((), "str"))
+    b.put("Assign", "b", b.put("Mul", text, "gb"), "u", side_effect_mem=True)
+    b.graph.outputs = ["ga"]
     with pytest.raises(PartitionError, match="only numbers are sent"):
-        cut_updates(b.graph, 2, holders, {"ga": frozenset([0]), "gb": frozenset([1])})
+        cut_updates(
+            b.graph,
+            2,
+            {"a": frozenset([0]), "b": frozenset([1])},
+            {"ga": frozenset([0]), "gb": frozenset([1])},
+        )
 
 
 def test_a_number_goes_to_the_tensors_and_no_tensor_to_the_number():

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a user's call in a pipeline: what is computed once, what is computed of each microbatch, and what comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import Parameter, Tensor
+
+from sporeloom.partition.graph import Name, TensorType
+from sporeloom.partition.microbatches import NUMBER, DividedGraph, Total
+from sporeloom.runtime.cpu.call_graphs import CutCall, Stages
+from sporeloom.runtime.cpu.partition import PartitionedGraph
+from sporeloom.runtime.cpu.pipeline import Exchange, RankProgram, Schedule, StagePrograms
+from sporeloom.strategy.config import Strategy
+
+
+class CurrentParameters:
+    """Knows which stages have the value of each parameter as it is now, and brings it to those that want it.
+
+    A stage updates the parameters that it computes with. Another graph may compute with them elsewhere: an evaluation of its
+    own, an optimizer that is called apart.
+    """
+
+    def __init__(self, strategy: Strategy, exchange: Exchange):
+        self.strategy, self.exchange = strategy, exchange
+        self._holders: dict[int, Stages] = {}
+        """By id of the parameter; what is not there all have."""
+        self._kept: list[Parameter] = []
+        """What is kept keeps its id."""
+
+    def bring(
+        self, wanted: Mapping[Name, Stages], owners: Mapping[Name, Parameter], shapes: Mapping[Name, TensorType]
+    ) -> None:
+        """Let stages have the current values of the parameters that they want. All ranks call it with the same ones.
+
+        Args:
+            shapes: of a rank's part of each.
+        """
+        stage_size, rank = self.strategy.mesh.stage_size, self.exchange.rank
+        mine, place = divmod(rank, stage_size)
+        for name, stages in wanted.items():
+            holders = self._holders.get(id(owners[name]))
+            if holders is None or stages <= holders:
+                continue
+            parameter = getattr(owners[name], "in_float32", owners[name])  # what programs compute with in its place
+            source, missing = min(holders), sorted(stages - holders)
+            if mine == source or mine in missing:
+                ranks = [stage * stage_size + place for stage in (source, *missing)]
+                value = self.exchange.add(None, parameter) if mine == source else None
+                given = self.exchange.broadcast(value, shapes[name], ranks, 0, ("parameter", name))
+                if mine != source:
+                    parameter.set_data(given.astype(parameter.dtype), slice_shape=parameter.sliced)
+            self._holders[id(owners[name])] = holders | stages
+
+    def is_current(self, parameter: Parameter, stage: int) -> bool:
+        """Whether a stage has the value of a parameter as it is now."""
+        return stage in self._holders.get(id(parameter), (stage,))
+
+    def wrote(self, written: Mapping[Name, Stages], owners: Mapping[Name, Parameter]) -> None:
+        """Stages have written parameters: the others' values are outdated."""
+        for name, stages in written.items():
+            if id(owners[name]) not in self._holders:
+                self._kept.append(owners[name])
+            self._holders[id(owners[name])] = stages
+
+
+class ScheduledCall:
+    """A call that is ready to run on this rank. All ranks know what it returns.
+
+    Args:
+        cut: the graphs of all stages.
+        passes: those of `main` of this stage.
+        once: on ranks of the first stage; None where there is nothing to compute once.
+        early: None where there is nothing to add up before.
+        after: of this stage.
+        owners: the parameters, by name.
+    """
+
+    def __init__(
+        self,
+        cut: CutCall,
+        passes: StagePrograms,
+        once: RankProgram | None,
+        early: RankProgram | None,
+        after: RankProgram,
+        owners: Mapping[Name, Parameter],
+        current: CurrentParameters,
+    ):
+        self.cut, self.passes, self.once, self.early, self.after = cut, passes, once, early, after
+        self.owners, self.current = owners, current
+        self.schedule = Schedule(passes, cut.num_microbatches)
+        self._used, self._written = cut.used_by_stages(passes.strategy), cut.written_by_stages()
+        parameters = cut.sharded.result.graph.parameters
+        self._shapes = {name.rpartition(":")[2]: type for name, type in parameters.items()}
+        self._after_inputs = list(cut.after[passes.stage].inputs)
+        self._positions = {name: position for position, name in enumerate(cut.divided.main.outputs)}
+
+    @property
+    def graphs(self) -> Sequence[PartitionedGraph]:
+        programs = [*self.passes.programs.values(), *filter(None, (self.once, self.early)), self.after]
+        return [program.graph for program in programs]
+
+    def compile(self, inputs: Sequence[Tensor]) -> None:
+        """Nothing: the first run lets MindSpore choose the kernels."""
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        divided, exchange = self.cut.divided, self.passes.exchange
+        self.current.bring(self._used, self.owners, self._shapes)
+        values = dict(zip(self.cut.sharded.result.graph.inputs, inputs, strict=True))
+        values |= self._computed_once(values)
+        microbatches = [self._rows(values, number) for number in range(self.cut.num_microbatches)]
+        values |= self._early_totals(values, microbatches)
+        results = self.schedule.run([_given(divided.main.inputs, values, rows) for rows in microbatches])
+        for name, total in divided.totals.items():
+            values[name] = self._total(name, total, results)
+        exchange.settle()
+        returned = self.after.run(_given(self._after_inputs, values))
+        self.current.wrote(self._written, self.owners)
+        return returned
+
+    def _computed_once(self, values: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
+        """Random numbers, which the first stage draws for all."""
+        divided, passes = self.cut.divided, self.passes
+        if not divided.drawn:
+            return {}
+        drawn: Sequence[Tensor | None] = [None] * len(divided.drawn)
+        if self.once is not None:
+            drawn = _outputs(self.once.run(_given(divided.once.inputs, values)))
+        ranks = [passes.peer(stage) for stage in range(passes.strategy.mesh.pp)]
+        return {
+            name: passes.exchange.broadcast(
+                None if value is None else passes.exchange.add(None, value),
+                passes.types[name],
+                ranks,
+                0,
+                (passes.name, "once", name),
+            )
+            for name, value in zip(divided.drawn, drawn, strict=True)
+        }
+
+    def _rows(self, values: Mapping[Name, Tensor], number: int) -> dict[Name, Tensor]:
+        """The parts of a microbatch, and its number."""
+        divided = self.cut.divided
+        numbers = {name for name in (*divided.early.inputs, *divided.main.inputs) if name.startswith(NUMBER)}
+        found = {name: Tensor(np.array(number, name.removeprefix(NUMBER))) for name in numbers}
+        for name, (source, dim) in divided.rows.items():
+            array = values[source].asnumpy()
+            length = array.shape[dim] // self.cut.num_microbatches
+            part = array.take(range(number * length, (number + 1) * length), dim)
+            found[name] = Tensor(np.ascontiguousarray(part))
+        return found
+
+    def _early_totals(
+        self, values: Mapping[Name, Tensor], microbatches: Sequence[Mapping[Name, Tensor]]
+    ) -> dict[Name, Tensor]:
+        """Sums of the inputs alone: every stage computes them."""
+        graph = self.cut.divided.early
+        if self.early is None:
+            return {}
+        found: dict[Name, list[Tensor]] = {name: [] for name in graph.outputs}
+        for rows in microbatches:
+            for name, value in zip(
+                graph.outputs, _outputs(self.early.run(_given(graph.inputs, values, rows))), strict=True
+            ):
+                found[name].append(value)
+        return {
+            name: self._made_up(found[total.source], total) for name, total in self.cut.divided.early_totals.items()
+        }
+
+    def _made_up(self, values: Sequence[Tensor], total: Total) -> Tensor:
+        exchange = self.passes.exchange
+        if total.dim is not None:
+            return exchange.join(values, total.dim)
+        sum_of: Any = None
+        for value in values:
+            sum_of = exchange.add(sum_of, value)
+        return exchange.sum_of(sum_of)
+
+    def _total(self, name: Name, total: Total, results: Mapping[int, Any]) -> Tensor:
+        """Of the results of the passes; zeros where this stage has none, which nobody there looks at."""
+        exchange, position = self.passes.exchange, self._positions[total.source]
+        if position not in results:
+            return exchange.zeros(self.passes.types[name])
+        result = results[position]
+        if position not in self.passes.keep_each:
+            return exchange.sum_of(result)
+        return self._made_up([result[number] for number in sorted(result)], total)
+
+
+def keep_each(divided: DividedGraph) -> set[int]:
+    """Positions of the results of `main` that are put side by side."""
+    joined = {total.source for total in divided.totals.values() if total.dim is not None}
+    return {position for position, name in enumerate(divided.main.outputs) if name in joined}
+
+
+def _given(
+    names: Iterable[Name], values: Mapping[Name, Tensor], rows: Mapping[Name, Tensor] | None = None
+) -> list[Tensor]:
+    return [rows[name] if rows and name in rows else values[name] for name in names]
+
+
+def _outputs(given: Any) -> Sequence[Tensor]:
+    return given if isinstance(given, (tuple, list)) else (given,)

@@ -62,11 +62,12 @@ def test_tasks_hold_what_is_implied(write, name, more, beside):
     assert len(run.distinct_ranks) == run.strategy.mesh.pp
     for rank in values["ranks"]:
         stage = values["job"]["stages"][rank["stage"]]
-        # Of adapters stages count whole matrices.
         least, most = sizes[rank["stage"]], sizes[rank["stage"]] + 4 * adapters[rank["stage"]]
-        least -= tied if job.pp > 1 else 0  # on two stages: ours shards it, the formulas do not
-        assert least <= rank["parameter_bytes"] <= most
-        assert 0.99 < stage["total_bytes"] / rank["total_bytes"] < (1.06 if run.task.lora else 1.01)
+        shared = tied if job.pp > 1 else 0  # the table on two stages, which ours shards and the formulas do not
+        assert 0.99 * (least - shared) <= rank["parameter_bytes"] <= 1.01 * most  # a value head has a row
+        # Of adapters stages count whole matrices.
+        low, high = 0.99 * rank["total_bytes"], (1.06 if run.task.lora else 1.01) * rank["total_bytes"]
+        assert low - shared <= stage["total_bytes"] <= high + shared
         assert rank["total_bytes"] - rank["auxiliary_bytes"] > rank["parameter_bytes"]
         assert tuple(rank["auxiliary"]) == beside
 

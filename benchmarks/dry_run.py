@@ -17,7 +17,7 @@ from typing import Any
 
 from report import write_report
 
-from sporeloom.dry_run.by_depth import small_depths
+from sporeloom.dry_run.by_depth import reduced_depths
 from sporeloom.models.family import family_and_size, size_config
 from sporeloom.models.parameters import num_parameters
 from sporeloom.strategy.loader import load_strategy
@@ -73,7 +73,7 @@ def compared(path: Path) -> str | None:
     strategy, (family, size) = load_strategy(path), family_and_size(path.stem)
     model, of_stage = size_config(family, size), strategy.mesh.size // strategy.mesh.pp
     is_large = num_parameters(model) > 14e9
-    if (is_large and size != "200b") or len(small_depths(model, strategy, 0)) == 1:
+    if (is_large and size != "200b") or len(reduced_depths(model, strategy, 0)) == 1:
         return None
     first = range(0, strategy.mesh.size, of_stage)
     ranks = [str(first[-1])] if is_large else list(map(str, first))

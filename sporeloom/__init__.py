@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("GLOG_v", "3")  # MindSpore reads it when it is loaded: its warnings are about its own insides
 
 if TYPE_CHECKING:
-    from sporeloom.certification.own import certify
+    from sporeloom.certification.custom import certify
     from sporeloom.runtime.auto_parallel import auto_parallel, is_log_rank, own_rows
     from sporeloom.runtime.own_checkpoint import save_checkpoint
 
@@ -24,5 +24,5 @@ def __getattr__(name: str) -> Any:
     if name == "save_checkpoint":
         return getattr(import_module("sporeloom.runtime.own_checkpoint"), name)
     if name == "certify":
-        return getattr(import_module("sporeloom.certification.own"), name)
+        return getattr(import_module("sporeloom.certification.custom"), name)
     raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a certificate vouches for, and whether a run is still that. How one is made: the package `certify`."""
+"""Contents of a certificate, and their comparison with a run. The package `certification` makes certificates."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ from sporeloom.strategy.config import Strategy
 CERTIFIED, REFUSED = "certified", "refused"
 SEAL = "sha256"
 SEAL_NOTE = "its seal shows accidental changes; it is not a signature, and anybody can write another"
-"""What the seal is worth, for every place that speaks of a certificate."""
+"""Meaning of the seal, for messages."""
+COVERS, OLD_COVERS = "covers", "vouched_for"
+"""Key of the settings that a certificate covers, now and in certificates of earlier releases."""
 
 
 def about_strategy(strategy: Strategy) -> dict[str, Any]:
-    """A strategy and its rules as data, without the files they came from. Its engine is the one of devices."""
+    """Describe a strategy, its rules and its engine as data, without the files that they came from."""
     values = dataclasses.asdict(strategy)
     rules = values["rules"]
     rules["operators"] = {
-        rule["pattern"]: {"place": place, **{key: rule[key] for key in ("inputs", "outputs", "local")}}
-        for place, rule in enumerate(rules["operators"])
+        rule["pattern"]: {"position": position, **{key: rule[key] for key in ("inputs", "outputs", "local")}}
+        for position, rule in enumerate(rules["operators"])
     }
-    values["engine"] = "spmd" if strategy.engine == "spmd" else "mindspore"
+    values["engine"] = strategy.engine or "spmd"
     return {key: value for key, value in values.items() if key not in ("source", "lines")}
 
 
 def about_versions() -> dict[str, str]:
-    """Of everything that decides what is computed."""
+    """List the versions of everything that affects the results of a run."""
     return {"mindspore": version("mindspore"), "sporeloom": __version__, "sources": sources_hash()}
 
 
 def about_task(
     name: str, lora: LoRAConfig | None, has_reference: bool, reward_model: ModelConfig | None
 ) -> dict[str, Any] | None:
-    """What of a task its graph and its memory hang on; None: plain text is learned, by the whole model."""
+    """Describe the parts of a task that affect graphs and memory; None for pretraining of all weights."""
     if name == "pretraining" and lora is None:
         return None
     adapters = lora and {"r": lora.r, "dropout": lora.lora_dropout, "target_modules": [*lora.target_modules]}
@@ -57,7 +59,7 @@ def about_task(
     return {"name": name, "lora": adapters, "reference": has_reference, "reward_model": reward}
 
 
-def vouched_for(
+def covered_settings(
     family: str,
     model: ModelConfig,
     strategy: Strategy,
@@ -66,7 +68,7 @@ def vouched_for(
     accumulate: int,
     task: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What must stay as it is for a certificate of a training run to hold. `batch_size`: sequences of a step."""
+    """Describe the settings of a training run that its certificate covers. `batch_size`: sequences of a step."""
     return {
         **({"task": task} if task else {}),
         "model": {"family": family, **model.to_dict(), "attention": model.attention_on_ascend},
@@ -76,36 +78,51 @@ def vouched_for(
     }
 
 
-def hashes_of(vouched: Mapping[str, Any]) -> dict[str, str]:
-    """A short name for each part."""
-    return {name: _hash(value) for name, value in vouched.items()}
+def hashes_of(covered: Mapping[str, Any]) -> dict[str, str]:
+    """Hash each part of the settings."""
+    return {name: _hash(value) for name, value in covered.items()}
 
 
 def write_certificate(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a certificate with its seal, the hash of all the rest: against accidents. There is no key in it, so it proves
-    nothing of who made the certificate; where that matters, sign the file as files are signed."""
+    """Write a certificate with its seal, a hash of all other contents, which reveals accidental changes. The seal has no
+    key, so it does not prove who made the certificate; sign the file where that matters."""
     plain = without_infinity(values)
     text = json_text({**plain, SEAL: _hash(plain)}, indent=1, ensure_ascii=False) + "\n"
     write_text_atomically(path, text)
 
 
-def check_certificate(path: Path, vouched: Mapping[str, Any]) -> None:
-    """Hold a run against its certificate.
+def check_certificate(path: Path, covered: Mapping[str, Any]) -> None:
+    """Compare a run with its certificate.
+
+    Args:
+        covered: `covered_settings` of the run.
 
     Raises:
-        ConfigError: it is no certificate, it was changed, it says `refused`, or something it vouches for has changed.
+        ConfigError: it is not a certificate, is from an earlier release, was changed, says `refused`, or covers other
+            settings.
     """
     values = dict(read_json(path).mapping)
-    if not {"verdict", "vouched_for", SEAL} <= values.keys():
-        raise ConfigError(f"{path}: no certificate; tools/certify.py writes them")
+    if {"verdict", OLD_COVERS} <= values.keys():
+        raise ConfigError(_earlier_release(path, values[OLD_COVERS]))
+    if not {"verdict", COVERS, SEAL} <= values.keys():
+        raise ConfigError(f"{path}: is not a certificate; make one with sporeloom certify")
     seal = values.pop(SEAL)
     if seal != _hash(values):
-        raise ConfigError(f"{path}: was changed after it was made: its seal does not fit; make it again by certify")
+        raise ConfigError(
+            f"{path}: was changed after it was made: its seal does not fit; make it again with sporeloom certify"
+        )
     if values["verdict"] != CERTIFIED:
         raise ConfigError(f"{path}: the strategy was refused: {'; '.join(values.get('reasons', []))}")
-    changed = list(_differences(values["vouched_for"], json.loads(json_text(vouched)), ""))
+    changed = list(_differences(values[COVERS], json.loads(json_text(covered)), ""))
     if changed:
-        raise ConfigError([*(f"{path}: {line}" for line in changed), f"{path}: make it again with tools/certify.py"])
+        raise ConfigError([*(f"{path}: {line}" for line in changed), f"{path}: make it again with sporeloom certify"])
+
+
+def _earlier_release(path: Path, covered: Any) -> str:
+    strategy = covered.get("strategy") if isinstance(covered, dict) else None
+    engine = strategy.get("engine") if isinstance(strategy, dict) else None
+    what = "for engine mindspore, which is not certified any more" if engine == "mindspore" else "by an earlier release"
+    return f"{path}: was made {what}; make it again with sporeloom certify"
 
 
 def _differences(before: Any, now: Any, key: str) -> Iterator[str]:

@@ -46,8 +46,8 @@ except ImportError as missing:
     grad_comm_ops = GradAccumulation = MicroBatchInterleaved = None
     NO_PARTITIONER = (
         f"MindSpore {ms.__version__} has no partitioner of its own ({missing}): training and inference on CPU "
-        "processes need none without `engine: mindspore`; dry runs, certificates, pipelines of custom networks "
-        f"and devices do, with MindSpore {' or '.join(SUPPORTED_VERSIONS)}"
+        "processes, dry runs and certificates need none; `engine: mindspore` does, "
+        f"with MindSpore {' or '.join(SUPPORTED_VERSIONS)}"
     )
 else:
     NO_PARTITIONER = ""

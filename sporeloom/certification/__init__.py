@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prove a strategy before a cluster is booked."""
+"""Certificates: prove scaled-down strategies against one device, partition the full size, estimate time and memory."""

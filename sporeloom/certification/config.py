@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be certified, checked before MindSpore is loaded."""
+"""Flags of `sporeloom certify`, validated before MindSpore is loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sporeloom.strategy.config import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyConfig(Overwrite, TaskFlags):
-    """The flags of tools/certify.py."""
+    """Flags of `sporeloom certify`."""
 
     common: ClassVar[tuple[str, ...]] = (
         "model",
@@ -44,28 +44,30 @@ class CertifyConfig(Overwrite, TaskFlags):
         "processes",
     )
     model: str = option("pangu", "model family")
-    size: str = option("tiny", "one of the family's published sizes")
-    config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
-    strategy: Path = option(..., "strategy file, or the name of a shipped one")
-    cluster: Path = option(..., "cluster file, or the name of a shipped one")
+    size: str = option("tiny", "built-in size of the family")
+    config: Path | None = option(
+        None, "JSON file with model configuration fields that replace those of the size (default: none)"
+    )
+    strategy: Path = option(..., "strategy file, or name of a built-in strategy")
+    cluster: Path = option(..., "cluster file, or name of a built-in cluster")
     out: Path = output(..., "folder for certificate.json, certificate.html and the logs of the proof")
     batch_size: Count | None = option(
         None,
-        "sequences of one step, over all devices, two for each pair of reward and dpo; one a microbatch and replica "
-        "without this",
+        "sequences of one step over all devices, two for each pair of reward and dpo (default: one for each microbatch and "
+        "replica)",
     )
-    accumulate: Count = option(1, "parts a step's batch is split into without a pipeline, as tools/train.py's")
-    compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
+    accumulate: Count = option(1, "gradient accumulation steps without a pipeline")
+    compute_dtype: ComputeDtype | None = option(None, "dtype of matrix products (default: from `--size`)")
     attention: AttentionKernel | None = option(
-        None, "plain or flash; the size's own without it, which is flash where Ascend has it for the model"
+        None, "attention implementation (default: from `--size`; flash where Ascend supports it for the model)"
     )
-    processes: Count = option(4, "processes the proof may use on this machine: 2, 4, 8 or 16")
-    fast: bool = option(False, "compile the full size from small depths, as tools/dry_run.py --fast")
+    processes: Count = option(4, "number of processes of the proof on this machine: 2, 4, 8 or 16")
+    fast: bool = option(False, "compile a few layers of the full size and extrapolate, as dry-run --fast")
 
 
 @dataclass(frozen=True)
 class Certification:
-    """What was asked for and found right, with what it refers to."""
+    """A validated request for a certificate, with the scaled-down model, strategies and task of its proof."""
 
     config: CertifyConfig
     full: DryRun
@@ -76,7 +78,7 @@ class Certification:
 
 
 def check(config: CertifyConfig) -> Certification:
-    """Everything a certificate refers to, read and held against each other: the first of its checks.
+    """Validate the flags together with the files that they name: the first check of a certificate.
 
     Raises:
         ConfigError: all problems at once.
@@ -106,7 +108,7 @@ def check(config: CertifyConfig) -> Certification:
     assert full and cluster
     mesh = full.strategy.mesh
     if mesh.size == 1:
-        raise ConfigError(f"{full.strategy.at('mesh')}: one device needs no certificate")
+        raise ConfigError(f"{full.strategy.at('mesh')}: a certificate is for several devices")
     if problem := cluster.refuses(mesh):
         raise ConfigError(f"{full.strategy.at('mesh')}: {problem}")
     size = mesh.size
@@ -119,5 +121,5 @@ def check(config: CertifyConfig) -> Certification:
         accumulate = 2 if config.accumulate > 1 and strategy.mesh.pp == 1 else 1
         problems += batch_problems(strategy, BATCH // full.task.rows_per_unit, SEQ_LEN, accumulate)
     if problems:
-        raise ConfigError(f"the small likeness of {config.strategy} does not fit: {problem}" for problem in problems)
+        raise ConfigError(f"{config.strategy}, scaled down for the proof: {problem}" for problem in problems)
     return Certification(config, full, cluster, model, small, small_task(full.task, model))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The certificate as one HTML file that needs nothing else: the verdict, and a picture of everything behind it."""
+"""Write a certificate as one self-contained HTML file: the verdict, and the results behind it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from sporeloom.certificate import CERTIFIED
+from sporeloom.certificate import CERTIFIED, COVERS
 from sporeloom.dry_run.html import memory_bars, table
 from sporeloom.dry_run.summary import GB
 
@@ -23,23 +23,22 @@ td.n{text-align:right;font-variant-numeric:tabular-nums}code{background:#f3f3f3;
 COLORS = ("#4878a8", "#c85850", "#78a850", "#9870b0", "#d8a038", "#50a0a0")
 QUESTIONS = {
     "strategy": "Do mesh, rules and model fit each other?",
-    "proof": "Is a small likeness of it equal to one device?",
-    "collectives": "Do the graphs of the full size hold and send what the strategy implies?",
-    "ranks": "Do ranks of the whole mesh compile, and hold what the rules say?",
+    "proof": "Does it train as on one device, scaled down?",
+    "shards": "Do ranks of the full mesh hold the shards that the rules define?",
     "memory": "Does every stage fit the chip?",
 }
 
 
 def page(values: dict[str, Any]) -> str:
-    """The whole file."""
-    verdict, mesh = values["verdict"], values["vouched_for"]["strategy"]["mesh"]
+    """Write the HTML file."""
+    verdict, mesh = values["verdict"], values[COVERS]["strategy"]["mesh"]
     degrees = " x ".join(f"{axis} {mesh[axis]}" for axis in mesh["order"] if mesh[axis] > 1)
     why = "".join(f"<br>{escape(reason)}" for reason in values["reasons"])
     facts = f"{escape(values['strategy_file'])} &middot; {values['made']}, {values['machine']}"
     sections = [
         f"<h1>{escape(values['subject'])} on {degrees}</h1><p class='note'>{facts}</p>",
-        f"<div class='verdict {verdict}'><b>{verdict.capitalize()}.</b> {_in_short(values)}{why}</div>",
-        "<h2>What was asked</h2>" + _questions(values),
+        f"<div class='verdict {verdict}'><b>{verdict.capitalize()}.</b> {_summary(values)}{why}</div>",
+        "<h2>Checks</h2>" + _questions(values),
         "<h2>The proof</h2>" + _proof(values),
     ]
     if "full_size" in values:
@@ -48,16 +47,16 @@ def page(values: dict[str, Any]) -> str:
             "<h2>Collectives of a step</h2>" + _bytes(values),
         ]
     if values.get("ranks"):
-        sections.append("<h2>Ranks of the whole mesh</h2>" + _ranks(values["ranks"]))
+        sections.append("<h2>Ranks of the full mesh</h2>" + _ranks(values["ranks"]))
     if "estimate" in values:
         sections.append("<h2>Time of a step</h2>" + _time(values))
-    sections.append("<h2>What it vouches for</h2>" + _vouched(values))
+    sections.append("<h2>What it covers</h2>" + _covered(values))
     title = escape(f"{verdict}: {values['subject']}")
     head = f"<meta charset='utf-8'><title>{title}</title><style>{STYLE}</style>"
     return f"<!doctype html><html lang='en'>{head}<body>{''.join(sections)}</body></html>\n"
 
 
-def _in_short(values: dict[str, Any]) -> str:
+def _summary(values: dict[str, Any]) -> str:
     if values["verdict"] != CERTIFIED:
         return "Do not book the cluster yet."
     if "estimate" not in values:
@@ -98,7 +97,7 @@ def _proof(values: dict[str, Any]) -> str:
 
 
 def _curves(proof: dict[str, Any]) -> str:
-    """Losses over the steps: circles one device, lines the meshes."""
+    """Draw losses over the steps: circles for one device, lines for the meshes."""
     expected = proof["one_device_losses"]
     series = [mesh["losses"] for mesh in proof["meshes"] if mesh["losses"]]
     finite = [x for losses in [expected, *series] for x in losses if abs(x) < 1e9]
@@ -107,7 +106,7 @@ def _curves(proof: dict[str, Any]) -> str:
     low, high = min(finite), max(finite)
     width, height, half = 720, 180, len(expected) // 2
 
-    def place(step: int, loss: float) -> tuple[float, float]:
+    def position(step: int, loss: float) -> tuple[float, float]:
         loss = min(max(loss, low), high) if loss == loss else high
         x = 20 + (step % half) * (width / 2 - 60) / max(1, half - 1) + (width / 2 if step >= half else 0)
         return x, 30 + (high - loss) / max(high - low, 1e-9) * (height - 50)
@@ -115,11 +114,11 @@ def _curves(proof: dict[str, Any]) -> str:
     drawn = [f"<text x='20' y='14'>AdamW</text><text x='{width / 2 + 20}' y='14'>SGD</text>"]
     for number, losses in enumerate(series):
         for part in (range(half), range(half, len(losses))):
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(step, losses[step]) for step in part))
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (position(step, losses[step]) for step in part))
             color = COLORS[number % len(COLORS)]
             drawn.append(f"<polyline points='{points}' fill='none' stroke='{color}' stroke-width='2' opacity='.7'/>")
     for step, loss in enumerate(expected):
-        x, y = place(step, loss)
+        x, y = position(step, loss)
         drawn.append(
             f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='none' stroke='#222'><title>{loss:.6f}</title></circle>"
         )
@@ -134,27 +133,23 @@ def _curves(proof: dict[str, Any]) -> str:
 def _memory(values: dict[str, Any]) -> str:
     usable = values["full_size"]["usable_bytes"] / GB
     cluster = values["cluster"]
-    text = f"<p>{escape(cluster['chip'])} has {cluster['memory_gb']:g} GB, of which {usable:.1f} are to be used. "
-    text += "Parameters, moments and gradients are read from the compiled graphs; the rest is by closed form.</p>"
+    text = f"<p>{escape(cluster['chip'])} has {cluster['memory_gb']:g} GB, of which {usable:.1f} are usable. "
+    text += "Parameters, moments and gradients are read from the graphs; the rest is computed by closed formulas.</p>"
     return text + memory_bars(values["full_size"]["ranks"], values["full_size"]["usable_bytes"])
 
 
 def _bytes(values: dict[str, Any]) -> str:
-    """Of `engine: spmd` the compiled graphs alone: the closed formulas describe MindSpore's partitioner."""
-    rows: list[Sequence[Any]] = []
-    expected = values["full_size"]["implied"]
-    for rank in values["full_size"]["ranks"]:
-        implied = expected["bytes_per_step"][rank["stage"]] if expected else {}
-        for kind in sorted({*implied, *rank["bytes_per_step"]}):
-            sent = rank["bytes_per_step"].get(kind, 0)
-            more = (int(implied.get(kind, 0)),) if expected else ()
-            rows.append((f"rank {rank['rank']}", kind, int(sent), *more))
-    head = ("", "kind and phase", "bytes a step, compiled", *(("implied by the strategy",) if expected else ()))
-    return table(head, rows)
+    """Write the table of bytes that the graphs send."""
+    rows = [
+        (f"rank {rank['rank']}", kind, int(sent))
+        for rank in values["full_size"]["ranks"]
+        for kind, sent in sorted(rank["bytes_per_step"].items())
+    ]
+    return table(("", "kind and phase", "bytes a step"), rows)
 
 
 def _ranks(ranks: Sequence[dict[str, Any]]) -> str:
-    """What ranks of a user's network hold and send."""
+    """Write the tables of bytes that ranks of a custom network hold and send."""
     parts = ("parameter", "gradient", "optimizer")
     held = [
         (f"rank {rank['rank']}", rank["stage"], *(f"{rank[f'{part}_bytes'] / 2**20:.2f}" for part in parts))
@@ -191,9 +186,9 @@ def _time(values: dict[str, Any]) -> str:
     drawn = f"<svg width='720' height='28'>{''.join(bars)}</svg><p>{''.join(keys)}</p>"
     if "rows_per_s" in estimate:
         return (
-            f"<p>{estimate['step_time_s']:.3g} s, {estimate['rows_per_s']:,.0f} rows/s on {estimate['chip']}: what the "
-            "compiled graph computes, moves and sends, one after the other; starting operators is not counted. No interval "
-            f"is known: such estimates were never compared with measured runs.</p>{drawn}"
+            f"<p>{estimate['step_time_s']:.3g} s, {estimate['rows_per_s']:,.0f} rows/s on {estimate['chip']}: the work in "
+            "the graph, its memory traffic and its messages, one after the other; launching operators is not counted. No "
+            f"interval is known: such estimates were never compared with measured runs.</p>{drawn}"
         )
     return (
         f"<p>{estimate['step_time_s']:.3g} s ({interval_text(estimate)}), {estimate['tokens_per_s']:,.0f} tokens/s, MFU "
@@ -202,18 +197,16 @@ def _time(values: dict[str, Any]) -> str:
 
 
 def interval_text(estimate: dict[str, Any]) -> str:
-    """Between which times a step of published runs lies."""
+    """Format the interval of the time of a step, from published runs."""
     bounds = estimate["step_time_interval_s"]
     if bounds is None:
         return "no interval known"
     return f"{bounds[0]:.3g} to {bounds[1]:.3g} s for {estimate['interval']['coverage']:.0%} of published runs on plain text"
 
 
-def _vouched(values: dict[str, Any]) -> str:
+def _covered(values: dict[str, Any]) -> str:
     rows = [(name, digest[:16]) for name, digest in values["hashes"].items()]
-    versions = values["vouched_for"]["versions"]
+    versions = values[COVERS]["versions"]
     text = f"MindSpore {versions['mindspore']}, sporeloom {versions['sporeloom']}"
-    note = (
-        "<p><code>tools/train.py --certificate certificate.json</code> starts only while all of this is as it was.</p>"
-    )
+    note = "<p><code>tools/train.py --certificate certificate.json</code> starts only if all of this is unchanged.</p>"
     return table(("part", "SHA-256"), rows) + f"<p>{escape(text)}.</p>" + note

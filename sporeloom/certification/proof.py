@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small likeness of a strategy on real processes, and hold every number against one device."""
+"""Train scaled-down strategies on processes of this machine, and compare every number with one device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sporeloom.certification.shrink import FULL_SIZE, SUBJECT
+from sporeloom.certification.shrink import FULL_MESH, SUBJECT
 from sporeloom.lines import split_lines
 from sporeloom.processes import end_with_parent
 from sporeloom.runtime.launch import failure_report, launch
@@ -29,7 +29,7 @@ WORKER = Path(__file__).with_name("worker.py")
 ONE_DEVICE = "one_device"
 TIMEOUT_S = 1200
 LIMITS = {"losses": 1e-5, "norms": 1e-4, "gradients": 1e-5, "weights": 1e-5}
-"""Losses and gradient norms: relative. Gradients: of the largest entry of all. Weights: absolute."""
+"""Tolerances. Losses and gradient norms: relative. Gradients: relative to the largest entry of all. Weights: absolute."""
 
 Numbers = dict[str, dict[str, list[float]]]
 Tensors = dict[str, NDArray[Any]]
@@ -37,7 +37,7 @@ Tensors = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Trained:
-    """What one training left: numbers by optimizer, the first step's gradients, the weights after SGD."""
+    """Results of a training: numbers by optimizer, gradients of the first step, weights after SGD."""
 
     numbers: Numbers
     gradients: Tensors
@@ -46,20 +46,23 @@ class Trained:
 
 @dataclass(frozen=True)
 class Proof:
-    """One small mesh against one device."""
+    """Comparison of one scaled-down mesh with one device."""
 
     mesh: str
     differences: dict[str, float] = field(default_factory=dict)
-    """The largest of each kind, as LIMITS counts them."""
+    """Largest difference of each kind, as in `LIMITS`."""
     losses: list[float] = field(default_factory=list)
-    """AdamW's, then SGD's."""
+    """Losses of AdamW, then of SGD."""
     failure: str = ""
-    """The first quantity that differs, or why the job ended; empty if all is equal."""
+    """First quantity that differs, or the reason why the job ended; empty if all is equal."""
 
 
 def prove(folder: Path, small: Sequence[Strategy], logs: Path) -> tuple[list[float], list[Proof]]:
-    """Train the subject in `folder` (subject.json and what belongs to it) under every small strategy. Returns one device's
-    losses and the proofs; after one that ended by itself there may be fewer."""
+    """Train the subject in `folder` (subject.json and its files) under every scaled-down strategy.
+
+    Returns:
+        The losses of one device, and the proofs. There are fewer of them if a job ended early.
+    """
     if failure := _alone(folder, [ONE_DEVICE], "one device", logs / "one_device.log"):
         return [], [Proof(ONE_DEVICE, failure=failure)]
     expected, proofs = load(folder, ONE_DEVICE), []
@@ -76,20 +79,19 @@ def prove(folder: Path, small: Sequence[Strategy], logs: Path) -> tuple[list[flo
 
 
 def compile_ranks(folder: Path, ranks: Sequence[int], logs: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Compile ranks of the user's network in `folder` under the whole strategy, up to the first that cannot be. Returns what
-    they are, and why one is missing."""
-    reports: list[dict[str, Any]] = []
-    for rank in ranks:
-        if failure := _alone(
-            folder, [FULL_SIZE, str(rank)], f"rank {rank} of the whole mesh", logs / f"rank_{rank}.log"
-        ):
-            return reports, [failure]
-        reports.append(json.loads((folder / f"{rank}.json").read_text()))
-    return reports, []
+    """Partition ranks of the custom network in `folder` under the full strategy, in one process.
+
+    Returns:
+        The reports of the ranks, and the problems: without any there is a report of each rank, or else none.
+    """
+    numbers = ",".join(map(str, ranks))
+    if failure := _alone(folder, [FULL_MESH, numbers], f"ranks {numbers} of the full mesh", logs / "full_mesh.log"):
+        return [], [failure]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in ranks], []
 
 
 def _alone(folder: Path, words: Sequence[str], what: str, log: Path) -> str:
-    """Have one process do what `words` say. Returns why it did not, or ''."""
+    """Run the worker in one process. Returns the reason why it failed, or ''."""
     log.parent.mkdir(parents=True, exist_ok=True)
     parent = os.getpid()
     with log.open("w") as output, contextlib.suppress(subprocess.TimeoutExpired):
@@ -105,30 +107,32 @@ def _alone(folder: Path, words: Sequence[str], what: str, log: Path) -> str:
         if done.returncode == 0:
             return ""
         return f"{what} failed ({log}): {_last_line(log.read_text(errors='replace'))}"
-    return f"{what} was not done after {TIMEOUT_S} s ({log})"
+    return f"{what} did not end within {TIMEOUT_S} s ({log})"
 
 
 def _job(folder: Path, numbers: Sequence[int], size: int, small: Sequence[Strategy], logs: Path) -> str:
-    """Run the small strategies of `size` processes one after another in one job. Returns why it ended early, or ''."""
+    """Run the scaled-down strategies of `size` processes in turn, in one job. Returns why it ended early, or ''."""
     arguments = [str(folder / "subject.json"), ",".join(map(str, numbers))]
-    # What failed is told in the certificate; a proof says nothing else.
-    with io.TextIOWrapper(io.BytesIO()) as aside, redirect_stdout(aside), redirect_stderr(aside):
+    # Failures are reported in the certificate; the output of the job is discarded.
+    with io.TextIOWrapper(io.BytesIO()) as discarded, redirect_stdout(discarded), redirect_stderr(discarded):
         code = launch(str(WORKER), arguments, size, logs, small[numbers[0]].mesh.first_rank_of_last_stage, SUBJECT)
     return "" if code == 0 else _last_line(failure_report(logs))
 
 
 def _last_line(text: str) -> str:
-    """The line of a traceback or message that says what happened."""
+    """Find the line of a traceback or message that says what happened."""
     lines = [line.strip() for line in split_lines(text) if line.strip() and not line.startswith("-")]
     errors = [line for line in lines if "Error: " in line or line.startswith("error: ")]
-    return (errors or lines or ["it said nothing"])[-1][:400]
+    return (errors or lines or ["without a message"])[-1][:400]
 
 
 def is_complete(folder: Path, name: str) -> bool:
+    """Whether a training left all of its files."""
     return all((folder / f"{name}.{o}.{suffix}").exists() for o in ("AdamW", "SGD") for suffix in ("json", "npz"))
 
 
 def load(folder: Path, name: str) -> Trained:
+    """Read the files that a training left."""
     numbers = {o: json.loads((folder / f"{name}.{o}.json").read_text()) for o in ("AdamW", "SGD")}
     tensors = []
     for optimizer in ("AdamW", "SGD"):
@@ -142,7 +146,7 @@ def _losses(trained: Trained) -> list[float]:
 
 
 def compare(mesh: str, expected: Trained, got: Trained) -> Proof:
-    """Every number, in the order in which a fault shows: a step's loss, its gradients, what follows from them."""
+    """Compare all numbers, in the order in which a fault shows: the loss of a step, its gradients, what follows from them."""
     found: dict[str, float] = {}
     failure = ""
     for kind, quantity, difference, shown in _compared(expected, got):
@@ -153,7 +157,7 @@ def compare(mesh: str, expected: Trained, got: Trained) -> Proof:
 
 
 def _compared(expected: Trained, got: Trained) -> Iterator[tuple[str, str, float, str]]:
-    """(kind, quantity, difference, both values)"""
+    """Yield (kind, quantity, difference, both values)."""
     for step in range(len(expected.numbers["AdamW"]["losses"])):
         yield from _numbers("losses", f"loss of step {step + 1}", expected, got, step)
         if step == 0:
@@ -173,13 +177,13 @@ def _tensors(
     kind: str, word: str, expected: Tensors, got: Tensors, scale: float, prefix: str
 ) -> Iterator[tuple[str, str, float, str]]:
     for name, value in expected.items():
-        mine = got.get(name)
-        if mine is None or mine.shape != value.shape:
-            yield kind, f"{word} {name.removeprefix(prefix)}", float("inf"), "not there, or of another shape"
+        found = got.get(name)
+        if found is None or found.shape != value.shape:
+            yield kind, f"{word} {name.removeprefix(prefix)}", float("inf"), "missing, or of another shape"
             continue
-        difference = np.abs(mine - value)
-        place = np.unravel_index(int(np.argmax(difference)), value.shape) if value.ndim else ()
-        shown = _both(float(value[place]), float(mine[place])) + f" at {[int(i) for i in place]}"
+        difference = np.abs(found - value)
+        index = np.unravel_index(int(np.argmax(difference)), value.shape) if value.ndim else ()
+        shown = _both(float(value[index]), float(found[index])) + f" at {[int(i) for i in index]}"
         yield kind, f"{word} {name.removeprefix(prefix)}", float(difference.max()) / scale, shown
 
 
@@ -189,6 +193,7 @@ def _both(one_device: float, mesh: float) -> str:
 
 @contextlib.contextmanager
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Measure the time of a block."""
     start = time.perf_counter()
     try:
         yield

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same strategy for a few processes: every axis, option and rule of the large one, on meshes a laptop holds.
+"""Scale a strategy down for a few processes, with every axis, option and rule of the full one.
 
-An axis above 1 stays above 1. Where the processes cannot hold all such axes at once, every pair of them is proved (with 8
-processes every three): what axes do to each other is between two of them.
+An axis above 1 stays above 1. Where the processes are too few for all such axes at once, every pair of them is proved (with 8
+processes every three): axes interact in pairs.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from typing import Any
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig
 from sporeloom.planner.task import TrainedTask
-from sporeloom.strategy.checks import spans_tensor_parallel
 from sporeloom.strategy.config import V_SHAPED, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
-from sporeloom.strategy.stages import layers_per_part, offloaded_layers, recomputed_layers
+from sporeloom.strategy.stages import layers_per_part, recomputed_layers
 
 BATCH, SEQ_LEN, HEAD_DIM, VOCAB = 16, 32, 16, 128
-MOST_VIRTUAL_STAGES = 2
+MAX_VIRTUAL_STAGES = 2
 POSSIBLE_PROCESSES = (2, 4, 8, 16)
-FULL_SIZE = "rank"
-"""What a process of a proof is told that compiles one rank of the whole mesh."""
+FULL_MESH = "ranks"
+"""Argument of a process of a proof that partitions ranks of the full mesh."""
 IN_PROOF = "SPORELOOM_IN_PROOF"
-"""Environment: set in the processes of a proof."""
+"""Environment variable that is set in the processes of a proof."""
 SUBJECT = "sporeloom.certification.subject"
-"""The module that they load with MindSpore."""
+"""Module that the processes of a proof load with MindSpore."""
 
 
 def small_meshes(mesh: Mesh, processes: int) -> list[Mesh]:
-    """Meshes of at most `processes` ranks, a power of 2, that together have every axis of `mesh`, in its order."""
+    """List meshes of at most `processes` ranks, a power of 2, that together have every axis of `mesh`, in its order."""
     axes = [axis for axis in mesh.order if mesh.degree(axis) > 1]
     at_once = int(math.log2(processes))
     chosen = [axes] if len(axes) <= at_once else [list(some) for some in itertools.combinations(axes, at_once)]
@@ -40,31 +39,31 @@ def small_meshes(mesh: Mesh, processes: int) -> list[Mesh]:
 
 
 def _filled(mesh: Mesh, axes: list[str], processes: int) -> Mesh:
-    """Every axis 2, then doubled, the innermost first, while it is below its true degree and processes are left."""
+    """Set every axis to 2, then double them, the innermost first, up to their degree in `mesh` and to `processes`."""
     degrees: dict[str, Any] = dict.fromkeys(axes, 2)
     for axis in reversed(axes):
         while 2 * math.prod(degrees.values()) <= processes and 2 * degrees[axis] <= mesh.degree(axis):
             degrees[axis] *= 2
-    if mesh.ep > 1 and "dp" in degrees:  # all of dp, or a part of it, as in the large one if there are ranks for that
+    if mesh.ep > 1 and "dp" in degrees:  # all of dp, or a part of it as in `mesh` if there are enough ranks
         degrees["ep"] = degrees["dp"] if mesh.ep == mesh.dp else max(2, degrees["dp"] // 2)
     return Mesh(**degrees)
 
 
 def small_strategies(strategy: Strategy, num_layers: int | None, processes: int) -> list[Strategy]:
-    """What is proved in place of `strategy`. One more mesh where optimizer parallel shards over groups of replicas, and where
-    several replicas hold the same experts.
+    """List the scaled-down strategies that are proved in place of `strategy`. There is one more mesh where optimizer parallel
+    shards over groups of replicas, and where several replicas hold the same experts.
 
-    `num_layers`: of the large model; None for a network that keeps its layers.
+    Args:
+        num_layers: number of layers of the full model; None for a custom network, which keeps its layers.
 
     Raises:
-        ConfigError: experts are sharded over ranks of tp, too, by MindSpore's partitioner; or the schedule is from a file.
+        ConfigError: graphs of the strategy cannot be described, or the schedule is from a file.
     """
-    strategy = strategy.for_devices()
-    if strategy.mesh.ep > strategy.mesh.dp and strategy.engine != "spmd":
-        raise ConfigError(spans_tensor_parallel(strategy))
+    if problems := strategy.graph_problems():
+        raise ConfigError(problems)
     if strategy.pipeline.listed:
         raise ConfigError(
-            f"{strategy.at('pipeline.schedule')}: a schedule from a file is for the stages and microbatches of the whole "
+            f"{strategy.at('pipeline.schedule')}: a schedule from a file is for the stages and microbatches of the full "
             "mesh, which a certificate does not train; certify with a named schedule, and dry-run with this one"
         )
     meshes, zero, mesh = small_meshes(strategy.mesh, processes), strategy.optimizer_parallel, strategy.mesh
@@ -85,27 +84,22 @@ def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
         pipeline = Pipeline(
             num_microbatches=mesh.pp * (2 if more or strategy.pipeline.schedule in V_SHAPED else 1),
             stages=uneven or "uniform",
-            virtual_stages=min(strategy.pipeline.virtual_stages, MOST_VIRTUAL_STAGES),
+            virtual_stages=min(strategy.pipeline.virtual_stages, MAX_VIRTUAL_STAGES),
             schedule=strategy.pipeline.schedule,
         )
     if recompute:
         some = num_layers is not None and _recomputes_some(strategy, num_layers)
         recompute = Recompute(kind=recompute.kind, layers=[0] if some else "all")
-    offload = strategy.offload
-    if offload and num_layers is not None:
-        moved = offloaded_layers(num_layers, strategy)
-        offload = dataclasses.replace(offload, layers="all" if len(moved) == num_layers else [1] if moved else [])
     zero = strategy.optimizer_parallel if mesh.dp * mesh.cp > 1 else None
     if zero:
-        whole = strategy.mesh.dp * strategy.mesh.cp
-        grouped = zero.shard_size and zero.shard_size < whole and mesh.dp * mesh.cp > 2
-        # Between the small model's matrices, of 4 KB and more a rank, and its vectors.
+        replicas = strategy.mesh.dp * strategy.mesh.cp
+        grouped = zero.shard_size and zero.shard_size < replicas and mesh.dp * mesh.cp > 2
+        # Between the scaled-down model's matrices, of 4 KB and more a rank, and its vectors.
         threshold = 1 if zero.threshold_kb else 0
         zero = OptimizerParallel(
             threshold_kb=threshold,
             shard_size=2 if grouped else None,
             shard_accumulated_gradients=zero.shard_accumulated_gradients,
-            reshard_after_forward=zero.reshard_after_forward,
         )
     return dataclasses.replace(
         strategy,
@@ -113,8 +107,6 @@ def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
         pipeline=pipeline,
         optimizer_parallel=zero,
         recompute=recompute,
-        offload=offload,
-        micro_batch_interleave=min(strategy.micro_batch_interleave, 2),  # of a batch of 16
         sequence_parallel=strategy.sequence_parallel and mesh.tp > 1,
         lines={},
     )
@@ -125,9 +117,10 @@ def _recomputes_some(strategy: Strategy, num_layers: int) -> bool:
 
 
 def _layers_of_small_stages(strategy: Strategy, num_layers: int, num_stages: int) -> list[int]:
-    """Stages, or virtual ones, that are unequal stay so: the larger half of them keeps the larger part."""
+    """Distribute the layers of the scaled-down model. Unequal stages, or virtual stages, stay unequal: the half of them with
+    more layers keeps more."""
     counts = layers_per_part(num_layers, strategy)
-    num_parts = num_stages * min(strategy.pipeline.virtual_stages, MOST_VIRTUAL_STAGES)
+    num_parts = num_stages * min(strategy.pipeline.virtual_stages, MAX_VIRTUAL_STAGES)
     if len(set(counts)) == 1:
         more = 2 if _recomputes_some(strategy, num_layers) else 1
         return [more] * num_parts
@@ -136,22 +129,20 @@ def _layers_of_small_stages(strategy: Strategy, num_layers: int, num_stages: int
     return [2, *[1] * (num_parts - 1)] if first else [*[1] * (num_parts - 1), 2]
 
 
-def rows_on_the_whole_mesh(strategy: Strategy, rows: int) -> int:
-    """Rows that a user's network is compiled for there: as many more as dp and microbatches want."""
+def rows_on_full_mesh(strategy: Strategy, rows: int) -> int:
+    """Round the rows of a custom network's batch up to what dp and microbatches divide."""
     parts = strategy.mesh.dp * strategy.num_parts()
     return -(-rows // parts) * parts
 
 
 def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> ModelConfig:
-    """A model of a few layers for all of `small_strategies`, with every choice of the large one but its precision.
-
-    It computes in float32: equality within 1e-5 cannot be seen in 16 bits.
-    """
+    """Scale a model down to a few layers for all of `small_strategies`. It keeps every choice of parts, and computes in
+    float32: in 16 bits equality within 1e-5 cannot be shown."""
     meshes = small_meshes(strategy.mesh, processes)
     num_stages = max(mesh.pp for mesh in meshes)
     heads = max(4, *(mesh.tp * mesh.cp for mesh in meshes))
     if strategy.mesh.cp > 1 and strategy.context_parallel == "ulysses" and model.kv_heads < model.num_heads:
-        heads *= 2  # of keys and values there is half as many, which cp shards, too
+        heads *= 2  # half as many are of keys and values, which cp shards, too
     return dataclasses.replace(
         model,
         num_layers=max(2, sum(_layers_of_small_stages(strategy, model.num_layers, num_stages))),
@@ -173,13 +164,13 @@ def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> Model
 
 
 def small_task(task: TrainedTask, model: ModelConfig) -> TrainedTask:
-    """What the small model is trained for: the same, with adapters of a rank that is small beside it."""
+    """Adapt a task to the scaled-down model: adapters have a rank below the width of its heads."""
     lora = task.lora and dataclasses.replace(task.lora, r=min(task.lora.r, HEAD_DIM // 2))
     return dataclasses.replace(task, lora=lora, model=model)
 
 
 def _small_experts(experts: ExpertConfig, heads: int, ep: int) -> ExpertConfig:
-    """Fewer and smaller experts, each token given to as many but four at most; capacity counted by sequences."""
+    """Scale experts down. A token has at most four; capacity is counted in sequences."""
     chosen = min(experts.experts_per_token, 4)
     return dataclasses.replace(
         experts,
@@ -197,7 +188,7 @@ def _small_experts(experts: ExpertConfig, heads: int, ep: int) -> ExpertConfig:
 
 
 def _small_kv_heads(model: ModelConfig, strategy: Strategy, heads: int) -> int:
-    """As many heads of keys and values as of queries, or fewer; fewer than ranks share tp where the large model has fewer."""
+    """Number of heads of keys and values: equal to the number of heads if it is in the full model, fewer than tp if it is."""
     if model.kv_heads == model.num_heads:
         return heads
     return 1 if model.kv_heads < max(2, strategy.mesh.tp) else heads // 2

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a proof trains: a family's model made small, or a network of the user's own."""
+"""Train the subject of a proof: a scaled-down model of a family, or a custom network."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ import numpy as np
 from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
-from sporeloom.certification.shrink import BATCH, rows_on_the_whole_mesh, small_strategies
+from sporeloom.certification.shrink import BATCH, rows_on_full_mesh, small_strategies
 from sporeloom.certification.training import STEPS, train_decoder, train_steps
-from sporeloom.dry_run.by_mindspore import compile_own_rank
-from sporeloom.dry_run.compile import stage_report
-from sporeloom.dry_run.partitioned import partition_own
+from sporeloom.dry_run.compile import rank_report
+from sporeloom.dry_run.partitioned import partition_custom
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
 from sporeloom.models.config import ModelConfig
@@ -32,36 +31,34 @@ from sporeloom.strategy.loader import load_strategy, strategy_of
 
 ONE_DEVICE = "one_device"
 MAX_GRAD_NORM = 1e6
-"""Above what gradients have: their norm is compared, and a wrong one does not hide which gradient is wrong."""
+"""Larger than any norm of gradients: norms are compared, and clipping by a wrong norm does not change all gradients."""
 
 
 def train(subject: dict[str, Any], which: str, folder: Path) -> None:
-    """Train a subject on one device, or under its small strategies of the given numbers, into files in `folder`."""
+    """Train a subject on one device, or under its scaled-down strategies of the given numbers. Writes files to `folder`."""
     chosen = {ONE_DEVICE: SINGLE_DEVICE}
     if which != ONE_DEVICE:
         small = small_strategies(_large(subject), subject.get("num_layers"), subject["processes"])
         chosen = {number: small[int(number)] for number in which.split(",")}
     for name, strategy in chosen.items():
-        engine = (_own if "file" in subject else _decoder)(subject, strategy, folder / name)
+        engine = (_train_custom if "file" in subject else _train_decoder)(subject, strategy, folder / name)
         engine.close()
 
 
-def compile_full_size(subject: dict[str, Any], rank: int, folder: Path) -> None:
-    """Compile one rank of a user's network under the whole strategy, and write what it is to RANK.json in `folder`."""
-    strategy, make = _large(subject), own_network(Path(subject["file"]), subject["name"])
+def compile_ranks(subject: dict[str, Any], ranks: Sequence[int], folder: Path) -> None:
+    """Partition a custom network under the full strategy, and write the reports of `ranks` to RANK.json in `folder`."""
+    strategy, make = _large(subject), load_network(Path(subject["file"]), subject["name"])
     inputs = _inputs(folder)
-    rows = rows_on_the_whole_mesh(strategy, len(inputs[0]))
+    rows = rows_on_full_mesh(strategy, len(inputs[0]))
     shapes = [((rows, *a.shape[1:]) if a.ndim and len(a) == len(inputs[0]) else a.shape, a.dtype) for a in inputs]
-    if strategy.engine == "spmd":
-        report = stage_report(partition_own(make, strategy, shapes), rank)
-    else:
-        report = compile_own_rank(make, strategy, rank, shapes)
-    write_text_atomically(folder / f"{rank}.json", json.dumps(asdict(report)))
+    partitioned = partition_custom(make, strategy, shapes)
+    for rank in ranks:
+        write_text_atomically(folder / f"{rank}.json", json.dumps(asdict(rank_report(partitioned, rank))))
 
 
 def _large(subject: dict[str, Any]) -> Strategy:
     given = subject.get("strategy")
-    return (load_strategy(given) if given else strategy_of(subject["settings"])).for_devices()
+    return load_strategy(given) if given else strategy_of(subject["settings"])
 
 
 def _inputs(folder: Path) -> list[NDArray[Any]]:
@@ -69,16 +66,16 @@ def _inputs(folder: Path) -> list[NDArray[Any]]:
         return [archive[name] for name in archive.files]
 
 
-def _decoder(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
-    # A pipeline adds up its microbatches; one device, which it is held against, takes the batch at once.
+def _train_decoder(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
+    # A pipeline accumulates microbatches; one device, with which it is compared, takes the batch at once.
     accumulate = 2 if subject["accumulate"] > 1 and strategy.mesh.pp == 1 and strategy.mesh.size > 1 else 1
     config = fields_from(ModelConfig, read_json(out.parent / "model.json"))
     task = task_from(subject.get("task"), config)
     return train_decoder(subject["family"], config, strategy, out, BATCH, accumulate, MAX_GRAD_NORM, task)[0]
 
 
-def _own(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
-    make, is_parallel = own_network(Path(subject["file"]), subject["name"]), strategy.mesh.size > 1
+def _train_custom(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
+    make, is_parallel = load_network(Path(subject["file"]), subject["name"]), strategy.mesh.size > 1
     inputs = _inputs(out.parent)
 
     def build() -> nn.Cell:
@@ -99,19 +96,19 @@ def _own(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
     )[0]
 
 
-def own_network(file: Path, name: str) -> Callable[[], nn.Cell]:
-    """What makes the user's network: `name` of a Python file.
+def load_network(file: Path, name: str) -> Callable[[], nn.Cell]:
+    """Load the class or function `name` of a Python file, which makes a custom network.
 
     Raises:
-        ConfigError: the file has none.
+        ConfigError: the file does not have it.
     """
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{file}: is no Python file")
+        raise ConfigError(f"{file}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     sys.path.insert(0, str(file.parent))
     spec.loader.exec_module(module)
-    if not callable(made := getattr(module, name, None)):
-        raise ConfigError(f"{file}: has no {name} to make the network")
-    return made
+    if not callable(make := getattr(module, name, None)):
+        raise ConfigError(f"{file}: has no class or function {name}, which makes the network")
+    return make

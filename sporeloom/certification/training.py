@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few steps of two optimizers, with everything worth comparing written down."""
+"""Train a few steps with two optimizers, and write losses, norms, gradients and weights to files."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ RATES = {"AdamW": (1e-3, 0.0), "SGD": (0.0, 0.1)}
 
 
 def decoder_batches(config: ModelConfig, batch_size: int, task: str = "pretraining") -> Iterator[list[Tensor]]:
-    """Random tokens in documents of several lengths, with positions that are not trained on; and what a task wants."""
+    """Yield batches: random tokens in documents of several lengths, some outside the loss, and the inputs of a task."""
     rng = np.random.RandomState(0)
     for step in range(STEPS):
         samples = rng.randint(10, config.vocab_size, (batch_size, config.seq_len + 1))
         samples[rng.rand(*samples.shape) < 0.08] = config.eod_id
-        samples[:3, 20:] = config.loss_ignore_id  # unequal in the parts of the batch
+        samples[:3, 20:] = config.loss_ignore_id  # unequal in the shards of the batch
         batch = make_batch(samples, config.eod_id, config.loss_ignore_id)
-        if config.num_domains > 1:  # a text's domain shows in its ids
+        if config.num_domains > 1:  # the domain of a text is encoded in its ids
             domains = rng.randint(0, config.num_domains, (batch_size, 1), np.int32)
             batch = batch._replace(tokens=batch.tokens + domains * np.int32(config.vocab_size))
         inputs = task_arrays(task, batch, config.vocab_size, step)
@@ -58,11 +58,11 @@ def train_decoder(
     max_grad_norm: float | None = None,
     task: TrainedTask = PLAIN_TEXT,
 ) -> tuple[Engine, Any]:
-    """As `train_steps`, a family's model. Returns the engine, still open, and the report."""
+    """Train a family's model by `train_steps`. Returns the open engine and the report."""
 
     def build() -> nn.Cell:
         net = task_network(family, config, task)
-        for parameter in net.get_parameters():  # adapters begin with a B of zeros, which hides a wrong A
+        for parameter in net.get_parameters():  # adapters start with a B of zeros, which hides a wrong A
             if parameter.name.endswith(LORA_B):
                 parameter.set_data(Tensor(np.full(parameter.shape, LORA_B_START, np.float32)))
         return net
@@ -90,16 +90,17 @@ def train_steps(
     scale: float = 1.0,
     key: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, Any]:
-    """Five steps of each optimizer from the same weights. Writes OUT.OPTIMIZER.json (losses, norms) and .npz: the first
-    step's gradients of AdamW, the weights after the last step of SGD.
+    """Train five steps with each optimizer from the same weights. Writes OUT.OPTIMIZER.json (losses, norms) and .npz: the
+    gradients of the first step of AdamW, the weights after the last step of SGD.
 
     Args:
         build: makes the network, which returns its loss.
-        around: what goes around the parallelized network.
-        scale: of loss and gradients, as TrainStep's.
-        key: tells the graph from all others, to keep it; without one it is not kept.
+        around: wraps the parallelized network.
+        scale: factor of loss and gradients, as in `TrainStep`.
+        key: key of the graph in the compilation cache; without one it is not cached.
 
-    Returns the engine, still open, and the report.
+    Returns:
+        The open engine and the report.
     """
     engine, parts = Engine.start(strategy), out.with_name(f"{out.name}.parts")
     ms.set_seed(3)
@@ -143,7 +144,7 @@ def _steps_of(
     engine: Engine,
     gather: Callable[[Callable[[str], bool]], Any],
 ) -> tuple[dict[str, Any], Any]:
-    """All steps of one optimizer: their losses and norms, of experts the counts, and of AdamW the first gradients."""
+    """Run all steps of one optimizer. Returns losses, norms and counts of experts, and with AdamW the first gradients."""
     losses, norms, counts, tensors = [], [], [], None
     for index, batch in enumerate(batches):
         for optimizer, rate in zip((step.optimizer.adam, step.optimizer.sgd), RATES[name], strict=True):

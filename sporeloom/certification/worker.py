@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a proof. worker.py SUBJECT.json one_device | worker.py SUBJECT.json 0,1,2 under msrun | worker.py
-SUBJECT.json rank 37, which compiles that rank of the whole mesh."""
+"""One process of a proof. `worker.py SUBJECT.json one_device` trains on one device, `worker.py SUBJECT.json 0,1,2` under
+msrun the scaled-down strategies of these numbers. `worker.py SUBJECT.json ranks 0,37` partitions ranks of the full mesh."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path[0] = ""  # not this folder: its modules have common names
 
-from sporeloom.certification.shrink import FULL_SIZE, IN_PROOF, SUBJECT  # noqa: E402
+from sporeloom.certification.shrink import FULL_MESH, IN_PROOF, SUBJECT  # noqa: E402
 from sporeloom.errors import run_tool  # noqa: E402
 from sporeloom.reader import read_json  # noqa: E402
 from sporeloom.runtime.environment import prepare_environment  # noqa: E402
@@ -20,11 +20,11 @@ def main(argv: Sequence[str]) -> int:
     prepare_environment()
     os.environ[IN_PROOF] = "1"
     subject = Path(argv[0])
-    does, values = import_module(SUBJECT), read_json(subject).mapping
-    if argv[1] == FULL_SIZE:
-        does.compile_full_size(values, int(argv[2]), subject.parent)
+    module, values = import_module(SUBJECT), read_json(subject).mapping
+    if argv[1] == FULL_MESH:
+        module.compile_ranks(values, list(map(int, argv[2].split(","))), subject.parent)
     else:
-        does.train(values, argv[1], subject.parent)
+        module.train(values, argv[1], subject.parent)
     return 0
 
 

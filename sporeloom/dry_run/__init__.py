@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What any rank of any cluster would hold, send and compute, from MindSpore's own partition of the real graph."""
+"""Partition graphs of full-size models without devices, and report what ranks hold, send and compute."""

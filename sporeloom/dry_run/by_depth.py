@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage of many equal layers from a few of them: compile small depths, count on to the full one.
+"""Extrapolate a stage of many equal layers from compilations of a few.
 
 Every layer of one kind adds the same parameters, collectives and products to its stage. So a stage with one layer of
-each kind, and one with a layer more, tell what any number of layers takes. Kinds are: recomputed, kept, and the model's
-last layer, which may be built differently and stays as it is. Exact, not an estimate: tests hold it against whole compiles.
+each kind, and one with a layer more, determine any number of layers. Kinds are: recomputed, not recomputed, and the model's
+last layer, which may be built differently and stays as it is. The result is exact: tests compare it with full compilations.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of one stage, each told to be recomputed or not, without the model's last layer."""
+    """Layers of one stage, each recomputed or not, without the model's last layer."""
 
     stage: int
     first: int
     """Number of its first layer."""
     recomputed: tuple[bool, ...]
     last: bool | None
-    """Whether the model's last layer, if this stage has it, is recomputed; None: it has not."""
+    """Whether the model's last layer is recomputed, if this stage has it; None otherwise."""
 
     def count(self, kind: bool) -> int:
+        """Number of layers of a kind."""
         return self.recomputed.count(kind)
 
 
-def small_depths(model: ModelConfig, strategy: Strategy, rank: int) -> list[tuple[ModelConfig, Strategy]]:
-    """The models and strategies to compile `rank` of: with one layer of each kind, then with one more of each. A model with
-    experts, whose layers need not be alike and whose counts travel together, is compiled whole, and one whose stages hold
-    several parts of it or move layers to the host."""
-    if _is_compiled_whole(model, strategy):
+def reduced_depths(model: ModelConfig, strategy: Strategy, rank: int) -> list[tuple[ModelConfig, Strategy]]:
+    """List the models and strategies to compile `rank` of: with one layer of each kind, then with one more of each. A model
+    with experts, whose layers differ and whose counters are exchanged together, is compiled at full depth, as is one with
+    virtual stages."""
+    if _needs_full_depth(model, strategy):
         return [(model, strategy)]
     layers = _layers_of(model, strategy, strategy.mesh.coordinate(rank, "pp"))
     few, many = _few_and_many(layers)
@@ -50,8 +51,8 @@ def small_depths(model: ModelConfig, strategy: Strategy, rank: int) -> list[tupl
 
 
 def full_depth(model: ModelConfig, strategy: Strategy, rank: int, compiled: Sequence[RankReport]) -> RankReport:
-    """What compiling `rank` whole would report, from the reports of its `small_depths`."""
-    if _is_compiled_whole(model, strategy):
+    """Extrapolate the report of `rank` at full depth from those of its `reduced_depths`."""
+    if _needs_full_depth(model, strategy):
         return compiled[0]
     layers = _layers_of(model, strategy, strategy.mesh.coordinate(rank, "pp"))
     many = _few_and_many(layers)[1]
@@ -59,13 +60,12 @@ def full_depth(model: ModelConfig, strategy: Strategy, rank: int, compiled: Sequ
     return _extended(compiled[0], more, {kind: layers.count(kind) - 1 for kind in many}, layers, model)
 
 
-def _is_compiled_whole(model: ModelConfig, strategy: Strategy) -> bool:
-    moves = strategy.offload is not None and bool(strategy.offload.layers)
-    return model.experts is not None or strategy.pipeline.virtual_stages > 1 or moves
+def _needs_full_depth(model: ModelConfig, strategy: Strategy) -> bool:
+    return model.experts is not None or strategy.pipeline.virtual_stages > 1
 
 
 def _few_and_many(layers: StageLayers) -> tuple[dict[bool, int], list[bool]]:
-    """One layer of each kind there is, and the kinds of which there are more."""
+    """Count one layer of each kind that occurs, and list the kinds that occur more often."""
     kinds = (True, False)
     return {kind: min(1, layers.count(kind)) for kind in kinds}, [kind for kind in kinds if layers.count(kind) > 1]
 
@@ -81,11 +81,11 @@ def _layers_of(model: ModelConfig, strategy: Strategy, stage: int) -> StageLayer
 def _reduced(
     model: ModelConfig, strategy: Strategy, layers: StageLayers, few: Mapping[bool, int]
 ) -> tuple[ModelConfig, Strategy]:
-    """The same job with `few` layers of each kind in this stage, recomputed ones first, and one in every other."""
-    mine = few[True] + few[False] + (layers.last is not None)
-    counts = [mine if stage == layers.stage else 1 for stage in range(strategy.mesh.pp)]
+    """Reduce this stage to `few` layers of each kind, recomputed ones first, and every other stage to one layer."""
+    num_layers = few[True] + few[False] + (layers.last is not None)
+    counts = [num_layers if stage == layers.stage else 1 for stage in range(strategy.mesh.pp)]
     first = layers.stage  # one layer in each stage before
-    chosen = list(range(first, first + few[True])) + ([first + mine - 1] if layers.last else [])
+    chosen = list(range(first, first + few[True])) + ([first + num_layers - 1] if layers.last else [])
     pipeline, recompute = strategy.pipeline, strategy.recompute
     if strategy.mesh.pp > 1:
         pipeline = dataclasses.replace(pipeline, stages=Stages(num_layers=counts))
@@ -102,8 +102,8 @@ def _extended(
     layers: StageLayers,
     model: ModelConfig,
 ) -> RankReport:
-    def count_on(read: Callable[[RankReport], Mapping[Key, int]]) -> dict[Key, int]:
-        """base + times x (more - base), of everything that is counted."""
+    def extrapolate(read: Callable[[RankReport], Mapping[Key, int]]) -> dict[Key, int]:
+        """Compute base + times x (more - base) for each key."""
         start = read(base)
         total = Counter(start)
         for kind, report in more.items():
@@ -112,7 +112,7 @@ def _extended(
                 total[key] += times[kind] * (found.get(key, 0) - start.get(key, 0))
         return {key: value for key, value in total.items() if value}
 
-    sizes = count_on(
+    sizes = extrapolate(
         lambda r: {
             "optimizer": r.optimizer_bytes,
             "gradient": r.gradient_bytes,
@@ -120,7 +120,7 @@ def _extended(
             "passed": r.passed_bytes,
         }
     )
-    collectives = count_on(_collectives)
+    collectives = extrapolate(_collectives)
     last = model.layers[-1]
     names = _names(base, layers, last)
     parameters = _parameters(base, layers, last)
@@ -137,7 +137,7 @@ def _extended(
         host_optimizer_bytes=sizes.get("host", 0),
         passed_bytes=sizes.get("passed", 0),
         collectives=[Collective(k, p, g, times, size) for (k, p, g, size), times in sorted(collectives.items())],
-        flops=count_on(lambda r: r.flops),
+        flops=extrapolate(lambda r: r.flops),
         groups={name: ranks for report in (base, *more.values()) for name, ranks in report.groups.items()},
         compiled_layers=[len(report.layers) for report in (base, *more.values())],
         compile_s=base.compile_s + sum(report.compile_s for report in more.values()),
@@ -149,13 +149,13 @@ def _collectives(report: RankReport) -> dict[tuple[str, str, str, int], int]:
 
 
 def _names(base: RankReport, layers: StageLayers, last: str) -> list[str]:
-    """Paths of all layers: MindSpore numbers the cells of a list. `last`: the model's last layer, without a prefix."""
+    """Paths of all layers: MindSpore numbers the Cells of a list. `last`: the model's last layer, without a prefix."""
     found = [_renumbered(base.layers[0], layers.first + i) for i in range(len(layers.recomputed))]
     return found + ([_last_name(base, last)] if layers.last is not None else [])
 
 
 def _last_name(base: RankReport, last: str) -> str:
-    """Its path at full depth; of another number in what was compiled, unless it has none."""
+    """Path of the last layer at full depth, where it may have another number than in the compiled model."""
     compiled = base.layers[-1]
     return _renumbered(compiled, int(last.rpartition(".")[2])) if last[-1].isdigit() else compiled
 
@@ -165,7 +165,7 @@ def _renumbered(path: str, number: int) -> str:
 
 
 def _parameters(base: RankReport, layers: StageLayers, last: str) -> list[RankParameter]:
-    """What the first numbered layer has, for each of them; the last layer under its name; all else as it is."""
+    """Repeat the parameters of the first numbered layer for all of them, and rename those of the last layer."""
     if layers.last is not None:
         old, new = f"{base.layers[-1]}.", f"{_last_name(base, last)}."
         renamed = [

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from mindspore import nn, ops
+from mindspore import nn
 from mindspore.nn.utils import no_init_parameters
 
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.parallel.cells import ShardBatch, average_over_all_rows, prepare_to_shard
-from sporeloom.parallel.parallelize import keep_as_function, parallelize, shards_itself, wrap
+from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
 from sporeloom.planner.task import TrainedTask
@@ -46,20 +46,15 @@ def model_cell(
     inference: bool,
     accumulate: int,
     task: TrainedTask,
-    rank: int = 0,
-    all_reduce: ops.AllReduce | None = None,
 ) -> DryRunCell:
     """Build a model's training step, or the model for inference.
 
     Args:
         batch: sequences of a step over all ranks, and their tokens.
-        rank, all_reduce: of `TrainStep`, where MindSpore partitions.
     """
     inputs: list[tuple[Shape, Any]] = [(batch, np.int32)] * 2
     with no_init_parameters():
         net = family_module(family, "model").Model(model) if inference else task_network(family, model, task)
-        if not shards_itself(strategy):
-            keep_as_function(net)  # what is counted there is told apart by functions
         report = parallelize(net, strategy, whole=not inference)
         if inference:
             return DryRunCell(net.set_train(False), report, inputs)
@@ -69,8 +64,7 @@ def model_cell(
             wrap(net, strategy, accumulate),
             AdamW(net.trainable_params(), on_host=strategy.optimizer_on_host),
             report,
-            rank,
-            all_reduce,
+            rank=0,
             max_grad_norm=1.0,
             accumulate=accumulate,
             loss_scale=model.compute_dtype == "float16",
@@ -78,13 +72,7 @@ def model_cell(
     return DryRunCell(step.set_train(), report, inputs)
 
 
-def custom_cell(
-    make: Callable[[], nn.Cell],
-    strategy: Strategy,
-    inputs: Sequence[tuple[Shape, Any]],
-    rank: int = 0,
-    all_reduce: ops.AllReduce | None = None,
-) -> DryRunCell:
+def custom_cell(make: Callable[[], nn.Cell], strategy: Strategy, inputs: Sequence[tuple[Shape, Any]]) -> DryRunCell:
     """Build a step of AdamW of a custom network, which returns its loss, as `auto_parallel` runs it.
 
     Args:
@@ -97,5 +85,5 @@ def custom_cell(
             average_over_all_rows(cell)
         report = parallelize(net, strategy)
         optimizer, around = AdamW(net.trainable_params()), wrap(ShardBatch(net, strategy.mesh), strategy)
-        step = TrainStep(around, optimizer, report, rank, all_reduce, max_grad_norm=1.0, scale=1 / strategy.num_parts())
+        step = TrainStep(around, optimizer, report, rank=0, max_grad_norm=1.0, scale=1 / strategy.num_parts())
     return DryRunCell(step.set_train(), report, inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank of a partitioned step holds, sends and computes. The ranks of a stage do the same, over other groups."""
+"""Count what one rank of a partitioned step holds, sends and computes. Ranks of one stage differ only in their groups."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ def compile_ranks(
     accumulate: int = 1,
     task: TrainedTask = PLAIN_TEXT,
 ) -> list[RankReport]:
-    """The reports of some ranks, of a model that is compiled once for all of them.
+    """Compile a model once, and report what some ranks hold and do.
 
     Args:
         batch: sequences of a step over all ranks, and their tokens.
-        accumulate: parts that the batch is split into without a pipeline.
+        accumulate: gradient accumulation steps without a pipeline.
 
     Raises:
         ConfigError: it cannot be partitioned.
     """
-    done = partition_model(family, model, strategy, batch, inference, accumulate, task)
-    return [stage_report(done, rank) for rank in ranks]
+    partitioned = partition_model(family, model, strategy, batch, inference, accumulate, task)
+    return [rank_report(partitioned, rank) for rank in ranks]
 
 
-def stage_report(done: Partitioned, rank: int) -> RankReport:
-    """The report of `rank`.
+def rank_report(partitioned: Partitioned, rank: int) -> RankReport:
+    """Report what `rank` holds and does.
 
     Raises:
-        ConfigError: it holds another part of a parameter than the rules say.
+        ConfigError: its shard of a parameter is not the one that the rules define.
     """
-    strategy, report = done.strategy, done.report
+    strategy, report = partitioned.strategy, partitioned.report
     stage = strategy.mesh.coordinate(rank, "pp")
-    work = _work(done, rank, stage)
-    graphs = [made.graph for one, made in done.cut.stages.passes.items() if strategy.stage_of_part(one.part) == stage]
-    held = _local_shapes(graphs)
-    parameters = _parameters(done, held)
-    updated = _local_shapes([*graphs, *([done.update.graphs[stage]] if done.update else [])])
+    work = _work(partitioned, rank, stage)
+    passes = partitioned.cut.stages.passes
+    graphs = [made.graph for one, made in passes.items() if strategy.stage_of_part(one.part) == stage]
+    parameters = _parameters(partitioned, _local_shapes(graphs))
+    updated = _local_shapes([*graphs, *([partitioned.update.graphs[stage]] if partitioned.update else [])])
     moments = 4 * sum(math.prod(shape) for name, shape in updated.items() if name.startswith(MOMENTS))
     layers = report.layers_of_stages[stage] if report.layers_of_stages else []
     return RankReport(
@@ -74,37 +74,38 @@ def stage_report(done: Partitioned, rank: int) -> RankReport:
         parameters=parameters,
         parameter_bytes=sum(p.num_bytes for p in parameters),
         optimizer_bytes=0 if strategy.optimizer_on_host else moments,
-        gradient_bytes=_gradient_bytes(done, parameters, stage),
+        gradient_bytes=_gradient_bytes(partitioned, parameters, stage),
         groups=work.groups,
         collectives=work.sorted_collectives(),
         flops=dict(work.flops),
-        compile_s=done.seconds,
-        moved_bytes=work.moved_bytes,
+        compile_s=partitioned.seconds,
         passed_bytes=work.passed_bytes,
         in_float32=work.in_float32,
         host_optimizer_bytes=moments if strategy.optimizer_on_host else 0,
     )
 
 
-def _work(done: Partitioned, rank: int, stage: int) -> Work:
-    work, cut, grid = Work(), done.cut.stages, done.cut.sharded.grid
-    whole = done.cut.sharded.result.graph
-    types, phases = types_of(whole), phases_of(whole)
+def _work(partitioned: Partitioned, rank: int, stage: int) -> Work:
+    work, cut, grid = Work(), partitioned.cut.stages, partitioned.cut.sharded.grid
+    graph = partitioned.cut.sharded.result.graph
+    types, phases = types_of(graph), phases_of(graph)
     for one, made in cut.passes.items():
-        if done.strategy.stage_of_part(one.part) == stage:
-            times = 1 if one.kind == "parameters" else done.times
+        if partitioned.strategy.stage_of_part(one.part) == stage:
+            times = 1 if one.kind == "parameters" else partitioned.num_passes
             known = types | types_of(made.graph)
             add_work(work, made.graph, known, phases, PHASE_OF_PASS[one.kind], times, grid, rank)
-    _add_messages(work, done, rank, stage, types)
-    if done.update:
-        graph = done.update.graphs[stage]
-        add_work(work, graph, types_of(graph), {}, "optimizer", 1, done.update.sharded.grid, rank)
+    _add_messages(work, partitioned, rank, stage, types)
+    if partitioned.update:
+        graph = partitioned.update.graphs[stage]
+        add_work(work, graph, types_of(graph), {}, "optimizer", 1, partitioned.update.sharded.grid, rank)
     return work
 
 
-def _add_messages(work: Work, done: Partitioned, rank: int, stage: int, types: Mapping[Name, TensorType]) -> None:
+def _add_messages(
+    work: Work, partitioned: Partitioned, rank: int, stage: int, types: Mapping[Name, TensorType]
+) -> None:
     """Count what this stage sends to others and receives from them."""
-    cut, mesh, stage_of = done.cut.stages, done.strategy.mesh, done.strategy.stage_of_part
+    cut, mesh, stage_of = partitioned.cut.stages, partitioned.strategy.mesh, partitioned.strategy.stage_of_part
     for name, takers in cut.takers.items():
         giver = cut.givers[name]
         source, phase = stage_of(giver.part), PHASE_OF_PASS[giver.kind]
@@ -114,38 +115,38 @@ def _add_messages(work: Work, done: Partitioned, rank: int, stage: int, types: M
                 kind, other = ("Send", target) if stage == source else ("Receive", source)
                 peer = rank + (other - stage) * mesh.stage_size
                 group = between(sorted([source, target]))
-                work.add_message(kind, phase, group, sorted([rank, peer]), num_bytes, done.times)
+                work.add_message(kind, phase, group, sorted([rank, peer]), num_bytes, partitioned.num_passes)
 
 
 def _local_shapes(graphs: Collection[Graph]) -> dict[str, Shape]:
-    """The parameters that some graphs use, by name, as a rank holds them."""
+    """Local shapes of the parameters that some graphs use, by name."""
     return {full.rpartition(":")[2]: type.shape for graph in graphs for full, type in graph.parameters.items()}
 
 
-def _parameters(done: Partitioned, held: Mapping[str, Shape]) -> list[RankParameter]:
-    """The parameters of the network that a rank holds, in the network's order."""
-    found = rank_parameters(done.report, held)
+def _parameters(partitioned: Partitioned, held: Mapping[str, Shape]) -> list[RankParameter]:
+    """Parameters of the network that a rank holds, in the network's order, compared with the rules."""
+    found = rank_parameters(partitioned.report, held)
     problems = [
-        f"{p.rule}: {p.name} is {list(p.local_shape)} on a rank instead of {list(of_rule)}"
+        f"{p.rule or partitioned.strategy.source}: {p.name} is {list(p.local_shape)} on a rank instead of {list(of_rule)}"
         for p in found
-        if p.local_shape != (of_rule := done.report.of(p.name).local_shape)
+        if p.local_shape != (of_rule := partitioned.report.of(p.name).local_shape)
     ]
     if problems:
         raise ConfigError(problems[:8])
     return found
 
 
-def _gradient_bytes(done: Partitioned, parameters: Sequence[RankParameter], stage: int) -> int:
-    """Bytes of the gradients that a rank adds up over microbatches, as they lie before the update; of a single one, as large
-    as its parameters."""
-    if done.update is None:
-        return sum(p.num_bytes for p in parameters if p.name in done.trained)
-    types, stage_of = types_of(done.cut.sharded.result.graph), done.strategy.stage_of_part
-    for made in done.cut.stages.passes.values():
+def _gradient_bytes(partitioned: Partitioned, parameters: Sequence[RankParameter], stage: int) -> int:
+    """Bytes of the gradients that a rank accumulates over microbatches, as they are sharded before the update; without
+    accumulation as large as the trained parameters."""
+    if partitioned.update is None:
+        return sum(p.num_bytes for p in parameters if p.name in partitioned.trained)
+    types, stage_of = types_of(partitioned.cut.sharded.result.graph), partitioned.strategy.stage_of_part
+    for made in partitioned.cut.stages.passes.values():
         types |= types_of(made.graph)
     sizes = [
-        max(types[name].num_elements * item_size(types[name].dtype) for name in mine)
-        for shares in done.cut.stages.results[1 : 1 + len(done.trained)]
-        if (mine := [name for part, name in shares.items() if stage_of(part) == stage])
+        max(types[name].num_elements * item_size(types[name].dtype) for name in of_stage)
+        for shares in partitioned.cut.stages.results[1 : 1 + len(partitioned.trained)]
+        if (of_stage := [name for part, name in shares.items() if stage_of(part) == stage])
     ]
     return sum(sizes)

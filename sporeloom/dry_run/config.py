@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dry run is asked for, checked before MindSpore is loaded."""
+"""Flags of `sporeloom dry-run`, validated before MindSpore is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sporeloom.strategy.loader import load_strategy
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunConfig(Overwrite, TaskFlags):
-    """The flags of tools/dry_run.py."""
+    """Flags of `sporeloom dry-run`."""
 
     common: ClassVar[tuple[str, ...]] = (
         "model",
@@ -35,36 +35,36 @@ class DryRunConfig(Overwrite, TaskFlags):
         "json",
     )
     model: str = option("pangu", "model family")
-    size: str = option("tiny", "one of the family's published sizes")
-    config: Path | None = option(None, "JSON file with fields of the model configuration that replace the size's own")
-    strategy: Path = option(..., "strategy file, or the name of a shipped one")
-    ranks: str = option("0,last", "ranks to compile, for example 0,37,last, or all")
+    size: str = option("tiny", "built-in size of the family")
+    config: Path | None = option(
+        None, "JSON file with model configuration fields that replace those of the size (default: none)"
+    )
+    strategy: Path = option(..., "strategy file, or name of a built-in strategy")
+    ranks: str = option("0,last", "ranks to report, for example 0,37,last, or all")
     batch_size: Count | None = option(
         None,
-        "sequences of one step, over all devices, two for each pair of reward and dpo; one a microbatch and replica "
-        "without this",
+        "sequences of one step over all devices, two for each pair of reward and dpo (default: one for each microbatch and "
+        "replica)",
     )
-    accumulate: Count = option(1, "parts a step's batch is split into without a pipeline, as tools/train.py's")
-    compute_dtype: ComputeDtype | None = option(None, "of matrix products; the size's own without it")
+    accumulate: Count = option(1, "gradient accumulation steps without a pipeline")
+    compute_dtype: ComputeDtype | None = option(None, "dtype of matrix products (default: from `--size`)")
     attention: AttentionKernel | None = option(
-        None, "plain or flash; the size's own without it, which is flash where Ascend has it for the model"
+        None, "attention implementation (default: from `--size`; flash where Ascend supports it for the model)"
     )
-    inference: bool = option(False, "the graph that reads a prompt instead of a training step")
+    inference: bool = option(False, "report the prefill of a prompt instead of a training step")
     fast: bool = option(
         False,
-        "compile one and two layers of a kind and count on to the stage's full depth: the same numbers, sooner",
+        "compile one and two layers of each kind and extrapolate to the stage's full depth: the same numbers, sooner",
     )
-    memory_gb: Positive | None = option(None, "memory of a device, for a verdict")
-    jobs: Count | None = option(
-        None, "graphs to compile at the same time, a process each; without this 1, with --fast 2"
-    )
-    json: bool = option(False, "JSON on stdout instead of the report")
-    html: Path | None = output(None, "also write the report as one HTML file")
+    memory_gb: Positive | None = option(None, "memory of a device, to report whether ranks fit (default: not reported)")
+    jobs: Count | None = option(None, "number of processes that compile at the same time (default: 1, with --fast 2)")
+    json: bool = option(False, "print JSON instead of the report")
+    html: Path | None = output(None, "HTML file to write the report to, too (default: none)")
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """A dry run that was found right, with what it refers to."""
+    """A validated dry run, with its model, strategy and task."""
 
     config: DryRunConfig
     model: ModelConfig
@@ -76,16 +76,17 @@ class DryRun:
 
     @property
     def num_microbatches(self) -> int:
+        """Number of microbatches of a step."""
         return 1 if self.config.inference else self.strategy.num_microbatches(self.config.accumulate)
 
     @property
     def jobs(self) -> int:
-        """Processes that compile at the same time."""
+        """Number of processes that compile at the same time."""
         return self.config.jobs or (2 if self.config.fast else 1)
 
     @property
     def distinct_ranks(self) -> list[int]:
-        """One rank of each stage: the ranks of a stage hold, send and compute the same, over other groups."""
+        """One rank of each stage: ranks of one stage differ only in their groups."""
         first: dict[int, int] = {}
         for rank in self.ranks:
             first.setdefault(self.strategy.mesh.coordinate(rank, "pp"), rank)
@@ -93,7 +94,7 @@ class DryRun:
 
 
 def check(config: DryRunConfig) -> DryRun:
-    """Everything a dry run refers to, read and held against each other.
+    """Validate the flags of a dry run together with the files that they name.
 
     Raises:
         ConfigError: all problems at once.
@@ -109,31 +110,26 @@ def check(config: DryRunConfig) -> DryRun:
     if not model or not strategy:
         problems.tell()
     assert model and strategy
-    problems += [*strategy.device_problems(), *model_problems(strategy, model)]
+    problems += [*strategy.graph_problems(), *model_problems(strategy, model)]
     problems += adapter_problems(strategy) if config.lora_r else []
     problems += task_problems(config, not config.inference)
     task = problems.of(task_of, config, config.model, model)
     problems += (
-        ["--fast counts layers of a whole model: leave it out with --lora-r"] if config.fast and config.lora_r else []
+        ["--fast extrapolates models without adapters: leave it out with --lora-r"]
+        if config.fast and config.lora_r
+        else []
     )
     parts = 1 if config.inference else strategy.num_parts(config.accumulate)
     unit = task.rows_per_unit if task else 1
     batch = strategy.mesh.dp * parts * unit if config.batch_size is None else config.batch_size
     seq_len = model.seq_len if config.seq_len is None else config.seq_len
     if batch > 0 and config.accumulate > 0:
-        problems += (
-            [f"--batch-size {batch}: {config.task} learns from pairs, two sequences each"] if batch % unit else []
-        )
+        problems += [f"--batch-size {batch}: {config.task} trains on pairs, two sequences each"] if batch % unit else []
         problems += batch_problems(strategy, batch // unit, seq_len, config.accumulate, training=not config.inference)
         problems += [] if config.inference else group_problems(strategy, model, batch, seq_len, config.accumulate)
     mesh = strategy.mesh
     if task and task.samples and mesh.cp > 1:
-        problems.append(f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out")
-    if mesh.pp > 1 and mesh.cp > 1 and mesh.dp == 1 and not config.inference and strategy.engine != "spmd":
-        problems.append(
-            f"{strategy.at('mesh')}: dry runs keep microbatches as a function, whose inputs MindSpore does not shard over "
-            "cp in a pipeline of one replica; count it with dp 2 (training itself runs)"
-        )
+        problems.append(f"{strategy.at('mesh.cp')}: completions are sampled token by token; leave cp out")
     problems.tell()
     assert ranks and task
     return DryRun(config, model, strategy, ranks, batch, seq_len, task)
@@ -147,14 +143,14 @@ def _model_config(config: DryRunConfig) -> ModelConfig:
     if config.attention == "flash" and model.compute_dtype == "float32":
         raise ConfigError("--attention flash: Ascend has it for float16 and bfloat16; give --compute-dtype")
     model = trained_model(config, model)
-    return dataclasses.replace(model, attention=model.attention_on_ascend)  # as devices would compute it
+    return dataclasses.replace(model, attention=model.attention_on_ascend)  # the implementation on devices
 
 
 def parse_ranks(text: str, size: int) -> list[int]:
-    """`0,37,last` or `all` as numbers.
+    """Parse `0,37,last` or `all`.
 
     Raises:
-        ConfigError: not a number, or no such rank.
+        ConfigError: not a number, or not a rank of the job.
     """
     if text.strip() == "all":
         return list(range(size))
@@ -164,7 +160,7 @@ def parse_ranks(text: str, size: int) -> list[int]:
         rank = size - 1 if word == "last" else int(word) if word.isdecimal() else -1
         if not 0 <= rank < size:
             raise ConfigError(
-                f"--ranks {text}: {word!r} is no rank; give numbers from 0 to {size - 1}, `last` or `all`"
+                f"--ranks {text}: {word!r} is not a rank; give numbers from 0 to {size - 1}, `last` or `all`"
             )
         ranks.append(rank)
-    return ranks
+    return list(dict.fromkeys(ranks))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report as one HTML file that needs nothing else: pictures of stages, memory and schedule, a table to search."""
+"""Draw the report of a dry run as one self-contained HTML file: stages, memory, schedule, a searchable table."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ PARTS = (
     ("parameter_bytes", "parameters", "#4878a8"),
     ("optimizer_bytes", "optimizer", "#78a850"),
     ("gradient_bytes", "gradients", "#d8a038"),
-    ("computing_copy_bytes", "computing copies (closed form)", "#9870b0"),
-    ("activation_bytes", "activations (closed form)", "#c85850"),
-    ("beside_bytes", "models and caches beside (closed form)", "#78a0a8"),
+    ("computing_copy_bytes", "computing copies (closed formula)", "#9870b0"),
+    ("activation_bytes", "activations (closed formula)", "#c85850"),
+    ("auxiliary_bytes", "auxiliary models and KV caches (closed formula)", "#78a0a8"),
 )
-"""Of a rank's memory; what is not by closed form is read from its graph."""
+"""Parts of a rank's memory: key, name, color. Those without a closed formula are read from its graph."""
 SHOWN_MICROBATCHES = 12
 COLORS = {
     "forward": ("#78a8d0", "#a8c8e4", "#5888b8", "#c8dcf0"),
     "backward": ("#90c070", "#b4d89c", "#70a050", "#d0e8c0"),
     "weights": ("#d8b060", "#ecd4a0"),
 }
-"""Of the parts that a stage holds, in turn."""
+"""Kind of a pass -> colors of the virtual stages of a stage, in turn."""
 STYLE = """body{font:14px system-ui,sans-serif;margin:2em;max-width:75em}table{border-collapse:collapse;width:100%}
 td,th{text-align:left;padding:.2em .6em;border-bottom:1px solid #ddd}td.n{text-align:right}input{width:30em;padding:.4em}
 h2{margin-top:2em}.key{display:inline-block;width:1em;height:1em;margin:0 .3em 0 1em;vertical-align:middle}"""
@@ -36,7 +36,7 @@ rows.forEach(r=>r.hidden=!words.every(w=>r.textContent.toLowerCase().includes(w)
 
 
 def page(values: dict[str, Any]) -> str:
-    """The whole file."""
+    """Write the HTML file."""
     job, ranks = values["job"], values["ranks"]
     facts = f"{job['num_parameters']:,} parameters on {job['mesh']}, {job['batch_size']} sequences of {job['seq_len']} tokens"
     sections = [
@@ -56,11 +56,11 @@ def page(values: dict[str, Any]) -> str:
 
 
 def memory_bars(ranks: Sequence[dict[str, Any]], limit: float = 0.0) -> str:
-    """A bar for each rank's memory; `limit`, bytes of a device, is a line across them."""
+    """Draw a bar for each rank's memory; `limit`, bytes of a device, is a line across them."""
     largest = max(limit, *(rank["total_bytes"] for rank in ranks))
     bars = []
-    for place, rank in enumerate(ranks):
-        x, y = 90.0, 6 + 26 * place
+    for row, rank in enumerate(ranks):
+        x, y = 90.0, 6 + 26 * row
         bars.append(f"<text x='0' y='{y + 15}'>rank {rank['rank']}</text>")
         for key, name, color in PARTS:
             width = 640 * rank[key] / largest
@@ -95,13 +95,13 @@ def _pipeline(job: dict[str, Any]) -> str:
     last = max(drawn[-1][2] for drawn in stages)
     note = f"{schedule}, forward blue, backward green, {shown} of {job['num_microbatches']} microbatches"
     note += "; gradients of weights that are computed later yellow" if splits_backward(schedule) else ""
-    note += f"; the {virtual} parts of a stage in shades" if virtual > 1 else ""
+    note += f"; the {virtual} virtual stages of a stage in shades" if virtual > 1 else ""
     size = f"width='{80 + unit * last:g}' height='{8 + 22 * num_stages}'"
     return f"{stages_table}<p>{note}</p><div style='overflow-x:auto'><svg {size}>{''.join(cells)}</svg></div>"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "") -> str:
-    """A table of texts and numbers; `name` is its body's id."""
+    """Write a table of texts and numbers; `name` is its body's id."""
 
     def cell(value: Any) -> str:
         if isinstance(value, int):
@@ -151,4 +151,4 @@ def _parameters(ranks: Sequence[dict[str, Any]]) -> str:
         for r in ranks
         for p in r["parameters"]
     ]
-    return table(("", "name", "whole", "local", "layout", "bytes", "rule"), rows, "parameters")
+    return table(("", "name", "global shape", "local shape", "layout", "bytes", "rule"), rows, "parameters")

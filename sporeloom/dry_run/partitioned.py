@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partition the real training step or inference graph at full size, without its weights, and count what ranks hold and do.
+"""Partition a training step or an inference graph at full size, without its weights.
 
-MindSpore compiles the graph of one device, once for all ranks; `sporeloom.partition` shards it.
+MindSpore's front end compiles the graph of one device, once for all ranks; `sporeloom.partition` shards it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Partitioned:
     report: Report
     cut: Cut
     update: CutUpdate | None
-    """None: nothing is trained, or the graph of the passes has it."""
-    times: int
-    """How often the passes run in a step."""
+    """None: nothing is trained, or the graph of the passes contains the update."""
+    num_passes: int
+    """Number of times that the passes run in a step."""
     trained: Collection[str]
-    """Names of parameters."""
+    """Names of the trained parameters."""
     seconds: float
-    """That compiling and sharding took."""
+    """Time that compiling and sharding took."""
 
 
 def partition_model(
@@ -65,7 +65,7 @@ def partition_model(
 
     Args:
         batch: sequences of a step over all ranks, and their tokens.
-        accumulate: parts that the batch is split into without a pipeline.
+        accumulate: gradient accumulation steps without a pipeline.
 
     Raises:
         ConfigError: it cannot be partitioned.
@@ -77,8 +77,10 @@ def partition_model(
     return _partitioned(built, strategy, strategy.num_microbatches(accumulate))
 
 
-def partition_own(make: Callable[[], nn.Cell], strategy: Strategy, inputs: Sequence[tuple[Shape, Any]]) -> Partitioned:
-    """Partition a step of AdamW of a user's network, which returns its loss.
+def partition_custom(
+    make: Callable[[], nn.Cell], strategy: Strategy, inputs: Sequence[tuple[Shape, Any]]
+) -> Partitioned:
+    """Partition a step of AdamW of a custom network, which returns its loss.
 
     Args:
         make: makes the network.
@@ -93,23 +95,23 @@ def partition_own(make: Callable[[], nn.Cell], strategy: Strategy, inputs: Seque
 
 def _begin() -> None:
     prepare_environment()
-    pin_cpu()  # also where there are devices: what is compiled does not depend on them
+    pin_cpu()  # on machines with devices, too: the graph does not depend on them
 
 
-def _partitioned(built: DryRunCell, strategy: Strategy, times: int) -> Partitioned:
+def _partitioned(built: DryRunCell, strategy: Strategy, num_passes: int) -> Partitioned:
     start, (cell, report, inputs) = time.perf_counter(), built
 
     def compiled(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
         return compiled_or_cached(cell, inputs, strategy)
 
     trained = built.trained
-    if strategy.mesh.pp == 1 and (times == 1 or not trained):  # runs as one graph
+    if strategy.mesh.pp == 1 and (num_passes == 1 or not trained):  # runs as one graph
         cut = whole_cell(compiled(cell, inputs), cell, strategy)
         return Partitioned(strategy, report, cut, None, 1, trained, time.perf_counter() - start)
     if not isinstance(cell, TrainStep):
         cut = cut_cell(compiled(cell, inputs), cell, strategy, is_training=False)
         return Partitioned(strategy, report, cut, None, 1, trained, time.perf_counter() - start)
-    microbatch, inputs = microbatch_of(cell, inputs, times, strategy)
+    microbatch, inputs = microbatch_of(cell, inputs, num_passes, strategy)
     cut = cut_cell(compiled(microbatch, inputs), microbatch, strategy, is_training=True)
     update = cut_update(compiled, cut, cell, strategy)
-    return Partitioned(strategy, report, cut, update, times, trained, time.perf_counter() - start)
+    return Partitioned(strategy, report, cut, update, num_passes, trained, time.perf_counter() - start)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank's compiled graph is, as data."""
+"""Reports of single ranks as data: parameters, collectives, FLOPs, bytes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sporeloom.parallel.report import Report
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of communication of one phase, over one group, of one size."""
+    """All collectives of one kind and phase, over one group and of one size; or messages between two stages."""
 
     kind: str
     phase: str
     group: str
     count: int
-    """Times a step."""
+    """Number of them in a step."""
     bytes_each: int
-    """Of the whole tensor it works on: what an all-reduce or a send gives, an all-gather gives, a reduce-scatter takes."""
+    """Bytes of the unsharded tensor: the output of an all-reduce, an all-gather or a send, the input of a reduce-scatter."""
 
     @property
     def bytes_per_step(self) -> int:
@@ -29,7 +29,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class RankParameter:
-    """A parameter as a rank holds it."""
+    """One rank's shard of a parameter."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -39,12 +39,12 @@ class RankParameter:
     optimizer_shards: int
     num_bytes: int
     rule: str
-    """file:line of the rule that says so; empty: none, whole on every rank."""
+    """file:line of the rule that shards it; empty: no rule does, and every rank holds all of it."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank's graph is."""
+    """Contents of one rank's graphs."""
 
     rank: int
     stage: int
@@ -58,25 +58,21 @@ class RankReport:
     collectives: list[Collective]
     flops: dict[str, int]
     compile_s: float
-    order_of_copies: list[tuple[int, str]] = field(default_factory=list)
-    """Copy and place of each collective of a forward pass, of a model with two layers; where a microbatch has copies."""
-    moved_bytes: int = 0
-    """Activations to the host in a step, and as many back."""
     host_optimizer_bytes: int = 0
-    """Moments that lie on the host, not on the device."""
+    """Bytes of the optimizer's moments on the host."""
     passed_bytes: int = 0
-    """Of the results of all operators but matrix products, in a step."""
+    """Bytes of the results of all operators but matrix products, in a step."""
     in_float32: bool = False
-    """Whether a matrix product is."""
+    """Whether some matrix product is computed in float32."""
     compiled_layers: list[int] = field(default_factory=list)
-    """Layers of the stage in each graph that was compiled, where the full depth was derived from smaller ones."""
+    """Number of layers of the stage in each compiled graph, where the full depth is extrapolated from smaller ones."""
 
 
 def rank_parameters(report: Report, shapes: Mapping[str, tuple[int, ...]]) -> list[RankParameter]:
-    """The parameters that a rank's graphs use, in the order of the network.
+    """List the parameters that a rank's graphs use, in the order of the network.
 
     Args:
-        shapes: those of a rank's parts, by name.
+        shapes: local shapes, by name.
     """
     found = []
     for p in report.parameters:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put compiled ranks and the memory model together: what each rank and the whole job would take."""
+"""Combine compiled ranks with the memory model into the report of a dry run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GB = 2**30
 
 
 def summarize(run: DryRun, compiled: list[RankReport]) -> dict[str, Any]:
-    """The whole report, as data: `job`, with every stage by the closed forms, and the `ranks` asked for."""
+    """Build the report as data: `job`, with every stage by closed formulas, and the requested `ranks`."""
     by_stage = {report.stage: report for report in compiled}
     mesh = run.strategy.mesh
     of_stage = {stage: _stage(run, report) for stage, report in by_stage.items()}
@@ -36,53 +36,52 @@ def summarize(run: DryRun, compiled: list[RankReport]) -> dict[str, Any]:
 
 
 def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) -> list[int]:
-    """The group of `to_rank` that corresponds to a group of `of_rank` in the same stage.
+    """Find the group of `to_rank` that corresponds to a group of `of_rank` in the same stage.
 
-    Along each axis a group has one place, or places at equal distances that fill an aligned block. Where one parameter is
-    sharded over fewer ranks than hold it, on several axes, the same is true of the ranks themselves.
+    Along each axis a group has one coordinate, or coordinates at equal distances that fill an aligned block. Where a
+    parameter is sharded over a part of its replicas, on several axes, the same is true of the ranks themselves.
     """
     if math.prod(len({mesh.coordinate(rank, axis) for rank in members}) for axis in mesh.order) > len(members):
         first, size = mesh.coordinate(to_rank, "pp") * mesh.stage_size, mesh.stage_size
         return [first + rank for rank in _moved([r % size for r in sorted(members)], to_rank % size)]
-    places = {axis: sorted({mesh.coordinate(rank, axis) for rank in members}) for axis in mesh.order}
     moved = {}
-    for axis, found in places.items():
-        mine, wanted = mesh.coordinate(of_rank, axis), mesh.coordinate(to_rank, axis)
-        moved[axis] = [wanted + found[0] - mine] if len(found) == 1 else _moved(found, wanted)
+    for axis in mesh.order:
+        found = sorted({mesh.coordinate(rank, axis) for rank in members})
+        source, target = mesh.coordinate(of_rank, axis), mesh.coordinate(to_rank, axis)
+        moved[axis] = [target + found[0] - source] if len(found) == 1 else _moved(found, target)
     coordinates = itertools.product(*moved.values())
-    return [mesh.rank_at(dict(zip(moved, place, strict=True))) for place in coordinates]
+    return [mesh.rank_at(dict(zip(moved, found, strict=True))) for found in coordinates]
 
 
-def _moved(places: list[int], wanted: int) -> list[int]:
-    """Places at equal distances that fill an aligned block: those of the block that `wanted` is in."""
-    step = places[1] - places[0]
-    block = len(places) * step
-    return [wanted // block * block + wanted % step + i * step for i in range(len(places))]
+def _moved(coordinates: list[int], target: int) -> list[int]:
+    """Move coordinates at equal distances, which fill an aligned block, to the block that contains `target`."""
+    step = coordinates[1] - coordinates[0]
+    block = len(coordinates) * step
+    return [target // block * block + target % step + i * step for i in range(len(coordinates))]
 
 
 def _rank(run: DryRun, report: RankReport, values: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What is said of a rank: the values of its stage, and its groups."""
+    """Report of a rank: the values of its stage, and its groups."""
     groups = {n: translate_group(run.strategy.mesh, g, report.rank, rank) for n, g in report.groups.items()}
     return {**values, "rank": rank, "compiled_as": report.rank, "groups": groups}
 
 
 def _stage(run: DryRun, report: RankReport) -> dict[str, Any]:
-    """What is said of all ranks of a stage."""
+    """Values that all ranks of a stage have in common."""
     dims = of_decoder(run.model, run.seq_len, run.task.has_drops)
     job = _job_of(run)
     memory = task_memory(dims, job, run.task)[report.stage]
-    beside = auxiliary_bytes(dims, job, run.task)[report.stage]
+    auxiliary = auxiliary_bytes(dims, job, run.task)[report.stage]
     held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
     activations = 0.0 if run.config.inference else memory.activations + memory.working
-    copies = memory.weights  # cast, or gathered from the optimizer's parts
+    copies = memory.weights  # cast, or gathered from the optimizer's shards
     result = {
         **dataclasses.asdict(report),
         "activation_bytes": activations,
         "computing_copy_bytes": copies,
-        "host_activation_bytes": 0.0 if run.config.inference else memory.host_activations,
-        "beside": beside,
-        "beside_bytes": sum(beside.values()),
-        "total_bytes": held + activations + copies + sum(beside.values()),
+        "auxiliary": auxiliary,
+        "auxiliary_bytes": sum(auxiliary.values()),
+        "total_bytes": held + activations + copies + sum(auxiliary.values()),
         "collectives": [{**dataclasses.asdict(c), "bytes_per_step": c.bytes_per_step} for c in report.collectives],
         "bytes_per_step": _by_kind(report),
     }
@@ -103,20 +102,20 @@ def _job_of(run: DryRun) -> Parallelism:
 
 
 def _stages(run: DryRun) -> list[dict[str, Any]]:
-    """Every stage, compiled or not, by the closed forms that the compiled ones are tested against."""
+    """List every stage by closed formulas, whether compiled or not; tests compare the compiled ones with them."""
     dims = of_decoder(run.model, run.seq_len, run.task.has_drops)
     job = _job_of(run)
     sizes = parameter_bytes(dims, job)
-    wholes = [sum(both) for both in zip(stage_parameters(dims, job), expert_parameters(dims, job), strict=True)]
+    unsharded = [sum(both) for both in zip(stage_parameters(dims, job), expert_parameters(dims, job), strict=True)]
     tokens = run.batch_size // job.dp * run.seq_len // job.cp
     passes, (dense, sparse) = 1 if run.config.inference else 3, dims.kinds
     rows = int(dims.experts_per_token * dims.expert_rows * dims.expert_parameters)  # multiplied with a token
     stages = []
     memories = task_memory(dims, job, run.task)
     for stage, (memory, layers) in enumerate(zip(memories, job.stages(dims.num_layers), strict=True)):
-        gradients = 4 * wholes[stage] if job.zero < 2 else sizes[stage]
+        gradients = 4 * unsharded[stage] if job.zero < 2 else sizes[stage]
         trained = (0 if job.optimizer_on_host else 2 * sizes[stage]) + gradients
-        if run.task.lora:  # whole on every rank at worst
+        if run.task.lora:  # replicated on every rank at worst
             trained = 16 * adapter_parameters(run.task, dims, job)[stage]
         training = trained + memory.activations + memory.working + memory.beside
         attention, few = layers * 4 * dims.seq_len * dims.hidden_size, job.expert_layers(dims)[stage]
@@ -135,14 +134,14 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
 
 
 def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
-    """What concerns all ranks: balance of the stages, parameters that every rank holds though they could be sharded."""
+    """Report on the job: balance of the stages, parameters that are replicated though they could be sharded, advice."""
     mesh, strategy, stages = run.strategy.mesh, run.strategy, _stages(run)
     flops = [stage["flops"] for stage in stages]
     values: dict[str, Any] = {
         "model": f"{run.config.model} {run.config.size}",
         "num_parameters": num_parameters(run.model),
         "task": run.task.name,
-        "beside": run.task.describe(),
+        "task_details": run.task.describe(),
         "num_adapter_parameters": sum(adapter_parameters(run.task, of_decoder(run.model), _job_of(run))),
         "strategy": str(run.config.strategy),
         "mesh": str(mesh),
@@ -151,8 +150,7 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
         "num_microbatches": run.num_microbatches,
         "virtual_stages": strategy.pipeline.virtual_stages,
         "schedule": strategy.pipeline.schedule,
-        "copies": 1 if run.config.inference else strategy.micro_batch_interleave,
-        "engine": strategy.engine or "mindspore",
+        "engine": "spmd",
         "stages": stages,
         "imbalance": max(flops) / (sum(flops) / len(flops)) - 1,
         "replicated": _replicated(run, by_stage),
@@ -174,7 +172,7 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
 
 
 def _replicated(run: DryRun, by_stage: dict[int, RankReport]) -> list[dict[str, Any]]:
-    """Parameters of 1 MB and more that each of several ranks holds whole although a mesh axis divides a dim."""
+    """List replicated parameters of 1 MB and more one of whose dims a mesh axis divides."""
     mesh, found = run.strategy.mesh, []
     for report in by_stage.values():
         for p in report.parameters:
@@ -186,13 +184,13 @@ def _replicated(run: DryRun, by_stage: dict[int, RankReport]) -> list[dict[str, 
 
 
 def describe_layout(layout: list[list[str]], shards: int) -> str:
-    """One word a dim: `dp`, `dp,tp` or `~`; and the optimizer's sharding."""
+    """Format a layout with a word for each dim, `dp`, `dp,tp` or `~`, and the number of optimizer shards."""
     text = "[" + ", ".join(",".join(dim) or "~" for dim in layout) + "]"
     return text + (f" /{shards}" if shards > 1 else "")
 
 
 def text_report(values: dict[str, Any]) -> str:
-    """For people, in a terminal."""
+    """Format the report for a terminal."""
     job, lines = values["job"], []
     sequences = counted(job["batch_size"], "sequence", "sequences")
     count = job["num_adapter_parameters"]
@@ -200,8 +198,7 @@ def text_report(values: dict[str, Any]) -> str:
     lines.append(
         f"{job['model']}, {job['num_parameters']:,} parameters{adapters}, {job['mesh']}; {sequences} of "
         f"{job['seq_len']} tokens a step, {counted(job['num_microbatches'], 'microbatch', 'microbatches')}"
-        + (f" of {job['copies']} copies" if job["copies"] > 1 else "")
-        + (f"; {job['beside']}" if job["beside"] else "")
+        + (f"; {job['task_details']}" if job["task_details"] else "")
         + f"; engine {job['engine']}"
     )
     for rank in values["ranks"]:
@@ -217,41 +214,36 @@ def text_report(values: dict[str, Any]) -> str:
     )
     total = sum(p["bytes"] for p in job["replicated"])
     if job["replicated"]:
-        lines.append(f"whole on every rank of a stage though they could be sharded: {total / 2**20:.1f} MB in")
+        lines.append(f"replicated on every rank of a stage though they could be sharded: {total / 2**20:.1f} MB in")
         lines += [f"  {p['name']} {p['bytes'] / 2**20:.1f} MB  {p['rule'] or 'no rule'}" for p in job["replicated"][:8]]
     lines += job["advice"]
     return "\n".join(lines)
 
 
 def _rank_lines(rank: dict[str, Any]) -> list[str]:
-    layers, few = rank["layers"], rank["compiled_layers"]
-    same = "" if rank["rank"] == rank["compiled_as"] else f" (same graph as rank {rank['compiled_as']}, other groups)"
+    layers, depths = rank["layers"], rank["compiled_layers"]
+    compiled = rank["compiled_as"]
+    same = "" if rank["rank"] == compiled else f" (same graph as rank {compiled}, other groups)"
     lines = [
         f"rank {rank['rank']}{same}: stage {rank['stage']}, {counted(len(layers), 'layer', 'layers')}"
         + (f" {layers[0]} .. {layers[-1]}" if layers else "")
         + f", {len(rank['recomputed'])} recomputed; "
-        + (f"from {' and '.join(map(str, few))} of them, " if few else "")
+        + (f"from {' and '.join(map(str, depths))} of them, " if depths else "")
         + f"compiled in {rank['compile_s']:.1f} s"
     ]
     in_graph = {part: rank[f"{part}_bytes"] for part in ("parameter", "optimizer", "gradient")}
     by_formula = {part.replace("_", " "): rank[f"{part}_bytes"] for part in ("computing_copy", "activation")}
     graph, formula = (
         "  ".join(f"{part} {size / GB:.3f}" for part, size in sizes.items())
-        for sizes in (in_graph, {**by_formula, **rank["beside"]})
+        for sizes in (in_graph, {**by_formula, **rank["auxiliary"]})
     )
     verdict = "" if "fits" not in rank else "  fits" if rank["fits"] else "  DOES NOT FIT"
     lines.append(
-        f"  memory, GB: in the graph {graph}; by closed form {formula}; total {rank['total_bytes'] / GB:.3f}{verdict}"
+        f"  memory, GB: in the graph {graph}; by closed formula {formula}; total {rank['total_bytes'] / GB:.3f}{verdict}"
     )
-    if rank["host_optimizer_bytes"] or rank["moved_bytes"]:
-        lines.append(
-            f"  on the host, GB: optimizer {rank['host_optimizer_bytes'] / GB:.3f}  activation "
-            f"{rank['host_activation_bytes'] / GB:.3f}; moved in a step {rank['moved_bytes'] / GB:.3f} there and as much back"
-        )
+    if rank["host_optimizer_bytes"]:
+        lines.append(f"  on the host, GB: optimizer {rank['host_optimizer_bytes'] / GB:.3f}")
     lines.append("  FLOPs a step: " + ", ".join(f"{phase} {flops:.3e}" for phase, flops in rank["flops"].items()))
-    if rank["order_of_copies"]:
-        order = " ".join(f"{copy}:{place.removeprefix('model.')}" for copy, place in rank["order_of_copies"])
-        lines.append(f"  copies take turns, of two layers forward: {order}")
     lines.append(f"  {'collective':28} {'ranks':>6} {'times':>7} {'bytes each':>14} {'bytes a step':>16}")
     for c in rank["collectives"]:
         size = len(rank["groups"][c["group"]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count what sharded graphs do: every collective with its bytes, every product with its FLOPs, by phase."""
+"""Count the work in sharded graphs by phase: every collective with its bytes, every matrix product with its FLOPs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sporeloom.strategy.layout import Shape
 
 PRODUCTS = ("MatMul", "BatchMatMul", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
 FLASH_PRODUCTS = {"FlashAttentionScore": 2, "FlashAttentionScoreGrad": 5}
-"""Products of all queries with all keys: the gradient's kernel computes the scores again."""
+"""Number of products of all queries with all keys: the gradient's kernel recomputes the scores."""
 NAMES = frozenset(
     [
         "Reshape",
@@ -31,50 +31,49 @@ NAMES = frozenset(
         "Constant",
     ]
 )
-"""Operators that do not touch what a tensor holds."""
+"""Operators that do not move data."""
 COLLECTIVES = {
     "AllReduce": "AllReduce",
     "AllGather": "AllGather",
     "ReduceScatter": "ReduceScatter",
     "AllToAll": "AlltoAll",
 }
-"""Collectives of a sharded graph, by MindSpore's names."""
+"""Collectives of a sharded graph -> names that MindSpore gives them."""
 PHASES = ("forward", "recompute", "backward", "optimizer")
 
 
 @dataclass
 class Work:
-    """What a rank does in one step."""
+    """Work of a rank in one step."""
 
     collectives: Counter[tuple[str, str, str, int]] = field(default_factory=Counter)
-    """(kind, phase, group, bytes of the whole tensor) -> times."""
+    """(kind, phase, group, bytes of the unsharded tensor) -> number in a step."""
     groups: dict[str, list[int]] = field(default_factory=dict)
     flops: Counter[str] = field(default_factory=Counter)
-    """Of matrix products, by phase."""
-    moved_bytes: int = 0
-    """To the host, and as many back."""
+    """FLOPs of matrix products, by phase."""
     passed_bytes: int = 0
-    """Of the results of all operators but matrix products and what only names a tensor anew."""
+    """Bytes of the results of all operators but matrix products and those in `NAMES`."""
     in_float32: bool = False
-    """Whether a matrix product is."""
+    """Whether some matrix product is computed in float32."""
 
     def add_message(self, kind: str, phase: str, group: str, ranks: Sequence[int], num_bytes: int, times: int) -> None:
-        """Count a collective over the `ranks` of a group of this name, or what is sent to another stage."""
+        """Count a collective over the `ranks` of the group of this name, or a message to another stage."""
         self.groups[group] = list(ranks)
         self.collectives[kind, phase, group, num_bytes] += times
 
     def sorted_collectives(self) -> list[Collective]:
-        """The collectives, in one order."""
+        """List the collectives in a fixed order."""
         return [Collective(k, p, g, times, size) for (k, p, g, size), times in sorted(self.collectives.items())]
 
 
 def phases_of(graph: Graph) -> dict[Name, str]:
-    """The phase in which each value is computed. What comes of gradients and is none is the optimizer's."""
+    """Find the phase in which each value is computed. Values that depend on gradients outside the backward pass belong to the
+    optimizer."""
     found: dict[Name, str] = {}
     for node in graph.nodes:
         given = [found[name] for name in node.flat_inputs() if name in found]
         latest = max(given, key=PHASES.index, default=PHASES[0])
-        if node.scope is None:  # a value that is laid out otherwise goes with what it is made of
+        if node.scope is None:  # a resharded value has the phase of its source
             phase = latest
         elif node.scope.again:
             phase = "recompute"
@@ -90,14 +89,13 @@ def add_work(
     work: Work, graph: Graph, types: Mapping[Name, TensorType], phases: Mapping[Name, str], phase: str, times: int,
     grid: DeviceGrid, rank: int,
 ) -> None:  # fmt: skip
-    """Count what `rank` does when it runs a sharded graph.
+    """Count the work of `rank` in a sharded graph.
 
     Args:
-        types: of all values, as a rank holds them.
-        phases: of values; of those that are not there `phase`.
-        times: how often the graph runs in a step.
+        types: local types of all values.
+        phases: phases of values; `phase` is that of all others.
+        times: number of times that the graph runs in a step.
     """
-    constants = {node.outputs[0]: node for node in graph.nodes if node.kind == "Constant"}
     for node in graph.nodes:
         when, (type, *_) = phases.get(node.outputs[0], phase), node.types
         if node.kind in COLLECTIVES:
@@ -108,9 +106,6 @@ def add_work(
                 ranks, group = [ranks[stage] for stage in stages], between(stages)
             size = _bytes_of([type]) * (len(ranks) if node.kind == "ReduceScatter" else 1)
             work.add_message(COLLECTIVES[node.kind], when, group, ranks, size, times)
-        elif node.kind == "MoveTo":
-            if _is_on_host(node, constants):
-                work.moved_bytes += times * _bytes_of(node.types)
         elif node.kind in PRODUCTS:
             assert type is not None
             work.in_float32 |= type.dtype == "float32"
@@ -123,7 +118,7 @@ def add_work(
 
 
 def between(stages: Iterable[int]) -> str:
-    """Name of the group of ranks at one place of some stages."""
+    """Name of a group of ranks at the same position in some stages."""
     return f"stages {' and '.join(map(str, stages))}"
 
 
@@ -138,26 +133,20 @@ def _flops(node: Node, types: Mapping[Name, TensorType]) -> int:
 
 
 def product_flops(kind: str, out: Shape, first: Shape, second: Shape) -> int:
-    """FLOPs of a product, of the shapes of its output and inputs. A convolution and its gradients multiply each entry of the
-    smaller picture with each of the filter."""
+    """FLOPs of a product, from the shapes of its output and inputs. A convolution and its gradients multiply each entry of
+    the smaller image with each entry of the filter."""
     if not kind.startswith("Conv2D"):
         return 2 * math.prod(out) * (math.prod(first) // math.prod(out[:-1]))
-    if kind == "Conv2D":  # picture, filter -> (N, C, H, W)
+    if kind == "Conv2D":  # image, filter -> (N, C, H, W)
         return 2 * math.prod(out) * math.prod(second[1:])
-    if kind == "Conv2DBackpropInput":  # gradient (N, C, H, W), filter -> picture
+    if kind == "Conv2DBackpropInput":  # gradient (N, C, H, W), filter -> image
         return 2 * math.prod(first) * math.prod(second[1:])
-    return 2 * math.prod(first) * math.prod(out[1:])  # gradient, picture -> filter
+    return 2 * math.prod(first) * math.prod(out[1:])  # gradient, image -> filter
 
 
 def attention_flops(kind: str, query: Shape, keys: Shape) -> int:
-    """FLOPs of a FlashAttention kernel, of queries (B, H, T, D/H) and keys (B, KV, keys, D/H)."""
+    """FLOPs of a FlashAttention kernel for queries (B, H, T, D/H) and keys (B, KV, keys, D/H)."""
     return FLASH_PRODUCTS[kind] * 2 * math.prod(query) * keys[2]
-
-
-def _is_on_host(move: Node, constants: Mapping[Name, Node]) -> bool:
-    """Whether a tensor is moved to the host, not back."""
-    target = constants[_tensors(move)[1]]
-    return bool(target.value == "CPU" or target.value == b"CPU")
 
 
 def _bytes_of(types: Iterable[TensorType | None]) -> int:

@@ -106,7 +106,7 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
 
 def shards_itself(strategy: Strategy) -> bool:
     """Whether graphs are compiled for one device and sharded by `sporeloom.partition`."""
-    return strategy.is_spmd and (strategy.engine == "spmd" or ms.get_context("device_target") == "CPU")
+    return strategy.is_spmd
 
 
 def _recompute_operators(strategy: Strategy, found: Sequence[Operator], layers: Sequence[str]) -> None:

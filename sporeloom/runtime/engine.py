@@ -28,7 +28,7 @@ from sporeloom.strategy.config import Strategy
 
 
 def _join(strategy: Strategy, target: str) -> Backend:
-    """This rank of a job of several. On devices MindSpore partitions unless the strategy asks for `engine: spmd`.
+    """This rank of a job of several. MindSpore partitions only for `engine: mindspore`.
 
     Raises:
         ConfigError: what partitions does not have what the strategy asks for, or there are more or fewer processes.
@@ -37,7 +37,7 @@ def _join(strategy: Strategy, target: str) -> Backend:
         return SpmdProcesses.join(strategy) if strategy.is_spmd else CpuProcesses.join(strategy)
     if problems := strategy.device_problems():
         raise ConfigError(problems)
-    return SpmdDevices.join(strategy) if strategy.engine == "spmd" else Devices.join(strategy)
+    return SpmdDevices.join(strategy) if strategy.is_spmd else Devices.join(strategy)
 
 
 class Engine:

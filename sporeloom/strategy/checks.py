@@ -29,8 +29,8 @@ def spans_tensor_parallel(strategy: Strategy) -> str:
     """Say why experts sharded over ranks of tp, too, are refused."""
     mesh = strategy.mesh
     return (
-        f"{strategy.at('mesh.ep')} = {mesh.ep} reaches beyond mesh.dp = {mesh.dp} over tensor parallel ranks, which only "
-        "graphs that this package shards can: `engine: spmd`, without a pipeline; use at most "
+        f"{strategy.at('mesh.ep')} = {mesh.ep} reaches beyond mesh.dp = {mesh.dp} over tensor parallel ranks, which "
+        "neither pipelines nor `engine: mindspore` support; use at most "
         f"{mesh.dp} (possible: {', '.join(map(str, divisors(mesh.dp)))})"
     )
 

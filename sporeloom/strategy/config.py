@@ -56,8 +56,8 @@ class Pipeline:
     first; `seqpipe`, another interleaving of virtual stages; `zero_bubble_h1`, 1f1b whose backward passes are
     split to fill the idle time; `zero_bubble_v` and `dualpipe_v`, with split backward passes, too, and 2
     virtual stages that run down the stages and up again; or a custom CSV file, relative to this one
-    (docs/how-to/pipelines.md). MindSpore's own pipelines, on devices, have neither zero_bubble_h1, dualpipe_v nor
-    files, and gpipe only with virtual stages."""
+    (docs/how-to/pipelines.md). MindSpore's own pipelines (`engine: mindspore`) have neither zero_bubble_h1, dualpipe_v
+    nor files, and gpipe only with virtual stages."""
     listed: ListedSchedule | None = field(default=None, metadata={"hidden": True})
     """The contents of the file, if `schedule` is one."""
 
@@ -88,7 +88,8 @@ class Offload:
     optimizer: bool = False
     """AdamW's moments; the host's processors update the parameters."""
     layers: Literal["all"] | list[Natural] = field(default_factory=list)
-    """`all`, or layer numbers from 0: those whose activations wait for the backward pass there."""
+    """`all`, or layer numbers from 0: those whose activations wait for the backward pass there. On devices it needs
+    `engine: mindspore`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ class OptimizerParallel:
     """ZeRO-3 / FSDP: release a layer's gathered weights after its forward pass, and gather them again when it is
     recomputed. A device then holds the weights of two layers at once instead of all, and gathers them twice.
     For one microbatch a step, without a pipeline, with `recompute: {layers: all}`; not for experts, adapters
-    and interleaved microbatches."""
+    and interleaved microbatches. On devices it needs `engine: mindspore`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +173,13 @@ class Strategy:
     gathers all keys and values; `ulysses`, all-to-alls give each rank full sequences of some heads, and back."""
     micro_batch_interleave: Depth = 1
     """Interleaved microbatches: number of copies that each microbatch (without a pipeline: the batch) is split
-    into, so that devices can compute one while another communicates; the arithmetic is the same. MindSpore
-    orders their collectives where `mesh.pp` is 1."""
+    into, so that devices can compute one while another communicates; the arithmetic is the same. On devices it needs
+    `engine: mindspore`, which orders their collectives where `mesh.pp` is 1."""
     engine: Partitioner | None = None
-    """Partitioner of graphs: `spmd` compiles the graph of one device once for all ranks and shards it
-    (`sporeloom.partition`); with `mindspore`, MindSpore's compiler does so for every rank. Default: `spmd` on CPU processes,
-    `mindspore` on devices. Dry runs and certificates describe what devices run. `spmd` has never run on Ascend hardware."""
+    """Partitioner of graphs. Default: `spmd`, everywhere: the graph of one device is compiled once for all ranks and sharded
+    by this package (`sporeloom.partition`). `mindspore` is for runs on devices, with MindSpore 2.9 to 2.11: its compiler
+    shards the graph, once for every rank; dry runs and certificates do not describe it. Neither has ever run on Ascend
+    hardware."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
     lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})
@@ -188,20 +190,18 @@ class Strategy:
         """Whether the graph of one device is compiled, and sharded afterwards."""
         return self.engine != "mindspore" and self.mesh.size > 1
 
-    def for_devices(self) -> Strategy:
-        """The same strategy with the engine of devices, which dry runs and certificates describe: MindSpore's unless the
-        strategy says `spmd`.
-
-        Raises:
-            ConfigError: that engine cannot run it.
-        """
-        if problems := self.device_problems():
-            raise ConfigError(problems)
-        return self if self.engine == "spmd" else replace(self, engine="mindspore")
+    def graph_problems(self) -> list[str]:
+        """List why dry runs and certificates, which read this package's own graphs, cannot describe this strategy."""
+        if self.engine == "mindspore":
+            return [
+                f"{self.at('engine')}: mindspore lets MindSpore partition, whose graphs are neither counted nor proved here; "
+                "remove the line to describe and run this package's own"
+            ]
+        return self.device_problems()
 
     def device_problems(self) -> list[str]:
-        """List what the engine of devices does not support. CPU processes compute the same without it."""
-        if self.engine != "spmd":
+        """List what the engine does not support on devices. CPU processes compute the same without it."""
+        if self.engine == "mindspore":
             return self.mindspore_problems()
         zero, offload = self.optimizer_parallel, self.offload
         lacking = [
@@ -238,10 +238,10 @@ class Strategy:
             lacks = "no gpipe without virtual stages"
         if not lacks:
             return []
+        other = ", or remove `engine: mindspore`" if self.engine == "mindspore" else ""
         return [
-            f"{self.at('pipeline.schedule')}: MindSpore's own pipelines, which devices, dry runs and certificates use by "
-            f"default, have {lacks}; use {'zero_bubble_v' if pipeline.schedule == 'dualpipe_v' else '1f1b'}, or write "
-            "`engine: spmd`"
+            f"{self.at('pipeline.schedule')}: MindSpore's own pipelines have {lacks}; use "
+            f"{'zero_bubble_v' if pipeline.schedule == 'dualpipe_v' else '1f1b'}{other}"
         ]
 
     @property

@@ -2,7 +2,7 @@
 """The order in which the stages of a pipeline work on microbatches, as MindSpore's schedulers chain it, and what follows
 from it: the microbatches that a stage holds, and how long it is idle.
 
-`tests/configs/test_dry_run.py` compares the order with compiled graphs.
+`tests/parity/test_schedules.py` compares it with the passes that ranks run.
 """
 
 from __future__ import annotations

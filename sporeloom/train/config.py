@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sporeloom.certificate import about_task, check_certificate, vouched_for
+from sporeloom.certificate import about_task, check_certificate, covered_settings
 from sporeloom.checkpoint.manifest import checkpoints
 from sporeloom.data.random_ltd import RandomLTD
 from sporeloom.data.sample_order import Sizes
@@ -226,12 +226,14 @@ def _check_certificate(
     seq_len: int,
     lora: LoRAConfig | None,
 ) -> None:
-    """Raises:
-    ConfigError: it is none, or not of this run.
+    """Compare a run with its certificate.
+
+    Raises:
+        ConfigError: it is not a certificate, or not of this run.
     """
     rows = config.batch_size * config.rows_per_unit
     task = config.about_task(lora)
-    check_certificate(certificate, vouched_for(family, model, strategy, rows, seq_len, config.accumulate, task))
+    check_certificate(certificate, covered_settings(family, model, strategy, rows, seq_len, config.accumulate, task))
 
 
 def _with_folder(config: TrainingConfig) -> TrainingConfig:

@@ -5,7 +5,7 @@
         --cluster ascend910b --fast --out certificate
 
 It checks the strategy, proves that a scaled-down model under it (every axis, option and rule) equals one device, on real
-processes, compiles the first, the middle and the last rank at full size, and estimates time and memory. The folder gets
+processes, partitions the full size, checks its first, middle and last rank, and estimates time and memory. The folder gets
 certificate.json, for tools/train.py --certificate, and certificate.html, a report. Exit code 1: refused. The certificate
 is sealed by a hash against accidental changes. That is not a signature: whoever can write the file can make another one;
 where you must know who made it, sign it with a tool of yours.

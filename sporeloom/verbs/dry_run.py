@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report what ranks of a cluster would store, send and compute: the real graph, partitioned by MindSpore, without
-a device.
+"""Report what ranks of a cluster would store, send and compute: the real graph, partitioned as runs are, without a
+device.
 
     sporeloom dry-run --model pangu --size 13b --strategy pangu_13b_dp4_tp8_pp2 --ranks 0,37,last
     sporeloom dry-run --model pangu --size 200b --strategy pangu_200b_dp16_tp8_pp16 --fast
     sporeloom dry-run explain query.weight --model pangu --size 13b --strategy pangu_13b_tp8
 
-Ranks of one pipeline stage have the same graph over other groups, so each stage is compiled once. Activation bytes are
-the memory model's (docs/explanation/planner.md); everything else is read from the compiled graph.
+The graph of one device is compiled once for all ranks. Activation bytes are those of the memory model
+(docs/explanation/planner.md); everything else is read from the partitioned graphs.
 """
 
 import sys

@@ -75,7 +75,7 @@ CASES = [
     (TRAIN, ("--from-checkpoint", "none"), "none: there is no such checkpoint folder"),
     (DRY_RUN, ("--memory-gb", "nan"), "--memory-gb must be a finite number"),
     (DRY_RUN, ("--jobs", 0), "--jobs must be at least 1"),
-    (DRY_RUN, ("--ranks", "9"), "is no rank"),
+    (DRY_RUN, ("--ranks", "9"), "is not a rank"),
     (DRY_RUN, ("--html", "none/x.html"), "no file can be written there"),
     (PLAN, ("--devices", 100_000_000_000), "--devices must be at most 16,777,216, got 100000000000"),
     (PLAN, ("--devices", 0), "--devices must be at least 1, got 0"),

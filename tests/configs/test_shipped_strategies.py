@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every strategy we ship compiles for Ascend, and communicates what it implies: no more, no less."""
+"""Every built-in strategy is partitioned as its rules say, and communicates what it implies."""
 
 import dataclasses
 import json
@@ -12,12 +12,23 @@ from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.loader import load_strategy
 
 FILES = sorted(CONFIGS.glob("*.yaml"))
-WITH_EXPERTS = [path.stem for path in FILES if load_strategy(path).mesh.ep > 1]
-WITH_CONTEXT_PARALLEL = [path.stem for path in FILES if load_strategy(path).mesh.cp > 1]
-NAMES = [path.stem for path in FILES if path.stem not in WITH_EXPERTS]
+OURS = [path for path in FILES if load_strategy(path).engine != "mindspore"]
+THEIRS = [path for path in FILES if path not in OURS]
+NAMES = [path.stem for path in OURS]
+WITH_EXPERTS = [path.stem for path in OURS if load_strategy(path).mesh.ep > 1]
 
-EQUAL = ("pangu_tiny_dp2_tp2_zero", "pangu_tiny_dp2_pp2_zero")
-WORKER = "tests/configs/compile_worker.py"
+pytestmark = pytest.mark.timeout(1000)
+WORKER = "tests/configs/shipped_worker.py"
+MORE = {
+    # A tied table of a pipeline under ZeRO is sharded like all others, and gathered and added up on both stages. The closed
+    # formulas leave it whole on each rank. In these reduced models tables are large. All fractions are measured.
+    "pangu_13b_dp4_tp8_pp2": 0.09,
+    "pangu_200b_dp16_tp8_pp16": 0.10,
+    "pangu_ultra_135b_dp128_tp8_pp8": 0.10,
+    "pangu_pro_moe_tiny_ep2_pp2": 0.03,
+    "pangu_embedded_7b_dp2_cp4_tp8": 0.02,
+}
+"""Bytes that a reduced strategy sends beyond the closed formulas of MindSpore's partitioner, as a fraction."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -37,130 +48,75 @@ def test_a_name_says_family_size_and_degrees(path):
 
 
 @pytest.fixture(scope="session")
-def compiled():
-    """strategy name -> what the compiler made of a rank of its first, middle and last stage; of EQUAL, of every rank."""
-    longest_first = sorted(FILES, key=lambda path: -load_strategy(path).mesh.pp)
-    asked, found = (list(map(str, longest_first)), EQUAL), {}
-    for results in call(WORKER, "compile_share", *asked, processes=2, timeout=900, fresh=True):
-        for result in results:
-            found.setdefault(result["strategy"].removesuffix(".yaml"), []).append(result)
-    for results in found.values():
-        results.sort(key=lambda result: result["rank"])
-    return found
+def partitioned():
+    """strategy name -> what a rank of each stage holds and sends."""
+    longest_first = sorted(OURS, key=lambda path: -load_strategy(path).mesh.pp)
+    shares = call(WORKER, "share_of_reports", list(map(str, longest_first)), processes=2, timeout=900, fresh=True)
+    return {name: reports for share in shares for name, reports in share.items()}
 
 
-pytestmark = pytest.mark.timeout(1000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "rank"), [("pangu_tiny_dp2_tp2_sp", 3), ("pangu_tiny_dp4_zero", 3), ("pangu_tiny_tp2_pp2", 0)]
-)
-def test_rules_and_what_is_derived_from_them_are_what_would_be_spelled_out(compiled, name, rank):
-    spelled_out = call(
-        WORKER, "compile_rank", CONFIGS / f"{name}.yaml", rank, CONFIGS / "rules/decoder_spelled_out.yaml"
+def count(report, kinds, phase=None, size=None):
+    return sum(
+        times
+        for kind, when, _, times, num_bytes in report["counts"]
+        if kind in kinds and phase in (None, when) and size in (None, num_bytes)
     )
-    assert spelled_out["counts"] == next(result for result in compiled[name] if result["rank"] == rank)["counts"]
-
-
-def total(counts, *words):
-    return sum(count for key, count in counts.items() if all(word in key.split() for word in words))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_first_middle_and_last_stage_compile_as_predicted(compiled, name):
-    mesh = load_strategy(CONFIGS / f"{name}.yaml").mesh
-    assert len(compiled[name]) == (mesh.size if name in EQUAL else min(3, mesh.pp))
-    for result in compiled[name]:
-        assert result["predicted_wrong"] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EQUAL)
-def test_ranks_of_one_stage_are_equal(compiled, name):
-    """So that the others need one rank of each stage only."""
-    pp = load_strategy(CONFIGS / f"{name}.yaml").mesh.pp
-    of_stage = len(compiled[name]) // pp
-    for rank, result in enumerate(compiled[name]):
-        first = compiled[name][rank // of_stage * of_stage]
-        assert {**result, "rank": 0} == {**first, "rank": 0}
+def test_every_stage_holds_what_the_rules_say_and_sends_no_more_than_implied(partitioned, name):
+    """A dry run raises where a shard is not the one of the rules; here the sums are compared with the closed formulas."""
+    strategy = load_strategy(CONFIGS / f"{name}.yaml")
+    zero, pp = strategy.optimizer_parallel is not None, strategy.mesh.pp > 1
+    for report in partitioned[name]:
+        held, implied = report["parameter_bytes"], report["implied_parameter_bytes"]
+        fewer = report["tied_bytes"] if zero and pp else 0  # on two stages: ours shards it
+        more = report["short_bytes"] if zero else 0  # parameters of fewer rows than ranks hold them, in reduced models
+        assert implied - fewer <= held <= implied + more
+        assert report["optimizer_bytes"] == 2 * held
+        assert report["sent"] <= (1 + MORE.get(name, 0)) * report["implied"] + 64, report["sent"] / report["implied"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_tensor_parallel_costs_two_forward_reductions_a_layer(compiled, name):
+def test_a_layer_costs_two_forward_reductions_under_tensor_parallel(partitioned, name):
+    """And the embedding one. Recomputing a layer repeats the attention's alone."""
     strategy = load_strategy(CONFIGS / f"{name}.yaml")
-    for result in compiled[name]:
-        counts, each = result["counts"], result["layers"] * result["microbatches"]
-        kind = "ReduceScatter" if strategy.sequence_parallel else "AllReduce"
-        forward = total(counts, kind, "forward", "layer")
-        repeated = strategy.recompute and strategy.recompute.kind == "full"
-        # Recomputing a layer repeats the attention's reduction; nothing needs the MLP's again, or a parallel block's.
-        again = 0 if result["block"] == "parallel" else 1
-        assert forward == (0 if strategy.mesh.tp == 1 else (2 + again * bool(repeated)) * each)
-        if strategy.context_parallel == "gather":
-            assert total(counts, "AlltoAll") == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_CONTEXT_PARALLEL)
-def test_context_parallel_gathers_keys_and_values_or_swaps_heads_and_tokens(compiled, name):
-    """Of one sequence a replica: nothing else moves. Once more where layers are computed again."""
-    strategy = load_strategy(CONFIGS / f"{name}.yaml")
-    for result in compiled[name]:
-        counts, layers, size = result["counts"], result["layers"], str(strategy.mesh.cp)
-        forward = (2 if strategy.recompute else 1) * layers
-        if strategy.context_parallel == "ulysses":
-            assert total(counts, "AlltoAll", "forward", size) == 4 * forward
-            assert total(counts, "AlltoAll", "backward", size) == 4 * layers
-        else:
-            assert total(counts, "AllGather", "forward", "layer", size) == 2 * forward
-            assert total(counts, "ReduceScatter", "backward", "layer", size) == 2 * layers
+    reductions = ("AllReduce", "ReduceScatter")
+    for report in partitioned[name]:
+        size, parts = report["activation_bytes"], report["microbatches"]
+        expected = (2 * report["layers"] + (report["stage"] == 0)) * parts if strategy.mesh.tp > 1 else 0
+        assert count(report, reductions, "forward", size) == expected
+        assert count(report, reductions, "recompute", size) in (0, report["layers"] * parts)
+        assert (count(report, ("ReduceScatter",), "forward", size) > 0) == strategy.sequence_parallel
+        if strategy.mesh.cp > 1 and strategy.context_parallel == "ulysses":
+            assert count(report, ("AlltoAll",), "forward") == 4 * report["layers"]
+            assert count(report, ("AlltoAll",), "backward") == 4 * report["layers"]
+        elif strategy.mesh.ep == 1:
+            assert count(report, ("AlltoAll",)) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_a_layer_of_experts_costs_two_all_to_alls_and_no_all_gather(compiled, name):
-    """Forward, and two backward; what sequence parallel and optimizer parallel gather aside."""
-    strategy = load_strategy(CONFIGS / f"{name}.yaml")
-    for result in compiled[name]:
-        assert result["predicted_wrong"] == []
-        counts, each = result["counts"], result["expert_layers"] * result["microbatches"]
-        assert result["expert_layers"] > 0
-        assert total(counts, "AlltoAll", "forward") == (4 if strategy.recompute else 2) * each
-        assert total(counts, "AlltoAll", "backward") == 2 * each
-        if not strategy.sequence_parallel:
-            assert total(counts, "AllGather", "layer") <= result["cut_by_optimizer"]
+def test_a_layer_of_experts_costs_two_all_to_alls(partitioned, name):
+    for report in partitioned[name]:
+        forward = count(report, ("AlltoAll",), "forward")
+        assert 0 < forward <= 2 * report["layers"] * report["microbatches"]
+        assert count(report, ("AlltoAll",), "backward") == forward
+        assert count(report, ("AlltoAll",), "recompute") in (0, forward)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_reduced_once_each(compiled, name):
-    strategy = load_strategy(CONFIGS / f"{name}.yaml")
-    for result in compiled[name]:
-        counts = result["counts"]
-        reduced, scattered = total(counts, "AllReduce", "gradient"), total(counts, "ReduceScatter", "gradient")
-        if strategy.optimizer_parallel:  # a tied parameter of a pipeline stays whole
-            whole = result["parameters"] - result["cut_by_optimizer"]
-            # One head of keys and values has fewer rows than ranks that hold it.
-            short = 2 * result["layers"] if result["block"] == "parallel" else 0
-            assert whole <= (1 if strategy.mesh.pp > 1 else 0) + short
-            assert scattered == result["cut_by_optimizer"]
-            if strategy.optimizer_parallel.shard_size:  # the groups that hold the same part add theirs up
-                assert reduced == result["parameters"]
-            else:
-                assert reduced <= 1 + short if strategy.mesh.pp > 1 else reduced == 0
-        else:
-            assert scattered == 0
-            assert reduced <= result["parameters"]
-            assert reduced == result["parameters"] or strategy.mesh.dp == 1 or strategy.mesh.pp > 1
+@pytest.mark.parametrize("name", [name for name in NAMES if "pp" in name and name not in WITH_EXPERTS])
+def test_a_pipeline_sends_each_microbatch_forward_and_its_gradient_back(partitioned, name):
+    first, *_, last = partitioned[name]
+    for report in (first, last):
+        sent = report["microbatches"] * (2 * report["virtual_stages"] - 1)
+        assert count(report, ("Send",)) == count(report, ("Receive",)) == sent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if "pp" in name])
-def test_a_pipeline_sends_each_microbatch_forward_and_its_gradient_back(compiled, name):
-    first, *_, last = compiled[name]
-    for result in (first, last):  # and once a step a tied embedding and its gradient
-        sent = result["microbatches"] * (2 * result["virtual_stages"] - 1) + result["tied"]
-        assert total(result["counts"], "Send") == total(result["counts"], "Receive") == sent
+def test_what_mindspore_partitions_compiles_as_the_rules_say():
+    assert [path.stem for path in THEIRS] == ["palm_540b_dp512_tp12"]
+    assert call(WORKER, "compiled_by_mindspore", THEIRS[0], fresh=True) == []

@@ -11,7 +11,8 @@ from mindspore import Tensor, nn, ops
 from mindspore.train import Model
 
 from sporeloom import auto_parallel, own_rows, save_checkpoint
-from sporeloom.dry_run.by_mindspore import compile_own_rank
+from sporeloom.dry_run.compile import rank_report
+from sporeloom.dry_run.partitioned import partition_custom
 from sporeloom.errors import ConfigError
 from sporeloom.parallel import cells
 from sporeloom.runtime import auto_parallel as module
@@ -453,7 +454,8 @@ def predicted(settings):
 def flops_of_cnn():
     """Of a rank of two."""
     shapes = [((16, 3, 6, 6), np.float32), ((16,), np.int32)]
-    return sum(compile_own_rank(Cnn, strategy_of({"mesh": {"dp": 2}}), 0, shapes).flops.values())
+    partitioned = partition_custom(Cnn, strategy_of({"mesh": {"dp": 2}}), shapes)
+    return sum(rank_report(partitioned, 0).flops.values())
 
 
 def two():

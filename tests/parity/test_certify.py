@@ -3,12 +3,11 @@
 
 import dataclasses
 import json
-import re
 
 import pytest
 from conftest import CONFIGS, ROOT, call, run, tool
 
-from sporeloom.certificate import check_certificate, vouched_for
+from sporeloom.certificate import check_certificate, covered_settings
 from sporeloom.certification.proof import ONE_DEVICE, compare, load
 from sporeloom.certification.shrink import small_model
 from sporeloom.errors import ConfigError
@@ -76,22 +75,6 @@ def certify(strategy, out, *more):
     return tool("tools/certify.py", "--strategy", strategy, "--cluster", CLUSTER, "--out", out, *more)
 
 
-def test_rules_that_do_not_say_what_two_stages_share_are_not_certified(tmp_path, write):
-    rules = (CONFIGS / "rules/decoder.yaml").read_text()
-    write("untied.yaml", "".join(line for line in rules.splitlines(keepends=True) if not line.startswith("tied:")))
-    options = "pipeline: {num_microbatches: 2}\noptimizer_parallel: {axis: dp}\nrules: untied.yaml\n"
-    outcome = certify(write("s.yaml", "mesh: {pp: 2, dp: 2}\n" + options), tmp_path / "out")
-    assert outcome.code == 1, outcome.output
-    # A network compiled as a function: MindSpore shards the table on both stages, which no closed form is told.
-    assert re.search(r"refused: rank 0 holds [\d,]+ bytes of parameters; the strategy implies", outcome.output), (
-        outcome.output
-    )
-    values = json.loads((tmp_path / "out/certificate.json").read_text())
-    assert values["verdict"] == "refused"
-    with pytest.raises(ConfigError, match="the strategy was refused: rank 0 holds"):
-        check_certificate(tmp_path / "out/certificate.json", values["vouched_for"])
-
-
 def test_what_is_right_is_certified_and_trains_until_something_changes(tmp_path):
     strategy, out = CONFIGS / "pangu_tiny_dp2.yaml", tmp_path / "out"
     outcome = certify(strategy, out, "--batch-size", 4, "--seq-len", 64)
@@ -107,7 +90,7 @@ def test_what_is_right_is_certified_and_trains_until_something_changes(tmp_path)
     assert "http" not in page
     assert not list(out.glob(".proof*"))
     config, loaded = size_config("pangu", "tiny"), load_strategy(strategy)
-    check_certificate(path, vouched_for("pangu", config, loaded, 4, 64, 1))
+    check_certificate(path, covered_settings("pangu", config, loaded, 4, 64, 1))
     arguments = ("--data", ROOT / "examples/small_town.txt", "--batch-size", 8, "--seq-len", 64, "--certificate", path)
     refused = tool("tools/train.py", *arguments, "--strategy", CONFIGS / "pangu_tiny_tp2.yaml", "--launch")
     assert refused.code == 2
@@ -115,37 +98,57 @@ def test_what_is_right_is_certified_and_trains_until_something_changes(tmp_path)
     assert "strategy.mesh.tp was 1, is 2" in refused.output
     path.write_text(path.read_text().replace('"batch_size": 4', '"batch_size": 8'))
     with pytest.raises(ConfigError, match="was changed after it was made"):
-        check_certificate(path, vouched_for("pangu", config, loaded, 8, 64, 1))
+        check_certificate(path, covered_settings("pangu", config, loaded, 8, 64, 1))
 
 
-def test_graphs_of_engine_spmd_are_certified_and_a_wrong_rule_is_not(tmp_path, write):
-    """A schedule that MindSpore's pipelines have not; rules hold for both engines."""
+def test_a_pipeline_is_certified_and_a_wrong_rule_is_not(tmp_path, write):
+    """With a schedule that MindSpore's pipelines do not have. A run of the other engine is refused."""
     rules = f"rules: {CONFIGS / 'rules/decoder.yaml'}\n"
     pipeline = "mesh: {pp: 2}\npipeline: {num_microbatches: 4, schedule: dualpipe_v, virtual_stages: 2}\n"
-    right, asked = write("right.yaml", f"{pipeline}{rules}engine: spmd\n"), ("--seq-len", 64, "--processes", 2)
+    right, asked = write("right.yaml", f"{pipeline}{rules}"), ("--seq-len", 64, "--processes", 2)
     outcome = certify(right, tmp_path / "right", *asked)
     assert outcome.code == 0, outcome.output
     path = tmp_path / "right/certificate.json"
     values = json.loads(path.read_text())
     assert {rank["stage"] for rank in values["full_size"]["ranks"]} == {0, 1}
-    assert values["full_size"]["implied"] is None
-    assert "implied by the strategy" not in path.with_suffix(".html").read_text()
-    loaded, vouched = load_strategy(right), values["vouched_for"]
-    assert vouched["strategy"]["engine"] == "spmd"
-    for_mindspore = vouched_for(
-        "pangu", size_config("pangu", "tiny"), dataclasses.replace(loaded, engine=None), 4, 64, 1
+    loaded = load_strategy(right)
+    assert values["covers"]["strategy"]["engine"] == "spmd"
+    assert values["checks"]["shards"] == []
+    for_mindspore = covered_settings(
+        "pangu", size_config("pangu", "tiny"), dataclasses.replace(loaded, engine="mindspore"), 4, 64, 1
     )
     with pytest.raises(ConfigError, match=r'strategy.engine was "spmd", is "mindspore"'):
         check_certificate(path, for_mindspore)
     wrong, _ = WRONG_RULES["no all-reduce after a product by rows"]
-    outcome = certify(write("wrong.yaml", f"{RULES}{wrong}\nengine: spmd\n"), tmp_path / "wrong", *asked)
+    outcome = certify(write("wrong.yaml", f"{RULES}{wrong}\n"), tmp_path / "wrong", *asked)
     assert outcome.code == 1
     assert "refused: pp 1 x dp 1 x tp 2 = 2: loss of step 1, AdamW: " in outcome.output
     file = ROOT / "tests/parity/own_schedule.csv"
     listed = f"mesh: {{pp: 2}}\npipeline: {{num_microbatches: 3, virtual_stages: 2, schedule: {file}}}\n"
-    outcome = certify(write("listed.yaml", f"{listed}{rules}engine: spmd\n"), tmp_path / "listed", *asked)
+    outcome = certify(write("listed.yaml", f"{listed}{rules}"), tmp_path / "listed", *asked)
     assert outcome.code == 2
     assert "certify with a named schedule, and dry-run with this one" in outcome.output
+
+
+def test_a_certificate_of_an_earlier_release_is_refused_by_name(write):
+    for engine, what in (
+        ("mindspore", "for engine mindspore, which is not certified"),
+        ("spmd", "by an earlier release"),
+    ):
+        old = {"verdict": "certified", "vouched_for": {"strategy": {"engine": engine}}, "sha256": "0"}
+        with pytest.raises(
+            ConfigError, match=f"certificate.json: was made {what}.*; make it again with sporeloom certify"
+        ):
+            check_certificate(write("certificate.json", json.dumps(old)), {})
+
+
+def test_graphs_of_mindspores_partitioner_are_not_certified(tmp_path, write):
+    path = write("s.yaml", f"mesh: {{dp: 2}}\nrules: {CONFIGS / 'rules/decoder.yaml'}\nengine: mindspore\n")
+    outcome = certify(path, tmp_path / "out")
+    assert outcome.code == 2
+    assert (
+        f"{path}:3: engine: mindspore lets MindSpore partition, whose graphs are neither counted nor" in outcome.output
+    )
 
 
 def test_a_task_with_adapters_is_certified_and_a_wrong_rule_of_theirs_is_not(tmp_path, write):
@@ -160,12 +163,12 @@ def test_a_task_with_adapters_is_certified_and_a_wrong_rule_of_theirs_is_not(tmp
     loaded, lora = load_strategy(CONFIGS / "pangu_tiny_tp2.yaml"), LoRAConfig(r=4, target_modules=("mlp.down",))
     run = DPOConfig(data=tmp_path, from_checkpoint=None, batch_size=2, lora_r=4, lora_targets=("mlp.down",))
     path = tmp_path / "out/certificate.json"
-    check_certificate(path, vouched_for("pangu", config, loaded, 4, 64, 1, run.about_task(lora)))
+    check_certificate(path, covered_settings("pangu", config, loaded, 4, 64, 1, run.about_task(lora)))
     other = SFTConfig(data=tmp_path, from_checkpoint=None).about_task(lora)
     with pytest.raises(ConfigError, match=r"task.name was \"dpo\", is \"sft\""):
-        check_certificate(path, vouched_for("pangu", config, loaded, 4, 64, 1, other))
+        check_certificate(path, covered_settings("pangu", config, loaded, 4, 64, 1, other))
     with pytest.raises(ConfigError, match=r"task was .*, is null"):
-        check_certificate(path, vouched_for("pangu", config, loaded, 4, 64, 1))
+        check_certificate(path, covered_settings("pangu", config, loaded, 4, 64, 1))
 
 
 OWN = """
@@ -198,7 +201,7 @@ def test_a_network_of_ones_own_is_certified_from_python(tmp_path):
     assert up["global_shape"][0] == 4 * up["local_shape"][0]
     assert {len(rank["groups"][c["group"]]) for rank in found["ranks"] for c in rank["collectives"]} >= {4, 8}
     page = (tmp_path / "right/certificate.html").read_text()
-    assert "Ranks of the whole mesh" in page
+    assert "Ranks of the full mesh" in page
     assert "were never compared with measured runs" in page
     # 2 rows of this rank: 12 -> 8 forward and its weight's gradient; 8 -> 5 forward and both gradients.
     assert {sum(rank["flops"].values()) for rank in found["ranks"]} == {2 * (2 * 2 * 12 * 8) + 3 * (2 * 2 * 8 * 5)}

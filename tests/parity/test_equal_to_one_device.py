@@ -24,7 +24,7 @@ CASES = [
     "pangu_tiny_dp4_zero+again+dropout+shallow",
     "pangu_tiny_dp2_tp2_zero+again+palm+shallow",  # keys and values are on all four, sharded over two
     "pangu_tiny_dp2_tp2_sp+dropout+shallow",
-    "pangu_tiny_dp2_tp2_copies+dropout+shallow",
+    "pangu_tiny_dp2_tp2+copies+dropout+shallow",
     "pangu_tiny_tp2_pp2+copies+flash+shallow",
     "pangu_tiny_tp4+codegeex+shallow",
     "pangu_tiny_tp4+codegeex4+shallow",  # two heads of keys and values
@@ -60,7 +60,7 @@ BY_MINDSPORE = [  # by its partitioner, with which certificates prove and device
     "pangu_tiny_dp4+offload+embedded+shallow",
     "pangu_tiny_dp2_tp2_zero+accumulate+dropout+ultra+shallow",
     "pangu_tiny_dp4_zero+again+dropout+shallow",
-    "pangu_tiny_dp2_tp2_copies+dropout+shallow",
+    "pangu_tiny_dp2_tp2+copies+dropout+shallow",
     "pangu_tiny_tp4+codegeex4+shallow",
     "pangu_tiny_dp2_tp2_sp+flash+codegeex4+shallow",
     "pangu_tiny_cp2_tp2+flash+embedded+shallow",

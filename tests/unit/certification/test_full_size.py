@@ -3,7 +3,7 @@
 
 import pytest
 
-from sporeloom.certification.full_size import own_estimate
+from sporeloom.certification.full_size import custom_estimate
 from sporeloom.planner.cluster import Cluster
 from sporeloom.strategy.config import Pipeline, Strategy
 from sporeloom.strategy.mesh import Mesh
@@ -22,10 +22,12 @@ from sporeloom.strategy.mesh import Mesh
 def test_the_bubble_is_the_schedules_own(pipeline, idle):
     rank = {"flops": {"forward": 1e12}, "passed_bytes": 1e9, "collectives": [], "groups": {}, "in_float32": False}
     strategy = Strategy(mesh=Mesh(pp=4), pipeline=pipeline)
-    seconds = own_estimate([rank], strategy, 72, Cluster.of_chip("ascend910b"))["seconds"]
+    seconds = custom_estimate([rank], strategy, 72, Cluster.of_chip("ascend910b"))["seconds"]
     assert seconds["bubble"] == pytest.approx(idle * (seconds["matmul"] + seconds["memory"]))
 
 
 def test_without_a_pipeline_nothing_waits():
     rank = {"flops": {"forward": 1e12}, "passed_bytes": 1e9, "collectives": [], "groups": {}, "in_float32": False}
-    assert own_estimate([rank], Strategy(mesh=Mesh(dp=4)), 8, Cluster.of_chip("ascend910b"))["seconds"]["bubble"] == 0
+    assert (
+        custom_estimate([rank], Strategy(mesh=Mesh(dp=4)), 8, Cluster.of_chip("ascend910b"))["seconds"]["bubble"] == 0
+    )

@@ -25,7 +25,7 @@ def test_the_interval_is_the_chips_own(chip):
     assert page.interval_text(estimate) == expected
     shown = page._time({"estimate": estimate})
     assert expected in shown and estimate["interval"]["meaning"] in shown
-    assert expected in page._in_short({"verdict": "certified", "estimate": estimate})
+    assert expected in page._summary({"verdict": "certified", "estimate": estimate})
 
 
 def test_without_an_interval_none_is_made_up():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sporeloom.dry_run.pool import BY_MINDSPORE, BY_SPMD
+from sporeloom.dry_run.pool import COMPILER
 from sporeloom.runtime import environment
 from sporeloom.runtime.launch import ENGINE, FORK, free_port, launch
 from sporeloom.train.launch import TRAINER
@@ -90,7 +90,7 @@ def test_what_is_loaded_before_a_fork_starts_no_thread():
 import os
 from importlib import import_module
 from sporeloom.certification.shrink import SUBJECT
-for module in (*{[ENGINE, TRAINER, TERMINAL, SERVER, BY_MINDSPORE, BY_SPMD]!r}, SUBJECT):
+for module in (*{[ENGINE, TRAINER, TERMINAL, SERVER, COMPILER]!r}, SUBJECT):
     import_module(module)
 print(len(os.listdir("/proc/self/task")))
 """

@@ -6,7 +6,7 @@ import pytest
 from mindspore import nn
 
 from sporeloom import auto_parallel, certify
-from sporeloom.certification.shrink import BATCH, SEQ_LEN, small_strategies
+from sporeloom.certification.shrink import small_strategies
 from sporeloom.errors import ConfigError
 from sporeloom.strategy.checks import batch_problems
 from sporeloom.strategy.loader import load_strategy
@@ -45,11 +45,11 @@ def test_the_optimizer_of_a_script_of_ones_own_is_not_moved(write):
         auto_parallel(nn.Dense(2, 2), write("s.yaml", text))
 
 
-def test_a_scaled_down_strategy_of_many_copies_has_two(write):
-    many = load_strategy(write("s.yaml", TEXT.replace("interleave: 2", "interleave: 8")))
-    for small in small_strategies(many, num_layers=4, processes=4):
-        assert small.micro_batch_interleave == 2
-        assert batch_problems(small, BATCH, SEQ_LEN) == []
+def test_our_own_graphs_compute_a_microbatch_at_once(write):
+    with pytest.raises(
+        ConfigError, match=r"s.yaml:4: micro_batch_interleave: engine spmd runs each microbatch at once"
+    ):
+        small_strategies(load_strategy(write("s.yaml", TEXT)), num_layers=4, processes=4)
 
 
 class TwoLayers(nn.Cell):

@@ -6,6 +6,7 @@ import yaml
 from conftest import in_process
 
 from sporeloom.errors import ConfigError
+from sporeloom.parallel.parallelize import shards_itself
 from sporeloom.strategy.loader import load_strategy, strategy_of
 from sporeloom.strategy.text import strategy_text
 
@@ -40,14 +41,24 @@ def test_what_it_cannot_be_is_refused(settings, message):
         strategy_of(settings, "s.yaml")
 
 
-def test_dry_runs_describe_what_devices_run():
+def test_our_own_graphs_are_the_default_everywhere():
     ours, default = of({"dp": 2}), strategy_of({"mesh": {"dp": 2}})
-    assert ours.for_devices().engine == "spmd" and default.for_devices().engine == "mindspore"
-    assert not ours.device_problems() and not default.device_problems()
-    listed = {"num_microbatches": 2, "schedule": "zero_bubble_h1"}
-    assert not of({"pp": 2}, pipeline=listed).device_problems()
-    (problem,) = strategy_of({"mesh": {"pp": 2}, "pipeline": listed}).device_problems()
-    assert "have no zero_bubble_h1; use 1f1b, or write `engine: spmd`" in problem
+    for strategy in (ours, default):
+        assert strategy.is_spmd and shards_itself(strategy)
+        assert strategy.device_problems() == strategy.graph_problems() == []
+    schedule = {"num_microbatches": 2, "schedule": "zero_bubble_h1"}
+    assert not strategy_of({"mesh": {"pp": 2}, "pipeline": schedule}).device_problems()
+    with pytest.raises(ConfigError, match="have no zero_bubble_h1; use 1f1b, or remove `engine: mindspore`"):
+        strategy_of({"mesh": {"pp": 2}, "pipeline": schedule, "engine": "mindspore"}, "s.yaml")
+
+
+def test_engine_mindspore_is_neither_counted_nor_proved():
+    other = strategy_of({"mesh": {"dp": 2}, "engine": "mindspore"}, "s.yaml")
+    assert other.device_problems() == []
+    (problem,) = other.graph_problems()
+    assert problem.startswith(
+        "s.yaml: engine: mindspore lets MindSpore partition, whose graphs are neither counted nor"
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,25 +77,15 @@ def test_what_our_graphs_would_leave_out_on_devices_is_refused_there(write, sett
     ours = of({"dp": 2}, rules="decoder", **settings)
     (problem,) = ours.device_problems()
     assert key in problem and "write `engine: mindspore`" in problem
-    with pytest.raises(ConfigError, match="engine spmd"):
-        ours.for_devices()
-    assert not strategy_of({"mesh": {"dp": 2}, "rules": "decoder", **settings}).device_problems()
+    assert ours.graph_problems() == [problem]
+    assert len(strategy_of({"mesh": {"dp": 2}, "rules": "decoder", **settings}).device_problems()) == 1
+    assert not strategy_of({"mesh": {"dp": 2}, "rules": "decoder", "engine": "mindspore", **settings}).device_problems()
     path = write("s.yaml", strategy_text(ours, "decoder"))
     outcome = in_process("tools/dry_run.py", "--model", "pangu", "--size", "tiny", "--strategy", path)
     assert outcome.code == 2 and key.partition(":")[2] in outcome.output
 
 
-def test_explain_says_what_lies_where_of_both_engines(write):
-    text = strategy_text(of({"dp": 2, "tp": 2}), "decoder")
-    for line, end in (("engine: spmd", "engine: spmd"), ("engine: spmd", "engine: mindspore")):
-        path = write("s.yaml", text.replace(line, end))
-        asked = ("explain", "layers.0.attention.query.weight", "--model", "pangu", "--size", "tiny", "--strategy", path)
-        outcome = in_process("tools/dry_run.py", *asked)
-        assert outcome.code == 0, outcome.output
-        assert "[128, 128] -> [64, 128] on each rank of stage 0, 2 different parts" in outcome.output
-
-
-def test_explain_says_what_an_operator_of_engine_spmd_sends(write):
+def test_explain_says_what_lies_where_and_what_an_operator_sends(write):
     path = write("s.yaml", strategy_text(of({"dp": 2, "tp": 2}), "decoder"))
 
     def explained(name):
@@ -99,3 +100,5 @@ def test_explain_says_what_an_operator_of_engine_spmd_sends(write):
     assert f"forward: AllReduce over tp, a rank sends {size:,} bytes a microbatch" in down
     assert "forward:" not in up
     assert f"backward: AllReduce over tp, a rank sends {size:,} bytes a microbatch" in up
+    query = explained("layers.0.attention.query.weight")
+    assert "[128, 128] -> [64, 128] on each rank of stage 0, 2 different shards" in query

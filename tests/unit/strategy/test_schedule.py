@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from the order of passes, counted in the order itself. That the order is the compiled one:
-tests/configs/test_dry_run.py."""
+"""What follows from the order of passes, counted in the order itself. That ranks run it:
+tests/parity/test_schedules.py."""
 
 from itertools import pairwise
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A certificate for a network of the user's own, from Python."""
+"""Certify a custom network from Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from sporeloom.certificate import about_strategy, about_versions
 from sporeloom.certification import full_size
 from sporeloom.certification.proof import compile_ranks, prove, timed
 from sporeloom.certification.shrink import IN_PROOF, POSSIBLE_PROCESSES, small_strategies
-from sporeloom.certification.verdict import Checks, certificate_values, failures_of, subject_folder, told_of, write
+from sporeloom.certification.verdict import (
+    Checks,
+    certificate_values,
+    failures_of,
+    proof_summary,
+    subject_folder,
+    write,
+)
 from sporeloom.dry_run.summary import GB
 from sporeloom.errors import ConfigError
 from sporeloom.files import read_utf8, unwritable
@@ -39,11 +46,11 @@ def certify(
     mesh: Mapping[str, int] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Certify a user-defined network under a strategy.
+    """Certify a custom network under a strategy.
 
-    It trains the network on small meshes with each axis of the strategy and compares it with one device. Then it compiles the
-    first, the middle and the last rank on the full mesh, for which it needs no device. Call it under
-    `if __name__ == "__main__":`, in a process of its own.
+    It trains the network on small meshes with each axis of the strategy and compares it with one device. Then it partitions
+    the network on the full mesh, for which it needs no device, and checks the first, the middle and the last rank. Call it
+    under `if __name__ == "__main__":`, in a process of its own.
 
     Args:
         network: a class or function at the top of a Python file, called without arguments: a Cell that returns its loss.
@@ -53,7 +60,7 @@ def certify(
         processes: number of processes that the proof may use on this machine.
         memory_gb: memory of one device. A strategy that needs more for weights, gradients and AdamW's moments is refused.
         cluster: a cluster file, or the name of a built-in one. It gives `memory_gb` where that is absent, and an estimate of
-            the time of a step from what the compiled graphs compute and send, with nothing overlapping.
+            the time of a step from the work in the partitioned graphs, with nothing overlapping.
 
     Returns:
         The contents of the certificate. `verdict` is `certified` or `refused`; `reasons` says why.
@@ -63,7 +70,7 @@ def certify(
     """
     folder, given = Path(out), {"mesh": dict(mesh), **settings} if mesh is not None else None
     large = _checked(strategy, given, folder, processes)
-    file, name = _place_of(network)
+    file, name = _source_of(network)
     chips = read_cluster(Path(cluster)) if cluster is not None else None
     if chips and (problem := chips.refuses(large.mesh)):
         raise ConfigError(f"{large.at('mesh')}: {problem}")
@@ -80,23 +87,27 @@ def certify(
         with timed(seconds, "proof"):
             one_device, proofs = prove(partial, small, folder / "logs")
         checks["proof"] = failures_of(proofs)
-        milestone(told_of(proofs))
-        ranks = _on_the_whole_mesh(large, partial, folder / "logs", checks, seconds) if not checks["proof"] else []
+        milestone(proof_summary(proofs))
+        ranks = _on_full_mesh(large, partial, folder / "logs", checks, seconds) if not checks["proof"] else []
     if memory_gb is not None and ranks:
-        checks["memory"] = list(full_size.held_problems(ranks, memory_gb))
-    values = certificate_values(_vouched(file, name, large), checks, proofs, one_device, small, seconds)
+        checks["memory"] = list(full_size.state_problems(ranks, memory_gb))
+    values = certificate_values(_covered(file, name, large), checks, proofs, one_device, small, seconds)
     values["ranks"] = ranks
-    if chips and ranks and not checks["ranks"]:
-        values["estimate"] = full_size.own_estimate(ranks, large, len(inputs[0]), chips)
+    if chips and ranks and not checks["shards"]:
+        values["estimate"] = full_size.custom_estimate(ranks, large, len(inputs[0]), chips)
         milestone(
-            f"estimated: {values['estimate']['step_time_s']:.3g} s of work in a step on {chips.chip} (no interval known)"
+            f"estimated: a step with {values['estimate']['step_time_s']:.3g} s of work on {chips.chip} (no interval known)"
         )
     values |= {"subject": f"{name} of {file.name}", "strategy_file": str(strategy or "given in Python")}
     return write(folder, values)
 
 
 def _checked(strategy: str | Path | None, given: dict[str, Any] | None, out: Path, processes: int) -> Strategy:
-    """The strategy, if everything else may be as it was given."""
+    """Read the strategy and validate the other arguments.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+    """
     if (strategy is None) == (given is None):
         raise ConfigError("certify takes a strategy file or mesh=..., one of them")
     if os.environ.get(IN_PROOF):
@@ -107,25 +118,27 @@ def _checked(strategy: str | Path | None, given: dict[str, Any] | None, out: Pat
         raise ConfigError(f"processes = {processes}: give one of {', '.join(map(str, POSSIBLE_PROCESSES))}")
     if problem := unwritable(out):
         raise ConfigError(f"out {problem}")
-    large = (strategy_of(given) if given else load_strategy(str(strategy))).for_devices()
+    large = strategy_of(given) if given else load_strategy(str(strategy))
     if large.mesh.size == 1:
-        raise ConfigError(f"{large.at('mesh')}: one device needs no certificate")
+        raise ConfigError(f"{large.at('mesh')}: a certificate is for several devices")
     check_own_network(large)
+    if problems := large.graph_problems():
+        raise ConfigError(problems)
     return large
 
 
-def _vouched(file: Path, name: str, strategy: Strategy) -> dict[str, Any]:
-    """What the certificate is for."""
+def _covered(file: Path, name: str, strategy: Strategy) -> dict[str, Any]:
+    """Describe the settings that the certificate covers."""
     network = {"file": file.name, "name": name, "source": read_utf8(file)}
     return {"network": network, "strategy": about_strategy(strategy), "versions": about_versions()}
 
 
-def _place_of(network: Callable[[], Any]) -> tuple[Path, str]:
-    """The file that has a user's network, and its name there."""
+def _source_of(network: Callable[[], Any]) -> tuple[Path, str]:
+    """Find the file of a custom network, and its name there."""
     name = getattr(network, "__qualname__", "")
     file = inspect.getsourcefile(network) if name.isidentifier() else None
     if not file:
-        raise ConfigError(f"{network!r:.60}: give a class or function that stands at the top of a Python file")
+        raise ConfigError(f"{network!r:.60}: give a class or function from the top level of a Python file")
     return Path(file), name
 
 
@@ -136,14 +149,14 @@ def _check_rows(rows: int, small: Sequence[Strategy]) -> None:
             raise ConfigError(f"a batch of {rows} rows is not divisible by {parts}, which {one.mesh} needs")
 
 
-def _on_the_whole_mesh(
+def _on_full_mesh(
     large: Strategy, folder: Path, logs: Path, checks: Checks, seconds: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """Compile the first, the middle and the last rank of a user's network; what is wrong goes to `checks`."""
-    mesh, asked = large.mesh, sorted({0, large.mesh.size // 2, large.mesh.size - 1})
-    with timed(seconds, "whole_mesh"):
-        ranks, checks["ranks"] = compile_ranks(folder, asked, logs)
-    checks["ranks"] += full_size.strangers(ranks)
-    told = (checks["ranks"] or ["compiled, and each holds what the rules say"])[0]
-    milestone(f"ranks {', '.join(map(str, asked))} of {mesh.size}: {told}")
+    """Partition a custom network, and report its first, middle and last rank. Problems are added to `checks`."""
+    mesh, chosen = large.mesh, sorted({0, large.mesh.size // 2, large.mesh.size - 1})
+    with timed(seconds, "full_mesh"):
+        ranks, checks["shards"] = compile_ranks(folder, chosen, logs)
+    checks["shards"] += full_size.group_problems(ranks)
+    result = (checks["shards"] or ["shards are those of the rules"])[0]
+    milestone(f"ranks {', '.join(map(str, chosen))} of {mesh.size}: {result}")
     return ranks

@@ -267,10 +267,20 @@ def _model_config(config: TrainingConfig) -> tuple[str, ModelConfig]:
     return family, with_precision(config.network_config(model), config.compute_dtype, config.attention)
 
 
+def is_sharded(strategy: Strategy) -> bool:
+    """Whether ranks hold parts of parameters or layers, not the full model."""
+    return strategy.mesh.size > strategy.mesh.dp or strategy.optimizer_parallel is not None
+
+
 def _optimizer_problems(config: TrainingConfig, strategy: Strategy) -> Iterator[str]:
+    if config.optimizer == "muon" and strategy.engine == "mindspore" and is_sharded(strategy):
+        yield (
+            f"{strategy.at('engine')}: --optimizer muon needs full matrices, which MindSpore's partitioner shards; give "
+            "engine: spmd, or dp alone without optimizer_parallel"
+        )
     if config.optimizer != "adafactor-factored":
         return
-    if strategy.mesh.size > strategy.mesh.dp or strategy.optimizer_parallel:
+    if is_sharded(strategy):
         yield (
             "--optimizer adafactor-factored needs unsharded matrices on every rank: dp alone, without "
             f"optimizer_parallel, not {strategy.mesh}; use adafactor"
@@ -286,6 +296,8 @@ def _place_problems(config: TrainingConfig) -> Iterator[str]:
 
 def _base_problems(config: TrainingConfig, model: ModelConfig | None, lora: LoRAConfig | None) -> Iterator[str]:
     """Check the initial model against what is trained."""
+    if lora and config.optimizer == "muon":
+        yield "--optimizer muon: factors of adapters are not the matrices that it orthogonalizes; use adamw"
     base = config.from_checkpoint
     if lora and base and base.resolve() == config.checkpoint_dir.resolve():
         yield f"--output-dir {config.output_dir}: adapters would replace the model they belong to"

@@ -31,6 +31,7 @@ from sporeloom.numbers import (
     SamplingTemperature,
 )
 from sporeloom.train.config import Run, TrainingConfig
+from sporeloom.train.flags import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +75,7 @@ class TuningConfig(AdapterFlags, TrainingConfig):
     chat_template_kwargs: str | None = option(
         None, "JSON object of variables for the chat template, as '{\"enable_thinking\": false}' (default: none)"
     )
-    optimizer: Literal["adamw-original", "adamw", "sgd", "adafactor", "adafactor-factored"] = option(
-        "adamw", "optimizer; adamw-original is AdamW without bias correction"
-    )
+    optimizer: Optimizer = option("adamw", "optimizer; adamw-original is AdamW without bias correction")
     adam_beta2: Rate = option(0.999, "decay rate of AdamW's second moment")
     weight_decay: NotNegative = option(0.0, "weight decay of matrices and embeddings")
     dropout: Rate | None = option(0.0, "dropout rate")

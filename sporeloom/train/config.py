@@ -320,7 +320,7 @@ def _strategy_problems(
         yield f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out"
     if strategy.optimizer_on_host and not config.optimizer.startswith("adamw"):
         yield f"{strategy.at('offload.optimizer')}: AdamW's moments can be moved, not those of --optimizer {config.optimizer}"
-    if strategy.pipeline.virtual_stages > 1 and config.task in ("dpo", "grpo", "ppo"):
+    if strategy.pipeline.virtual_stages > 1 and config.task in ("dpo", "kto", "grpo", "ppo"):
         yield (
             f"{strategy.at('pipeline.virtual_stages')}: {config.task} also runs the model by itself, a stage after "
             "the other; leave virtual stages out"

@@ -308,8 +308,14 @@ class GRPOConfig(PolicyConfig):
     scale_rewards: Scale = option(
         "group", "standard deviation that advantages are divided by: of the group, of the batch, or none"
     )
-    importance_sampling_level: Literal["token", "sequence"] = option(
-        "token", "level of the importance ratio: one a token, or one a text"
+    importance_sampling_level: Literal["token", "sequence", "sequence-sum"] = option(
+        "token", "level of the importance ratio: one a token, one a text (mean of log-ratios), or their sum (RLOO)"
+    )
+    advantage: Literal["group", "leave-one-out"] = option(
+        "group", "baseline of a text's reward: the mean of its group, or of the group's other texts (RLOO)"
+    )
+    reward_kl_coef: NotNegative = option(
+        0.0, "coefficient of a text's KL divergence from the initial model, subtracted from its reward (RLOO)"
     )
 
     def problems(self) -> Iterator[str]:
@@ -318,10 +324,12 @@ class GRPOConfig(PolicyConfig):
             yield f"--batch-size {self.batch_size} is not a multiple of --num-generations {self.num_generations}"
         if self.num_generations < 2:
             yield "--num-generations 1: a text is compared with the others of its group; give 2 or more"
+        if self.advantage == "leave-one-out" and self.scale_rewards == "group":
+            yield "--advantage leave-one-out is not divided by a deviation of the group: give --scale-rewards none or batch"
 
     @property
     def has_reference(self) -> bool:
-        return self.beta > 0
+        return self.beta > 0 or self.reward_kl_coef > 0
 
     @property
     def updates_per_round(self) -> int:

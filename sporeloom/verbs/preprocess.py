@@ -212,7 +212,7 @@ class FromMindRecordConfig(Overwrite):
 @dataclass(frozen=True, kw_only=True)
 class ToMegatronConfig:
     tokens: Path = argument("folder of token files")
-    out: Path = argument("common name of the .bin and .idx file to write")
+    prefix: Path = argument("common name of the new .bin and .idx file, which must not exist")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +291,7 @@ def run_from_mindrecord(config: FromMindRecordConfig) -> dict[str, Any]:
 
 
 def run_to_megatron(config: ToMegatronConfig) -> dict[str, Any]:
-    return write_megatron_files(config.tokens, config.out)
+    return write_megatron_files(config.tokens, config.prefix)
 
 
 def run_from_megatron(config: FromMegatronConfig) -> dict[str, Any]:

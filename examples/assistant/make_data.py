@@ -63,6 +63,11 @@ def main(folder):
         pairs.append({"prompt": user, "chosen": polite, "rejected": [{"role": "assistant", "content": plain}]})
     write(folder / "preferences.jsonl", pairs[: len(pairs) * 2 // 3])
     write(folder / "preferences_held_out.jsonl", pairs[len(pairs) * 2 // 3 :])
+    sides = [(pair, side) for pair in pairs[: len(pairs) * 2 // 3] for side in ("chosen", "rejected")]
+    write(
+        folder / "labelled.jsonl",
+        [{"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"} for pair, side in sides],
+    )
     write(
         folder / "prompts.jsonl",
         [{"prompt": [{"role": "user", "content": question}], "near": where(place)} for question, place in asked],

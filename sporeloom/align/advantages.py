@@ -33,6 +33,28 @@ def group_advantages(rewards: Floats, group_size: int, scale: Scale = "group") -
     return centred.reshape(-1)
 
 
+def leave_one_out_advantages(rewards: Floats, group_size: int, scale: Scale = "none") -> NDArray[np.float64]:
+    """Advantage of each text (B,) over the mean of the other texts of its group, neighbours of `group_size`.
+
+    `scale`: none, or batch: less the mean, divided by the standard deviation + 1e-4 of the batch.
+    Source: RLOO arXiv:2402.14740.
+    """
+    groups = np.asarray(rewards, np.float64).reshape(-1, group_size)
+    others = (groups.sum(1, keepdims=True) - groups) / (group_size - 1)
+    advantages = (groups - others).reshape(-1)
+    if scale == "batch":
+        advantages = (advantages - advantages.mean()) / (advantages.std(ddof=1) + 1e-4)
+    return advantages
+
+
+def rewards_with_kl(
+    rewards: Floats, log_probs: Floats, reference: Floats, mask: Floats, coefficient: float
+) -> NDArray[np.float64]:
+    """Rewards of texts (B,), less `coefficient` times their log-probability's excess over the reference's."""
+    divergence = (np.asarray(log_probs, np.float64) - reference) * mask
+    return np.asarray(rewards, np.float64) - coefficient * divergence.sum(1)
+
+
 def token_weights(mask: Floats, loss_type: LossType, max_completion_length: int) -> NDArray[np.float64]:
     """Each token's weight in the loss: of the mean over texts of their means (grpo), over all tokens (bnpo, dapo),
     or of texts times the longest length (dr_grpo)."""

@@ -28,6 +28,12 @@ def is_trained(name: str) -> bool:
     return not name.endswith(".balance_bias")
 
 
+def is_orthogonalized(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether Muon updates a parameter: a matrix, or matrices of experts, but no embedding, head, norm or bias."""
+    is_matrix = len(shape) > 1 and name.endswith(".weight")
+    return is_matrix and not any(part in name for part in ("embedding", "head.", "norm."))
+
+
 def state_shape(prefix: str, shape: tuple[int, ...], factored: bool) -> tuple[int, ...] | None:
     """Shape of the optimizer state that one of MOMENTS names, for a parameter of this shape; None: the optimizer
     has no such state of it."""
@@ -96,7 +102,9 @@ def check_contents(manifest: Manifest, folder: Path) -> None:
     wanted = dict(shapes)
     for prefix in moments:
         states = {
-            prefix + name: state_shape(prefix, shape, factored) for name, shape in shapes.items() if is_trained(name)
+            prefix + name: state_shape(prefix, shape, factored)
+            for name, shape in shapes.items()
+            if is_trained(name) and not (optimizer == "muon" and prefix == "adam_v." and is_orthogonalized(name, shape))
         }
         wanted |= {name: shape for name, shape in states.items() if shape is not None}
     for name, shape in wanted.items():

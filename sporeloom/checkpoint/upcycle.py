@@ -176,6 +176,8 @@ def write_checkpoint(job: UpcycleJob, target: Path) -> int:
         raise ConfigError(
             f"{job.dense.folder}: the state of adafactor-factored is of unsharded matrices; leave out --carry-optimizer"
         )
+    if old.state["optimizer"].get("name") == "muon":
+        raise ConfigError(f"{job.dense.folder}: Muon's momenta are of dense matrices; leave out --carry-optimizer")
     shapes = {
         prefix + name: shape
         for prefix in ("", *moments)

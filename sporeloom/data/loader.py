@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,6 +134,26 @@ class Loader:
     def epochs(self, step: int) -> list[float]:
         """Epochs of each dataset in the steps before `step`."""
         return [float(n) / size for n, size in zip(self.shares.before(step), self.num_samples, strict=True)]
+
+    def describe(self, steps: int) -> str:
+        """Describe the data that a run of this many steps reads."""
+        return "data: " + "; ".join(
+            f"{dataset.name} {weight:.1%}, {passes:.2f} epochs of {size:,} sequences"
+            + (f" ({told})" if (told := dataset.arrangement.describe()) else "")
+            for dataset, weight, passes, size in zip(
+                self.datasets, self.shares.weights, self.epochs(steps), self.num_samples, strict=True
+            )
+        )
+
+    def data_state(self) -> dict[str, Any]:
+        """Return the settings that must be the same when the run is resumed."""
+        return {
+            "datasets": [
+                f"{d.tokens.info.content[:16]} x {d.weight:.6g}" + (f" + {d.offset}" if d.offset else "")
+                for d in self.datasets
+            ],
+            "curriculum": self.curriculum and self.curriculum.state(),
+        }
 
     def _num_trained(self, drawn: StepSamples) -> int:
         """Number of tokens of a step that are trained on: inputs but those that are ignored."""

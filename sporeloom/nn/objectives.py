@@ -236,7 +236,7 @@ class Policy(TokenObjective):
     Args:
         beta: of the KL divergence from the reference, added to the loss.
         kl: its estimate: k1, k2 or k3. Source: John Schulman, Approximating KL Divergence (2020).
-        sequence_ratio: one r a row, exp(mean of log r).
+        sequence_ratio: one r a row, exp(mean of log r); `sum_ratio`: exp(sum of log r), as RLOO's.
         temperature: that the texts were sampled at.
     """
 
@@ -251,8 +251,10 @@ class Policy(TokenObjective):
         kl: str = "k3",
         sequence_ratio: bool = False,
         temperature: float = 1.0,
+        sum_ratio: bool = False,
     ):
         super().__init__()
+        self.sum_ratio = sum_ratio
         self.low, self.high = 1.0 - epsilon, 1.0 + (epsilon if epsilon_high is None else epsilon_high)
         self.beta, self.kl, self.sequence_ratio = beta, kl, sequence_ratio
         self.cool, self.rescale = 1.0 / temperature, ops.Mul()
@@ -269,7 +271,9 @@ class Policy(TokenObjective):
         difference = ops.abs(ops.stop_gradient(log_probs) - old) * is_first * mask
         old = ops.stop_gradient(log_probs) * is_first + old * (1.0 - is_first)
         log_ratio = self.log_ratio(log_probs, old) * mask
-        if self.sequence_ratio:
+        if self.sum_ratio:
+            log_ratio = self.row_sum(log_ratio, 1) * mask
+        elif self.sequence_ratio:
             mean = self.row_sum(log_ratio, 1) / self.upper(self.row_sum(mask, 1), 1.0)  # (B, 1)
             log_ratio = mean * mask
         ratio = self.exp(log_ratio)

@@ -331,6 +331,8 @@ class Parallelism:
     optimizer_bytes: int = 12
     """Bytes of a parameter. Mixed precision has 2, 4 and 12 (master weights, two moments); float32 weights 4, 4
     and 8."""
+    muon: bool = False
+    """Whether Muon updates the matrices of layers, which then have no second moment."""
     fragmentation: float = 1.0
     """Memory that a dynamic allocator takes for each byte requested; graphs with a memory plan lose nothing."""
 

@@ -252,6 +252,7 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
             weights += _gathered_weights(dims, job, stage)
             working += width * layer_parameters(dims, job.tp)  # one's gradient
         moments = job.optimizer_bytes * _cut(count, experts, job.shards, shards, True)
+        moments -= second_moments_saved(dims, job)[stage]
         result.append(
             StageMemory(
                 parameters=count + experts,
@@ -275,6 +276,26 @@ def _gathered_weights(dims: Dimensions, job: Parallelism, stage: int) -> float:
     of_layers = (job.stages(dims.num_layers)[stage] - few) * dense + few * sparse
     others = (stage_parameters(dims, job)[stage] - of_layers) * (4 if dims.float32_softmax else job.activation_bytes)
     return 2 * job.activation_bytes * max(dense, sparse) + others
+
+
+def second_moments_saved(dims: Dimensions, job: Parallelism) -> list[float]:
+    """Bytes of second moments on a device of each stage that AdamW has and Muon has not; biases of experts are neglected."""
+    if not job.muon:
+        return [0.0] * job.pp
+    kv_parts, few = math.gcd(job.tp, dims.kv_heads), job.expert_layers(dims)
+    dense, sparse = (
+        (kind.layer_matrices - kind.layer_kv) // job.tp + kind.layer_kv // kv_parts + kind.layer_router
+        for kind in dims.kinds
+    )
+    counts = [
+        (n - with_experts) * dense + with_experts * sparse
+        for n, with_experts in zip(job.stages(dims.num_layers), few, strict=True)
+    ]
+    experts, shards = expert_parameters(dims, job), expert_shards(job)
+    return [
+        MOMENTS / 2 * _cut(count, of_stage, job.shards, shards, True)
+        for count, of_stage in zip(counts, experts, strict=True)
+    ]
 
 
 def moments_on_host(dims: Dimensions, job: Parallelism) -> list[float]:

@@ -100,6 +100,8 @@ class PlanRequest:
     precision: Precision = "bf16"
     """Number type of matrix products; master weights and moments are float32 in any case."""
     task: TrainedTask = PLAIN_TEXT
+    muon: bool = False
+    """Whether Muon updates the matrices of layers. The time of its matrix products is not counted."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -147,6 +149,7 @@ def _jobs(request: PlanRequest) -> Iterator[Parallelism]:
                         microbatch=microbatch,
                         num_microbatches=batch // dp // microbatch,
                         precision=request.precision,
+                        muon=request.muon,
                     )
                     yield from _variants(request, base)
 

@@ -18,6 +18,7 @@ from sporeloom.planner.memory import (
     head_columns,
     layer_activations,
     moments_on_host,
+    second_moments_saved,
     stage_parameters,
 )
 from sporeloom.strategy.listed_schedule import Pass
@@ -359,8 +360,9 @@ def _data_parallel(
 def _update(dims: Dimensions, job: Parallelism, rates: Rates, adapters: int) -> float:
     """Seconds in which the optimizer reads and writes its state and weights, and reads gradients."""
     whole = max(stage_parameters(dims, job)) / job.shards + max(expert_parameters(dims, job)) / expert_shards(job)
-    parameters = adapters or whole
-    return parameters * (2 * job.optimizer_bytes + job.gradient_bytes + 2 * job.weight_bytes) / rates.bytes
+    parameters, saved = adapters or whole, max(second_moments_saved(dims, job))
+    moved = parameters * (2 * job.optimizer_bytes + job.gradient_bytes + 2 * job.weight_bytes) - 2 * saved
+    return moved / rates.bytes
 
 
 def _offload(dims: Dimensions, job: Parallelism, cluster: Cluster, compute: float, adapters: int) -> float:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sporeloom.data.examples import example_batch
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_atomically
-from sporeloom.nn.objectives import Preference
+from sporeloom.nn.objectives import Objective, Preference
 from sporeloom.parallel.step import TrainStep
 from sporeloom.tasks.preference import PairTask, both
 from sporeloom.tasks.tuning import batches_of
@@ -24,7 +24,8 @@ from sporeloom.tasks.tuning import batches_of
 class DPO(PairTask):
     """The reference is the model the run begins with: nothing of it is kept but the log-probabilities of the pairs."""
 
-    objective = Preference
+    objective: type[Objective] = Preference
+    flags: tuple[str, ...] = ("loss_type", "beta", "label_smoothing")
     reference: NDArray[np.float32]
     """(pairs, 2): sums over the trained tokens of each text."""
     _saved_hash: str | None = None
@@ -32,14 +33,6 @@ class DPO(PairTask):
 
     def loss(self) -> nn.Cell:
         return Preference(self.config.loss_type, self.config.beta, self.config.label_smoothing)
-
-    def graph_key(self) -> dict[str, Any]:
-        names = ("loss_type", "beta", "label_smoothing")
-        return {**super().graph_key(), **{name: getattr(self.config, name) for name in names}}
-
-    def data_state(self) -> dict[str, Any]:
-        names = ("loss_type", "beta", "label_smoothing")
-        return {**super().data_state(), **{name: getattr(self.config, name) for name in names}}
 
     @property
     def _kept(self) -> Path:
@@ -83,14 +76,20 @@ class DPO(PairTask):
 
     def batch(self, step: int) -> Sequence[NDArray[Any]]:
         batch = example_batch([[example] for example in both(self.drawn(step))], self.run.seq_len)
-        # The sum stands at the first learned token: rows are added up.
-        first = np.argmax(batch.loss_weights > 0, axis=1)
-        reference = np.zeros_like(batch.loss_weights)
-        known = getattr(
-            self, "reference", np.zeros((self.num_samples, 2), np.float32)
-        )  # before `begin`: to compile for
-        reference[np.arange(len(first)), first] = known[self.samples(step)].reshape(-1)
+        reference = self.at_first(batch.loss_weights, self.known(step).reshape(-1))
         return [*batch._replace(loss_weights=batch.loss_weights / np.float32(self.config.batch_size)), reference]
+
+    def known(self, step: int) -> NDArray[np.float32]:
+        """Reference log-probabilities of the pairs of a step, (pairs, 2); 0 before `begin`, to compile for."""
+        found: NDArray[np.float32] = getattr(self, "reference", np.zeros((self.num_samples, 2), np.float32))
+        return found[self.samples(step)]
+
+    @staticmethod
+    def at_first(mask: NDArray[np.float32], sums: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Array of the shape of `mask` with the sum of each row at its first trained token: rows are added up."""
+        first, found = np.argmax(mask > 0, axis=1), np.zeros_like(mask)
+        found[np.arange(len(first)), first] = sums
+        return found
 
 
 def _hash(reference: NDArray[np.float32]) -> str:

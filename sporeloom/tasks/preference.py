@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sporeloom.data.examples import Example, Pair, fitted_pairs
+from sporeloom.data.batch import Batch
+from sporeloom.data.examples import Example, Pair, example_batch, fitted_pairs
 from sporeloom.errors import ConfigError
 from sporeloom.nn.objectives import Objective
 from sporeloom.tasks.tuning import Tuning
@@ -20,6 +21,17 @@ class PairTask(Tuning):
 
     pairs: list[Pair]
     objective: type[Objective]
+    flags: tuple[str, ...] = ()
+    """Flags of the configuration that graphs and resumed runs depend on."""
+
+    def graph_key(self) -> dict[str, Any]:
+        return {**super().graph_key(), **self._flag_values()}
+
+    def data_state(self) -> dict[str, Any]:
+        return {**super().data_state(), **self._flag_values()}
+
+    def _flag_values(self) -> dict[str, Any]:
+        return {name: getattr(self.config, name) for name in self.flags}
 
     def open_data(self) -> None:
         pairs, is_scored = self.reading().pairs(self.run.data), self.config.trains_values
@@ -36,6 +48,14 @@ class PairTask(Tuning):
     def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
         assert counts is not None
         return dict(zip(self.objective.metrics, map(float, counts), strict=True))
+
+
+class ReferenceFreeTask(PairTask):
+    """Pairs that are compared by the trained model alone."""
+
+    def pair_batch(self, step: int) -> Batch:
+        """The texts of a step, with a mask for weights."""
+        return example_batch([[example] for example in both(self.drawn(step))], self.run.seq_len)
 
 
 def both(pairs: Sequence[Pair]) -> list[Example]:

@@ -11,39 +11,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.data.loader import Loader
+from sporeloom.data.megatron import MegatronLoader
 from sporeloom.data.random_ltd import draw_kept
-from sporeloom.train.data import describe, prepare_data
+from sporeloom.train.data import open_loader
 from sporeloom.train.task import Arrays, Task
 
 
 class Pretraining(Task):
-    """Batches of a blend of token files."""
+    """Batches of a blend of token files, or of Megatron-LM's files."""
 
-    loader: Loader
+    loader: Loader | MegatronLoader
     layer_tokens = 0
     """Number of tokens of all steps, counted once for each layer that processed them; with random-LTD."""
 
     def open_data(self) -> None:
-        self.tokenizer, self.loader = prepare_data(self.run, self.engine.rank)
+        self.tokenizer, self.loader = open_loader(self.run, self.engine.rank)
 
     def describe(self) -> str:
-        told, dropping = describe(self.loader, self.run.config.steps), self.run.random_ltd
+        told, dropping = self.loader.describe(self.run.config.steps), self.run.random_ltd
         return f"{told}\n{dropping.describe(self.run.sizes, self.run.config.steps)}" if dropping else told
 
     def data_state(self) -> dict[str, Any]:
         config: Any = self.run.config
         return {
-            "datasets": [
-                f"{d.tokens.info.content[:16]} x {d.weight:.6g}" + (f" + {d.offset}" if d.offset else "")
-                for d in self.loader.datasets
-            ],
+            **self.loader.data_state(),
             "batch_size": config.batch_size,
             "batch_size_ramp": [*config.batch_size_ramp, config.ramp_unit] if config.batch_size_ramp else [],
             "seq_len": self.run.seq_len,
             "seq_len_growth": [*config.seq_len_growth],
             "seed": config.seed,
             "packing": config.packing,
-            "curriculum": self.loader.curriculum and self.loader.curriculum.state(),
             "random_ltd": self.run.random_ltd and dataclasses.asdict(self.run.random_ltd),
         }
 

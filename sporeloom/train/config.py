@@ -269,10 +269,20 @@ def _model_config(config: TrainingConfig) -> tuple[str, ModelConfig]:
     return family, with_precision(config.network_config(model), config.compute_dtype, config.attention)
 
 
+def is_sharded(strategy: Strategy) -> bool:
+    """Whether ranks hold parts of parameters or layers, not the full model."""
+    return strategy.mesh.size > strategy.mesh.dp or strategy.optimizer_parallel is not None
+
+
 def _optimizer_problems(config: TrainingConfig, strategy: Strategy) -> Iterator[str]:
+    if config.optimizer == "muon" and strategy.engine == "mindspore" and is_sharded(strategy):
+        yield (
+            f"{strategy.at('engine')}: --optimizer muon needs full matrices, which MindSpore's partitioner shards; give "
+            "engine: spmd, or dp alone without optimizer_parallel"
+        )
     if config.optimizer != "adafactor-factored":
         return
-    if strategy.mesh.size > strategy.mesh.dp or strategy.optimizer_parallel:
+    if is_sharded(strategy):
         yield (
             "--optimizer adafactor-factored needs unsharded matrices on every rank: dp alone, without "
             f"optimizer_parallel, not {strategy.mesh}; use adafactor"
@@ -288,6 +298,8 @@ def _place_problems(config: TrainingConfig) -> Iterator[str]:
 
 def _base_problems(config: TrainingConfig, model: ModelConfig | None, lora: LoRAConfig | None) -> Iterator[str]:
     """Check the initial model against what is trained."""
+    if lora and config.optimizer == "muon":
+        yield "--optimizer muon: factors of adapters are not the matrices that it orthogonalizes; use adamw"
     base = config.from_checkpoint
     if lora and base and base.resolve() == config.checkpoint_dir.resolve():
         yield f"--output-dir {config.output_dir}: adapters would replace the model they belong to"
@@ -310,7 +322,7 @@ def _strategy_problems(
         yield f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out"
     if strategy.optimizer_on_host and not config.optimizer.startswith("adamw"):
         yield f"{strategy.at('offload.optimizer')}: AdamW's moments can be moved, not those of --optimizer {config.optimizer}"
-    if strategy.pipeline.virtual_stages > 1 and config.task in ("dpo", "grpo", "ppo"):
+    if strategy.pipeline.virtual_stages > 1 and config.task in ("dpo", "kto", "grpo", "ppo"):
         yield (
             f"{strategy.at('pipeline.virtual_stages')}: {config.task} also runs the model by itself, a stage after "
             "the other; leave virtual stages out"

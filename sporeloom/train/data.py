@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from sporeloom.data.arrays import read_arrays
 from sporeloom.data.blend import BlendEntry, short_datasets
 from sporeloom.data.curriculum import Curriculum, check_index, read_curriculum
 from sporeloom.data.loader import Dataset, Loader, rows_of_rank
+from sporeloom.data.megatron import MegatronLoader
 from sporeloom.data.packing import Arrangement, BestFit, ShuffledStream, Stream, save_packing
 from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import TokenFile
@@ -22,6 +24,20 @@ from sporeloom.errors import ConfigError
 from sporeloom.files import made_once, write_atomically
 from sporeloom.models.family import family_module
 from sporeloom.train.config import Run
+
+
+def open_loader(run: Run, rank: int) -> tuple[Tokenizer, Loader | MegatronLoader]:
+    """Open tokenizer and loader of a run of any kind of data.
+
+    Raises:
+        ConfigError: the tokenizer or the data do not fit the model.
+    """
+    if run.data.megatron is None:
+        return prepare_data(run, rank)
+    assert run.config.tokenizer
+    tokenizer = load_tokenizer(run.family, run.config.tokenizer, run.model)
+    sizes = run.model.eod_id, run.model.vocab_size
+    return tokenizer, MegatronLoader(run.data.megatron, run.sizes, run.config.steps, *sizes, _rows(run, rank))
 
 
 def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
@@ -50,21 +66,15 @@ def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
         )
         for part in parts
     ]
-    mesh = run.strategy.mesh
-    microbatches = run.strategy.num_microbatches(run.config.accumulate)
-    rows = rows_of_rank(mesh.dp, mesh.coordinate(rank, "dp"), microbatches)
     ids = run.model.eod_id, run.model.loss_ignore_id
-    return tokenizer, Loader(datasets, run.sizes, run.config.seed, *ids, rows, _curriculum(run, parts))
+    curriculum = _curriculum(run, parts)
+    return tokenizer, Loader(datasets, run.sizes, run.config.seed, *ids, _rows(run, rank), curriculum)
 
 
-def describe(loader: Loader, steps: int) -> str:
-    """Describe the data that a run of this many steps reads."""
-    weights, epochs = loader.shares.weights, loader.epochs(steps)
-    return "data: " + "; ".join(
-        f"{dataset.name} {weight:.1%}, {passes:.2f} epochs of {size:,} sequences"
-        + (f" ({told})" if (told := dataset.arrangement.describe()) else "")
-        for dataset, weight, passes, size in zip(loader.datasets, weights, epochs, loader.num_samples, strict=True)
-    )
+def _rows(run: Run, rank: int) -> Callable[[int], NDArray[np.int64]]:
+    """Rows of a batch that the graph of a rank takes."""
+    mesh, microbatches = run.strategy.mesh, run.strategy.num_microbatches(run.config.accumulate)
+    return rows_of_rank(mesh.dp, mesh.coordinate(rank, "dp"), microbatches)
 
 
 def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, BlendEntry]:

@@ -13,6 +13,9 @@ from sporeloom.numbers import Count, Natural, NotNegative, Positive, Rate
 from sporeloom.strategy.flags import StrategyFlags
 from sporeloom.train.schedules import Schedule
 
+Optimizer = Literal["adamw-original", "adamw", "muon", "sgd", "adafactor", "adafactor-factored"]
+MuonScale = Literal["spectral", "shape", "unit-rms"]
+MuonIteration = Literal["quintic", "two-phase"]
 DEFAULT_FOLDER = Path("out/<date>-<name>")
 """Default of --output-dir: the run gets a folder of its own (`train.folder`)."""
 
@@ -107,9 +110,10 @@ class OptimizerFlags:
     heading: ClassVar[str] = "optimizer"
     common: ClassVar[tuple[str, ...]] = ("learning_rate",)
 
-    optimizer: Literal["adamw-original", "adamw", "sgd", "adafactor", "adafactor-factored"] = option(
+    optimizer: Optimizer = option(
         "adamw-original",
         "optimizer: adamw, adamw-original (AdamW without bias correction, as PanGu and CodeGeeX were trained), "
+        "muon (orthogonalized momentum for the matrices of layers, adamw for everything else), "
         "adafactor (PaLM), or adafactor-factored (its second moment is kept as row and column means)",
     )
     learning_rate: NotNegative | None = option(None, "maximum learning rate (default: the family's for this size)")
@@ -133,6 +137,20 @@ class OptimizerFlags:
         "weight decay of matrices and embeddings; Adafactor decays all parameters by this times the "
         "squared learning rate (PaLM uses 1)",
     )
+    muon_momentum: Rate = option(0.95, "Muon's momentum")
+    muon_nesterov: bool = option(True, "use Nesterov momentum in Muon")
+    muon_scale: MuonScale = option(
+        "spectral",
+        "size of Muon's update of a matrix: spectral (square root of the larger of rows and columns), shape (square root of "
+        "rows / columns, at least 1) or unit-rms (square root of rows / columns)",
+    )
+    muon_scale_factor: Positive = option(0.2, "factor of --muon-scale; 0.2 with spectral gives updates of AdamW's size")
+    muon_iteration: MuonIteration = option(
+        "quintic",
+        "Newton-Schulz iterations of Muon: quintic (5 with one set of coefficients) or two-phase (8 with these, then 2 "
+        "that converge)",
+    )
+    muon_adam_factor: Positive = option(1.0, "factor of the learning rate for the parameters that AdamW updates")
     max_grad_norm: NotNegative = option(
         1.0, "maximum global norm of the gradients (gradient clipping); 0: report the norm without clipping"
     )

@@ -13,6 +13,7 @@ from sporeloom.cli import option
 from sporeloom.data.blend import BLENDS, BlendEntry, read_blend, short_datasets
 from sporeloom.data.curriculum import read_curriculum
 from sporeloom.data.documents import read_documents
+from sporeloom.data.megatron import MegatronData, is_megatron, read_megatron
 from sporeloom.data.packing import Packing
 from sporeloom.data.random_ltd import RandomLTD
 from sporeloom.data.sample_order import MAX_STEPS, Sizes, growing_seq_lens, ramped_batch_sizes
@@ -32,6 +33,8 @@ class PlainText(NamedTuple):
     """Documents that are not tokenized yet."""
     parts: list[BlendEntry] | None
     """Token files."""
+    megatron: MegatronData | None = None
+    """Megatron-LM's indexed files, in its own order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,8 @@ class TrainConfig(RandomLTDFlags, SizeFlags, TrainingConfig):
 
     data: Path = option(
         ...,
-        "training data: a folder of token files, a .yaml file that blends several, or text (.jsonl with a "
+        "training data: a folder of token files, a .yaml file that blends several or names files of Megatron-LM, or text "
+        "(.jsonl with a "
         "`text` field, .txt with blank lines between documents, ...)",
     )
     packing: Packing = option(
@@ -118,6 +122,12 @@ class TrainConfig(RandomLTDFlags, SizeFlags, TrainingConfig):
     def read_data(self, model: ModelConfig | None, seq_len: int) -> PlainText:
         if self.data.suffix not in BLENDS and not is_token_file(self.data):
             return PlainText(read_documents(self.data), None)
+        if is_megatron(self.data):
+            problems = list(_megatron_problems(self))
+            data = read_megatron(self.data)
+            if problems:
+                raise ConfigError(problems)
+            return PlainText(None, None, data)
         parts = read_blend(self.data)
         if model and (problems := _data_problems(self, model, parts, seq_len)):
             raise ConfigError(problems)
@@ -156,6 +166,19 @@ class TrainConfig(RandomLTDFlags, SizeFlags, TrainingConfig):
             require_steps=self.random_ltd_require_steps or self.steps,
             seq_per_step=self.random_ltd_seq_per_step,
         )
+
+
+def _megatron_problems(config: TrainConfig) -> Iterator[str]:
+    """List the flags that the order of Megatron-LM's samples leaves no choice for."""
+    why = f"{config.data}: samples come in Megatron-LM's order"
+    if config.tokenizer is None:
+        yield f"{config.data}: files of Megatron-LM name no tokenizer; give the one that made them with --tokenizer"
+    if config.packing != "stream":
+        yield f"--packing {config.packing}: {why}; leave it out"
+    if config.seq_len_growth:
+        yield f"--seq-len-growth: {why}, which has one length; leave it out"
+    if config.data_budget:
+        yield f"--data-budget, inspect: {why}; both read token files alone, which `preprocess from-megatron` makes"
 
 
 def _sizes(config: TrainConfig, seq_len: int) -> Sizes:

@@ -12,10 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
+from sporeloom.checkpoint.contents import is_orthogonalized
 from sporeloom.data.loader import Prefetcher
 from sporeloom.errors import ConfigError
 from sporeloom.lines import split_lines
@@ -29,8 +30,9 @@ from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.cpu.drawing import drawing_later
 from sporeloom.runtime.engine import Engine
 from sporeloom.train.adafactor import Adafactor
-from sporeloom.train.config import Run, TrainingConfig
+from sporeloom.train.config import Run, TrainingConfig, is_sharded
 from sporeloom.train.loss_scale import LossScale
+from sporeloom.train.muon import ITERATIONS, Muon
 from sporeloom.train.optim import SGD, AdamW
 from sporeloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS, leave_undrawn
 from sporeloom.train.spikes import SpikeGuard
@@ -46,7 +48,7 @@ class Training:
     task: Task
     report: Report
     step: TrainStep
-    optimizer: AdamW | SGD | Adafactor
+    optimizer: AdamW | SGD | Adafactor | Muon
     batches: Prefetcher[list[NDArray[Any]]]
     """Inputs of each step, made ahead."""
     loss_scale: LossScale | None
@@ -194,8 +196,10 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
     return Training(run, engine, task, report, step.set_train(), optimizer, batches, scale, guard)
 
 
-def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor:
+def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor | Muon:
     weights = net.trainable_params()
+    if run.config.optimizer == "muon":
+        return _muon(run, weights, report)
     if run.config.optimizer == "sgd":
         return SGD(weights)
     if run.config.optimizer.startswith("adafactor"):
@@ -218,12 +222,40 @@ def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW 
     )
 
 
+def _muon(run: Run, weights: list[Parameter], report: Report) -> Muon:
+    """Raises:
+    ConfigError: MindSpore's partitioner would shard its matrices.
+    """
+    config = run.config
+    if not report.is_spmd and is_sharded(run.strategy):
+        raise ConfigError(
+            f"{run.strategy.source}: --optimizer muon needs full matrices, which MindSpore's partitioner shards; give "
+            "engine: spmd, or dp alone without optimizer_parallel"
+        )
+    return Muon(
+        weights,
+        is_orthogonalized,
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        phases=ITERATIONS[config.muon_iteration],
+        scale=config.muon_scale,
+        scale_factor=config.muon_scale_factor,
+        weight_decay=config.weight_decay,
+        adam_rate_factor=config.muon_adam_factor,
+        beta1=config.adam_beta1,
+        beta2=config.adam_beta2,
+        adam_epsilon=config.adam_epsilon,
+    )
+
+
 def adapter_settings(run: Run) -> dict[str, Any]:
     return dataclasses.asdict(run.lora) if run.lora else {}
 
 
 def optimizer_settings(config: TrainingConfig) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(config) if field.name.startswith("muon_")]
     return {
+        **({name: getattr(config, name) for name in names} if config.optimizer == "muon" else {}),
         "name": config.optimizer,
         "adam_beta1": config.adam_beta1,
         "adam_beta2": config.adam_beta2,

@@ -22,7 +22,10 @@ from sporeloom.train.saving import Saver, load_state, newest_complete, versions
 from sporeloom.train.spikes import SpikeGuard
 from sporeloom.train.start import Training, adapter_settings, compile_for, optimizer_settings
 
-UNSAID = {"schedule": "cosine", "random_ltd": None, "packing": "stream", "curriculum": None}
+UNSAID = {
+    **{"schedule": "cosine", "random_ltd": None, "packing": "stream", "curriculum": None},
+    **{"advantage": "group", "reward_kl_coef": 0.0},
+}
 """Values of settings that checkpoints of earlier releases do not name."""
 SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")
 

@@ -31,6 +31,7 @@ from sporeloom.numbers import (
     SamplingTemperature,
 )
 from sporeloom.train.config import Run, TrainingConfig
+from sporeloom.train.flags import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +75,7 @@ class TuningConfig(AdapterFlags, TrainingConfig):
     chat_template_kwargs: str | None = option(
         None, "JSON object of variables for the chat template, as '{\"enable_thinking\": false}' (default: none)"
     )
-    optimizer: Literal["adamw-original", "adamw", "sgd", "adafactor", "adafactor-factored"] = option(
-        "adamw", "optimizer; adamw-original is AdamW without bias correction"
-    )
+    optimizer: Optimizer = option("adamw", "optimizer; adamw-original is AdamW without bias correction")
     adam_beta2: Rate = option(0.999, "decay rate of AdamW's second moment")
     weight_decay: NotNegative = option(0.0, "weight decay of matrices and embeddings")
     dropout: Rate | None = option(0.0, "dropout rate")
@@ -309,8 +308,14 @@ class GRPOConfig(PolicyConfig):
     scale_rewards: Scale = option(
         "group", "standard deviation that advantages are divided by: of the group, of the batch, or none"
     )
-    importance_sampling_level: Literal["token", "sequence"] = option(
-        "token", "level of the importance ratio: one a token, or one a text"
+    importance_sampling_level: Literal["token", "sequence", "sequence-sum"] = option(
+        "token", "level of the importance ratio: one a token, one a text (mean of log-ratios), or their sum (RLOO)"
+    )
+    advantage: Literal["group", "leave-one-out"] = option(
+        "group", "baseline of a text's reward: the mean of its group, or of the group's other texts (RLOO)"
+    )
+    reward_kl_coef: NotNegative = option(
+        0.0, "coefficient of a text's KL divergence from the initial model, subtracted from its reward (RLOO)"
     )
 
     def problems(self) -> Iterator[str]:
@@ -319,10 +324,12 @@ class GRPOConfig(PolicyConfig):
             yield f"--batch-size {self.batch_size} is not a multiple of --num-generations {self.num_generations}"
         if self.num_generations < 2:
             yield "--num-generations 1: a text is compared with the others of its group; give 2 or more"
+        if self.advantage == "leave-one-out" and self.scale_rewards == "group":
+            yield "--advantage leave-one-out is not divided by a deviation of the group: give --scale-rewards none or batch"
 
     @property
     def has_reference(self) -> bool:
-        return self.beta > 0
+        return self.beta > 0 or self.reward_kl_coef > 0
 
     @property
     def updates_per_round(self) -> int:

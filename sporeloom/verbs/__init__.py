@@ -10,6 +10,9 @@ GROUPS = {
     "Align": {
         "reward": "Train a reward model on preference pairs",
         "dpo": "Direct preference optimization (DPO)",
+        "simpo": "Simple preference optimization (SimPO), without a reference model",
+        "orpo": "Odds ratio preference optimization (ORPO), without a reference model",
+        "kto": "Kahneman-Tversky optimization (KTO) of texts that are labelled good or bad",
         "grpo": "Group relative policy optimization (GRPO): reinforcement learning without a critic",
         "ppo": "Proximal policy optimization (PPO): reinforcement learning with a critic",
     },

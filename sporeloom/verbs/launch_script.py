@@ -24,7 +24,21 @@ from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.loader import load_strategy
 
 Port = Annotated[int, Bounds(1024, 65535)]
-COMMANDS = ("train", "sft", "reward", "dpo", "grpo", "ppo", "generate", "evaluate", "score", "serve")
+COMMANDS = (
+    "train",
+    "sft",
+    "reward",
+    "dpo",
+    "simpo",
+    "orpo",
+    "kto",
+    "grpo",
+    "ppo",
+    "generate",
+    "evaluate",
+    "score",
+    "serve",
+)
 """Commands that take a strategy."""
 ADDRESS, NUMBER = '"$MASTER_ADDR"', '"$NODE_RANK"'
 SSH = """#!/usr/bin/env bash

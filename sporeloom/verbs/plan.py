@@ -62,6 +62,10 @@ class PlanConfig(Overwrite, TaskFlags):
         ..., "number of sequences in one step, over all devices; two for each pair of reward and dpo"
     )
     compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "number type of matrix products")
+    optimizer: Literal["adamw", "muon"] = option(
+        "adamw",
+        "optimizer; muon has no second moment of the matrices of layers (the time of its products is not counted)",
+    )
     interleave: bool = option(False, "also consider virtual pipeline stages")
     reshard_after_forward: bool = option(
         False, "also consider ZeRO-3 / FSDP: weights are resharded after the forward pass"
@@ -157,6 +161,7 @@ def requested(config: PlanConfig) -> PlanRequest:
         flash_attention=flash,
         mask_bytes=bytes_of_mask(flash) if config.model else 0,
         task=task,
+        muon=config.optimizer == "muon",
         # The family models recompute nothing else selectively than what FlashAttention does not keep.
         recomputations=("full",) if flash and config.model else ("selective", "full"),
     )

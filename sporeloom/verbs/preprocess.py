@@ -10,6 +10,8 @@
     sporeloom preprocess inspect THE FLAGS OF tools/train.py --step 100 --rows 0 1
     sporeloom preprocess to-mindrecord tokens/ train.mindrecord --seq-len 1024
     sporeloom preprocess from-mindrecord train.mindrecord --tokenizer vocab.model --out tokens/
+    sporeloom preprocess to-megatron tokens/ corpora/books_text_document
+    sporeloom preprocess from-megatron corpora/books_text_document --tokenizer vocab.model --out tokens/
 
 INPUT is .jsonl, also with .gz, .zst, .bz2 or .xz (a field `text`), .parquet (a column `text`), .txt (blank lines between
 documents), .warc and .wet, also .gz (pages and texts of the web), or a folder, in which each other file is a document.
@@ -31,6 +33,7 @@ from sporeloom.data.decontaminate import DecontaminationSettings, make_decontami
 from sporeloom.data.dedup import dedup
 from sporeloom.data.filters import FilterRules, make_filter
 from sporeloom.data.fim import FillInTheMiddle
+from sporeloom.data.megatron_files import read_megatron_files, write_megatron_files
 from sporeloom.data.mindrecord import COLUMN, read_mindrecord, write_mindrecord
 from sporeloom.data.minhash import MinHash
 from sporeloom.data.rewrite import SAMPLES, rewrite
@@ -206,6 +209,20 @@ class FromMindRecordConfig(Overwrite):
     column: str = option(COLUMN, "name of the column")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToMegatronConfig:
+    tokens: Path = argument("folder of token files")
+    prefix: Path = argument("common name of the new .bin and .idx file, which must not exist")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromMegatronConfig(Overwrite):
+    prefix: Path = argument("common name of the .bin and .idx file, without these endings")
+    out: Path = output(..., "folder for the token files")
+    model: str = option("pangu", "model family of the tokenizer")
+    tokenizer: Path = option(..., "tokenizer that made the ids")
+
+
 def run_tokenize(config: TokenizeConfig) -> dict[str, Any]:
     job = TokenizeJob(config.source(), config.model, config.tokenizer, fill_in_the_middle(config))
     return tokenize(job, config.out, config.engine_for(config.out))
@@ -273,6 +290,14 @@ def run_from_mindrecord(config: FromMindRecordConfig) -> dict[str, Any]:
     return {"records": read_mindrecord(config.files, config.out, config.model, config.tokenizer, config.column)}
 
 
+def run_to_megatron(config: ToMegatronConfig) -> dict[str, Any]:
+    return write_megatron_files(config.tokens, config.prefix)
+
+
+def run_from_megatron(config: FromMegatronConfig) -> dict[str, Any]:
+    return read_megatron_files(config.prefix, config.out, config.model, config.tokenizer)
+
+
 COMMANDS: dict[str, tuple[type, Callable[[Any], dict[str, Any] | None]]] = {
     "filter": (FilterConfig, run_filter),
     "dedup": (DedupConfig, run_dedup),
@@ -283,6 +308,8 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], dict[str, Any] | None]]] = {
     "inspect": (InspectConfig, run_inspect),
     "to-mindrecord": (ToMindRecordConfig, run_to_mindrecord),
     "from-mindrecord": (FromMindRecordConfig, run_from_mindrecord),
+    "to-megatron": (ToMegatronConfig, run_to_megatron),
+    "from-megatron": (FromMegatronConfig, run_from_megatron),
 }
 
 

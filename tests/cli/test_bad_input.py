@@ -63,7 +63,7 @@ CASES = [
     (
         TRAIN,
         ("--optimizer", "adamx"),
-        "(choose from adamw-original, adamw, sgd, adafactor, adafactor-factored); did you mean adamw?",
+        "(choose from adamw-original, adamw, muon, sgd, adafactor, adafactor-factored); did you mean adamw?",
     ),
     (TRAIN, ("--output-dir", "/proc/none/out"), "--output-dir /proc/none/out: no file can be written there"),
     (TRAIN, ("--output-dir", "x" * 300), "no file can be written there: File name too long"),

@@ -209,6 +209,35 @@ def test_mindrecord_there_and_back(blend, checkpoint, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith((".", "none"))) == []
 
 
+def test_files_of_megatron_there_and_back_and_a_run_that_resumes_on_them(blend, checkpoint, write, tmp_path):
+    tokenizer, files = ("--tokenizer", checkpoint / "tokenizer.model"), tmp_path / "corpora"
+    for name in "ab":
+        outcome = preprocess("to-megatron", blend.parent / name, files / name)
+        assert outcome.code == 0, outcome.output
+    back = preprocess("from-megatron", files / "a", *tokenizer, "--out", tmp_path / "back")
+    assert back.code == 0, back.output
+    assert json.loads(back.output)["ends_added"] == 0
+    for name in ("tokens.bin", "ends.bin"):
+        assert (tmp_path / "back" / name).read_bytes() == (blend.parent / "a" / name).read_bytes()
+    small = write("small.json", '{"num_layers": 2, "hidden_size": 64}')
+    data = tmp_path / "megatron.yaml"
+    data.write_text("format: megatron\ndata_path: [corpora/a, corpora/b]\nweights: [0.7, 0.3]\nnum_samples: 24\n")
+    arguments = ("tools/train.py", "--data", data, "--config", small, "--seq-len", 32, "--batch-size", 4)
+    assert "name no tokenizer" in tool(*arguments).output
+    arguments += (*tokenizer, "--adam-epsilon", 1e-5, "--decay-steps", 4)
+    outcome = tool(*arguments, "--steps", 4, "--output-dir", tmp_path / "one")
+    assert outcome.code == 0, outcome.output
+    assert "samples 0 to 15 of 25 in Megatron-LM's order: corpora/a" in outcome.output
+    rest = ("--save-every", 2, "--output-dir", tmp_path / "many")
+    assert tool(*arguments, "--steps", 2, *rest).code == 0
+    mesh = ("--strategy", CONFIGS / "pangu_tiny_dp2.yaml")
+    outcome = tool(*arguments, "--steps", 4, *rest, *mesh, "--resume", processes=2)
+    assert outcome.code == 0, outcome.output
+    np.testing.assert_allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=1e-5)
+    data.write_text(data.read_text().replace("0.7", "0.6"))
+    assert "data megatron was" in tool(*arguments, "--steps", 5, *rest, "--resume").output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -233,6 +262,8 @@ def test_mindrecord_there_and_back(blend, checkpoint, tmp_path):
         (("decontaminate", TEXT, "--evaluation", "none", "--out", "x.jsonl"), "none: there is no such file"),
         (("decontaminate", TEXT, "--evaluation", TEXT, "--out", "x.jsonl", "--ngram", 0), "--ngram must be at least 1"),
         (("to-mindrecord", "none", "x"), "none: no token files there"),
+        (("to-megatron", "none", "x"), "none: no token files there"),
+        (("from-megatron", "none", "--tokenizer", TEXT, "--out", "x"), "none.idx: there is no such file"),
         (("inspect", "--data", TEXT, "--step", 0), "--step must be at least 1"),
     ],
 )

@@ -320,6 +320,24 @@ def test_no_checkpoint_holds_what_a_lost_step_left(tmp_path):
             assert np.isfinite(value).all(), (path, name)
 
 
+def test_momenta_of_muon_are_saved_and_go_on_alone_and_on_two(tmp_path):
+    muon = ("--optimizer", "muon", "--adam-epsilon", 1e-3, "--save-every", 2)
+    outcome = train(tmp_path / "out", "--steps", 4, *muon)
+    assert outcome.code == 0, outcome.output
+    wanted, saved = losses(tmp_path / "out"), tmp_path / "out/checkpoints/step-00000004"
+    tensors = json.loads((saved / "manifest.json").read_text())["tensors"]
+    assert {f"adam_{moment}.embedding.word.weight" for moment in "mv"} < set(tensors)
+    assert "adam_m.layers.0.mlp.up.weight" in tensors
+    assert "adam_v.layers.0.mlp.up.weight" not in tensors
+    shutil.rmtree(saved)
+    words = (*ARGUMENTS, "--output-dir", tmp_path / "out", "--steps", 4, *muon, "--resume")
+    two = tool("tools/train.py", *words, "--strategy", CONFIGS / "pangu_tiny_tp2.yaml", processes=2)
+    assert two.code == 0, two.output
+    np.testing.assert_allclose(losses(tmp_path / "out"), wanted, rtol=1e-5)
+    changed = train(tmp_path / "out", "--steps", 5, *muon, "--resume", "--muon-momentum", 0.9)
+    assert "optimizer muon_momentum was 0.95, is 0.9" in changed.output
+
+
 def test_factored_moments_are_saved_and_go_on_alone_and_on_two(tmp_path):
     factored = ("--optimizer", "adafactor-factored", "--learning-rate", 0.02, "--save-every", 2)
     outcome = train(tmp_path / "out", "--steps", 4, *factored)

@@ -55,7 +55,7 @@ def test_twenty_steps_equal_the_formula(factored):
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     out = tmp_path_factory.mktemp("adafactor") / "one"
-    call(WORKER, "train_adafactor", "one_device", ["palm"], out)
+    call(WORKER, "train_optimizer", "one_device", ["palm"], out)
     return json.loads(out.with_suffix(".json").read_text()), np.load(out.with_suffix(".npz"))
 
 
@@ -63,7 +63,7 @@ def expected(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_a_mesh_equals_one_device(expected, tmp_path, name):
     path, out = CONFIGS / f"pangu_tiny_{name}.yaml", tmp_path / name
-    call(WORKER, "train_adafactor", path, ["palm"], out, processes=load_strategy(path).mesh.size)
+    call(WORKER, "train_optimizer", path, ["palm"], out, processes=load_strategy(path).mesh.size)
     losses, weights = expected
     assert losses[-1] < losses[0]
     np.testing.assert_allclose(json.loads(out.with_suffix(".json").read_text()), losses, rtol=1e-5)

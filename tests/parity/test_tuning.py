@@ -16,8 +16,8 @@ from sporeloom.planner.task import TrainedTask, auxiliary_bytes
 from sporeloom.strategy.loader import load_strategy
 
 MESHES = {
-    "pangu_tiny_dp2_tp2": ("reward",),
-    "pangu_tiny_tp2_pp2": ("reward_lora", "dpo", "grpo"),
+    "pangu_tiny_dp2_tp2": ("reward", "kto"),
+    "pangu_tiny_tp2_pp2": ("reward_lora", "dpo", "grpo", "orpo"),
     "pangu_tiny_dp4_zero": ("lora", "ppo"),
 }
 """Tasks under each: compiling takes time, so not all under all."""
@@ -35,8 +35,10 @@ TASKS = {
     "ppo": ("PPOConfig", {"num_ppo_epochs": 2, "max_completion_length": 8, "kl_target": 0.5, "kl_horizon": 100}),
     "grpo": ("GRPOConfig", {"beta": 0.04, "num_iterations": 2, "max_completion_length": 8, "num_generations": 4}),
     "dpo": ("DPOConfig", {"batch_size": 4, "label_smoothing": 0.1, "learning_rate": 1e-4}),
+    "orpo": ("ORPOConfig", {"batch_size": 4, "learning_rate": 1e-4}),
+    "kto": ("KTOConfig", {"undesirable_weight": 1.5, "learning_rate": 1e-4}),
 }
-PAIRS = ("reward", "reward_lora", "dpo")
+PAIRS = ("reward", "reward_lora", "dpo", "orpo")
 ADAPTERS = ("lora", "reward_lora")
 REWARD = """
 def likes_long_words(completions, completion):
@@ -52,7 +54,7 @@ def lines_of(kind):
         here, there = drawn.choice(WORDS, 2, replace=False)
         prompt, long = f"{here}? ", " and ".join([there] * int(drawn.integers(1, 4)))
         if kind == "examples":
-            yield {"prompt": prompt, "completion": long}
+            yield {"prompt": prompt, "completion": long, "label": len(long) > 8}
         else:
             yield {"prompt": prompt, "chosen": long, "rejected": here, "margin": float(drawn.integers(0, 3))}
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from sporeloom.runtime.environment import launched_processes
-from sporeloom.train import tuning
+from sporeloom.train import preferences, tuning
 from sporeloom.train.config import check
 
 PATHS = ("data", "from_checkpoint", "strategy", "output_dir", "chat_template", "reward_model")
@@ -26,7 +26,8 @@ def run(out, strategies, tasks):
             }
             given = {flag: Path(value) if flag in PATHS and value else value for flag, value in flags.items()}
             given = {flag: tuple(value) if isinstance(value, list) else value for flag, value in given.items()}
-            train(check(getattr(tuning, kind)(**given), launched_processes()))
+            made = getattr(tuning, kind, None) or getattr(preferences, kind)
+            train(check(made(**given), launched_processes()))
 
 
 def tell_what_is_held():

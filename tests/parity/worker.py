@@ -10,6 +10,7 @@ import mindspore as ms
 import numpy as np
 
 from sporeloom.certification.training import decoder_batches, train_decoder, train_steps
+from sporeloom.checkpoint.contents import is_orthogonalized
 from sporeloom.data.random_ltd import draw_kept
 from sporeloom.models.family import family_module, size_config
 from sporeloom.nn.token_drop import attach_token_drop
@@ -21,6 +22,7 @@ from sporeloom.strategy.config import SINGLE_DEVICE, Offload, OptimizerParallel,
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.strategy.mesh import Mesh
 from sporeloom.train.adafactor import Adafactor
+from sporeloom.train.muon import Muon
 
 BATCH = 8
 SMALL = {"vocab_size": 128, "hidden_size": 64, "seq_len": 32}
@@ -135,8 +137,8 @@ def train_dropping(family, config, strategy, out):
     return train_steps(build, batches, strategy, out, key=key)
 
 
-def train_adafactor(path: str, options: list[str], out: str) -> None:
-    """Five steps of Adafactor. Writes OUT.json (losses) and OUT.npz (weights)."""
+def train_optimizer(path: str, options: list[str], out: str) -> None:
+    """Five steps of Adafactor, or with the option `muon` of Muon. Writes OUT.json (losses) and OUT.npz (weights)."""
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
     family, size, changes = MODELS[next(option for option in options if option in MODELS)]
     config = dataclasses.replace(size_config(family, size), num_layers=2, **SMALL, **changes)
@@ -148,13 +150,16 @@ def train_adafactor(path: str, options: list[str], out: str) -> None:
     report = parallelize(net, strategy)
     weights = net.trainable_params()
     shares, all_reduce = report.norm_shares([weight.name for weight in weights], engine.rank), engine.all_reduce()
-    optimizer = Adafactor(weights, shares, all_reduce, "factored" in options, weight_decay=1.0)
+    if "muon" in options:
+        optimizer = Muon(weights, is_orthogonalized, adam_epsilon=1e-3)  # rounding must not decide a sign
+    else:
+        optimizer = Adafactor(weights, shares, all_reduce, "factored" in options, weight_decay=1.0)
     step = TrainStep(wrap(net, strategy), optimizer, report, engine.rank, all_reduce).set_train()
-    step.graph_key = {"adafactor": options}
+    step.graph_key = {"optimizer": options}
     engine.prepare(step, *next(decoder_batches(config, BATCH)))
     losses = []
     for number, batch in enumerate(decoder_batches(config, BATCH), 1):
-        optimizer.prepare(number, 0.03)
+        optimizer.prepare(number, 0.01 if "muon" in options else 0.03)
         losses.append(float(engine.run(step, *batch)[0].asnumpy().reshape(())))
     own = {parameter.name for parameter in net.get_parameters()}
     tensors = gather_whole(step, engine, report, Path(f"{out}.parts"), own.__contains__)

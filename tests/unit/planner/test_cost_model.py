@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 import csv
 import dataclasses
+import math
 
 import pytest
 from conftest import shared
 
+from sporeloom.checkpoint.contents import is_orthogonalized
 from sporeloom.cli import parse_args
 from sporeloom.models.family import size_config
-from sporeloom.models.parameters import num_parameters
+from sporeloom.models.parameters import num_parameters, parameter_shapes
 from sporeloom.planner.cluster import Cluster, Overlap
 from sporeloom.planner.dimensions import Dimensions, Parallelism, PartLayers, of_decoder
 from sporeloom.planner.memory import (
@@ -140,6 +142,22 @@ def test_the_optimizer_is_cut_over_the_replicas():
         assert cut.weights == (whole.weights / 8 + gathered if level >= 3 else whole.weights)
     groups = stage_memory(dims, dataclasses.replace(plain, zero=1, zero_shards=4))[0]
     assert groups.optimizer == whole.optimizer / 4
+
+
+@pytest.mark.parametrize(("family", "size"), [("pangu", "2.6b"), ("pangu", "pro_moe_72b")])
+def test_muon_has_no_second_moments_of_the_matrices_of_layers(family, size):
+    model = size_config(family, size)
+    job = Parallelism(dp=2, zero=0)
+    plain, muon = (
+        stage_memory(of_decoder(model), dataclasses.replace(job, muon=m))[0].optimizer for m in (False, True)
+    )
+    shapes = parameter_shapes(model)
+    matrices = sum(math.prod(shape) for name, shape in shapes.items() if is_orthogonalized(name, shape))
+    assert plain - muon == pytest.approx(4 * matrices, rel=1e-3)
+    cut = (
+        stage_memory(of_decoder(model), dataclasses.replace(job, muon=m, zero=1))[0].optimizer for m in (False, True)
+    )
+    assert next(cut) - next(cut) == pytest.approx(2 * matrices, rel=1e-3)
 
 
 def test_the_bubble_is_that_of_1f1b():

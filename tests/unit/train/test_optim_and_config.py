@@ -124,6 +124,17 @@ def test_float16_gets_a_loss_scale_and_others_only_if_asked(write):
         check(TrainConfig(data=data, loss_scale_factor=1.0), num_processes=1)
 
 
+def test_muon_is_refused_where_matrices_are_sharded_by_mindspore(write):
+    data, mesh = write("a.txt", "text"), "mesh: {dp: 2, tp: 2}\nrules: decoder\n"
+    sharded = write("mindspore.yaml", f"{mesh}engine: mindspore\n")
+    with pytest.raises(ConfigError, match=r"engine: --optimizer muon needs full matrices.*give engine: spmd"):
+        check(TrainConfig(data=data, strategy=sharded, optimizer="muon"), num_processes=4)
+    ours = write("ours.yaml", mesh)
+    assert check(TrainConfig(data=data, strategy=ours, optimizer="muon"), num_processes=4).config.muon_nesterov
+    replicas = write("replicas.yaml", "mesh: {dp: 2}\nengine: mindspore\nrules: decoder\n")
+    assert check(TrainConfig(data=data, strategy=replicas, optimizer="muon"), num_processes=2)
+
+
 def test_a_loss_scale_falls_after_an_overflow_and_rises_after_a_window():
     scale = LossScale(8.0, factor=2.0, window=3)
     assert [scale.follow(fine) and scale.value for fine in (True, True, True, False, True, True)] == [8, 8, 16, 8, 8, 8]

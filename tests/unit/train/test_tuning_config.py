@@ -10,6 +10,7 @@ from sporeloom.checkpoint.model_folder import load_config, load_text_config, wri
 from sporeloom.errors import ConfigError
 from sporeloom.models.family import size_config
 from sporeloom.train.config import check
+from sporeloom.train.preferences import KTOConfig, SimPOConfig
 from sporeloom.train.tuning import DPOConfig, GRPOConfig, PPOConfig, RewardConfig, SFTConfig
 
 
@@ -37,6 +38,17 @@ def test_a_run_says_family_and_size_by_its_checkpoint(common):
     assert check(SFTConfig(**common), 1).learning_rate == pytest.approx(1e-5)
 
 
+def test_labels_are_true_or_false_and_texts_are_two_at_least(common, tmp_path):
+    line = {"prompt": "a", "completion": "b", "label": True}
+    for lines, message in (
+        ([line, {**line, "label": 1}], "lines.jsonl:2: label must be true or false, got 1"),
+        ([line], "one line; kto compares a prompt with another line's text"),
+    ):
+        (tmp_path / "lines.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+        assert message in problems(KTOConfig(**common))[0]
+    assert check(KTOConfig(**common, loss_type="apo_zero_unpaired"), 1).sizes.of_step(0) == (8, 128)
+
+
 def test_a_reward_model_has_a_head_of_its_own(common):
     run = check(RewardConfig(**common, batch_size=6), 1)
     assert run.model.value_head and not run.model.tied_embedding
@@ -48,6 +60,13 @@ def test_a_reward_model_has_a_head_of_its_own(common):
     [
         (DPOConfig, {"label_smoothing": 0.6, "loss_type": "hinge"}, ["is for sigmoid and robust", "must be below 0.5"]),
         (GRPOConfig, {"num_generations": 5, "reward": ("x.py:f",)}, ["--batch-size 32 is not a multiple of"]),
+        (
+            SimPOConfig,
+            {"label_smoothing": 0.5, "gamma": -1.0},
+            ["must be below 0.5, got 0.5", "--gamma must be at least 0"],
+        ),
+        (KTOConfig, {}, ["expected: prompt, completion, label"]),
+        (GRPOConfig, {"advantage": "leave-one-out"}, ["give --scale-rewards none or batch"]),
         (GRPOConfig, {"temperature": 1e-308}, ["--temperature must be at least 1e-05"]),
         (PPOConfig, {"temperature": 0.0}, ["--temperature must be at least 1e-05"]),
         (GRPOConfig, {}, ["no reward: give --reward FILE.py:FUNCTION"]),

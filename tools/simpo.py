@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sporeloom simpo`."""
+
+from sporeloom.errors import run_tool
+from sporeloom.verbs.simpo import main
+
+if __name__ == "__main__":
+    run_tool(main)

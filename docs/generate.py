@@ -93,11 +93,13 @@ def strategy() -> str:
 
 
 def model_config() -> str:
-    found = classes("sporeloom/models/config.py")
-    return "\n".join(
-        f"### {title}\n\n{fields_table(found[name])}"
-        for name, title in {"ModelConfig": "Fields of the model", "ExpertConfig": "Fields of `experts`"}.items()
-    )
+    found = classes("sporeloom/models/config.py", "sporeloom/models/rope_scaling.py")
+    shown = {
+        "ModelConfig": "Fields of the model",
+        "ExpertConfig": "Fields of `experts`",
+        "RopeScaling": "Fields of `rope_scaling`",
+    }
+    return "\n".join(f"### {title}\n\n{fields_table(found[name])}" for name, title in shown.items())
 
 
 def step_metrics() -> str:

@@ -22,6 +22,7 @@ from sporeloom.models.published import (
     require,
     rope_theta,
 )
+from sporeloom.models.rope_scaling import written_scaling
 from sporeloom.models.weight_names import decoder_tables
 
 TABLES = decoder_tables(word_and_position="backbone.")
@@ -60,6 +61,7 @@ def _read(values: Mapping[str, Any], width: str = "intermediate_size", theta: fl
         "seq_len": values.get("max_position_embeddings", 2048),
         "layer_norm_epsilon": values.get("rms_norm_eps", 1e-6),
         "rope_theta": rope_theta(rope, theta),
+        "rope_scaling": rope.scaling,
         "qkv_bias": biases,
         "output_bias": biases,
         "tied_embedding": bool(values.get("tie_word_embeddings", False)),
@@ -128,6 +130,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.seq_len,
         "rms_norm_eps": config.layer_norm_epsilon,
         "rope_theta": config.rope_theta,
+        **written_scaling(config.rope_scaling),
         "tie_word_embeddings": config.tied_embedding,
         "initializer_range": config.init_std,
         "eos_token_id": eos_token_id(config),

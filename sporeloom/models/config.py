@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sporeloom.errors import ConfigError
+from sporeloom.models.rope_scaling import RopeScaling
 from sporeloom.numbers import Count, Depth, Natural, NotNegative, Positive, Rate, number_problems
 
 Activation = Literal["gelu", "gelu_tanh", "fast_gelu", "silu"]
@@ -188,6 +189,8 @@ class ModelConfig(Widths):
     rope_theta: Positive = 10000.0
     rope_dim: Count | None = None
     """Number of rotated features of each head, the first ones; default: all."""
+    rope_scaling: RopeScaling | None = None
+    """Scaled angles; default: unscaled."""
     rope_pairs: Literal["half", "adjacent"] = "half"
     """Pairs of features that rotate together: i and i + rope_dim / 2, or 2 i and 2 i + 1."""
     activation: Activation = "gelu_tanh"
@@ -243,6 +246,8 @@ class ModelConfig(Widths):
     def __post_init__(self) -> None:
         for name in ("stop_ids", "sandwich_gains"):  # lists in JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         if isinstance(self.experts, dict):
             object.__setattr__(self, "experts", ExpertConfig(**self.experts))
         if problems := list(self._problems()):
@@ -258,6 +263,8 @@ class ModelConfig(Widths):
             yield from misfits
         elif self.position == "rotary" and (self.rotated % 2 or self.rotated > self.head_size):
             yield f"rope_dim {self.rotated} must be even and at most the {self.head_size} of a head"
+        if self.rope_scaling and self.position != "rotary":
+            yield f"rope_scaling is for position rotary, not {self.position}"
         if self.query_layer and (self.position, self.block) != ("learned", "sequential"):
             yield (f"query_layer needs learned positions and sequential blocks, not {self.position} and {self.block}")
         if self.attention == "flash" and (problem := self.flash_problem):
@@ -345,6 +352,11 @@ class ModelConfig(Widths):
     def rotated(self) -> int:
         """Number of features of a head that RoPE rotates."""
         return self.rope_dim or self.head_size
+
+    @property
+    def rotary_width(self) -> int:
+        """Number of features of a head that pass through RoPE, rotated or not."""
+        return self.head_size
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from sporeloom.errors import ConfigError, Problems, did_you_mean
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.models.published_keys import TrackedKeys, key_problems, unknown_keys
+from sporeloom.models.rope_scaling import read_scaling
 
 LAYER = "{i}"
 """In a name: the number of a layer."""
@@ -167,6 +168,8 @@ class Rope(NamedTuple):
     theta: float | None
     rotated: float | None
     """Fraction of each head's features that is rotated."""
+    scaling: dict[str, Any] | None = None
+    """Fields of `RopeScaling`; None: unscaled angles."""
 
 
 def read_rope(values: Mapping[str, Any]) -> Rope:
@@ -174,45 +177,38 @@ def read_rope(values: Mapping[str, Any]) -> Rope:
     (`rope_parameters`, which counts where both are there) write it.
 
     Raises:
-        ConfigError: angles that are scaled, or one thing said twice.
+        ConfigError: angles that are scaled in another way, or one thing said twice.
     """
-    problems: list[str] = []
+    problems = Problems()
     inner: dict[str, dict[str, Any]] = {}
     for key in ("rope_parameters", "rope_scaling"):
         given = values.get(key) or {}
         if isinstance(given, dict):
-            problems += _scaling_problems(key, given)
             inner[key] = given
         else:
-            problems.append(f"{key} must be a mapping of keys, got {given!r}")
-    found = []
-    for name in ("rope_theta", "partial_rotary_factor"):
-        outer = values.get(name)
-        said = {f"{key}.{name}": given[name] for key, given in inner.items() if given.get(name) is not None}
-        if len(set(map(str, said.values()))) > 1:
-            told = " and ".join(f"{place} {value!r}" for place, value in said.items())
-            problems.append(f"{told} contradict each other; leave one")
-        number = next(iter(said.values()), outer)
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
-            problems.append(f"{name} must be a number, got {number!r}")
-        found.append(number)
-    if problems:
-        raise ConfigError(problems)
-    return Rope(*(None if number is None else float(number) for number in found))
+            problems += [f"{key} must be a mapping of keys, got {given!r}"]
+    theta, rotated = (
+        _rope_number(name, values.get(name), inner, problems) for name in ("rope_theta", "partial_rotary_factor")
+    )
+    seq_len = values.get("max_position_embeddings")
+    scalings = {key: problems.of(lambda key=key: read_scaling(key, inner[key], seq_len)) for key in inner if inner[key]}
+    scaled = [scaling for scaling in scalings.values() if scaling]
+    if len(scaled) > 1 and scaled[0] != scaled[1]:
+        problems += ["rope_parameters and rope_scaling contradict each other; leave one"]
+    problems.tell()
+    return Rope(theta, rotated, scaled[0] if scaled else None)
 
 
-def _scaling_problems(key: str, given: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse what changes angles from position * theta^(-2 i / d)."""
-    identity = given.get("factor") in (None, 1)
-    plain = ("default", "linear") if identity and "factor" in given else ("default",)
-    for name, value in given.items():
-        if name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings") or value is None:
-            continue
-        if name in ("rope_type", "type"):
-            if value not in plain:
-                yield f"{key}.{name} is {value!r}; only 'default' is supported"
-        elif value != 1:
-            yield f"{key}.{name} is {value!r}; only unscaled angles are supported"
+def _rope_number(name: str, outer: Any, inner: Mapping[str, Mapping[str, Any]], problems: Problems) -> float | None:
+    said = {f"{key}.{name}": given[name] for key, given in inner.items() if given.get(name) is not None}
+    if len(set(map(str, said.values()))) > 1:
+        told = " and ".join(f"{place} {value!r}" for place, value in said.items())
+        problems += [f"{told} contradict each other; leave one"]
+    number = next(iter(said.values()), outer)
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
+        problems += [f"{name} must be a number, got {number!r}"]
+        return None
+    return None if number is None else float(number)
 
 
 def rope_theta(rope: Rope, default: float | None = None) -> float:

@@ -7,6 +7,7 @@ Shapes: B batch, T tokens, D hidden, V vocabulary. The residual stream is (B*T, 
 from mindspore import dtype as mstype
 from mindspore import nn, ops
 
+from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.attention import Attention, DocumentMask, SlotMask
 from sporeloom.nn.blocks import BLOCKS
@@ -60,6 +61,15 @@ class Decoder(nn.Cell):
     def attach_caches(self, num_rows: int, capacity: int) -> None:
         """Let attention keep the keys and values of `capacity` tokens for each of `num_rows` rows, in place of any
         before."""
+        scaling = self.config.rope_scaling
+        if scaling and scaling.kind == "dynamic":
+            if min(capacity - 1, self.config.seq_len) > scaling.original:
+                raise ConfigError(
+                    f"rope_scaling dynamic: texts of up to seq_len {self.config.seq_len} tokens are longer than "
+                    f"original_seq_len {scaling.original}, beyond which each token changes the keys of all earlier ones, "
+                    f"which a cache holds; give seq_len {scaling.original}, or scale with ntk or yarn"
+                )
+            self.angles.is_dynamic = False
         self.mask = SlotMask(capacity)
         shape = (num_rows, self.config.kv_heads, capacity, self.config.head_size)
         for name, cell in self.cells_and_names():

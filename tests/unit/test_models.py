@@ -91,8 +91,8 @@ def test_networks_that_are_not_built_here_are_refused():
         way.read({**values, "param_sink_number": 128})
     with pytest.raises(ConfigError, match="hidden_act is 'gelu'; only 'silu' is supported"):
         way.read({**values, "hidden_act": "gelu"})
-    scaled = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}
-    with pytest.raises(ConfigError, match="rope_type is 'yarn'; only 'default' is supported"):
+    scaled = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}
+    with pytest.raises(ConfigError, match="rope_type is 'longrope', which is not supported"):
         way.read({**values, **scaled})
     assert way.read({**values, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})["rope_theta"] == 5e5
     with pytest.raises(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pangu.config import OPEN_PANGU, PRO_MOE
+from pangu.latent_weights import DEEPSEEK, ULTRA
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.published import (
@@ -165,4 +166,6 @@ PUBLISHED = (
     PublishedFormat("llama", _NAMES, _read, _write_llama),  # what transformers opens
     PublishedFormat("PanguEmbedded", _NAMES, _read, _write_pangu),
     PublishedFormat("PanguProMoE", _MOE_NAMES, _read_moe, _write_moe),
+    DEEPSEEK,
+    ULTRA,
 )

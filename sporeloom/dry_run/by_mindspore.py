@@ -185,6 +185,7 @@ def _cell(
         if inference:
             return net.set_train(False), report, inputs, set()
         inputs = [*inputs, (batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]
+        inputs += [(batch, np.int32), (batch, np.float32)] * getattr(net, "num_mtp", 0)
         inputs += [(batch, np.int32)] if model.dropout_rate else []
         optimizer = AdamW(net.trainable_params(), on_host=strategy.optimizer_on_host)
         wrapped, options = wrap(net, strategy, accumulate), {"max_grad_norm": 1.0, "accumulate": accumulate}

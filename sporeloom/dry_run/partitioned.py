@@ -81,6 +81,7 @@ def partition_model(
             cell: nn.Cell = net.set_train(False)
         else:
             inputs += [(batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]
+            inputs += [(batch, np.int32), (batch, np.float32)] * getattr(net, "num_mtp", 0)
             inputs += [(batch, np.int32)] if model.dropout_rate else []
             optimizer = AdamW(net.trainable_params(), on_host=strategy.optimizer_on_host)
             scaled = model.compute_dtype == "float16"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sporeloom.errors import ConfigError, Problems, did_you_mean
@@ -18,6 +18,8 @@ LAYER = "{i}"
 """In a name: the number of a layer."""
 BEHIND = "{n}"
 """In a name: the number after the last layer's."""
+MTP = "{m}"
+"""In a name: the number of a multi-token prediction layer, here from 0, published after those of the layers."""
 EXPERT = "{e}"
 """In a name: the number of an expert. Published experts are separate tensors, here they are one tensor with a dim
 for the expert."""
@@ -59,6 +61,8 @@ class PublishedFormat:
     ignored: str = r"(^|\.)(inv_freq|kv_cache_(scale|offset))$"
     """Names that are not weights: buffers of RoPE, scales of int8 caches."""
     first_layer: int = 0
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Published name -> parameter that it may repeat, in which case it is left out."""
 
     def tensors(self, config: ModelConfig) -> dict[str, tuple[ParameterPart, ...]]:
         """Published name -> parameters, for one model.
@@ -69,13 +73,15 @@ class PublishedFormat:
         shapes, result = parameter_shapes(config), {}
         num_experts = config.experts.num_experts if config.experts else 0
         for theirs, ours in self.names.items():
-            for layer in range(config.num_layers) if LAYER in theirs else (0,):
-                number = str(layer + self.first_layer if LAYER in theirs else config.num_layers + self.first_layer)
-                names = [name.replace(LAYER, str(layer)) for name in ours]
+            numbers = config.num_layers if LAYER in theirs else config.num_mtp_layers if MTP in theirs else 1
+            for layer in range(numbers):
+                number = str(layer + self.first_layer + (0 if LAYER in theirs else config.num_layers))
+                names = [name.replace(LAYER, str(layer)).replace(MTP, str(layer)) for name in ours]
                 if names[0] not in shapes:
                     continue
                 for expert in range(num_experts) if EXPERT in theirs else (None,):
-                    found = theirs.replace(LAYER, number).replace(BEHIND, number).replace(EXPERT, str(expert))
+                    found = theirs.replace(LAYER, number).replace(MTP, number).replace(BEHIND, number)
+                    found = found.replace(EXPERT, str(expert))
                     result[found] = tuple(ParameterPart(name, expert) for name in names)
         named = {part.name for parts in result.values() for part in parts}
         if unnamed := [name for name in shapes if name not in named]:
@@ -83,6 +89,18 @@ class PublishedFormat:
                 f"{self.model_type} has no name for {', '.join(unnamed[:4])}{', ...' * (len(unnamed) > 4)}"
             )
         return result
+
+    def repeated(self, config: ModelConfig) -> dict[str, str]:
+        """Published name of what may be stored twice -> name of the tensor that it repeats."""
+        numbers = range(
+            config.num_layers + self.first_layer, config.num_layers + self.first_layer + config.num_mtp_layers
+        )
+        head = "embedding.word.weight" if config.tied_embedding else "head.weight"
+        return {
+            theirs.replace(MTP, str(number)): str(self.name_of(head if ours == "head.weight" else ours))
+            for theirs, ours in self.copies.items()
+            for number in numbers
+        }
 
     def name_of(self, ours: str) -> str | None:
         """Published name of a parameter that has one of its own and belongs to no layer."""

@@ -220,6 +220,6 @@ def written_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
     if scaling.kind == "ntk":  # dynamic with a constant alpha, as Hunyuan writes it
         return {"rope_scaling": {"rope_type": "dynamic", "type": "dynamic", "alpha": scaling.factor}}
     fields = {name: getattr(scaling, name) for name in _KEYS[scaling.kind] if hasattr(scaling, name)}
-    given = {name: value for name, value in fields.items() if value is not None and (value or name == "truncate")}
+    given = {name: value for name, value in fields.items() if bool(value) != (name == "truncate")}
     original = {} if scaling.kind in ("linear", "dynamic") else {_ORIGINAL: scaling.original}
     return {"rope_scaling": {"rope_type": scaling.kind, "type": scaling.kind, **given, **original}}

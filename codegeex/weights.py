@@ -22,6 +22,7 @@ from sporeloom.models.published import (
     require,
     rope_theta,
 )
+from sporeloom.models.rope_scaling import written_scaling
 from sporeloom.models.weight_names import decoder_tables
 
 TABLES = decoder_tables(word_and_position="backbone.embedding.")
@@ -72,7 +73,7 @@ def _read_chatglm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_chatglm(config: ModelConfig) -> dict[str, Any]:
     _check(config)
-    require(config, {"rotated": config.head_size // 2}, "CodeGeeX2 or CodeGeeX4")
+    require(config, {"rotated": config.head_size // 2, "rope_scaling": None}, "CodeGeeX2 or CodeGeeX4")
     return {
         "architectures": ["ChatGLMForConditionalGeneration"],
         "model_type": "chatglm",
@@ -116,6 +117,7 @@ def _read_glm(values: Mapping[str, Any]) -> dict[str, Any]:
         "seq_len": values["max_position_embeddings"],
         "layer_norm_epsilon": values["rms_norm_eps"],
         "rope_theta": rope_theta(rope),
+        "rope_scaling": rope.scaling,
         "rope_dim": int(head_dim * (0.5 if rope.rotated is None else rope.rotated)),
         "qkv_bias": values["attention_bias"],
         "tied_embedding": bool(values.get("tie_word_embeddings", False)),
@@ -138,6 +140,7 @@ def _write_glm(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.seq_len,
         "rms_norm_eps": config.layer_norm_epsilon,
         "rope_theta": config.rope_theta,
+        **written_scaling(config.rope_scaling),
         "partial_rotary_factor": _share(config.rotated, config.head_size),
         "attention_bias": config.qkv_bias,
         "tie_word_embeddings": config.tied_embedding,

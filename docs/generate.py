@@ -93,11 +93,14 @@ def strategy() -> str:
 
 
 def model_config() -> str:
-    found = classes("sporeloom/models/config.py")
-    return "\n".join(
-        f"### {title}\n\n{fields_table(found[name])}"
-        for name, title in {"ModelConfig": "Fields of the model", "ExpertConfig": "Fields of `experts`"}.items()
-    )
+    found = classes(*(f"sporeloom/models/{name}.py" for name in ("config", "rope_scaling", "latent")))
+    shown = {
+        "ModelConfig": "Fields of the model",
+        "ExpertConfig": "Fields of `experts`",
+        "RopeScaling": "Fields of `rope_scaling`",
+        "LatentConfig": "Fields of `latent`",
+    }
+    return "\n".join(f"### {title}\n\n{fields_table(found[name])}" for name, title in shown.items())
 
 
 def step_metrics() -> str:

@@ -34,7 +34,13 @@ def _read(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    parts = {"norm": "layer", "rope_pairs": "half", "rotated": config.head_size, "tied_embedding": True}
+    parts = {
+        "norm": "layer",
+        "rope_pairs": "half",
+        "rotated": config.head_size,
+        "tied_embedding": True,
+        "rope_scaling": None,
+    }
     require(config, {**PALM, **parts}, "PaLM")
     if config.ffn_size % config.hidden_size:
         raise ConfigError(f"PaLM's MLP is a multiple of hidden_size {config.hidden_size}, not {config.ffn_size} wide")

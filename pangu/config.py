@@ -89,6 +89,36 @@ def _pro_moe(experts: tuple[int, int], expert_size: int, shared_size: int, **val
     return _open_pangu(ffn_hidden_size=expert_size, tied_embedding=False, experts=mixture, **values)
 
 
+def _ultra_moe(latent: dict[str, int], experts: tuple[int, int], expert_size: int, **values: Any) -> ModelConfig:
+    """Pangu Ultra MoE: sandwich norms, latent attention, sigmoid router, a shared expert, one layer that predicts the token
+    after the next. `experts`: number of experts, and how many process each token.
+
+    Source: arXiv:2505.04519; configuration of its release (transformers PR 42229). The weight of the further prediction is
+    not published; DeepSeek-V3's first one.
+    """
+    mixture = {
+        "router": "sigmoid",
+        "num_experts": experts[0],
+        "experts_per_token": experts[1],
+        "normalize": "before_drop",
+        "routed_scaling_factor": 2.5,
+        "ffn_hidden_size": expert_size,
+        "shared_ffn_hidden_size": expert_size,
+    }
+    shared: dict[str, Any] = {
+        "block": "sandwich",
+        "rope_theta": 2.56e7,
+        "rope_pairs": "adjacent",
+        "qkv_bias": False,
+        "output_bias": False,
+        "tied_embedding": False,
+        "latent": latent,
+        "num_mtp_layers": 1,
+    }
+    dense = values.pop("first_dense_layers")
+    return _open_pangu(**{**shared, **values}, experts={**mixture, "first_dense_layers": dense})
+
+
 def _with_experts(dense: ModelConfig, **experts: Any) -> ModelConfig:
     return dataclasses.replace(dense, experts=ExpertConfig(**experts))
 
@@ -130,6 +160,27 @@ SIZES = {
         seq_len=131072,
     ),
     "pro_moe_tiny": _pro_moe((8, 2), 64, 128, **TINY),
+    # 719,093,767,680 parameters without the layer of multi-token prediction, of which a token uses 40,371,494,400.
+    "ultra_moe_718b": _ultra_moe(
+        {"query_width": 1536, "kv_width": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128},
+        (256, 8),
+        2048,
+        vocab_size=153600,
+        hidden_size=7680,
+        num_layers=61,
+        num_heads=128,
+        ffn_hidden_size=18432,
+        first_dense_layers=3,
+        seq_len=131072,
+    ),
+    "ultra_moe_tiny": _ultra_moe(
+        {"query_width": 48, "kv_width": 32, "nope_dim": 32, "rope_dim": 16, "value_dim": 32},
+        (8, 2),
+        64,
+        ffn_hidden_size=256,
+        first_dense_layers=1,
+        **{name: value for name, value in TINY.items() if name != "num_kv_heads"},
+    ),
     "ultra_135b": _ultra(12288, 94, num_heads=96, num_kv_heads=8, ffn_hidden_size=28672),
 }
 
@@ -178,6 +229,8 @@ LEARNING_RATES = {
     "embedded_tiny": (1e-3, 1e-4),
     "embedded_1b": (3e-4, 3e-5),
     "embedded_7b": (3e-4, 3e-5),
+    "ultra_moe_tiny": (1e-3, 1e-4),
+    "ultra_moe_718b": (2e-4, 2e-5),  # not published
     "ultra_135b": (1e-4, 1e-5),  # arXiv:2504.07866
     "pro_moe_tiny": (1e-3, 1e-4),
     "pro_moe_72b": (3e-4, 3e-5),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pangu.config import OPEN_PANGU, PRO_MOE
+from pangu.latent_weights import DEEPSEEK, ULTRA
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.published import (
@@ -22,6 +23,7 @@ from sporeloom.models.published import (
     require,
     rope_theta,
 )
+from sporeloom.models.rope_scaling import written_scaling
 from sporeloom.models.weight_names import decoder_tables
 
 TABLES = decoder_tables(word_and_position="backbone.")
@@ -60,6 +62,7 @@ def _read(values: Mapping[str, Any], width: str = "intermediate_size", theta: fl
         "seq_len": values.get("max_position_embeddings", 2048),
         "layer_norm_epsilon": values.get("rms_norm_eps", 1e-6),
         "rope_theta": rope_theta(rope, theta),
+        "rope_scaling": rope.scaling,
         "qkv_bias": biases,
         "output_bias": biases,
         "tied_embedding": bool(values.get("tie_word_embeddings", False)),
@@ -128,6 +131,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.seq_len,
         "rms_norm_eps": config.layer_norm_epsilon,
         "rope_theta": config.rope_theta,
+        **written_scaling(config.rope_scaling),
         "tie_word_embeddings": config.tied_embedding,
         "initializer_range": config.init_std,
         "eos_token_id": eos_token_id(config),
@@ -162,4 +166,6 @@ PUBLISHED = (
     PublishedFormat("llama", _NAMES, _read, _write_llama),  # what transformers opens
     PublishedFormat("PanguEmbedded", _NAMES, _read, _write_pangu),
     PublishedFormat("PanguProMoE", _MOE_NAMES, _read_moe, _write_moe),
+    DEEPSEEK,
+    ULTRA,
 )

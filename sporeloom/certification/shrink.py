@@ -148,9 +148,7 @@ def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> Model
         num_layers=max(2, sum(_layers_of_small_stages(strategy, model.num_layers, num_stages))),
         hidden_size=HEAD_DIM * heads,
         num_heads=heads,
-        num_kv_heads=_small_kv_heads(model, strategy, heads),
-        head_dim=HEAD_DIM,
-        rope_dim=max(2, HEAD_DIM * model.rotated // model.head_size // 2 * 2),
+        **_small_attention(model, strategy, heads),
         ffn_hidden_size=4 * HEAD_DIM * heads,
         vocab_size=VOCAB,
         seq_len=SEQ_LEN,
@@ -169,6 +167,22 @@ def small_task(task: TrainedTask, model: ModelConfig) -> TrainedTask:
     return dataclasses.replace(task, lora=lora, model=model)
 
 
+def _small_attention(model: ModelConfig, strategy: Strategy, heads: int) -> dict[str, Any]:
+    """Fields of attention with heads of HEAD_DIM features, or with latents of a few."""
+    if model.latent:
+        latent = dataclasses.replace(
+            model.latent,
+            nope_dim=HEAD_DIM,
+            rope_dim=HEAD_DIM // 2,
+            value_dim=HEAD_DIM,
+            kv_width=2 * HEAD_DIM,
+            query_width=model.latent.query_width and 2 * HEAD_DIM,
+        )
+        return {"latent": latent}
+    rotated = max(2, HEAD_DIM * model.rotated // model.head_size // 2 * 2)
+    return {"num_kv_heads": _small_kv_heads(model, strategy, heads), "head_dim": HEAD_DIM, "rope_dim": rotated}
+
+
 def _small_experts(experts: ExpertConfig, heads: int, ep: int) -> ExpertConfig:
     """Scale experts down. A token has at most four; capacity is counted in sequences."""
     chosen = min(experts.experts_per_token, 4)
@@ -176,6 +190,8 @@ def _small_experts(experts: ExpertConfig, heads: int, ep: int) -> ExpertConfig:
         experts,
         num_experts=2 * max(chosen, ep),
         experts_per_token=chosen,
+        num_groups=2 if experts.num_groups > 1 and max(chosen, ep) > 1 else 1,
+        groups_per_token=1,
         num_domains=min(experts.num_domains, 2),
         domain=min(experts.domain, 1),
         ffn_hidden_size=2 * HEAD_DIM * heads,

@@ -13,7 +13,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from sporeloom.data.batch import dropout_keys, make_batch
+from sporeloom.data.batch import dropout_keys, make_batch, mtp_targets
 from sporeloom.files import write_atomically, write_text_atomically
 from sporeloom.models.adapters import LORA_B
 from sporeloom.models.config import ModelConfig
@@ -43,6 +43,8 @@ def decoder_batches(config: ModelConfig, batch_size: int, task: str = "pretraini
             domains = rng.randint(0, config.num_domains, (batch_size, 1), np.int32)
             batch = batch._replace(tokens=batch.tokens + domains * np.int32(config.vocab_size))
         inputs = task_arrays(task, batch, config.vocab_size, step)
+        if config.num_mtp_layers and len(inputs) == len(batch):
+            inputs += mtp_targets(batch, config.num_mtp_layers)
         if config.dropout_rate:
             inputs.append(dropout_keys(3, step * batch_size * config.seq_len, (batch_size, config.seq_len)))
         yield [Tensor(array) for array in inputs]

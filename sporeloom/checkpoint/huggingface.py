@@ -110,6 +110,8 @@ def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
     tensors = stored_tensors(model_files(folder))
     if model.tied_embedding:
         _drop_tied_head(way, tensors, folder)
+    for name, original in way.repeated(model).items():
+        _drop_copy(tensors, name, original, folder)
     if problems := way.problems({name: tensor.shape for name, tensor in tensors.items()}, model):
         raise ConfigError(f"{folder}: {problem}" for problem in problems)
     if problem := tensor_damage(folder):
@@ -126,13 +128,31 @@ def _drop_tied_head(way: PublishedFormat, tensors: dict[str, StoredTensor], fold
     word, head = (tensors.get(str(way.name_of(name))) for name in ("embedding.word.weight", "head.weight"))
     if not word or not head:
         return
-    rows = zip(*(read_rows(each, 0, each.shape[0], "float32") for each in (word, head)), strict=False)
-    if word.shape != head.shape or not all(np.array_equal(*pair) for pair in rows):
+    if not _are_equal(word, head):
         raise ConfigError(
             f"{folder / CONFIG}: tie_word_embeddings is true, but {head.name} is not {word.name}: remove it from the file if "
             "the embedding is to be used, or write false"
         )
     del tensors[head.name]
+
+
+def _drop_copy(tensors: dict[str, StoredTensor], name: str, original: str, folder: Path) -> None:
+    """Leave out a tensor that repeats another one.
+
+    Raises:
+        ConfigError: it is another matrix.
+    """
+    found = tensors.get(name), tensors.get(original)
+    if not found[0] or not found[1]:
+        return
+    if not _are_equal(found[0], found[1]):
+        raise ConfigError(f"{folder}: {name} is not {original}, which multi-token prediction shares with the model")
+    del tensors[name]
+
+
+def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    rows = zip(*(read_rows(each, 0, each.shape[0], "float32") for each in (first, second)), strict=False)
+    return first.shape == second.shape and all(np.array_equal(*pair) for pair in rows)
 
 
 def _model(way: PublishedFormat, document: Document, folder: Path) -> ModelConfig:

@@ -56,6 +56,25 @@ def make_batch(
     return Batch(tokens, labels, document_positions(tokens, eod_id), weights)
 
 
+def mtp_targets(batch: Batch, depths: int) -> list[NDArray[Any]]:
+    """Labels and loss weights (B, T) of each depth of multi-token prediction, one after the other.
+
+    Depth d predicts the token d + 1 positions on, where its position d tokens on is trained on and of the same document.
+    Weights are T / (T - d) times those of these positions: the mean over its own targets, where rows are one document each.
+    """
+    result: list[NDArray[Any]] = []
+    length = batch.tokens.shape[1]
+    for depth in range(1, depths + 1):
+        labels, weights = np.full_like(batch.labels, NO_LABEL), np.zeros_like(batch.loss_weights)
+        ahead = length - depth
+        if ahead > 0:
+            same = batch.positions[:, depth:] == batch.positions[:, :ahead] + depth
+            labels[:, :ahead] = np.where(same, batch.labels[:, depth:], NO_LABEL)
+            weights[:, :ahead] = batch.loss_weights[:, depth:] * same * np.float32(length / ahead)
+        result += [labels, weights]
+    return result
+
+
 def dropout_keys(seed: int, first_token: int, shape: tuple[int, int]) -> NDArray[np.int32]:
     """(B, T): a random number for each token of a batch, a function only of the seed and the token's position in
     the run.

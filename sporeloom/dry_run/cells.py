@@ -59,6 +59,7 @@ def model_cell(
         if inference:
             return DryRunCell(net.set_train(False), report, inputs)
         inputs += [(batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]
+        inputs += [(batch, np.int32), (batch, np.float32)] * getattr(net, "num_mtp", 0)
         inputs += [(batch, np.int32)] if model.dropout_rate else []
         step = TrainStep(
             wrap(net, strategy, accumulate),

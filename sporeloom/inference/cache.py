@@ -67,4 +67,4 @@ class SlotTable:
 def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int) -> int:
     """Bytes of the keys and values of all layers, on all devices together."""
     itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[config.compute_dtype]
-    return 2 * config.num_layers * num_rows * num_slots * config.kv_size * itemsize
+    return config.num_layers * num_rows * num_slots * sum(config.cache_widths) * itemsize

@@ -145,8 +145,8 @@ class CacheDecoder(Rows):
 
     def clear(self, row: int) -> None:
         self.trim(row, 0)
-        shape = self.num_rows, self.config.kv_heads, self.slot_table.num_slots, self.config.head_size
         for parameter in self.net.get_parameters():
+            shape = self.num_rows, self.config.kv_heads, self.slot_table.num_slots, parameter.shape[-1]
             held = self.engine.held_slices(parameter.name, shape) if CACHE in parameter.name else None
             if held and held[0].start <= row < held[0].stop:
                 parameter = getattr(parameter, "in_float32", parameter)  # where no kernel computes in its own type

@@ -164,7 +164,7 @@ def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
 
 def _plan(layer: Block) -> NDArray[np.int32] | None:
     """Description of a layer for kernels.c; None: it cannot compute such a layer."""
-    if type(layer) not in BLOCK_KINDS or layer.has_experts:
+    if type(layer) not in BLOCK_KINDS or layer.has_experts or not isinstance(layer.attention, Attention):
         return None
     attention, mlp, norm = layer.attention, layer.mlp, layer.attention_norm
     matrices = [attention.query, attention.key, attention.value, attention.output, mlp.up, mlp.down]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sporeloom.errors import ConfigError
+from sporeloom.models.latent import LatentConfig
+from sporeloom.models.rope_scaling import RopeScaling
 from sporeloom.numbers import Count, Depth, Natural, NotNegative, Positive, Rate, number_problems
 
 Activation = Literal["gelu", "gelu_tanh", "fast_gelu", "silu"]
@@ -75,6 +77,10 @@ class ExpertConfig:
     router: Literal["softmax", "grouped", "sigmoid", "hash"] = "softmax"
     """softmax: the k most probable. grouped: softmax over all, then the most probable of each of k groups of neighbours
     (MoGE). sigmoid: the k of highest sigmoid. hash: fixed by the token's id, nothing to train."""
+    num_groups: Count = 1
+    """Groups of neighbouring experts; a token's experts are in the `groups_per_token` groups whose two best experts have
+    the highest sum of probabilities. For router: sigmoid or softmax."""
+    groups_per_token: Count = 1
     normalize: Literal["none", "before_drop", "after_drop"] = "none"
     """Whether the combine weights of a token's experts are divided by their sum, and whether dropped choices are
     in it."""
@@ -109,6 +115,9 @@ class ExpertConfig:
     balance_bias_rate: NotNegative = 0.0
     """Above 0: probabilities are compared with a bias of each expert, which every step moves by this much towards
     balance."""
+    correction_bias: bool = False
+    """There is such a bias whatever that rate is, as in published models: it affects which experts are chosen, not their
+    combine weights."""
     hash_seed: Natural = 0
     """Random seed of the hash router's map."""
     num_domains: Count = 1
@@ -137,7 +146,7 @@ class ExpertConfig:
         if self.router == "hash":
             if chosen > 1:
                 yield f"experts.experts_per_token must be 1 with router: hash, got {chosen}"
-            trained = ("router_scale", "balance_loss", "router_z_loss", "balance_bias_rate")
+            trained = ("router_scale", "balance_loss", "router_z_loss", "balance_bias_rate", "correction_bias")
             if given := [name for name in trained if getattr(self, name)]:
                 yield f"experts.{given[0]}: a hash router has nothing to train; remove it"
             if experts % self.num_domains:
@@ -146,8 +155,28 @@ class ExpertConfig:
                 yield f"experts.domain {self.domain}: num_domains is {self.num_domains}, counted from 0"
         elif self.num_domains > 1 or self.domain:
             yield "experts.num_domains and domain are for router: hash"
+        yield from self._group_problems()
         if self.normalize == "after_drop" and self.capacity_factor is None:
             yield "experts.normalize after_drop: without capacity_factor nothing is dropped; write before_drop"
+
+    def _group_problems(self) -> Iterator[str]:
+        groups, kept = self.num_groups, self.groups_per_token
+        if groups > 1 and self.router not in ("sigmoid", "softmax"):
+            yield f"experts.num_groups is for router: sigmoid or softmax, not {self.router}"
+        elif self.num_experts % groups or (groups > 1 and self.num_experts // groups < 2):
+            yield f"experts.num_experts {self.num_experts} do not make num_groups {groups} equal groups of 2 or more"
+        elif kept > groups:
+            yield f"experts.groups_per_token {kept} is more than the num_groups {groups}"
+        elif self.experts_per_token > self.num_experts // groups * kept:
+            yield (
+                f"experts.experts_per_token {self.experts_per_token} is more than the "
+                f"{self.num_experts // groups * kept} experts of groups_per_token {kept} groups"
+            )
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added to the probabilities that experts are chosen by."""
+        return self.correction_bias or self.balance_bias_rate > 0
 
     def capacity(self, tokens: int) -> int:
         """Number of tokens that an expert takes of a group of this size, in training."""
@@ -188,6 +217,8 @@ class ModelConfig(Widths):
     rope_theta: Positive = 10000.0
     rope_dim: Count | None = None
     """Number of rotated features of each head, the first ones; default: all."""
+    rope_scaling: RopeScaling | None = None
+    """Scaled angles; default: unscaled."""
     rope_pairs: Literal["half", "adjacent"] = "half"
     """Pairs of features that rotate together: i and i + rope_dim / 2, or 2 i and 2 i + 1."""
     activation: Activation = "gelu_tanh"
@@ -211,10 +242,16 @@ class ModelConfig(Widths):
     final_norm: Literal["before_query", "after_query"] = "before_query"
     """Position of the last norm with a top query layer. `after_query` is what the reference implementation built
     in pipeline mode."""
+    num_mtp_layers: Natural = 0
+    """Number of multi-token prediction layers: depth d predicts the token d + 1 positions on, in training."""
+    mtp_loss_weight: NotNegative = 0.3
+    """Coefficient of the mean of their losses."""
     z_loss: NotNegative = 0.0
     """Coefficient of the z-loss, which is the mean of log(sum(exp(logits)))^2."""
     dropout_rate: Rate = 0.1
     """Dropout rate of the embedding, the attention probabilities and both residual branches in training."""
+    latent: LatentConfig | None = None
+    """Latent attention (MLA) in place of keys and values of each head; default: none."""
     experts: ExpertConfig | None = None
     """A mixture of experts in place of the MLP of some layers; default: none."""
     eod_id: Natural = 9
@@ -243,8 +280,9 @@ class ModelConfig(Widths):
     def __post_init__(self) -> None:
         for name in ("stop_ids", "sandwich_gains"):  # lists in JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if isinstance(self.experts, dict):
-            object.__setattr__(self, "experts", ExpertConfig(**self.experts))
+        for name, kind in (("rope_scaling", RopeScaling), ("latent", LatentConfig), ("experts", ExpertConfig)):
+            if isinstance(getattr(self, name), dict):
+                object.__setattr__(self, name, kind(**getattr(self, name)))
         if problems := list(self._problems()):
             raise ConfigError(problems)
 
@@ -254,12 +292,18 @@ class ModelConfig(Widths):
         yield from _choice_problems(self)
         if wrong:
             return
-        if misfits := self.misfits():
+        if self.latent:
+            yield from self._latent_problems()
+        elif misfits := self.misfits():
             yield from misfits
         elif self.position == "rotary" and (self.rotated % 2 or self.rotated > self.head_size):
             yield f"rope_dim {self.rotated} must be even and at most the {self.head_size} of a head"
+        if self.rope_scaling and self.position != "rotary":
+            yield f"rope_scaling is for position rotary, not {self.position}"
         if self.query_layer and (self.position, self.block) != ("learned", "sequential"):
             yield (f"query_layer needs learned positions and sequential blocks, not {self.position} and {self.block}")
+        if self.num_mtp_layers and (self.query_layer or self.dropout_rate or self.value_head or self.num_domains > 1):
+            yield "num_mtp_layers is for models without query_layer, value_head, domains and dropout_rate"
         if self.attention == "flash" and (problem := self.flash_problem):
             yield f"attention flash: {problem}; write plain"
         if self.value_head and self.tied_embedding:
@@ -273,6 +317,29 @@ class ModelConfig(Widths):
                 name = "eod_id" if token == self.eod_id else "stop_ids:"
                 yield f"{name} {token} is outside the vocabulary of {self.vocab_size}"
 
+    def _latent_problems(self) -> Iterator[str]:
+        if (self.position, self.norm) != ("rotary", "rms"):
+            yield f"latent needs position rotary and norm rms, not {self.position} and {self.norm}"
+        for name in ("num_kv_heads", "head_dim", "rope_dim"):
+            if getattr(self, name) is not None:
+                yield f"{name}: latent attention has its own sizes (latent.*); leave it out"
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values; all heads of latent attention share what is cached."""
+        return 1 if self.latent else super().kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head's queries and keys."""
+        return self.latent.head_size if self.latent else super().head_size
+
+    @property
+    def cache_widths(self) -> tuple[int, int]:
+        """Width of what the KV cache holds of a token: all its keys and all its values, or its latent and its shared
+        key."""
+        return (self.latent.kv_width, self.latent.rope_dim) if self.latent else (self.kv_size, self.kv_size)
+
     @property
     def end_ids(self) -> tuple[int, ...]:
         """All tokens that end a generated text."""
@@ -280,7 +347,7 @@ class ModelConfig(Widths):
 
     def with_value_head(self) -> ModelConfig:
         """The reward model, or critic, of this size."""
-        return dataclasses.replace(self, value_head=True, tied_embedding=False)
+        return dataclasses.replace(self, value_head=True, tied_embedding=False, num_mtp_layers=0)
 
     @property
     def pad_id(self) -> int | None:
@@ -328,6 +395,8 @@ class ModelConfig(Widths):
     def flash_problem(self) -> str | None:
         """Why FlashAttentionScore cannot compute this model's attention. Source: its documentation in MindSpore
         2.9."""
+        if self.latent:
+            return "latent attention, whose values are not as wide as its keys"
         if self.head_size % 16 or self.head_size > 512:
             return f"heads of {self.head_size} features; it takes multiples of 16 up to 512"
         if self.dropout_rate:
@@ -344,7 +413,12 @@ class ModelConfig(Widths):
     @property
     def rotated(self) -> int:
         """Number of features of a head that RoPE rotates."""
-        return self.rope_dim or self.head_size
+        return self.latent.rope_dim if self.latent else self.rope_dim or self.head_size
+
+    @property
+    def rotary_width(self) -> int:
+        """Number of features of a head that pass through RoPE, rotated or not."""
+        return self.latent.rope_dim if self.latent else self.head_size
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -356,6 +430,8 @@ class ModelConfig(Widths):
         """Whether layer number `layer` has experts instead of an MLP."""
         if self.experts is None or layer < self.experts.first_dense_layers:
             return False
+        if layer >= self.num_layers:  # of multi-token prediction
+            return True
         return layer < self.num_layers - self.query_layer and (layer + 1) % self.experts.layer_frequency == 0
 
     @property

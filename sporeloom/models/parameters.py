@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.latent import LatentConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -31,17 +32,23 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
         for layer, path in enumerate(config.layers)
         for name, shape in layer_shapes(config, layer).items()
     }
-    return {**tables, **layers, **dict(_norm("final_norm", config))}
+    mtp = {
+        f"mtp.{depth}.{name}": shape for depth in range(config.num_mtp_layers) for name, shape in _mtp(config, depth)
+    }
+    return {**tables, **layers, **mtp, **dict(_norm("final_norm", config))}
+
+
+def _mtp(config: ModelConfig, depth: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name in ("embedding_norm", "hidden_norm", "head_norm"):
+        yield from _norm(name, config)
+    yield from _linear("project", 2 * config.hidden_size, config.hidden_size, False)
+    for name, shape in layer_shapes(config, config.num_layers + depth).items():
+        yield f"layer.{name}", shape
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Shape of each parameter of layer number `layer`, by its name within the layer."""
-    attention = [
-        *_linear("attention.query", config.hidden_size, config.query_size, config.qkv_bias),
-        *_linear("attention.key", config.hidden_size, config.kv_size, config.qkv_bias),
-        *_linear("attention.value", config.hidden_size, config.kv_size, config.qkv_bias),
-        *_linear("attention.output", config.query_size, config.hidden_size, config.output_bias),
-    ]
+    attention = _latent_attention(config, config.latent) if config.latent else _attention(config)
     mlp = _experts(config) if config.has_experts(layer) else _mlp("mlp", config, config.ffn_size)
     names = {
         "sequential": ("attention_norm", "mlp_norm"),
@@ -49,6 +56,27 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         "sandwich": ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm"),
     }[config.block]
     return dict([*(entry for name in names for entry in _norm(name, config)), *attention, *mlp])
+
+
+def _attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from _linear("attention.query", config.hidden_size, config.query_size, config.qkv_bias)
+    yield from _linear("attention.key", config.hidden_size, config.kv_size, config.qkv_bias)
+    yield from _linear("attention.value", config.hidden_size, config.kv_size, config.qkv_bias)
+    yield from _linear("attention.output", config.query_size, config.hidden_size, config.output_bias)
+
+
+def _latent_attention(config: ModelConfig, latent: LatentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    d, heads = config.hidden_size, config.num_heads
+    if latent.query_width:
+        yield from _linear("attention.query_down", d, latent.query_width, config.qkv_bias)
+        yield "attention.query_norm.weight", (latent.query_width,)
+        yield from _linear("attention.query_up", latent.query_width, heads * latent.head_size, False)
+    else:
+        yield from _linear("attention.query", d, heads * latent.head_size, False)
+    yield from _linear("attention.kv_down", d, latent.kv_width + latent.rope_dim, config.qkv_bias)
+    yield "attention.kv_norm.weight", (latent.kv_width,)
+    yield from _linear("attention.kv_up", latent.kv_width, heads * latent.key_value_size, False)
+    yield from _linear("attention.output", heads * latent.value_dim, d, config.output_bias)
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -73,7 +101,7 @@ def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     experts = config.mixture
     if experts.router != "hash":
         yield "mlp.router.weight", (experts.num_experts, config.hidden_size)
-    if experts.balance_bias_rate:
+    if experts.has_bias:
         yield "mlp.choices.balance_bias", (experts.num_experts,)
     if experts.router_scale:
         yield "mlp.weights.scale", (1, experts.num_experts)

@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sporeloom.errors import ConfigError, Problems, did_you_mean
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.models.published_keys import TrackedKeys, key_problems, unknown_keys
+from sporeloom.models.rope_scaling import read_scaling
 
 LAYER = "{i}"
 """In a name: the number of a layer."""
 BEHIND = "{n}"
 """In a name: the number after the last layer's."""
+MTP = "{m}"
+"""In a name: the number of a multi-token prediction layer, here from 0, published after those of the layers."""
 EXPERT = "{e}"
 """In a name: the number of an expert. Published experts are separate tensors, here they are one tensor with a dim
 for the expert."""
@@ -58,6 +61,8 @@ class PublishedFormat:
     ignored: str = r"(^|\.)(inv_freq|kv_cache_(scale|offset))$"
     """Names that are not weights: buffers of RoPE, scales of int8 caches."""
     first_layer: int = 0
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Published name -> parameter that it may repeat, in which case it is left out."""
 
     def tensors(self, config: ModelConfig) -> dict[str, tuple[ParameterPart, ...]]:
         """Published name -> parameters, for one model.
@@ -68,13 +73,15 @@ class PublishedFormat:
         shapes, result = parameter_shapes(config), {}
         num_experts = config.experts.num_experts if config.experts else 0
         for theirs, ours in self.names.items():
-            for layer in range(config.num_layers) if LAYER in theirs else (0,):
-                number = str(layer + self.first_layer if LAYER in theirs else config.num_layers + self.first_layer)
-                names = [name.replace(LAYER, str(layer)) for name in ours]
+            numbers = config.num_layers if LAYER in theirs else config.num_mtp_layers if MTP in theirs else 1
+            for layer in range(numbers):
+                number = str(layer + self.first_layer + (0 if LAYER in theirs else config.num_layers))
+                names = [name.replace(LAYER, str(layer)).replace(MTP, str(layer)) for name in ours]
                 if names[0] not in shapes:
                     continue
                 for expert in range(num_experts) if EXPERT in theirs else (None,):
-                    found = theirs.replace(LAYER, number).replace(BEHIND, number).replace(EXPERT, str(expert))
+                    found = theirs.replace(LAYER, number).replace(MTP, number).replace(BEHIND, number)
+                    found = found.replace(EXPERT, str(expert))
                     result[found] = tuple(ParameterPart(name, expert) for name in names)
         named = {part.name for parts in result.values() for part in parts}
         if unnamed := [name for name in shapes if name not in named]:
@@ -82,6 +89,18 @@ class PublishedFormat:
                 f"{self.model_type} has no name for {', '.join(unnamed[:4])}{', ...' * (len(unnamed) > 4)}"
             )
         return result
+
+    def repeated(self, config: ModelConfig) -> dict[str, str]:
+        """Published name of what may be stored twice -> name of the tensor that it repeats."""
+        numbers = range(
+            config.num_layers + self.first_layer, config.num_layers + self.first_layer + config.num_mtp_layers
+        )
+        head = "embedding.word.weight" if config.tied_embedding else "head.weight"
+        return {
+            theirs.replace(MTP, str(number)): str(self.name_of(head if ours == "head.weight" else ours))
+            for theirs, ours in self.copies.items()
+            for number in numbers
+        }
 
     def name_of(self, ours: str) -> str | None:
         """Published name of a parameter that has one of its own and belongs to no layer."""
@@ -167,6 +186,8 @@ class Rope(NamedTuple):
     theta: float | None
     rotated: float | None
     """Fraction of each head's features that is rotated."""
+    scaling: dict[str, Any] | None = None
+    """Fields of `RopeScaling`; None: unscaled angles."""
 
 
 def read_rope(values: Mapping[str, Any]) -> Rope:
@@ -174,45 +195,38 @@ def read_rope(values: Mapping[str, Any]) -> Rope:
     (`rope_parameters`, which counts where both are there) write it.
 
     Raises:
-        ConfigError: angles that are scaled, or one thing said twice.
+        ConfigError: angles that are scaled in another way, or one thing said twice.
     """
-    problems: list[str] = []
+    problems = Problems()
     inner: dict[str, dict[str, Any]] = {}
     for key in ("rope_parameters", "rope_scaling"):
         given = values.get(key) or {}
         if isinstance(given, dict):
-            problems += _scaling_problems(key, given)
             inner[key] = given
         else:
-            problems.append(f"{key} must be a mapping of keys, got {given!r}")
-    found = []
-    for name in ("rope_theta", "partial_rotary_factor"):
-        outer = values.get(name)
-        said = {f"{key}.{name}": given[name] for key, given in inner.items() if given.get(name) is not None}
-        if len(set(map(str, said.values()))) > 1:
-            told = " and ".join(f"{place} {value!r}" for place, value in said.items())
-            problems.append(f"{told} contradict each other; leave one")
-        number = next(iter(said.values()), outer)
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
-            problems.append(f"{name} must be a number, got {number!r}")
-        found.append(number)
-    if problems:
-        raise ConfigError(problems)
-    return Rope(*(None if number is None else float(number) for number in found))
+            problems += [f"{key} must be a mapping of keys, got {given!r}"]
+    theta, rotated = (
+        _rope_number(name, values.get(name), inner, problems) for name in ("rope_theta", "partial_rotary_factor")
+    )
+    seq_len = values.get("max_position_embeddings")
+    scalings = {key: problems.of(lambda key=key: read_scaling(key, inner[key], seq_len)) for key in inner if inner[key]}
+    scaled = [scaling for scaling in scalings.values() if scaling]
+    if len(scaled) > 1 and scaled[0] != scaled[1]:
+        problems += ["rope_parameters and rope_scaling contradict each other; leave one"]
+    problems.tell()
+    return Rope(theta, rotated, scaled[0] if scaled else None)
 
 
-def _scaling_problems(key: str, given: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse what changes angles from position * theta^(-2 i / d)."""
-    identity = given.get("factor") in (None, 1)
-    plain = ("default", "linear") if identity and "factor" in given else ("default",)
-    for name, value in given.items():
-        if name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings") or value is None:
-            continue
-        if name in ("rope_type", "type"):
-            if value not in plain:
-                yield f"{key}.{name} is {value!r}; only 'default' is supported"
-        elif value != 1:
-            yield f"{key}.{name} is {value!r}; only unscaled angles are supported"
+def _rope_number(name: str, outer: Any, inner: Mapping[str, Mapping[str, Any]], problems: Problems) -> float | None:
+    said = {f"{key}.{name}": given[name] for key, given in inner.items() if given.get(name) is not None}
+    if len(set(map(str, said.values()))) > 1:
+        told = " and ".join(f"{place} {value!r}" for place, value in said.items())
+        problems += [f"{told} contradict each other; leave one"]
+    number = next(iter(said.values()), outer)
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
+        problems += [f"{name} must be a number, got {number!r}"]
+        return None
+    return None if number is None else float(number)
 
 
 def rope_theta(rope: Rope, default: float | None = None) -> float:

@@ -27,7 +27,7 @@ _IRRELEVANT = """
     attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob classifier_dropout embd_pdrop
     resid_pdrop attn_pdrop embedding_dropout residual_dropout dropout emb_dropout_prob attn_dropout_prob layerdrop
     router_jitter_noise input_jitter_noise
-    bias use_bias qkv_bias vocab_size seq_length max_sequence_length n_positions original_max_position_embeddings
+    ep_size bias use_bias qkv_bias vocab_size seq_length max_sequence_length n_positions original_max_position_embeddings
     max_position_embeddings intermediate_size head_dim num_key_value_heads unsloth_version unsloth_fixed
 """
 IRRELEVANT = frozenset(_IRRELEVANT.split())
@@ -40,6 +40,8 @@ _NOT_GIVEN = """
     attention_logit_cap query_pre_attn_scalar attention_multiplier attention_scale attn_scale softmax_scale clip_qkv
     attention_chunk_size floor_scale scale_depth dim_model_base mup_denominator unpadded_vocab_size pre_seq_len
     cross_attention_layers attention_types attn_type attn_config pruned_heads
+    sliding_window_list swa_layers dsa_layers index_topk index_n_heads index_head_dim block_post_layernorm_idx
+    router_sliding_window mhc_num_stream mhc_recur_norm mhc_use_gamma
 """
 _OFF = """
     quantization_bit sliding_window attention_window_size window_size use_sliding_window use_dynamic_ntk use_logn_attn
@@ -47,6 +49,7 @@ _OFF = """
     qk_layernorm use_qk_layernorm attn_temperature_tuning attn_output_gate attention_sink param_sink_number
     num_sink_tokens attention_value_scale scale_attn_by_inverse_layer_idx parallel_attn use_parallel_residual
     new_decoder_architecture rope_interleave rope_interleaved rotary_interleaved interleaved_qkv use_mrope
+    use_mome use_mhc param_sink_with_value
     position_encoding_2d scale_embedding embedding_layernorm layernorm_embedding normalize_embedding
     norm_after_embedding sandwich_norm use_post_norm post_norm norm_topk_prob mlp_bias first_k_dense_replace
     n_shared_experts use_mup num_kv_shared_layers use_double_wide_mlp apply_layernorm_1p rms_norm_add_unit_offset

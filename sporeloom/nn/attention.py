@@ -8,7 +8,7 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from sporeloom.models.config import ModelConfig
-from sporeloom.nn.cache import NoCache
+from sporeloom.nn.cache import KVCache, NoCache
 from sporeloom.nn.dropout import AttentionDropout, Dropout
 from sporeloom.nn.flash import FlashAttention, chooses_flash, on_ascend
 from sporeloom.nn.linear import Linear
@@ -118,6 +118,11 @@ class Attention(nn.Cell):
         if self.has_flash:
             self.flash = FlashAttention(config)
         self.probs_dropout, self.dropout = AttentionDropout(config.dropout_rate), Dropout(config.dropout_rate)
+
+    def attach_cache(self, num_rows: int, capacity: int) -> None:
+        """Keep keys and values of `capacity` tokens for each of `num_rows` rows."""
+        self.has_flash = False  # a few queries at a time have few scores
+        self.cache = KVCache((num_rows, self.num_kv_heads, capacity, self.head_dim), self.dtype)
 
     def construct(self, query_input, x, bias, angles=None, slots=None, dropout_keys=None):
         """query_input, x: (B*T, D), inputs of queries, and of keys and values; bias: (B, 1, T, keys), from `Mask`;

@@ -10,6 +10,7 @@ from mindspore import nn, ops
 
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.attention import Attention
+from sporeloom.nn.latent_attention import LatentAttention
 from sporeloom.nn.linear import MAX_KERNEL_ROWS
 from sporeloom.nn.mlp import MLP, GatedMLP
 from sporeloom.nn.moe import MoE
@@ -28,7 +29,7 @@ class Block(nn.Cell):
     def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
         super().__init__()
         self.attention_norm = build_norm(config, dtype)
-        self.attention = Attention(config, dtype)
+        self.attention = (LatentAttention if config.latent else Attention)(config, dtype)
         self.attention_add = ops.Add()
         self.has_experts = config.has_experts(layer)
         if self.has_experts:

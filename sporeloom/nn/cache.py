@@ -14,13 +14,15 @@ class NoCache(nn.Cell):
 
 
 class KVCache(nn.Cell):
-    """Keys and values of every row's tokens, (R, KV, S, D/H) each: R rows of S slots, written in place."""
+    """Keys and values of every row's tokens, (R, KV, S, D/H) each: R rows of S slots, written in place. Values may be
+    of another width."""
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: mstype.Type):
+    def __init__(self, shape: tuple[int, int, int, int], dtype: mstype.Type, value_width: int | None = None):
         super().__init__()
         self.num_rows = shape[0]
         self.keys = Parameter(initializer("zeros", shape, dtype), requires_grad=False)
-        self.values = Parameter(initializer("zeros", shape, dtype), requires_grad=False)
+        of_values = (*shape[:3], value_width or shape[3])
+        self.values = Parameter(initializer("zeros", of_values, dtype), requires_grad=False)
         self.append_keys, self.append_values = ops.ScatterNdUpdate(), ops.ScatterNdUpdate()
         self.rows, self.row = ops.StridedSlice(), ops.ReduceMax()
         self.pick_keys, self.pick_values = ops.Gather(), ops.Gather()

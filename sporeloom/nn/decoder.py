@@ -7,16 +7,18 @@ Shapes: B batch, T tokens, D hidden, V vocabulary. The residual stream is (B*T, 
 from mindspore import dtype as mstype
 from mindspore import nn, ops
 
+from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.attention import Attention, DocumentMask, SlotMask
 from sporeloom.nn.blocks import BLOCKS
-from sporeloom.nn.cache import KVCache
 from sporeloom.nn.dropout import number_dropouts
 from sporeloom.nn.embedding import TokenEmbedding
 from sporeloom.nn.flash import chooses_flash
 from sporeloom.nn.head import Head, TiedHead, ValueHead
+from sporeloom.nn.latent_attention import LatentAttention
 from sporeloom.nn.loss import CrossEntropy
 from sporeloom.nn.moe import TokenGroups
+from sporeloom.nn.mtp import MTPLayer, MTPLosses
 from sporeloom.nn.norm import build_norm
 from sporeloom.nn.rotary import Angles
 
@@ -42,6 +44,9 @@ class Decoder(nn.Cell):
             self.angles = Angles(config)
         plain = [path for path in config.layers if path.startswith("layers.")]
         self.layers = nn.CellList([BLOCKS[config.block](config, dtype, layer) for layer in range(len(plain))])
+        if config.num_mtp_layers:
+            self.mtp = nn.CellList([MTPLayer(config, dtype, depth) for depth in range(config.num_mtp_layers)])
+            self.known_token = ops.Maximum()
         self.build_top(config, dtype)
         self.final_norm = build_norm(config, dtype)
         self.head = (ValueHead if config.value_head else TiedHead if config.tied_embedding else Head)(config, dtype)
@@ -60,12 +65,19 @@ class Decoder(nn.Cell):
     def attach_caches(self, num_rows: int, capacity: int) -> None:
         """Let attention keep the keys and values of `capacity` tokens for each of `num_rows` rows, in place of any
         before."""
+        scaling = self.config.rope_scaling
+        if scaling and scaling.kind == "dynamic":
+            if min(capacity - 1, self.config.seq_len) > scaling.original:
+                raise ConfigError(
+                    f"rope_scaling dynamic: texts of up to seq_len {self.config.seq_len} tokens are longer than "
+                    f"original_seq_len {scaling.original}, beyond which each token changes the keys of all earlier ones, "
+                    f"which a cache holds; give seq_len {scaling.original}, or scale with ntk or yarn"
+                )
+            self.angles.is_dynamic = False
         self.mask = SlotMask(capacity)
-        shape = (num_rows, self.config.kv_heads, capacity, self.config.head_size)
         for name, cell in self.cells_and_names():
-            if isinstance(cell, Attention):
-                cell.has_flash = False  # a few queries at a time have few scores
-                cell.cache = KVCache(shape, cell.dtype)
+            if isinstance(cell, Attention | LatentAttention):
+                cell.attach_cache(num_rows, capacity)
                 cell.cache.update_parameters_name(f"{name}.cache.")
 
     def construct(self, tokens, positions, rows=None, slots=None, dropout_keys=None):
@@ -82,6 +94,11 @@ class Decoder(nn.Cell):
     def hidden(self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None):
         """Input of the head (B*T, D), and the losses of the routers. `kept`: the output of `draw_kept` of
         `sporeloom.data.random_ltd`, where layers drop tokens."""
+        x, losses, bias, _ = self.stream(tokens, positions, slots, dropout_keys, shares, groups, kept)
+        return self.top(x, positions, bias, slots, dropout_keys), losses
+
+    def stream(self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None):
+        """Output of the last of `layers`, the losses of the routers, and the mask and angles of the positions."""
         kept = None if kept is None else (*kept, positions)
         bias = self.mask(positions)
         angles = self.angles(positions) if self.has_rotary else None
@@ -91,7 +108,20 @@ class Decoder(nn.Cell):
                 x, losses = layer(x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups)
             else:
                 x = layer(x, bias, angles, slots, dropout_keys, kept=kept)
-        return self.top(x, positions, bias, slots, dropout_keys), losses
+        return x, losses, bias, angles
+
+    def logits_of_depths(self, tokens, positions, later, shares=None, groups=None):
+        """Logits of the next token and of each depth of multi-token prediction, (B*T, V) each, and the losses of the routers.
+
+        `later`: for each depth d the tokens d positions on, (B, T); any token below 0 where there is none.
+        """
+        x, losses, bias, angles = self.stream(tokens, positions, None, None, shares, groups)
+        logits = (self.head(self.top(x, positions, bias, None, None), self.embedding.word.weight),)
+        for depth, layer in enumerate(self.mtp):
+            embedded = self.embedding(self.known_token(later[depth], 0), positions)
+            x, losses = layer(x, embedded, bias, angles, tokens, shares, losses, groups)
+            logits = (*logits, self.head(layer.head_norm(x), self.embedding.word.weight))
+        return logits, losses
 
     def top(self, x, positions, bias, slots, dropout_keys):
         """Compute the part from the last of `layers` to the head."""
@@ -105,7 +135,8 @@ class DecoderWithLoss(nn.Cell):
     loss_weights: (B, T) float32, each token's share of the loss (see `sporeloom.data.batch`). The weights already hold
         the denominator of the global batch, so that the losses of its microbatches simply add up. Further arrays: inputs
         of the loss, (B, T); dropout_keys, (B, T), int32, with a dropout rate above 0; and the two of
-    `sporeloom.data.random_ltd.draw_kept` where layers drop tokens.
+    `sporeloom.data.random_ltd.draw_kept` where layers drop tokens. With multi-token prediction and the cross-entropy: labels
+    and loss weights of each depth instead, (B, T) each (`sporeloom.data.batch.mtp_targets`).
 
     Args:
         loss: of logits, labels, weights and its further inputs; without it, the cross-entropy. The losses of routers are
@@ -118,6 +149,10 @@ class DecoderWithLoss(nn.Cell):
         self.loss = CrossEntropy(model.config.z_loss) if loss is None else loss
         self.num_inputs = self.loss.num_inputs
         self.has_router_losses = model.has_experts and loss is None
+        self.num_mtp = model.config.num_mtp_layers if loss is None else 0
+        if self.num_mtp:
+            self.num_inputs += 2 * self.num_mtp
+            self.mtp_losses = MTPLosses(model.config)
         if self.has_router_losses:
             self.token_groups = TokenGroups(model.config)
             self.by_group, self.share = ops.Reshape(), ops.ReduceSum()
@@ -126,6 +161,8 @@ class DecoderWithLoss(nn.Cell):
         inputs, rest = more[: self.num_inputs], more[self.num_inputs :]
         dropout_keys = rest[0] if len(rest) % 2 else None
         kept = rest[-2:] if len(rest) > 1 else None
+        if self.num_mtp:
+            return self.of_depths(tokens, labels, positions, loss_weights, inputs)
         if not self.has_router_losses:
             logits, _ = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, kept=kept)
             return self.loss(logits, labels, loss_weights, *inputs)
@@ -133,6 +170,20 @@ class DecoderWithLoss(nn.Cell):
         shares = self.share(self.by_group(loss_weights, groups[0].shape), 1)  # (G,)
         logits, losses = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, shares, groups)
         return self.loss(logits, labels, loss_weights, losses)
+
+    def of_depths(self, tokens, labels, positions, loss_weights, inputs):
+        """The loss with that of multi-token prediction. `inputs`: labels and weights of each depth."""
+        groups, shares = None, None
+        if self.has_router_losses:
+            groups = self.token_groups(labels, tokens)
+            shares = self.share(self.by_group(loss_weights, groups[0].shape), 1)  # (G,)
+        targets = (labels, *inputs[0::2])
+        logits, losses = self.model.logits_of_depths(tokens, positions, targets[:-1], shares, groups)
+        total = self.loss(logits[0], labels, loss_weights, losses)
+        for depth in range(self.num_mtp):
+            of_depth = self.loss(logits[depth + 1], targets[depth + 1], inputs[2 * depth + 1])
+            total = self.mtp_losses(total, of_depth)
+        return total
 
 
 class DecoderWithValues(nn.Cell):

@@ -20,6 +20,8 @@ from sporeloom.nn.dropout import Dropout
 from sporeloom.nn.mlp import ACTIVATIONS, MLP, GatedMLP
 
 TINY = 1e-9  # keeps a sum of weights from being 0
+OUT_OF_GROUP = 1e9
+"""Subtracted from the probabilities of experts that groups exclude."""
 COUNTS_BESIDE_EXPERTS = 2
 """Values of a layer's `LoadCounter` after one for each expert: dropped choices, and the entropy of the
 probabilities."""
@@ -91,11 +93,17 @@ class TopKRouter(nn.Cell):
         experts = config.mixture
         self.experts, self.chosen = experts.num_experts, experts.experts_per_token
         self.grouped = experts.router == "grouped"
-        self.has_bias = experts.balance_bias_rate > 0
+        self.has_bias = experts.has_bias
         if self.has_bias:
             zeros = initializer("zeros", (experts.num_experts,), mstype.float32)
             self.balance_bias = Parameter(zeros, requires_grad=False, parallel_optimizer=False)
             self.add_bias = ops.Add()
+        self.groups, self.kept_groups = experts.num_groups, experts.groups_per_token
+        if self.groups > self.kept_groups:
+            self.by_group, self.best_two, self.group_score = ops.Reshape(), ops.TopK(), ops.ReduceSum()
+            self.best_groups, self.one_hot, self.any_of = ops.TopK(), ops.OneHot(), ops.ReduceSum()
+            self.each, self.less_one, self.far, self.exclude = ops.ExpandDims(), ops.Sub(), ops.Mul(), ops.Add()
+            self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
         if self.grouped:
             self.split, self.argmax, self.shift = ops.Reshape(), ops.Argmax(-1, mstype.int32), ops.Add()
         else:
@@ -105,11 +113,24 @@ class TopKRouter(nn.Cell):
         groups, length, _ = probs.shape
         if self.has_bias:
             probs = self.add_bias(probs, self.balance_bias)
+        if self.groups > self.kept_groups:
+            probs = self.of_best_groups(probs)
         if not self.grouped:
             return self.top(probs, self.chosen)[1]
         size = self.experts // self.chosen
         best = self.argmax(self.split(probs, (groups, length, self.chosen, size)))
         return self.shift(best, _numbers(self.chosen, size))
+
+    def of_best_groups(self, probs):
+        """Probabilities far below all others outside of the groups whose two best experts add up to most. Source:
+        DeepSeek-V3."""
+        count, length, experts = probs.shape
+        by_group = self.by_group(probs, (count, length, self.groups, experts // self.groups))
+        scores = self.group_score(self.best_two(by_group, 2)[0], 3)  # (G, L, groups)
+        best = self.best_groups(scores, self.kept_groups)[1]
+        kept = self.any_of(self.one_hot(best, self.groups, self.on, self.off), 2)  # (G, L, groups)
+        away = self.far(self.less_one(kept, 1.0), OUT_OF_GROUP)  # 0, or less than any probability with its bias
+        return self.by_group(self.exclude(by_group, self.each(away, 3)), (count, length, experts))
 
 
 class HashRouter(nn.Cell):

@@ -6,13 +6,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig, Widths
-from sporeloom.numbers import Count, Natural, Positive, number_problems
+from sporeloom.models.parameters import layer_shapes, parameter_shapes
+from sporeloom.numbers import Amount, Count, Natural, Positive, number_problems
 from sporeloom.reader import fields_from, read_yaml
 from sporeloom.strategy.config import Order, stage_of_part
 
@@ -62,6 +64,8 @@ class Dimensions(Widths):
     """The router has no trained parameters."""
     router_scale: bool = False
     """The router has a factor for each expert besides its matrix."""
+    router_bias: bool = False
+    """The router has a correction bias for each expert."""
     router_sums: Natural = 0
     """Number of values of a layer's router losses and counters that are summed over the replicas."""
     router_losses: Natural = 0
@@ -72,6 +76,10 @@ class Dimensions(Widths):
     """Rows of the busiest rank's experts, relative to perfect balance. With fixed shapes, as here, it is 1."""
     attention_matrices: Natural = 0
     """Entries of one layer's attention matrices, where they differ from query, key, value and output (MLA)."""
+    cache_width: Natural = 0
+    """Entries of the KV cache for a token and layer, where they differ from its keys and values (MLA)."""
+    mtp_entries: Amount = 0
+    """Entries of all layers of multi-token prediction; counted in num_parameters only."""
     dropout: bool = True
     """Dropout masks are kept for the backward pass."""
     float32_softmax: bool = False
@@ -129,7 +137,7 @@ class Dimensions(Widths):
     @property
     def layer_router(self) -> int:
         """Entries of the router, mean of all layers."""
-        width = 0 if self.hash_router else self.hidden_size + self.router_scale
+        width = 0 if self.hash_router else self.hidden_size + self.router_scale + self.router_bias
         return self.expert_layers * self.num_experts * width // self.num_layers
 
     @property
@@ -171,7 +179,7 @@ class Dimensions(Widths):
         words = (self.vocab_size + (0 if self.tied_embedding else self.num_outputs)) * self.hidden_size
         positions = self.position_tables * self.position_table
         experts = self.expert_layers * self.num_experts * self.expert_parameters
-        return layers + experts + words + positions + self.norm
+        return layers + experts + words + positions + self.norm + self.mtp_entries
 
     @property
     def active_parameters(self) -> int:
@@ -205,6 +213,8 @@ def of_decoder(config: ModelConfig, seq_len: int | None = None, has_drops: bool 
         seq_len=seq_len or config.seq_len,
         longest_seq_len=config.seq_len,
         num_kv_heads=config.kv_heads,
+        cache_width=sum(config.cache_widths) if config.latent else 0,
+        attention_matrices=_latent_entries(config) if config.latent else 0,
         head_dim=config.head_size,
         ffn_hidden_size=config.ffn_size,
         gated_mlp=config.gated_mlp,
@@ -213,13 +223,20 @@ def of_decoder(config: ModelConfig, seq_len: int | None = None, has_drops: bool 
         tied_embedding=config.tied_embedding,
         value_head=config.value_head,
         block=config.block,
-        qkv_bias=config.qkv_bias,
-        output_bias=config.output_bias,
+        qkv_bias=config.qkv_bias and not config.latent,
+        output_bias=config.output_bias and not config.latent,
         mlp_bias=config.mlp_bias,
         norm_bias=config.norm_bias and config.norm == "layer",
         dropout=config.dropout_rate > 0,
+        mtp_entries=sum(math.prod(s) for name, s in parameter_shapes(config).items() if name.startswith("mtp.")),
         float32_softmax=True,
     )
+
+
+def _latent_entries(config: ModelConfig) -> int:
+    """Entries of a layer's latent attention, norms and biases among them."""
+    shapes = layer_shapes(config, 0).items()
+    return sum(math.prod(shape) for name, shape in shapes if name.startswith("attention."))
 
 
 def _of_experts(config: ModelConfig, has_drops: bool) -> dict[str, Any]:
@@ -234,6 +251,7 @@ def _of_experts(config: ModelConfig, has_drops: bool) -> dict[str, Any]:
         "shared_ffn_size": experts.shared_ffn_hidden_size,
         "hash_router": experts.router == "hash",
         "router_scale": experts.router_scale,
+        "router_bias": experts.has_bias,
         "router_sums": _router_sums(experts),
         "router_losses": (experts.balance_loss > 0) + (experts.router_z_loss > 0),
         "expert_layers": sum(map(config.has_experts, range(config.num_layers))),

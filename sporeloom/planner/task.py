@@ -230,7 +230,8 @@ def auxiliary_bytes(dims: Dimensions, job: Parallelism, task: TrainedTask) -> li
             beside["reward model"] = size
     if task.samples:  # KV cache of all texts of a step
         slots = num_slots_for(dims.seq_len) * _rows(job)
-        width = 2 * job.activation_bytes * dims.kv_size / math.gcd(job.tp, dims.kv_heads)
+        entries = dims.cache_width or 2 * dims.kv_size / math.gcd(job.tp, dims.kv_heads)
+        width = job.activation_bytes * entries
         for beside, layers in zip(found, job.stages(dims.num_layers), strict=True):
             beside["KV cache"] = layers * slots * width
     return found

@@ -236,6 +236,11 @@ def _layer_problems(strategy: Strategy, config: ModelConfig, has_others: bool) -
             f"{strategy.at('mesh.pp')} = {mesh.pp} stages{f' x {virtual} virtual ones' if virtual > 1 else ''} are more than "
             f"the {config.num_layers} layers; use at most {config.num_layers}"
         )
+    if mesh.pp > 1 and config.num_mtp_layers:
+        problems.append(
+            f"{strategy.at('mesh.pp')} = {mesh.pp}: multi-token prediction (num_mtp_layers {config.num_mtp_layers}) uses the "
+            "embedding in the last stage, which is not implemented; leave pp out, or give num_mtp_layers 0"
+        )
     stages = strategy.pipeline.stages
     if isinstance(stages, Stages) and stages.num_layers and sum(stages.num_layers) != config.num_layers:
         problems.append(

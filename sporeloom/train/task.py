@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import nn
 from numpy.typing import NDArray
 
-from sporeloom.data.batch import dropout_keys
+from sporeloom.data.batch import Batch, dropout_keys, mtp_targets
 from sporeloom.data.tokenizer import Tokenizer
 from sporeloom.models.family import family_module
 from sporeloom.nn.lora import attach_adapters
@@ -87,7 +87,12 @@ class Task(ABC):
 
     def inputs(self, step: int) -> Arrays:
         """All inputs of `step`."""
-        return self.with_dropout_keys(step, [*self.batch(step)])
+        return self.with_dropout_keys(step, self.with_mtp_targets([*self.batch(step)]))
+
+    def with_mtp_targets(self, arrays: Arrays) -> Arrays:
+        """The arrays of a batch, with targets of multi-token prediction where the cross-entropy trains it."""
+        depths = self.run.model.num_mtp_layers if self.loss() is None else 0
+        return arrays + mtp_targets(Batch(*arrays), depths) if depths else arrays
 
     def with_dropout_keys(self, step: int, arrays: Arrays) -> Arrays:
         """Inputs of `step`, and dropout's where there is any."""

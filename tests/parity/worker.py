@@ -42,6 +42,18 @@ MOGE = {
     "shared_ffn_hidden_size": 64,
     "balance_bias_rate": 0.1,
 }
+GROUPS = {
+    "num_experts": 8,
+    "experts_per_token": 2,
+    "router": "sigmoid",
+    "num_groups": 4,
+    "groups_per_token": 2,
+    "ffn_hidden_size": 64,
+    "shared_ffn_hidden_size": 64,
+    "first_dense_layers": 1,
+    "routed_scaling_factor": 2.5,
+    **BALANCED,
+}
 SIGMA = {"num_experts": 4, "experts_per_token": 1, "router": "hash", "num_domains": 2, "capacity_factor": 2.0}
 MODELS = {
     "pangu": ("pangu", "tiny", {}),
@@ -52,6 +64,8 @@ MODELS = {
     "palm": ("palm", "tiny", {}),
     "moe": ("pangu", "tiny", {"experts": {**EXPERTS, "experts_per_token": 2, **BALANCED}}),
     "moge": ("pangu", "embedded_tiny", {"experts": {**EXPERTS, **MOGE}}),
+    "latent": ("pangu", "ultra_moe_tiny", {"experts": None}),
+    "latent_moe": ("pangu", "ultra_moe_tiny", {"experts": GROUPS}),
     "sigma": ("pangu", "tiny", {"experts": SIGMA}),
 }
 

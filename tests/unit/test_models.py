@@ -18,6 +18,7 @@ COUNTS = {  # facts of the published models
 }
 SIZES = [(family, size) for family in FAMILIES for size in family_module(family, "config").SIZES]
 BASE = {"vocab_size": 128, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "query_layer": False}
+LATENT = {"kv_width": 8, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
 TWO_OF_FOUR = {"num_experts": 4, "experts_per_token": 2}
 HASH = {"num_experts": 4, "experts_per_token": 1, "router": "hash"}
 
@@ -25,6 +26,13 @@ HASH = {"num_experts": 4, "experts_per_token": 1, "router": "hash"}
 @pytest.mark.parametrize(("family", "size"), COUNTS)
 def test_parameter_counts_are_the_published_ones(family, size):
     assert num_parameters(size_config(family, size)) == COUNTS[family, size]
+
+
+def test_ultra_moe_is_as_large_as_printed():
+    config = dataclasses.replace(size_config("pangu", "ultra_moe_718b"), num_mtp_layers=0)
+    embedding = config.vocab_size * config.hidden_size
+    assert num_parameters(config) == 719_093_767_680
+    assert (num_parameters(config) - embedding) / 1e9 == pytest.approx(718, abs=0.2)
 
 
 def test_palm_is_as_large_as_printed():
@@ -91,8 +99,8 @@ def test_networks_that_are_not_built_here_are_refused():
         way.read({**values, "param_sink_number": 128})
     with pytest.raises(ConfigError, match="hidden_act is 'gelu'; only 'silu' is supported"):
         way.read({**values, "hidden_act": "gelu"})
-    scaled = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}
-    with pytest.raises(ConfigError, match="rope_type is 'yarn'; only 'default' is supported"):
+    scaled = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}
+    with pytest.raises(ConfigError, match="rope_type is 'longrope', which is not supported"):
         way.read({**values, **scaled})
     assert way.read({**values, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})["rope_theta"] == 5e5
     with pytest.raises(
@@ -129,6 +137,27 @@ def test_networks_that_are_not_built_here_are_refused():
         ({"experts": {**HASH, "domain": 1}}, "domain 1: num_domains is 1"),
         ({"experts": {**TWO_OF_FOUR, "num_domains": 2}}, "num_domains and domain are for router: hash"),
         ({"experts": {**TWO_OF_FOUR, "normalize": "after_drop"}}, "without capacity_factor nothing is dropped"),
+        ({"latent": LATENT}, "latent needs position rotary and norm rms, not learned and layer"),
+        ({"latent": LATENT, "num_kv_heads": 2}, "num_kv_heads: latent attention has its own sizes"),
+        ({"latent": {**LATENT, "rope_dim": 5}}, "latent.rope_dim 5 must be even"),
+        ({"rope_scaling": {"kind": "linear", "factor": 2.0}}, "rope_scaling is for position rotary, not learned"),
+        (
+            {"rope_scaling": {"kind": "yarn", "factor": 2.0}},
+            "rope_scaling.original_seq_len is missing; yarn needs it",
+        ),
+        ({"experts": {**TWO_OF_FOUR, "num_groups": 3}}, "num_experts 4 do not make num_groups 3 equal groups"),
+        (
+            {"experts": {**TWO_OF_FOUR, "num_groups": 2, "groups_per_token": 3}},
+            "groups_per_token 3 is more than the num_groups 2",
+        ),
+        (
+            {"experts": {**TWO_OF_FOUR, "num_groups": 2, "experts_per_token": 3}},
+            "experts_per_token 3 is more than the 2 experts of groups_per_token 1 groups",
+        ),
+        (
+            {"experts": {**TWO_OF_FOUR, "router": "grouped", "num_groups": 2}},
+            "num_groups is for router: sigmoid or softmax",
+        ),
         ({"experts": {**TWO_OF_FOUR, "first_dense_layers": 2}}, "none of the 2 layers has any"),
     ],
 )

@@ -151,15 +151,15 @@ def test_how_much_of_a_head_glm_turns(values, rotated, tmp_path):
 
 SCALED = {  # name: (keys, words)
     **{
-        f"{place} {word} {kind}": ({place: {word: kind, "factor": 2.0}}, f"{place}.{word} is {kind!r}; only 'default'")
+        f"{place} {word} {kind}": ({place: {word: kind, "factor": 2.0}}, f"{place}.{word} is {kind!r}, which is not")
         for place in ("rope_parameters", "rope_scaling")
         for word in ("type", "rope_type")
-        for kind in ("linear", "dynamic", "yarn", "llama3", "longrope", "su", "mrope", "proportional", "axial")
+        for kind in ("longrope", "su", "mrope", "proportional", "axial")
     },
-    "a factor of 1 in another kind": ({"rope_scaling": {"type": "yarn", "factor": 1.0}}, "type is 'yarn'"),
+    "no factor": ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is missing; yarn scaling needs it"),
     "a factor of nothing": ({"rope_parameters": {"type": "default", "factor": 8.0}}, "rope_parameters.factor is 8.0"),
     "a factor alone": ({"rope_scaling": {"factor": 4}}, "rope_scaling.factor is 4"),
-    "words that differ": ({"rope_scaling": {"rope_type": "default", "type": "linear", "factor": 2}}, "type is 'linear'"),
+    "words that differ": ({"rope_scaling": {"rope_type": "default", "type": "linear", "factor": 2}}, "contradict each"),
     "of each kind of layer": (
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
         "rope_parameters.full_attention is",

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention (MLA). Source: arXiv:2405.04434 section 2.1; DeepSeek-V3.
+
+B batch, T tokens, S keys, H heads; R width of the latent; N and P features of a head without and with positions; V of its
+values.
+"""
+
+import math
+
+from mindspore import dtype as mstype
+from mindspore import nn, ops
+
+from sporeloom.errors import ConfigError
+from sporeloom.models.config import ModelConfig
+from sporeloom.nn.cache import KVCache, NoCache
+from sporeloom.nn.dropout import AttentionDropout, Dropout
+from sporeloom.nn.linear import Linear
+from sporeloom.nn.norm import RMSNorm
+from sporeloom.nn.rotary import Rotary
+
+
+class LatentAttention(nn.Cell):
+    """Softmax((Qn Kn^T + Qp kp^T) * scale + mask) V, then the output projection, where (Kn, V) = kv_up(norm(latent)).
+
+    Without a cache keys and values of each head are computed. With one, which holds latents and shared keys, each head's
+    half of `kv_up` is absorbed: queries are taken into the latent's space, and so is what they attend to out of it.
+    """
+
+    num_kv_heads = 1
+    """Heads of the cache."""
+
+    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+        super().__init__()
+        latent, d, std = config.latent, config.hidden_size, config.qkv_init_std
+        assert latent is not None
+        self.num_heads, self.width, self.dtype = config.num_heads, latent.kv_width, dtype
+        self.nope, self.rope, self.value_dim = latent.nope_dim, latent.rope_dim, latent.value_dim
+        query_width = latent.query_width
+        self.has_query_latent = query_width is not None
+        query_size = config.num_heads * latent.head_size
+        if query_width is not None:
+            self.query_down = Linear(d, query_width, std, dtype, config.qkv_bias)
+            self.query_norm = RMSNorm(query_width, latent.norm_epsilon, dtype)
+            self.query_up = Linear(query_width, query_size, std, dtype, False)
+        else:
+            self.query = Linear(d, query_size, std, dtype, False)
+        self.kv_down = Linear(d, latent.kv_width + latent.rope_dim, std, dtype, config.qkv_bias)
+        self.kv_norm = RMSNorm(latent.kv_width, latent.norm_epsilon, dtype)
+        self.kv_up = Linear(latent.kv_width, config.num_heads * latent.key_value_size, std, dtype, False)
+        self.output = Linear(config.num_heads * latent.value_dim, d, config.output_std, dtype, config.output_bias)
+        scaling = config.rope_scaling
+        self.factor = (scaling.of_latent_scores if scaling else 1.0) / math.sqrt(latent.head_size)
+        self.query_rotary, self.key_rotary = Rotary(config, dtype), Rotary(config, dtype)
+        self.reshape, self.cast, self.cut_latent, self.cut_head = (
+            ops.Reshape(),
+            ops.Cast(),
+            ops.StridedSlice(),
+            ops.StridedSlice(),
+        )
+        self.nope_transpose, self.nope_key_transpose, self.up_value_transpose = (ops.Transpose() for _ in range(3))
+        self.rope_transpose, self.shared_transpose, self.merge_transpose = (ops.Transpose() for _ in range(3))
+        self.group_queries, self.ungroup_scores = ops.Reshape(), ops.Reshape()
+        self.head_scores, self.head_context = ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()
+        self.scores, self.context = ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()  # of keys that heads share
+        self.scores_add = ops.Add()
+        self.scale, self.mask_add, self.softmax = ops.Mul(), ops.Add(), ops.Softmax(-1)
+        self.cache, self.is_cached = NoCache(), False
+        self.probs_dropout, self.dropout = AttentionDropout(config.dropout_rate), Dropout(config.dropout_rate)
+
+    def attach_cache(self, num_rows: int, capacity: int) -> None:
+        """Keep latents and shared keys of `capacity` tokens for each of `num_rows` rows.
+
+        Raises:
+            ConfigError: an adapter of `kv_up`, which cannot be absorbed.
+        """
+        if getattr(self.kv_up, "weight", None) is None or self.kv_up.has_adapters:
+            raise ConfigError(
+                "an adapter of attention.kv_up is not decoded with a cache of latents; merge it into the weights, or "
+                "decode without a cache"
+            )
+        self.cache, self.is_cached = KVCache((num_rows, 1, capacity, self.width), self.dtype, self.rope), True
+        self.is_quantized = str(self.kv_up.weight.dtype) == "Int8"
+        self.by_head, self.cut_up, self.dequantize = ops.Reshape(), ops.StridedSlice(), ops.Mul()
+        self.head_first, self.context_first, self.batch_first = (ops.Transpose() for _ in range(3))
+        self.head_rows = ops.Reshape()
+        self.absorb_key, self.absorb_value = ops.BatchMatMul(), ops.BatchMatMul(transpose_b=True)
+
+    def construct(self, query_input, x, bias, angles=None, slots=None, dropout_keys=None):
+        """query_input, x: (B*T, D); bias: (B, 1, T, S), from `Mask`; angles: of RoPE."""
+        batch, _, length, _ = bias.shape
+        q_nope, q_rope = self.queries(query_input, angles, (batch, length), dropout_keys)
+        latent, shared = self.latents(x, angles, (batch, length), dropout_keys)
+        if self.is_cached:
+            latent, shared = self.cache(
+                self.reshape(latent, (batch, 1, length, self.width)), self.shared_transpose(shared, (0, 2, 1, 3)), slots
+            )
+            y = self.attend_latents(q_nope, q_rope, latent, shared, bias)
+        else:
+            shared = self.shared_transpose(shared, (0, 2, 1, 3))  # (B, 1, T, P)
+            k, v = self.keys_and_values(latent, (batch, length), dropout_keys)
+            scores = self.head_scores(self.nope_transpose(q_nope, (0, 2, 1, 3)), k)
+            probs = self.probs(scores, self.with_shared(q_rope, shared), bias, dropout_keys)
+            y = self.head_context(probs, v)  # (B, H, T, V)
+        y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.num_heads * self.value_dim))
+        return self.dropout(self.output(y, dropout_keys), dropout_keys)
+
+    def queries(self, x, angles, sizes, dropout_keys):
+        """(B*T, D) -> (B, T, H, N), (B, T, H, P), rotated."""
+        batch, length = sizes
+        if self.has_query_latent:
+            q = self.query_up(self.query_norm(self.query_down(x, dropout_keys)), dropout_keys)
+        else:
+            q = self.query(x, dropout_keys)
+        q = self.reshape(q, (batch, length, self.num_heads, self.nope + self.rope))
+        cos, sin = angles
+        q_rope = self.query_rotary(self.features(q, self.nope, self.nope + self.rope), cos, sin)
+        return self.features(q, 0, self.nope), q_rope
+
+    def latents(self, x, angles, sizes, dropout_keys):
+        """(B*T, D) -> the normed latent (B*T, R), and the key that all heads share, (B, T, 1, P), rotated."""
+        batch, length = sizes
+        down = self.kv_down(x, dropout_keys)
+        rows = down.shape[0]
+        latent = self.kv_norm(self.cut_latent(down, (0, 0), (rows, self.width), (1, 1)))
+        shared = self.cut_latent(down, (0, self.width), (rows, self.width + self.rope), (1, 1))
+        cos, sin = angles
+        return latent, self.key_rotary(self.reshape(shared, (batch, length, 1, self.rope)), cos, sin)
+
+    def keys_and_values(self, latent, sizes, dropout_keys):
+        """(B*T, R) -> (B, H, T, N), (B, H, T, V)."""
+        batch, length = sizes
+        both = self.kv_up(latent, dropout_keys)
+        both = self.reshape(both, (batch, length, self.num_heads, self.nope + self.value_dim))
+        k, v = self.features(both, 0, self.nope), self.features(both, self.nope, self.nope + self.value_dim)
+        return self.nope_key_transpose(k, (0, 2, 1, 3)), self.up_value_transpose(v, (0, 2, 1, 3))
+
+    def features(self, x, start, stop):
+        batch, length, heads, _ = x.shape
+        return self.cut_head(x, (0, 0, 0, start), (batch, length, heads, stop), (1, 1, 1, 1))
+
+    def with_shared(self, q, shared):
+        """Scores of queries (B, T, H, P) and keys (B, 1, S, P) that all heads share, (B, H, T, S)."""
+        batch, length, heads, width = q.shape
+        q = self.group_queries(self.rope_transpose(q, (0, 2, 1, 3)), (batch, 1, heads * length, width))
+        return self.ungroup_scores(self.scores(q, shared), (batch, heads, length, shared.shape[2]))
+
+    def probs(self, scores, shared_scores, bias, dropout_keys):
+        """Attention probabilities, (B, H, T, S)."""
+        scores = self.cast(self.scores_add(scores, shared_scores), mstype.float32)
+        probs = self.softmax(self.mask_add(self.scale(scores, self.factor), bias))
+        return self.cast(self.probs_dropout(probs, dropout_keys), self.dtype)
+
+    def attend_latents(self, q_nope, q_rope, latent, shared, bias):
+        """Attention in the latent's space: (B, T, H, N), (B, T, H, P), (B, 1, S, R), (B, 1, S, P) -> (B, H, T, V)."""
+        batch, length, heads, _ = q_nope.shape
+        up = self.cast(self.kv_up.weight, self.dtype)
+        if self.is_quantized:
+            up = self.dequantize(up, self.cast(self.reshape(self.kv_up.scale, (-1, 1)), self.dtype))
+        up = self.by_head(up, (heads, self.nope + self.value_dim, self.width))
+        key_up = self.cut_up(up, (0, 0, 0), (heads, self.nope, self.width), (1, 1, 1))
+        value_up = self.cut_up(up, (0, self.nope, 0), (heads, self.nope + self.value_dim, self.width), (1, 1, 1))
+        rows = (heads, batch * length, self.nope)
+        q = self.absorb_key(self.head_rows(self.head_first(q_nope, (2, 0, 1, 3)), rows), key_up)  # (H, B*T, R)
+        q = self.batch_first(self.head_rows(q, (heads, batch, length, self.width)), (1, 2, 0, 3))  # (B, T, H, R)
+        probs = self.probs(self.with_shared(q, latent), self.with_shared(q_rope, shared), bias, None)
+        probs = self.group_queries(probs, (batch, 1, heads * length, probs.shape[3]))
+        y = self.ungroup_scores(self.context(probs, latent), (batch, heads, length, self.width))
+        y = self.head_rows(self.context_first(y, (1, 0, 2, 3)), (heads, batch * length, self.width))
+        y = self.head_rows(self.absorb_value(y, value_up), (heads, batch, length, self.value_dim))
+        return self.batch_first(y, (1, 0, 2, 3))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published folders with latent attention: both generations of keys, tensors that are stored twice, and what is refused."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from conftest import CONFIGS, shared
+from safetensors.numpy import load_file, save_file
+
+from sporeloom.checkpoint.huggingface import open_published
+from sporeloom.data.batch import Batch, mtp_targets
+from sporeloom.errors import ConfigError
+from sporeloom.models.config import NO_LABEL
+from sporeloom.models.family import family_module, size_config
+from sporeloom.strategy.checks import model_problems
+from sporeloom.strategy.loader import load_strategy
+
+ULTRA = "golden_v3/pangu_ultra_moe/case_a"
+
+
+def folder_of(tmp_path, config, tensors):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def ultra():
+    return json.loads(shared(f"{ULTRA}/config.json").read_text()), load_file(shared(f"{ULTRA}/model.safetensors"))
+
+
+def test_the_first_releases_keys_are_the_same_model(tmp_path):
+    _, tensors = ultra()
+    first = json.loads(shared(f"{ULTRA}/config_v1_names.json").read_text())
+    assert "attention_kv_lora_dim" in first and "kv_lora_rank" not in first
+    assert open_published(folder_of(tmp_path, first, tensors)).model == open_published(shared(ULTRA)).model
+
+
+def test_tensors_that_are_stored_twice_are_compared(tmp_path):
+    config, tensors = ultra()
+    copies = {
+        "model.layers.3.embed_tokens.weight": tensors["model.embed_tokens.weight"],
+        "model.layers.3.shared_head.head.weight": tensors["lm_head.weight"],
+    }
+    (tmp_path / "same").mkdir()
+    found = open_published(folder_of(tmp_path / "same", config, {**tensors, **copies}))
+    assert not copies.keys() & found.tensors.keys()
+    copies["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 1
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ConfigError, match=r"layers.3.embed_tokens.weight is not model.embed_tokens.weight"):
+        open_published(folder_of(tmp_path / "other", config, {**tensors, **copies}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sandwich_norm": False}, "sandwich_norm is False; only True is supported"),
+        ({"attention_kv_lora_dim": 12}, "kv_lora_rank 11 and attention_kv_lora_dim 12 contradict each other"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads is 1; latent attention has as many as num_attention_heads 3"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid' is supported"),
+        ({"use_mome": True}, "use_mome is True; only False is supported"),
+        ({"param_sink_number": 128}, "param_sink_number is 128; only False is supported"),
+        ({"index_topk": 2048}, "index_topk is 2048; only None is supported"),
+        ({"sliding_window_list": [512]}, "sliding_window_list is [512]; only None is supported"),
+    ],
+)
+def test_networks_that_are_not_built_are_refused_by_their_keys(change, words, tmp_path):
+    config, tensors = ultra()
+    with pytest.raises(ConfigError) as error:
+        open_published(folder_of(tmp_path, {**config, **change}, tensors))
+    assert words in str(error.value)
+
+
+def test_deepseeks_further_predictions_are_refused():
+    (way,) = [way for way in family_module("pangu", "weights").PUBLISHED if way.model_type == "deepseek_v3"]
+    values = json.loads(shared("golden_v3/deepseek_mla/case_a/plain/config.json").read_text())
+    assert way.read(values)["experts"]["correction_bias"]
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers is 1; only 0 is supported"):
+        way.read({**values, "num_nextn_predict_layers": 1})
+    all_dense = way.read({**values, "first_k_dense_replace": values["num_hidden_layers"]})
+    assert all_dense["experts"] is None
+
+
+def test_further_predictions_stay_within_documents():
+    tokens = np.array([[5, 6, 9, 7, 8, 4]], np.int32)
+    labels = np.array([[6, 9, 7, 8, 4, 3]], np.int32)
+    positions = np.array([[0, 1, 2, 0, 1, 2]], np.int32)
+    weights = np.array([[1, 1, 0, 1, 1, 1]], np.float32) / 5
+    first, of_first, second, of_second = mtp_targets(Batch(tokens, labels, positions, weights), 2)
+    no = NO_LABEL
+    np.testing.assert_array_equal(first, [[9, 7, no, 4, 3, no]])
+    np.testing.assert_allclose(of_first, np.array([[1, 0, 0, 1, 1, 0]]) / 5 * 6 / 5, rtol=1e-6)
+    np.testing.assert_array_equal(second, [[7, no, no, 3, no, no]])
+    np.testing.assert_allclose(of_second, np.array([[0, 0, 0, 1, 0, 0]]) / 5 * 6 / 4, rtol=1e-6)
+    whole = Batch(tokens, labels, np.arange(6, dtype=np.int32)[None], np.full((1, 6), 1 / 6, np.float32))
+    assert [float(w.sum()) for w in mtp_targets(whole, 2)[1::2]] == pytest.approx([1, 1])
+    assert not mtp_targets(whole, 7)[-1].any()
+
+
+def test_a_pipeline_refuses_further_predictions():
+    strategy = load_strategy(CONFIGS / "pangu_tiny_dp2_pp2.yaml")
+    config = dataclasses.replace(size_config("pangu", "ultra_moe_tiny"), experts=None)
+    assert "which is not implemented" in "\n".join(model_problems(strategy, config))
+    assert not model_problems(strategy, dataclasses.replace(config, num_mtp_layers=0))

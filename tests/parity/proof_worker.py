@@ -6,7 +6,6 @@ import unittest.mock
 from pathlib import Path
 
 from sporeloom.certification.subject import train as train_subject
-from sporeloom.parallel.report import Report
 from sporeloom.reader import read_json
 from sporeloom.runtime.cpu.transport import Collectives
 
@@ -18,13 +17,8 @@ def all_reduce_all_but_one(group, x, reduce, all_reduce=Collectives.all_reduce):
     return x.copy() if x.shape == UP_WEIGHT else all_reduce(group, x, reduce)
 
 
-def shares_of_every_rank(report, names, rank):
-    return (1.0,) * len(names)
-
-
 FAULTS = {
     "an all-reduce is lost": (Collectives, "all_reduce", all_reduce_all_but_one),
-    "every rank counts in the norm": (Report, "norm_shares", shares_of_every_rank),
 }
 
 

@@ -288,20 +288,20 @@ def joined(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "kind"), [({}, Devices), ({"engine": "mindspore"}, Devices), ({"engine": "spmd"}, SpmdDevices)]
+    ("settings", "kind"), [({}, SpmdDevices), ({"engine": "mindspore"}, Devices), ({"engine": "spmd"}, SpmdDevices)]
 )
-def test_on_devices_mindspore_partitions_unless_the_strategy_says_spmd(joined, settings, kind):
+def test_on_devices_mindspore_partitions_only_where_the_strategy_says_so(joined, settings, kind):
     strategy = strategy_of({"mesh": {"dp": 2}, **settings})
     Engine.start(strategy)
     assert joined == [kind]
     assert shards_itself(strategy) == (kind is SpmdDevices)
 
 
-def test_schedules_that_mindspore_lacks_need_spmd_on_devices(joined):
+def test_schedules_that_mindspore_lacks_are_refused_for_its_engine(joined):
     settings = {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 4, "schedule": "zero_bubble_h1"}}
     with pytest.raises(ConfigError, match="zero_bubble_h1"):
-        Engine.start(strategy_of(settings))
-    Engine.start(strategy_of({**settings, "engine": "spmd"}))
+        Engine.start(strategy_of({**settings, "engine": "mindspore"}))
+    Engine.start(strategy_of(settings))
     assert joined == [SpmdDevices]
 
 

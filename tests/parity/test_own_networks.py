@@ -107,7 +107,8 @@ def test_one_device_reads_what_a_mesh_saved(name, mesh, settings, tmp_path):
         Path(file).name for file in read
     )
     for file, loss in read.items():
-        np.testing.assert_allclose([each[file] for each in told], loss, rtol=1e-6)
+        # The loss of `bag` is a difference of numbers near 1, of which the last bit is 6e-8.
+        np.testing.assert_allclose([each[file] for each in told], loss, rtol=1e-6, atol=6e-8)
 
 
 def test_two_networks_of_one_process_keep_their_own_strategies():

@@ -68,6 +68,9 @@ class Backend:
         with _fast_on_cpu():  # unless it was prepared, the first call compiles
             return cell(*inputs)
 
+    def bring_up_to_date(self) -> None:
+        """Let all stages of a pipeline that compute with a parameter have its current value. All ranks call it."""
+
     def is_current(self, parameter: Parameter) -> bool:
         """Whether no other stage of a pipeline has written a parameter that this rank holds, too."""
         return True

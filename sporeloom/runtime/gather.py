@@ -35,6 +35,7 @@ def gather_whole(
         RuntimeError: the parts do not cover a tensor.
     """
     parts, places = {}, {}
+    engine.backend.bring_up_to_date()
     for parameter in cell.get_parameters():
         if not wanted(parameter.name):
             continue

@@ -96,6 +96,7 @@ class Comparison:
     def _whole_values(self) -> dict[str, Array]:
         """Of every parameter; put together from the ranks that hold the parts, if they do."""
         parameters, engine = self.parameters, self.engine
+        engine.backend.bring_up_to_date()
         for parameter in parameters.values():
             if not parameter.sliced:
                 parameter.init_data()

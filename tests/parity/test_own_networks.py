@@ -97,10 +97,15 @@ def test_a_pipeline_predicts_though_only_its_last_stage_computes_in_bfloat16():
 
 @pytest.mark.parametrize(
     ("name", "mesh", "settings"),
-    [("bag", {"dp": 2}, {"optimizer_parallel": {"axis": "dp"}}), ("gated", {"pp": 2}, PIPELINE)],
+    [
+        ("bag", {"dp": 2}, {"optimizer_parallel": {"axis": "dp"}}),
+        ("gated", {"pp": 2}, PIPELINE),
+        ("borrowed", {"pp": 2}, PIPELINE),
+    ],
 )
 def test_one_device_reads_what_a_mesh_saved(name, mesh, settings, tmp_path):
-    """Parts of optimizer parallel and stages of a pipeline; a parameter that nothing uses, too."""
+    """Parts of optimizer parallel and stages of a pipeline; a parameter that nothing uses, and one that an optimizer updates
+    in one stage, by itself, while another computes with it, too."""
     told = call(WORKER, "saved", name, tmp_path, mesh, settings, processes=2)
     read = call(WORKER, "saved", name, tmp_path)
     assert len(read) == 2 and sorted(path.name for path in tmp_path.iterdir()) == sorted(

@@ -28,8 +28,22 @@ class CurrentParameters:
         self.strategy, self.exchange = strategy, exchange
         self._holders: dict[int, Stages] = {}
         """By id of the parameter; what is not there all have."""
-        self._kept: list[Parameter] = []
-        """What is kept keeps its id."""
+        self._users: dict[int, tuple[Name, Parameter, Stages, TensorType]] = {}
+        """By id of the parameter, which is kept and so keeps it: the stages that compute with it, in any graph."""
+
+    def register(
+        self, used: Mapping[Name, Stages], owners: Mapping[Name, Parameter], shapes: Mapping[Name, TensorType]
+    ) -> None:
+        """Note which stages compute with the parameters of a graph. All ranks do so in the same order."""
+        for name, stages in used.items():
+            parameter = owners[name]
+            known = self._users.get(id(parameter), (name, parameter, frozenset(), shapes[name]))
+            self._users[id(parameter)] = known[0], parameter, known[2] | stages, shapes[name]
+
+    def bring_all(self) -> None:
+        """Let all stages that compute with a parameter have its current value. All ranks call it at the same point."""
+        for name, parameter, stages, type in list(self._users.values()):
+            self.bring({name: stages}, {name: parameter}, {name: type})
 
     def bring(
         self, wanted: Mapping[Name, Stages], owners: Mapping[Name, Parameter], shapes: Mapping[Name, TensorType]
@@ -62,8 +76,6 @@ class CurrentParameters:
     def wrote(self, written: Mapping[Name, Stages], owners: Mapping[Name, Parameter]) -> None:
         """Stages have written parameters: the others' values are outdated."""
         for name, stages in written.items():
-            if id(owners[name]) not in self._holders:
-                self._kept.append(owners[name])
             self._holders[id(owners[name])] = stages
 
 
@@ -95,6 +107,7 @@ class ScheduledCall:
         self._used, self._written = cut.used_by_stages(passes.strategy), cut.written_by_stages()
         parameters = cut.sharded.result.graph.parameters
         self._shapes = {name.rpartition(":")[2]: type for name, type in parameters.items()}
+        current.register(self._used, owners, self._shapes)
         self._after_inputs = list(cut.after[passes.stage].inputs)
         self._positions = {name: position for position, name in enumerate(cut.divided.main.outputs)}
 

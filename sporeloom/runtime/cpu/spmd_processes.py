@@ -166,6 +166,10 @@ class SpmdBackend(ProgramBackend):
         owners = {parameter.name: parameter for parameter in call.get_parameters()}
         return ScheduledCall(cut, programs, once, early, after, owners, self.current)
 
+    def bring_up_to_date(self) -> None:
+        if self.current is not None:
+            self.current.bring_all()
+
     def is_current(self, parameter: Parameter) -> bool:
         stage = self.strategy.mesh.coordinate(self.rank, "pp")
         return self.current is None or self.current.is_current(parameter, stage)

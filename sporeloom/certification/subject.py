@@ -22,7 +22,6 @@ from sporeloom.dry_run.partitioned import partition_custom
 from sporeloom.errors import ConfigError
 from sporeloom.files import write_text_atomically
 from sporeloom.models.config import ModelConfig
-from sporeloom.parallel.cells import ShardBatch, average_over_all_rows, prepare_to_shard
 from sporeloom.planner.task import task_from
 from sporeloom.reader import fields_from, read_json
 from sporeloom.runtime.engine import Engine
@@ -75,25 +74,9 @@ def _train_decoder(subject: dict[str, Any], strategy: Strategy, out: Path) -> En
 
 
 def _train_custom(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
-    make, is_parallel = load_network(Path(subject["file"]), subject["name"]), strategy.mesh.size > 1
-    inputs = _inputs(out.parent)
-
-    def build() -> nn.Cell:
-        net = make()
-        if is_parallel:  # as auto_parallel does
-            prepare_to_shard(net)
-            for _, cell in net.cells_and_names():
-                average_over_all_rows(cell)
-        return net
-
-    return train_steps(
-        build,
-        lambda: ([Tensor(array) for array in inputs] for _ in range(STEPS)),
-        strategy,
-        out,
-        around=lambda net: ShardBatch(net, strategy.mesh) if is_parallel else net,
-        scale=1 / strategy.num_parts(),
-    )[0]
+    make, inputs = load_network(Path(subject["file"]), subject["name"]), _inputs(out.parent)
+    batches = lambda: ([Tensor(array) for array in inputs] for _ in range(STEPS))  # noqa: E731
+    return train_steps(make, batches, strategy, out, is_custom=True)[0]
 
 
 def load_network(file: Path, name: str) -> Callable[[], nn.Cell]:

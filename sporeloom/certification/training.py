@@ -17,9 +17,11 @@ from sporeloom.data.batch import dropout_keys, make_batch, mtp_targets
 from sporeloom.files import write_atomically, write_text_atomically
 from sporeloom.models.adapters import LORA_B
 from sporeloom.models.config import ModelConfig
+from sporeloom.parallel.call import Call
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.step import TrainStep
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
+from sporeloom.runtime.calls import Arguments, calling
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.gather import gather_whole
 from sporeloom.strategy.config import Strategy
@@ -86,10 +88,9 @@ def train_steps(
     strategy: Strategy,
     out: Path,
     *,
-    around: Callable[[nn.Cell], nn.Cell] = lambda net: net,
     accumulate: int = 1,
     max_grad_norm: float | None = None,
-    scale: float = 1.0,
+    is_custom: bool = False,
     key: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, Any]:
     """Train five steps with each optimizer from the same weights. Writes OUT.OPTIMIZER.json (losses, norms) and .npz: the
@@ -97,8 +98,7 @@ def train_steps(
 
     Args:
         build: makes the network, which returns its loss.
-        around: wraps the parallelized network.
-        scale: factor of loss and gradients, as in `TrainStep`.
+        is_custom: whether the step runs as `auto_parallel` runs it: of the full batch, which the engine divides.
         key: key of the graph in the compilation cache; without one it is not cached.
 
     Returns:
@@ -111,24 +111,25 @@ def train_steps(
     own = {parameter.name for parameter in net.get_parameters()}
     optimizer = BothOptimizers(net.trainable_params(), strategy.optimizer_on_host)
     step = TrainStep(
-        wrap(around(net), strategy, accumulate),
+        wrap(net, strategy, accumulate),
         optimizer,
         report,
         engine.rank,
         engine.all_reduce(),
         max_grad_norm=max_grad_norm,
-        scale=scale,
         accumulate=accumulate,
     ).set_train()
     if key:
         step.graph_key = {**key, "accumulate": accumulate}
-    engine.prepare(step, *next(iter(batches())))
+    first = next(iter(batches()))
+    ran = Call(step, calling(Arguments.of(first, {}))) if is_custom and strategy.mesh.size > 1 else step
+    engine.prepare(ran, *first)
     start = {parameter.name: parameter.asnumpy().copy() for parameter in step.get_parameters()}
     for name in RATES:
         for parameter in step.get_parameters():
             parameter.set_data(Tensor(start[parameter.name]))
         values, tensors = _steps_of(
-            name, step, batches(), engine, lambda of: gather_whole(step, engine, report, parts, of)
+            name, step, ran, batches(), engine, lambda of: gather_whole(step, engine, report, parts, of)
         )
         if name == "SGD":
             tensors = gather_whole(step, engine, report, parts, own.__contains__)
@@ -142,6 +143,7 @@ def train_steps(
 def _steps_of(
     name: str,
     step: TrainStep,
+    ran: nn.Cell,
     batches: Iterator[list[Tensor]],
     engine: Engine,
     gather: Callable[[Callable[[str], bool]], Any],
@@ -151,7 +153,7 @@ def _steps_of(
     for index, batch in enumerate(batches):
         for optimizer, rate in zip((step.optimizer.adam, step.optimizer.sgd), RATES[name], strict=True):
             optimizer.prepare(index + 1, rate)
-        loss, norm, *counted = engine.run(step, *batch)
+        loss, norm, *counted = engine.run(ran, *batch)
         counts += [array.asnumpy().reshape(len(step.count_lengths), -1).tolist() for array in counted]  # a row a layer
         losses.append(float(loss.asnumpy().reshape(())))
         norms.append(float(norm.asnumpy().reshape(())))

@@ -12,7 +12,6 @@ from mindspore.nn.utils import no_init_parameters
 
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
-from sporeloom.parallel.cells import ShardBatch, average_over_all_rows, prepare_to_shard
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
@@ -81,10 +80,6 @@ def custom_cell(make: Callable[[], nn.Cell], strategy: Strategy, inputs: Sequenc
     """
     with no_init_parameters():
         net = make()
-        prepare_to_shard(net)
-        for _, cell in net.cells_and_names():
-            average_over_all_rows(cell)
         report = parallelize(net, strategy)
-        optimizer, around = AdamW(net.trainable_params()), wrap(ShardBatch(net, strategy.mesh), strategy)
-        step = TrainStep(around, optimizer, report, rank=0, max_grad_norm=1.0, scale=1 / strategy.num_parts())
+        step = TrainStep(net, AdamW(net.trainable_params()), report, rank=0, max_grad_norm=1.0)
     return DryRunCell(step.set_train(), report, inputs)

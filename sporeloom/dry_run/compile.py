@@ -62,8 +62,8 @@ def rank_report(partitioned: Partitioned, rank: int) -> RankReport:
     work = _work(partitioned, rank, stage)
     passes = partitioned.cut.stages.passes
     graphs = [made.graph for one, made in passes.items() if strategy.stage_of_part(one.part) == stage]
-    parameters = _parameters(partitioned, _local_shapes(graphs))
     updated = _local_shapes([*graphs, *([partitioned.update.graphs[stage]] if partitioned.update else [])])
+    parameters = _parameters(partitioned, _local_shapes(graphs) if graphs else updated)
     moments = 4 * sum(math.prod(shape) for name, shape in updated.items() if name.startswith(MOMENTS))
     layers = report.layers_of_stages[stage] if report.layers_of_stages else []
     return RankReport(
@@ -97,7 +97,8 @@ def _work(partitioned: Partitioned, rank: int, stage: int) -> Work:
     _add_messages(work, partitioned, rank, stage, types)
     if partitioned.update:
         graph = partitioned.update.graphs[stage]
-        add_work(work, graph, types_of(graph), {}, "optimizer", 1, partitioned.update.sharded.grid, rank)
+        phases = {} if cut.passes else phases  # a batch that is not divided has its passes in there, too
+        add_work(work, graph, types_of(graph), phases, "optimizer", 1, partitioned.update.sharded.grid, rank)
     return work
 
 
@@ -144,9 +145,10 @@ def _gradient_bytes(partitioned: Partitioned, parameters: Sequence[RankParameter
     types, stage_of = types_of(partitioned.cut.sharded.result.graph), partitioned.strategy.stage_of_part
     for made in partitioned.cut.stages.passes.values():
         types |= types_of(made.graph)
+    results = partitioned.cut.stages.results
     sizes = [
         max(types[name].num_elements * item_size(types[name].dtype) for name in of_stage)
-        for shares in partitioned.cut.stages.results[1 : 1 + len(partitioned.trained)]
-        if (of_stage := [name for part, name in shares.items() if stage_of(part) == stage])
+        for position in partitioned.summed
+        if (of_stage := [name for part, name in results[position].items() if stage_of(part) == stage])
     ]
     return sum(sizes)

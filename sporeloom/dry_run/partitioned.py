@@ -20,6 +20,7 @@ from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
 from sporeloom.private_names import mind_ir
+from sporeloom.runtime.cpu.call_graphs import cut_call, num_microbatches_of
 from sporeloom.runtime.cpu.step_graphs import (
     Cut,
     CutUpdate,
@@ -50,6 +51,8 @@ class Partitioned:
     """Names of the trained parameters."""
     seconds: float
     """Time that compiling and sharding took."""
+    summed: Sequence[int] = ()
+    """Positions of the results of the passes that are summed over microbatches: gradients, mostly."""
 
 
 def partition_model(
@@ -80,7 +83,7 @@ def partition_model(
 def partition_custom(
     make: Callable[[], nn.Cell], strategy: Strategy, inputs: Sequence[tuple[Shape, Any]]
 ) -> Partitioned:
-    """Partition a step of AdamW of a custom network, which returns its loss.
+    """Partition a step of AdamW of a custom network, which returns its loss, as `auto_parallel` runs it.
 
     Args:
         make: makes the network.
@@ -90,7 +93,17 @@ def partition_custom(
         ConfigError: it cannot be partitioned.
     """
     _begin()
-    return _partitioned(custom_cell(make, strategy, inputs), strategy, strategy.num_microbatches())
+    start, built = time.perf_counter(), custom_cell(make, strategy, inputs)
+    if strategy.mesh.pp == 1:
+        return _partitioned(built, strategy, 1)
+    cell, report, inputs = built
+    model = compiled_or_cached(cell, inputs, strategy)
+    cut = cut_call(model, cell, strategy, num_microbatches_of(model, cell, inputs, strategy))
+    sums = [position for position, name in enumerate(cut.divided.main.outputs) if name in cut.summed]
+    update = CutUpdate(cut.sharded, cut.after)
+    seconds = time.perf_counter() - start
+    passes = Cut(cut.sharded, cut.stages)
+    return Partitioned(strategy, report, passes, update, cut.num_microbatches, built.trained, seconds, sums)
 
 
 def _begin() -> None:
@@ -113,5 +126,5 @@ def _partitioned(built: DryRunCell, strategy: Strategy, num_passes: int) -> Part
         return Partitioned(strategy, report, cut, None, 1, trained, time.perf_counter() - start)
     microbatch, inputs = microbatch_of(cell, inputs, num_passes, strategy)
     cut = cut_cell(compiled(microbatch, inputs), microbatch, strategy, is_training=True)
-    update = cut_update(compiled, cut, cell, strategy)
-    return Partitioned(strategy, report, cut, update, num_passes, trained, time.perf_counter() - start)
+    update, sums = cut_update(compiled, cut, cell, strategy), range(1, 1 + len(trained))
+    return Partitioned(strategy, report, cut, update, num_passes, trained, time.perf_counter() - start, sums)

@@ -107,7 +107,7 @@ def auto_parallel(
     Dim 0 of every input that is as long as the first input's is the batch, and is sharded over dp. Layouts without a rule are
     derived from that and from the rules. Train with `nn.TrainOneStepCell`, `ms.train.Model`, `ms.value_and_grad` or a
     function under `ms.jit`, in graph mode, as on one device. Every process runs the same script with the same, full batches;
-    its parameters hold its shards. Pipelines take `nn.TrainOneStepCell`; the loss is the mean over the microbatches.
+    its parameters hold its shards, in a pipeline those of its stage. The loss is that of the full batch.
 
     Returns:
         The parallel network. It has the parameters of `net`.

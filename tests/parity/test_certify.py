@@ -184,6 +184,9 @@ if __name__ == "__main__":
         rules = {"up.matmul": [["dp", None], ["tp", None]], "down.matmul": rule}
         values = certify(Mlp, inputs, mesh=mesh, rules=rules, out=name, cluster="ascend910b")
         print(values["verdict"], values["reasons"])
+    pipeline = {"pipeline": {"num_microbatches": 2}}
+    values = certify(Mlp, inputs, mesh={"pp": 2, "dp": 2}, **pipeline, out="stages", cluster="ascend910b")
+    print("stages", values["verdict"], values["reasons"])
 """
 
 
@@ -193,6 +196,10 @@ def test_a_network_of_ones_own_is_certified_from_python(tmp_path):
     assert outcome.code == 0, outcome.output
     assert "certified []" in outcome.output
     assert "refused ['pp 1 x dp 1 x tp 2 = 2: loss of step 1, AdamW: " in outcome.output
+    assert "stages certified []" in outcome.output
+    stages = json.loads((tmp_path / "stages/certificate.json").read_text())["ranks"]
+    held = {rank["stage"]: {p["name"] for p in rank["parameters"]} for rank in stages}
+    assert held == {0: {"up.weight", "up.bias"}, 1: {"down.weight", "down.bias"}}
     found = json.loads((tmp_path / "right/certificate.json").read_text())
     assert max(found["proof"]["meshes"][0]["differences"].values()) < 1e-5
     assert [rank["rank"] for rank in found["ranks"]] == [0, 16, 31]

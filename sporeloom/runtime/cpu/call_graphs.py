@@ -44,6 +44,11 @@ class CutCall:
     why_whole: str = ""
     """Why it is computed of the whole batch at once, though the strategy has microbatches."""
 
+    @property
+    def summed(self) -> set[Name]:
+        """Outputs of `divided.main` that are summed over microbatches."""
+        return {total.source for total in self.divided.totals.values() if total.dim is None}
+
     def used_by_stages(self, strategy: Strategy) -> dict[Name, Stages]:
         """Parameter, by its short name -> the stages that read or write it."""
         found: dict[Name, set[int]] = {}

@@ -61,6 +61,19 @@ class Gated(nn.Cell):
         return self.loss(self.head(self.mix(x)), label)
 
 
+class Functional(nn.Cell):
+    """Products that are no attributes."""
+
+    def __init__(self):
+        super().__init__()
+        rng = np.random.RandomState(4)
+        self.up = ms.Parameter(Tensor(rng.randn(12, 32).astype(np.float32) * 0.3))
+        self.down = ms.Parameter(Tensor(rng.randn(32, 5).astype(np.float32) * 0.2))
+
+    def construct(self, x, label):
+        return ops.cross_entropy(ops.matmul(ops.relu(ops.matmul(x, self.up)), self.down), label)
+
+
 class TiedOutside(Gated):
     """A weight of the first stage is used again, in no Cell of the last one."""
 
@@ -201,6 +214,7 @@ def data(name, rows=16):
     return {
         "mlp": (normal(rows, 12), labels),
         "gated": (normal(rows, 12), labels),
+        "functional": (normal(rows, 12), labels),
         "tied": (normal(rows, 12), labels),
         "borrowed": (normal(rows, 12), labels),
         "mixture": (normal(rows, 12), labels),
@@ -217,6 +231,7 @@ NETWORKS = {
     "mlp": Mlp,
     "plain": Plain,
     "gated": Gated,
+    "functional": Functional,
     "tied": TiedOutside,
     "borrowed": Borrowed,
     "mixture": Mixture,
@@ -400,6 +415,9 @@ def refused(what):
             with unittest.mock.patch.object(cells, "_linear", linear_of_mindspore):
                 net = auto_parallel(Encoder(), mesh={"dp": 2}, engine="mindspore")
             by_step(net, tuple(map(Tensor, data("encoder"))))
+        elif what == "no such operator":
+            net = auto_parallel(Functional(), mesh={"tp": 2}, rules={"MatMulExt_2": [[None, None], [None, "tp"]]})
+            by_step(net, tuple(map(Tensor, data("functional"))))
         elif what == "uneven microbatches":
             net = auto_parallel(Gated(), mesh={"pp": 2}, pipeline={"num_microbatches": 4})
             by_step(net, tuple(Tensor(array[:10]) for array in data("gated")))
@@ -461,6 +479,13 @@ def predicted(settings):
     for engine in module._engines.values():
         engine.close()
     return output.tolist()
+
+
+def flops_of_functional(rules):
+    """Of a rank of two, forward and backward."""
+    shapes = [((16, 12), np.float32), ((16,), np.int32)]
+    strategy = strategy_of({"mesh": {"tp": 2}, "rules": {"operators": rules}})
+    return sum(rank_report(partition_custom(Functional, strategy, shapes), 0).flops.values())
 
 
 def flops_of_cnn():

@@ -67,7 +67,7 @@ class Report:
     """Path of an operator -> its rule."""
 
     functional: list[Rule] = field(default_factory=list, repr=False)
-    """Rules for operators that are no attribute of a Cell, which are matched with the compiled graph."""
+    """Rules for operators that are not attributes of a Cell, which are matched with the compiled graph."""
 
     @property
     def compiled_mesh(self) -> Mesh:

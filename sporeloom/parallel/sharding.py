@@ -183,7 +183,7 @@ def _names_of_axes(mesh: Mesh, used: Collection[str]) -> dict[str, tuple[str, ..
 
 
 def is_functional(pattern: str) -> bool:
-    """Whether a rule's pattern names operators that are no attribute of a Cell, by their kind: `MatMul`, `head.MatMul_1`.
+    """Whether a rule's pattern names operators that are not attributes of a Cell, by their kind: `MatMul`, `head.MatMul_1`.
     Such rules are matched with the compiled graph."""
     return pattern.rpartition(".")[2][:1].isupper()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths of the operators that are no attribute of a Cell, such as `ops.matmul(x, w)` and `x + y`."""
+"""Paths of the operators that are not attributes of a Cell, such as `ops.matmul(x, w)` and `x + y`."""
 
 from __future__ import annotations
 

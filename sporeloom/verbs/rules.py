@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     shapes, functional = _shapes(net, inputs) if inputs else (None, {})
     print(addressable.table_of_operators(net, shapes))
     if functional:
-        print("\nOperators that are no attribute of a Cell; a rule for one leaves its weight replicated:")
+        print("\nOperators that are not attributes of a Cell; a rule for one leaves its weight replicated:")
         for path, (kind, (given, made)) in functional.items():
             print(f"{path}  {kind}  {', '.join(map(str, given))} -> {', '.join(map(str, made))}")
     return 0
@@ -113,7 +113,7 @@ def _network(text: str) -> Any:
 
 
 def _shapes(net: Any, inputs: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """List shapes by path, and kind and shapes of the operators that are no attribute of a Cell.
+    """List shapes by path, and kind and shapes of the operators that are not attributes of a Cell.
 
     Raises:
         ConfigError: MindSpore cannot compile the network for these inputs.

@@ -88,8 +88,8 @@ class Decisions:
     pinned: dict[str, Pin] = field(default_factory=dict)
     """By the path of an operator within the Cell."""
     functional: Sequence[tuple[str, bool, Pin]] = ()
-    """For operators that are no attribute of a Cell: pattern of the path, whether it may match nothing, and how they lie. Of
-    several that match the last one counts."""
+    """For operators that are not attributes of a Cell: pattern of the path, whether it may match nothing, and layouts. The
+    last one that matches counts."""
     inputs: Sequence[Layout] | None = None
     """Of the inputs; without them these are sharded over dp where they have the batch in dim 0: as many rows as the first one
     that can be sharded so."""

@@ -130,8 +130,19 @@ def dropout(b: Builder, node: Node) -> tuple[Name, ...]:
     return b.put("Mul", [b.put("Mul", [x, mask], shape), 1.0 / float(b.value_of(keep))], shape), mask
 
 
+def dropout_grad(b: Builder, node: Node) -> tuple[Name, ...] | None:
+    """The gradient of what was kept, where the probability to keep it is known."""
+    keep = node.attributes.get("keep_prob")
+    if not keep:
+        return None
+    dy, mask = node.flat_inputs()
+    shape = b.type_of(dy).shape
+    return (b.put("Mul", [b.put("Mul", [dy, mask], shape), 1.0 / float(keep)], shape),)
+
+
 DECOMPOSITIONS: dict[str, Decomposition] = {
     "BatchNorm": batch_norm,
     "BatchNormGrad": batch_norm_grad,
     "Dropout": dropout,
+    "DropoutGrad": dropout_grad,
 }

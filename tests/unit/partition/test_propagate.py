@@ -337,18 +337,24 @@ def test_ranks_that_hold_the_same_drop_the_same(monkeypatch):
         mask = (random.random(x.shape) < keep).astype(float)
         return x * mask / keep, mask
 
-    more = {"Dropout": dropout, "BroadcastTo": lambda x, shape: np.broadcast_to(x, shape)}
+    def gradient(dy, mask, keep_prob):
+        return dy * mask / keep_prob
+
+    more = {"Dropout": dropout, "DropoutGrad": gradient, "BroadcastTo": lambda x, shape: np.broadcast_to(x, shape)}
     monkeypatch.setattr("graphs.COMPUTE_ALL", {**COMPUTE_ALL, **more})
     b = Builder()
     x = b.tensor("x", random.standard_normal((8, 6)))
     y = b.node("Dropout", b.node("Square", x), 0.5, 0, 0, side_effect_hidden=True)
-    b.graph.outputs = [y, y[:-1] + "1"]
+    back = b.node("DropoutGrad", b.node("Square", y), y[:-1] + "1", keep_prob=0.5)
+    b.graph.outputs = [y, y[:-1] + "1", back]
     sharded = shard_graph(b.graph, GRID, {}, {"x": (("dp",), ("tp",))})
     held = on_all_ranks(sharded, b, {}, GRID)
-    dropped, mask = (held[name] for name in sharded.graph.outputs)
+    assert not sharded.unsharded
+    dropped, mask, gradients = (held[name] for name in sharded.graph.outputs)
     for of_rank in range(GRID.size):
         np.testing.assert_array_equal(mask[of_rank], mask[0])
         np.testing.assert_allclose(dropped[of_rank], b.values["x"] ** 2 * mask[0] / 0.5)
+        np.testing.assert_allclose(gradients[of_rank], dropped[of_rank] ** 2 * mask[0] / 0.5)
     assert 0 < mask[0].sum() < mask[0].size
 
 

@@ -130,7 +130,7 @@ class _Walk(Building):
             self.compute(node, plan)
             for name in node.flat_inputs():
                 if self.values[name].is_parameter:
-                    self.values[name].copies.clear()  # of what was there before
+                    self.values[name].copies.clear()  # they have the old value
         else:
             self.compute_sharded(node)
 

@@ -59,14 +59,14 @@ class Engine:
         """
         if problems := launch_problems(strategy, launched_processes()):
             raise ConfigError(problems)
-        target = str(ms.get_context("device_target"))  # what MindSpore finds: Ascend, GPU, or else CPU
+        target = str(ms.get_context("device_target"))  # found by MindSpore: Ascend, GPU, or else CPU
         ms.set_context(mode=ms.GRAPH_MODE)
         if strategy.mesh.size > 1:
             return cls(strategy, target, _join(strategy, target))
         if target == "CPU":
             if strategy.offload:
                 raise ConfigError(f"{strategy.at('offload')}: one CPU device has one memory; leave it out")
-            with contextlib.suppress(TargetError):  # only a later virtual target needs it, and says so
+            with contextlib.suppress(TargetError):  # needed only by a later virtual target, which raises it
                 pin_cpu()
         return cls(strategy, target, Backend(strategy))
 

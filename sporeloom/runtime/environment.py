@@ -64,7 +64,7 @@ def end_with_msrun() -> None:
 def prepare_environment() -> None:
     """Suppress warnings, and limit threads to this process's share of the cores. A user's own settings have precedence.
 
-    A process of several exits with msrun. msrun's scheduler, which CPU processes do not use, exits here.
+    One process of several exits with msrun. msrun's scheduler, which CPU processes do not use, exits here.
     """
     if os.environ.get("MS_ROLE") == "MS_SCHED" and not devices():
         sys.exit(0)  # sooner than MindSpore would be loaded

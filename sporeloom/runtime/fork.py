@@ -38,9 +38,9 @@ def main(argv: Sequence[str]) -> str:
     module, count, port, logs, script, *arguments = argv
     os.environ |= {"MS_WORKER_NUM": count, "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": port}
     prepare_environment()
-    with contextlib.suppress(Exception):  # the script loads it, too, and says in its log what is wrong
+    with contextlib.suppress(Exception):  # the script loads it as well, and logs the error
         import_module(module)  # it must not start threads, which a fork would lose
-    gc.freeze()  # what is loaded stays where it is, in memory that all share
+    gc.freeze()  # loaded objects stay in memory that all workers share
     parent, workers = os.getpid(), set()
     for rank in range(int(count)):
         if (worker := os.fork()) == 0:

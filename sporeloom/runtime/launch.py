@@ -132,7 +132,7 @@ def launch(
         return STOPPED
     report = failure_report(log_dir)
     is_mistake = report.startswith("error: ")
-    if not (is_mistake and report in said):  # a user's mistake, every rank says, and one of them was shown
+    if not (is_mistake and report in said):  # a user's mistake is in every log, and was shown already
         print(report, file=sys.stderr)
     return EXIT_BAD_INPUT if is_mistake else 1
 
@@ -215,7 +215,7 @@ def failure_report(log_dir: Path) -> str:
             errors.append((log.stat().st_mtime, log, match.group(0)))
     if errors:
         _, log, text = min(errors)
-        if text.startswith("error: "):  # the user's mistake; every rank says the same
+        if text.startswith("error: "):  # the user's mistake, which every rank reports
             return text.strip()
         return f"{log.stem} failed first ({log}):\n" + "\n".join(split_lines(text.strip())[:60])
     return gone[0] if gone else f"the job failed; see the logs in {log_dir}"

@@ -272,7 +272,7 @@ def shard(
     """Shard one device's graph. Ranks receive full inputs, or inputs in the layouts `held`.
 
     Raises:
-        ConfigError: it cannot be sharded so.
+        ConfigError: it cannot be sharded by the strategy.
         MixedRowsError: it cannot be divided into microbatches.
     """
     grid = decisions.grid
@@ -304,7 +304,7 @@ def partition_for_rank(
     """The sharded graph of one device for `rank`, which receives full inputs.
 
     Raises:
-        ConfigError: it cannot be sharded so.
+        ConfigError: it cannot be sharded by the strategy.
     """
     sharded = shard(model, decisions)
     return sharded.of_rank(rank), sharded.result

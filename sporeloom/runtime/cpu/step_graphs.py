@@ -116,7 +116,7 @@ def whole_cell(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy) -> 
     """Shard one device's graph of a Cell that runs without stages and microbatches.
 
     Raises:
-        ConfigError: it cannot be sharded so.
+        ConfigError: it cannot be sharded by the strategy.
     """
     sharded = shard(model, decide(cell, strategy.mesh))
     graph = sharded.result.graph

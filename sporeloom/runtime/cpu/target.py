@@ -72,7 +72,7 @@ class _Communicator:
     def name_chip(self) -> None:
         """Set the chip of the device, as its plugin does once it is chosen."""
         MSContext.get_instance().get_ascend_soc_version()  # the first access clears it
-        context = (ctypes.c_void_p * 2)()  # the object, what counts its owners
+        context = (ctypes.c_void_p * 2)()  # the object and its reference count
         self._current_context(context)
         self._set_chip(ctypes.c_void_p(context[0]), self._string(CHIP))
 

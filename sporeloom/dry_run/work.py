@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sporeloom.dry_run.rank_report import Collective
@@ -14,7 +14,28 @@ from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.held import item_size
 from sporeloom.strategy.layout import Shape
 
-PRODUCTS = ("MatMul", "BatchMatMul", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
+Multiplications = Callable[[Shape, Shape, Shape], int]
+"""Number of multiplications of a product, from the shapes of its output and its two factors."""
+
+
+def _inner(out: Shape, first: Shape) -> int:
+    """Length of the summed dim of a matrix product whose first factor may be transposed, and broadcast."""
+    return first[-1] if first[-2] == out[-2] else first[-2]
+
+
+PRODUCTS: dict[str, Multiplications] = {
+    **dict.fromkeys(("MatMul", "BatchMatMul"), lambda out, first, _: math.prod(out) * _inner(out, first)),
+    **dict.fromkeys(("MatMulExt", "BatchMatMulExt", "Dense"), lambda out, first, _: math.prod(out) * first[-1]),
+    # A convolution multiplies each entry of its output with a filter (O, C / groups, ..); so do its gradients.
+    **dict.fromkeys(("Conv2D", "Conv3D"), lambda out, _, filters: math.prod(out) * math.prod(filters[1:])),
+    **dict.fromkeys(
+        ("Conv2DBackpropInput", "Conv2DTranspose", "Conv3DTranspose"),
+        lambda _, gradient, filters: math.prod(gradient) * math.prod(filters[1:]),
+    ),
+    "Conv3DBackpropInput": lambda _, filters, gradient: math.prod(gradient) * math.prod(filters[1:]),
+    "Conv2DBackpropFilter": lambda out, gradient, _: math.prod(gradient) * math.prod(out[1:]),
+    "Conv3DBackpropFilter": lambda out, _, gradient: math.prod(gradient) * math.prod(out[1:]),
+}
 FLASH_PRODUCTS = {"FlashAttentionScore": 2, "FlashAttentionScoreGrad": 5}
 """Number of products of all queries with all keys: the gradient's kernel recomputes the scores."""
 NAMES = frozenset(
@@ -129,19 +150,7 @@ def _tensors(node: Node) -> list[Name]:
 def _flops(node: Node, types: Mapping[Name, TensorType]) -> int:
     (out, *_) = (type.shape for type in node.types if type is not None)
     first, second = (types[name].shape if name in types else () for name in _tensors(node)[:2])
-    return product_flops(node.kind, out, first, second)
-
-
-def product_flops(kind: str, out: Shape, first: Shape, second: Shape) -> int:
-    """FLOPs of a product, from the shapes of its output and inputs. A convolution and its gradients multiply each entry of
-    the smaller image with each entry of the filter."""
-    if not kind.startswith("Conv2D"):
-        return 2 * math.prod(out) * (math.prod(first) // math.prod(out[:-1]))
-    if kind == "Conv2D":  # image, filter -> (N, C, H, W)
-        return 2 * math.prod(out) * math.prod(second[1:])
-    if kind == "Conv2DBackpropInput":  # gradient (N, C, H, W), filter -> image
-        return 2 * math.prod(first) * math.prod(second[1:])
-    return 2 * math.prod(first) * math.prod(out[1:])  # gradient, image -> filter
+    return 2 * PRODUCTS[node.kind](out, first, second)
 
 
 def attention_flops(kind: str, query: Shape, keys: Shape) -> int:

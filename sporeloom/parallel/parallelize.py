@@ -18,6 +18,7 @@ from sporeloom.parallel.sharding import (
     LARGE_OPERATORS,
     UNKNOWN_OPERATORS,
     Operator,
+    is_functional,
     operators,
     parameter_uses,
     parts_of_heads,
@@ -100,6 +101,7 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         parts=parts,
         is_spmd=shards_itself(strategy),
         owners=owners,
+        functional=[rule for rule in rules if is_functional(rule.pattern)] if shards_itself(strategy) else [],
     )
     return net.parallel_report
 
@@ -178,7 +180,7 @@ def _rule_problems(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], 
         f"{rule.source}: {pattern} matches no operator of {type(net).__name__}; correct the path, "
         "or write it with a trailing ? if it is for other models"
         for rule, pattern in unmatched_rules(found, rules.operators)
-        if whole
+        if whole and not (is_functional(pattern) and shards_itself(strategy))
     ]
     for use in parameter_uses(found):
         for rule in rules.operators:

@@ -66,6 +66,9 @@ class Report:
     owners: dict[str, Rule] = field(default_factory=dict, repr=False)
     """Path of an operator -> its rule."""
 
+    functional: list[Rule] = field(default_factory=list, repr=False)
+    """Rules for operators that are not attributes of a Cell, which are matched with the compiled graph."""
+
     @property
     def compiled_mesh(self) -> Mesh:
         """Mesh that the compiler is configured for."""
@@ -108,8 +111,8 @@ class Report:
         return {p.name: p for p in self.parameters}
 
     def to_dict(self) -> dict[str, object]:
-        values = dataclasses.asdict(dataclasses.replace(self, owners={}, parts={}))
-        del values["owners"], values["parts"]
+        values = dataclasses.asdict(dataclasses.replace(self, owners={}, parts={}, functional=[]))
+        del values["owners"], values["parts"], values["functional"]
         for parameter in values["parameters"]:
             parameter["layout"] = show(parameter["layout"])
         return values

@@ -182,6 +182,12 @@ def _names_of_axes(mesh: Mesh, used: Collection[str]) -> dict[str, tuple[str, ..
     return axes
 
 
+def is_functional(pattern: str) -> bool:
+    """Whether a rule's pattern names operators that are not attributes of a Cell, by their kind: `MatMul`, `head.MatMul_1`.
+    Such rules are matched with the compiled graph."""
+    return pattern.rpartition(".")[2][:1].isupper()
+
+
 def unmatched_rules(found: Sequence[Operator], rules: Sequence[Rule]) -> list[tuple[Rule, str]]:
     """Rules that are not optional, each with the first of its alternatives that matches no operator."""
     return [

@@ -4,8 +4,9 @@
     sporeloom rules net.py
     sporeloom rules net.py:Net --inputs 8x32:float32 8x10:float32
 
-An operator that is an attribute of a Cell has a path, by which a rule finds it; what has none (x + y, ops.relu(x)) lies
-as its inputs do. A rule is worth writing for products with large weights and for large tables; all else follows from these.
+An operator that is an attribute of a Cell has a path, by which a rule finds it. Others (ops.matmul(x, w), x + y) are named
+by their Cell and kind, which --inputs shows. A rule is worth writing for products with large weights and for large tables;
+all else follows from these.
 """
 
 import importlib.util
@@ -48,10 +49,12 @@ def main(argv: Sequence[str]) -> int:
     import_module("mindspore").set_device("CPU")
     net = _network(config.network)
     addressable = import_module("sporeloom.parallel.addressable")  # loads MindSpore
-    shapes, without = (None, 0) if not inputs else _shapes(net, inputs)
+    shapes, functional = _shapes(net, inputs) if inputs else (None, {})
     print(addressable.table_of_operators(net, shapes))
-    if without:
-        print(f"\n{without} more operators of the forward pass have no path; they lie as their inputs do.")
+    if functional:
+        print("\nOperators that are not attributes of a Cell; a rule for one leaves its weight replicated:")
+        for path, (kind, (given, made)) in functional.items():
+            print(f"{path}  {kind}  {', '.join(map(str, given))} -> {', '.join(map(str, made))}")
     return 0
 
 
@@ -109,8 +112,8 @@ def _network(text: str) -> Any:
     return net
 
 
-def _shapes(net: Any, inputs: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[dict[str, Any], int]:
-    """List shapes by path, and count the operators of the forward pass that have none.
+def _shapes(net: Any, inputs: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """List shapes by path, and kind and shapes of the operators that are not attributes of a Cell.
 
     Raises:
         ConfigError: MindSpore cannot compile the network for these inputs.
@@ -122,12 +125,13 @@ def _shapes(net: Any, inputs: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[di
     for node in graph.nodes:
         types |= zip(node.outputs, node.types, strict=True)
     shapes: dict[str, Any] = {}
-    without = 0
+    functional, paths = {}, import_module("sporeloom.partition.paths").functional_paths(graph)
+    path_of = {output: path for path, output in paths.items()}
     for node in graph.nodes:
-        tensors = [type for type in node.types if type is not None]
+        given = [types[name].shape for name in node.flat_inputs() if types.get(name) is not None]
+        made = [type.shape for type in node.types if type is not None]
         if node.path:
-            given = [types[name].shape for name in node.flat_inputs() if types.get(name) is not None]
-            shapes.setdefault(node.path, (given, [type.shape for type in tensors]))
-        elif tensors and node.kind not in ("Constant", "Load", "Depend"):
-            without += 1
-    return shapes, without
+            shapes.setdefault(node.path, (given, made))
+        elif node.outputs and node.outputs[0] in path_of:
+            functional[path_of[node.outputs[0]]] = node.kind, (given, made)
+    return shapes, functional

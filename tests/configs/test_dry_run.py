@@ -257,14 +257,6 @@ def test_graphs_of_mindspores_partitioner_are_not_described(write, verb):
     assert "remove the line" in outcome.output
 
 
-def test_a_lookup_that_leaves_an_axis_out_is_told(write):
-    rules = f"rules:\n  base: {CONFIGS / 'rules/decoder.yaml'}\n  operators:\n"
-    path = write("s.yaml", "mesh: {dp: 2, cp: 2, tp: 2}\n" + rules + "    word.gather: [[tp, ~], [dp]]\n")
-    outcome = tool("tools/dry_run.py", "--strategy", path)
-    assert outcome.code == 2
-    assert "so the indices must be sharded over cp, too: [[tp, ~], [[dp, cp]]], or not at all" in outcome.output
-
-
 def test_what_is_not_for_context_parallel_is_told(write):
     def told(text, *more):
         return tool("tools/dry_run.py", "--strategy", write("s.yaml", RULES + text), *more).output

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
+from layered_networks import Borrowed, Functional, Gated, GatedBlock, TiedOutside
 from mindspore import Tensor, nn, ops
 from mindspore.train import Model
 
@@ -44,57 +45,6 @@ class Plain(nn.Cell):
 
     def construct(self, x):
         return self.down(self.act(self.up(x)))
-
-
-class Gated(nn.Cell):
-    """Two blocks of a gated MLP and a square product, whose pairs `auto` finds."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.CellList([GatedBlock(), GatedBlock()])
-        self.mix, self.head = nn.Dense(12, 12), nn.Dense(12, 5)
-        self.loss = nn.CrossEntropyLoss()
-
-    def construct(self, x, label):
-        for block in self.blocks:
-            x = x + block(x)
-        return self.loss(self.head(self.mix(x)), label)
-
-
-class TiedOutside(Gated):
-    """A weight of the first stage is used again, in no Cell of the last one."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Dense(12, 12)
-
-    def construct(self, x, label):
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.loss(ops.matmul(x, self.first.weight.T), label)
-
-
-class Borrowed(Gated):
-    """The first stage uses a weight of the last one, too."""
-
-    def construct(self, x, label):
-        x = ops.matmul(x, self.blocks[1].mix.weight)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.loss(self.head(self.mix(x)), label)
-
-
-class GatedBlock(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.mix = nn.Dense(12, 12)
-        self.gate, self.up, self.down = nn.Dense(12, 32), nn.Dense(12, 32), nn.Dense(32, 12)
-        self.act = nn.SiLU()
-
-    def construct(self, x):
-        x = self.mix(x)
-        return self.down(self.act(self.gate(x)) * self.up(x))
 
 
 class Mixture(nn.Cell):
@@ -201,6 +151,7 @@ def data(name, rows=16):
     return {
         "mlp": (normal(rows, 12), labels),
         "gated": (normal(rows, 12), labels),
+        "functional": (normal(rows, 12), labels),
         "tied": (normal(rows, 12), labels),
         "borrowed": (normal(rows, 12), labels),
         "mixture": (normal(rows, 12), labels),
@@ -217,6 +168,7 @@ NETWORKS = {
     "mlp": Mlp,
     "plain": Plain,
     "gated": Gated,
+    "functional": Functional,
     "tied": TiedOutside,
     "borrowed": Borrowed,
     "mixture": Mixture,
@@ -400,6 +352,9 @@ def refused(what):
             with unittest.mock.patch.object(cells, "_linear", linear_of_mindspore):
                 net = auto_parallel(Encoder(), mesh={"dp": 2}, engine="mindspore")
             by_step(net, tuple(map(Tensor, data("encoder"))))
+        elif what == "no such operator":
+            net = auto_parallel(Functional(), mesh={"tp": 2}, rules={"MatMulExt_2": [[None, None], [None, "tp"]]})
+            by_step(net, tuple(map(Tensor, data("functional"))))
         elif what == "uneven microbatches":
             net = auto_parallel(Gated(), mesh={"pp": 2}, pipeline={"num_microbatches": 4})
             by_step(net, tuple(Tensor(array[:10]) for array in data("gated")))
@@ -461,6 +416,13 @@ def predicted(settings):
     for engine in module._engines.values():
         engine.close()
     return output.tolist()
+
+
+def flops_of_functional(rules):
+    """Of a rank of two, forward and backward."""
+    shapes = [((16, 12), np.float32), ((16,), np.int32)]
+    strategy = strategy_of({"mesh": {"tp": 2}, "rules": {"operators": rules}})
+    return sum(rank_report(partition_custom(Functional, strategy, shapes), 0).flops.values())
 
 
 def flops_of_cnn():

@@ -16,6 +16,7 @@ WORKER = "tests/parity/own_networks.py"
 DP4, DP2_TP2 = {"dp": 4}, {"dp": 2, "tp": 2}
 COLUMNS_AND_ROWS = {"rules": {"up.matmul": [["dp", None], ["tp", None]], "down.matmul": [["dp", "tp"], [None, "tp"]]}}
 PIPELINE = {"pipeline": {"num_microbatches": 4}, "rules": {"layers": ["blocks.*"], "last_stage": ["mix", "head"]}}
+FUNCTIONAL = {"MatMulExt": [["dp", None], [None, "tp"]], "MatMulExt_1": [["dp", "tp"], ["tp", None]]}
 EXPERTS = {"rules": {product: [["tp", "dp", None], ["tp", None, None]] for product in ("up", "down")}}
 CASES = [
     ("mlp", "step", DP4, None),
@@ -29,6 +30,7 @@ CASES = [
     ("lstm", "step", {"dp": 2}, None),
     ("encoder", "gradients", {"dp": 2}, None),
     ("mixture", "step", DP2_TP2, EXPERTS),
+    ("functional", "step", DP2_TP2, {"rules": FUNCTIONAL}),
     ("gated", "step", "auto", {"devices": 4}),
     ("gated", "step, called", {"pp": 2, "dp": 2}, PIPELINE),
     ("tied", "clipped gradients", {"pp": 2}, {"pipeline": {"num_microbatches": 4, "schedule": "zero_bubble_h1"}}),
@@ -76,6 +78,7 @@ def test_a_mesh_trains_as_one_device(name, way, mesh, settings, tmp_path):
         ("gradients of inputs", "a rank would get those of its own rows alone"),
         ("norm of something else", "these 1 Tensors are not the gradients of all trainable parameters"),
         ("mean of own rows", "averages the rows of each rank alone"),
+        ("no such operator", "MatMulExt_2 matches no operator of the graph; did you mean "),
         ("uneven microbatches", "a batch of 10 does not divide into 4 microbatches; take 8 or 12"),
         ("if", "the network has an `if` or `while` on a Tensor, which MindSpore does not partition"),
         ("while", ", while x.max() > 1:: it has an `if` or `while` on a Tensor"),
@@ -93,6 +96,12 @@ def test_a_pipeline_predicts_though_only_its_last_stage_computes_in_bfloat16():
         np.testing.assert_allclose(
             told, expected, rtol=0, atol=2**-7 * np.abs(expected).max()
         )  # three roundings of 2^-9
+
+
+def test_a_rule_for_an_operator_by_its_kind_shards_it():
+    """Half of both products: x w and h w', forward and both gradients but that of x."""
+    flops = 2 * 16 * 12 * 32 * 2 + 2 * 16 * 32 * 5 * 3
+    assert call(WORKER, "flops_of_functional", FUNCTIONAL, fresh=True) == flops // 2
 
 
 @pytest.mark.parametrize(

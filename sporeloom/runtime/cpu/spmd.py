@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from sporeloom.errors import ConfigError
+from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.models.paths import path_matches
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.sharding import operators
 from sporeloom.partition.graph import Graph
@@ -28,6 +29,7 @@ from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.mindir import UnreadableGraphError, read_graph
 from sporeloom.partition.operation import Pin
 from sporeloom.partition.parted import PartedAxes, UndividedAxisError, sharded_further
+from sporeloom.partition.paths import functional_paths, with_paths
 from sporeloom.partition.propagate import shard_graph
 from sporeloom.partition.rank_mindir import write_rank
 from sporeloom.private_names import cell_graph_executor, mind_ir
@@ -85,6 +87,9 @@ class Decisions:
     """Name -> layout in the grid's axes; the others are replicated."""
     pinned: dict[str, Pin] = field(default_factory=dict)
     """Path of an operator within the Cell -> its rule."""
+    functional: Sequence[tuple[str, bool, Pin]] = ()
+    """Rules for operators that are not attributes of a Cell: (pattern of the path, whether it may match nothing, layouts).
+    The last matching rule applies."""
     inputs: Sequence[Layout] | None = None
     """Layouts of the inputs; None: inputs with the batch in dim 0 are sharded over dp. The batch size is the size of
     the first dim 0 that is divisible."""
@@ -101,6 +106,7 @@ def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
         ConfigError: rules or optimizer parallelism divide an axis incompatibly.
     """
     degrees, layouts, pinned = mesh.sharding_axes, dict[str, Layout](), dict[str, Pin]()
+    functional: list[tuple[str, bool, Pin]] = []
     try:
         for path, report in reports_in(cell):
             for said in report.parameters:
@@ -110,7 +116,11 @@ def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
                 pinned[f"{path}.{operator}" if path else operator] = Pin(
                     rule.inputs, rule.outputs, rule.local, rule.source
                 )
-        named = [*layouts.values(), *(each for pin in pinned.values() for each in (*pin.inputs, *(pin.outputs or ())))]
+            for rule in report.functional:
+                pin = Pin(rule.inputs, rule.outputs, rule.local, rule.source)
+                functional.append((rule.pattern, rule.optional, pin))
+        pins = [*pinned.values(), *(pin for *_, pin in functional)]
+        named = [*layouts.values(), *(each for pin in pins for each in (*pin.inputs, *(pin.outputs or ())))]
         axes = PartedAxes({MICROBATCHES: num_microbatches, STAGES: mesh.pp, **degrees}, named)
     except UndividedAxisError as error:
         raise ConfigError(f"{mesh}: {error}") from None
@@ -118,13 +128,14 @@ def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
     def resolved(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         return tuple(map(axes.layout, layouts))
 
+    def resolved_pin(pin: Pin) -> Pin:
+        return Pin(resolved(pin.inputs), None if pin.outputs is None else resolved(pin.outputs), pin.local, pin.source)
+
     return Decisions(
         axes.grid,
         {name: axes.layout(layout) for name, layout in layouts.items()},
-        {
-            path: Pin(resolved(p.inputs), None if p.outputs is None else resolved(p.outputs), p.local, p.source)
-            for path, p in pinned.items()
-        },
+        {path: resolved_pin(pin) for path, pin in pinned.items()},
+        [(pattern, optional, resolved_pin(pin)) for pattern, optional, pin in functional],
         takes_batch=getattr(cell, "takes_batch", True),
     )
 
@@ -263,6 +274,30 @@ class Sharded:
         return PartitionedGraph(written, self.layouts, groups, rank, time.perf_counter() - start)
 
 
+def _with_functional_rules(graph: Graph, decisions: Decisions, has_batch: bool) -> tuple[Graph, dict[str, Pin]]:
+    """Give the operators that rules name by their kind paths, and return all pins.
+
+    Raises:
+        ConfigError: a rule matches none of the operators of a graph of the batch.
+    """
+    if not decisions.functional:
+        return graph, decisions.pinned
+    paths, chosen, problems = functional_paths(graph), dict[str, Pin](), []
+    for pattern, optional, pin in decisions.functional:
+        matching = [path for path in paths if path_matches(pattern, path)]
+        chosen |= dict.fromkeys(matching, pin)
+        if not matching and not optional and decisions.takes_batch and has_batch:
+            parts = len(pattern.split("."))
+            near = did_you_mean(pattern, {".".join(path.split(".")[-parts:]) for path in paths})
+            problems.append(
+                f"{pin.source}: {pattern} matches no operator of the graph{near}; `sporeloom rules FILE --inputs ...` lists "
+                "those of a network"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return with_paths(graph, {paths[path]: path for path in chosen}), {**decisions.pinned, **chosen}
+
+
 def shard(
     model: mind_ir.ModelProto,
     decisions: Decisions,
@@ -277,14 +312,14 @@ def shard(
     """
     grid = decisions.grid
     try:
-        graph = read_graph(model)
+        graph, pinned = _with_functional_rules(read_graph(model), decisions, held is None)
         names = {full: full.rpartition(":")[2] for full in graph.parameters}
         decided = layouts_of({name: graph.parameters[full].shape for full, name in names.items()}, decisions.parameters)
         wanted = {full: decided[name] for full, name in names.items() if name in decided}
         parts = dict(zip(graph.inputs, held, strict=True)) if held is not None else {}
         of_inputs = decisions.inputs or _by_row(graph, grid, decisions.takes_batch and held is None)
         inputs = dict(zip(graph.inputs, of_inputs, strict=True))
-        sharded = shard_graph(graph, grid, wanted, inputs, decisions.pinned, parts, gathers_outputs)
+        sharded = shard_graph(graph, grid, wanted, inputs, pinned, parts, gathers_outputs)
     except MixedRowsError:
         raise
     except (UnreadableGraphError, PartitionError) as error:

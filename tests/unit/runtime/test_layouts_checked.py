@@ -126,3 +126,20 @@ def test_meshes_that_the_rules_do_not_fill_are_refused(write, mesh, message):
     with pytest.raises(ConfigError) as caught:
         parallelize(net, load_strategy(write("s.yaml", text)).by_mindspore())
     assert message in str(caught.value)
+
+
+def test_a_lookup_that_leaves_an_axis_out_is_refused_for_mindspore(write):
+    class Words(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.table, self.gather = Parameter(Tensor(np.ones((8, 4), np.float32))), ops.Gather()
+
+        def construct(self, ids):
+            return self.gather(self.table, ids, 0)
+
+    text = "mesh: {dp: 2, cp: 2, tp: 2}\nrules:\n  operators:\n    gather: [[tp, ~], [dp, cp]]\n"
+    parallelize(Words(), load_strategy(write("right.yaml", text)).by_mindspore())
+    with pytest.raises(ConfigError) as caught:
+        parallelize(Words(), load_strategy(write("s.yaml", text.replace("[dp, cp]", "[dp]"))).by_mindspore())
+    message = "so the indices must be sharded over cp, too: [[tp, ~], [[dp, cp]]], or not at all"
+    assert message in str(caught.value)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards the graph of one device over a mesh: layouts of all values, and the collectives between them."""
+"""SPMD partitioner: shards a single-device graph over a mesh, with a layout for each value and collectives between them."""

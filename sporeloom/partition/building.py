@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How decompositions write the operators of which another one is made up: each is sharded as if it stood in the source."""
+"""A builder with which decompositions emit simpler operators, each of which is sharded like an operator of the source
+graph."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from sporeloom.strategy.layout import Shape
 
 
 class Building(Held, ABC):
-    """Values by name, and a builder for decompositions."""
+    """Values by name, and the `Builder` of decompositions."""
 
     @abstractmethod
     def visit(self, node: Node) -> None:
-        """Shard an operator."""
+        """Shard one operator."""
 
     def add_constant(self, node: Node) -> None:
         type = node.types[0]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that are written as several simpler ones before they are sharded, so that what they add up over sharded dims is
-communicated like any other sum."""
+"""Operators that are decomposed into simpler ones before sharding, so that their sums over sharded dims become partial
+sums like any other."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from sporeloom.strategy.layout import Shape
 
 
 class Builder(Protocol):
-    """Writes operators on whole values, which are sharded as they come."""
+    """Emits operators on global values; each is sharded when it is emitted."""
 
     def type_of(self, name: Name) -> TensorType: ...
 
     def value_of(self, name: Name) -> Any:
-        """Of a constant.
+        """Return the value of a constant.
 
         Raises:
-            PartitionError: it is computed.
+            PartitionError: the graph computes it.
         """
         ...
 
     def put(self, kind: str, inputs: Sequence[Any], shape: Shape, dtype: str = "") -> Name:
-        """An operator with one output, of the element type of its first input unless that is given. An input that is no name
-        becomes a constant; one that is a float, a tensor."""
+        """Emit an operator with one output, whose element type is `dtype` or else that of the first input. An input
+        that is not a name becomes a constant, and a float becomes a tensor."""
         ...
 
     def wait(self, result: Name, other: Name) -> Name:
-        """`result`, once `other` has been computed."""
+        """Emit a dependency: `result`, available once `other` has been computed."""
         ...
 
     def update(self, parameter: Name, value: Name, monad: Name, result: Name) -> Name:
-        """Assign a parameter. Returns `result`, which then waits for it."""
+        """Assign a parameter. Returns `result` with a dependency on the assignment."""
         ...
 
     def drawn(self, node: Node, inputs: Sequence[Name]) -> tuple[Name, ...]:
-        """An operator that draws numbers, for which all ranks agree."""
+        """Emit an operator that draws random numbers, which are the same on all ranks."""
         ...
 
 
 ADDED_UP = ("float32", "float64")
-"""Element types in which means of a batch are precise enough; of others MindSpore's kernels add up in float32."""
+"""Element types in which the batch statistics are computed by decomposition; for the others MindSpore's kernels
+accumulate in float32."""
 Decomposition = Callable[[Builder, Node], tuple[Name, ...] | None]
-"""Names of what the outputs are; None: the operator is taken as it is."""
+"""Names of the results, one for each output; None if the operator is not decomposed."""
 
 
 def _dims_of_channel(num_dims: int) -> tuple[int, ...]:
@@ -54,7 +55,7 @@ def _dims_of_channel(num_dims: int) -> tuple[int, ...]:
 
 
 def _per_channel(b: Builder, x: Name, like: Name) -> Name:
-    """A vector of numbers of channels, in the shape of means that are taken with dims kept."""
+    """Reshape a vector of shape (channels,) to (1, channels, 1, ..), the shape of statistics taken with kept dims."""
     shape = b.type_of(like).shape
     wide = tuple(size if dim == 1 else 1 for dim, size in enumerate(shape))
     return b.put("Reshape", [x, wide], wide)
@@ -67,16 +68,16 @@ def _mean(b: Builder, x: Name) -> Name:
 
 
 def batch_norm(b: Builder, node: Node) -> tuple[Name, ...] | None:
-    """Batch norm in training, whose mean and variance are those of the whole batch. It writes the moving ones.
+    """Batch normalization in training, with the mean and variance of the global batch. It updates the moving statistics.
 
-    What it keeps for the gradient are the mean and one over the standard deviation.
+    The values saved for the backward pass are the mean and the reciprocal of the standard deviation.
     """
     x, scale, shift, moving_mean, moving_variance, is_training, epsilon, momentum, *_, monad = node.flat_inputs()
     if not b.value_of(is_training) or b.type_of(x).dtype not in ADDED_UP:
         return None
     shape = b.type_of(x).shape
     channels = (shape[1],)
-    # Parameters come as they stand, no copies: an update before this operator must be over when they are read.
+    # Parameters are read in place, not copied: an update before this operator must have finished when they are read.
     own_scale, own_shift, old_mean, old_variance = (
         b.wait(parameter, monad) for parameter in (scale, shift, moving_mean, moving_variance)
     )
@@ -99,7 +100,7 @@ def batch_norm(b: Builder, node: Node) -> tuple[Name, ...] | None:
 
 
 def batch_norm_grad(b: Builder, node: Node) -> tuple[Name, ...] | None:
-    """Its gradients with respect to x, scale and shift."""
+    """Gradients of batch normalization with respect to x, scale and shift."""
     dy, x, scale, mean, inverse, _, is_training, *_ = node.flat_inputs()
     if not b.value_of(is_training) or b.type_of(x).dtype not in ADDED_UP:
         return None
@@ -117,12 +118,12 @@ def batch_norm_grad(b: Builder, node: Node) -> tuple[Name, ...] | None:
     own_scale = b.wait(scale, dy)  # after an update that the forward operator has waited for
     factor = b.put("Mul", [_per_channel(b, own_scale, x), wide_inverse], b.type_of(wide_inverse).shape)
     dx = b.put("Mul", [d_normal, factor], shape)
-    # The scale is read as it stands, not a copy: nobody may update it by its gradient before dx is there.
+    # The scale is read in place, not copied: it may be updated by its gradient only after dx has been computed.
     return dx, b.wait(d_scale, dx), d_shift
 
 
 def dropout(b: Builder, node: Node) -> tuple[Name, ...]:
-    """x by a mask that is drawn for all of it."""
+    """Dropout: x times a mask that is drawn for the global tensor."""
     x, keep, *seeds = node.flat_inputs()
     shape, dtype = b.type_of(x).shape, b.type_of(x).dtype
     ones = b.put("BroadcastTo", [1.0, shape], shape, dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph of operators on tensors as data, free of any framework: what is sharded, and what comes of it."""
+"""Framework-independent graphs of tensor operators: the input and the output of sharding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sporeloom.strategy.layout import Dim, Shape
 
 Name = str
 Input = Name | tuple[Name, ...]
-"""A value; or several, where an operator takes a tuple."""
+"""A value, or several where an operator takes a tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class TensorType:
 
     shape: Shape
     dtype: str
-    """NumPy's name, or bfloat16."""
+    """NumPy dtype name, or `bfloat16`."""
 
     @property
     def num_elements(self) -> int:
@@ -30,7 +30,7 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class RankOffset:
-    """A number that depends on the rank: its index along `axes`, times `stride`."""
+    """A constant that differs between ranks: the rank's index along `axes`, times `stride`."""
 
     axes: Dim
     stride: int
@@ -45,18 +45,19 @@ class IsFirst:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where in a network an operator stands, and what it goes with."""
+    """Origin of an operator: its Cell, its pass (forward or backward), and the operators that it differentiates or
+    repeats."""
 
     cell: str = ""
-    """Path of the Cell in whose `construct` it is; of a gradient's operator nothing, which may be another one's."""
+    """Path of the Cell whose `construct` contains the operator; empty for operators of gradients."""
     is_backward: bool = False
-    """Whether it belongs to the backward pass: to a gradient, or to what is recomputed for one."""
+    """Whether it belongs to the backward pass: it computes a gradient, or recomputes an activation for one."""
     name: Name = ""
-    """Its first output in the graph that was read."""
+    """Its first output in the source graph."""
     forward: Name = ""
-    """Of an operator of a gradient, the first output of the operator whose gradient it computes."""
+    """First output of the forward operator whose gradient this operator computes; empty in the forward pass."""
     again: Name = ""
-    """Of an operator that recomputes, the first output of the one that it repeats."""
+    """First output of the operator that this one recomputes; empty if it recomputes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +69,18 @@ class Node:
     inputs: tuple[Input, ...]
     outputs: tuple[Name, ...]
     types: tuple[TensorType | None, ...]
-    """Of the outputs; None: not a tensor."""
+    """Types of the outputs; None for an output that is not a tensor."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
     path: str = ""
-    """Of a forward operator, by which rules find it."""
+    """Path by which sharding rules select a forward operator."""
     value: Any = None
-    """Of a constant: a number, a tuple of numbers, None, an array, a `RankOffset` or `IsFirst`."""
+    """Value of a constant: a number, a tuple of numbers, None, an array, a `RankOffset` or `IsFirst`."""
     origin: Any = None
-    """What it was read from."""
+    """The protocol buffer node that it was read from; None for a node that sharding adds."""
     changes: Mapping[str, int] = field(default_factory=dict)
-    """Attributes of the primitive that are others than those of its origin."""
+    """Attributes of the primitive whose values differ from those of its origin."""
     scope: Scope | None = None
-    """None: nobody knows, so it goes with what it is computed from."""
+    """None if unknown: the node is then placed with its inputs."""
 
     @property
     def forward(self) -> Name:
@@ -96,10 +97,10 @@ class Node:
 
 @dataclass(slots=True)
 class Graph:
-    """Operators in an order in which they can run."""
+    """Operators in topological order."""
 
     parameters: dict[Name, TensorType]
-    """Their types are those of the whole tensors, in a sharded graph those of a rank's parts."""
+    """Types of the parameters: global shapes, or local shapes (a rank's shards) in a sharded graph."""
     inputs: dict[Name, TensorType]
     nodes: list[Node]
     outputs: list[Name]
@@ -111,7 +112,7 @@ def is_effect(node: Node, graph: Graph) -> bool:
 
 
 def followed(node: Node) -> Iterable[Name]:
-    """Inputs that a node cannot do without: what others only wait for may be elsewhere."""
+    """Inputs that a node computes with, without those that it only waits for, which another graph may contain."""
     if node.kind in ("UpdateState", "Depend"):
         first = node.inputs[0]
         return (first,) if isinstance(first, str) else first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as a grid over axes that nothing divides any further."""
+"""The ranks as a grid over mesh axes that are not divided further."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from sporeloom.strategy.layout import Dim
 
 STAGES = "pp"
-"""The axis of the stages of a pipeline, by which no value is sharded: where there is one it is the outermost, but for"""
+"""The axis of pipeline stages, which shards no value; if present, it is the outermost axis but for MICROBATCHES."""
 MICROBATCHES = "microbatches"
-"""the axis of the microbatches that each rank computes one after another, as if they were ranks. A step along it goes with no
-other axis, for it is no communication: see `partition/microbatches.py`."""
+"""The axis of the microbatches, which each rank computes in turn, modelled as if they were ranks. A redistribution step
+along it uses no other axis, because it needs no communication: see `partition/microbatches.py`."""
 
 
 class DeviceGrid:
-    """Ranks 0 .. size-1 at the coordinates of axes.
+    """Ranks 0 .. size-1 as coordinates on named axes.
 
     Args:
         degrees: axis -> number of ranks along it, outer to inner: neighbouring ranks differ in the last one.
@@ -48,18 +48,19 @@ class DeviceGrid:
         return index
 
     def group(self, rank: int, axes: Sequence[str]) -> list[int]:
-        """The ranks that differ from `rank` along `axes` only, by their `index` along these."""
+        """The communication group of `rank` along `axes`: ranks that differ from it along these only, ordered by their
+        `index`."""
         base = rank - sum(self._strides[axis] * self.coordinate(rank, axis) for axis in axes)
         steps = [[self._strides[axis] * place for place in range(self.degrees[axis])] for axis in axes]
         return [base + sum(offsets) for offsets in itertools.product(*steps)]
 
     def in_order(self, axes: Iterable[str]) -> Dim:
-        """`axes`, outer to inner as the grid has them: ranks of a group then ascend."""
+        """`axes` from outer to inner in the grid's order, in which the ranks of a group ascend."""
         return tuple(sorted(axes, key=self._order.__getitem__))
 
     def runs(self, axes: Sequence[str]) -> list[Dim]:
-        """`axes` in as few consecutive parts as possible, each in the grid's order, for collectives over ascending ranks. The
-        axis of microbatches is a part of its own."""
+        """Split `axes` into as few runs as possible, each in the grid's order, for collectives over ascending ranks.
+        MICROBATCHES is always a run by itself."""
         parts: list[list[str]] = []
         for axis in axes:
             is_alone = MICROBATCHES in (axis, *(parts[-1] if parts else ()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks hold while a graph is sharded: every value in its layouts, and the nodes that are written so far."""
+"""State of sharding: every value in each of its layouts, and the nodes and collectives emitted so far."""
 
 from __future__ import annotations
 
@@ -30,51 +30,51 @@ SENT: dict[str, Callable[[int, int], int]] = {
     "AllGather": lambda held, ranks: held * (ranks - 1) // ranks,
     "AllToAll": lambda held, ranks: held * (ranks - 1) // ranks,
 }
-"""Elements that a rank sends by the usual ring or pairwise algorithm, of what it holds afterwards."""
+"""Elements that a rank sends in the usual ring or pairwise algorithm, from the local size of the result."""
 
 
 class PartitionError(ValueError):
-    """The graph cannot be sharded so."""
+    """The graph cannot be sharded as requested."""
 
 
 class MixedRowsError(PartitionError):
-    """What is computed of one microbatch depends on others."""
+    """Results for one microbatch depend on rows of other microbatches."""
 
 
 @dataclass(slots=True)
 class Communication:
-    """A collective, and why it is there."""
+    """A collective, and the operator that it is for."""
 
     kind: str
     axes: Dim
     elements: int
-    """That a rank sends."""
+    """Number of elements that a rank sends."""
     dtype: str
     value: Name
     consumer: str
-    """Path or name of the operator that wants the value laid out otherwise."""
+    """Path or name of the operator that requires the new layout."""
     result: Name = ""
-    """What comes of it."""
+    """Name of the result."""
 
 
 @dataclass(slots=True)
 class ShardedGraph:
-    """What every rank computes, and how its values lie."""
+    """The graph that every rank runs, and the layouts of its values."""
 
     graph: Graph
     layouts: dict[Name, ValueLayout]
-    """Of the values of the graph it came from."""
+    """Layouts of the values of the source graph."""
     communications: list[Communication] = field(default_factory=list)
     unsharded: Counter[str] = field(default_factory=Counter)
-    """Kinds of operators that every rank computes whole, for want of a handler, and how many of each had a sharded input."""
+    """Kinds of operators without a handler, which every rank computes in full -> how many of them had a sharded input."""
 
     def within(self, graphs: Iterable[Graph]) -> list[Communication]:
-        """The collectives of some graphs that were cut out of this one."""
+        """The collectives in graphs that are pieces of this one."""
         known = {each.result: each for each in self.communications}
         return [known[n] for graph in graphs for node in graph.nodes for n in node.outputs if n in known]
 
     def summary(self, who: str = "each rank") -> str:
-        """What a rank sends, and what every rank computes whole."""
+        """Report the data that a rank sends, and the operators that every rank computes in full."""
         sent = sum(each.elements * item_size(each.dtype) for each in self.communications)
         text = f"{who} sends {sent / 1e6:.3g} MB in {len(self.communications)} collectives"
         if not self.unsharded:
@@ -84,13 +84,13 @@ class ShardedGraph:
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of an element."""
+    """Size of an element in bytes."""
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 @dataclass(slots=True)
 class Value:
-    """What the ranks hold of one."""
+    """A value: its type, its current layout, and its copies in other layouts."""
 
     type: TensorType | None
     layout: ValueLayout | None
@@ -99,12 +99,12 @@ class Value:
     is_constant: bool = False
     is_parameter: bool = False
     copies: dict[ValueLayout, Name] = field(default_factory=dict)
-    """The value in all layouts in which ranks have it."""
+    """Names of the value in all other layouts in which the ranks have it."""
     remake: Callable[[ValueLayout], Name | None] | None = None
 
 
 class Held:
-    """Values by their names in the source graph. An `Emitter` for handlers that write other nodes."""
+    """Values by their names in the source graph; also the `Emitter` for handlers that rewrite operators."""
 
     def __init__(self, source: Graph, grid: DeviceGrid):
         self.source, self.grid = source, grid
@@ -113,9 +113,9 @@ class Held:
         self.consumer = ""
         """Path or name of the operator that is being sharded."""
         self.scope: Scope | None = None
-        """Of that operator; None while values are laid out otherwise, which goes with these."""
+        """Scope of that operator; None while its inputs are redistributed, because such steps belong to the values."""
         self.rewritten = Node("", (), (), ())
-        """In whose place a handler writes others."""
+        """The operator that a handler is rewriting."""
         self._serial = 0
 
     # Layouts
@@ -124,7 +124,7 @@ class Held:
         return TensorType(layout.local_shape(type.shape, self.grid), type.dtype)
 
     def laid_out(self, name: Name, wanted: ValueLayout | None) -> Name:
-        """What holds a value in a layout."""
+        """Return the name of a value in a layout; redistribute it if needed."""
         value = self.values[name]
         if value.type is None or value.layout is None or wanted is None or value.layout == wanted:
             return value.name
@@ -143,21 +143,21 @@ class Held:
             for step in steps:
                 source = self.step(source, value.type, step)
             value.copies[wanted] = source
-            if wanted.partial < value.layout.partial:  # nobody is to add it up again
+            if wanted.partial < value.layout.partial:  # so that no later user reduces it again
                 copies = {**value.copies, value.layout: value.name}
                 self.values[name] = replace(value, layout=wanted, name=source, copies=copies)
                 return source
         return value.copies[wanted]
 
     def lay_out(self, name: Name, wanted: ValueLayout) -> None:
-        """Let a value lie so for all who come."""
+        """Redistribute a value for all later users."""
         written, value = self.laid_out(name, wanted), self.values[name]
         if value.layout is not None and value.layout != wanted:
             copies = {value.layout: value.name, **value.copies}
             self.values[name] = replace(value, layout=wanted, name=written, copies=copies)
 
     def nearest(self, value: Value, wanted: ValueLayout) -> tuple[Name, list[Step]]:
-        """Of the layouts in which the ranks have a value that from which they send least, and the steps from there."""
+        """The copy of a value from which redistribution sends the fewest elements, and the steps from it to the target."""
         assert value.layout is not None and value.type is not None
         found = [(value.name, redistribution(value.layout, wanted, self.grid))]
         found += [
@@ -189,7 +189,7 @@ class Held:
         return f"{hint}.{self._serial}"
 
     def fresh_outputs(self, node: Node) -> tuple[Name, ...]:
-        """Names like those of a node's outputs: items of a tuple have numbers."""
+        """New names in the form of a node's outputs: the items of a tuple are numbered."""
         name = self.fresh(node.kind)
         is_tuple = len(node.outputs) > 1 or "#" in node.outputs[0]
         return tuple(f"{name}#{i}" for i in range(len(node.outputs))) if is_tuple else (name,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a walk in the order of a graph cannot see: how those who come later want a value."""
+"""Facts about later uses of a value, which a single pass in topological order cannot see."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ Known = TypeVar("Known")
 
 
 def wanted_by_updates(graph: Graph, parameters: Mapping[Name, Layout]) -> dict[Name, Layout]:
-    """Values that an update of a sharded parameter is made of, entry by entry, and its dims: gradients, mostly. Where a sum
-    of one is pending each rank needs its own part alone, whoever looks at the gradient before, as a norm does."""
+    """Values that determine an update of a sharded parameter element by element (mostly gradients) -> the parameter's
+    sharding. A partial sum of such a value can be reduce-scattered, even if another operator, such as a norm, reads it
+    first."""
     types: dict[Name, TensorType | None] = {**graph.parameters, **graph.inputs}
     for node in graph.nodes:
         types |= zip(node.outputs, node.types, strict=True)
@@ -41,8 +42,8 @@ def wanted_by_updates(graph: Graph, parameters: Mapping[Name, Layout]) -> dict[N
 
 
 def casts_of_outputs(graph: Graph, first: int) -> set[Name]:
-    """Casts of which outputs from number `first` on are made, and nothing else: of gradients, as those who add them up over
-    microbatches want them. Where a sum is pending it may stay so: then it is added up once, and in the wider type."""
+    """Casts from which only outputs `first` onwards (gradients) are computed. Their partial sums may stay pending, so
+    that the sum over microbatches is reduced once and in the wider type."""
     goes_out, others = set(graph.outputs[first:]), set(graph.outputs[:first])
     found = set()
     for node in reversed(graph.nodes):
@@ -58,11 +59,11 @@ def casts_of_outputs(graph: Graph, first: int) -> set[Name]:
 
 
 def summed_with(graph: Graph) -> dict[Name, tuple[Name, ...]]:
-    """Values that are used once, in a sum of many, and its other items; where that sum is an item of another one, those of
-    both."""
+    """Values whose only use is as an item of a sum -> the other items of that sum, and of the sum that it is itself an
+    item of."""
     uses = Counter(graph.outputs)
     for node in graph.nodes:
-        if node.kind != "UpdateState":  # which uses no value, but waits for it
+        if node.kind != "UpdateState":  # it only waits for its inputs
             uses.update(node.flat_inputs())
     found: dict[Name, tuple[Name, ...]] = {}
     for node in reversed(graph.nodes):
@@ -75,8 +76,8 @@ def summed_with(graph: Graph) -> dict[Name, tuple[Name, ...]]:
 
 
 def ids_by_row(graph: Graph) -> dict[Name, int]:
-    """Ids of which row i of dim 0 has those from i * n on, and n: by such ones MindSpore adds up the gradient of a gather in
-    which each row of a batch has indices of its own."""
+    """Segment ids of which row i of dim 0 begins at i * n -> n. MindSpore emits these for the gradient of a batched
+    gather, in which each row has its own indices."""
     constants = {node.outputs[0]: node.value for node in graph.nodes if node.kind == "Constant"}
     found = {}
     for node in graph.nodes:
@@ -88,7 +89,7 @@ def ids_by_row(graph: Graph) -> dict[Name, int]:
 
 
 def _row_length(value: Any, num_rows: int) -> int:
-    """n, if `value` is 0, n, 2 n, .. along its dim 0, which is not broadcast; else 0."""
+    """n if `value` is 0, n, 2 n, .. along dim 0 and that dim is not broadcast; else 0."""
     if not isinstance(value, np.ndarray) or value.dtype.kind != "i" or not value.ndim or num_rows < 2:
         return 0
     if len(value) != value.size or len(value) != num_rows:

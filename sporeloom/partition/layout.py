@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of values inside a sharded graph: mesh axes that shard each dim, and axes over which a sum is pending."""
+"""Layouts of values in a sharded graph: mesh axes that shard each dim, and axes over which a partial sum is pending."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NONE: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class ValueLayout:
-    """How the ranks hold one value.
+    """The layout of one value across the ranks.
 
-    The value is what one gets by adding up, over the ranks along the axes of `partial`, what they hold, and by putting the
-    shards along the axes of `dims` side by side. No axis occurs twice.
+    The full value is the sum of the local values over the ranks along the axes of `partial`, and the concatenation of the
+    shards along the axes of `dims`. No axis occurs twice.
     """
 
     dims: Layout
@@ -29,20 +29,20 @@ class ValueLayout:
 
     @property
     def axes(self) -> frozenset[str]:
-        """That shard a dim."""
+        """Axes that shard some dim."""
         return frozenset(axis for dim in self.dims for axis in dim)
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds all of the value."""
+        """Whether every rank holds the full value."""
         return not self.partial and not any(self.dims)
 
     def local_shape(self, shape: Shape, grid: DeviceGrid) -> Shape:
-        """Shape that a rank holds of a value of this global shape."""
+        """Local shape of a value of this global shape."""
         return tuple(size // grid.degree(dim) for size, dim in zip(shape, self.dims, strict=True))
 
     def reduced(self) -> ValueLayout:
-        """The same dims, nothing pending."""
+        """The same sharding without partial sums."""
         return ValueLayout(self.dims) if self.partial else self
 
     def __str__(self) -> str:
@@ -55,9 +55,10 @@ def replicated(num_dims: int) -> ValueLayout:
 
 
 def fitted(dims: Sequence[Iterable[str]], shape: Shape, grid: DeviceGrid, taken: Collection[str] = ()) -> Layout:
-    """Of the axes wanted for each dim those that can shard it: they divide its size, and no other dim or `taken` has them.
+    """For each dim, the requested axes that can shard it: they divide its size and shard no other dim, nor are they
+    `taken`.
 
-    Of a dim's axes all after the first that cannot are dropped, too: shards stay contiguous in the order of the axes.
+    Axes after the first one that cannot shard the dim are dropped as well, so shards stay contiguous in axis order.
     """
     used = set(taken)
     result: list[Dim] = []

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the graph of a whole batch, sharded by microbatches as if these were ranks, into what is computed once and what is
-computed for each of them.
+"""Divides the graph of a full batch, sharded over microbatches as if these were ranks, into graphs that run once per
+step and graphs that run once per microbatch (gradient accumulation).
 
-Where a graph is sharded along the axis MICROBATCHES, what a collective does along it is done on the host: an AllReduce adds
-up what the microbatches gave, an AllGather puts it side by side, a slice takes a microbatch's rows. So the graph falls into
-four, in the order in which they run:
+Collectives along the axis MICROBATCHES are performed by the host: an AllReduce sums the microbatches' values, an AllGather
+concatenates them, a slice selects the rows of a microbatch. This divides the graph into four, in the order in which they run:
 
-    once       random numbers, which are drawn for the whole batch;
-    early      for each microbatch, sums that depend on the inputs alone, not on parameters: how many tokens count, say;
-    main       for each microbatch, all else that depends on its rows: losses and gradients;
+    once       random numbers, which are drawn for the full batch;
+    early      for each microbatch, sums that depend on the inputs but not on parameters, such as a number of tokens;
+    main       for each microbatch, everything else that depends on its rows: losses and gradients;
     after      what depends on the sums of `main`: norms, updates, results.
 
-A graph that needs a value of all microbatches to go on with one of them, and not of the inputs alone, is not divisible: a
-mean of activations over the batch, say, by which its rows are then normalized.
+A graph is not divisible if a value of all microbatches that depends on parameters is needed to compute one of them, such as
+a mean of activations over the batch by which each row is normalized.
 """
 
 from __future__ import annotations
@@ -27,57 +26,57 @@ from sporeloom.partition.held import MixedRowsError
 from sporeloom.partition.stages import assemble
 
 NUMBER = "microbatch."
-"""Begins the names of the inputs that are the number of a microbatch; an element type follows."""
+"""Prefix of the names of inputs that are the index of a microbatch; the element type follows."""
 
 
 class Rows(NamedTuple):
-    """A microbatch's part of a value."""
+    """The slice of a value that belongs to a microbatch."""
 
     source: Name
     dim: int
 
 
 class Total(NamedTuple):
-    """What the microbatches' values of a name make up together."""
+    """The sum or concatenation of a value over all microbatches."""
 
     source: Name
     dim: int | None
-    """In which they are put side by side; None: they are added up."""
+    """Dim of the concatenation; None: the sum."""
 
 
 @dataclass(slots=True)
 class DividedGraph:
-    """A graph as four, each with the names of the values that it is given."""
+    """A graph divided into four, with the names of the values that each receives."""
 
     once: Graph
-    """Of inputs of the network."""
+    """Its inputs are inputs of the network."""
     drawn: list[Name]
-    """What the outputs of `once` are to the others."""
+    """Names under which the other graphs receive the outputs of `once`."""
     rows: dict[Name, Rows]
-    """Inputs of `early` and `main` that are parts of inputs of the network, or of what `once` gives. Others are numbers of
-    microbatches (see `NUMBER`)."""
+    """Inputs of `early` and `main` that are rows of inputs of the network or of outputs of `once`. Other inputs are
+    indices of microbatches (see `NUMBER`)."""
     early: Graph
     early_totals: dict[Name, Total]
-    """Inputs of `main` and `after`, made of the outputs of `early`."""
+    """Inputs of `main` and `after`: totals of outputs of `early`."""
     main: Graph
     totals: dict[Name, Total]
-    """Inputs of `after`, made of the outputs of `main`."""
+    """Inputs of `after`: totals of outputs of `main`."""
     after: Graph
 
 
 @dataclass(slots=True)
 class _Facts:
-    """What a value depends on."""
+    """The kinds of values that a value depends on."""
 
     rows: bool = False
-    """On those of one microbatch."""
+    """Whether it depends on rows of one microbatch."""
     parameters: bool = False
     drawn: bool = False
-    """On random numbers."""
+    """Whether it depends on random numbers."""
     early: bool = False
-    """On a sum over microbatches that is known before `main`."""
+    """Whether it depends on a total that is known before `main`."""
     after: bool = False
-    """On one that is known after it, or on a parameter that was written."""
+    """Whether it depends on a total that is known after `main`, or on a parameter that has been written."""
 
     def __or__(self, other: _Facts) -> _Facts:
         return _Facts(
@@ -94,7 +93,7 @@ class _Facts:
 
 
 def undivided(graph: Graph) -> DividedGraph:
-    """A graph that is computed of the whole batch at once."""
+    """A graph that is computed for the full batch at once."""
     nothing = Graph({}, {}, [], [])
     return DividedGraph(nothing, [], {}, nothing, {}, nothing, {}, graph)
 
@@ -103,7 +102,7 @@ def divide(graph: Graph, grid: DeviceGrid) -> DividedGraph:
     """Divide a graph that is sharded along MICROBATCHES.
 
     Raises:
-        MixedRowsError: it needs a value of all microbatches to go on with one of them.
+        MixedRowsError: computing one microbatch requires a value of all microbatches.
     """
     return _Division(graph, grid).run()
 
@@ -135,7 +134,7 @@ class _Division:
             self.facts |= dict.fromkeys(graph.nodes[i].outputs, facts)
         return self.divided(effects)
 
-    # What depends on what
+    # Dependencies
 
     def look_at(self, node: Node, number: int) -> _Facts:
         facts = _Facts()
@@ -151,7 +150,7 @@ class _Division:
             and MICROBATCHES in node.value.axes
         ):
             if isinstance(node.value, IsFirst) or node.types[0] is None:
-                raise MixedRowsError(f"{node.outputs[0]}: rows are found by their place in the whole batch")
+                raise MixedRowsError(f"{node.outputs[0]}: rows are found by their place in the full batch")
             facts.rows = True
         if node.attributes.get("side_effect_hidden"):
             if facts.rows or facts.parameters or facts.early:
@@ -166,7 +165,7 @@ class _Division:
         return facts
 
     def along_microbatches(self, node: Node, facts: _Facts) -> _Facts:
-        """A step that the host does."""
+        """Record a step along MICROBATCHES, which the host performs."""
         (source,), (result,) = node.inputs, node.outputs
         assert isinstance(source, str)
         is_sum = node.kind == "AllReduce" and node.attributes.get("op") == "sum"
@@ -177,7 +176,7 @@ class _Division:
         if node.kind == "SliceOfRank":
             if facts.rows or facts.after:
                 raise MixedRowsError(
-                    f"{self.said(source)} depends on all rows of the batch, and its rows are wanted one by one"
+                    f"{self.said(source)} depends on all rows of the batch, and its rows are needed one by one"
                 )
             if source in self.graph.inputs or facts.is_once:
                 self.rows[result] = Rows(source, node.attributes["dim"])
@@ -215,7 +214,8 @@ class _Division:
         return DividedGraph(self.part(drawn, is_once=True), drawn, rows, early, early_totals, main, totals, after)
 
     def summed(self, totals: dict[Name, Total]) -> Graph:
-        """What computes the parts of totals, which get the names that these have there."""
+        """The graph that computes the values of some totals for one microbatch; sets the totals' sources to its output
+        names."""
         sources = list(dict.fromkeys(total.source for total in totals.values()))
         graph = self.part(sources)
         found = dict(zip(sources, graph.outputs, strict=True))
@@ -224,7 +224,7 @@ class _Division:
         return graph
 
     def part(self, roots: Sequence[Name], outputs: Sequence[Name] | None = None, is_once: bool = False) -> Graph:
-        """What computes some values, from those that other parts give."""
+        """The graph that computes some values from those that other graphs provide."""
 
         def is_given(name: Name) -> bool:
             known = name in self.rows or name in self.early or name in self.totals
@@ -240,7 +240,7 @@ class _Division:
         return assemble(nodes, self.graph.parameters, [*inputs, *sorted(counted)], roots, self.types)
 
     def by_number(self, node: Node) -> list[Node]:
-        """What depends on the place of a microbatch, computed from its number."""
+        """Compute values that depend on the position of a microbatch from its index."""
         (result, *_), (type, *_) = node.outputs or ("",), node.types or (None,)
         if node.kind == "Constant" and isinstance(node.value, RankOffset) and MICROBATCHES in node.value.axes:
             (first, *rest), stride = node.value.axes, node.value.stride
@@ -265,7 +265,8 @@ class _Division:
         ]
 
     def needed(self, roots: Iterable[Name], is_given: Callable[[Name], bool]) -> tuple[set[int], set[Name]]:
-        """Positions of the nodes that compute some values; the inputs of the network, and given values, that they take."""
+        """Indices of the nodes that compute some values, and the names of the network inputs and given values that they
+        read."""
         found, given, seen = set[int](), set[Name](), set[Name]()
         todo = list(roots)
         while todo:
@@ -285,21 +286,21 @@ class _Division:
 
 
 def _said(node: Node) -> str:
-    """An operator, for a person."""
+    """Describe an operator in messages."""
     place = node.path or (node.scope.cell if node.scope else "")
     direction = "the gradient of " if node.scope and node.scope.is_backward else ""
     return f"{node.kind} in {direction}{place or 'the network'}"
 
 
 def _reads_after_writes(graph: Graph) -> set[int]:
-    """Positions of the nodes that read a parameter after an operator of the same graph has written it."""
+    """Indices of the nodes that read a parameter after an operator of the same graph has written it."""
     number_of = {
         i: number for number, i in enumerate(i for i, node in enumerate(graph.nodes) if is_effect(node, graph))
     }
     writers: dict[Name, int] = {}
-    """Of each parameter, as bits."""
+    """Parameter -> writes of it, as a bit mask."""
     behind: dict[Name, int] = {}
-    """Writes that a value comes after, as bits."""
+    """Value -> writes that happen before it, as a bit mask."""
     found = set()
     for i, node in enumerate(graph.nodes):
         waits = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the MindIR of one device as a graph."""
+"""Reads a single-device MindIR model as a graph."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ CODES = {name: code for code, name in DTYPES.items()}
 Proto = mind_ir.AttributeProto
 SHAPE = "shape"
 ORDERING = ("UpdateState", "Depend")
-"""Operators that make others wait."""
+"""Operators that only order others."""
 
 
 class UnreadableGraphError(ValueError):
-    """The graph holds what cannot be sharded."""
+    """The graph contains constructs that cannot be sharded."""
 
 
 def read_graph(model: mind_ir.ModelProto) -> Graph:
-    """The graph of one device.
+    """Read the graph of one device.
 
     Raises:
-        UnreadableGraphError: it branches or loops on values.
+        UnreadableGraphError: its control flow depends on values.
     """
     if model.functions:
         raise UnreadableGraphError("the graph calls functions: it has an `if` or `while` on a Tensor")
@@ -59,9 +59,9 @@ class _Reader:
         self.made_by: dict[Name, Name] = {}
         """Items of operators with several outputs -> the operator."""
         self.forward: dict[bytes, Name] = {}
-        """By MindSpore's numbers for operators, which their gradients name."""
+        """MindSpore's operator ids, which gradients refer to -> first output of the operator."""
         self.repeated: dict[int, Name] = {}
-        """The same of operators that are recomputed."""
+        """MindSpore's ids of recomputed operators -> first output of the original operator."""
 
     def graph(self) -> Graph:
         source = self.model.graph
@@ -75,7 +75,7 @@ class _Reader:
         return graph
 
     def items(self, name: Name) -> tuple[Name, ...]:
-        """A value, or those of a tuple."""
+        """Return a value, or all values of a (nested) tuple."""
         if name not in self.tuples:
             return (self.renamed.get(name, name),)
         return tuple(item for each in self.tuples[name] for item in self.items(each))
@@ -92,7 +92,7 @@ class _Reader:
         kind = self.primitives[key].op_type
         if kind in ("MakeTuple", "make_list"):
             self.tuples[name] = tuple(proto.input)
-        elif kind == "Depend" and not self.awaited(proto.input[1]):  # recomputation makes such: they wait for nothing
+        elif kind == "Depend" and not self.awaited(proto.input[1]):  # emitted by recomputation: it waits for nothing
             self.name_again(name, proto.input[0])
         elif kind == "TupleGetItem" and proto.input[0] in self.tuples:
             self.name_again(name, self.tuples[proto.input[0]][self.constants[proto.input[1]]])
@@ -108,7 +108,7 @@ class _Reader:
             self.renamed[name] = self.renamed.get(item, item)
 
     def depending_items(self, proto: mind_ir.NodeProto) -> Iterator[Node]:
-        """A tuple that waits for something: each of its items does."""
+        """Replace a dependency of a tuple by one dependency for each of its items."""
         items = []
         for position, item in enumerate(self.items(proto.input[0])):
             name = f"{proto.output[0]}#{position}"
@@ -119,8 +119,8 @@ class _Reader:
         self.tuples[proto.output[0]] = tuple(items)
 
     def awaited(self, name: Name) -> tuple[Input, ...]:
-        """What waits for a tuple waits for all of its items, of which one of each operator will do: as one tuple, for
-        MindSpore drops what further inputs are."""
+        """Values to wait for in place of a tuple: one item of each operator, packed into one tuple because MindSpore
+        ignores the type of further inputs."""
         items = tuple({self.made_by.get(item, item): item for item in reversed(self.items(name))}.values())[::-1]
         return (items,) if len(items) > 1 and all(self.types.get(item) for item in items) else items
 
@@ -133,7 +133,7 @@ class _Reader:
             types = tuple(_type(v.tensors[0]) if v.type == Proto.TENSORS else None for v in shape.values)
         elif shape is not None and shape.type == Proto.TENSORS:
             types = (_type(shape.tensors[0]),)
-        if is_tuple and not any(types):  # numbers, a shape say: passed on as one value
+        if is_tuple and not any(types):  # numbers, such as a shape: one value
             is_tuple, types = False, (None,)
         outputs = tuple(f"{name}#{i}" for i in range(len(types))) if is_tuple else (name,)
         if is_tuple:
@@ -148,7 +148,7 @@ class _Reader:
         return Node(kind, inputs, outputs, types, attributes, path, None, proto, scope=scope)
 
     def scope(self, proto: mind_ir.NodeProto, name: Name) -> Scope:
-        """From the domain, `Default/NAME-CLASS/.../OPERATOR-op0`, and MindSpore's numbers for operators."""
+        """Derive the scope from the domain, `Default/NAME-CLASS/.../OPERATOR-op0`, and from MindSpore's operator ids."""
         numbers = {each.name: each.s for each in proto.primal_attr}
         if "unique_id" in numbers:
             self.forward.setdefault(numbers["unique_id"], name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a handler of an operator is asked, and what it answers."""
+"""The interface of operator handlers: an `Operation` with layouts of its inputs, and the `Plan` to compute it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sporeloom.strategy.layout import Dim, Layout, Shape
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One input."""
+    """One input of an operator."""
 
     type: TensorType | None
-    """None: not a tensor."""
+    """Global shape and element type; None if it is not a tensor."""
     layout: ValueLayout | None
-    """How the ranks hold it now."""
+    """Its current layout."""
     value: Any = None
-    """Of a constant."""
+    """Value of a constant."""
     is_constant: bool = False
     is_parameter: bool = False
 
@@ -45,7 +45,7 @@ Operands = Operand | tuple[Operand, ...]
 
 
 class Emitter(Protocol):
-    """Writes nodes into a sharded graph; types are those of a rank's parts."""
+    """Writes nodes into a sharded graph; types have local shapes (those of a rank's shards)."""
 
     def node(
         self,
@@ -56,7 +56,7 @@ class Emitter(Protocol):
     ) -> tuple[Name, ...]: ...
 
     def operator(self, inputs: Sequence[Input], types: Sequence[TensorType]) -> tuple[Name, ...]:
-        """The operator itself, with its attributes, of parts."""
+        """Emit the operator itself, with its attributes, on the local shards."""
         ...
 
     def constant(self, value: Any, type: TensorType | None = None) -> Name: ...
@@ -68,15 +68,15 @@ Remake = Callable[[Emitter, Sequence[Input], ValueLayout], Name | None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How the ranks compute an operator.
+    """The layouts and local computation by which the ranks compute an operator.
 
     Args:
-        inputs: the layout wanted of each input; None where it is not a tensor; a tuple where the operator takes one.
-        outputs: layouts of what comes out of it then; None where it is not a tensor.
-        constants: input -> what it is instead: a shape, say, that becomes a rank's own.
-        attributes: of the primitive, that are others on a rank: a number of channels, say.
-        rewrite: emits other nodes in place of the operator. Gets the names of the inputs in their layouts.
-        remake: emits what makes the output in another layout at once, for less than moving it there costs; None: it cannot.
+        inputs: required layout of each input; None for an input that is not a tensor; a tuple for a tuple of tensors.
+        outputs: resulting layouts of the outputs; None for an output that is not a tensor.
+        constants: index of a constant input -> its local value, such as a local shape in place of the global one.
+        attributes: attributes of the primitive with local values, such as a local number of channels.
+        rewrite: emits other nodes in place of the operator, given the names of the inputs in their required layouts.
+        remake: computes the output directly in another layout, which is cheaper than redistributing it; None if it cannot.
     """
 
     inputs: tuple[ValueLayout | tuple[ValueLayout | None, ...] | None, ...]
@@ -89,26 +89,26 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operator whose inputs have layouts, and which is to be computed by all ranks."""
+    """An operator with the current layouts of its inputs, to be computed by all ranks."""
 
     kind: str
     operands: tuple[Operands, ...]
     types: tuple[TensorType | None, ...]
-    """Of the outputs, global."""
+    """Types of the outputs, with global shapes."""
     attributes: Mapping[str, Any]
     grid: DeviceGrid
 
     def tensor(self, index: int) -> Operand:
-        """An input that is one tensor."""
+        """Return an input that is a single tensor."""
         operand = self.operands[index]
         assert isinstance(operand, Operand) and operand.type is not None, (self.kind, index)
         return operand
 
     def constant(self, index: int) -> Any:
-        """The value of an input that must be known.
+        """Return the value of an input that must be constant.
 
         Raises:
-            UnknownValueError: it is computed.
+            UnknownValueError: the graph computes it.
         """
         operand = self.operands[index] if index < len(self.operands) else None
         if not isinstance(operand, Operand) or not operand.is_constant:
@@ -116,10 +116,10 @@ class Operation:
         return operand.value
 
     def setting(self, index: int, name: str) -> Any:
-        """What some primitives have as an attribute and others as an input.
+        """Return a setting that some primitives have as an attribute and others as an input.
 
         Raises:
-            UnknownValueError: it is neither, or computed.
+            UnknownValueError: the operator has neither, or the graph computes it.
         """
         if index < len(self.operands):
             return self.constant(index)
@@ -129,7 +129,7 @@ class Operation:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the length of a dim depends on values: nobody knows who holds what of it."""
+        """Whether the length of some dim depends on values, so that no layout of it is known."""
         operands = (each for o in self.operands for each in (o if isinstance(o, tuple) else (o,)))
         types = (*self.types, *(operand.type for operand in operands))
         return any(size < 0 for type in types if type is not None for size in type.shape)
@@ -143,23 +143,23 @@ class Operation:
         return fitted(dims, shape, self.grid, taken)
 
     def as_they_are(self, wanted: Mapping[int, ValueLayout]) -> tuple[Any, ...]:
-        """Layouts of all inputs: those `wanted`, the other tensors replicated."""
+        """Layouts of all inputs: `wanted` where given, and replicated for the other tensors."""
         return tuple(wanted.get(i) or whole(operand) for i, operand in enumerate(self.operands))
 
 
 class UnknownValueError(ValueError):
-    """A handler wants a number that the graph computes: the operator is computed unsharded instead."""
+    """A handler needs the value of an input that the graph computes: the operator is computed unsharded instead."""
 
 
 def whole(operand: Operands) -> Any:
-    """The layout of an input that every rank is to hold all of."""
+    """The replicated layout of an input."""
     if isinstance(operand, tuple):
         return tuple(whole(item) for item in operand)
     return None if operand.type is None else replicated(len(operand.type.shape))
 
 
 def computed_unsharded(op: Operation) -> Plan:
-    """Right for every operator: every rank holds all of the inputs and computes all of the outputs."""
+    """A plan that is valid for every operator: inputs are replicated, and every rank computes all outputs in full."""
     outputs = tuple(None if type is None else replicated(len(type.shape)) for type in op.types)
     return Plan(tuple(whole(operand) for operand in op.operands), outputs)
 
@@ -169,12 +169,12 @@ Handler = Callable[[Operation], Plan]
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """What a rule says of an operator."""
+    """Layouts that a sharding rule sets for an operator."""
 
     inputs: tuple[Layout, ...]
-    """One layout for each tensor that has dims, in order."""
+    """One layout for each tensor with at least one dim, in order."""
     outputs: tuple[Layout, ...] | None = None
     local: bool = False
-    """Each rank runs the operator on its own parts as it stands."""
+    """Whether each rank runs the operator unchanged on its local shards."""
     source: str = ""
-    """file:line"""
+    """Position of the rule: file:line"""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the values of a graph that depend on parameters alone: they are the same for all microbatches of a step."""
+"""Finds the values that depend on parameters alone, and so are the same for all microbatches of a step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sporeloom.partition.held import SENT
 
 @dataclass(slots=True)
 class ParameterValues:
-    """What depends on nothing but parameters that nobody writes."""
+    """The values that depend only on parameters that the graph does not write."""
 
     nodes: set[int] = field(default_factory=set)
-    """Positions of the operators that compute it."""
+    """Indices of the operators that compute them."""
     gathered: set[Name] = field(default_factory=set)
-    """Values among it for which ranks communicate."""
+    """The subset of these values that needs communication."""
     same: dict[Name, Name] = field(default_factory=dict)
-    """Value -> the same one, computed before."""
+    """Value -> an equal value that is computed earlier."""
 
 
 def of_parameters_alone(graph: Graph) -> ParameterValues:
@@ -29,7 +29,7 @@ def of_parameters_alone(graph: Graph) -> ParameterValues:
     known = {*graph.parameters} - written
     for i, node in enumerate(graph.nodes):
         names = [found.same.get(name, name) for name in followed(node)]
-        if node.kind == "Load":  # what it waits for has not written this parameter
+        if node.kind == "Load":  # its dependency has not written this parameter
             names = names[:1]
         if node.kind == "UpdateState" or not all(name in known for name in names) or not node.outputs:
             continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mesh axes taken apart where layouts speak of parts of them (see `Mesh.parted`): a grid's own axes are the parts."""
+"""Divides mesh axes where layouts name parts of them (see `Mesh.parted`): the parts become the axes of the grid."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sporeloom.strategy.mesh import part_of_axis
 
 
 class UndividedAxisError(ValueError):
-    """Layouts want parts of an axis that do not go together."""
+    """Layouts name parts of an axis that are incompatible."""
 
 
 class PartedAxes:
-    """A grid whose axes make up all axes, and all parts of axes, that `layouts` name.
+    """A grid whose axes can represent every axis and part of an axis that `layouts` name.
 
     Args:
-        degrees: mesh axis -> number of ranks along it, outer to inner; those of one rank are left out.
-        layouts: that name axes and parts of axes.
+        degrees: mesh axis -> number of ranks along it, outer to inner; axes of degree 1 are dropped.
+        layouts: layouts that name axes and parts of axes.
 
     Raises:
-        UndividedAxisError: an axis is wanted in halves here and in thirds there, say.
+        UndividedAxisError: layouts divide an axis incompatibly, for example in halves and in thirds.
     """
 
     def __init__(self, degrees: Mapping[str, int], layouts: Iterable[Layout]):
@@ -48,7 +48,7 @@ class PartedAxes:
         self.grid = DeviceGrid(grid)
 
     def axes(self, name: str) -> Dim:
-        """The grid's axes for a mesh axis or a part of one; none where that has one rank."""
+        """The grid axes that make up a mesh axis or part of one; empty if its degree is 1."""
         axis, outer, inner = part_of_axis(name)
         parts = self._parts.get(axis, [])
         return tuple(part for part, low, high in parts if (not outer or high <= outer) and low >= inner)
@@ -58,7 +58,7 @@ class PartedAxes:
 
 
 def _named(axis: str, low: int, high: int, degree: int) -> str:
-    """As `Mesh.parted` names parts."""
+    """The name of a part of an axis, in the form of `Mesh.parted`."""
     if (low, high) == (1, degree):
         return axis
     if low == 1:
@@ -67,10 +67,10 @@ def _named(axis: str, low: int, high: int, degree: int) -> str:
 
 
 def sharded_further(layout: Layout, degrees: Mapping[str, int], shards: int) -> Layout:
-    """`layout` with dim 0 sharded over `shards` of the ranks that hold the same of it: neighbours, the last axes first.
+    """Shard dim 0 of `layout` over `shards` of the ranks that replicate it, neighbouring ranks (innermost axes) first.
 
     Raises:
-        UndividedAxisError: those are a part of an axis that has no name.
+        UndividedAxisError: these ranks are a part of an axis that has no name.
     """
     added: list[str] = []
     for name in reversed(_free(layout, degrees)):
@@ -84,7 +84,7 @@ def sharded_further(layout: Layout, degrees: Mapping[str, int], shards: int) -> 
             added.insert(0, name)
         elif shards > 1 or outer:
             raise UndividedAxisError(
-                f"{taken} of the {degree} ranks along {name}, beside others, share out a parameter"
+                f"{taken} of the {degree} ranks along {name}, besides ranks along other axes, shard a parameter"
             )
         else:
             added.insert(0, f"{axis}/{degrees[axis] // taken}")
@@ -93,7 +93,7 @@ def sharded_further(layout: Layout, degrees: Mapping[str, int], shards: int) -> 
 
 
 def _free(layout: Layout, degrees: Mapping[str, int]) -> list[str]:
-    """Axes, and parts of axes, along which ranks hold the same, outer to inner."""
+    """Axes and parts of axes along which the layout is replicated, outer to inner."""
     used = {name for dim in layout for name in dim}
     free = []
     for axis, degree in degrees.items():

@@ -9,11 +9,11 @@ from dataclasses import replace
 from sporeloom.partition.graph import Graph, Name, Node
 
 STRUCTURE = ("Constant", "Load", "Depend", "UpdateState", "MakeTuple", "TupleGetItem", "Return")
-"""Nodes that are no operators."""
+"""Kinds of nodes that are not operators."""
 
 
 def functional_paths(graph: Graph) -> dict[str, Name]:
-    """Find the forward operators that have no path of their own.
+    """Find the forward operators without a path.
 
     Returns:
         `CELL.KIND` -> first output of the operator, in the order of the graph: CELL is the path of the Cell whose `construct`
@@ -33,7 +33,7 @@ def functional_paths(graph: Graph) -> dict[str, Name]:
 
 
 def with_paths(graph: Graph, paths: dict[Name, str]) -> Graph:
-    """Give operators, found by their first output, paths of their own."""
+    """Set the paths of operators, given by their first outputs."""
     nodes = [replace(n, path=paths[n.outputs[0]]) if n.outputs and n.outputs[0] in paths else n for n in graph.nodes]
     return Graph(graph.parameters, graph.inputs, nodes, graph.outputs)
 

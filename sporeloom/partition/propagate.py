@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks a graph once, in order, with a layout for every value, and writes what each rank computes.
+"""Sharding propagation: visits a graph once in topological order, chooses a layout for every value, and emits local
+operators.
 
-The result is one graph for all ranks: what differs between them are groups, `RankOffset`s and `IsFirst`s.
+The result is one SPMD graph for all ranks: they differ in communication groups, `RankOffset`s and `IsFirst`s.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from sporeloom.partition.operators.tables import IDS_BY_ROW, TABLE
 from sporeloom.strategy.layout import Layout, show
 
 STRUCTURE = ("UpdateState", "MakeTuple", "TupleGetItem", "Return")
-"""Nodes that order or pack others: what they get is passed on as it is."""
+"""Nodes that order or pack values: their inputs are passed on unchanged."""
 READERS = ("BatchNorm",)
-"""Operators that may write some input, but not their first one."""
+"""Operators that may write an input other than their first."""
 
 
 def shard_graph(
@@ -46,14 +47,14 @@ def shard_graph(
     """Shard `graph` over `grid`.
 
     Args:
-        parameters: dims of those that are sharded; the others are replicated.
-        inputs: dims by which what every rank is given whole is sharded at once.
-        pinned: path of an operator -> how its inputs lie, whatever they do otherwise.
-        held: inputs of which each rank is given its part alone, as another graph left it; sums may be pending.
-        gathers_outputs: whether every rank returns outputs whole; otherwise they stay as they lie: a loss, and gradients.
+        parameters: layouts of the sharded parameters; the others are replicated.
+        inputs: layouts by which inputs, which every rank receives in full, are sliced first.
+        pinned: path of an operator -> layouts from a sharding rule, which override propagation.
+        held: layouts of inputs that each rank receives as local shards or partial sums from another graph.
+        gathers_outputs: whether every rank returns full outputs; otherwise a loss and gradients keep their layouts.
 
     Raises:
-        PartitionError: an operator writes a sharded parameter in a way that is not known, or a pin does not fit its operator.
+        PartitionError: an unsupported operator writes a sharded parameter, or a rule does not match its operator.
     """
     walk = _Walk(graph, grid, parameters, inputs, pinned or {}, held or {})
     if not gathers_outputs:
@@ -75,12 +76,12 @@ class _Walk(Building):
         self.pinned, self.wanted = pinned, wanted_by_updates(graph, parameters)
         self.ids_by_row = ids_by_row(graph)
         self.forward: dict[Name, tuple[Node, Plan]] = {}
-        """Operators of the forward pass, by their first output."""
+        """First output -> operator of the forward pass and its plan."""
         self.original: dict[Name, Name] = {}
-        """What was recomputed, and what it was in the forward pass."""
+        """Recomputed value -> the value of the forward pass."""
         self.summed_with = summed_with(graph)
         self.keeping_sums: set[Name] = set()
-        """Casts that may leave sums pending."""
+        """Outputs of casts that may keep partial sums pending."""
         for name, type in graph.parameters.items():
             layout = ValueLayout(parameters.get(name, ((),) * len(type.shape)))
             self.values[name] = Value(type, layout, name, is_parameter=True)
@@ -129,12 +130,12 @@ class _Walk(Building):
             self.compute(node, plan)
             for name in node.flat_inputs():
                 if self.values[name].is_parameter:
-                    self.values[name].copies.clear()  # of what was there before
+                    self.values[name].copies.clear()  # they have the old value
         else:
             self.compute_sharded(node)
 
     def compute_sharded(self, node: Node) -> None:
-        """As a rule or its handler says, or for want of both on every rank."""
+        """Compute an operator as planned by a rule or its handler, or else unsharded on every rank."""
         op = self.operation(node)
         plan = self.as_pinned(node) or plan_of(op)
         if plan is not None and self.reduce_as_wanted(node, plan):
@@ -150,7 +151,8 @@ class _Walk(Building):
             self.compute_unsharded(node, op)
 
     def reduce_as_wanted(self, node: Node, plan: Plan) -> bool:
-        """Add up what the node wants added up, where each rank will need a part of it alone: so that it gets no more."""
+        """Reduce inputs that the plan needs without partial sums; reduce-scatter them if each rank later needs only its
+        shard. Returns whether any was reduced."""
         found = False
         for name, wanted in zip(node.inputs, plan.inputs, strict=True):
             if not isinstance(name, str) or not isinstance(wanted, ValueLayout) or name not in self.wanted:
@@ -162,7 +164,7 @@ class _Walk(Building):
                 found = True
         return found
 
-    # What a node is given
+    # Inputs of a node
 
     def operand(self, name: Name) -> Operand:
         value = self.values[name]
@@ -187,16 +189,16 @@ class _Walk(Building):
         return Operation(node.kind, tuple(operands), node.types, attributes, self.grid)
 
     def pinned_inputs(self, node: Node) -> dict[Name, Layout]:
-        """Dims of the inputs that have any, as a rule says them.
+        """The layouts that a rule sets for inputs with at least one dim.
 
         Raises:
-            PartitionError: it speaks of other inputs.
+            PartitionError: the rule does not match the inputs.
         """
         pin = self.pinned[node.path]
         types = {name: self.values[name].type for name in node.flat_inputs()}
         tensors = [name for name in node.flat_inputs() if (type := types[name]) is not None and type.shape]
         layouts = [layout for layout in pin.inputs if layout]
-        if node.kind == "OneHot" and layouts:  # rules say how what it gives lies, as MindSpore wants them
+        if node.kind == "OneHot" and layouts:  # as in MindSpore, the rule has the layout of the output
             layouts[0] = layouts[0][:-1]
         for name, layout in zip(tensors, layouts, strict=False):
             type = types[name]
@@ -208,8 +210,8 @@ class _Walk(Building):
         return dict(zip(tensors, layouts, strict=False))
 
     def pin(self, node: Node) -> dict[Name, Operand]:
-        """Lay the inputs out as a rule says; for all later users, too. Not parameters, which those who write them want as
-        they are: this operator alone takes them so. Returns what it takes of these."""
+        """Redistribute inputs to the layouts of a rule, for all later users. Parameters keep their own layouts for the
+        operators that write them; returns their redistributed copies for this operator."""
         own = {}
         for name, dims in self.pinned_inputs(node).items():
             value = self.values[name]
@@ -222,10 +224,10 @@ class _Walk(Building):
         return own
 
     def as_in_forward(self, node: Node) -> dict[Name, Operand]:
-        """Of an operator of a gradient, what the forward pass had, laid out as there if ranks still hold it so. The
-        gradient of the output of a product as the output: else a rank that holds rows of a gradient and columns of a weight
-        would gather the weight, and all gradients below would lie otherwise than the activations they go with. That of the
-        output of an element-wise operator, too, if its sum is pending along axes that shard the output."""
+        """The inputs of a gradient's operator in the layouts of the forward pass: activations if the ranks still have
+        them so; the output's gradient like the output, for contractions and for element-wise operators whose partial
+        sum is over axes that shard the output. Otherwise a rank with rows of a gradient and columns of a weight would
+        gather the weight, and the gradients further down would be sharded unlike their activations."""
         if node.forward not in self.forward or node.outputs[0] in self.keeping_sums:
             return {}
         forward, plan = self.forward[node.forward]
@@ -242,17 +244,17 @@ class _Walk(Building):
             target = ValueLayout(wanted.dims, pending - wanted.axes if contracts or is_gradient else NONE)
             if is_gradient and (contracts or (is_elementwise and pending & wanted.axes)):
                 if self.grid.degree(target.axes) >= self.grid.degree(value.layout.axes):
-                    self.lay_out(name, target)  # for all who use it, as the gradient of a bias does
+                    self.lay_out(name, target)  # for all users, such as the gradient of a bias
             elif not contracts and target not in value.copies:
                 continue
             own[name] = replace(self.operand(name), layout=target)
         return own
 
     def as_pinned(self, node: Node) -> Plan | None:
-        """For an operator that each rank runs on its own parts as it stands: they lie as the rule says.
+        """Plan an operator that a rule makes local: each rank runs it on its shards, in the layouts of the rule.
 
         Raises:
-            PartitionError: they cannot.
+            PartitionError: these layouts do not divide the shapes.
         """
         pin = self.pinned.get(node.path)
         if pin is None or not pin.local:
@@ -281,10 +283,10 @@ class _Walk(Building):
     def as_it_is(self, given: Input) -> Input:
         return self.values[given].name if isinstance(given, str) else tuple(self.values[name].name for name in given)
 
-    # What comes of it
+    # Outputs of a node
 
     def compute(self, node: Node, plan: Plan) -> None:
-        """Write the node, its inputs laid out as planned."""
+        """Emit a node as planned, with its inputs redistributed."""
         inputs: list[Input] = []
         for position, (given, wanted) in enumerate(zip(node.inputs, plan.inputs, strict=True)):
             if position in plan.constants:
@@ -312,8 +314,8 @@ class _Walk(Building):
                 self.lay_out(name, ValueLayout(fitted(_by_microbatch(dims, self.values[name]), type.shape, self.grid)))
 
     def as_of_now(self, node: Node, given: Name, wanted: ValueLayout | None) -> Name:
-        """A parameter that an operator is given as it stands, no copy: if one must be made of it, then only once what the
-        operator waits for is done, an update of it say."""
+        """An input that is a parameter read in place: if it must be redistributed, the copy is made only after the
+        operator's dependencies, such as an update of the parameter."""
         value, last = self.values[given], list(node.flat_inputs())[-1]
         is_copied = value.is_parameter and wanted is not None and wanted != value.layout
         return self.wait(given, last) if is_copied and node.attributes.get("side_effect_mem") else given
@@ -335,12 +337,12 @@ class _Walk(Building):
             self.values[name] = Value(type, layout, name)
 
     def constant_like(self, name: Name, value: Any) -> Name:
-        """A rank's own value of a constant: a tensor if that is one."""
+        """The local value of a constant, as a tensor if the constant is one."""
         type = self.values[name].type
         return self.constant(value) if type is None else self.constant(np.array(value, type.dtype), type)
 
     def add_up(self, node: Node) -> None:
-        """A sum of many: first of those with the same sums pending, so that each of these is communicated once."""
+        """Add several values: first those with the same partial sums, so that each of these is communicated once."""
         (items,) = node.inputs
         assert isinstance(items, tuple)
         groups: dict[frozenset[str], list[Name]] = {}
@@ -354,7 +356,8 @@ class _Walk(Building):
         self.compute_sharded(replace(node, inputs=(items,)))
 
     def compute_unsharded(self, node: Node, op: Operation) -> None:
-        """On every rank. What has the shape of an input that was sharded is sharded so again, and those who use it, too."""
+        """Compute an operator on every rank. Outputs with the shape of a sharded input are sharded like it again, for
+        all later users."""
         self.compute(node, self.unsharded(node, op))
         sharded = [o for o in _flat(op.operands) if o.layout and not o.layout.is_replicated]
         if not sharded:
@@ -372,10 +375,10 @@ class _Walk(Building):
         return name
 
     def unsharded(self, node: Node, op: Operation) -> Plan:
-        """For an operator that nothing is known of.
+        """Plan an operator without a handler.
 
         Raises:
-            PartitionError: it is given a sharded parameter itself, not its value: it may write what would be a gathered copy.
+            PartitionError: it takes a sharded parameter by reference and may write it, but would write a gathered copy.
         """
         names = node.flat_inputs()
         for name, operand in zip(names, _flat(op.operands), strict=True):
@@ -387,11 +390,11 @@ class _Walk(Building):
         return computed_unsharded(op)
 
     def updating(self, node: Node) -> Plan | None:
-        """An operator that writes its first input, element by element: all of that shape lie as the parameter does. None if
-        that is no parameter.
+        """Plan an operator that writes its first input element by element: all values of that shape get the parameter's
+        layout. None if that input is not a parameter.
 
         Raises:
-            PartitionError: it writes something else that is sharded.
+            PartitionError: it writes another sharded value.
         """
         op = self.operation(node)
         target = op.tensor(0)
@@ -436,10 +439,10 @@ class _Walk(Building):
         return Plan(wanted, outputs)
 
     def check_is_last(self, node: Node) -> None:
-        """What is written is a value: the rank may write a copy, if nobody else looks at it.
+        """Check that an operator that writes a value is its last user, so that writing a copy has the same effect.
 
         Raises:
-            PartitionError: somebody may.
+            PartitionError: the value has other users.
         """
         written = next(node.flat_inputs())
         users = [each for each in self.source.nodes if each is not node and written in each.flat_inputs()]
@@ -449,10 +452,11 @@ class _Walk(Building):
             )
 
     def drawn(self, node: Node, inputs: Sequence[Name]) -> tuple[Name, ...]:
-        """Every rank draws all of it, and what all but the first one have counts for nothing: its sum is pending.
+        """Draw random numbers in full on every rank, and keep those of the first: a partial sum in which all others are
+        zero.
 
         Raises:
-            PartitionError: it draws whole numbers.
+            PartitionError: it draws integers.
         """
         whole = [self.laid_out(name, _whole(self.values[name].type)) for name in inputs]
         outputs = self.fresh_outputs(node)
@@ -461,7 +465,7 @@ class _Walk(Building):
         for name, type in zip(outputs, node.types, strict=True):
             if type is None or not type.dtype.startswith(("float", "bfloat")):
                 raise PartitionError(
-                    f"{node.kind} ({self.consumer}) draws what are no floating-point numbers, and ranks would not draw the "
+                    f"{node.kind} ({self.consumer}) draws values that are not floating-point, and ranks would not draw the "
                     "same: draw floats and convert them"
                 )
             (first,) = self.node("Mul", [name, self.constant(IsFirst(axes), TensorType((), type.dtype))], [type])
@@ -471,7 +475,7 @@ class _Walk(Building):
 
 
 def _by_microbatch(dims: Layout, value: Value) -> Layout:
-    """What a rule says, which speaks of ranks; the dim that is sharded by microbatches stays so."""
+    """The layout of a rule, extended by MICROBATCHES on the dim that it already shards: rules name only axes of ranks."""
     if value.layout is None or MICROBATCHES not in value.layout.axes:
         return dims
     return tuple(

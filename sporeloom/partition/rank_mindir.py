@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what one rank computes of a sharded graph as MindIR."""
+"""Writes the sharded graph of one rank as MindIR."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sporeloom.partition.mindir import CODES, SHAPE, Proto
 from sporeloom.private_names import mind_ir
 
 MAX_NAME = 120
-"""Characters of a group's name; HCCL takes 127."""
+"""Maximum length of a group's name; the limit of HCCL is 127."""
 OF_COLLECTIVES: dict[str, dict[str, Any]] = {
     "AllReduce": {"fusion": 0, "index": 0, "no_eliminate": True},
     "AllGather": {"fusion": 0, "mean_flag": False, "no_eliminate": True},
     "ReduceScatter": {"fusion": 0, "no_eliminate": True},
     "AlltoAll": {"no_eliminate": True},
 }
-"""What MindSpore's communication operators say of themselves besides their group and what they do."""
+"""Constant attributes of MindSpore's communication operators."""
 
 
 def group_name(ranks: Sequence[int]) -> str:
-    """The name of a communication group, the same on all its ranks."""
+    """The name of a communication group, equal on all its ranks."""
     name = "group_" + "_".join(map(str, ranks))
     if len(name) <= MAX_NAME:
         return name
@@ -37,7 +37,7 @@ def group_name(ranks: Sequence[int]) -> str:
 def write_rank(
     sharded: ShardedGraph, model: mind_ir.ModelProto, grid: DeviceGrid, rank: int
 ) -> tuple[mind_ir.ModelProto, dict[str, list[int]]]:
-    """The MindIR of one rank, and the groups that it communicates over: name -> ranks."""
+    """Write the MindIR of one rank. Returns it with its communication groups: name -> ranks."""
     writer = _Writer(sharded, model, grid, rank)
     return writer.write(), writer.groups
 
@@ -54,9 +54,9 @@ class _Writer:
         self.primitives: dict[tuple[str, tuple[tuple[str, Any], ...]], str] = {}
         self.types: dict[Name, TensorType] = {}
         self.written: dict[Name, Name] = {}
-        """Item of an operator with several outputs -> what holds it."""
+        """Item of an operator with several outputs -> name that it was written under."""
         self.items: dict[Name, tuple[Name, int, TensorType]] = {}
-        """Those that nobody has used yet: their operator and place."""
+        """Items that have not been used yet -> operator, index and type."""
         self.shared: dict[Any, Name] = {}
         """Tuples and constants, each of which is written once."""
         self._serial = 0
@@ -73,7 +73,7 @@ class _Writer:
         return self.model
 
     def declare_parameters(self) -> None:
-        """Those that the graph uses, in the order of the source."""
+        """Declare the parameters that the graph uses, in the order of the source."""
         source = [mind_ir.TensorProto.FromString(each.SerializeToString()) for each in self.graph.parameter]
         del self.graph.parameter[:]
         for parameter in source:
@@ -83,7 +83,8 @@ class _Writer:
                 self.graph.parameter.append(parameter)
 
     def declare_inputs(self) -> None:
-        """In the order of the sharded graph; a pass of a pipeline is also given what other passes compute."""
+        """Declare inputs in the order of the sharded graph; the passes of a pipeline also receive values of other
+        passes."""
         source = {each.name: mind_ir.ValueInfoProto.FromString(each.SerializeToString()) for each in self.graph.input}
         del self.graph.input[:]
         for name, type in self.sharded.graph.inputs.items():
@@ -116,7 +117,7 @@ class _Writer:
         else:
             self.copy(node)
 
-    # What is given
+    # Reading values
 
     def name(self, value: Name) -> Name:
         if value in self.items:
@@ -128,7 +129,7 @@ class _Writer:
         return [self.name(each) if isinstance(each, str) else self.make_tuple(each) for each in node.inputs]
 
     def make_tuple(self, items: Sequence[Name]) -> Name:
-        """All outputs of an operator are what it gives."""
+        """Pack values; all outputs of an operator are already packed."""
         key = tuple(items)
         if key not in self.shared:
             self.shared[key] = self.new_tuple(items)
@@ -141,7 +142,7 @@ class _Writer:
             self.put_type(shape.values.add(type=Proto.TENSORS), self.types[item])
         return node.output[0]
 
-    # What is written
+    # Writing nodes
 
     def fresh(self, hint: str) -> Name:
         self._serial += 1
@@ -181,7 +182,7 @@ class _Writer:
         return self.primitives[key]
 
     def changed(self, node: Node) -> str:
-        """A primitive like that of the node's origin, but for its changes."""
+        """A copy of the primitive of the node's origin, with the node's changed attributes."""
         origin = node.origin.op_type.removeprefix("REF::")
         key = origin, tuple(sorted(node.changes.items()))
         if key not in self.primitives:
@@ -199,7 +200,7 @@ class _Writer:
         self.written[node.outputs[0]] = name
 
     def copy(self, node: Node) -> None:
-        """As it was, with a rank's own inputs and shapes."""
+        """Copy the origin of a node, with local inputs and shapes."""
         inputs = self.inputs(node)  # may write tuples, which come first
         written = self.graph.node.add()
         written.CopyFrom(node.origin)
@@ -221,7 +222,7 @@ class _Writer:
                 self.take_items(node, name)
 
     def take_items(self, node: Node, name: Name) -> None:
-        """The items of an operator with several outputs."""
+        """Register the items of an operator with several outputs."""
         if all(node.types):
             self.shared[node.outputs] = name
         for position, (item, type) in enumerate(zip(node.outputs, node.types, strict=True)):
@@ -276,7 +277,7 @@ class _Writer:
         attribute.tensors[0].raw_data = np.full(type.shape, value, type.dtype).tobytes()
         return name
 
-    # Between ranks
+    # Communication
 
     def slice(self, node: Node) -> None:
         (type,), dim = node.types, node.attributes["dim"]
@@ -309,7 +310,7 @@ class _Writer:
     def along_first_dim(
         self, node: Node, given: Name, before: TensorType, after: TensorType, group: str, count: int
     ) -> Name:
-        """AllGather and ReduceScatter work along dim 0: another dim is brought there, and back."""
+        """Emit an AllGather or ReduceScatter, which work along dim 0: another dim is transposed to the front and back."""
         dim, attributes = node.attributes["dim"], {"group": group, "rank_size": count, **OF_COLLECTIVES[node.kind]}
         if node.kind == "ReduceScatter":
             attributes["op"] = node.attributes["op"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one layout of a value to another: slices where a rank holds more than it needs, collectives where it holds less.
+"""Redistribution between two layouts of a value: local slices where a rank holds more than it needs, else collectives.
 
-Source: the algebra of shards and pending sums is that of GSPMD (arXiv:2105.04663) and PyTorch's DTensor.
+Source: the algebra of shards and partial sums is that of GSPMD (arXiv:2105.04663) and PyTorch's DTensor.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ StepKind = Literal["slice", "all_reduce", "reduce_scatter", "all_gather", "all_t
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation that all ranks do."""
+    """One slice or collective, performed by all ranks."""
 
     kind: StepKind
     axes: Dim
-    """The group: ranks that differ along these. For a slice: whose index selects it."""
+    """Axes of the communication group. For a slice: axes whose index selects the shard."""
     layout: ValueLayout
-    """Afterwards."""
+    """The layout after the step."""
     dim: int = 0
-    """That is sliced, scattered or gathered; of an all-to-all the one that is gathered."""
+    """The dim that is sliced, scattered or gathered; the gathered one of an all-to-all."""
     to_dim: int = 0
-    """Of an all-to-all the one that is sharded."""
+    """The dim that an all-to-all shards."""
 
 
 def redistribution(source: ValueLayout, target: ValueLayout, grid: DeviceGrid) -> list[Step]:
-    """Steps from `source` to `target`, in order; none if they are equal.
+    """Steps from `source` to `target`, in order; empty if they are equal.
 
-    What needs no communication comes first, then what makes the value smaller or moves shards, and what makes it larger
-    last, so that little is sent. Sums that `target` leaves pending stay so.
+    Steps without communication come first, then those that shrink the local value or move shards, and those that enlarge it
+    last, so that little is sent. Partial sums that are pending in `target` stay pending.
     """
     assert target.partial <= source.partial and len(source.dims) == len(target.dims), (source, target)
     walk = _Walk(source, target, grid)
@@ -55,7 +55,8 @@ def redistribution(source: ValueLayout, target: ValueLayout, grid: DeviceGrid) -
 
 
 class _Walk:
-    """The layout on its way. Each method takes one kind of step as far as it goes and returns whether it took any."""
+    """The layout during redistribution. Each method takes steps of one kind as far as possible and returns whether it
+    took any."""
 
     def __init__(self, source: ValueLayout, target: ValueLayout, grid: DeviceGrid):
         self.grid, self.target = grid, target
@@ -67,7 +68,7 @@ class _Walk:
         return self.pending - self.target.partial
 
     def missing(self, dim: int) -> Dim:
-        """Axes by which the target shards a dim further; none if it shards it otherwise."""
+        """Axes by which the target shards a dim further; empty if it shards the dim differently."""
         have, want = self.dims[dim], self.target.dims[dim]
         return want[len(have) :] if want[: len(have)] == have else ()
 
@@ -76,7 +77,7 @@ class _Walk:
         self.steps.append(Step(kind, axes, layout, dim, to_dim))
 
     def sums_over_microbatches(self) -> bool:
-        """Before all else, so that what follows is done once for all of them."""
+        """Sum over microbatches before all else, so that the further steps run once for all microbatches."""
         if MICROBATCHES not in self.due:
             return False
         self.pending -= {MICROBATCHES}
@@ -105,7 +106,7 @@ class _Walk:
         return taken
 
     def moves(self) -> bool:
-        """An axis that shards one dim and is to shard another next."""
+        """Move an axis that shards one dim, and is the next to shard another, by an all-to-all."""
         for dim, have in enumerate(self.dims):
             if not have or self.target.dims[dim][: len(have)] == have:
                 continue
@@ -125,7 +126,8 @@ class _Walk:
         return True
 
     def gathers(self) -> bool:
-        """Of a dim that has an axis which is to shard another one what lies further in alone: that axis is moved then."""
+        """All-gather a dim. If one of its axes is to shard another dim next, gather only the axes inside of it: it is
+        then moved."""
         moved = {axis for dim in range(len(self.dims)) for axis in self.missing(dim)[:1]}
         for dim, have in enumerate(self.dims):
             want = self.target.dims[dim]
@@ -140,5 +142,5 @@ class _Walk:
 
 
 def _leading(items: Sequence[T], is_wanted: Callable[[T], bool]) -> tuple[T, ...]:
-    """Items up to the first that is not wanted."""
+    """The items before the first that does not satisfy a condition."""
     return tuple(itertools.takewhile(is_wanted, items))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts a sharded graph of a microbatch's loss and gradients into the passes of pipeline stages.
+"""Partitions the sharded graph of a microbatch's loss and gradients into the passes of pipeline stages.
 
-A forward operator belongs to the part of the model that its Cell is in, or goes with what it is computed from; a backward one
-to the part of its forward operator. What depends on no part, a mask say, is computed by each part that wants it.
+A model is divided into parts, of which each stage has one or more (interleaved stages). A forward operator belongs to the
+part of its Cell, or else follows its inputs; a backward operator belongs to the part of its forward operator. An operator
+that depends on no part, such as a mask, is computed in each part that uses it.
 """
 
 from __future__ import annotations
@@ -20,49 +21,49 @@ NOWHERE = Scope()
 
 
 class StagePass(NamedTuple):
-    """What is computed of a part of the model at once for one microbatch."""
+    """A pass of one part of the model for one microbatch."""
 
     kind: PassKind
-    """`parameters`: what is gathered of parameters alone, once for all microbatches; `weights`: gradients that no other part
-    waits for, where they are cut off from the backward pass."""
+    """`parameters`: values gathered from parameters alone, once for all microbatches; `weights`: gradients of weights
+    that no other part waits for, if they are split from the backward pass (zero bubble)."""
     part: int
 
 
 @dataclass(slots=True)
 class PassGraph:
-    """The graph of a pass. Its inputs are those of the network, then what other passes give."""
+    """The graph of a pass. Its inputs are inputs of the network, then values from other passes."""
 
     graph: Graph
     network_inputs: list[int]
-    """Positions."""
+    """Indices of the network's inputs among its first inputs."""
     taken: list[Name]
-    """From other passes."""
+    """Values received from other passes."""
     given: list[Name]
-    """What its outputs are."""
+    """Names of its outputs."""
 
 
 @dataclass(slots=True)
 class StageGraphs:
-    """A microbatch's graph, cut."""
+    """The graph of a microbatch, partitioned into passes."""
 
     passes: dict[StagePass, PassGraph]
-    """Only those that compute something."""
+    """Only passes that compute something."""
     givers: dict[Name, StagePass]
-    """Of each value that another pass takes, or that is a result."""
+    """Value that is a result or that another pass receives -> the pass that computes it."""
     takers: dict[Name, list[StagePass]]
     results: list[dict[int, Name]]
-    """Of each output: part -> what this adds to it. Gradients of a weight that several parts use have several."""
+    """For each output: part -> its summand. Gradients of a weight shared by several parts have several summands."""
     holders: dict[Name, list[int]] = field(default_factory=dict)
-    """Parts that use a parameter."""
+    """Parameter -> parts that use it."""
     kept: set[Name] = field(default_factory=set)
-    """Values that the `parameters` passes of a part give to its other passes, whatever the microbatch."""
+    """Values that `parameters` passes compute once for all microbatches."""
 
 
 class _Place(NamedTuple):
-    """Where an operator is computed."""
+    """The part and the direction in which an operator is computed."""
 
     part: int | None
-    """None: wherever it is wanted."""
+    """None: in every part that uses its outputs."""
     is_backward: bool
 
 
@@ -76,20 +77,20 @@ def cut_into_stages(
     sums_from: int | None = None,
     stage_of: Callable[[int], int] = lambda part: part,
 ) -> StageGraphs:
-    """Cut a sharded graph of a microbatch.
+    """Partition a sharded graph of a microbatch.
 
     Args:
-        parts: path of a Cell -> the part of the model that it is in. Cells within are, too; others go with their inputs.
-        splits_weights: whether gradients that no other part waits for become passes of their own.
-        sums_from: outputs from this one on are gradients, sums of which each part may give its own share.
-        stage_of: the stage that has a part of the model: what several of its parts want gathered is gathered once.
+        parts: path of a Cell -> its part of the model, which includes nested Cells; other operators follow their inputs.
+        splits_weights: whether gradients of weights become separate passes (zero bubble).
+        sums_from: outputs from this index on are gradients, to which several parts may contribute summands.
+        stage_of: part -> its stage; a parameter that several parts of a stage need gathered is gathered once.
     """
     places = _places(graph, parts)
     return _Cut(graph, places, splits_weights, sums_from, of_parameters_alone(graph), stage_of).run()
 
 
 def _places(graph: Graph, parts: Mapping[str, int]) -> list[_Place]:
-    """Of each node."""
+    """The place of each node."""
     pinned: dict[Name, int] = {}
     while True:
         placed = _Places(graph, parts, pinned)
@@ -99,7 +100,7 @@ def _places(graph: Graph, parts: Mapping[str, int]) -> list[_Place]:
 
 
 def _gathered_where_wanted(graph: Graph, places: Sequence[_Place]) -> list[_Place]:
-    """What one other part alone wants gathered is sent to it as it is, and gathered there."""
+    """Move an all-gather to the only part that uses its result, so that shards are sent between stages."""
     found, users = list(places), dict[Name, set[_Place]]()
     for node, place in zip(graph.nodes, places, strict=True):
         for name in followed(node):
@@ -113,7 +114,7 @@ def _gathered_where_wanted(graph: Graph, places: Sequence[_Place]) -> list[_Plac
 
 
 class _Places:
-    """One walk along the graph. `pinned`: parameters that some part writes, and which."""
+    """Places of nodes from one traversal of the graph. `pinned`: parameter -> the part that writes it."""
 
     def __init__(self, graph: Graph, parts: Mapping[str, int], pinned: Mapping[Name, int]):
         self.graph, self.parts = graph, parts
@@ -145,12 +146,12 @@ class _Places:
         ):
             return _Place(
                 None, True
-            )  # what recomputes waits for a gradient, of another part maybe: where it recomputes
+            )  # recomputation waits for a gradient, maybe of another part: computed where it is used
         behind = [place.part for place in given if place.is_backward and place.part is not None]
         before = [place.part for place in given if not place.is_backward and place.part is not None]
         part = self._forward.get(scope.forward) if scope.forward else self.part_of(scope.cell)
         if is_backward and behind and node.kind in ("Add", "AddN"):
-            part = None  # a gradient of what another part gives is added up before it is sent there
+            part = None  # the gradient of a received value is summed before it is sent back
         if is_backward:
             if part is None and (behind or before):
                 part = min(behind) if behind else max(before)
@@ -162,7 +163,7 @@ class _Places:
         return _Place(part, False)
 
     def part_of(self, cell: str) -> int | None:
-        """Of the innermost Cell that is assigned to one."""
+        """The part of the innermost enclosing Cell that is assigned to one."""
         found = [path for path in self.parts if f".{path}." in f".{cell}."]
         return self.parts[max(found, key=len)] if found else None
 
@@ -246,14 +247,12 @@ class _Cut:
     # Results
 
     def result(self, output: Name, is_sum: bool) -> dict[int, Name]:
-        """By part, what it gives of an output."""
+        """The summands of an output by part."""
         shares = self.shares(output) if is_sum else {}
         if len(shares) < 2:
             name = output if output in self.makers else self.passed_on(output)
             place = self.places[self.makers[name]]
-            if (
-                place.part is None or self.makers[name] in self.once.nodes
-            ):  # a number, zeros for a weight that nobody uses
+            if place.part is None or self.makers[name] in self.once.nodes:  # a constant, or zeros for an unused weight
                 at = _Place(place.part or 0, True)
                 name = self.add(Node("Depend", (name, name), (f"{name}.result",), (self.types[name],)), at)
                 return {place.part or 0: name}
@@ -264,12 +263,12 @@ class _Cut:
         return self.add(Node("Depend", (name, name), (f"{name}.result",), (self.types[name],)), _Place(0, False))
 
     def shares(self, name: Name) -> dict[int, list[Name]]:
-        """The items of a sum, by the part that computes them; empty if that is not known of all."""
+        """The summands of a value by part; empty if they cannot be determined."""
         maker = self.makers.get(name)
         if maker is None:
             return {}
         node, place = self.nodes[maker], self.places[maker]
-        if node.kind == "Depend" and isinstance(node.inputs[0], str):  # what it waits for is done anyway
+        if node.kind == "Depend" and isinstance(node.inputs[0], str):  # its dependency is computed anyway
             return self.shares(node.inputs[0])
         items = [item for each in node.inputs for item in ((each,) if isinstance(each, str) else each)]
         if node.kind in ("Add", "AddN") and all(self.types.get(item) == node.types[0] for item in items):
@@ -301,7 +300,7 @@ class _Cut:
     # Passes
 
     def live(self, results: Sequence[Mapping[int, Name]]) -> set[int]:
-        """The nodes that results or written parameters depend on. A sum whose items are results is none."""
+        """The nodes that results or written parameters depend on, without sums whose summands are results."""
         names = [name for shares in results for name in shares.values()]
         names += [node.outputs[0] for node in self.nodes if is_effect(node, self.graph)]
         todo = [self.makers[name] for name in names]
@@ -315,7 +314,7 @@ class _Cut:
         return found
 
     def passes_of_nodes(self, live: set[int]) -> list[StagePass | None]:
-        """Which pass computes each node; None: every one that wants it, or none."""
+        """The pass that computes each node; None: every pass that uses it, or no pass."""
         found: list[StagePass | None] = [
             StagePass("backward" if place.is_backward else "forward", place.part)
             if place.part is not None and i in live and i not in self.once.nodes
@@ -346,7 +345,8 @@ class _Cut:
     def closure(
         self, one: StagePass, members: Iterable[int], of_node: Sequence[StagePass | None]
     ) -> tuple[set[int], list[Name]]:
-        """The nodes of a pass, those of no part that it wants among them, and what it takes from others."""
+        """The nodes of a pass, with the unassigned nodes that it uses, and the values that it receives from other
+        passes."""
         found, taken, todo = set(members), dict[Name, None](), list(members)
         while todo:
             node = self.nodes[todo.pop()]
@@ -385,14 +385,13 @@ def assemble(
     types: Mapping[Name, TensorType | None],
     roots: Sequence[Name] = (),
 ) -> Graph:
-    """A graph of some nodes, which wait for each other as far as they are in it.
+    """Build a graph of some nodes, with the dependencies between them.
 
     Args:
-        roots: values that must be computed, whether anybody looks at them or not; besides writes of parameters, all of which
-            are.
+        roots: values that must be computed even if they are unused, in addition to all writes of parameters.
 
     Raises:
-        PartitionError: it has effects and no output that could wait for them.
+        PartitionError: it has side effects, but no output that could depend on them.
     """
     there, renamed = {*parameters, *inputs}, dict[Name, Name]()
     kept: list[Node] = []
@@ -425,7 +424,7 @@ def assemble(
 
 
 def with_names(node: Node, names: Mapping[Name, Name]) -> Node:
-    """A node whose inputs have other names."""
+    """Rename the inputs of a node."""
 
     def renamed(given: Input) -> Input:
         return names.get(given, given) if isinstance(given, str) else tuple(names.get(name, name) for name in given)
@@ -434,7 +433,7 @@ def with_names(node: Node, names: Mapping[Name, Name]) -> Node:
 
 
 def _those(given: Input, there: set[Name]) -> Input:
-    """Of what is waited for that which is there."""
+    """Restrict the values that a node waits for to those that exist."""
     if isinstance(given, str):
         return given if given in there else ()
     return tuple(name for name in given if name in there)

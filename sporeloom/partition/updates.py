@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts the graph of an update, from gradients to new parameters, into what each stage of a pipeline computes.
+"""Partitions the graph of an update, from gradients to new parameters, over the stages of a pipeline.
 
-Stages work at the same time here, each on the parameters that it holds. A number that all of them make up together, the norm
-of all gradients say, is added up over them; so are gradients of a parameter that several hold.
+All stages run at the same time, each on the parameters that it holds. A number that depends on several stages, such as the
+norm of all gradients, is all-reduced over stages; so are gradients of a parameter that several stages share.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ Stages = frozenset[int]
 def cut_updates(
     graph: Graph, num_stages: int, holders: Mapping[Name, Stages], gradients: Mapping[Name, Stages]
 ) -> list[Graph]:
-    """One graph for each stage.
+    """Build the update graph of each stage.
 
     Args:
-        graph: sharded over the ranks of a stage.
-        holders: parameter -> stages that hold it; what is not named, all do.
-        gradients: input -> stages that hold that gradient's parameter. Where they are several, each has its own share of it.
+        graph: the update, sharded over the ranks of a stage.
+        holders: parameter -> stages that hold it; default: all stages.
+        gradients: input -> stages that hold that gradient's parameter; each of several stages has a summand of the gradient.
 
     Raises:
-        PartitionError: what one stage alone computes and another wants cannot be sent.
+        PartitionError: a value that one stage computes and another needs cannot be sent.
     """
     return _Updates(graph, num_stages, holders, gradients).run()
 
 
 @dataclass(slots=True)
 class _Entry:
-    """An operator, and the stages that compute it."""
+    """An operator and the stages that compute it."""
 
     node: Node
     stages: Stages
@@ -56,7 +56,7 @@ class _Updates:
     available: dict[Name, Stages] = field(default_factory=dict)
     types: dict[Name, TensorType | None] = field(default_factory=dict)
     sent: dict[Name, Name] = field(default_factory=dict)
-    """Value -> what holds it in all stages."""
+    """Value -> its name after broadcast to all stages."""
 
     @property
     def all_stages(self) -> Stages:
@@ -90,7 +90,9 @@ class _Updates:
             written = next(name for name in names if name in self.graph.parameters)
             stages = self.available[written]
         else:
-            large = any(self.num_elements(name) > 1 for name in names)  # then numbers are sent to where the tensors are
+            large = any(
+                self.num_elements(name) > 1 for name in names
+            )  # scalars are sent to the stages that have the tensors
             there = [name for name in names if not large or self.num_elements(name) != 1]
             stages = self.all_stages.intersection(*(self.available[name] for name in there))
         if not stages and node.kind == "AddN":
@@ -101,7 +103,7 @@ class _Updates:
         self.put(with_names(node, replaced), stages)
 
     def of_the_largest(self, names: Sequence[Name]) -> Stages:
-        """Stages that have the largest of some values, of which no stage has all: the smaller ones are sent there."""
+        """Stages that have the largest of some values, if no stage has all: the smaller values are sent there."""
         stages = self.all_stages
         for name in sorted(names, key=self.num_elements, reverse=True):
             stages = stages & self.available[name] or stages
@@ -117,7 +119,7 @@ class _Updates:
         self.types |= zip(node.outputs, node.types, strict=True)
 
     def add_up(self, node: Node) -> None:
-        """A sum over what different stages have: each adds up its own first."""
+        """A sum of values of different stages: each stage sums its own values first."""
         own: dict[int, list[Name]] = {}
         for name in node.flat_inputs():
             own.setdefault(min(self.available[name]), []).append(name)
@@ -131,7 +133,7 @@ class _Updates:
         self.sent[node.outputs[0]] = self.added_up(shares, node.outputs[0], node.outputs[0])
 
     def everywhere(self, name: Name) -> Name:
-        """What holds a value in all stages."""
+        """The name of a value in all stages; broadcast it if needed."""
         if self.available[name] == self.all_stages:
             return name
         if name not in self.sent:
@@ -139,13 +141,14 @@ class _Updates:
         return self.sent[name]
 
     def added_up(self, shares: Mapping[int, Name], name: Name, result: Name = "") -> Name:
-        """The sum over stages of what some of them have of a value: in those that hold it all if they are just those."""
+        """All-reduce a value, over the stages that have a summand if it is a gradient, else over all stages (zeros in
+        the others)."""
         type = self.types[name]
         if type is not None and type.dtype == "bool":
             return self.is_true_anywhere(shares, name, type)
         if type is None or not type.dtype.startswith(("float", "bfloat", "int")):
             raise PartitionError(
-                f"{name.rpartition(':')[2]}: one stage of the pipeline computes what others want; only numbers are sent"
+                f"{name.rpartition(':')[2]}: one stage of the pipeline computes what others need; only numbers are sent"
             )
         is_gradient = name in self.gradients and len(shares) > 1
         stages = frozenset(shares) if is_gradient else self.all_stages
@@ -162,7 +165,7 @@ class _Updates:
         return result
 
     def is_true_anywhere(self, shares: Mapping[int, Name], name: Name, type: TensorType) -> Name:
-        """What is true in one of the stages, in all of them: sent as numbers."""
+        """Logical or of a value over stages, communicated as a sum of numbers."""
         number, stages = TensorType(type.shape, "float32"), frozenset(shares)
         one, zero, sent, result = (f"{name}.{each}" for each in ("one", "zero", "number", "true"))
         for constant, value in ((one, 1.0), (zero, 0.0)):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run it: natively on Ascend and GPU, and on CPU by executing the graph MindSpore partitioned for a virtual Ascend."""
+"""Runs parallel networks: natively on Ascend and GPU, and on CPU by executing graphs partitioned for several ranks."""

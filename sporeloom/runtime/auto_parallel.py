@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one line in a user's script."""
+"""`auto_parallel`, the one line that makes a user's script parallel, and interception of calls of parallel networks."""
 
 from __future__ import annotations
 
@@ -51,36 +51,36 @@ _call_jit = api._JitExecutor.__call__
 
 @dataclass(frozen=True)
 class _Parallel:
-    """A network that `auto_parallel` returned."""
+    """State of a network that `auto_parallel` returned."""
 
     network: nn.Cell
     whole: nn.Cell
-    """The same without microbatches, which evaluate and predict."""
+    """The network without microbatches, which evaluates and predicts."""
     report: Report
     engine: Engine
     check: bool
-    """Whether the first call of each kind is compared with one device's."""
+    """Whether the first call of each kind is compared with one device."""
 
 
 _engines: dict[str, Engine] = {}
-"""By strategy, the one of the latest network last."""
-_networks: dict[int, _Parallel] = {}  # by id; what is kept here keeps its id
+"""Strategy -> engine; the engine of the latest network is last."""
+_networks: dict[int, _Parallel] = {}  # by id, which is valid as long as the network is referenced here
 _contents: dict[int, tuple[Any, _Parallel | None]] = {}
 _steps: dict[Any, tuple[Any, nn.Cell]] = {}
 _calls: dict[Any, Call] = {}
-"""By what is called, and the source text of its arguments."""
+"""(id of the callee, source text of the arguments) -> call."""
 _looked_at: dict[Any, Any] = {}
-"""Calls on devices whose graphs were held against one device's, and"""
+"""First calls on devices whose graphs have been validated against the graph of one device."""
 _compared: dict[Any, Any] = {}
-"""calls whose results were."""
+"""First calls whose results have been compared with those of one device."""
 _context_of: list[Engine] = []
-"""The engine whose settings MindSpore has, on a device."""
+"""The engine whose settings are in MindSpore's context, on a device."""
 
 
 AUTO = "auto"
 CHOSEN = Path("auto_parallel.yaml")
 DEVICE_GB = 16.0
-"""Of parameters and what training keeps of them, that `auto` tries to stay below."""
+"""Default of `memory_gb`: memory in GB of a device for parameters and training state, a limit that `auto` tries to meet."""
 
 
 def auto_parallel(
@@ -136,7 +136,7 @@ def auto_parallel(
     _engines[key] = engine
     if check and loaded.mesh.size > 1 and not engine.partitions_itself:
         raise ConfigError(
-            "auto_parallel(..., check=True): CPU processes can, where one device's graph runs beside; try there"
+            "auto_parallel(..., check=True): only CPU processes can also run the graph of one device; use them to check"
         )
     if loaded.mesh.size > 1 and not shards_itself(loaded):
         prepare_to_shard(net)
@@ -146,8 +146,8 @@ def auto_parallel(
     network = wrap(whole, loaded)
     _networks[id(network)] = _Parallel(network, whole, report, engine, check)
     _contents.clear()
-    # An outer Cell or a compiled function that calls the network does not tell it so: calls of both are looked at, and
-    # those that hold no parallel network go on as before.
+    # An outer Cell or a compiled function that calls the network does not notify it: calls of both are inspected, and
+    # those without a parallel network run unchanged.
     nn.Cell.compile_and_run = _run_cell
     api._JitExecutor.__call__ = _run_function
     return network
@@ -156,10 +156,10 @@ def auto_parallel(
 def _chosen(
     net: nn.Cell, devices: int | None = None, memory_gb: float = DEVICE_GB, out: str | Path = CHOSEN
 ) -> Strategy:
-    """The strategy chosen for `net`, which the first process writes to `out`.
+    """Choose a strategy for `net`; the first process writes it to `out`.
 
     Raises:
-        ConfigError: another file is there.
+        ConfigError: `out` exists with other content.
     """
     text, path = choose(net, devices or launched_processes(), memory_gb), Path(out)
     if path.exists() and path.read_text(encoding="utf-8") != text:
@@ -198,23 +198,23 @@ def own_rows(network: nn.Cell, output: Tensor) -> Tensor:
 
 
 def parallel_of(network: nn.Cell, asked: str) -> _Parallel:
-    """What belongs to a network that `auto_parallel` returned.
+    """Return the state of a network that `auto_parallel` returned.
 
     Raises:
-        ConfigError: it did not return this one; `asked` names the function that wants it.
+        ConfigError: `auto_parallel` did not return the network; `asked` names the caller in the message.
     """
     if id(network) not in _networks:
-        raise ConfigError(f"{asked}: {type(network).__name__} is no network that auto_parallel returned")
+        raise ConfigError(f"{asked}: {type(network).__name__} is not a network that auto_parallel returned")
     return _networks[id(network)]
 
 
 def report_of(network: nn.Cell) -> Report:
-    """What `auto_parallel` did to the network it returned."""
+    """The report on a network that `auto_parallel` returned: the layouts of its parameters and operators."""
     return _networks[id(network)].report
 
 
 def _run_cell(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
-    """A graph-mode call of a Cell."""
+    """Run a graph-mode call of a Cell."""
     if isinstance(cell, ClipByGlobalNorm) and (sharded := [p for p in _networks.values() if _gives_parts(p)]):
         return _clipped(args[0], float(cell.clip_norm.asnumpy()[0]), sharded)
     parallel = _parallel_in(cell, cell.cells_and_names)
@@ -237,8 +237,8 @@ def _run_call(
     parallel: _Parallel,
     alone: Callable[[Comparison], Any],
 ) -> Any:
-    """A call of a Cell, or of a function that the Cell `called` stands for, whose graph is sharded after it was compiled for
-    one device. `alone` makes the call there."""
+    """Run a call of a Cell, or of a function that the Cell `called` represents, whose graph is compiled for one device
+    and then sharded. `alone` makes the call on one device."""
     outside = not any(id(cell) in _networks for _, cell in called.cells_and_names())
     function = called.construct if owner is called else owner
     arguments = arguments_of(owner, function, args, kwargs, parallel.engine, has_batch=not outside)
@@ -250,7 +250,7 @@ def _run_call(
     call.training = called.training
 
     def together(call: Call) -> Any:
-        given = parallel.engine.run(call, *arguments.tensors)  # which learns the structure, at the first call
+        given = parallel.engine.run(call, *arguments.tensors)  # the first call also sets the structure
         return nested(call.structure, given)
 
     if not parallel.check or not is_first(owner, arguments.tensors, _compared):
@@ -270,7 +270,7 @@ def _run_call(
 
 
 def _report_of_all(called: nn.Cell, parallel: _Parallel) -> Report:
-    """What was decided about the parameters of all parallel networks that a call uses: two of them in a GAN."""
+    """Merge the reports of all parallel networks that a call uses, such as the two networks of a GAN."""
     used = {id(parameter) for parameter in called.get_parameters()}
     reports = [
         each.report
@@ -281,7 +281,7 @@ def _report_of_all(called: nn.Cell, parallel: _Parallel) -> Report:
 
 
 def _compared_with_one_device(cell: nn.Cell, inputs: tuple[Tensor, ...], parallel: _Parallel, run: Any) -> Any:
-    """What `run` gives, if one device gives the same."""
+    """The result of `run`, if it equals the result of one device."""
     comparison = Comparison(cell, _without_microbatches(cell, parallel), parallel.engine, parallel.report)
     alone, weights = comparison.alone, [parallel.network.trainable_params(), list(getattr(cell, "weights", ()))]
     if run is _run_whole and isinstance(cell, nn.TrainOneStepCell) and _takes(cell.network, inputs):
@@ -301,7 +301,7 @@ def _run_whole(cell: nn.Cell, inputs: tuple[Tensor, ...], parallel: _Parallel) -
 
 
 def _without_microbatches(cell: nn.Cell, parallel: _Parallel) -> nn.Cell:
-    """What one device computes in place of `cell`."""
+    """The equivalent of `cell` for one device."""
     if parallel.engine.strategy.mesh.pp == 1:
         return cell
     if cell is parallel.network:
@@ -310,7 +310,7 @@ def _without_microbatches(cell: nn.Cell, parallel: _Parallel) -> nn.Cell:
 
 
 def _takes(cell: nn.Cell, inputs: tuple[Any, ...]) -> bool:
-    """Whether `cell` can be called with these."""
+    """Whether `cell` accepts these inputs."""
     try:
         inspect.signature((cell.network if isinstance(cell, ShardBatch) else cell).construct).bind(*inputs)
     except TypeError:
@@ -319,11 +319,12 @@ def _takes(cell: nn.Cell, inputs: tuple[Any, ...]) -> bool:
 
 
 def _clipped(gradients: Sequence[Tensor], clip_norm: float, sharded: Sequence[_Parallel]) -> tuple[Tensor, ...]:
-    """`ops.clip_by_global_norm` outside a graph, of parts: by the norm of the whole gradients, as MindSpore does inside one.
+    """`ops.clip_by_global_norm` outside a graph, on sharded gradients: by the norm of the full gradients, as inside a
+    graph.
 
     Raises:
-        ConfigError: by their shapes they are not all gradients of one of the networks `sharded`, so it is not known how often
-            each counts.
+        ConfigError: the shapes are not those of all gradients of one of the networks `sharded`, so it is not known how many
+            ranks replicate each gradient.
     """
     shapes = [each.shape for each in gradients]
     matching = [p for p in sharded if [weight.shape for weight in p.network.trainable_params()] == shapes]
@@ -335,7 +336,7 @@ def _clipped(gradients: Sequence[Tensor], clip_norm: float, sharded: Sequence[_P
     parallel = matching[0]
     weights = parallel.network.trainable_params()
     arrays, size = [each.asnumpy() for each in gradients], parallel.engine.strategy.mesh.stage_size
-    # Each part is held by several ranks, of which all add their share.
+    # Several ranks replicate each shard; each adds its share of the square.
     shares = [_num_parts(weight, parallel.report) / size for weight in weights]
     square = sum(share * float(np.square(g, dtype=np.float64).sum()) for share, g in zip(shares, arrays, strict=True))
     scale = clip_norm / max(math.sqrt(parallel.engine.total(square)), clip_norm)
@@ -343,7 +344,7 @@ def _clipped(gradients: Sequence[Tensor], clip_norm: float, sharded: Sequence[_P
 
 
 def _gives_parts(parallel: _Parallel) -> bool:
-    """Whether ranks are given parts of the gradients of a network."""
+    """Whether ranks receive shards of the gradients of a network."""
     report, weights = parallel.report, parallel.network.trainable_params()
     return not report.is_spmd and any(_num_parts(weight, report) > 1 for weight in weights)
 
@@ -353,10 +354,10 @@ def _num_parts(weight: Parameter, report: Report) -> int:
 
 
 def _run_in_pipeline(cell: nn.Cell, inputs: tuple[Tensor, ...], parallel: _Parallel) -> Any:
-    """A step, or a call of the network by itself.
+    """Run a training step, or a call of the network alone, in a pipeline.
 
     Raises:
-        ConfigError: anything else, whose microbatches MindSpore would add up.
+        ConfigError: the call is of another kind, for which MindSpore would sum the microbatches.
     """
     engine = parallel.engine
     if type(cell) is nn.TrainOneStepCell and cell.network is parallel.network:
@@ -374,7 +375,7 @@ def _run_in_pipeline(cell: nn.Cell, inputs: tuple[Tensor, ...], parallel: _Paral
 
 
 def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of a function that `ms.jit` or a gradient of MindSpore compiles."""
+    """Run a call of a function that `ms.jit` or a gradient of MindSpore compiles."""
     function = executor.fn
     parallel = None if executor.obj is not None else _parallel_in(function, lambda: cells_of(function))
     if parallel is None or parallel.engine.strategy.mesh.size == 1 or not parallel.engine.partitions_itself:
@@ -411,7 +412,7 @@ def _run_function(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_gradient(value: Any, strategy: Strategy) -> None:
-    """Refuse what MindSpore's gradients of a sharded network do not give.
+    """Refuse gradients that MindSpore does not compute correctly in a sharded network.
 
     Raises:
         ConfigError: `value` is such a gradient.
@@ -420,14 +421,14 @@ def _check_gradient(value: Any, strategy: Strategy) -> None:
         raise ConfigError(
             "value_and_grad with has_aux=True: MindSpore does not find the loss among several outputs and sums the "
             "gradients of the replicas instead of averaging them; return the loss alone, and call the network again "
-            "for what else you want"
+            "for what else you need"
         )
     of_inputs = ("get_all", "get_by_position")
     if isinstance(value, GradOperation_) and (
         not value.get_by_list or any(getattr(value, n, False) for n in of_inputs)
     ):
         raise ConfigError(
-            f"{strategy.at('mesh')}: gradients with respect to inputs: a rank would get those of its own rows alone; ask for "
+            f"{strategy.at('mesh')}: gradients with respect to inputs: a rank would get those of its own rows alone; request "
             "gradients of weights only, or take these on one device"
         )
 
@@ -444,7 +445,7 @@ def _run(cell: nn.Cell, inputs: tuple[Tensor, ...], engine: Engine) -> Any:
 
 
 def _known_to_all(output: Tensor, engine: Engine) -> Tensor:
-    """What the last stage of a pipeline alone knows, on every rank."""
+    """Broadcast an output of the last pipeline stage to every rank."""
     source, array = engine.strategy.mesh.first_rank_of_last_stage, output.asnumpy()
     shape, dtype = engine.share([array.shape, array.dtype.name], source)
     mine = array if engine.rank == source else np.zeros(shape, dtype)
@@ -452,10 +453,10 @@ def _known_to_all(output: Tensor, engine: Engine) -> Tensor:
 
 
 def _parallel_in(owner: Any, cells: Any) -> _Parallel | None:
-    """The parallel network inside a Cell or function, found once.
+    """The parallel network inside a Cell or function, which is looked up once.
 
     Raises:
-        ConfigError: there are two, under different strategies.
+        ConfigError: there are two with different strategies.
     """
     if id(owner) not in _contents:
         inside = {id(cell): cell for _, top in cells() for _, cell in top.cells_and_names()}
@@ -473,7 +474,8 @@ def _parallel_in(owner: Any, cells: Any) -> _Parallel | None:
 
 
 def _parallel_by_parameters(owner: Any) -> Iterator[_Parallel]:
-    """The network whose parameters `owner`, an optimizer say, uses without it: ranks hold parts of these."""
+    """The network whose parameters `owner` (such as an optimizer) uses without the network itself: ranks hold their
+    shards."""
     if isinstance(owner, nn.Cell):
         used = {id(parameter) for parameter in owner.get_parameters()}
     else:
@@ -484,7 +486,7 @@ def _parallel_by_parameters(owner: Any) -> Iterator[_Parallel]:
 
 
 def _pipeline_step(cell: nn.Cell, parallel: _Parallel) -> TrainStep:
-    """A step that can run a pipeline, in place of nn.TrainOneStepCell, which cannot."""
+    """A training step that supports pipelines, in place of nn.TrainOneStepCell."""
     if id(cell) not in _steps:
         engine, microbatches = parallel.engine, parallel.engine.strategy.pipeline.num_microbatches
         all_reduce, scale = engine.all_reduce(), 1 / microbatches

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is called with Tensors nested in lists, tuples and dicts, and gives such: for a `Call`, which takes and gives Tensors.
+"""Calls with Tensors nested in lists, tuples and dicts, as arguments and as results, for a `Call` with Tensors only.
 
-What it is given is written into a function of the Tensors in it, as source text, which is what MindSpore compiles.
+The arguments are written as source text into a function of the Tensors in them, which MindSpore compiles.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ from typing import Any
 from mindspore import Tensor
 
 Shown = Any
-"""`tensor`, or a list of `literal`, `list`, `tuple` or `dict` and what is in it; JSON can hold it."""
+"""JSON-serializable structure of a nested value: `tensor`, or a list of `literal`, `list`, `tuple` or `dict` and its
+content."""
 
 _functions: dict[str, Any] = {}
-"""By source text."""
+"""Source text -> function."""
 _NAME = "_call_of_tensors"
 
 
 class UnknownArgumentError(ValueError):
-    """An argument is no Tensor, number or text, nor a list, tuple or dict of these."""
+    """An argument is not a Tensor, number or text, nor a list, tuple or dict of these."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What something is called with."""
+    """The arguments of a call."""
 
     tensors: tuple[Tensor, ...]
     source: str
-    """Of the arguments in a call, the Tensors named a0, a1, ..."""
+    """Source text of the arguments; the Tensors are named a0, a1, ..."""
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        """
+        """Collect the Tensors in the arguments of a call, and write the arguments as source text.
+
         Raises:
-            UnknownArgumentError: one of them cannot be given to a graph.
+            UnknownArgumentError: an argument cannot be passed to a graph.
         """
         tensors: list[Tensor] = []
         texts = []
@@ -50,7 +52,7 @@ class Arguments:
 
 
 def _source(value: Any, tensors: list[Tensor]) -> str | None:
-    """Text of an argument; None if there is none for it."""
+    """Source text of an argument; None if it has none."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return f"a{len(tensors) - 1}"
@@ -70,7 +72,7 @@ def _source(value: Any, tensors: list[Tensor]) -> str | None:
 
 
 def nested(structure: Shown, given: Any) -> Any:
-    """What one device gives, of the Tensors that a `Call` gave."""
+    """Restore the nested result of one device from the Tensors that a `Call` returned."""
     return _nested(structure, iter(given if isinstance(given, tuple) else (given,)))
 
 
@@ -87,7 +89,8 @@ def _nested(structure: Shown, tensors: Iterator[Tensor]) -> Any:
 
 
 def calling(arguments: Arguments) -> Any:
-    """Calls something with these arguments. MindSpore reads its source, which no file has, as `inspect` does."""
+    """A function that calls its first argument with these arguments. Its source text is registered for `inspect`, by
+    which MindSpore reads it."""
     names = "".join(f", a{place}" for place in range(len(arguments.tensors)))
     lines = [f"def {_NAME}(called{names}):\n", f"    return called({arguments.source})\n"]
     text = "".join(lines)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MindSpore's compiler: its settings for a strategy, and what makes it faster."""
+"""Settings of MindSpore's compiler for a strategy, and settings that make it faster."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from sporeloom.runtime.symbols import lacks, library
 from sporeloom.strategy.config import Strategy
 
 FASTER = {"GREED_PARSE": "1", "COMPILE_DEBUG_MODE": "release"}
-"""Switches of MindSpore's compiler; a version without one is slower, no more."""
+"""Switches of MindSpore's compiler; versions without one of them compile slower."""
 
-gc.freeze()  # MindSpore collects garbage before every compilation; what importing it made is none
+gc.freeze()  # MindSpore collects garbage before every compilation; its imports are never garbage
 
 
 @contextlib.contextmanager
 def auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path | None = None) -> Iterator[None]:
-    """MindSpore's own settings for `strategy`, and none again afterwards."""
+    """Set MindSpore's parallel context for `strategy` within the block, and reset it afterwards."""
     set_auto_parallel_context(strategy, rank, layouts_file)
     try:
         yield
@@ -43,7 +43,7 @@ def auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path | No
 
 
 def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path | None = None) -> None:
-    """MindSpore's settings for `strategy`. `layouts_file`: where it writes the layouts in its own format.
+    """Set MindSpore's parallel context for `strategy`. `layouts_file`: the file to which MindSpore writes the layouts.
 
     Raises:
         ConfigError: this MindSpore has no partitioner.
@@ -59,30 +59,30 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
             config["optimizer_weight_shard_size"] = zero.shard_size
         settings = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
     if mesh.ep > 1 or mesh.cp > 1:
-        settings["enable_alltoall"] = True  # else a change of the cut dim is made of all-gathers
+        settings["enable_alltoall"] = True  # else resharding to another dim uses all-gathers
     if strategy.pipeline.virtual_stages > 1:
         settings["pipeline_config"] = {"pipeline_interleave": True, "pipeline_scheduler": strategy.pipeline.schedule}
     if layouts_file:
         settings["strategy_ckpt_config"] = {"save_file": str(layouts_file)}
     forget_search()
     set_mindspores_context(
-        # By propagation an operator without a rule takes its layout from those that have one.
+        # Propagation derives the layout of an operator without a rule from those with one.
         parallel_mode="auto_parallel" if mesh.derives_layouts else "semi_auto_parallel",
         search_mode="sharding_propagation",
-        full_batch=True,  # every rank is given the whole batch; the graph takes its part
+        full_batch=True,  # every rank receives the full batch; the graph slices it
         device_num=mesh.size,
         pipeline_stages=mesh.pp,
         **settings,
     )
     mindspores_context()._context_handle.set_global_rank(rank)  # MindSpore's Python refuses ranks from 4096 on
-    add_by_pairs(mesh.pp > 1)  # last: what fails before it leaves MindSpore's sums alone
+    add_by_pairs(mesh.pp > 1)  # last: failures before it leave MindSpore's sums unchanged
 
 
 @contextlib.contextmanager
 def faster_compilation() -> Iterator[None]:
-    """The same graph in half the time (benchmarks/results/compile_passes.md): MindSpore's own switches, which resolve
-    attributes while it parses and keep no history of nodes, gradients without dead branches, and no garbage collection.
-    """
+    """Compile the same graph in half the time (benchmarks/results/compile_passes.md): with MindSpore's own switches,
+    which resolve attributes while parsing and record no history of nodes, gradients without dead branches, and no
+    garbage collection."""
     before = {name: getattr(compile_config, name) for name in FASTER if hasattr(compile_config, name)}
     for name, value in before.items():
         setattr(compile_config, name, value or FASTER[name])  # a user's own setting stays
@@ -96,7 +96,7 @@ def faster_compilation() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """No garbage collection, where many small objects are made and none of them in cycles."""
+    """Disable garbage collection while many small objects without reference cycles are created."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -107,13 +107,13 @@ def without_collection() -> Iterator[None]:
 
 
 def forget_search() -> None:
-    """Let the next compile derive its layouts from its own graph alone.
+    """Let the next compilation derive its layouts from its own graph alone.
 
-    MindSpore keeps the costs of moving tensors from one compile to the next, without their sizes: layouts would depend on
-    what this process compiled before, and so differ between ranks that came another way (tests/cli/test_train.py).
+    MindSpore caches redistribution costs across compilations, without tensor sizes: layouts would depend on
+    earlier compilations of this process, and differ between ranks with other histories (tests/cli/test_train.py).
 
     Raises:
-        TargetError: this MindSpore lacks the symbols this leans on.
+        TargetError: this MindSpore lacks the required symbols.
     """
     try:
         frontend = library("frontend")

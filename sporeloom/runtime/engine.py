@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process runs a parallel network with, whatever the device: a backend, and what follows from its layouts."""
+"""The engine runs a parallel network in this process on any device: a backend, and what follows from its layouts."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from sporeloom.strategy.config import Strategy
 
 
 def _join(strategy: Strategy, target: str) -> Backend:
-    """This rank of a job of several. MindSpore partitions only for `engine: mindspore`.
+    """Join a job of several ranks. MindSpore partitions only for `engine: mindspore`.
 
     Raises:
-        ConfigError: what partitions does not have what the strategy asks for, or there are more or fewer processes.
+        ConfigError: the partitioner does not support the strategy, or the number of processes differs from its mesh.
     """
     if target == "CPU":
         return SpmdProcesses.join(strategy) if strategy.is_spmd else CpuProcesses.join(strategy)
@@ -41,7 +41,8 @@ def _join(strategy: Strategy, target: str) -> Backend:
 
 
 class Engine:
-    """Runs Cells under one strategy, in one process of a job. There is one in a process, as MindSpore's context is one."""
+    """Runs Cells under one strategy in one process of a job. A process has one engine, because it has one MindSpore
+    context."""
 
     def __init__(self, strategy: Strategy, target: str, backend: Backend):
         self.strategy, self.target, self.backend = strategy, target, backend
@@ -51,62 +52,62 @@ class Engine:
 
     @classmethod
     def start(cls, strategy: Strategy) -> Engine:
-        """The engine of this process, once it has met the others of its job. msrun's scheduler ends here.
+        """Start the engine of this process and join the other processes of its job. msrun's scheduler exits here.
 
         Raises:
             ConfigError: the strategy and the launched processes do not fit each other.
         """
         if problems := launch_problems(strategy, launched_processes()):
             raise ConfigError(problems)
-        target = str(ms.get_context("device_target"))  # what MindSpore finds: Ascend, GPU, or else CPU
+        target = str(ms.get_context("device_target"))  # found by MindSpore: Ascend, GPU, or else CPU
         ms.set_context(mode=ms.GRAPH_MODE)
         if strategy.mesh.size > 1:
             return cls(strategy, target, _join(strategy, target))
         if target == "CPU":
             if strategy.offload:
                 raise ConfigError(f"{strategy.at('offload')}: one CPU device has one memory; leave it out")
-            with contextlib.suppress(TargetError):  # only a later virtual target needs it, and says so
+            with contextlib.suppress(TargetError):  # needed only by a later virtual target, which raises it
                 pin_cpu()
         return cls(strategy, target, Backend(strategy))
 
     @property
     def in_last_stage(self) -> bool:
-        """Whether this rank knows losses and logits."""
+        """Whether this rank is in the last pipeline stage, which computes losses and logits."""
         return self.rank >= self.strategy.mesh.first_rank_of_last_stage
 
     @property
     def is_log_rank(self) -> bool:
-        """Whether this is the one rank that tells and writes what all know."""
+        """Whether this is the logging rank, the one rank that prints and writes results common to all."""
         return self.rank == self.strategy.mesh.first_rank_of_last_stage
 
     @property
     def partitions_itself(self) -> bool:
-        """Whether graphs are partitioned here, not by MindSpore."""
+        """Whether this package partitions graphs, not MindSpore."""
         return self.backend.partitions
 
     @property
     def rounded(self) -> Counter[str]:
-        """Kinds of operators of the largest graph that are computed in float32 and give bfloat16, and how many of each."""
+        """Kinds of operators of the largest graph whose float32 results are rounded to bfloat16 -> how many of each."""
         return (self._narrow or self.backend).rounded
 
     def all_reduce(self) -> ops.AllReduce | None:
-        """The operator that adds a number up over all ranks, for use in a graph; None on one device."""
+        """The operator that sums over all ranks, for use in a graph; None on one device."""
         return self.backend.all_reduce()
 
     def prepare(self, cell: nn.Cell, *inputs: Tensor) -> None:
-        """Compile `cell` for inputs like these; `run` would do so on its first call."""
+        """Compile `cell` for inputs of these shapes and types; otherwise `run` does so on its first call."""
         self.backend_of(cell).prepare(cell, inputs)
 
     def run(self, cell: nn.Cell, *inputs: Tensor) -> Any:
-        """Call `cell`, a Cell around a parallelized network, with the whole batch."""
+        """Call `cell`, a Cell around a parallelized network, with the full batch."""
         return self.backend_of(cell).run(cell, inputs)
 
     def backend_of(self, cell: nn.Cell) -> Backend:
-        """What computes `cell`: on one CPU device a Program if it is in bfloat16, which MindSpore's own kernels for CPUs are
-        not.
+        """The backend that runs `cell`: for bfloat16 on one CPU device a `Program`, because MindSpore's CPU kernels
+        lack bfloat16.
 
         Raises:
-            ConfigError: it is in bfloat16 on a GPU, where MindSpore adds no two such numbers.
+            ConfigError: it is in bfloat16 on a GPU, for which MindSpore has no kernels.
         """
         if self.target == "Ascend" or self.partitions_itself:
             return self.backend
@@ -121,24 +122,24 @@ class Engine:
         return self._narrow
 
     def broadcast(self, array: NDArray[Any], source: int) -> NDArray[Any]:
-        """What rank `source` gave, on every rank; all give an array of one shape and dtype."""
+        """Broadcast the array of rank `source`; all ranks pass an array of the same shape and dtype."""
         return self.backend.broadcast(array, source)
 
     def share(self, value: Any, source: int) -> Any:
-        """What rank `source` gave, a value that JSON can hold, on every rank; the others' is not looked at."""
+        """Broadcast a JSON-serializable value of rank `source`; values of other ranks are ignored."""
         return self.backend.share(value, source)
 
     def largest(self, value: int) -> int:
-        """The largest of what the ranks gave, on every rank."""
+        """Maximum of a value over all ranks, on every rank."""
         return self.backend.largest(value)
 
     def total(self, value: float) -> float:
-        """The sum of what the ranks gave, on every rank."""
+        """Sum of a value over all ranks, on every rank."""
         return self.backend.total(value)
 
     def refresh(self, net: nn.Cell, report: Report) -> None:
-        """Give the parameters that several stages hold, in all of them, the value they were trained to: before a network that
-        shares them runs by itself."""
+        """Broadcast the trained values of parameters shared by several pipeline stages to all of these stages, before a
+        network that shares them runs alone."""
         mesh, held = self.strategy.mesh, {parameter.name: parameter for parameter in net.get_parameters()}
         for name in report.tied:
             parameter, of = held[name], report.of(name)
@@ -150,9 +151,9 @@ class Engine:
                     parameter.set_data(Tensor(trained, dtype=parameter.dtype), slice_shape=parameter.sliced)
 
     def slices_to_write(self, name: str, parameter: ParameterReport) -> tuple[slice, ...] | None:
-        """Where this rank's part of a parameter or optimizer state lies, if it is the one to write it.
+        """Slices of this rank's shard of a parameter or optimizer state in the full tensor, if this rank writes the shard.
 
-        Of the ranks that hold the same part the first one writes it; None for all others.
+        The first of the ranks that replicate a shard writes it; None for all others.
         """
         shape, mesh = parameter.global_shape, self.strategy.mesh
         if mesh.size == 1:
@@ -168,20 +169,20 @@ class Engine:
         return layout.slices(shape, self.rank, groups) if min(holders) in group else None
 
     def held_slices(self, name: str, global_shape: tuple[int, ...]) -> tuple[slice, ...] | None:
-        """Where the part of a parameter or optimizer state lies that this rank computes with; None: it has none."""
+        """Slices of this rank's shard of a parameter or optimizer state in the full tensor; None if it has none."""
         if self.strategy.mesh.size == 1:
             return tuple(slice(0, length) for length in global_shape)
         layout = self.backend.layouts.get(name)
         return layout.slices(global_shape, self.rank, self.backend.groups) if layout else None
 
     def holds_now(self, parameter: Parameter, global_shape: tuple[int, ...]) -> bool:
-        """Whether this rank has the value of a parameter, or of its part of one, as it is now: in a pipeline the stages that
-        compute with it have."""
+        """Whether this rank has the current value of a parameter or of its shard: in a pipeline, stages that compute
+        with it do."""
         if self.strategy.mesh.pp == 1:
             return True
         return self.held_slices(parameter.name, global_shape) is not None and self.backend.is_current(parameter)
 
     def close(self) -> None:
-        """Leave the job in good order; also done when the process ends."""
+        """Leave the job gracefully; also called when the process exits."""
         for backend in filter(None, (self._narrow, self.backend)):
             backend.close()

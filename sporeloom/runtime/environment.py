@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process's environment: what msrun says, and what MindSpore is to find before it is loaded. No MindSpore here."""
+"""Environment of the process: variables that msrun sets, and settings needed before MindSpore is loaded. Does not
+import it."""
 
 from __future__ import annotations
 
@@ -12,39 +13,41 @@ from pathlib import Path
 from sporeloom.processes import LAUNCHER, end_with_parent
 
 DEVICE_FILES = {"/dev/davinci_manager": "Ascend", "/dev/nvidiactl": "GPU"}
-"""A file that tells of a device: MindSpore's name for it."""
+"""File that shows the presence of a device -> MindSpore's name of the device."""
 
 
 def devices() -> dict[str, str]:
-    """Kinds of devices that this machine has, whether or not MindSpore can use them: name -> the file that tells."""
+    """Kinds of devices of this machine, whether or not MindSpore supports them: name -> the file that shows its
+    presence."""
     return {name: file for file, name in DEVICE_FILES.items() if Path(file).exists()}
 
 
 def launched_processes() -> int:
-    """Processes of this job, 1 without msrun."""
+    """Number of processes of this job; 1 without msrun."""
     return int(os.environ.get("MS_WORKER_NUM") or 1)
 
 
 def launched_rank() -> int:
-    """Rank of this process, 0 without msrun."""
+    """Rank of this process; 0 without msrun."""
     return int(os.environ.get("RANK_ID") or 0)
 
 
 def is_first_process() -> bool:
-    """Whether this is the one process of the job that writes what there is only one of; msrun's scheduler is none."""
+    """Whether this is the first process of the job, which writes files that exist once; false for msrun's scheduler."""
     return launched_rank() == 0 and os.environ.get("MS_ROLE") != "MS_SCHED"
 
 
 def job_name() -> str:
-    """A name for this job that msrun tells all its processes, whatever is wrapped around each: where its scheduler is."""
+    """A name for this job that all of its processes derive from msrun's variables: the address of its scheduler."""
     host, port = (os.environ.get(name, "0") for name in ("MS_SCHED_HOST", "MS_SCHED_PORT"))
     return (
-        f"{int(port) if port.isdecimal() else 0}-{zlib.crc32(host.encode()):08x}"  # short, as names of sockets must be
+        f"{int(port) if port.isdecimal() else 0}-{zlib.crc32(host.encode()):08x}"  # short: names of sockets are limited
     )
 
 
 def end_with_msrun() -> None:
-    """Let this process end with the msrun that started it and waits for it; without --join=True msrun leaves its workers."""
+    """Exit together with the msrun that started this process and waits for it; without --join=True msrun leaves its
+    workers."""
     if LAUNCHER in os.environ:
         end_with_parent()
         return
@@ -59,9 +62,9 @@ def end_with_msrun() -> None:
 
 
 def prepare_environment() -> None:
-    """Quiet warnings, and no more threads than this process's share of the cores. A user's own settings stay.
+    """Suppress warnings, and limit threads to this process's share of the cores. A user's own settings have precedence.
 
-    A process of several ends with msrun. msrun's scheduler, whom CPU processes ask nothing, ends here.
+    One process of several exits with msrun. msrun's scheduler, which CPU processes do not use, exits here.
     """
     if os.environ.get("MS_ROLE") == "MS_SCHED" and not devices():
         sys.exit(0)  # sooner than MindSpore would be loaded

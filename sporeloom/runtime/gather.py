@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put whole tensors together from the parts the ranks hold, through files all of them see."""
+"""Gathers full tensors from the shards of all ranks, through files on a shared file system."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ WAIT_S = 1800.0
 def gather_whole(
     cell: nn.Cell, engine: Engine, report: Report, folder: Path, wanted: Callable[[str], bool]
 ) -> dict[str, NDArray[Any]] | None:
-    """Whole value of every wanted parameter or optimizer state, on rank 0; None on the others.
+    """Full value of every `wanted` parameter or optimizer state, on rank 0; None on the other ranks.
 
-    `folder`, on a file system all ranks share, is used for the parts and removed.
+    `folder`, on a file system that all ranks share, is used for the shards and removed.
 
     Raises:
-        TimeoutError: a rank did not write its parts.
-        RuntimeError: the parts do not cover a tensor.
+        TimeoutError: a rank did not write its shards.
+        RuntimeError: the shards do not cover a tensor.
     """
     parts, places = {}, {}
     engine.backend.bring_up_to_date()
@@ -41,14 +41,12 @@ def gather_whole(
             continue
         slices = engine.slices_to_write(parameter.name, report.of(parameter.name))
         if slices is not None:
-            parts[parameter.name] = parameter.asnumpy().copy()  # the graph writes on into its own
+            parts[parameter.name] = parameter.asnumpy().copy()  # the graph continues to write its own buffer
             places[parameter.name] = [(s.start, s.stop) for s in slices]
     if engine.strategy.mesh.size == 1:
         return parts
     if engine.rank == 0:
-        shutil.rmtree(
-            folder, ignore_errors=True
-        )  # what a run that was killed left would be taken for parts of this one
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed run, it would be read as shards of this one
     engine.largest(0)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"rank_{engine.rank}.json", lambda path: _write_json(path, places))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MindSpore's gradients of communication operators, without the branches that an operator's settings rule out.
+"""MindSpore's gradients of communication operators, without the branches that an operator's attributes exclude.
 
-MindSpore parses the Python function that gives the gradient anew for every operator, one for each parameter, and infers
-types in all its branches: dumps of norms, means, sparse gradients. Most conditions are numbers that are known when the
-function is made. Deciding them first takes two fifths off the time to compile and changes nothing in the graph
+MindSpore parses the Python function of the gradient again for every operator, one for each parameter, and infers types in all
+of its branches: dumps of norms, means, sparse gradients. Most conditions are numbers that are known when the function is
+created. Evaluating them first reduces the time to compile by two fifths and changes nothing in the graph
 (benchmarks/results/compile_passes.md).
 """
 
@@ -27,7 +27,7 @@ Known = tuple[tuple[str, Any], ...]
 
 @contextlib.contextmanager
 def decided_branches() -> Iterator[None]:
-    """While it lasts, gradients of communication operators are made without the branches that cannot be taken."""
+    """Create gradients of communication operators without dead branches within the block."""
     before = {}
     if grad_comm_ops:
         before = {key: make for key, make in bprop_getters.items() if make.__module__ == grad_comm_ops.__name__}
@@ -41,7 +41,8 @@ def decided_branches() -> Iterator[None]:
 
 
 class Decided:
-    """Functions without dead branches. Their texts lie in `folder`: MindSpore parses the file of a function."""
+    """Functions without dead branches. Their source texts are in `folder`, because MindSpore parses the file of a
+    function."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -55,10 +56,11 @@ class Decided:
         return made
 
     def decided(self, function: FunctionType) -> FunctionType:
-        """`function` without the branches that the numbers it closes over rule out; itself where there are none."""
+        """`function` without the branches excluded by the numbers that it closes over; `function` itself if there are
+        none."""
         values = {}
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # nothing was put there: it belongs to a branch that is not taken
+            with contextlib.suppress(ValueError):  # unset: it belongs to a branch that is not taken
                 values[name] = cell.cell_contents
         known = tuple(sorted((name, value) for name, value in values.items() if isinstance(value, PLAIN)))
         key = function.__code__, known
@@ -75,7 +77,8 @@ class Decided:
         return result
 
     def _factory(self, code: CodeType, known: Known) -> FunctionType | None:
-        """A function of what is left of the closure, that gives the decided function; None where nothing is decided."""
+        """A function of the remaining closure variables that returns the function without dead branches; None if it has
+        none."""
         (definition,) = ast.parse(textwrap.dedent("".join(inspect.getsourcelines(code)[0]))).body
         branches = _Branches(dict(known))
         definition = ast.fix_missing_locations(branches.visit(definition))
@@ -95,7 +98,7 @@ class Decided:
 
 
 class _Branches(ast.NodeTransformer):
-    """Replaces each `if` whose condition is made of known values by the branch it takes."""
+    """Replaces each `if` whose condition is known by the branch that is taken."""
 
     def __init__(self, known: dict[str, Any]):
         self.known, self.num_decided = known, 0
@@ -110,7 +113,7 @@ class _Branches(ast.NodeTransformer):
         return flat or ast.Pass()
 
     def _decision(self, test: ast.expr) -> bool | None:
-        """What a condition comes to, None: not known yet. `a and b` is false when either is; graphs ask without effects."""
+        """Value of a condition; None if unknown. `a and b` is false if either is; conditions have no side effects."""
         if isinstance(test, ast.BoolOp):
             found = [self._decision(value) for value in test.values]
             ends = isinstance(test.op, ast.Or)

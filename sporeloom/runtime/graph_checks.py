@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a partitioned graph computes what one device does.
+"""Checks that a partitioned graph computes the same as one device.
 
-MindSpore shards operators by what it knows of each, and of those that it does not know shards dim 0 and hopes. Some compute
-another function on a part of their input, with no message. Which ones are known to be the same stands in `operators.py`.
+MindSpore shards operators by rules, and operators without a rule along dim 0. Some of these compute another function on a
+shard of their input, without a message. The operators known to be correct are listed in `operators.py`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from sporeloom.private_names import mind_ir, own_primitives
 from sporeloom.runtime.places import place_of
 
 Strategies = Mapping[str, Sequence[Any]]
-"""Of the operators that MindSpore sharded, by their domain: into how many parts each dim of each input is."""
+"""Domain of an operator that MindSpore sharded -> number of shards of each dim of each input."""
 
 _NUMBER = re.compile(r"-op\d+$")
 _PASSED = ("Cast", "Depend", "ExpandDims", "Identity", "Load", "Reshape", "Squeeze", "Transpose")
-"""Through which a sum stays a sum."""
+"""Operators through which a sum remains a sum."""
 _READS_SHAPES = re.compile(r"\b(shape|size|numel|ndimension|nelement)\b|\blen\(")
 
 
 def groups_in(model: mind_ir.ModelProto) -> set[str]:
-    """Names of the groups that a graph communicates over; a process that compiled other graphs knows theirs, too."""
+    """Names of the groups that a graph communicates over, without groups of other graphs of the process."""
     return {a.s.decode() for p in model.primitives for a in p.attribute if a.name.startswith("group") and a.s}
 
 
 class _Graph:
-    """Nodes of one function of a model, and what they are."""
+    """Nodes of one function of a model, with their kinds and inputs."""
 
     def __init__(self, model: mind_ir.ModelProto, function: mind_ir.GraphProto):
         self.nodes = list(function.node)
@@ -62,21 +62,21 @@ class _Graph:
         return self._made_by.get(node.input[place]) if place < len(node.input) else None
 
     def source(self, node: mind_ir.NodeProto, place: int) -> mind_ir.NodeProto | None:
-        """What made an input, before it was cast or laid out anew."""
+        """The node that produced an input, before casts and changes of shape."""
         made = self.input(node, place)
         while made is not None and self.kind(made) in _PASSED:
             made = self.input(made, 0)
         return made
 
     def constant(self, node: mind_ir.NodeProto, place: int) -> list[float]:
-        """Numbers that an input is made of, each once in a row; none where it is computed."""
+        """Distinct values of a constant input, sorted; empty if it is computed."""
         made = self.input(node, place)
         if made is None or made.op_type != "Constant":
             return []
         return next((_numbers(a) for a in made.attribute if a.name == "value"), [])
 
     def axes(self, node: mind_ir.NodeProto) -> list[int]:
-        """Dims that an operator goes along: its attribute, or the first number among its inputs."""
+        """Dims that an operator reduces or scans: its attribute, or the first constant among its inputs."""
         attributes = {a.name: a for a in self._primitives[node.op_type].attribute}
         if "global_median" in attributes and attributes["global_median"].i:
             return []
@@ -86,7 +86,7 @@ class _Graph:
         return [int(number) for number in next((numbers for numbers in found if numbers), [])]
 
     def flag(self, node: mind_ir.NodeProto, name: str, place: int) -> bool | None:
-        """A truth value that is an attribute or an input; None: it is not known."""
+        """A boolean attribute or input; None if unknown."""
         made = self.input(node, place)
         said = [a for a in self._primitives[node.op_type].attribute if a.name == name]
         said += [a for a in made.attribute if a.name == "value"] if made is not None else []
@@ -103,13 +103,13 @@ class _Graph:
 def check_graph(
     model: mind_ir.ModelProto, strategies: Strategies, groups: Mapping[str, Sequence[int]], cell: nn.Cell, source: str
 ) -> None:
-    """Hold one rank's graph of `cell` against what one device computes.
+    """Validate one rank's graph of `cell` against the computation of one device.
 
     Args:
-        source: names the strategy.
+        source: name of the strategy in messages.
 
     Raises:
-        ConfigError: it is something else, or not known to be the same.
+        ConfigError: it computes something else, or is not known to be equivalent.
     """
     problems = [f"{source}: {problem}" for problem in _problems(model, strategies, groups, cell)]
     if problems:
@@ -128,7 +128,7 @@ def _problems(
             nodes.setdefault(domain, []).append((graph, node))
             nodes.setdefault(_NUMBER.sub("", domain), []).append((graph, node))
     for domain, layouts in strategies.items():
-        # None of its kind there: another stage has it, or nothing uses it.
+        # No node of that kind: it is in another stage, or unused.
         for graph, node in nodes.get(domain) or nodes.get(_NUMBER.sub("", domain)) or ():
             if node.op_type.removeprefix("REF::") not in local:
                 yield from _sharded_wrong(domain, layouts, graph, node)
@@ -141,7 +141,7 @@ def _problems(
 
 
 def _sharded_wrong(domain: str, layouts: Sequence[Any], graph: _Graph, node: mind_ir.NodeProto) -> Iterator[str]:
-    """Whether an operator computes something else on parts of its inputs."""
+    """Report an operator that computes another function on shards of its inputs."""
     kind = _NUMBER.sub("", domain.rpartition("/")[2])
     parts = list(_inputs(layouts))
     if math.prod(map(math.prod, parts)) == 1 or _is_same(kind, parts, graph, node):
@@ -155,7 +155,7 @@ def _sharded_wrong(domain: str, layouts: Sequence[Any], graph: _Graph, node: min
 
 
 def _inputs(layouts: Sequence[Any]) -> Iterator[list[int]]:
-    """Parts of each dim of each input, of those in a tuple, too."""
+    """Numbers of shards of the dims of each input, tuples flattened."""
     for layout in layouts:
         if any(isinstance(each, (list, tuple)) for each in layout):
             yield from _inputs(layout)
@@ -164,7 +164,7 @@ def _inputs(layouts: Sequence[Any]) -> Iterator[list[int]]:
 
 
 def _is_same(kind: str, parts: list[list[int]], graph: _Graph, node: mind_ir.NodeProto) -> bool:
-    """Whether an operator sharded into `parts` computes on each what it computes on the whole."""
+    """Whether an operator sharded into `parts` computes on each shard the same as on the full input."""
     if kind in BY_ENTRY or kind in SAME_ON_PARTS or kind in MOVES or kind.startswith("_"):
         return True
     first, others = parts[0], parts[1:]
@@ -185,9 +185,9 @@ def _is_same(kind: str, parts: list[list[int]], graph: _Graph, node: mind_ir.Nod
 def _sums(
     graph: _Graph, model: mind_ir.ModelProto, groups: Mapping[str, Sequence[int]], cell: nn.Cell
 ) -> Iterator[str]:
-    """`Mul(AllReduce(AddN(..)), y)`: what MindSpore makes of a sum of a product with what was added up over ranks. It is the
-    same where y is 1 / ranks. (MindSpore's own AddNs are avoided: `parallel/sums.py`.) A Cell with an AllReduce of its own,
-    as an optimizer has, means what it says."""
+    """Find `Mul(AllReduce(AddN(..)), y)`, MindSpore's graph of a sum of a product and a value all-reduced over ranks.
+    It is equivalent if y is 1 / ranks. (MindSpore's own AddNs are avoided: `parallel/sums.py`.) Cells with an explicit
+    AllReduce, such as an optimizer, are not checked."""
     speaking = {type(part).__name__ for _, part in cell.cells_and_names() if _communicates(part)}
     sizes = {p.name: len(groups.get(_text(p, "group"), ())) for p in model.primitives if p.op_type == "AllReduce"}
     for node in graph.nodes:
@@ -224,7 +224,7 @@ def _has_own_bprop(kind: type) -> bool:
 
 
 def _own_bprops(graph: _Graph, kinds: Iterable[type]) -> Iterator[str]:
-    """A user's gradient is not partitioned: it works on parts, right where each entry is for itself."""
+    """Find user-defined gradients, which run unpartitioned on shards and so are correct only if they are element-wise."""
     for kind in kinds:
         for node in graph.nodes:
             made_by_us = any(a.name == "op_info_created" for a in node.node_attr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a parallel network is called with: Tensors, the same on every rank."""
+"""The inputs of a parallel network: Tensors with equal values on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sporeloom.runtime.calls import Arguments, UnknownArgumentError
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import Strategy
 
-Given = TypeVar("Given")
+Arg = TypeVar("Arg")
 
 _agreed: dict[Any, Any] = {}
 
@@ -26,11 +26,11 @@ _agreed: dict[Any, Any] = {}
 def inputs_of(
     owner: Any, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], engine: Engine
 ) -> tuple[Tensor, ...]:
-    """The arguments in the order of the parameters of `function`. At the first call of `owner`, and at the first with inputs
-    of these shapes, all ranks hold theirs against each other.
+    """Arguments in the order of the parameters of `function`. Ranks compare the values at the first call of `owner` and
+    at the first call with these shapes.
 
     Raises:
-        ConfigError: one is no Tensor, the batch cannot be sharded, or another rank was given other values.
+        ConfigError: an argument is not a Tensor, the batch cannot be sharded, or the values differ between ranks.
     """
     return _agreed_on(owner, function, engine, lambda: _in_order(function, args, kwargs, engine), lambda inputs: inputs)
 
@@ -38,14 +38,14 @@ def inputs_of(
 def arguments_of(
     owner: Any, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], engine: Engine, has_batch: bool
 ) -> Arguments:
-    """The arguments, agreed upon in the same way, of what is compiled for one device: Tensors may be nested in them, and
-    numbers, texts and None beside them.
+    """Arguments, compared in the same way, for a graph compiled for one device: they may also be numbers, texts or
+    None, or nest Tensors.
 
     Args:
-        has_batch: whether the batch is among them.
+        has_batch: whether the arguments include the batch.
 
     Raises:
-        ConfigError: one is nothing that a graph takes, the batch cannot be sharded, or another rank was given other values.
+        ConfigError: a graph does not accept an argument, the batch cannot be sharded, or the values differ between ranks.
     """
 
     def flattened() -> Arguments:
@@ -72,13 +72,13 @@ def _check_rows(tensors: Sequence[Tensor], strategy: Strategy) -> None:
 
 
 def _agreed_on(
-    owner: Any, function: Any, engine: Engine, make: Callable[[], Given], tensors: Callable[[Given], Sequence[Tensor]]
-) -> Given:
+    owner: Any, function: Any, engine: Engine, make: Callable[[], Arg], tensors: Callable[[Arg], Sequence[Tensor]]
+) -> Arg:
     problems, is_new = Problems(), is_first(owner, (), _agreed)
     given = problems.of(make)
     inputs = () if given is None else tensors(given)
     if not is_new:
-        problems.tell()  # the others are beyond their first call, and do not wait for this one
+        problems.tell()  # the others have passed their first call and do not wait for this rank
     if is_new or is_first(owner, inputs, _agreed):
         engine.backend.agree(problems)
         sums = [_checksum(x) for x in inputs] + ([given.source] if isinstance(given, Arguments) else [])
@@ -86,7 +86,7 @@ def _agreed_on(
         other = [str(place) for place, (mine, first) in enumerate(pairs, 1) if mine != first]
         problem = (
             f"{function.__qualname__}: rank {engine.rank} was given other values than rank 0 as argument {', '.join(other)}: "
-            "every rank takes the same, whole batch, of which the graph takes its rows; read the dataset without "
+            "every rank takes the same, full batch, of which the graph takes its rows; read the dataset without "
             "num_shards, and shuffle by one seed"
         )
         engine.backend.agree([problem] if other else [])
@@ -95,11 +95,11 @@ def _agreed_on(
 
 
 def is_first(owner: Any, inputs: Sequence[Tensor], seen: dict[Any, Any]) -> bool:
-    """Whether `seen` has no call of `owner` with inputs like these; from now on it has."""
+    """Whether `seen` has no call of `owner` with inputs of these shapes and types; records the call."""
     key = id(owner), getattr(owner, "training", False), *((x.shape, x.dtype) for x in inputs)
     if key in seen:
         return False
-    seen[key] = owner  # what is kept here keeps its id
+    seen[key] = owner  # the reference keeps the id valid
     return True
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the processes of a job on this machine, and tell in one breath what went wrong when a worker fails."""
+"""Starts the processes of a job on this machine, and reports the cause in one message when a worker fails."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from sporeloom.runtime.environment import devices
 from sporeloom.strategy.mesh import Mesh
 
 TOLD = MARK.encode(), b"error: "
-"""How lines begin that belong on stderr."""
+"""Prefixes of lines that belong on stderr."""
 STOPPED = 128 + signal.SIGTERM
-"""Exit code of a job that was told to stop and did so in good order."""
+"""Exit code of a job that stopped gracefully on request."""
 STOPPED_MARK = f"{MARK}stopped after step "
 LOOK_EVERY_S = 0.05
 PER_CORE = 4
-"""Processes that can share a core."""
+"""Number of processes that can share a core."""
 PROCESS_GB = 0.4
-"""Memory of a process without a model: MindSpore's, as far as processes do not share it."""
+"""Memory in GB of a process without a model, in addition to memory shared between processes."""
 
 
 def free_port() -> int:
@@ -48,7 +48,8 @@ ENGINE = "sporeloom.runtime.engine"
 
 
 def launch_verb(verb: str, argv: Sequence[str], mesh: Mesh, log_dir: Path, loads: str = ENGINE) -> int:
-    """`sporeloom VERB` again, in as many processes as the mesh has ranks; what its log rank prints. Returns the exit code."""
+    """Run `sporeloom VERB` in as many processes as the mesh has ranks, and print the output of its logging rank.
+    Returns the exit code."""
     if "--oversubscribe" not in argv and (problem := too_many(mesh.size)):
         raise ConfigError(problem)
     arguments = [verb, *(argument for argument in argv if argument not in ("--launch", "--oversubscribe"))]
@@ -57,7 +58,7 @@ def launch_verb(verb: str, argv: Sequence[str], mesh: Mesh, log_dir: Path, loads
 
 
 def too_many(num_processes: int) -> str | None:
-    """Why so many processes are too many for this machine, which computes on its CPUs; None if they are not."""
+    """The message that so many processes exceed this machine's CPUs or memory; None if they do not."""
     if devices():
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -72,7 +73,7 @@ def too_many(num_processes: int) -> str | None:
 
 
 def free_memory_gb() -> float | None:
-    """Memory that programs can still have here; None where no system file says it."""
+    """Available memory in GB; None if no system file reports it."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -90,12 +91,14 @@ def launch(
     loads: str = ENGINE,
     is_read: bool = True,
 ) -> int:
-    """Run `script` in `num_processes` workers; show what `shown_rank` prints. Returns the exit code.
+    """Run `script` in `num_processes` workers and print the output of rank `shown_rank`. Returns the exit code.
 
-    `loads`: the module that it will load, and MindSpore with it; on CPUs that is done once for all workers. The logs of all
-    workers are in `log_dir`. `is_read`: the job ends when nobody reads any more what it prints (head, less); else it has
-    files to write, and goes on. After a failure the first failing rank's last lines are shown. The job ends with this
-    process, however that ends.
+    After a failure the last lines of the first failing rank are printed. The job ends when this process ends, for any reason.
+
+    Args:
+        log_dir: folder for the logs of all workers.
+        loads: module that the script will load, and MindSpore with it; on CPUs it is loaded once for all workers.
+        is_read: whether the job ends when its output is closed (head, less); otherwise it continues, to write its files.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     for old in log_dir.glob("worker_*.log"):
@@ -129,13 +132,13 @@ def launch(
         return STOPPED
     report = failure_report(log_dir)
     is_mistake = report.startswith("error: ")
-    if not (is_mistake and report in said):  # a user's mistake, every rank says, and one of them was shown
+    if not (is_mistake and report in said):  # a user's mistake is in every log, and was shown already
         print(report, file=sys.stderr)
     return EXIT_BAD_INPUT if is_mistake else 1
 
 
 def _starter(num_processes: int, log_dir: Path, loads: str) -> list[str]:
-    """The command that starts the workers: on devices MindSpore's own launcher, else one that loads MindSpore once."""
+    """The command that starts the workers: msrun on devices, else `fork.py`, which loads MindSpore once."""
     if not devices():
         return [sys.executable, FORK, loads, str(num_processes), str(free_port()), str(log_dir)]
     return [
@@ -145,21 +148,21 @@ def _starter(num_processes: int, log_dir: Path, loads: str) -> list[str]:
         "--join=True",
         f"--master_port={free_port()}",
         f"--log_dir={log_dir}",
-        f"--tail_worker_log={num_processes}",  # of no rank: the one that is shown is read here
+        f"--tail_worker_log={num_processes}",  # of no rank: the log of the shown rank is read here
     ]
 
 
 def _terminate_workers(job: int) -> None:
-    """Pass SIGTERM on to the workers, who end in good order; what started them would end them at once."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended by itself
+    """Pass SIGTERM on to the workers, which stop gracefully; their launcher would kill them."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just exited
         for pid in Path(f"/proc/{job}/task/{job}/children").read_text().split():
             os.kill(int(pid), signal.SIGTERM)
 
 
 def _show(log: Path, has_ended: Callable[[], bool], is_read: bool) -> None:
-    """Print what a worker writes to its log until the job has ended.
+    """Print a worker's log until the job has ended.
 
-    A log mixes a worker's two streams; milestones, errors and progress bars belong on stderr, as without msrun.
+    A log contains both streams of a worker; milestones, errors and progress bars are printed to stderr, as without msrun.
     """
     in_progress_bar = False
     rest = b""
@@ -169,7 +172,7 @@ def _show(log: Path, has_ended: Callable[[], bool], is_read: bool) -> None:
             is_bar, in_progress_bar = in_progress_bar or line.endswith(b"\r"), line.endswith(b"\r")
             _write(sys.stderr if is_bar or line.startswith(TOLD) else sys.stdout, line, is_read)
         if rest and not any(mark.startswith(rest[: len(mark)]) for mark in TOLD) and not in_progress_bar:
-            _write(sys.stdout, rest, is_read)  # text that is made token by token waits for no end of line
+            _write(sys.stdout, rest, is_read)  # generated text is printed token by token
             rest = b""
     _write(sys.stderr if in_progress_bar or rest.startswith(TOLD) else sys.stdout, rest, is_read)
 
@@ -185,14 +188,14 @@ def _write(stream: TextIO, text: bytes, is_read: bool) -> None:
 
 
 def _growing(path: Path, has_ended: Callable[[], bool]) -> Iterator[bytes]:
-    """What is added to a file, until nothing more can be."""
+    """Content appended to a file, until the job has ended."""
     while not path.exists():
         if has_ended():
             return
         time.sleep(LOOK_EVERY_S)
     with path.open("rb", buffering=0) as file:
         while True:
-            is_last = has_ended()  # asked first: what is written meanwhile is still read
+            is_last = has_ended()  # evaluated first, so that output written meanwhile is still read
             while piece := file.read(1 << 16):
                 yield piece
             if is_last:
@@ -201,7 +204,7 @@ def _growing(path: Path, has_ended: Callable[[], bool]) -> Iterator[bytes]:
 
 
 def failure_report(log_dir: Path) -> str:
-    """The lines of the workers' logs that say what went wrong, the rank that was lost first."""
+    """The lines of the workers' logs that report the cause of a failure, a lost rank first."""
     gone, errors = [], []
     for log in sorted(log_dir.glob("worker_*.log")):
         text = log.read_text(encoding="utf-8", errors="replace")
@@ -212,7 +215,7 @@ def failure_report(log_dir: Path) -> str:
             errors.append((log.stat().st_mtime, log, match.group(0)))
     if errors:
         _, log, text = min(errors)
-        if text.startswith("error: "):  # the user's mistake; every rank says the same
+        if text.startswith("error: "):  # the user's mistake, which every rank reports
             return text.strip()
         return f"{log.stem} failed first ({log}):\n" + "\n".join(split_lines(text.strip())[:60])
     return gone[0] if gone else f"the job failed; see the logs in {log_dir}"

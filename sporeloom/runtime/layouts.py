@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the compiler sharded parameters, held against what `parallelize` predicted; and learned where no rule had a word."""
+"""Layouts of parameters in compiled graphs: compared with those that `parallelize` predicted, or read where there is no
+rule."""
 
 from __future__ import annotations
 
@@ -23,22 +24,22 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How the compiler sharded one parameter."""
+    """The compiler's layout of one parameter."""
 
     device_matrix: Shape
     tensor_map: Shape
-    """For each dim the position in `device_matrix`, counted from its end; -1: whole."""
+    """For each dim its axis of `device_matrix`, counted from the end; -1: unsharded."""
     local_shape: Shape
     optimizer_group: str
-    """Group over which dim 0 is sharded further by optimizer parallel, or empty."""
+    """Group over which optimizer parallelism (ZeRO) shards dim 0 further; empty if it does not."""
 
     @property
     def shards(self) -> Shape:
-        """Into how many parts the operator's layout shards each dim."""
+        """Number of shards of each dim in the operator's layout."""
         return tuple(1 if axis < 0 else self.device_matrix[-1 - axis] for axis in self.tensor_map)
 
     def operator_slices(self, global_shape: Shape, rank: int) -> Slices:
-        """The part that the operators of `rank` use."""
+        """Slices of the full tensor that the operators of `rank` use."""
         place = np.unravel_index(rank % int(np.prod(self.device_matrix)), self.device_matrix)
         result = []
         for size, cut, axis in zip(global_shape, self.shards, self.tensor_map, strict=True):
@@ -47,7 +48,8 @@ class ParameterLayout:
         return tuple(result)
 
     def slices(self, global_shape: Shape, rank: int, groups: Mapping[str, Sequence[int]]) -> Slices:
-        """The part of the whole parameter that `rank` holds: its operators', or with optimizer parallel a part of that."""
+        """Slices of the full tensor that `rank` stores: its operators' shard, or with optimizer parallelism a shard of
+        that."""
         result = list(self.operator_slices(global_shape, rank))
         if self.optimizer_group and result:
             ranks = groups[self.optimizer_group]
@@ -57,7 +59,7 @@ class ParameterLayout:
         return tuple(result)
 
     def by_name(self, mesh: Mesh) -> Layout | None:
-        """Mesh axes that shard each dim; None if they are no product of the mesh's axes."""
+        """Mesh axes that shard each dim; None if they are not a product of mesh axes."""
         named: list[Dim] = []
         for cut, axis in zip(self.shards, self.tensor_map, strict=True):
             if cut == 1:
@@ -73,7 +75,7 @@ class ParameterLayout:
 
 
 def read_layouts(raw_layouts: Mapping[str, Any]) -> dict[str, ParameterLayout]:
-    """MindSpore's parameter layouts, of its executor or of a Cell's `parameter_layout_dict`."""
+    """Read MindSpore's parameter layouts, from its executor or from a Cell's `parameter_layout_dict`."""
     return {
         name: ParameterLayout(tuple(raw[0]), tuple(raw[1]), tuple(raw[2]), raw[5]) for name, raw in raw_layouts.items()
     }
@@ -82,11 +84,11 @@ def read_layouts(raw_layouts: Mapping[str, Any]) -> dict[str, ParameterLayout]:
 def learn_layouts(
     report: Report, layouts: Mapping[str, ParameterLayout], groups: Mapping[str, Sequence[int]], rank: int, source: str
 ) -> bool:
-    """Hold what `parallelize` said of each parameter against what the compiler did. The norm of gradients and the files of
-    checkpoints follow the former: where it is wrong, they would be, too. Of parameters that no rule is for the report
-    learns what MindSpore's propagation derived.
+    """Compare the layout that `parallelize` predicted for each parameter with the compiler's. The gradient norm and
+    checkpoints depend on the prediction. For parameters without a rule the report takes over the layout that MindSpore
+    derived.
 
-    Returns whether the report has changed. `source`: names the strategy in messages.
+    Returns whether the report has changed. `source`: name of the strategy in messages.
 
     Raises:
         ConfigError: they differ.
@@ -116,13 +118,13 @@ def learn_layouts(
 def learn_from(
     cell: nn.Cell, layouts: Mapping[str, ParameterLayout], groups: Mapping[str, Sequence[int]], rank: int, source: str
 ) -> bool:
-    """`learn_layouts` for every parallelized network in `cell`. Returns whether a report has changed."""
+    """Apply `learn_layouts` to every parallelized network in `cell`. Returns whether a report has changed."""
     changed = [learn_layouts(report, layouts, groups, rank, source) for report in _reports(cell)]
     return any(changed)
 
 
 def derived_in(cell: nn.Cell) -> list[str]:
-    """Names of the parameters in `cell` whose layout no rule gave."""
+    """Names of the parameters in `cell` whose layout was derived without a rule."""
     return [parameter.name for report in _reports(cell) for parameter in report.parameters if parameter.rule == DERIVED]
 
 
@@ -132,20 +134,20 @@ def parallelized(cell: nn.Cell) -> set[str]:
 
 
 def _reports(cell: nn.Cell) -> list[Report]:
-    """Of the parallelized networks in `cell`, each once."""
+    """The reports of the parallelized networks in `cell`, each once."""
     said = (getattr(each, "parallel_report", None) for _, each in cell.cells_and_names())
     return list({id(report): report for report in said if isinstance(report, Report)}.values())
 
 
 def _products(mesh: Mesh, cut: int) -> list[Dim]:
-    """Sequences of mesh axes whose degrees multiply to `cut`, the shortest first."""
+    """Sequences of mesh axes whose degrees multiply to `cut`, shortest first."""
     axes = mesh.sharding_axes
     found = (chosen for n in range(len(axes) + 1) for chosen in itertools.permutations(axes, n))
     return [chosen for chosen in found if math.prod(axes[axis] for axis in chosen) == cut]
 
 
 def _places(mesh: Mesh, axes: Dim, num_ranks: int) -> list[int]:
-    """Which part each rank of a stage has of a dim that `axes` cut."""
+    """For each rank of a stage, the index of its shard of a dim that `axes` shard."""
     places = []
     for rank in range(num_ranks):
         place = 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ascend or GPU devices of a job: MindSpore partitions for them and communicates between them.
+"""Ascend or GPU devices for which MindSpore partitions and communicates.
 
-`native_spmd` has those that run this package's own graphs.
+`native_spmd` is the backend of devices that run this package's own graphs.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from sporeloom.strategy.config import Strategy
 
 
 def meet(strategy: Strategy) -> int:
-    """Meet the other processes of a job on devices; this one's rank. MindSpore's scheduler does not come back from here.
+    """Join the other processes of a job on devices. Returns this process's rank; MindSpore's scheduler exits here.
 
     Raises:
-        ConfigError: there are more or fewer of them than the strategy's mesh has ranks.
+        ConfigError: the number of processes differs from the ranks of the strategy's mesh.
     """
     init()
     if os.environ.get("MS_ROLE") == "MS_SCHED":
-        sys.exit(0)  # MindSpore's scheduler stays, inside the exit, until the workers are done
+        sys.exit(0)  # inside the exit, MindSpore's scheduler waits for the workers
     if get_group_size() != strategy.mesh.size:
         raise ConfigError(launch_problems(strategy, get_group_size()))
     if strategy.offload:
-        ms.set_context(memory_optimize_level="O0")  # which moving to the host and back wants
+        ms.set_context(memory_optimize_level="O0")  # required for offloading to the host
     return int(get_rank())
 
 
 class DeviceBackend(Backend):
-    """One of several devices, and how the processes of a job on devices hear of each other."""
+    """One of several devices: communication between the processes of a job on devices."""
 
     def broadcast(self, array: NDArray[Any], source: int) -> NDArray[Any]:
         result: NDArray[Any] = ops.Broadcast(source)((Tensor(array),))[0].asnumpy()
@@ -56,7 +56,7 @@ class DeviceBackend(Backend):
         return json.loads(self.share_bytes(json.dumps(value).encode(), source))
 
     def share_bytes(self, content: bytes, source: int) -> bytes:
-        """What rank `source` gave, on every rank; the others' is not looked at."""
+        """Broadcast the content of rank `source`; that of other ranks is ignored."""
         length = int(self.broadcast(np.asarray([len(content)], np.int32), source)[0])
         padded = np.zeros(max(1024, 1 << (length - 1).bit_length()), np.uint8)  # few lengths: each is compiled once
         if self.rank == source:
@@ -71,14 +71,14 @@ class DeviceBackend(Backend):
 
 
 class Devices(DeviceBackend):
-    """One of several devices, for which MindSpore partitions."""
+    """One of several devices, for which MindSpore partitions graphs."""
 
     @classmethod
     def join(cls, strategy: Strategy) -> Devices:
-        """Meet the other processes of the job.
+        """Join the other processes of the job.
 
         Raises:
-            ConfigError: there are more or fewer of them than the strategy's mesh has ranks.
+            ConfigError: the number of processes differs from the ranks of the strategy's mesh.
         """
         rank = meet(strategy)
         set_auto_parallel_context(strategy, rank)
@@ -98,10 +98,10 @@ class Devices(DeviceBackend):
             )
 
     def look_at(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> None:
-        """Compile `cell`, and hold the graph against what one device computes.
+        """Compile `cell`, and validate the graph against the computation of one device.
 
         Raises:
-            ConfigError: it is something else, on this rank or another.
+            ConfigError: it computes something else, on this rank or another.
         """
         cell.compile(*inputs)
         executor, phase = cell_graph_executor._graph_executor, cell.current_phase

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ascend or GPU devices that run this package's own graphs: `engine: spmd`.
 
-Never run on Ascend hardware; compiled only. Each rank has the graphs that CPU processes have, one for each stage and phase,
-with MindSpore's communication operators in them; the host runs the schedule. What is not known without devices stands in
-`Communication`, and in how a program shares its parameters.
+Never run on Ascend hardware; compiled only. Each rank has the same graphs as a CPU process, one for each stage and pass,
+with MindSpore's communication operators; the host runs the pipeline schedule. `Communication`, and the way in which a
+program shares its parameters, cannot be verified without devices.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ NEVER_RUN = (
 
 
 class Sent(Protocol):
-    """A message on its way."""
+    """A message in transit."""
 
     def wait(self) -> Any: ...
 
 
 class Communication:
-    """MindSpore's communication between devices outside of graphs. Groups are created once, with ascending ranks, and by all
-    of them in one order, since each waits there for the others."""
+    """MindSpore's communication between devices outside of graphs. Groups are created once, with ascending ranks, and
+    in the same order on all of them, because creating one waits for all of its ranks."""
 
     def __init__(self, rank: int):
         self.rank = rank
         self.groups: dict[str, list[int]] = {}
 
     def create_groups(self, groups: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Create those that this rank is in and that there are not yet. All ranks give theirs at the same point."""
+        """Create the groups of this rank that do not exist yet. All ranks call this at the same point."""
         for name, ranks in sorted(groups, key=lambda group: (list(group[1]), group[0])):
             if self.rank in ranks and name not in self.groups:
                 self.groups[name] = list(ranks)
@@ -61,30 +61,30 @@ class Communication:
         create_group(name, ranks)
 
     def send(self, tensor: Tensor, target: int, group: str) -> Sent | None:
-        """Send without waiting for who receives it."""
+        """Send without waiting for the receiver."""
         sent: Sent | None = mint.distributed.isend(tensor, target, group)
         return sent
 
     def receive(self, tensor: Tensor, source: int, group: str) -> Tensor:
-        """What `source` sent, which has the shape and type of `tensor`, whose storage it takes."""
+        """Receive from `source` into the storage of `tensor`, which has the same shape and type."""
         mint.distributed.recv(tensor, source, group)
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int, group: str) -> Tensor:
-        """What rank `source` has, as `receive`."""
+        """Broadcast from rank `source` into the storage of `tensor`."""
         mint.distributed.broadcast(tensor, source, group)
         return tensor
 
 
 class DeviceExchange:
-    """Messages between the devices of a pipeline's stages. A direction between two ranks has a group, and so a stream, of its
-    own: in one and the same, both would send and neither receive. Its messages are received in the order in which they are
-    sent, for a group knows no tags."""
+    """Messages between the devices of pipeline stages. Each direction between two ranks has its own group, and so its
+    own stream: in one stream both ranks would send and neither receive. Messages of a direction are received in the
+    order of sending, because groups have no tags."""
 
     def __init__(self, communication: Communication):
         self.communication, self.rank = communication, communication.rank
         self._sent: list[tuple[Sent | None, Tensor]] = []
-        """What is on its way, and what it is read from, which must not be written over until it is through."""
+        """Messages in transit, with their tensors, which must not be overwritten before they are sent."""
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         self.communication.create_groups((_channel(*pair), sorted(pair)) for pair in pairs)
@@ -129,17 +129,17 @@ def _dtype(type: TensorType) -> Any:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of one rank's graph, as all ranks of its group must have it at the same place among those of the group."""
+    """A collective in one rank's graph, which must match those of the other ranks at the same position of its group."""
 
     group: str
     kind: str
     how: tuple[tuple[str, Any], ...]
-    """What MindSpore's operator knows besides the group."""
+    """Attributes of MindSpore's operator except for the group."""
     num_bytes: int
 
 
 def collectives_of(model: mind_ir.ModelProto) -> list[Collective]:
-    """Those of a rank's graph, in the order in which it does them."""
+    """The collectives of a rank's graph, in order of execution."""
     found = []
     for node, primitive in collective_nodes(model):
         known, output = attributes(primitive), output_of(node)
@@ -151,13 +151,13 @@ def collectives_of(model: mind_ir.ModelProto) -> list[Collective]:
 
 
 DTYPES = {"float": "float32", "double": "float64"}
-"""Where MindIR's name of an element type is another."""
+"""MindIR's names of element types, where they differ from NumPy's."""
 
 
 def put_in_order(model: mind_ir.ModelProto) -> None:
-    """Make each collective of a rank's graph wait for the one before it, in place.
+    """Chain the collectives of a rank's graph in place, so that each waits for the one before it.
 
-    Graphs of ranks that communicate are parts of one graph, in whose order all of them have their operators: then no two wait
+    The graphs of communicating ranks are derived from one graph and have its order of operators, so that no two ranks wait
     for each other.
     """
     messages = {
@@ -188,7 +188,7 @@ class SpmdDevices(SpmdBackend, DeviceBackend):
 
     @classmethod
     def join(cls, strategy: Strategy) -> SpmdDevices:
-        """Meet the other processes of the job.
+        """Join the other processes of the job.
 
         Raises:
             ConfigError: there are more or fewer of them than the strategy's mesh has ranks.
@@ -206,7 +206,7 @@ class SpmdDevices(SpmdBackend, DeviceBackend):
         return self.load(graph, owners, name, among)
 
     def load(self, graph: PartitionedGraph, owners: dict[str, Any], name: str, among: Sequence[int]) -> DeviceProgram:
-        """A graph whose groups there are and whose parameters have their values."""
+        """Load a graph whose groups exist and whose parameters have their values."""
         return DeviceProgram(graph, owners)
 
     def exchange(self) -> DeviceExchange:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`auto_parallel(..., check=True)`: the first call of a network on one device as well, and whether both give the same."""
+"""`auto_parallel(..., check=True)`: runs the first call of a network on one device as well, and compares both results."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from sporeloom.runtime.layouts import Slices
 Array = NDArray[Any]
 
 TOLERANCE, TOLERANCE_OF_HALF = 1e-4, 1e-2
-"""Of the largest entry of a tensor, or of a hundredth of the largest of those beside it: what would be 0 but for rounding
-is off by as much as it is."""
+"""Tolerances, relative to the largest element of a tensor, or to a hundredth of the largest element of tensors of the
+same kind: a tensor that is zero but for rounding may differ by that."""
 NO_GRADIENT = 1e-3
-"""Of the largest entry. A weight with less is not looked at after the step: Adam moves it as far as any other, in a direction
-that is rounding."""
+"""Fraction of the largest gradient. Steps of weights with a smaller gradient are not compared: Adam moves these as far
+as any other weight, in a direction determined by rounding."""
 SHOWN = 8
 CALL = "auto_parallel(..., check=True)"
 
 
 class Comparison:
-    """Calls of Cells on this rank alone, and under the mesh.
+    """Calls Cells on one device, on every rank, and under the mesh, and compares the results.
 
     Args:
-        cell: holds all parameters that the calls use. They get their initial values, if they have none.
-        alone: what one device computes in its place, of the same parameters; None: its own are lent to a function.
-        report: of the parallel network in it.
+        cell: Cell with all parameters that the calls use; they are initialized if necessary.
+        alone: its equivalent for one device; None: a function, which uses the parameters of `cell`.
+        report: report of the parallel network in it.
 
     Raises:
-        ConfigError: one device cannot tell what several give.
+        ConfigError: the results of one device and several are not comparable.
     """
 
     def __init__(self, cell: nn.Cell, alone: nn.Cell | None, engine: Engine, report: Report):
@@ -53,20 +53,21 @@ class Comparison:
         self.parameters = {p.name: p for p in cell.get_parameters()}
         self.whole = self._whole_values()
         self.alone = _twin(alone) if alone else cell
-        """Has parameters of its own, if `alone` is given: MindSpore would mix up what it knows of a Cell on several."""
+        """A copy with its own parameters if `alone` is given, because MindSpore mixes up its records of a Cell on
+        several devices."""
         self.its_own = {p.name: p for p in self.alone.get_parameters()}
         self.gradients: dict[str, Array] = {}
-        """Of the whole weights, by one device."""
+        """Full gradients of weights on one device."""
         self.differences: list[tuple[float, str]] = []
 
     def of(
         self, alone: Callable[[], Any], together: Callable[[], Any], weights: Sequence[Sequence[Parameter]], keeps: bool
     ) -> Any:
-        """What `together` gives, after `alone` was called from the same state, and both were compared.
+        """The result of `together`, after it was compared with that of `alone` from the same state.
 
         Args:
-            weights: lists of them: outputs of which there is one for each of a list are their gradients.
-            keeps: the state that the former leaves; it is compared, too. Else that is as before.
+            weights: lists of weights: outputs that match a list one to one are the gradients of its weights.
+            keeps: whether to compare and keep the state after `together`; otherwise the state is restored.
         """
         parts = {name: p.asnumpy().copy() for name, p in self.parameters.items() if p.sliced}
         _set(self.its_own, self.whole)
@@ -82,8 +83,10 @@ class Comparison:
         return given
 
     def tell(self) -> None:
-        """Raises, on all ranks:
-        ConfigError: something differed on one of them.
+        """Report differences.
+
+        Raises:
+            ConfigError: results differ on some rank; raised on all ranks.
         """
         found = [text for _, text in sorted(self.differences, reverse=True)]
         more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
@@ -94,7 +97,7 @@ class Comparison:
         self.engine.backend.agree([problem] if found else [])
 
     def _whole_values(self) -> dict[str, Array]:
-        """Of every parameter; put together from the ranks that hold the parts, if they do."""
+        """Full values of all parameters, assembled from the ranks that hold the shards."""
         parameters, engine = self.parameters, self.engine
         engine.backend.bring_up_to_date()
         for parameter in parameters.values():
@@ -116,11 +119,11 @@ class Comparison:
         return values
 
     def _places(self) -> dict[str, Any]:
-        """Where the parts lie that this rank gives."""
+        """Slices of the shards that this rank contributes, with their dtypes."""
         places = {}
         for name, parameter in self.parameters.items():
             if not parameter.sliced:
-                continue  # it is whole yet, whatever another network of that name has
+                continue  # still unsharded, whatever another network with that name has
             said = self.report.by_name.get(name) or self.report.by_name.get(name.partition(".")[2])
             if said and (slices := self.engine.slices_to_write(name, said)) is not None:
                 places[name] = [[s.start, s.stop] for s in slices], np.dtype(parameter.asnumpy().dtype).name
@@ -144,7 +147,7 @@ class Comparison:
     def _pairs(
         self, reference: Any, given: Any, weights: Sequence[Sequence[Parameter]], name: str
     ) -> Iterator[tuple[str, Array, Array]]:
-        """Name and both values of each tensor in what two calls gave; of a gradient the name of its weight."""
+        """Name and both values of each tensor in two results; a gradient has the name of its weight."""
         if isinstance(reference, Tensor):
             yield name, _array(reference), _array(given)
         elif isinstance(reference, (list, tuple)):
@@ -155,13 +158,13 @@ class Comparison:
                 yield from self._pairs(one, other, weights, of[place].name if of else f"{name}[{place}]")
 
     def _compare_state(self, after: Mapping[str, Array]) -> None:
-        """How far the parameters went."""
+        """Compare the updates of the parameters."""
         moved = {name: value.astype(np.float64) - self.whole[name] for name, value in after.items()}
         largest = max((_largest(each) for each in moved.values()), default=0.0)
         steepest = max((_largest(each) for each in self.gradients.values()), default=0.0)
         for name, change in moved.items():
             if not self.engine.holds_now(self.parameters[name], change.shape):
-                continue  # another stage does
+                continue  # another stage holds it
             slices, value = self._mine(name, change), self.parameters[name].asnumpy()
             own, change = value.astype(np.float64) - self.whole[name][slices], change[slices]
             if name in self.gradients:
@@ -189,7 +192,7 @@ class Comparison:
 
 
 def _twin(cell: nn.Cell) -> nn.Cell:
-    """A copy with parameters of its own; operators and what else it holds it shares."""
+    """A copy with its own parameters; operators and other attributes are shared."""
     shared: dict[int, Any] = {}
     for _, part in cell.cells_and_names():
         values = list(vars(part).values())
@@ -204,7 +207,7 @@ def _set(parameters: Mapping[str, Parameter], values: Mapping[str, Array]) -> No
     for name, value in values.items():
         if name in parameters:
             parameter, same = parameters[name], parameters[name].shape == value.shape
-            # One that is not sliced yet must not say so: it would be taken for a part.
+            # A parameter that is not sliced yet must not be marked as such: it would be taken for a shard.
             parameter.set_data(Tensor(value.copy(), dtype=parameter.dtype), slice_shape=parameter.sliced or not same)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole weights of a user's parallel network in one file of MindSpore's own format."""
+"""Unsharded checkpoints of a user's parallel network, in one file of MindSpore's format."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def save_checkpoint(network: nn.Cell, path: str | Path) -> None:
     names = {parameter.name for parameter in held} & report.by_name.keys()
     whole = gather_whole(parallel.network, engine, report, path.with_name(f".{path.name}.parts"), names.__contains__)
     if whole is not None:
-        # What no graph uses is whole on every rank.
+        # Parameters that no graph uses are unsharded on every rank.
         entries = [
             {"name": p.name, "data": Tensor(whole[p.name] if p.name in whole else p.asnumpy(), dtype=p.dtype)}
             for p in held
         ]
         kind = path.suffix[1:]
         write_atomically(path, lambda partial: _write(entries, partial, kind))
-    engine.largest(0)  # nobody reads before it is there
+    engine.largest(0)  # no rank returns before the file exists
 
 
 def _write(entries: list[dict[str, object]], path: Path, kind: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user's function refers to: Cells and parameters that its graph will hold."""
+"""Finds the Cells and parameters that a user's function refers to, and that its graph will contain."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mindspore import Parameter, nn
 
 
 def cells_of(function: Any) -> Iterator[tuple[str, nn.Cell]]:
-    """The Cells among that."""
+    """The Cells that a function refers to."""
     return ((name, value) for name, value in reached_from(function) if isinstance(value, nn.Cell))
 
 
 def reached_from(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function or those that it calls refer to, by closure, module or argument default; each once."""
+    """Values that a function, or a function called by it, refers to by closure, module or argument default; each once."""
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("", function)]
     while waiting:
@@ -41,7 +41,8 @@ def reached_from(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parameters_beside(cell: nn.Cell) -> Iterator[Parameter]:
-    """Those that a Cell does not own but its graph holds: of objects among its attributes, a loss scaler say."""
+    """Parameters in the graph of a Cell that the Cell does not own: those of objects among its attributes, such as a
+    loss scaler."""
     for _, part in cell.cells_and_names():
         for value in vars(part).values():
             if _is_compiled_object(value):
@@ -49,12 +50,12 @@ def parameters_beside(cell: nn.Cell) -> Iterator[Parameter]:
 
 
 def _is_compiled_object(value: Any) -> bool:
-    """Whether its class is one that MindSpore compiles: by its `jit_class`."""
+    """Whether the value is an object of a class that MindSpore compiles, marked by `jit_class`."""
     return hasattr(value, "__ms_class__") and not isinstance(value, (type, nn.Cell))
 
 
 def trains(value: Any) -> bool:
-    """Whether it is a parameter that is trained."""
+    """Whether the value is a parameter that is trained."""
     return isinstance(value, Parameter) and value.requires_grad
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MindSpore's libraries export, for what its Python does not offer."""
+"""Symbols exported by MindSpore's libraries, for functions that its Python API lacks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import mindspore as ms
 
 
 class TargetError(RuntimeError):
-    """This MindSpore cannot be given a virtual target."""
+    """This MindSpore does not support a virtual target."""
 
 
 def library(name: str) -> ctypes.CDLL:
-    """libmindspore_NAME.so, which MindSpore has loaded."""
+    """libmindspore_NAME.so, as loaded by MindSpore."""
     return ctypes.CDLL(str(Path(ms.__file__).parent / "lib" / f"libmindspore_{name}.so"))
 
 

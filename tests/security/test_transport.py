@@ -201,4 +201,4 @@ def test_a_message_that_does_not_parse_is_dropped_with_one_line(place, frames, c
     context.term()
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1
-    assert said[0].startswith("rank 0: dropped a message that is none of ours (")
+    assert said[0].startswith("rank 0: dropped an invalid message (")

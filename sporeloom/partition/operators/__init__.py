@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handlers: for every kind of operator, from the layouts of its inputs to how the ranks compute it."""
+"""Handlers: for each kind of operator, a function from the layouts of the inputs to a plan of the sharded computation."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ HANDLERS: dict[str, Handler] = {
     **losses.HANDLERS,
     **recurrent.HANDLERS,
 }
-"""By the primitive's name. What has none is computed unsharded."""
+"""Handlers by name of the primitive. An operator without a handler is computed unsharded."""
 
 CONTRACTIONS = frozenset((*products.HANDLERS, *(kind for kind in labelled.HANDLERS if kind.startswith("Conv"))))
-"""Operators that multiply and add up; gradients of them are some of them, too."""
+"""Operators that contract dims (multiply and sum), such as matrix products and convolutions; their gradients are, too."""
 ELEMENTWISE = frozenset(elementwise.HANDLERS)
 
 
 def plan(op: Operation) -> Plan | None:
-    """How the ranks compute an operator; None: nothing is known of it, so every rank must compute all of it."""
+    """Plan the sharded computation of an operator; None without a handler: every rank must compute it in full."""
     handler = HANDLERS.get(op.kind)
     if handler is None or op.is_dynamic:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators whose outputs depend on inputs at the same position only, with NumPy's broadcasting."""
+"""Element-wise operators: outputs depend only on inputs at the same position, with NumPy's broadcasting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNARY = (
     *("GreaterEqualScalar", "LessScalar", "LessEqualScalar"),
 )
 KEEPS_SUMS = "keeps_sums"
-"""Attribute of a cast whose input may be a sum that is pending: what comes of it is."""
+"""Attribute of a cast that may keep its input's partial sum pending in its output."""
 NARROW = ("bfloat16", "float16")
 BINARY = (
     *("Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr", "LogicalXor"),
@@ -45,12 +45,12 @@ GRADIENTS = (
     *("RsqrtGrad", "ReciprocalGrad", "InvGrad", "SoftplusGrad", "SoftplusGradExt", "HSigmoidGrad", "HSwishGrad"),
     *("LeakyReLUGradExt", "SeluGrad", "SoftShrinkGrad", "HShrinkGrad", "LogSigmoidGrad", "MishGradExt"),
 )
-"""Of unary operators; all of their tensors have one shape."""
+"""Gradients of unary operators; all of their tensors have the same shape."""
 
 
 def _merged(op: Operation, operands: Sequence[Operand], keep: frozenset[str]) -> Layout:
-    """Dims of the output: those of the inputs, of larger ones first and of more sharded ones among these, as far as they go
-    together: a slice costs nothing."""
+    """Sharding of the output: merged from the inputs where they are compatible; larger inputs come first, then those
+    with more shards, because slicing needs no communication."""
     shape = op.output.shape
     dims: list[Dim] = [()] * len(shape)
 
@@ -68,7 +68,7 @@ def _merged(op: Operation, operands: Sequence[Operand], keep: frozenset[str]) ->
 
 
 def broadcast_dims(dims: Layout, shape: Shape, output: Shape) -> Layout:
-    """Of the dims of an output those of an input, which has no more dims; where it is broadcast it is not sharded."""
+    """Restrict the output's sharding to an input with at most as many dims; a broadcast dim is unsharded."""
     offset = len(output) - len(shape)
     return tuple(
         dims[offset + position] if size == output[offset + position] else () for position, size in enumerate(shape)
@@ -76,7 +76,7 @@ def broadcast_dims(dims: Layout, shape: Shape, output: Shape) -> Layout:
 
 
 def aligned(op: Operation, keep: frozenset[str] = NONE) -> Plan:
-    """All inputs laid out alike; sums over `keep` stay pending where they are."""
+    """Give all inputs the same layout; partial sums over `keep` stay pending where present."""
     operands = [operand for operand in op.operands if isinstance(operand, Operand)]
     dims = _merged(op, [operand for operand in operands if operand.type is not None], keep)
     wanted = tuple(
@@ -89,8 +89,8 @@ def aligned(op: Operation, keep: frozenset[str] = NONE) -> Plan:
 
 
 def _pending_that_stays(op: Operation, candidates: frozenset[str]) -> frozenset[str]:
-    """Axes of pending sums that may stay so: no input is sharded along them, and the sum is not of a smaller tensor than
-    the output, which were cheaper to add up first."""
+    """Axes of partial sums that may stay pending: they shard no input, and the sum is not of a tensor smaller than the
+    output, which would be cheaper to reduce first."""
     tensors = [operand for operand in op.operands if isinstance(operand, Operand) and operand.type is not None]
     if any(operand.partial and operand.shape != op.output.shape for operand in tensors):
         return NONE
@@ -98,8 +98,8 @@ def _pending_that_stays(op: Operation, candidates: frozenset[str]) -> frozenset[
 
 
 def linear_in_all(op: Operation) -> Plan:
-    """f(a + a', b + b') = f(a, b) + f(a', b'): sums that are pending in all tensors alike stay so. A number that is no
-    tensor would be added once on each rank."""
+    """f(a + a', b + b') = f(a, b) + f(a', b'): partial sums over axes common to all tensors stay pending. A number that
+    is not a tensor would be added once on each rank."""
     operands = [operand for operand in op.operands if isinstance(operand, Operand)]
     tensors = [operand for operand in operands if operand.type is not None]
     common = frozenset.intersection(*(operand.partial for operand in tensors))
@@ -107,17 +107,17 @@ def linear_in_all(op: Operation) -> Plan:
 
 
 def linear_in_one(op: Operation) -> Plan:
-    """f(a + a', b) = f(a, b) + f(a', b): sums that are pending in one of its two inputs stay so."""
+    """f(a + a', b) = f(a, b) + f(a', b): a partial sum in one of the two inputs stays pending."""
     return _linear_in(op, (0, 1))
 
 
 def linear_in_first(op: Operation) -> Plan:
-    """The same of the first input alone: a quotient."""
+    """f(a + a', b) = f(a, b) + f(a', b) in the first input alone, as in a quotient."""
     return _linear_in(op, (0,))
 
 
 def cast(op: Operation) -> Plan:
-    """Sums that are pending stay so where somebody has marked the cast for it and its type is the wider one."""
+    """A cast: partial sums stay pending if it widens the type and is marked with `KEEPS_SUMS`."""
     before, after = op.tensor(0).type, op.types[0]
     widens = before and after and before.dtype in NARROW and after.dtype == "float32"
     return _linear_in(op, (0,)) if widens and op.attributes.get(KEEPS_SUMS) else aligned(op)
@@ -131,8 +131,8 @@ def _linear_in(op: Operation, inputs: tuple[int, ...]) -> Plan:
 
 
 def added_up(op: Operation) -> Plan:
-    """A sum of several tensors of one shape; sums that are pending in all alike stay so (see `propagate`, which adds up
-    those with the same sums pending first)."""
+    """A sum of several tensors of one shape; partial sums common to all stay pending (see `propagate`, which first adds
+    those with the same partial sums)."""
     (items,) = op.operands
     assert isinstance(items, tuple)
     sharding = frozenset(axis for item in items for dim in item.dims for axis in dim)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elements taken from where indices say, or put there; sorted; the largest found."""
+"""Operators that gather, scatter, sort or pad along dims: top-k, argmax, N-d indices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sporeloom.partition.operators.reductions import along_dim, picked_along_dim
 
 
 def along_one_dim(op: Operation, tensors: Sequence[int], linear: Sequence[int] = (), dim: int = 1) -> Plan:
-    """Takes from or puts into `tensors` along the dim that input `dim` says: that one is whole, and so is every dim that is
-    not as long in all of them."""
+    """Gather from or scatter into `tensors` along the dim in input `dim`: that dim is unsharded, and so is each dim
+    whose size differs between the tensors."""
     operands = [op.tensor(i) for i in tensors]
     shapes = [o.shape for o in operands] + [op.output.shape]
     along_which = int(op.constant(dim)) % len(shapes[0])
@@ -27,27 +27,27 @@ def along_one_dim(op: Operation, tensors: Sequence[int], linear: Sequence[int] =
 
 
 def _coordinates(op: Operation, index: int, num_dims: int) -> tuple[str, str, int]:
-    """Labels of indices' own dims and of what is left of a tensor of `num_dims` dims, of which they name the first ones; and
-    how many they name."""
+    """Labels of the batch dims of N-d indices (input `index`) and of the remaining dims of a tensor with `num_dims`
+    dims, and the number of leading dims that the indices address."""
     *own, named = op.tensor(index).shape
     return " ".join(f"i{k}" for k in range(len(own))), " ".join(f"d{k}" for k in range(named, num_dims)), named
 
 
 def gather_nd(op: Operation) -> Plan:
-    """x[indices[..., 0], indices[..., 1], ...]"""
+    """Gather slices by N-d indices: x[indices[..., 0], indices[..., 1], ...]"""
     own, left, named = _coordinates(op, 1, len(op.tensor(0).shape))
     return along(op, f"{'. ' * named}{left}, {own} . -> {own} {left}", (0,))
 
 
 def scatter_nd(op: Operation) -> Plan:
-    """Rows added up at coordinates, of zeros: each rank adds its own, and the sum is pending."""
+    """Add rows at N-d indices into zeros: each rank adds its local rows, and the result is a partial sum."""
     own, left, named = _coordinates(op, 0, len(op.output.shape))
     summed = " ".join(f"+{label}" for label in own.split())
     return along(op, f"{own} ., {own} {left}, = -> {summed} {'. ' * named}{left}", (1,))
 
 
 def scattered_into(op: Operation) -> Plan:
-    """Puts rows into a tensor, at coordinates: all of them, on each rank."""
+    """Scatter rows into a tensor at N-d indices: every rank scatters all rows."""
     own, left, named = _coordinates(op, 1, len(op.tensor(0).shape))
     own = own.replace("i", "").translate(str.maketrans("0123456789", "." * 10))
     whole = f"{'. ' * named}{left}"
@@ -55,7 +55,7 @@ def scattered_into(op: Operation) -> Plan:
 
 
 def by_attribute(op: Operation, name: str, default: int) -> Plan:
-    """Sorted along a dim that an attribute names."""
+    """Sort along the dim in an attribute, which is unsharded."""
     return _whole_along(op, int(op.attributes.get(name, default)))
 
 
@@ -67,12 +67,13 @@ def _whole_along(op: Operation, dim: int) -> Plan:
 
 
 def largest(op: Operation, dim: int | None = None) -> Plan:
-    """The largest along the last dim, or along the one that input `dim` says."""
+    """Top-k or sort along the last dim, or along the dim in input `dim`, which is unsharded."""
     return _whole_along(op, -1 if dim is None or dim >= len(op.operands) else int(op.constant(dim)))
 
 
 def padded(op: Operation) -> Plan:
-    """Dims that grow or shrink are whole; so are all with paddings that are not written from the last dim on."""
+    """Pad a tensor: dims that grow or shrink are unsharded. With paddings that do not start at the last dim, all dims
+    are."""
     x = op.tensor(0)
     pads = op.constant(1)
     if not isinstance(pads, tuple) or not op.attributes.get("paddings_contiguous", True):
@@ -83,7 +84,7 @@ def padded(op: Operation) -> Plan:
 
 
 def unstacked(op: Operation) -> Plan:
-    """One output for each place along a dim."""
+    """Split along a dim into one output for each index; that dim is unsharded."""
     x = op.tensor(0)
     axis = op.setting(1, "axis")
     dim = int(axis) % len(x.shape)
@@ -93,11 +94,11 @@ def unstacked(op: Operation) -> Plan:
 
 
 def picked_with_value(op: Operation) -> Plan:
-    """Argmax or the like; with (dims kept or not) or without the value."""
+    """Argmax and the like, with or without the value (with or without kept dims)."""
     plan = picked_along_dim(op)
     operand = op.operands[1] if len(op.operands) > 1 else None
     if isinstance(operand, Operand) and operand.value is None:
-        raise UnknownValueError(f"{op.kind}: of all elements")  # a place in the flattened tensor
+        raise UnknownValueError(f"{op.kind}: of all elements")  # an index into the flattened tensor
     return plan
 
 

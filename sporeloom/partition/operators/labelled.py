@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators of which a line says what becomes of each dim.
+"""Operators that are defined by one line of labels, one label for each dim.
 
-`"n c .., o c .. -> +c n o .."` is a convolution. A letter is a dim that may be sharded, the same one wherever it stands: rows
-and output channels here. `+c` says of an output that it is a sum over the input channels, which is pending where they are
-sharded. `.` is a dim that every rank holds whole, `..` are all that are left, and `*` all that are left, each of
-which may be sharded. `-` is an input that is no tensor, `=` one that is the shape of the output and becomes that of a
-rank's part.
+`"n c .., o c .. -> +c n o .."` is a convolution. A letter is a dim that may be sharded, equally wherever it occurs: rows (n)
+and output channels (o) here. `+c` marks an output as a sum over the input channels: a partial sum if they are sharded. `.` is
+an unsharded dim, `..` are all remaining dims, unsharded, and `*` all remaining dims, each of which may be sharded. `-` is
+an input that is not a tensor, `=` an input that is the shape of the output and becomes the local shape.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Labels = tuple[str, ...]
 
 
 def expanded(term: str, num_dims: int) -> Labels:
-    """Labels of the dims of a tensor: `*` and `..` stand for as many as are left."""
+    """Expand a term to one label for each dim of a tensor: `*` and `..` stand for all remaining dims."""
     words = term.split()
     left = num_dims - len(words) + 1
     labels: list[str] = []
@@ -40,7 +39,7 @@ def expanded(term: str, num_dims: int) -> Labels:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """An input or output and its labels."""
+    """An input, with one label for each dim."""
 
     index: int
     labels: Labels
@@ -48,11 +47,11 @@ class _Tensor:
 
 
 def along(op: Operation, line: str, linear: Sequence[int] = (), first: Sequence[int] = ()) -> Plan:
-    """How the ranks compute an operator whose dims are as `line` says.
+    """Plan an operator whose dims are labelled by `line`.
 
     Args:
-        linear: inputs in each of which it is linear: what is pending in one alone stays so, if none is larger than it.
-        first: inputs by whose layout a dim is sharded rather than by that of larger ones.
+        linear: inputs in which it is linear: a partial sum in exactly one stays pending if the outputs are not larger.
+        first: inputs whose sharding takes precedence over that of larger inputs.
     """
     given, made = (side.split(", ") for side in line.split(" -> "))
     tensors = list(_tensors(op, given))
@@ -83,7 +82,7 @@ def along(op: Operation, line: str, linear: Sequence[int] = (), first: Sequence[
 
 
 def _summed(term: str) -> tuple[list[str], str]:
-    """Labels over which an output is a sum, and the term without them."""
+    """The labels that an output is summed over, and the term without them."""
     words = term.split()
     return [word[1:] for word in words if word[0] == "+"], " ".join(word for word in words if word[0] != "+")
 
@@ -95,19 +94,19 @@ def _tensors(op: Operation, terms: Sequence[str]) -> Iterator[_Tensor]:
 
 
 def _kept(op: Operation, tensors: Sequence[_Tensor], linear: Sequence[int]) -> frozenset[str]:
-    """Sums that may stay pending."""
+    """Axes of partial sums that may stay pending."""
     pending = [t for t in tensors if t.operand.partial]
     if len(pending) != 1 or pending[0].index not in linear:
         return NONE
     (one,) = pending
     assert one.operand.type is not None
     if sum(type.num_elements for type in op.types if type) > one.operand.type.num_elements:
-        return NONE  # cheaper to add up what is smaller
+        return NONE  # the smaller tensor is cheaper to reduce
     return one.operand.partial - frozenset(axis for t in tensors for dim in t.operand.dims for axis in dim)
 
 
 def _sizes(tensors: Sequence[_Tensor]) -> dict[str, int]:
-    """Of what a label stands for; a tensor that is broadcast along it has 1."""
+    """Label -> size of its dim; a tensor that is broadcast along it has size 1 there."""
     sizes: dict[str, int] = {}
     for t in tensors:
         for label, size in zip(t.labels, t.operand.shape, strict=True):
@@ -119,7 +118,7 @@ def _sizes(tensors: Sequence[_Tensor]) -> dict[str, int]:
 def _sharding(
     op: Operation, tensors: Sequence[_Tensor], sizes: Mapping[str, int], first: Sequence[int], keep: frozenset[str]
 ) -> dict[str, Dim]:
-    """Axes of each label, no axis twice: those by which the largest tensor that has the dim is sharded."""
+    """Label -> axes that shard it, each axis once: those of the largest tensor with a sharded dim of that label."""
 
     def order(t: _Tensor) -> tuple[bool, int]:
         assert t.operand.type is not None
@@ -136,7 +135,7 @@ def _sharding(
 
 
 def _is_plain(op: Operation) -> bool:
-    """Whether images are rows, channels, height, width, or with depth before these: some operators take one without a row."""
+    """Whether images have the layout NCHW or NCDHW: some operators also take an image without a batch dim."""
     formats = (op.attributes.get(name, "NCHW") for name in ("format", "data_format"))
     return len(op.tensor(0).shape) == (5 if "3D" in op.kind else 4) and all(f in ("NCHW", "NCDHW") for f in formats)
 
@@ -148,14 +147,14 @@ def of_images(op: Operation, line: str, linear: Sequence[int] = ()) -> Plan:
 
 
 def evaluated(op: Operation, line: str, is_training: int) -> Plan:
-    """Batch norm by given statistics, or its gradient; by those of the batch it is decomposed, or computed unsharded."""
+    """Batch normalization with given statistics, or its gradient; with batch statistics it is decomposed or unsharded."""
     if op.constant(is_training):
         raise UnknownValueError(f"{op.kind}: statistics of the batch")
     return along(op, line)
 
 
 def convolution(op: Operation, line: str) -> Plan:
-    """Channels may be sharded unless they come in groups."""
+    """A convolution: channels may be sharded unless it is a grouped convolution."""
     if int(op.attributes.get("group", op.attributes.get("groups", 1))) > 1:
         return of_images(op, re.sub(r"\b[oc]\b", WHOLE, line), (0, 1))
     plan = of_images(op, line, (0, 1))
@@ -166,7 +165,7 @@ def convolution(op: Operation, line: str) -> Plan:
 
 
 def _of_label(plan: Plan, line: str, label: str) -> Iterator[Dim]:
-    """Axes by which a plan shards what a label of the inputs stands for."""
+    """Axes by which a plan shards the input dims with a label."""
     for index, term in enumerate(line.split(" -> ")[0].split(", ")):
         layout = plan.inputs[index]
         if isinstance(layout, ValueLayout) and label in term.split():
@@ -174,14 +173,14 @@ def _of_label(plan: Plan, line: str, label: str) -> Iterator[Dim]:
 
 
 def bias(op: Operation, line: str, position: int, linear: Sequence[int] = ()) -> Plan:
-    """Input `position` says whether channels are dim 1 or the last."""
+    """A bias along the channels: input `position` gives the format, channels in dim 1 or last."""
     if op.constant(position) not in (0, "NCHW"):
         raise UnknownValueError(f"{op.kind}: channels last")
     return along(op, line, linear)
 
 
 def slope(op: Operation) -> Plan:
-    """Leaky by a weight: one number, or one for each channel; or its gradients."""
+    """PReLU, whose slope is one number or one for each channel, or its gradients."""
     is_gradient = op.kind == "PReLUGrad"
     label = WHOLE if op.tensor(2 if is_gradient else 1).shape == (1,) else "c"
     if not is_gradient:
@@ -202,7 +201,7 @@ HANDLERS: dict[str, Handler] = {
         partial(convolution, line="n o .., o c .., = -> +o n c .."),
     ),
     "Conv2DBackpropFilter": partial(convolution, line="n o .., n c .., = -> +n o c .."),
-    "Conv3DBackpropInput": partial(convolution, line="o c .., n o .., = -> +o n c .."),  # in another order
+    "Conv3DBackpropInput": partial(convolution, line="o c .., n o .., = -> +o n c .."),  # inputs in another order
     "Conv3DBackpropFilter": partial(convolution, line="n c .., n o .., = -> +n o c .."),
     **dict.fromkeys(
         ("MaxPool", "MaxPool3D", "ResizeBilinearV2", "ResizeNearestNeighborV2"), partial(of_images, line=FEATURES)

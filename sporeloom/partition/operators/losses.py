@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of many elements: none is added up, all are, or their mean is taken."""
+"""Losses over many elements, with the reductions none, sum and mean."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sporeloom.partition.operators.elementwise import broadcast_dims
 from sporeloom.partition.operators.labelled import along
 
 SUM, MEAN, NONE = 0, 1, 2
-"""MindSpore's numbers of reductions; as attributes they are words."""
+"""MindSpore's codes of reductions; as attributes they are words."""
 WORDS = {"sum": SUM, "mean": MEAN, "none": NONE}
 
 
@@ -26,8 +26,8 @@ def _reduction(op: Operation, index: int | None) -> int:
 
 
 def loss(op: Operation, reduction: int | None, x: int = 0) -> Plan:
-    """Of input `x`, whose layout the other inputs follow. `reduction`: the input that says how it is reduced, or none: an
-    attribute does."""
+    """A loss of input `x`, whose sharding the other inputs follow. `reduction` is the index of the input with the kind
+    of reduction; None if it is an attribute."""
     how, given = _reduction(op, reduction), op.tensor(x)
     over = frozenset(axis for dim in given.dims for axis in dim)
     wanted = _like(op, given.dims, given.shape)
@@ -38,7 +38,7 @@ def loss(op: Operation, reduction: int | None, x: int = 0) -> Plan:
 
 
 def loss_gradient(op: Operation, reduction: int | None, x: int = 0) -> Plan:
-    """With respect to input `x`. A gradient of a mean is divided by the number of elements, which on a rank are fewer."""
+    """Gradient of a loss with respect to input `x`. The gradient of a mean is divided by the global number of elements."""
     how, given = _reduction(op, reduction), op.tensor(x)
     over = frozenset(axis for dim in given.dims for axis in dim)
     output = ValueLayout(given.dims)
@@ -46,7 +46,7 @@ def loss_gradient(op: Operation, reduction: int | None, x: int = 0) -> Plan:
 
 
 def _like(op: Operation, dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...]) -> tuple[ValueLayout | None, ...]:
-    """Layouts of all inputs: as far as they have the dims of that shape, those."""
+    """Layouts of all inputs: the given sharding, restricted to the dims that each input has."""
     return tuple(
         ValueLayout(broadcast_dims(dims, o.shape, shape)) if isinstance(o, Operand) and o.type is not None else None
         for o in op.operands
@@ -54,7 +54,7 @@ def _like(op: Operation, dims: tuple[tuple[str, ...], ...], shape: tuple[int, ..
 
 
 def _scaled(op: Operation, outputs: Sequence[ValueLayout], how: int, over: frozenset[str]) -> Rewrite | None:
-    """What divides by the number of ranks what each rank divided by the number of its own elements."""
+    """A rewrite that turns each rank's mean over local elements into its share of the global mean; None if not needed."""
     if how != MEAN or not over:
         return None
     locals_ = [
@@ -72,7 +72,7 @@ def _divided(locals_: Sequence[TensorType], factor: float, emit: Emitter, inputs
 
 
 def sparse_cross_entropy(op: Operation) -> Plan:
-    """The mean over rows of logits against numbers of classes, or its gradient."""
+    """Cross-entropy of logits (rows, classes) against class ids (rows), averaged over rows; or its gradient."""
     plan = along(op, "n ., n -> n ." if op.attributes.get("is_grad") else "n ., n -> +n")
     logits, (output,) = plan.inputs[0], plan.outputs
     assert isinstance(logits, ValueLayout) and output is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and softmax: each row is computed by one rank, which holds all of it."""
+"""Layer normalization and softmax: the normalized dims are unsharded, rows may be sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sporeloom.partition.operators.reductions import reduced_dims
 
 
 def over_last_dims(op: Operation) -> Plan:
-    """LayerNorm or RmsNorm: x, then parameters; the outputs are the normed x and numbers of each row."""
+    """LayerNorm or RmsNorm of x with its parameters; the outputs are the normalized x and statistics of each row."""
     x = op.tensor(0)
     num_normed = len(op.tensor(1).shape)
     num_rows = len(x.shape) - num_normed
@@ -25,8 +25,8 @@ def over_last_dims(op: Operation) -> Plan:
 
 
 def gradient_over_last_dims(op: Operation, num_of_rows: int) -> Plan:
-    """Its gradient: inputs as long as the rows first, `num_of_rows` of them, then the scale; the gradients of parameters are
-    sums over the rows, pending over all ranks that share them."""
+    """The gradient of LayerNorm or RmsNorm: the first `num_of_rows` inputs have rows, then follows the scale; gradients
+    of parameters are partial sums over the axes that shard the rows."""
     x, scale = op.tensor(0), op.tensor(num_of_rows)
     num_rows = len(x.shape) - len(scale.shape)
     rows = x.dims[:num_rows]
@@ -38,7 +38,7 @@ def gradient_over_last_dims(op: Operation, num_of_rows: int) -> Plan:
 
 
 def along_named_dim(op: Operation, index: int) -> Plan:
-    """Softmax and its like, along the dim that an input names: that one is gathered."""
+    """Softmax and similar operators along the dims in an input, which are unsharded."""
     x = op.tensor(0)
     dims = reduced_dims(op, index)
     layout = ValueLayout(tuple(() if dim in dims else axes for dim, axes in enumerate(x.dims)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products: a contracted dim that is sharded leaves a sum pending."""
+"""Matrix products: a sharded contracted dim makes the output a partial sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sporeloom.partition.operators.labelled import along
 from sporeloom.strategy.layout import Dim
 
 PENDING_BESIDE = "pending_beside"
-"""Attribute of an operator whose output is an item of a sum and nothing else: axes over which other items are pending."""
+"""Attribute of an operator whose output is only an item of a sum: axes over which other items are partial sums."""
 
 
 def _without(dim: Dim, used: frozenset[str]) -> Dim:
@@ -17,7 +17,7 @@ def _without(dim: Dim, used: frozenset[str]) -> Dim:
 
 
 def _agreed(x: Dim, w: Dim) -> Dim:
-    """Axes that shard a dim which both operands have: as far as they agree, or those of the one that is sharded."""
+    """Axes that shard a dim of both operands: the common leading axes, or those of the only operand that is sharded."""
     if not x or not w:
         return x or w
     common = [a for a, b in zip(x, w, strict=False) if a == b]
@@ -25,14 +25,14 @@ def _agreed(x: Dim, w: Dim) -> Dim:
 
 
 def matrix_product(op: Operation) -> Plan:
-    """(.., M, K) x (.., K, N) -> (.., M, N); inputs 3 and 4 say whether x and w are transposed."""
+    """(.., M, K) x (.., K, N) -> (.., M, N); inputs 3 and 4 are the flags that transpose x and w."""
     x, w = op.tensor(0), op.tensor(1)
     transpose_x, transpose_w = bool(op.constant(2)), bool(op.constant(3))
     return _product(op, x, w, transpose_x, transpose_w)
 
 
 def plain_product(op: Operation) -> Plan:
-    """The same of matrices that are not transposed."""
+    """A matrix product without transposed operands."""
     return _product(op, op.tensor(0), op.tensor(1), False, False)
 
 
@@ -46,7 +46,7 @@ def _product(op: Operation, x: Operand, w: Operand, transpose_x: bool, transpose
     keep = _kept(op, x, w)
     batch, used = _batch_dims(op, x, w, num_batch, keep)
     k = _without(_agreed(x.dims[x_k], w.dims[w_k]), used)
-    if not x.dims[x_k]:  # replicas that share out a weight have rows of their own: it is gathered
+    if not x.dims[x_k]:  # FSDP: ranks with different rows shard the weight, so it is gathered
         k = _without(k, frozenset(x.dims[x_m]))
     (k,) = op.fit([k], (x.shape[x_k],), used)
     used |= set(k)
@@ -63,8 +63,8 @@ def _product(op: Operation, x: Operand, w: Operand, transpose_x: bool, transpose
 
 
 def _kept(op: Operation, x: Operand, w: Operand) -> frozenset[str]:
-    """Sums of one operand that may stay pending: a product is linear in each. Not if the product is larger than it, unless it
-    is added to what the same sums are pending of."""
+    """Axes of one operand's partial sums that may stay pending, as a product is linear in each operand. Not if the
+    product is larger than that operand, unless it is added to a partial sum over the same axes."""
     if bool(x.partial) == bool(w.partial):
         return NONE
     operand, other = (x, w) if x.partial else (w, x)
@@ -78,7 +78,7 @@ def _kept(op: Operation, x: Operand, w: Operand) -> frozenset[str]:
 def _batch_dims(
     op: Operation, x: Operand, w: Operand, num_batch: int, keep: frozenset[str]
 ) -> tuple[tuple[Dim, ...], frozenset[str]]:
-    """Axes that shard the batch dims of the product, each once; and all of these, with those of `keep`."""
+    """Axes that shard the batch dims of the product, each once, and the set of these axes and `keep`."""
     wanted: list[Dim] = []
     used = keep
     for position in range(num_batch):
@@ -96,7 +96,7 @@ def _batch_dims(
 def _dims_of(
     operand: Operand, batch: tuple[Dim, ...], shape: tuple[int, ...], matrix: dict[int, Dim]
 ) -> tuple[Dim, ...]:
-    """Of an operand: the batch dims that it has, where it is not broadcast, and those of its matrix."""
+    """Sharding of an operand: that of its batch dims where it is not broadcast, and that of its matrix dims."""
     num_dims = len(operand.shape)
     dims: list[Dim] = [()] * num_dims
     for position in range(num_dims - 2):
@@ -109,7 +109,7 @@ def _dims_of(
 
 
 def _whole_product(op: Operation) -> Plan:
-    """Of vectors: contracted along the last dim of x; only a pending sum is looked after."""
+    """A product with a vector, contracted along the last dim of x: computed unsharded, after partial sums are reduced."""
     x, w = op.tensor(0), op.tensor(1)
     return Plan(
         op.as_they_are({0: ValueLayout(((),) * len(x.shape)), 1: ValueLayout(((),) * len(w.shape))}),
@@ -118,7 +118,8 @@ def _whole_product(op: Operation) -> Plan:
 
 
 def dense(op: Operation) -> Plan:
-    """x w^T with or without a bias, which each rank would add to a sum that is pending: then what is contracted is whole."""
+    """x w^T + bias. With a bias the contracted dim is unsharded, because every rank would add the bias to its partial
+    sum."""
     bias = op.operands[2] if len(op.operands) > 2 else None
     if isinstance(bias, Operand) and bias.type is not None:
         return along(op, "* ., n ., n -> * n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent layers that are one operator: sharded by the batch, which is dim 1 of all of their tensors."""
+"""Fused recurrent layers: sharded along the batch, which is dim 1 of all of their tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sporeloom.partition.operation import Emitter, Handler, Operation, Plan
 from sporeloom.strategy.layout import Dim
 
 WEIGHTS, RESERVE = 3, 10
-"""Inputs of the gradient: all weights in one tensor, and what the forward operator keeps."""
+"""Inputs of the gradient: all weights in one tensor, and the buffer reserved by the forward operator."""
 
 
 def _by_batch(num_dims: int, batch: Dim) -> ValueLayout:
@@ -19,10 +19,10 @@ def _by_batch(num_dims: int, batch: Dim) -> ValueLayout:
 
 
 def lstm(op: Operation) -> Plan:
-    """x, the first states h and c, and the weights; gives all h, the last h and c, and twice what is kept for the gradient.
+    """LSTM of x with the initial states h and c and the weights; returns all h, the last h and c, and two reserved buffers.
 
-    That has a shape and an order of its own, and is only understood by a rank that has the same rows. MindSpore says that it
-    is (1, 1); that its dim 0 is sharded as the batch tells the gradient how.
+    The buffers are opaque and are valid only for the same local batch. MindSpore declares them as shape (1, 1); dim 0 is
+    marked with the sharding of the batch, which the gradient reads from it.
     """
     x = op.tensor(0)
     (batch,) = op.fit([x.dims[1]], (x.shape[1],))
@@ -39,7 +39,7 @@ def lstm(op: Operation) -> Plan:
 
 
 def lstm_gradient(op: Operation) -> Plan:
-    """Its gradients with respect to x, h, c and the weights, which are sums over the rows."""
+    """Gradients of LSTM with respect to x, h, c and the weights; the last is a partial sum over the batch."""
     batch = op.tensor(RESERVE).dims[0]
     wanted = {i: _by_batch(3, batch) for i in range(RESERVE) if i != WEIGHTS}
     wanted[RESERVE] = ValueLayout((batch, ()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions: over a sharded dim a sum stays pending, a maximum is communicated at once."""
+"""Reductions: a sum over a sharded dim is a partial sum, a maximum is all-reduced at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NONE_OF_THEM: frozenset[int] = frozenset()
 
 
 def reduced_dims(op: Operation, index: int = 1) -> frozenset[int]:
-    """The dims of the first input that are reduced, as the input at `index` says: none or an empty tuple are all."""
+    """The dims of the first input that are reduced, from the input at `index`: None or an empty tuple means all dims."""
     return _named(op, op.constant(index) if index < len(op.operands) else None)
 
 
@@ -33,8 +33,8 @@ def _output_dims(op: Operation, dims: frozenset[int], layout: ValueLayout) -> tu
 
 
 def sum_over(op: Operation) -> Plan:
-    """Sums over sharded dims are pending, and those of the input stay so. ReduceSum's fourth input says that no dims are none
-    rather than all."""
+    """A sum: partial over the axes of the reduced dims and of the input. ReduceSum's fourth input, if true, makes empty
+    dims mean no dims instead of all."""
     x, dims = op.tensor(0), reduced_dims(op)
     if op.kind == "ReduceSum" and len(op.operands) > 3 and op.constant(3) and not op.constant(1):
         dims = NONE_OF_THEM
@@ -44,7 +44,7 @@ def sum_over(op: Operation) -> Plan:
 
 
 def mean_over(op: Operation) -> Plan:
-    """A sum of each rank's mean, divided by the number of ranks: each rank's elements are as many."""
+    """A mean: a partial sum of each rank's local mean, divided by the number of ranks; all shards have equal size."""
     x, dims = op.tensor(0), reduced_dims(op)
     assert x.layout is not None
     over = frozenset(axis for dim in dims for axis in x.dims[dim])
@@ -60,7 +60,7 @@ def _scaled_mean(local: TensorType, factor: float, emit: Emitter, inputs: Sequen
 
 
 def extreme_over(op: Operation, reduction: str) -> Plan:
-    """Each rank's maximum (minimum, product), then that of all."""
+    """A maximum, minimum or product: reduced locally, then all-reduced."""
     x, dims = op.tensor(0), reduced_dims(op)
     layout = ValueLayout(x.dims)
     over = op.grid.in_order(axis for dim in dims for axis in x.dims[dim])
@@ -73,26 +73,26 @@ def extreme_over(op: Operation, reduction: str) -> Plan:
 def extreme_of_all(
     local: TensorType, axes: tuple[str, ...], reduction: str, emit: Emitter, inputs: Sequence[Input]
 ) -> Sequence[Name]:
-    """Of what each rank finds among its own."""
+    """All-reduce the results of the ranks' local reductions."""
     (own,) = emit.operator(inputs, [local])
     return emit.node("AllReduce", [own], [local], {"axes": axes, "op": reduction})
 
 
 def any_or_all(op: Operation) -> Plan:
-    """A logical reduction: no rank communicates truth values, so its dims are gathered."""
+    """A logical reduction: its dims are gathered, because truth values have no all-reduce."""
     x, dims = op.tensor(0), reduced_dims(op)
     layout = ValueLayout(tuple(() if dim in dims else axes for dim, axes in enumerate(x.dims)))
     return Plan(op.as_they_are({0: layout}), (ValueLayout(_output_dims(op, dims, layout)),))
 
 
 def along_dim(op: Operation, index: int = 1) -> Plan:
-    """An operator whose outputs have the shape of its input, which it works through along one dim or several: those are
-    gathered, the others stay sharded. What is linear in it could keep its sums; few are."""
+    """An operator such as a cumulative sum: its outputs have the shape of its input and the given dims are gathered.
+    Partial sums are reduced first."""
     return _whole_along(op, reduced_dims(op, index))
 
 
 def along_attribute(op: Operation) -> Plan:
-    """The same where an attribute names the dims."""
+    """`along_dim` with the dims in an attribute."""
     return _whole_along(op, _named(op, op.attributes.get("axis")))
 
 
@@ -105,12 +105,12 @@ def _whole_along(op: Operation, dims: frozenset[int]) -> Plan:
 
 
 def picked_along_dim(op: Operation, index: int = 1) -> Plan:
-    """An operator that takes one dim away, by position and not by value: argmax, or the maximum with where it is."""
+    """An operator that removes one dim by position, not by value: argmax, or the maximum with its index."""
     return _taken_away(op, reduced_dims(op, index))
 
 
 def norm_over_attribute(op: Operation) -> Plan:
-    """A norm over the dims that an attribute names: these are gathered."""
+    """A norm over the dims in an attribute, which are gathered."""
     return _taken_away(op, _named(op, op.attributes.get("axis")))
 
 
@@ -122,7 +122,7 @@ def _taken_away(op: Operation, dims: frozenset[int]) -> Plan:
 
 
 def squares_summed(op: Operation) -> Plan:
-    """One number of all elements: the sum over every sharded dim is pending."""
+    """L2 loss, one number for all elements: a partial sum over every sharding axis."""
     x = op.tensor(0)
     layout = ValueLayout(x.dims)
     return Plan(op.as_they_are({0: layout}), (ValueLayout(((),) * len(op.output.shape), layout.axes or NONE),))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that move elements and compute nothing: all are linear, so sums that are pending stay so."""
+"""Operators that move elements without computing: all are linear, so partial sums stay pending."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def expand_dims(op: Operation) -> Plan:
 
 
 def groups_of_dims(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
-    """Dims of two shapes in the smallest runs that have one size: (2, 3, 4) and (6, 4) have (2, 3)-(6) and (4)-(4)."""
+    """Pair the dims of two shapes in the shortest runs of equal size: (2, 3, 4) and (6, 4) give (2, 3)-(6) and (4)-(4)."""
     i = j = 0
     while i < len(old) or j < len(new):
         first_i, first_j = i, j
@@ -52,7 +52,7 @@ def groups_of_dims(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
 
 
 def reshape(op: Operation) -> Plan:
-    """Shards that are contiguous in memory stay where they are, if they divide the dims of the other shape, too."""
+    """Reshape: shards that are contiguous in memory stay local if their axes also divide the dims of the other shape."""
     x, new = op.tensor(0), op.output.shape
     if 0 in x.shape or 0 in new:
         return Plan(op.as_they_are({}), (ValueLayout(((),) * len(new)),))
@@ -71,8 +71,8 @@ def reshape(op: Operation) -> Plan:
 
 
 def _contiguous(op: Operation, dims: Sequence[tuple[int, Dim]]) -> list[str]:
-    """Axes that shard a run of dims, sizes and axes, so that each rank has one piece of it: those of a dim only if each entry
-    of the dims before it is another rank's."""
+    """Axes that shard a run of dims, given as (size, axes), into contiguous pieces: axes of a dim count only if all
+    dims before it are sharded to size 1."""
     found: list[str] = []
     for size, axes in dims:
         found += axes
@@ -82,7 +82,8 @@ def _contiguous(op: Operation, dims: Sequence[tuple[int, Dim]]) -> list[str]:
 
 
 def _dealt(op: Operation, axes: Sequence[str], sizes: Sequence[int]) -> list[Dim]:
-    """The first of `axes`, as many as divide a run of dims, to these dims: to the next one where none of it is left."""
+    """Assign the leading `axes` to a run of dims, as many as divide them: on to the next dim once a dim has local size
+    1."""
     dims: list[Dim] = []
     left = list(axes)
     for size in sizes:
@@ -96,7 +97,7 @@ def _dealt(op: Operation, axes: Sequence[str], sizes: Sequence[int]) -> list[Dim
 
 
 def broadcast(op: Operation, index: int = 1) -> Plan:
-    """To a larger shape: dims that grow are not sharded."""
+    """Broadcast to a larger shape: dims that grow are unsharded."""
     x, new = op.tensor(0), op.output.shape
     offset = len(new) - len(x.shape)
     dims = tuple(axes if x.shape[dim] == new[offset + dim] else () for dim, axes in enumerate(x.dims))
@@ -105,7 +106,7 @@ def broadcast(op: Operation, index: int = 1) -> Plan:
 
 
 def tile(op: Operation) -> Plan:
-    """Dims that are repeated are not sharded; the number of repetitions is the same on each rank."""
+    """Repeat dims: repeated dims are unsharded; the number of repetitions is the same on each rank."""
     x, new = op.tensor(0), op.output.shape
     offset = len(new) - len(x.shape)
     dims = tuple(axes if x.shape[dim] == new[offset + dim] else () for dim, axes in enumerate(x.dims))
@@ -113,7 +114,7 @@ def tile(op: Operation) -> Plan:
 
 
 def _joined(op: Operation, items: Sequence[Operand], free: int | None) -> tuple[Layout, frozenset[str]]:
-    """Dims and pending sums that several inputs of one rank can have alike, but for the dim `free`."""
+    """A sharding and partial sums common to inputs with the same number of dims, with dim `free` unsharded."""
     keep = frozenset.intersection(*(item.partial for item in items))
     keep -= frozenset(axis for item in items for dim in item.dims for axis in dim)
     most_sharded = max(items, key=lambda item: len(item.layout.axes) if item.layout else 0)
@@ -123,7 +124,7 @@ def _joined(op: Operation, items: Sequence[Operand], free: int | None) -> tuple[
 
 
 def concatenate(op: Operation) -> Plan:
-    """Along a dim that is not sharded."""
+    """Concatenate along an unsharded dim."""
     items = op.operands[0]
     assert isinstance(items, tuple)
     dim = int(op.constant(1)) % len(op.output.shape)
@@ -144,7 +145,7 @@ def stack(op: Operation) -> Plan:
 
 
 def split(op: Operation, index: int = 1) -> Plan:
-    """Along the dim that input `index` says, which is not sharded, into outputs of the same layout."""
+    """Split along the dim in input `index`, which is unsharded, into outputs of the same layout."""
     x = op.tensor(0)
     dim = int(op.constant(index)) % len(x.shape)
     layout = _same_pending(op, tuple(() if i == dim else axes for i, axes in enumerate(x.dims)))
@@ -152,8 +153,8 @@ def split(op: Operation, index: int = 1) -> Plan:
 
 
 def strided_slice(op: Operation) -> Plan:
-    """Dims that are taken as they are stay sharded, with a rank's own length; the others are gathered, and what was taken of
-    them is sharded again: rows of a batch, say, that is whole on every rank before it is dealt out."""
+    """Strided slice: dims that are taken in full stay sharded. The others are gathered, and the result is sharded again
+    locally, for example rows of a batch that is replicated on every rank at first."""
     x, new = op.tensor(0), op.output.shape
     taken = _taken(op, x.shape, 1)
     if taken is None:
@@ -182,7 +183,7 @@ def _taken_and_sharded(
 
 
 def strided_slice_grad(op: Operation) -> Plan:
-    """Puts dy where it was taken from a shape, zeros elsewhere: the same."""
+    """Gradient of a strided slice: writes dy into zeros of the given shape."""
     dy, shape = op.tensor(0), op.output.shape
     taken = _taken(op, shape, 2)
     if taken is None:
@@ -197,21 +198,21 @@ def strided_slice_grad(op: Operation) -> Plan:
 
 
 class _Taken(NamedTuple):
-    """What a slice takes of a shape."""
+    """The dims that a slice takes."""
 
     whole: list[bool]
-    """By dim, whether it is taken from begin to end."""
+    """For each dim, whether it is taken in full."""
     kept: list[int]
-    """Dims that are not dropped."""
+    """Dims that the slice keeps."""
 
 
 MASKS = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
 
 
 def _taken(op: Operation, shape: Shape, first: int) -> _Taken | None:
-    """None where a mask adds dims, or leaves open which one an entry is for.
+    """Analyse a slice; None if a mask adds dims, or has an ellipsis.
 
-    Inputs `first` and the two after it are begin, end and strides; masks are inputs after those, or attributes.
+    Inputs `first` to `first` + 2 are begin, end and strides; the masks are the inputs after these, or attributes.
     """
     begin, end, strides = (list(map(int, op.constant(i))) for i in range(first, first + 3))
     given = [op.constant(i) for i in range(first + 3, len(op.operands))]
@@ -235,13 +236,13 @@ def _where(keep: Sequence[bool], dims: Layout) -> Layout:
 
 
 def _own_ends(op: Operation, index: int, layout: ValueLayout, shape: Shape) -> tuple[int, ...]:
-    """The end of a slice that is input `index`, with a rank's own length where its dim is sharded."""
+    """The ends of a slice (input `index`), with the local size for sharded dims."""
     local = layout.local_shape(shape, op.grid)
     return tuple(local[dim] if layout.dims[dim] else int(end) for dim, end in enumerate(op.constant(index)))
 
 
 def slice_of(op: Operation) -> Plan:
-    """`Slice(x, begin, size)`: the same."""
+    """`Slice(x, begin, size)`: dims that are taken in full stay sharded."""
     x = op.tensor(0)
     begin, size = (list(map(int, op.constant(i))) for i in (1, 2))
     takes_all = [b == 0 and s in (-1, n) for b, s, n in zip(begin, size, x.shape, strict=True)]
@@ -251,7 +252,8 @@ def slice_of(op: Operation) -> Plan:
 
 
 def squeeze(op: Operation) -> Plan:
-    """Drops dims of length 1. As a reshape: a rank's own part of another dim may have length 1, too, and must stay."""
+    """Drop dims of size 1. Emitted as a reshape, because a local shard of another dim may have size 1 as well and must
+    stay."""
     x, new = op.tensor(0), op.output.shape
     long = iter([axes for axes, size in zip(x.dims, x.shape, strict=True) if size > 1])
     output = _same_pending(op, tuple(next(long) if size > 1 else () for size in new))
@@ -264,14 +266,14 @@ def _reshaped(local: TensorType, emit: Emitter, inputs: Sequence[Input]) -> Sequ
 
 
 def unchanged(op: Operation) -> Plan:
-    """Passes its first input through."""
+    """Pass the first input through unchanged."""
     x = op.tensor(0)
     assert x.layout is not None
     return Plan(op.as_they_are({0: x.layout}), (x.layout,))
 
 
 def reversed_along(op: Operation) -> Plan:
-    """Flips dims, which are gathered."""
+    """Flip dims, which are gathered."""
     x = op.tensor(0)
     dims = {int(dim) % len(x.shape) for dim in op.constant(1)}
     layout = _same_pending(op, tuple(() if dim in dims else axes for dim, axes in enumerate(x.dims)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables: rows looked up by index, rows added up by index, indices as one-hot rows."""
+"""Table lookups: gather, segment reductions (the gradient of a gather) and one-hot encoding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sporeloom.partition.operators.reductions import extreme_of_all
 from sporeloom.strategy.layout import Dim, Layout
 
 IDS_BY_ROW = "ids_by_row"
-"""Attribute of an operator whose second input has ids from i * n on in row i: n (see `hints.ids_by_row`)."""
+"""Attribute of an operator whose second input holds ids from i * n on in row i: n (see `hints.ids_by_row`)."""
 
 TABLE = "table"
-"""Attribute of the gradient of a gather: the layout of the table that it looked rows up in."""
+"""Attribute of the gradient of a gather: the layout of the gathered table."""
 
 
 def _without(dims: Layout, used: frozenset[str]) -> Layout:
@@ -25,8 +25,8 @@ def _without(dims: Layout, used: frozenset[str]) -> Layout:
 
 
 def gather(op: Operation) -> Plan:
-    """Rows (or along another dim) of a table. Where the rows are sharded each rank looks up its own and gives zeros for the
-    others: the sum over the ranks is pending."""
+    """Gather rows of a table (or slices along another dim). With sharded rows each rank looks up its local rows, with
+    zeros for all others: the result is a partial sum."""
     table, indices = op.tensor(0), op.tensor(1)
     batch_dims = int(op.constant(3)) if len(op.operands) > 3 else int(op.attributes.get("batch_dims", 0))
     dim = int(op.constant(2)) % len(table.shape)
@@ -55,7 +55,7 @@ def _own_rows(op: Operation, rows: Dim, output: ValueLayout, emit: Emitter, inpu
 
 
 def _batched_gather(op: Operation, dim: int, batch_dims: int) -> Plan:
-    """Each of the leading dims has indices of its own: these stay sharded, all else is replicated."""
+    """A gather with batch dims: these stay sharded, all other dims are unsharded."""
     table, indices = op.tensor(0), op.tensor(1)
     batch = tuple(a or b for a, b in zip(table.dims[:batch_dims], indices.dims[:batch_dims], strict=True))
     batch = op.fit(batch, op.output.shape[:batch_dims])
@@ -66,7 +66,8 @@ def _batched_gather(op: Operation, dim: int, batch_dims: int) -> Plan:
 
 
 def segment_sum(op: Operation) -> Plan:
-    """Rows added up by segment: each rank adds its own rows, and the sum over the ranks that share them is pending."""
+    """Sum rows by segment id: each rank adds its local rows, and the result is a partial sum over the axes that shard
+    rows."""
     x, ids = op.tensor(0), op.tensor(1)
     num_row_dims = len(ids.shape)
     if op.kind == "UnsortedSegmentSum" and op.attributes.get(IDS_BY_ROW, 0) * ids.shape[0] == op.output.shape[0]:
@@ -82,8 +83,8 @@ def segment_sum(op: Operation) -> Plan:
 
 
 def _own_rows_of_table(op: Operation) -> Dim:
-    """Axes that shard the rows of the table whose gradient this is, where ranks had better gather what is added up, and each
-    add it to its own rows, than add up everybody's rows of the table."""
+    """Axes that shard the rows of the table whose gradient this is, if gathering the added rows, so that each rank adds
+    to its local rows of the table, is cheaper than reducing the full gradient."""
     table, x = op.attributes.get(TABLE), op.tensor(0)
     if op.kind != "UnsortedSegmentSum" or not isinstance(table, ValueLayout) or x.type is None:
         return ()
@@ -111,7 +112,7 @@ def _into_own_rows(op: Operation, own: Dim) -> Plan:
 
 
 def _segments_by_row(op: Operation) -> Plan:
-    """The same where each row of ids has segments of its own: a rank that has whole rows has all of theirs."""
+    """A segment sum in which each row of ids has its own segments: sharding by rows shards the segments, too."""
     x, ids = op.tensor(0), op.tensor(1)
     num_row_dims = len(ids.shape)
     most = max((ids.dims[0], x.dims[0]), key=op.grid.degree)
@@ -128,7 +129,7 @@ def _segments_by_row(op: Operation) -> Plan:
 def _of_own_rows(
     op: Operation, of_ids: ValueLayout, output: ValueLayout, emit: Emitter, inputs: Sequence[Input]
 ) -> Sequence[Name]:
-    """By ids that count from the first segment of a rank's own rows."""
+    """Subtract the first local segment from the ids, so that they index the rank's local segments."""
     ids, own = op.tensor(1).type, output.dims[0]
     assert ids is not None
     length = op.output.shape[0] // op.grid.degree(own)
@@ -141,7 +142,8 @@ def _of_own_rows(
 def _own_segments(
     op: Operation, of_ids: ValueLayout, made: ValueLayout, emit: Emitter, inputs: Sequence[Input], wanted: ValueLayout
 ) -> Name | None:
-    """The sums of a rank's own segments alone: ids count from its first one, and others become negative: dropped."""
+    """The sums of a rank's local segments: ids are counted from the first local one, and all others become negative,
+    which drops them."""
     own = wanted.dims[0]
     if not own or (wanted.dims[1:], wanted.partial) != (made.dims[1:], made.partial):
         return None
@@ -150,9 +152,7 @@ def _own_segments(
     local, number = TensorType(of_ids.local_shape(ids.shape, op.grid), ids.dtype), TensorType((), ids.dtype)
     length = count // op.grid.degree(own)
     (from_own,) = emit.node("Sub", [inputs[1], emit.constant(RankOffset(own, length), number)], [local])
-    (away,) = emit.node(
-        "FloorDiv", [from_own, emit.constant(length, number)], [local]
-    )  # 0: it is one of the rank's own
+    (away,) = emit.node("FloorDiv", [from_own, emit.constant(length, number)], [local])  # 0 for local segments
     (far,) = emit.node("Mul", [*emit.node("Abs", [away], [local]), emit.constant(count, number)], [local])
     (mine,) = emit.node("Sub", [from_own, far], [local])
     result = TensorType(wanted.local_shape(op.output.shape, op.grid), op.output.dtype)
@@ -160,7 +160,7 @@ def _own_segments(
 
 
 def segment_extreme(op: Operation, reduction: str) -> Plan:
-    """The largest (smallest, the product) of a segment's rows: of each rank's own ones, then of all."""
+    """Maximum, minimum or product by segment: reduced locally, then all-reduced."""
     plan = segment_sum(op)
     x, rows, (output,) = plan.inputs[0], plan.inputs[1], plan.outputs
     assert isinstance(x, ValueLayout) and isinstance(rows, ValueLayout) and output is not None
@@ -171,7 +171,8 @@ def segment_extreme(op: Operation, reduction: str) -> Plan:
 
 
 def scatter_along_dim(op: Operation) -> Plan:
-    """`TensorScatterElements(x, indices, updates)` along one dim, which is whole: the others are sharded alike."""
+    """`TensorScatterElements(x, indices, updates)` along one dim, which is unsharded; the other dims are sharded
+    equally."""
     x, indices = op.tensor(0), op.tensor(1)
     along = int(op.setting(3, "axis")) % len(x.shape)
     same = [i != along and size == indices.shape[i] for i, size in enumerate(x.shape)]
@@ -181,7 +182,7 @@ def scatter_along_dim(op: Operation) -> Plan:
 
 
 def one_hot(op: Operation) -> Plan:
-    """Rows follow their indices; each rank makes all of the new dim."""
+    """One-hot encoding: the sharding follows the indices, and the new dim is unsharded."""
     indices = op.tensor(0)
     axis = op.constant(4) if len(op.operands) > 4 else op.attributes.get("axis", -1)
     position = int(axis) % len(op.output.shape)
@@ -193,7 +194,7 @@ def one_hot(op: Operation) -> Plan:
 def _own_columns(
     op: Operation, position: int, made: ValueLayout, emit: Emitter, inputs: Sequence[Input], wanted: ValueLayout
 ) -> Name | None:
-    """A rank's own part of the new dim alone: no index beyond it is hot."""
+    """The local columns of the new dim: indices outside of them are zero in all of it."""
     own = wanted.dims[position]
     if not own or wanted.dims != (*made.dims[:position], own, *made.dims[position + 1 :]):
         return None

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes of a machine without devices: MindSpore partitions for a virtual Ascend, its CPU kernels compute."""
+"""CPU processes without devices: MindSpore partitions graphs for a virtual Ascend, and its CPU kernels execute them."""

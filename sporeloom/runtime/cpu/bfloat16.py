@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bfloat16 on CPUs, which have hardly a kernel for it: float32 holds the values of a partitioned graph, and what an operator
-gives is rounded to the nearest bfloat16. That is what a device computes whose products add up in float32.
-"""
+"""bfloat16 on CPUs, which have few kernels for it: values are stored in float32, and the results of operators are
+rounded to the nearest bfloat16. This equals the computation of a device that accumulates products in float32."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from sporeloom.private_names import mind_ir, type_to_type_id
 Array = NDArray[Any]
 NARROW, WIDE = mind_ir.TensorProto.BFLOAT16, mind_ir.TensorProto.FLOAT
 NARROW_ID, WIDE_ID = int(type_to_type_id(mstype.bfloat16)), int(type_to_type_id(mstype.float32))
-"""The types as numbers, as operators take them."""
+"""MindSpore's numeric ids of the types, as inputs of operators."""
 TYPE_INPUTS = {"Cast": 1, "SumExt": 3, "MeanExt": 3, "ZerosLikeExt": 1, "OnesLikeExt": 1}
-"""Operators that are told the type of what they give, and by which input."""
+"""Operators with an input for the type of the result -> index of that input."""
 EXACT = frozenset(
     (
         *(
@@ -66,26 +65,27 @@ EXACT = frozenset(
         ),
     )
 )
-"""Operators that give numbers they were given, or a message's sums, which are rounded on their way."""
+"""Operators that return their input values, or communicate sums that are rounded in transit: their results are not
+rounded."""
 
 
 class Widened:
-    """What `widen_bfloat16` did to a graph."""
+    """The changes that `widen_bfloat16` made to a graph."""
 
     def __init__(self) -> None:
         self.values: set[str] = set()
-        """Names of the values that are bfloat16 in the graph as it was partitioned."""
+        """Names of the values that were bfloat16 in the partitioned graph."""
         self.parameters: set[str] = set()
-        """Parameters that were bfloat16, as the Cell names them."""
+        """Names of the Cell's parameters that were bfloat16."""
         self.rounded: Counter[str] = Counter()
-        """Kinds of the operators whose results are rounded, and how many of each."""
+        """Kinds of operators whose results are rounded -> how many of each."""
 
 
 def widen_bfloat16(model: mind_ir.ModelProto) -> Widened:
-    """Let float32 hold all bfloat16 of `model`, in place, and round what operators give.
+    """Store all bfloat16 values of `model` in float32, in place, and round the results of operators.
 
     Raises:
-        ConfigError: an operator that is told to give bfloat16 in a way that is not known here.
+        ConfigError: an operator is set to return bfloat16 in an unsupported way.
     """
     done, graph = Widened(), model.graph
     kinds = {f"REF::{p.name}": p.op_type for p in model.primitives}
@@ -111,7 +111,7 @@ def widen_bfloat16(model: mind_ir.ModelProto) -> Widened:
         if tensor.data_type == NARROW:
             tensor.data_type = WIDE
             tensor.raw_data = from_bits(tensor.raw_data)
-    if not to_round:  # a stage of a pipeline that only passes them on
+    if not to_round:  # a pipeline stage that only passes values on
         return done
     cast = next((p for p in model.primitives if p.op_type == "Cast"), None) or model.primitives.add(
         name="sporeloom_cast", op_type="Cast", prim_type=mind_ir.PrimitiveProto.PRIMITIVE
@@ -126,7 +126,7 @@ def widen_bfloat16(model: mind_ir.ModelProto) -> Widened:
 
 
 def in_bfloat16(run: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """`run`, a message, over bfloat16: half the bytes travel, and sums are rounded one after the other."""
+    """`run`, a message, in bfloat16: it sends half the bytes and rounds after each addition."""
 
     def narrow(x: Array) -> Array:
         return run(x.astype(ml_dtypes.bfloat16)).astype(np.float32)
@@ -135,12 +135,12 @@ def in_bfloat16(run: Callable[[Array], Array]) -> Callable[[Array], Array]:
 
 
 def from_bits(raw: bytes) -> bytes:
-    """Bytes of float32 for those of bfloat16."""
+    """Convert bytes of bfloat16 to bytes of float32."""
     return np.frombuffer(raw, ml_dtypes.bfloat16).astype(np.float32).tobytes()
 
 
 def _tensors(node: mind_ir.NodeProto) -> Iterator[Any]:
-    """Everything that a node says of the types of what it gives."""
+    """All descriptions of a node's result types."""
     stack = [attribute for attribute in node.attribute if attribute.name in ("shape", "value")]
     while stack:
         attribute = stack.pop()
@@ -149,7 +149,7 @@ def _tensors(node: mind_ir.NodeProto) -> Iterator[Any]:
 
 
 def _tell_float32(model: mind_ir.ModelProto, kinds: dict[str, str], narrow: set[str], wide: str) -> None:
-    """Let operators that are told to give bfloat16 give float32."""
+    """Make operators whose result type is a bfloat16 input return float32."""
     told = {
         node.output[0]
         for node in model.graph.node
@@ -165,7 +165,7 @@ def _tell_float32(model: mind_ir.ModelProto, kinds: dict[str, str], narrow: set[
                 continue
             if TYPE_INPUTS.get(kind) != place:
                 raise ConfigError(
-                    f"compute_dtype bfloat16: {kind} gives it as its input {place} says, which CPU processes are not taught; "
+                    f"compute_dtype bfloat16: {kind} gives it as its input {place} says, which CPU processes do not support; "
                     "use float32 or float16 here"
                 )
             node.input[place] = wide
@@ -178,7 +178,7 @@ def _type_constant(name: str, number: int) -> mind_ir.NodeProto:
 
 
 def _rounding(node: mind_ir.NodeProto, cast: str, narrow: str, wide: str) -> list[mind_ir.NodeProto]:
-    """To bfloat16, which MindSpore rounds to nearest even, and back."""
+    """Nodes that round to bfloat16, to nearest even, and convert back to float32."""
     made, source = [], node.output[0]
     for name, of, dtype in ((f"{source}.bfloat16", narrow, NARROW), (f"{source}.rounded", wide, WIDE)):
         made.append(mind_ir.NodeProto(input=[source, of], output=[name], name=name, op_type=cast, domain=node.domain))
@@ -191,7 +191,7 @@ def _rounding(node: mind_ir.NodeProto, cast: str, narrow: str, wide: str) -> lis
 def _put_behind(
     graph: mind_ir.GraphProto, after: dict[str, list[mind_ir.NodeProto]], first: list[mind_ir.NodeProto]
 ) -> None:
-    """Let all that takes a value take what the nodes put behind it give instead."""
+    """Insert nodes after the values that they read, and make all users read their results instead."""
     renamed = {name: nodes[-1].output[0] for name, nodes in after.items()}
     ordered = list(first)
     for node in graph.node:

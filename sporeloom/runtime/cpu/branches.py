@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a network decides by the value of a Tensor, for the message that refuses it."""
+"""Locates branches on the value of a Tensor in a network, for the message that refuses them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GRADIENT = re.compile(r"/Grad_(\w+)/")
 
 
 def why_branching_fails(error: BranchError, cell: nn.Cell) -> str:
-    """What decides, where, why both ways cannot be computed, and what to do instead."""
+    """The message: the branch and its position, why both branches cannot be computed, and an alternative."""
     classes = [found[1] for part in error.place.split("/")[:-1] if (found := _CLASS.fullmatch(part))]
     message = f"{classes[-1] if classes else 'the network'} has an `if` or `while` on a Tensor, and {error}"
     if gradient := _GRADIENT.search(error.place):
@@ -36,7 +36,7 @@ def why_branching_fails(error: BranchError, cell: nn.Cell) -> str:
 
 
 def _places(cell: nn.Cell, class_name: str) -> Iterator[str]:
-    """Lines that may be meant: of the code of a Cell of this class."""
+    """Source lines with a branch in the code of a Cell of this class."""
     of_class = (each for _, each in cell.cells_and_names() if type(each).__name__ == class_name)
     owner = next(of_class, None)
     if owner is None:
@@ -45,7 +45,7 @@ def _places(cell: nn.Cell, class_name: str) -> Iterator[str]:
     try:
         lines, first = inspect.getsourcelines(code)
         file, tree = inspect.getsourcefile(code), ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError, TypeError):  # it has no source text of its own
+    except (OSError, SyntaxError, TypeError):  # it has no source text
         return
     if str(file).startswith(str(Path(ms.__file__).parent)):
         return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's call, whatever it computes, as the graphs that the stages of a pipeline run: no process is involved.
+"""The graphs of pipeline stages for any call of a user's Cell or function; no process is involved.
 
-The graph of the whole batch is sharded by microbatches as if these were ranks, and divided (see `partition/microbatches.py`).
-What is computed of each microbatch is cut into the passes of the stages; what is computed once, an update say, into a graph
-for each stage. A graph that cannot be divided is computed of the whole batch at once, stage after stage.
+The graph of the full batch is sharded over microbatches as if these were ranks, and divided: see `partition/microbatches.py`.
+What runs for each microbatch is partitioned into the passes of the stages; what runs once, such as an update, into one graph
+for each stage. A graph that cannot be divided runs on the full batch at once, stage after stage.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class CutCall:
     stages: StageGraphs
     """The passes of `divided.main`."""
     after: list[Graph]
-    """Of each stage."""
+    """One graph for each stage."""
     num_microbatches: int
     why_whole: str = ""
-    """Why it is computed of the whole batch at once, though the strategy has microbatches."""
+    """The reason why it runs on the full batch at once although the strategy has microbatches; empty if it does not."""
 
     @property
     def summed(self) -> set[Name]:
@@ -73,10 +73,10 @@ class CutCall:
 
 
 def cut_call(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, num_microbatches: int) -> CutCall:
-    """Shard one device's graph of a call, and cut it into what the stages compute.
+    """Shard one device's graph of a call, and partition it over the stages.
 
     Raises:
-        ConfigError: it cannot be sharded or cut so.
+        ConfigError: it cannot be sharded or partitioned by the strategy.
     """
     try:
         if num_microbatches > 1:
@@ -106,7 +106,7 @@ def _cut(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, num_micro
 
 
 def given_by(divided: DividedGraph, stages: StageGraphs, strategy: Strategy) -> dict[Name, Stages]:
-    """Total of the microbatches -> the stages that have shares of it."""
+    """Total over microbatches -> the stages that have a summand of it."""
     positions = {name: position for position, name in enumerate(divided.main.outputs)}
     return {
         name: frozenset(map(strategy.stage_of_part, stages.results[positions[total.source]]))
@@ -117,8 +117,8 @@ def given_by(divided: DividedGraph, stages: StageGraphs, strategy: Strategy) -> 
 def _holders(
     divided: DividedGraph, stages: StageGraphs, parts: Mapping[str, int], strategy: Strategy
 ) -> dict[Name, Stages]:
-    """Parameters of `after` -> the stages that update them: those that compute with them, or else that of the Cell that holds
-    them. An optimizer state `PREFIX.NAME` goes with NAME; what belongs to no stage all of them have."""
+    """Parameters of `after` -> the stages that update them: those that compute with them, or else the stage of the Cell
+    that contains them. An optimizer state `PREFIX.NAME` follows NAME; parameters without a stage are in all stages."""
     users = {_short(name): frozenset(map(strategy.stage_of_part, found)) for name, found in stages.holders.items()}
     holders = {}
     for full in divided.after.parameters:
@@ -138,10 +138,11 @@ def _short(name: Name) -> str:
 def num_microbatches_of(
     model: mind_ir.ModelProto, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], strategy: Strategy
 ) -> int:
-    """How many microbatches a call with inputs of these shapes has: one if its batch does not divide, and nothing is trained.
+    """Number of microbatches of a call with inputs of these shapes: one if it does not train and the batch is not
+    divisible.
 
     Raises:
-        ConfigError: it trains, and its batch does not divide into them.
+        ConfigError: it trains, and its batch is not divisible.
     """
     wanted, dp = strategy.pipeline.num_microbatches, strategy.mesh.dp
     rows = next((shape[0] for shape, _ in described if shape and shape[0] % dp == 0), 0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partitioned graphs on disk: what one run compiled, the next one with the same key reads.
+"""Compilation cache: partitioned graphs on disk, which later runs with the same key load.
 
-A file is a line that names the format, a line with the SHA-256 of the rest, one line of JSON (key, layouts, groups), and the
-MindIR as MindSpore made it, before anything is lowered. Files appear whole or not at all; the least recently used go first
-when there are too many bytes; a damaged one is dropped with one line. One that others could have written is not used.
+A file has a line that names the format, a line with the SHA-256 of the rest, a line of JSON (key, layouts, groups), and
+MindSpore's MindIR before lowering. Files are written atomically. The least recently used are removed when the cache exceeds
+MAX_BYTES, damaged ones with a message. Files that other users could have written are not used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 SWITCH = "SPORELOOM_CACHE"
 """Environment variable: 0 disables the cache; anything else is its folder."""
-MOST_BYTES = 2 << 30
+MAX_BYTES = 2 << 30
 FORMAT = b"sporeloom-graph 1\n"
 SUFFIX, LEFT_S = ".graph", 3600.0
 
@@ -45,9 +45,9 @@ def folder() -> Path:
 
 
 def cached_graph(key: Mapping[str, Any], make: Callable[[], PartitionedGraph]) -> PartitionedGraph:
-    """The graph of this key: read, or made and kept.
+    """The graph for a key, from the cache; otherwise compiled by `make` and stored.
 
-    `key`: everything the graph depends on but the versions of MindSpore and of this package, which are added.
+    `key`: everything that the graph depends on except for the versions of MindSpore and this package, which are added.
     """
     start = time.perf_counter()
 
@@ -66,7 +66,7 @@ def cached_graph(key: Mapping[str, Any], make: Callable[[], PartitionedGraph]) -
 
 
 def cached_model(key: Mapping[str, Any], make: Callable[[], mind_ir.ModelProto]) -> mind_ir.ModelProto:
-    """The graph of one device of this key, likewise: of all ranks, meshes and strategies the same."""
+    """The graph of one device for a key, as in `cached_graph`; equal for all ranks, meshes and strategies."""
     return _cached(key, make, lambda _, model: model, lambda model: ({}, model))
 
 
@@ -76,7 +76,8 @@ def _cached(
     read: Callable[[Mapping[str, Any], mind_ir.ModelProto], Result],
     write: Callable[[Result], tuple[Mapping[str, Any], mind_ir.ModelProto]],
 ) -> Result:
-    """`read` makes the result of a file's header and model, `write` these of the result."""
+    """The result from the cache, or from `make`. `read` converts a file's header and model to the result, `write`
+    converts it back."""
     if os.environ.get(SWITCH) == "0":
         return make()
     text = json.dumps({**key, "mindspore": ms.__version__, "sources": sources_hash()}, sort_keys=True, default=str)
@@ -96,12 +97,12 @@ def _cached(
 
 
 def strategy_key(strategy: Strategy) -> str:
-    """All of a strategy that a graph depends on: not the file it was read from."""
+    """A key of all settings of a strategy that a graph depends on, without its source file."""
     return repr(replace(strategy, source="", lines={}))
 
 
 def clear() -> tuple[int, int]:
-    """Remove all. Returns how many there were, and their bytes."""
+    """Remove all files. Returns their number and total size in bytes."""
     found = entries()
     for path, _, _ in found:
         path.unlink(missing_ok=True)
@@ -109,7 +110,7 @@ def clear() -> tuple[int, int]:
 
 
 def entries() -> list[tuple[Path, float, int]]:
-    """(file, time of its last use, bytes), the oldest first."""
+    """Files as (path, time of last use, bytes), oldest first."""
     found = []
     for path in folder().glob(f"*{SUFFIX}") if folder().is_dir() else ():
         try:
@@ -150,13 +151,13 @@ def _tuples(value: Any) -> Any:
 
 
 def _remove_oldest() -> None:
-    for path in folder().glob(f".*{SUFFIX}.*.partial"):  # of processes that were killed while they wrote
+    for path in folder().glob(f".*{SUFFIX}.*.partial"):  # left by processes that were killed while writing
         if time.time() - path.stat().st_mtime > LEFT_S:
             path.unlink(missing_ok=True)
     found = entries()
     total = sum(size for _, _, size in found)
     for path, _, size in found[:-1]:
-        if total <= MOST_BYTES:
+        if total <= MAX_BYTES:
             return
         path.unlink(missing_ok=True)
         total -= size

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initial values that are drawn when it is known which of them a rank holds: those that would have been drawn at once."""
+"""Deferred initialization: initial values are drawn once a rank's shard is known, and equal those of immediate
+initialization."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ DRAWS_ONCE = (
     *(initializer.Normal, initializer.TruncatedNormal, initializer.Uniform, initializer.VarianceScaling),
     *(initializer.XavierNormal, initializer.XavierUniform, initializer.HeNormal, initializer.HeUniform),
 )
-"""MindSpore's initializers that take one number of NumPy's generator, as a seed of their own."""
+"""MindSpore's initializers that take one number from NumPy's generator as their seed."""
 
 
 @contextmanager
 def drawing_later() -> Iterator[None]:
-    """Parameters made in the block have a `Source` in place of a value, but those of initializers that are not known here."""
+    """Defer the initialization of parameters created in the block by a `Source`; those with other initializers are
+    initialized."""
     make = Parameter.__init__
 
     def make_undrawn(parameter: Parameter, *of: Any, **more: Any) -> None:
@@ -35,7 +37,7 @@ def drawing_later() -> Iterator[None]:
         init, shape = parameter.init_mode.init, tuple(parameter.shape)
         if type(init) in DRAWS_ONCE:
             parameter.source = Source(shape, _drawn(init, shape, np.random.get_state()))
-            np.random.randint(low=1, high=1 << 63, dtype=np.int64)  # the seed that it takes
+            np.random.randint(low=1, high=1 << 63, dtype=np.int64)  # the seed that the initializer would take
         elif type(init) in DRAWS_NOTHING:
             parameter.source = Source(shape, lambda slices: _filled(init, [s.stop - s.start for s in slices]))
         else:
@@ -50,7 +52,7 @@ def drawing_later() -> Iterator[None]:
 
 
 def _drawn(init: Any, shape: tuple[int, ...], state: Any) -> Callable[[tuple[slice, ...]], NDArray[Any]]:
-    """Gives a part of what is drawn with this state of the generator."""
+    """A function that returns a slice of the values drawn with this state of the generator."""
 
     def read(slices: tuple[slice, ...]) -> NDArray[Any]:
         now = np.random.get_state()

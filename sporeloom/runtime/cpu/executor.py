@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execute one rank's part of a Cell: of any device, and in a CPU process."""
+"""Executes one rank's graph of a Cell, on any device or in a CPU process."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ WITHOUT_KERNEL = "one device has none either; use another operator, optimizer or
 
 @dataclass(frozen=True)
 class Source:
-    """Where the value of a parameter is read from, as its attribute `source`."""
+    """The source of a parameter's value, set as its attribute `source`."""
 
     shape: tuple[int, ...]
     read: Callable[[tuple[slice, ...]], NDArray[Any]]
-    """Gives a part of it."""
+    """Returns a slice of the value."""
 
     @classmethod
     def of_zeros(cls, shape: Sequence[int]) -> Source:
-        """For what gets its values later."""
+        """The source of parameters that are set later."""
         return cls(tuple(shape), lambda slices: np.zeros([s.stop - s.start for s in slices], np.float32))
 
     @property
@@ -43,14 +43,13 @@ class Source:
 
 
 class LoadedProgram:
-    """A rank's graph, loaded as MindSpore is to run it, and ready to. Its parameters share storage with those of the Cell it
-    came from.
+    """A rank's graph, loaded by MindSpore and ready to run. Its parameters share storage with those of its Cell.
 
     Args:
-        owners: the Cell's parameters, by name.
+        owners: name -> parameter of the Cell.
 
     Raises:
-        ConfigError: the graph has a parameter that none of these is.
+        ConfigError: the graph has a parameter that is not among them.
     """
 
     def __init__(self, graph: PartitionedGraph, owners: Mapping[str, Parameter]):
@@ -65,7 +64,7 @@ class LoadedProgram:
             path = folder / "rank.mindir"
             path.write_bytes(graph.model.SerializeToString())
             self.cell = nn.GraphCell(ms.load(str(path)))
-        # One storage from now on: a write by either is seen by both.
+        # Both share one storage from now on.
         self._pairs = [(parameter, owners[parameter.name]) for parameter in self.cell.get_parameters()]
         for parameter, owner in self._pairs:
             parameter.set_data(owner)
@@ -75,14 +74,14 @@ class LoadedProgram:
         return [self.graph]
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
-        """Let MindSpore choose the CPU kernels; the first `run` would do so."""
+        """Let MindSpore select the kernels; otherwise the first `run` does so."""
         self.cell.phase = "graph_load_from_mindir"  # as GraphCell.__call__ sets it
         self.cell._add_attr("graph_load_from_mindir", self.cell.graph)
         self.cell.compile(*inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         for parameter, owner in self._pairs:
-            if parameter.data_ptr() != owner.data_ptr():  # the owner was given new data, as a learning rate is
+            if parameter.data_ptr() != owner.data_ptr():  # the owner has new data, such as a new learning rate
                 parameter.set_data(owner)
         return self.cell(*inputs)
 
@@ -118,17 +117,17 @@ class Program(LoadedProgram):
 
 
 def _in_float32(parameter: Parameter) -> Parameter:
-    """What holds the values of a parameter in bfloat16, a cache say, for all programs that use it."""
+    """The float32 copy of a bfloat16 parameter, such as a cache, which all programs share."""
     if not hasattr(parameter, "in_float32"):
         parameter.in_float32 = Parameter(parameter.astype(ms.float32), requires_grad=False)
     return parameter.in_float32
 
 
 def materialize(parameters: Any, graph: PartitionedGraph) -> None:
-    """Give each parameter its initial value, then keep this rank's part of it.
+    """Initialize each parameter, then keep this rank's shard of it.
 
-    All ranks draw all initial values in the same order, so they agree with each other and with one device. Of one that is to
-    be read (see `Source`), only this rank's part is, and nothing where its stage has no use for it.
+    All ranks draw all initial values in the same order, so they agree with each other and with one device. A parameter with a
+    `Source` is read by slices: only this rank's shard, and nothing if its stage does not use it.
     """
     held = graph.parameters
     for parameter in parameters:
@@ -147,6 +146,6 @@ def materialize(parameters: Any, graph: PartitionedGraph) -> None:
 
 
 def keep_slice(parameter: Parameter, slices: tuple[slice, ...]) -> None:
-    """Reduce a whole parameter to one part of it, as MindSpore does on a device."""
+    """Replace a full parameter by one slice of it, as MindSpore does on a device."""
     parameter.set_data(Tensor(parameter.asnumpy()[slices].copy(), dtype=parameter.dtype), slice_shape=True)
     parameter.sliced = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator that first gave a number that is not finite: CPU processes look at what every node of a graph gives."""
+"""Finds the first operator that returned a non-finite number: CPU processes inspect the result of every node of a graph."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from sporeloom.runtime.places import place_of
 
 FLOATS = (mind_ir.TensorProto.FLOAT, mind_ir.TensorProto.FLOAT16, mind_ir.TensorProto.DOUBLE)
 NO_VALUES = ("Load", "Depend", "UpdateState", "MakeTuple", "Assign", "AssignAdd", "AssignSub")
-"""Nodes that compute nothing, or are parameters."""
+"""Nodes that compute nothing, or return parameters."""
 FROM_OTHERS = ""
 
 
 class NanFinder:
-    """Looks at the graphs of one rank."""
+    """Inspects the graphs of one rank."""
 
     def __init__(self) -> None:
         self.first: str | None = None
-        """`Exp of model.layers.0.mlp, forward`; all that went into it was finite. Nothing: it came from another rank."""
+        """Such as `Exp of model.layers.0.mlp, forward`, whose inputs were all finite; empty if received from another
+        rank."""
 
     def watch(self, model: mind_ir.ModelProto, messages: Container[str]) -> None:
-        """Put a look behind each node of a lowered graph, in place: what needs the node waits for that, so the first look in
-        time that finds something is at the node which made it."""
+        """Insert an inspecting node after each node of a lowered graph, in place. Users of a node wait for its
+        inspection, so that the first inspection that finds a non-finite number is that of the node which produced it."""
         kinds = {f"REF::{p.name}": p.op_type for p in model.primitives}
         producers = {node.output[0]: node for node in model.graph.node}
         graph, looks, renamed = model.graph, list[mind_ir.NodeProto](), dict[str, str]()
@@ -59,7 +60,7 @@ class NanFinder:
         graph.node.extend(ordered)
 
     def receive(self, array: NDArray[Any]) -> None:
-        """Take note of what another stage of a pipeline sent."""
+        """Inspect an array that another pipeline stage sent."""
         if self.first is None and array.dtype.kind == "f" and not np.isfinite(array).all():
             self.first = FROM_OTHERS
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttentionScore and its gradient on CPUs, which have no such kernel: nodes of a partitioned graph are exchanged for
-NumPy's arithmetic, in float32. For proofs on small models: scores are made whole, once for each result of a node."""
+"""FlashAttentionScore and its gradient on CPUs, which have no such kernel: replaced by NumPy arithmetic in float32. For
+proofs on small models: the full score matrix is computed, once for each output of a node."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive
 Array = NDArray[Any]
 FORWARD, BACKWARD = "FlashAttentionScore", "FlashAttentionScoreGrad"
 INPUTS = {FORWARD: ((0, 1, 2, 6), 12), BACKWARD: ((0, 1, 2, 7, 3), 17)}
-"""Places of query, key, value and mask, and of the gradient of what came out; and of the scale. Source:
-gen_ops_prim.py of MindSpore 2.9 and the node it differentiates to."""
+"""Indices of the inputs query, key, value, mask and output gradient, and of the scale. Source: gen_ops_prim.py of
+MindSpore 2.9 and the node of its gradient."""
 
 
 def exchange_flash_attention(model: mind_ir.ModelProto) -> None:
-    """Replace every use of an output of such nodes, in place, and drop the nodes."""
+    """Replace the uses of outputs of FlashAttention nodes, in place, and remove the nodes."""
     kinds = {f"REF::{p.name}": p.op_type for p in model.primitives if p.op_type in INPUTS}
     if not kinds:
         return
@@ -35,7 +35,7 @@ def exchange_flash_attention(model: mind_ir.ModelProto) -> None:
         kind, which = kinds[source.op_type], _constant(nodes[node.input[1]]).i
         places, scale = INPUTS[kind]
         run = _function(kind, which, _constant(nodes[source.input[scale]]).f)
-        if run is None:  # what the forward node keeps for the other: it is not used
+        if run is None:  # an output saved for the gradient, which is unused here
             continue
         node.op_type = add_pyfunc_primitive(model, run, len(places))
         node.input[:] = [source.input[place] for place in places]
@@ -49,7 +49,7 @@ def attention(q: Array, k: Array, v: Array, hidden: Array, scale: float) -> Arra
 
 
 def attention_gradient(q: Array, k: Array, v: Array, hidden: Array, dy: Array, scale: float, of: int) -> Array:
-    """Gradient of `attention` of q, k or v (`of` 0, 1, 2), from that of its result, (B, H, T, D)."""
+    """Gradient of `attention` with respect to q, k or v (`of` 0, 1, 2) from that of its result, (B, H, T, D)."""
     probs, dy = _probs(q, k, hidden, scale), _grouped(dy, k)
     if of == 2:
         gradient = (probs.swapaxes(-1, -2) @ dy).sum(2)
@@ -68,13 +68,13 @@ def _function(kind: str, which: int, scale: float) -> Callable[..., Array] | Non
 
 
 def _grouped(x: Array, k: Array) -> Array:
-    """(B, H, T, D) -> (B, KV, H/KV, T, D), float32: the heads that share keys and values together."""
+    """(B, H, T, D) -> (B, KV, H/KV, T, D), float32: query heads grouped by the key and value heads that they share."""
     batch, heads, length, width = x.shape
     return x.astype(np.float32).reshape(batch, k.shape[1], heads // k.shape[1], length, width)
 
 
 def _probs(q: Array, k: Array, hidden: Array, scale: float) -> Array:
-    """(B, KV, H/KV, T, S)."""
+    """Attention probabilities, (B, KV, H/KV, T, S)."""
     scores = _grouped(q, k) @ _grouped(k, k).swapaxes(-1, -2) * np.float32(scale)
     scores = np.where(hidden[:, :, None] != 0, np.float32(-np.inf), scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))

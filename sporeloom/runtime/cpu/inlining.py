@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write every call of a function out in the graph that calls it.
+"""Inlines every call of a function into the calling graph.
 
-MindSpore keeps a Cell that is said to be lazily inlined as a function: its forward function gives its result and its backward
-function, a closure over what was computed. Here the graph is evaluated with names for values: a call copies the function's
-nodes, and closures and the tuples that hold them are values of the evaluation alone. Nothing of them is left.
+MindSpore represents a lazily inlined Cell as a function: its forward function returns its result and its backward function, a
+closure over activations. The graph is evaluated symbolically: a call copies the function's nodes, while closures and
+the tuples that contain them exist only during the evaluation. The result contains no functions.
 """
 
 from __future__ import annotations
@@ -19,59 +19,60 @@ EFFECTS = ("side_effect_mem", "side_effect_io", "side_effect_hidden")
 
 
 class InliningError(RuntimeError):
-    """The graph uses functions in a way that is not known here."""
+    """The graph uses functions in an unsupported way."""
 
 
 class BranchError(InliningError):
-    """It branches by a value, and both ways cannot be computed."""
+    """The graph branches on a value, and both branches cannot be computed."""
 
     def __init__(self, place: str, why: str):
         super().__init__(why)
         self.place = place
-        """Of what chooses: its domain, as MindSpore names it."""
+        """Domain of the branching node, in MindSpore's notation."""
 
 
 class Closure(NamedTuple):
-    """A function and the first of its arguments."""
+    """A function with its first arguments."""
 
     function: str
     captured: tuple[Value, ...]
 
 
 class Items(NamedTuple):
-    """A tuple that holds a closure, so that no node can make it."""
+    """A tuple that contains a closure, which no node can produce."""
 
     items: tuple[Value, ...]
 
 
 class Choice(NamedTuple):
-    """One of two functions, as a value on the device says."""
+    """One of two functions, selected by a value on the device."""
 
     condition: str
     taken: Value
     other: Value
     place: str
-    """The domain of what chooses."""
+    """Domain of the selecting node."""
 
 
 Value = str | Closure | Items | Choice
-"""The name of what a node gives, or something that no node can give."""
+"""The name of a node's result, or a value that no node can produce."""
 
 
 def inline_functions(model: mind_ir.ModelProto) -> int:
-    """Replace all calls in `model`, in place. Returns how many there were.
+    """Inline all calls in `model`, in place. Returns their number.
 
-    Where a value chooses between two functions, both are computed, if they write nothing, and of their results each is
+    If a value selects one of two functions without side effects, both are computed and each of their results is
     selected.
 
     Raises:
-        InliningError: a function is used in a way that is not known here.
+        InliningError: a function is used in an unsupported way.
     """
     return _Inliner(model).run() if model.functions else 0
 
 
 def calls_of_functions(model: mind_ir.ModelProto) -> Counter[str]:
-    """How often each function of a graph is called in a step, backward functions by the closures that forward ones give."""
+    """Number of calls of each function in a step; backward functions are called by the closures that forward functions
+    return."""
     functions, kinds = {f.name: f for f in model.functions}, {p.name: p.op_type for p in model.primitives}
     nodes = [node for graph in (model.graph, *model.functions) for node in graph.node]
     numbers = {node.output[0]: _number(node) for node in nodes if node.op_type == "Constant"}
@@ -112,19 +113,19 @@ class _Inliner:
         self.functions = {function.name: function for function in model.functions}
         self.kinds = {p.name: p.op_type for p in model.primitives}
         self.made: dict[str, mind_ir.NodeProto] = {}
-        """Nodes of the new graph, by what they give, in order."""
+        """Result -> node of the new graph, in order."""
         self.tuples: dict[str, Sequence[str]] = {}
-        """What tuples that nodes make hold."""
+        """Result of a tuple node -> its items."""
         self.calls = 0
         self.active: list[str] = []
-        """Functions that are being written out."""
+        """Functions that are being inlined."""
         self.branches: list[str] = []
-        """Domains of what chose them."""
+        """Domains of the nodes that selected them."""
         self.writes = {p.name for p in model.primitives if any(a.name in EFFECTS and _truth(a) for a in p.attribute)}
 
     def run(self) -> int:
         main = self.model.graph
-        # Constants stand where they are first used, and are used everywhere.
+        # Constants are defined at their first use, and are used everywhere.
         for graph in (main, *self.model.functions):
             for node in graph.node:
                 if node.op_type == "Constant":
@@ -138,7 +139,7 @@ class _Inliner:
         del main.node[:]
         main.node.extend(self.made.values())
         del self.model.functions[:]
-        kept = [p for p in self.model.primitives if p.op_type not in ("Partial", "Switch")]  # nobody calls one any more
+        kept = [p for p in self.model.primitives if p.op_type not in ("Partial", "Switch")]  # no longer called
         del self.model.primitives[:]
         self.model.primitives.extend(kept)
         return self.calls
@@ -165,7 +166,7 @@ class _Inliner:
             self.branches.pop()
             return chosen
         if not isinstance(called, Closure):
-            raise InliningError(f"{node.name} calls what is no function")
+            raise InliningError(f"{node.name} calls what is not a function")
         if called.function in self.active:
             raise BranchError((self.branches or [node.domain])[-1], "it loops as long as a value says")
         function, given = self.functions[called.function], (*called.captured, *arguments)
@@ -179,7 +180,7 @@ class _Inliner:
         return env.get(function.output[0].name, function.output[0].name)
 
     def _chosen(self, condition: str, taken: Value, other: Value) -> Value:
-        """Of what two functions give the one or the other."""
+        """Select between the results of two functions."""
         if taken == other:
             return taken
         items = [self._items(each) for each in (taken, other)]
@@ -218,7 +219,7 @@ class _Inliner:
             raise BranchError(self.branches[-1], f"one of its ways writes something ({kind})")
         names = [name for argument in arguments for name in ([argument] if isinstance(argument, str) else ())]
         if kind == "TupleGetItem" and names and names[0] in self.tuples:
-            # Not a node that takes it out again: MindSpore's runtime would no longer see what an item of a tuple waits for.
+            # No node that unpacks it: MindSpore's runtime would lose the dependencies of an item of a tuple.
             return self.tuples[names[0]][_number(self.made[names[1]])]
         if len(names) == len(arguments):
             name = self._add(node, names, node.output[0] + suffix)
@@ -231,7 +232,7 @@ class _Inliner:
         if kind == "Depend":
             needed = [leaf for argument in arguments[1:] for leaf in _leaves(argument)]
             return self._after(arguments[0], needed, node, suffix)
-        if kind == "UpdateState":  # one after the other: MindSpore drops what it finds in further places
+        if kind == "UpdateState":  # a chain, because MindSpore ignores further inputs
             state, *needed = [leaf for argument in arguments for leaf in _leaves(argument)]
             for i, leaf in enumerate(needed):
                 last = "" if i == len(needed) - 1 else f"~{i}"
@@ -250,7 +251,7 @@ class _Inliner:
         return name
 
     def _after(self, value: Value, needed: Sequence[str], node: mind_ir.NodeProto, suffix: str) -> Value:
-        """`value`, which is not to be used before all that is needed is there."""
+        """`value`, with dependencies on all values in `needed`."""
         if isinstance(value, Items):
             parts = (self._after(each, needed, node, f"{suffix}~{i}") for i, each in enumerate(value.items))
             return Items(tuple(parts))
@@ -266,7 +267,7 @@ class _Inliner:
         return value
 
     def _shape(self, name: str) -> list[mind_ir.AttributeProto]:
-        """What says the shape and type of a value, of a constant its own."""
+        """The attribute with the shape and type of a value or constant."""
         if name in self.made:
             said = next((a for a in self.made[name].attribute if a.name in ("shape", "value")), None)
             if said is None:
@@ -296,7 +297,8 @@ def _truth(attribute: mind_ir.AttributeProto) -> bool:
 
 
 def _leaves(value: Value) -> list[str]:
-    """What is there once a value is; of a call its results, and what its backward function keeps only if there are none."""
+    """Results that a value depends on; of a call its results, or the values captured by its backward function if it has
+    none."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Closure):

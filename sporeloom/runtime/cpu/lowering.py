@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the collectives of a partitioned graph into Custom nodes that move the bytes between CPU processes.
+"""Replaces the collectives of a partitioned graph by Custom nodes that communicate between CPU processes.
 
-MindSpore's CPU backend knows few collectives, and those only for some groups and types; so all are replaced, each by
-a `Custom` node of kind pyfunc around a function of `transport`.
+MindSpore's CPU backend supports few collectives, and only for some groups and types. Therefore all are replaced, each by a
+`Custom` node of kind pyfunc that calls a function of `transport`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Direction = tuple[str, int]
 
 
 class LoweringError(RuntimeError):
-    """The graph communicates in a way that CPU processes are not taught."""
+    """The graph communicates in a way that CPU processes do not support."""
 
 
 def collective_nodes(model: mind_ir.ModelProto) -> Iterator[tuple[mind_ir.NodeProto, mind_ir.PrimitiveProto]]:
-    """Every node that communicates, in graph order, with its primitive."""
+    """Every communicating node with its primitive, in graph order."""
     primitives = {p.name: p for p in model.primitives if any(names_group(a) for a in p.attribute)}
     for graph in (model.graph, *model.functions):
         for node in graph.node:
@@ -44,12 +44,12 @@ def collective_nodes(model: mind_ir.ModelProto) -> Iterator[tuple[mind_ir.NodePr
 
 
 def names_group(attribute: mind_ir.AttributeProto) -> bool:
-    """Convolutions have a `group`, too: a number."""
+    """Whether an attribute names a communication group; the `group` of a convolution is a number."""
     return attribute.name == "group" and attribute.type == mind_ir.AttributeProto.STRING
 
 
 def attributes(primitive: mind_ir.PrimitiveProto) -> dict[str, Any]:
-    """Attributes of a primitive: numbers and texts as such."""
+    """Attributes of a primitive by name, as numbers or texts."""
     values: dict[str, Any] = {}
     for a in primitive.attribute:
         values[a.name] = a.s.decode() if a.type == mind_ir.AttributeProto.STRING else a.i
@@ -63,18 +63,18 @@ def lower(
     program: str,
     among: Sequence[int] | None = None,
 ) -> tuple[set[str], Widened]:
-    """Replace every collective of `model`, in place, and put them in an order that cannot deadlock; first what CPUs do not
-    know: functions, moves to a host, FlashAttention, bfloat16. Returns the names of what the collectives give, and what was
-    bfloat16.
+    """Replace every collective of `model`, in place, and order them without deadlocks; before that replace what CPUs do
+    not support: functions, moves to the host, FlashAttention, bfloat16. Returns the names of the results of
+    collectives, and the values that were bfloat16.
 
     Args:
-        program: keeps the messages of several graphs apart.
-        among: the ranks that have a graph of that name; all if it is not given.
+        program: name that distinguishes the messages of several graphs.
+        among: the ranks that have a graph of that name (default: all).
 
     Raises:
-        ConfigError: the network decides by its data.
-        LoweringError: an operator with a communication group that is not known here, or inside a control-flow branch.
-        TransportError: the graphs of a group's ranks do not hold the same collectives.
+        ConfigError: the network branches on data.
+        LoweringError: a communication operator is unsupported, or inside a control-flow branch.
+        TransportError: the graphs of a group's ranks do not contain the same collectives.
     """
     if any(primitive.op_type == "Switch" for primitive in model.primitives):
         raise ConfigError(f"the network {DECIDES_BY_DATA}")
@@ -112,7 +112,7 @@ def lower(
 
 
 def _keep_where_it_is(model: mind_ir.ModelProto) -> None:
-    """Pass over moves to the host and back: a CPU process has one memory."""
+    """Remove moves to the host and back: a CPU process has one memory."""
     moves = {f"REF::{p.name}" for p in model.primitives if p.op_type == "MoveTo"}
     moved = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type in moves}
     if not moved:
@@ -130,8 +130,8 @@ def _keep_where_it_is(model: mind_ir.ModelProto) -> None:
 def _places_of_tags(
     nodes: Sequence[tuple[mind_ir.NodeProto, mind_ir.PrimitiveProto]], groups: dict[str, list[int]]
 ) -> dict[Direction, list[int]]:
-    """The tags of each direction, in order, whatever groups carry them. MindSpore counts tags through all compilations of a
-    process; those of both ends differ when one end's graph was kept by an earlier run. Their order is the same."""
+    """The tags of each direction in order, across groups. MindSpore counts tags over all compilations of a process, so
+    those of sender and receiver differ if one graph is from the compilation cache. Their order is the same."""
     tags: dict[Direction, set[int]] = {}
     for _, primitive in nodes:
         if primitive.op_type in ("Send", "Receive"):
@@ -181,7 +181,7 @@ def _collective(kind: str, values: dict[str, Any], group: Collectives) -> Callab
 
 
 def _take_broadcasts_apart(model: mind_ir.ModelProto) -> None:
-    """Broadcast takes and gives a tuple: make it a tuple of broadcasts of one tensor each."""
+    """Replace a Broadcast of a tuple by a tuple of broadcasts of one tensor each."""
     broadcasts = [node.name for node, primitive in collective_nodes(model) if primitive.op_type == "Broadcast"]
     for graph in (model.graph, *model.functions):
         producers = {node.output[0]: node for node in graph.node}
@@ -203,5 +203,5 @@ def _take_broadcasts_apart(model: mind_ir.ModelProto) -> None:
 
 
 def output_of(node: mind_ir.NodeProto) -> mind_ir.TensorProto:
-    """Shape and type of what a node returns."""
+    """Shape and type of a node's result."""
     return next(a for a in node.attribute if a.name == "shape").tensors[0]

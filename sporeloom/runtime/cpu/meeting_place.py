@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the CPU processes of one job find each other's sockets."""
+"""Rendezvous: how the CPU processes of a job find each other's sockets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sporeloom.scratch import LOCK, lock_in, private_root
 
 
 class MeetingPlace:
-    """The socket names of the ranks of `job`, and proof that this process alone is `rank` there.
+    """The names of the sockets of the ranks of `job`, and a lock that makes this process its only `rank`.
 
-    The names are needed until all ranks are connected; then each rank leaves and nothing is left, however a job ends
+    The names exist until all ranks are connected; then each rank removes its own, so that no files remain, however a job ends
     later.
 
     Raises:
-        ConfigError: the folder belongs to somebody else, or another process is this rank of such a job.
+        ConfigError: the folder belongs to another user, or another process is this rank of a job of that name.
     """
 
     def __init__(self, job: str, rank: int):
@@ -29,13 +29,13 @@ class MeetingPlace:
                 f"rank {rank} of job {job} is starting on this machine already: two jobs at once need two ports; give msrun "
                 "another --master_port"
             )
-        self.socket(rank).unlink(missing_ok=True)  # of a job that was killed while it started
+        self.socket(rank).unlink(missing_ok=True)  # left by a job that was killed while starting
 
     def socket(self, rank: int) -> Path:
         return self.folder / str(rank)
 
     def leave(self) -> None:
-        """Remove this rank's names, and the folder with the last of them. May be called again."""
+        """Remove this rank's files, and the folder with the last of them. May be called repeatedly."""
         lock, self._lock = self._lock, None
         if lock is None:
             return

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One order for all messages of a job, so that no two ranks ever wait for each other.
+"""A common order of all messages of a job, so that ranks cannot deadlock.
 
-MindSpore runs independent nodes of a graph in any order, each on a thread that a waiting collective holds. Ranks that
-wait in different collectives, all threads held, would wait for ever. Here all ranks join what their graphs say about
-the order of messages, sort it once, and each rank's messages become a chain in that order. Why that is enough, even with
-one thread: of the messages that are not through yet take the first in the order. All that comes before it is through, so
-no rank that takes part in it waits anywhere else, and nothing holds the threads they need to come to it. Sends are links of
-the chain too: a send never waits, but a receive that takes the only thread before it would keep it from its receiver.
+MindSpore runs independent nodes of a graph in any order, each on a thread that a waiting collective occupies. Ranks that wait
+in different collectives with all threads occupied would wait forever. Therefore all ranks merge the dependencies of messages
+in their graphs and sort them once, and each rank chains its messages in this order. This suffices even with one thread:
+consider the first unfinished message in the order. All messages before it are finished, so no rank that takes part in it
+waits elsewhere, and nothing occupies the threads needed to reach it. Sends are in the chain as well: a send never waits, but
+a receive that took the only thread before it would keep the send from its receiver.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sporeloom.runtime.cpu.transport import Transport, TransportError
 
 
 class Message(NamedTuple):
-    """What a node of one rank has in common with its counterparts on other ranks."""
+    """The identity of a message, which its nodes on all ranks share."""
 
     kind: str
     """`collective`, `send` or `receive`."""
     ranks: tuple[int, ...]
-    """The group; of a send or receive the source and the target."""
+    """The group of a collective; the source and the target of a send or receive."""
     tag: str
 
 
 Dependencies = dict[Message, list[Message]]
-"""For each message of one rank those that must be through before it."""
+"""Message of one rank -> messages that must be finished before it."""
 
 
 def order_messages(
@@ -41,24 +41,26 @@ def order_messages(
     program: str,
     among: Sequence[int] | None = None,
 ) -> None:
-    """Put the messages of this rank's graph in the order that all ranks agree on.
+    """Order the messages of this rank's graph in the common order of all ranks.
 
     Args:
-        messages: by the name of a node's output.
-        among: the ranks that have a graph; all of the job if it is not given.
+        messages: name of a node's output -> message.
+        among: the ranks that have a graph (default: all of the job).
 
     Raises:
-        TransportError: a message is sent twice or never, or the graphs wait for each other.
+        TransportError: a message is sent twice or never, or the graphs have a cyclic dependency.
     """
     if twice := [m for m, count in Counter(messages.values()).items() if count > 1]:
-        raise TransportError(f"rank {transport.rank} holds {twice[0]} twice: one cannot be told from the other")
+        raise TransportError(
+            f"rank {transport.rank} holds {twice[0]} twice: one cannot be distinguished from the other"
+        )
     mine = to_lists(dependencies(model.graph, messages))
     ranks = [from_lists(lists) for lists in transport.gather_values(mine, (program, "order"), among)]
     chain(model, messages, common_order(dict(zip(among or range(transport.size), ranks, strict=True))))
 
 
 def to_lists(rank: Dependencies) -> list[Any]:
-    """Dependencies as they travel: each message, and the numbers of those it needs."""
+    """Serialize dependencies: each message, and the indices of the messages that it depends on."""
     numbers = {message: number for number, message in enumerate(rank)}
     return [[*message, [numbers[n] for n in needed]] for message, needed in rank.items()]
 
@@ -70,10 +72,10 @@ def from_lists(lists: Sequence[Any]) -> Dependencies:
 
 
 def dependencies(graph: mind_ir.GraphProto, messages: Mapping[str, Message]) -> Dependencies:
-    """What the graph of one rank says of the order."""
+    """The order of messages that the graph of one rank requires."""
     before: dict[str, frozenset[Message]] = {}
     result: Dependencies = {}
-    for node in graph.node:  # MindSpore writes them in topological order
+    for node in graph.node:  # in topological order
         needed = frozenset().union(*(before.get(name, frozenset()) for name in node.input))
         message = messages.get(node.output[0])
         if message is not None:
@@ -84,10 +86,10 @@ def dependencies(graph: mind_ir.GraphProto, messages: Mapping[str, Message]) -> 
 
 
 def common_order(ranks: Mapping[int, Dependencies]) -> list[Message]:
-    """An order that suits every rank, the same wherever it is computed.
+    """An order that satisfies every rank, equal wherever it is computed.
 
     Raises:
-        TransportError: there is none, or a rank waits for what another never does.
+        TransportError: there is none, or a rank waits for a message that another never sends.
     """
     joined: dict[Message, dict[Message, None]] = {}
     holders: dict[Message, list[int]] = {}
@@ -113,7 +115,7 @@ def common_order(ranks: Mapping[int, Dependencies]) -> list[Message]:
 
 
 def chain(model: mind_ir.ModelProto, messages: Mapping[str, Message], order: Sequence[Message]) -> None:
-    """Make each message of the graph depend on the one before it in `order`."""
+    """Make each message of the graph depend on the previous one in `order`."""
     graph = model.graph
     depend = model.primitives.add(name="sporeloom_depend", op_type="Depend", prim_type=mind_ir.PrimitiveProto.PRIMITIVE)
     depend.attribute.add(name="side_effect_propagate", type=mind_ir.AttributeProto.INT64, i=1)
@@ -138,7 +140,7 @@ def chain(model: mind_ir.ModelProto, messages: Mapping[str, Message], order: Seq
 
 
 def _shape(name: str, producers: Mapping[str, mind_ir.NodeProto], graph: mind_ir.GraphProto) -> mind_ir.AttributeProto:
-    """Shape and type of a value, as MindIR notes them on a node."""
+    """The attribute with the shape and type of a value, as in MindIR nodes."""
     if name in producers:  # a constant has a value instead of a shape
         tensor = next(a for a in producers[name].attribute if a.name in ("shape", "value")).tensors[0]
     else:
@@ -150,7 +152,7 @@ def _shape(name: str, producers: Mapping[str, mind_ir.NodeProto], graph: mind_ir
 
 
 def _sort(graph: mind_ir.GraphProto) -> None:
-    """Put each node behind those it needs: MindSpore reads them one after the other."""
+    """Sort the nodes topologically, as MindSpore requires."""
     outputs = {node.output[0] for node in graph.node}
     needed = {node.output[0]: [i for i in node.input if i in outputs] for node in graph.node}
     place = {name: i for i, name in enumerate(graphlib.TopologicalSorter(needed).static_order())}

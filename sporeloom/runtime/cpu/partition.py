@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile a Cell for one rank of a virtual Ascend cluster: MindSpore's own partition of it, as data."""
+"""Compiles a Cell for one rank of a virtual Ascend cluster, and returns MindSpore's partitioned graph as data."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _FRAME = re.compile(r"In file (\S+?):(\d+)")
 _OUR_PLUMBING = (
     str(Path(ms.__file__).parent),
     *(str(Path(__file__).parents[2] / part) for part in ("runtime", "parallel")),
-    "<",  # written here, see `runtime.calls`
+    "<",  # source text made by `runtime.calls`
 )
 
 
 @dataclass(frozen=True)
 class PartitionedGraph:
-    """One rank's part of a Cell, before anything of it is executed."""
+    """One rank's graph of a Cell, before it is lowered or executed."""
 
     model: mind_ir.ModelProto = field(repr=False)
     layouts: dict[str, ParameterLayout]
     groups: dict[str, list[int]]
-    """Communication groups the compiler created: name -> ranks."""
+    """Communication groups that the compiler created: name -> ranks."""
     rank: int
     compile_s: float
 
@@ -74,17 +74,17 @@ def partition(
     inputs: Sequence[tuple[Shape, Any]],
     layouts_file: Path | None = None,
 ) -> PartitionedGraph:
-    """Let MindSpore partition `cell` for `rank`.
+    """Partition `cell` for `rank` with MindSpore.
 
     Args:
         inputs: global shape and NumPy dtype of each input.
-        layouts_file: gets the layouts in MindSpore's own format, too.
+        layouts_file: file to which MindSpore also writes the layouts in its own format.
 
     The parameters are not materialised. Every front-end pass runs (sharding, pipeline split, gradients, optimizer
     parallel, recompute); kernel selection does not.
 
     Raises:
-        ConfigError: MindSpore cannot partition it, or the part would not compute what one device does.
+        ConfigError: MindSpore cannot partition it, or the graph would not be equivalent to one device.
     """
     start = time.perf_counter()
     executor = cell_graph_executor._graph_executor
@@ -94,14 +94,14 @@ def partition(
         auto_parallel_context(strategy, rank, layouts_file),
     ):
         tensors = [Tensor(np.zeros(shape, dtype)) for shape, dtype in inputs]
-        # A phase of its own: MindSpore would give the graph of an earlier one again, whatever has changed in the Cell.
+        # A new phase: for an earlier one MindSpore would return its graph, even if the Cell has changed.
         name = f"export.mindir.{rank}.{next(_phases)}"
         try:
             phase, _ = cell_graph_executor.compile(cell, *tensors, phase=name, do_convert=False)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             remove_dump(rank)
             what = f"{strategy.source}: MindSpore cannot partition the network"
-            raise ConfigError(refusal(error, what)) from None  # MindSpore's traceback is one of C++
+            raise ConfigError(refusal(error, what)) from None  # MindSpore's traceback is in C++
         raw_layouts = executor.get_parameter_layout(phase)
         model = mind_ir.ModelProto.FromString(executor.get_func_graph_proto(phase, "mind_ir", False))
         layouts = read_layouts(raw_layouts)
@@ -113,8 +113,8 @@ def partition(
 
 
 def refusal(error: Exception, what: str) -> str:
-    """`what` happened, MindSpore's first line, and the last line of the network, not of MindSpore or of what we put around,
-    that led there."""
+    """The message: `what` happened, the first line of MindSpore's error, and the last source line outside of MindSpore
+    and this package that led to it."""
     said = str(error).strip()
     first = first_line(error)
     message = f"{what}: {first}"
@@ -129,10 +129,10 @@ def refusal(error: Exception, what: str) -> str:
 
 
 def remove_dump(rank: int) -> None:
-    """Of a graph that failed, which MindSpore leaves in whatever folder the process is in."""
+    """Remove the dump of a failed graph, which MindSpore writes to the working directory."""
     folder = Path(f"rank_{rank}/om")
     (folder / "analyze_fail.ir").unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # there is none, or it holds something else
+    with contextlib.suppress(OSError):  # it does not exist, or contains other files
         os.removedirs(folder)
 
 

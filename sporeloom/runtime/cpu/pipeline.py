@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a Cell microbatch by microbatch through the stages of a pipeline, as a schedule says; or without stages.
+"""Runs the passes of pipeline stages over microbatches in the order of a schedule, or without stages.
 
-The graphs do not depend on the number of microbatches: each stage has one for every pass through a part of the model, and
-one that updates its parameters.
+The graphs do not depend on the number of microbatches: each stage has one for every pass through a part of the model, and one
+that updates its parameters.
 """
 
 from __future__ import annotations
@@ -42,49 +42,49 @@ class RankProgram(Protocol):
 
 
 class Exchange(Protocol):
-    """How values go from stage to stage, and where they add up: on CPU processes or on devices."""
+    """Communication of values between stages, and sums of results: on CPU processes or on devices."""
 
     @property
     def rank(self) -> int: ...
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Prepare for messages between ranks: (source, target). All ranks call it at the same point."""
+        """Prepare messages between pairs of ranks, (source, target). All ranks call it at the same point."""
 
     def send(self, peer: int, tag: tuple[str, Name, int], value: Tensor, type: TensorType) -> None:
-        """Send `value` and do not wait for who receives it."""
+        """Send `value` without waiting for its receiver."""
 
     def receive(self, peer: int, tag: tuple[str, Name, int], type: TensorType) -> Tensor:
-        """The next value of `peer`, which sends them in the order in which they are received."""
+        """Receive the next value of `peer`; values are sent in the order in which they are received."""
         ...
 
     def settle(self) -> None:
-        """Wait until what was sent can be written over."""
+        """Wait until sent tensors may be overwritten."""
 
     def zeros(self, type: TensorType) -> Tensor: ...
 
     def add(self, total: Any, value: Tensor) -> Any:
-        """A sum of results and one more of them; `total`: None, or what this returned before."""
+        """Add a result to a sum; `total`: None, or the value that this method returned before."""
         ...
 
     def sum_of(self, total: Any) -> Tensor: ...
 
     def join(self, values: Sequence[Tensor], dim: int) -> Tensor:
-        """Results side by side."""
+        """Concatenate results."""
         ...
 
     def broadcast(self, value: Any, type: TensorType, ranks: Sequence[int], source: int, tag: Any) -> Tensor:
-        """What the rank at position `source` of `ranks` has as a sum of results, on all of them."""
+        """Broadcast a sum of results from the rank at position `source` of `ranks` to all of them."""
         ...
 
 
 class TransportExchange:
-    """Messages between CPU processes. Sums are kept in NumPy's arrays."""
+    """Messages between CPU processes. Sums are NumPy arrays."""
 
     def __init__(self, transport: Transport, nan_finder: NanFinder | None = None):
         self.transport, self.nan_finder, self.rank = transport, nan_finder, transport.rank
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """All processes are connected."""
+        """Do nothing: all processes are connected."""
 
     def send(self, peer: int, tag: tuple[str, Name, int], value: Tensor, type: TensorType) -> None:
         array = value.asnumpy()
@@ -102,7 +102,7 @@ class TransportExchange:
         return Tensor(array)
 
     def settle(self) -> None:
-        """What is sent is copied at once."""
+        """Do nothing: sent values are copied at once."""
 
     def zeros(self, type: TensorType) -> Tensor:
         return Tensor(np.zeros(type.shape, np.float32 if type.dtype == "bfloat16" else type.dtype))
@@ -123,14 +123,14 @@ class TransportExchange:
 
 
 class StagePrograms:
-    """The passes of this rank's stage, ready to run, and what travels between them.
+    """The passes of this rank's stage, ready to run, and the values sent between stages.
 
     Args:
         cut: the graph of all stages.
         programs: the passes of this stage.
-        types: of all values, as this rank holds them.
-        name: keeps messages of several graphs apart.
-        keep_each: positions of results of which those of all microbatches are kept; of the others their sum.
+        types: local types of all values.
+        name: name that distinguishes the messages of several graphs.
+        keep_each: indices of results that are kept for each microbatch; all others are summed.
     """
 
     def __init__(
@@ -153,26 +153,26 @@ class StagePrograms:
             for value in shares.values():
                 self._results.setdefault(value, []).append(position)
         self._values: dict[tuple[Name, int], tuple[Tensor, int]] = {}
-        """Value, microbatch -> what it is, and how many passes have yet to take it."""
+        """(value, microbatch) -> its tensor, and the number of passes that will still read it."""
         self._kept: dict[Name, Tensor] = {}
-        """Values of parameters alone, until a step has ended."""
+        """Values that depend on parameters alone, kept until the end of a step."""
         self._coming: dict[int, deque[tuple[Name, int]]] = {}
-        """By stage, the values that this one is yet to receive from it, in the order in which they are sent."""
+        """Stage -> values that it has yet to send to this stage, in order."""
         exchange.connect((self.peer(giver), self.peer(taker)) for giver, taker in self._stage_pairs())
 
     def stage_of(self, one: StagePass) -> int:
         return self.strategy.stage_of_part(one.part)
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
-        """Let MindSpore choose the kernels, for inputs like these."""
+        """Let MindSpore select the kernels for inputs of these shapes and types."""
         for one, program in self.programs.items():
             graph = self.cut.passes[one]
             taken = (self.exchange.zeros(self.types[name]) for name in graph.taken)
             program.compile([*self._network_inputs(graph, inputs), *taken])
 
     def begin(self, passes_of: Callable[[int], Iterable[tuple[StagePass, int]]]) -> None:
-        """Before a run: note what each other stage will send, which follows from the passes it makes and their order; and
-        gather what is gathered of parameters once for all microbatches."""
+        """Begin a run: derive the values that each other stage will send from the order of its passes, and gather the
+        parameters that are gathered once for all microbatches."""
         givers = {giver for giver, taker in self._stage_pairs() if taker == self.stage}
         self._coming = {giver: deque(self.sent(giver, self.stage, passes_of(giver))) for giver in givers}
         for one, program in self.programs.items():
@@ -182,27 +182,27 @@ class StagePrograms:
                 self._kept |= zip(self.cut.passes[one].given, outputs, strict=True)
 
     def sent(self, giver: int, taker: int, done: Iterable[tuple[StagePass, int]]) -> Iterator[tuple[Name, int]]:
-        """Values and microbatches that a stage sends to another when it does these passes."""
+        """Values and microbatches that a stage sends to another while it runs these passes."""
         for one, microbatch in done:
             for name in self.cut.passes[one].given if one in self.cut.passes else ():
                 if taker in self._takers(name):
                     yield name, microbatch
 
     def end(self) -> None:
-        """After a run."""
+        """End a run."""
         assert not self.held and not any(self._coming.values()), "values that no pass took"
         self._kept.clear()
         self.exchange.settle()
 
     def _takers(self, name: Name) -> set[int]:
-        """Stages other than its giver's that take a value."""
+        """The other stages that read a value."""
         if name in self.cut.kept:
             return set()
         giver = self.stage_of(self.cut.givers[name])
         return {self.stage_of(taker) for taker in self.cut.takers.get(name, ())} - {giver}
 
     def _stage_pairs(self) -> list[tuple[int, int]]:
-        """Stages that send to each other: (giver, taker)."""
+        """Pairs of stages that communicate: (giver, taker)."""
         found = {
             (self.stage_of(one), to)
             for one in self.cut.passes
@@ -212,8 +212,8 @@ class StagePrograms:
         return sorted(found)
 
     def run(self, one: StagePass, microbatch: int, inputs: Sequence[Tensor], results: dict[int, Any]) -> None:
-        """One pass: take what it needs, from other stages if need be, and give others what they need. What it adds to the
-        results is added to `results`, by position; or kept there, by microbatch."""
+        """Run one pass: receive its inputs from other stages and send its outputs to them. Its results are added to
+        `results` by index, or kept there for each microbatch."""
         program = self.programs.get(one)
         if program is None:
             return
@@ -237,7 +237,7 @@ class StagePrograms:
         if name in self._kept:
             return self._kept[name]
         key, giver = (name, microbatch), self.stage_of(self.cut.givers[name])
-        while key not in self._values:  # what is sent earlier is received earlier
+        while key not in self._values:  # values are received in the order in which they are sent
             early, of = self._coming[giver].popleft()
             value = self.exchange.receive(self.peer(giver), (self.name, early, of), self.types[early])
             self._values[early, of] = value, self._uses[early]
@@ -253,12 +253,12 @@ class StagePrograms:
             self.exchange.send(self.peer(stage), (self.name, name, microbatch), value, self.types[name])
 
     def peer(self, stage: int) -> int:
-        """The rank at this one's place in another stage."""
+        """The rank at the same position in another stage."""
         return self.exchange.rank + (stage - self.stage) * self.strategy.mesh.stage_size
 
     @property
     def sent_bytes(self) -> int:
-        """That this rank sends to other stages for each microbatch."""
+        """Bytes that this rank sends to other stages for each microbatch."""
         total = 0
         for one in self.programs:
             for name in self.cut.passes[one].given:
@@ -268,19 +268,19 @@ class StagePrograms:
 
     @property
     def held(self) -> int:
-        """Values that wait for a pass."""
+        """Number of values that wait to be read by a pass."""
         return len(self._values)
 
 
 class Schedule:
-    """Passes over all microbatches, in the order of the strategy's schedule."""
+    """The passes of a stage over all microbatches, in the order of the strategy's schedule."""
 
     def __init__(self, programs: StagePrograms, num_microbatches: int):
         self.programs, self.num_microbatches = programs, num_microbatches
         self._order = list(self.passes_of(programs.stage))
 
     def run(self, microbatches: Sequence[Sequence[Tensor]]) -> dict[int, Any]:
-        """The results of this stage, by position, of the network's inputs for each microbatch."""
+        """Run all microbatches, given the network's inputs for each. Returns the results of this stage by index."""
         results = dict[int, Any]()
         self.programs.begin(self.passes_of)
         for one, microbatch in self._order:
@@ -289,7 +289,7 @@ class Schedule:
         return results
 
     def passes_of(self, stage: int) -> Iterator[tuple[StagePass, int]]:
-        """What a stage does in a step: its passes, each with its microbatch."""
+        """The passes of a stage in a step, each with its microbatch."""
         pipeline, mesh = self.programs.strategy.pipeline, self.programs.strategy.mesh
         order = passes(stage, mesh.pp, self.num_microbatches, pipeline.virtual_stages, pipeline.order)
         split = split_passes(order)
@@ -340,7 +340,7 @@ class ScheduledStep:
 
 
 class ForwardStages:
-    """A Cell without gradients, computed stage after stage. All ranks know what it returns."""
+    """A Cell without gradients, computed stage after stage. Its results are broadcast to all ranks."""
 
     def __init__(self, programs: StagePrograms, num_parts: int):
         self.programs, self.num_parts = programs, num_parts
@@ -367,7 +367,7 @@ class ForwardStages:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def passes_of(self, stage: int) -> Iterator[tuple[StagePass, int]]:
-        """The parts of a stage, one after the other."""
+        """The parts of a stage in order."""
         for part in range(self.num_parts):
             if self.programs.strategy.stage_of_part(part) == stage:
                 yield StagePass("forward", part), 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU processes, each of which partitions its own part of a graph and executes it."""
+"""Backend of CPU processes, each of which partitions and executes its own graph."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Runnable(Protocol):
 
     @property
     def graphs(self) -> Sequence[PartitionedGraph]:
-        """What this rank executes."""
+        """The graphs that this rank executes."""
         ...
 
     def compile(self, inputs: Sequence[Tensor]) -> None: ...
@@ -49,14 +49,14 @@ class Runnable(Protocol):
 
 
 class ProgramBackend(Backend, ABC):
-    """A rank that runs compiled Cells, each kept for the shapes of its inputs."""
+    """A rank that runs compiled Cells and caches them by the shapes of their inputs."""
 
     partitions = True
 
     def __init__(self, *given: Any):
         super().__init__(*given)
         self.programs: dict[tuple[int, bool, str], Runnable] = {}
-        """By Cell, whether it is trained, and the shapes of its inputs."""
+        """(id of the Cell, whether it is in training mode, shapes of its inputs) -> compiled Cell."""
 
     def prepare(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> None:
         self.program(cell, inputs).compile(inputs)
@@ -65,7 +65,7 @@ class ProgramBackend(Backend, ABC):
         return self.program(cell, inputs).run(inputs)
 
     def program(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Runnable:
-        """The compiled part of this rank, compiled on first use for each set of input shapes."""
+        """This rank's compiled Cell, compiled on first use for each set of input shapes."""
         described = describe_inputs(inputs)
         key = (id(cell), cell.training, str(described))
         if key not in self.programs:
@@ -75,15 +75,15 @@ class ProgramBackend(Backend, ABC):
 
     @abstractmethod
     def _compiled(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> Runnable:
-        """The part of this rank, for inputs of these shapes and NumPy dtypes."""
+        """Compile this rank's graph for inputs of these shapes and NumPy dtypes."""
 
 
 class CpuProcesses(ProgramBackend):
-    """One of the CPU processes of a job; a job of one, too, computes by Programs."""
+    """One of the CPU processes of a job, which may be the only one."""
 
     finds_nan = True
     compiles_for_all = False
-    """Whether the graph of one device serves all ranks, and MindSpore is never told of several devices."""
+    """Whether the graph of one device serves all ranks, so that MindSpore is never set to several devices."""
 
     def __init__(self, strategy: Strategy, rank: int, transport: Transport):
         super().__init__(strategy, rank)
@@ -92,7 +92,7 @@ class CpuProcesses(ProgramBackend):
 
     @classmethod
     def join(cls, strategy: Strategy) -> CpuProcesses:
-        """Meet the other processes of the job. msrun's scheduler, which nobody here asks anything, ends here.
+        """Join the other processes of the job. msrun's scheduler, which is not used here, exits here.
 
         Raises:
             ConfigError: this process has compiled for another number of devices.
@@ -107,7 +107,7 @@ class CpuProcesses(ProgramBackend):
                 f"{strategy.at('mesh')}: this process has compiled for {compiled_size()} devices before, and MindSpore "
                 f"keeps that number; run what needs {size} in new processes"
             )
-        # A process that joins a second job does so on every rank.
+        # If a process joins a second job, all ranks do.
         job = job_name() if size > 1 else f"alone-{os.getpid()}"
         transport = Transport(launched_rank(), size, f"{job}-{next(_jobs)}")
         atexit.register(transport.close)
@@ -124,7 +124,7 @@ class CpuProcesses(ProgramBackend):
         graph = problems.of(self._checked, cell, described, trainable)
         self.agree(problems)
         assert graph is not None  # or it had problems
-        if self.strategy.mesh.pp > 1:  # all ranks say so, not the one alone whose graph shows it
+        if self.strategy.mesh.pp > 1:  # reported on all ranks, not only on the one whose graph shows it
             found = self.transport.gather_values(lost_gradients(graph, trainable), "lost gradients")
             check_lost(set().union(*found), self.strategy)
         self.layouts |= graph.layouts
@@ -136,21 +136,21 @@ class CpuProcesses(ProgramBackend):
     def _checked(
         self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], trainable: Collection[str]
     ) -> PartitionedGraph:
-        """This rank's part of a Cell, which computes what one device does.
+        """This rank's graph of a Cell, checked to be equivalent to one device.
 
         Raises:
-            ConfigError: it would not.
+            ConfigError: it is not.
         """
         graph = self._graph(cell, described)
         source = self.strategy.source
         if learn_from(cell, graph.held_layouts, graph.groups, self.rank, source) and isinstance(cell, TrainStep):
-            cell.update_shares(self.rank)  # what was learned decides how much of each gradient this rank adds
+            cell.update_shares(self.rank)  # the layouts determine this rank's shares of gradient norms
             graph = self._graph(cell, described)
         check_reduced(graph, self.strategy, trainable, getattr(cell, "trained", ()))
         return graph
 
     def _graph(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> PartitionedGraph:
-        """This rank's part of a Cell. Where `cell.graph_key` says what its graph depends on, an earlier run's is taken."""
+        """This rank's graph of a Cell, from the compilation cache if `cell.graph_key` identifies it."""
 
         def make() -> PartitionedGraph:
             return partition(cell, self.strategy, self.rank, described)
@@ -166,7 +166,7 @@ class CpuProcesses(ProgramBackend):
     def all_reduce(self) -> ops.AllReduce | None:
         if self.strategy.mesh.size == 1:
             return None
-        with virtual_ascend(self.rank, self.strategy.mesh.size):  # an AllReduce asks for its group when it is made
+        with virtual_ascend(self.rank, self.strategy.mesh.size):  # an AllReduce looks up its group when it is created
             return ops.AllReduce(group=WORLD)
 
     def broadcast(self, array: NDArray[Any], source: int) -> NDArray[Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of a graph that call a Python function: `Custom` of kind pyfunc."""
+"""Graph nodes that call a Python function: `Custom` of kind pyfunc."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 from sporeloom.private_names import add_pyfunc, mind_ir
 
 _serial = itertools.count()
-_keep: list[Callable[..., Any]] = []  # C++ holds the functions by id only
+_keep: list[Callable[..., Any]] = []  # C++ refers to the functions by id only
 
 
 def add_pyfunc_primitive(
     model: mind_ir.ModelProto, run: Callable[..., Any], num_inputs: int = 1, is_scalar: bool = False
 ) -> str:
-    """Add a primitive that calls `run` with its inputs as arrays. Returns what a node names it by.
+    """Add a primitive that calls `run` with its inputs as arrays. Returns the reference to it for nodes.
 
-    Its unique name keeps common-subexpression elimination away.
+    Its unique name prevents common-subexpression elimination.
     """
 
     def call(*inputs: Any) -> Any:
         result = run(*map(np.asarray, inputs))
-        return result.item() if is_scalar else result  # MindSpore takes a tensor without dims as a Python number only
+        return result.item() if is_scalar else result  # MindSpore accepts a tensor without dims only as a Python number
 
     _keep.append(call)
     add_pyfunc(id(call), call)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the compiler adds up every gradient over the ranks that saw other rows. MindSpore 2.9 forgets some."""
+"""Checks that the compiler all-reduces every gradient over data-parallel ranks, which MindSpore 2.9 omits for some."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sporeloom.strategy.config import Strategy
 def check_reduced(
     graph: PartitionedGraph, strategy: Strategy, trainable: Collection[str], trained: Collection[str] = ()
 ) -> None:
-    """Hold a training graph against what data parallelism asks for: a parameter that several ranks hold is updated by the
-    sum of their gradients. MindSpore puts that sum before the operator that uses a parameter, and where a function of
-    several layers uses one, as in nn.MultiheadAttention, it finds the first layer's only.
+    """Check that gradients in a training graph are all-reduced: a replicated parameter must be updated by the sum of
+    the gradients of all ranks. MindSpore inserts the all-reduce at the operator that uses a parameter. If a function
+    shared by several layers uses it, as in nn.MultiheadAttention, it finds the first layer's only.
 
-    In a pipeline the sum of a shared parameter may be another stage's, and is not looked for; see `lost_gradients`.
+    In a pipeline the sum of a shared parameter may be in another stage, and is not checked; see `lost_gradients`.
 
     Args:
-        trainable: names of parameters of the network that want a gradient; what else a graph updates, the moments of an
-            optimizer or sums of gradients, is each rank's own business.
+        trainable: names of the network's parameters that need a gradient; other values that a graph updates, such as
+            moments of an optimizer or accumulated gradients, are local to each rank.
         trained: names of parameters whose gradients the graph returns; those that it updates itself are found.
 
     Raises:
-        ConfigError: a gradient is not added up.
+        ConfigError: a gradient is not all-reduced.
     """
     if strategy.mesh.pp > 1:
         return
@@ -42,7 +42,7 @@ def check_reduced(
         and name not in summed
         and _is_replicated(layout)
     ]
-    if forgotten and (summed or strategy.mesh.dp > 1):  # tp alone: ranks that do the same need no sum
+    if forgotten and (summed or strategy.mesh.dp > 1):  # tp alone: ranks with equal gradients need no sum
         raise ConfigError(
             f"{strategy.source}: MindSpore does not add up the gradient of {', '.join(forgotten[:8])} over the ranks, so "
             "each would train on its own rows: a function that several layers call uses it, as in nn.MultiheadAttention; "
@@ -51,18 +51,18 @@ def check_reduced(
 
 
 def lost_gradients(graph: PartitionedGraph, trainable: Collection[str]) -> list[str]:
-    """Parameters that the training graph of a pipeline's stage uses, and does not update: MindSpore gives the stage that does
-    no gradient of them where they are used in no Cell that has a stage."""
+    """Parameters that the training graph of a pipeline stage uses but does not update: MindSpore passes no gradient to
+    the stage that updates them if they are used outside of Cells that have a stage."""
     read, updated, _ = _uses(graph)
     wanted = set(trainable)
-    return sorted(read & wanted - updated) if updated & wanted else []  # inference updates caches alone
+    return sorted(read & wanted - updated) if updated & wanted else []  # inference updates only caches
 
 
 def check_lost(lost: Collection[str], strategy: Strategy) -> None:
-    """Refuse `lost_gradients` of any rank.
+    """Refuse a strategy if `lost_gradients` found parameters on any rank.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: it found some.
     """
     if lost:
         raise ConfigError(
@@ -73,7 +73,7 @@ def check_lost(lost: Collection[str], strategy: Strategy) -> None:
 
 
 def _uses(graph: PartitionedGraph) -> tuple[set[str], set[str], set[str]]:
-    """Names of the parameters that a graph reads, that it updates, and whose gradients it adds up."""
+    """Names of the parameters that a graph reads, those that it updates, and those whose gradients it all-reduces."""
     primitives = {p.name: p for p in graph.model.primitives}
     updating = {name for name, p in primitives.items() if attributes(p).get("side_effect_mem")}
     read: set[str] = set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a user's call in a pipeline: what is computed once, what is computed of each microbatch, and what comes after."""
+"""Runs a user's call in a pipeline: the graph that runs once, the passes of each microbatch, and the graph after them."""
 
 from __future__ import annotations
 
@@ -18,40 +18,42 @@ from sporeloom.strategy.config import Strategy
 
 
 class CurrentParameters:
-    """Knows which stages have the value of each parameter as it is now, and brings it to those that want it.
+    """Tracks which stages have the current value of each parameter, and sends it to other stages that need it.
 
-    A stage updates the parameters that it computes with. Another graph may compute with them elsewhere: an evaluation of its
-    own, an optimizer that is called apart.
+    A stage updates the parameters that it computes with. Another graph may use them in other stages: an evaluation with a
+    network of its own, or a separate call of an optimizer.
     """
 
     def __init__(self, strategy: Strategy, exchange: Exchange):
         self.strategy, self.exchange = strategy, exchange
         self._holders: dict[int, Stages] = {}
-        """By id of the parameter; what is not there all have."""
+        """Id of a parameter -> stages with its current value; default: all."""
         self._users: dict[int, tuple[Name, Parameter, Stages, TensorType]] = {}
-        """By id of the parameter, which is kept and so keeps it: the stages that compute with it, in any graph."""
+        """Id of a parameter -> its name, the parameter (referenced, so that the id stays valid), the stages of all
+        graphs that compute with it, and its local type."""
 
     def register(
         self, used: Mapping[Name, Stages], owners: Mapping[Name, Parameter], shapes: Mapping[Name, TensorType]
     ) -> None:
-        """Note which stages compute with the parameters of a graph. All ranks do so in the same order."""
+        """Record which stages compute with the parameters of a graph. All ranks do so in the same order."""
         for name, stages in used.items():
             parameter = owners[name]
             known = self._users.get(id(parameter), (name, parameter, frozenset(), shapes[name]))
             self._users[id(parameter)] = known[0], parameter, known[2] | stages, shapes[name]
 
     def bring_all(self) -> None:
-        """Let all stages that compute with a parameter have its current value. All ranks call it at the same point."""
+        """Bring the current value of each parameter to all stages that compute with it. All ranks call it at the same
+        point."""
         for name, parameter, stages, type in list(self._users.values()):
             self.bring({name: stages}, {name: parameter}, {name: type})
 
     def bring(
         self, wanted: Mapping[Name, Stages], owners: Mapping[Name, Parameter], shapes: Mapping[Name, TensorType]
     ) -> None:
-        """Let stages have the current values of the parameters that they want. All ranks call it with the same ones.
+        """Bring the current values of parameters to stages that need them. All ranks call it with the same arguments.
 
         Args:
-            shapes: of a rank's part of each.
+            shapes: local type of each parameter.
         """
         stage_size, rank = self.strategy.mesh.stage_size, self.exchange.rank
         mine, place = divmod(rank, stage_size)
@@ -59,7 +61,7 @@ class CurrentParameters:
             holders = self._holders.get(id(owners[name]))
             if holders is None or stages <= holders:
                 continue
-            parameter = getattr(owners[name], "in_float32", owners[name])  # what programs compute with in its place
+            parameter = getattr(owners[name], "in_float32", owners[name])  # the float32 copy that programs use
             source, missing = min(holders), sorted(stages - holders)
             if mine == source or mine in missing:
                 ranks = [stage * stage_size + place for stage in (source, *missing)]
@@ -70,25 +72,25 @@ class CurrentParameters:
             self._holders[id(owners[name])] = holders | stages
 
     def is_current(self, parameter: Parameter, stage: int) -> bool:
-        """Whether a stage has the value of a parameter as it is now."""
+        """Whether a stage has the current value of a parameter."""
         return stage in self._holders.get(id(parameter), (stage,))
 
     def wrote(self, written: Mapping[Name, Stages], owners: Mapping[Name, Parameter]) -> None:
-        """Stages have written parameters: the others' values are outdated."""
+        """Record that stages have updated parameters, so that the values of other stages are outdated."""
         for name, stages in written.items():
             self._holders[id(owners[name])] = stages
 
 
 class ScheduledCall:
-    """A call that is ready to run on this rank. All ranks know what it returns.
+    """A call that is ready to run on this rank. Its results are available on all ranks.
 
     Args:
         cut: the graphs of all stages.
-        passes: those of `main` of this stage.
-        once: on ranks of the first stage; None where there is nothing to compute once.
-        early: None where there is nothing to add up before.
-        after: of this stage.
-        owners: the parameters, by name.
+        passes: the passes of `main` in this stage.
+        once: the graph that draws random numbers, on ranks of the first stage; None if there is none.
+        early: the graph of sums of inputs; None if there is none.
+        after: the graph of this stage after the passes.
+        owners: name -> parameter.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class ScheduledCall:
         return [program.graph for program in programs]
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
-        """Nothing: the first run lets MindSpore choose the kernels."""
+        """Do nothing: MindSpore selects the kernels in the first run."""
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         divided, exchange = self.cut.divided, self.passes.exchange
@@ -135,7 +137,7 @@ class ScheduledCall:
         return returned
 
     def _computed_once(self, values: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
-        """Random numbers, which the first stage draws for all."""
+        """Random numbers, which the first stage draws and broadcasts to all stages."""
         divided, passes = self.cut.divided, self.passes
         if not divided.drawn:
             return {}
@@ -155,7 +157,7 @@ class ScheduledCall:
         }
 
     def _rows(self, values: Mapping[Name, Tensor], number: int) -> dict[Name, Tensor]:
-        """The parts of a microbatch, and its number."""
+        """The slices of values for a microbatch, and its index."""
         divided = self.cut.divided
         numbers = {name for name in (*divided.early.inputs, *divided.main.inputs) if name.startswith(NUMBER)}
         found = {name: Tensor(np.array(number, name.removeprefix(NUMBER))) for name in numbers}
@@ -169,7 +171,7 @@ class ScheduledCall:
     def _early_totals(
         self, values: Mapping[Name, Tensor], microbatches: Sequence[Mapping[Name, Tensor]]
     ) -> dict[Name, Tensor]:
-        """Sums of the inputs alone: every stage computes them."""
+        """Totals that depend on inputs alone, which every stage computes."""
         graph = self.cut.divided.early
         if self.early is None:
             return {}
@@ -193,7 +195,7 @@ class ScheduledCall:
         return exchange.sum_of(sum_of)
 
     def _total(self, name: Name, total: Total, results: Mapping[int, Any]) -> Tensor:
-        """Of the results of the passes; zeros where this stage has none, which nobody there looks at."""
+        """The total of the results of the passes; zeros if this stage has none, in which case they are unused."""
         exchange, position = self.passes.exchange, self._positions[total.source]
         if position not in results:
             return exchange.zeros(self.passes.types[name])
@@ -204,7 +206,7 @@ class ScheduledCall:
 
 
 def keep_each(divided: DividedGraph) -> set[int]:
-    """Positions of the results of `main` that are put side by side."""
+    """Indices of the results of `main` that are concatenated."""
     joined = {total.source for total in divided.totals.values() if total.dim is not None}
     return {position for position, name in enumerate(divided.main.outputs) if name in joined}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partition a Cell for one rank from the graph that MindSpore compiles for one device, by `sporeloom.partition`.
+"""Partitions a Cell for one rank from the graph that MindSpore compiles for one device, by `sporeloom.partition`.
 
-No parallel mode of MindSpore is involved, nor a virtual device: the same graph serves all ranks and meshes.
+It uses neither MindSpore's parallel modes nor a virtual device: the same graph serves all ranks and meshes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _phases = itertools.count()
 
 FAILURES = (AttributeError, RuntimeError, TypeError, ValueError)
 LEFT_TO_PYTHON = ("PyExecute", "AbstractAny")
-"""What MindSpore says where a graph holds something that it wants to run in Python."""
+"""Words in MindSpore's error if a graph contains something that it would run in Python."""
 SYNTAX_LEVEL, STRICT = "MS_DEV_JIT_SYNTAX_LEVEL", "0"
-"""MindSpore's variable that says whether its compiler may leave anything to Python."""
+"""MindSpore's variable for whether its compiler may leave parts of a graph to Python."""
 _LAXER = re.compile(r"\.? You can use os\.environ\[.*?current syntax\.")
 NO_PYTHON = (
     "a graph computes with operators of MindSpore alone: take no Tensor to NumPy or Python inside construct (asnumpy, item, "
@@ -57,7 +57,7 @@ NO_PYTHON = (
 
 @dataclass(frozen=True)
 class GridLayout:
-    """How the ranks hold one parameter; as `ParameterLayout` to those who read values by it."""
+    """The layout of one parameter, with the interface of `ParameterLayout`."""
 
     layout: ValueLayout
     grid: DeviceGrid
@@ -65,11 +65,11 @@ class GridLayout:
     optimizer_group: str = ""
 
     def slices(self, global_shape: Shape, rank: int, groups: Mapping[str, Sequence[int]]) -> Slices:
-        """The part of the whole parameter that `rank` holds."""
+        """Slices of the full parameter that `rank` stores."""
         return self.operator_slices(global_shape, rank)
 
     def operator_slices(self, global_shape: Shape, rank: int) -> Slices:
-        """The same: what sharing out among replicas adds is in the layout."""
+        """Slices that operators use: equal to `slices`, because the layout includes sharding over replicas (ZeRO)."""
         result = []
         for size, axes in zip(global_shape, self.layout.dims, strict=True):
             length = size // self.grid.degree(axes)
@@ -80,30 +80,30 @@ class GridLayout:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a strategy decides about a Cell; all else follows from it."""
+    """The decisions of a strategy about a Cell, from which its sharding is derived."""
 
     grid: DeviceGrid
     parameters: dict[str, Layout] = field(default_factory=dict)
-    """By name, in the grid's axes; the others are replicated."""
+    """Name -> layout in the grid's axes; the others are replicated."""
     pinned: dict[str, Pin] = field(default_factory=dict)
-    """By the path of an operator within the Cell."""
+    """Path of an operator within the Cell -> its rule."""
     functional: Sequence[tuple[str, bool, Pin]] = ()
-    """For operators that are not attributes of a Cell: pattern of the path, whether it may match nothing, and layouts. The
-    last one that matches counts."""
+    """Rules for operators that are not attributes of a Cell: (pattern of the path, whether it may match nothing, layouts).
+    The last matching rule applies."""
     inputs: Sequence[Layout] | None = None
-    """Of the inputs; without them these are sharded over dp where they have the batch in dim 0: as many rows as the first one
-    that can be sharded so."""
+    """Layouts of the inputs; None: inputs with the batch in dim 0 are sharded over dp. The batch size is the size of
+    the first dim 0 that is divisible."""
     takes_batch: bool = True
 
 
 def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
-    """What the reports of the parallelized networks in `cell` say of parameters and operators.
+    """Derive decisions from the reports of the parallelized networks in `cell`.
 
     Args:
-        num_microbatches: by which the batch is sharded, too, to be divided (see `partition/microbatches.py`).
+        num_microbatches: number of microbatches over which the batch is sharded as well (see `partition/microbatches.py`).
 
     Raises:
-        ConfigError: rules or optimizer parallel want parts of an axis that do not go together.
+        ConfigError: rules or optimizer parallelism divide an axis incompatibly.
     """
     degrees, layouts, pinned = mesh.sharding_axes, dict[str, Layout](), dict[str, Pin]()
     functional: list[tuple[str, bool, Pin]] = []
@@ -148,7 +148,7 @@ def reports_in(cell: nn.Cell) -> Iterator[tuple[str, Report]]:
 
 
 def layouts_of(shapes: Mapping[str, Shape], decided: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Of parameters, and of optimizer states `prefix.NAME`, which lie as theirs if they have its shape."""
+    """Layouts of parameters, and of optimizer states `prefix.NAME`, which follow parameter NAME if they have its shape."""
     layouts = {}
     for name, shape in shapes.items():
         of = name if name in decided else name.partition(".")[2]
@@ -158,7 +158,7 @@ def layouts_of(shapes: Mapping[str, Shape], decided: Mapping[str, Layout]) -> di
 
 
 def compile_for_one_device(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
-    """The graph of `cell`, every pass of MindSpore's front end done. Its operators know their paths.
+    """Compile `cell` for one device, with every pass of MindSpore's front end. Operators have their paths as attributes.
 
     Args:
         inputs: shape and NumPy dtype of each input.
@@ -183,8 +183,8 @@ def compile_for_one_device(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -
 def _compiled(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
     tensors = [
         Tensor.from_numpy(np.zeros(shape, dtype)) for shape, dtype in inputs
-    ]  # take no memory: nobody writes them
-    # A phase of its own: MindSpore would give the graph of an earlier one again, whatever has changed in the Cell.
+    ]  # never written, so they use no memory
+    # A new phase: for an earlier one MindSpore would return its graph, even if the Cell has changed.
     name = f"export.mindir.one_device.{next(_phases)}"
     try:
         with _undrawn(cell):
@@ -198,8 +198,8 @@ def _compiled(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> mind_ir.Mod
 
 @contextlib.contextmanager
 def _undrawn(cell: nn.Cell) -> Iterator[None]:
-    """Within it MindSpore gives no parameter its initial value, as it does of a network that it has compiled for one device:
-    that were all of the model on one rank."""
+    """Keep MindSpore from initializing parameters when it compiles a network for one device: they would be those of the
+    full model on one rank."""
     cell.__dict__["init_parameters_data"] = lambda **_: {}
     try:
         yield
@@ -208,7 +208,8 @@ def _undrawn(cell: nn.Cell) -> Iterator[None]:
 
 
 def _why_not(error: Exception, cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> str:
-    """What MindSpore says, and where. Of what it would leave to Python it only says where if it is told not to."""
+    """The message for a failed compilation, with its position. For code that MindSpore would leave to Python, which it
+    reports without a position, compile again in strict mode."""
     if any(word in str(error) for word in LEFT_TO_PYTHON):
         before = os.environ.get(SYNTAX_LEVEL)
         os.environ[SYNTAX_LEVEL] = STRICT
@@ -226,17 +227,16 @@ def _why_not(error: Exception, cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]
 
 @contextlib.contextmanager
 def whole_again(parameters: Iterable[Parameter], shapes: Mapping[int, Shape]) -> Iterator[None]:
-    """Within it parameters that an earlier graph has left as a rank's parts have their whole shapes: those of one device.
-    Their values are put back afterwards.
+    """Give parameters that an earlier graph left as shards their global shapes within the block, then restore their values.
 
     Args:
-        shapes: whole ones, by id: two networks may have parameters of one name.
+        shapes: id of a parameter -> global shape; names are not unique across networks.
     """
     parts = []
     for parameter in parameters:
         if parameter.sliced and tuple(parameter.shape) != (whole := shapes[id(parameter)]):
             parts.append((parameter, part := parameter.asnumpy().copy()))
-            nothing = np.zeros(whole, part.dtype)  # takes no memory until somebody writes it
+            nothing = np.zeros(whole, part.dtype)  # uses no memory until it is written
             parameter.set_data(Tensor.from_numpy(nothing), slice_shape=True)
     try:
         yield
@@ -263,11 +263,11 @@ class Sharded:
     source: Graph
     model: mind_ir.ModelProto
     layouts: dict[str, ParameterLayout]
-    """Of all parameters."""
+    """Layouts of all parameters."""
     grid: DeviceGrid
 
     def of_rank(self, rank: int, graph: Graph | None = None) -> PartitionedGraph:
-        """What `rank` executes: all of it, or `graph`, a part."""
+        """The graph that `rank` executes: all of it, or `graph`, a part of it."""
         start = time.perf_counter()
         sharded = self.result if graph is None else replace(self.result, graph=graph)
         written, groups = write_rank(sharded, self.model, self.grid, rank)
@@ -304,10 +304,10 @@ def shard(
     held: Sequence[ValueLayout] | None = None,
     gathers_outputs: bool = True,
 ) -> Sharded:
-    """Shard one device's graph. Ranks are given all inputs whole, or as `held` says.
+    """Shard one device's graph. Ranks receive full inputs, or inputs in the layouts `held`.
 
     Raises:
-        ConfigError: it cannot be sharded so.
+        ConfigError: it cannot be sharded by the strategy.
         MixedRowsError: it cannot be divided into microbatches.
     """
     grid = decisions.grid
@@ -336,10 +336,10 @@ def shard(
 def partition_for_rank(
     model: mind_ir.ModelProto, decisions: Decisions, rank: int
 ) -> tuple[PartitionedGraph, ShardedGraph]:
-    """The part of one device's graph that `rank` computes, which is given all inputs whole.
+    """The sharded graph of one device for `rank`, which receives full inputs.
 
     Raises:
-        ConfigError: it cannot be sharded so.
+        ConfigError: it cannot be sharded by the strategy.
     """
     sharded = shard(model, decisions)
     return sharded.of_rank(rank), sharded.result

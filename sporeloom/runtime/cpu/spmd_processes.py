@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share one graph, which the first of them compiles for one device, and shard it themselves.
+"""Ranks that share one graph, which the first rank compiles for one device, and shard it themselves (SPMD).
 
-On CPU processes here; on devices `runtime/native_spmd.py` is the rest of it.
+Backends of CPU processes are defined here, those of devices in `runtime/native_spmd.py`.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ from sporeloom.strategy.schedule import idle_microbatches, microbatches_held
 
 
 class SpmdBackend(ProgramBackend):
-    """One of several ranks. Of a Cell all of them compute what one device does, by construction. What remains to be said is
-    how a rank runs its graphs, and how ranks exchange what is between these."""
+    """One of several ranks whose graphs are derived from the graph of one device, and so are equivalent to it.
+    Subclasses define how a rank runs its graphs and how ranks exchange values between them."""
 
     def __init__(self, *given: Any):
         super().__init__(*given)
         self.sharded: list[ShardedGraph] = []
-        """What each program sends and computes whole, in their order; their graphs are not kept."""
+        """For each program, its communication and replicated computation; graphs are not kept."""
         self._shapes: dict[int, Shape] = {}
-        """Whole shapes of the parameters of all programs, by id: these keep them."""
+        """Id of a parameter -> global shape, for the parameters of all programs, which keep the ids valid."""
         self.current: CurrentParameters | None = None
-        """Of calls in a pipeline."""
+        """State of parameters for calls in a pipeline."""
 
     @abstractmethod
     def make_program(self, graph: PartitionedGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> RankProgram:
-        """What runs a graph of this rank.
+        """Create a program that runs a graph of this rank.
 
         Args:
-            name: keeps the messages of several graphs apart.
+            name: name that distinguishes the messages of several graphs.
             among: the ranks that have a graph of that name.
         """
 
     @abstractmethod
     def exchange(self) -> Exchange:
-        """What the stages of a pipeline exchange their values by."""
+        """Create the exchange of values between pipeline stages."""
 
     @abstractmethod
     def bytes_of_first(self, content: bytes) -> bytes:
-        """What rank 0 gave, on every rank."""
+        """Broadcast the content of rank 0."""
 
     def _partitioned(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> PartitionedGraph:
         model = self._one_devices_graph(cell, described)
@@ -109,8 +109,10 @@ class SpmdBackend(ProgramBackend):
     def _scheduled_step(
         self, step: TrainStep, described: Sequence[tuple[Shape, Any]], num_microbatches: int
     ) -> ScheduledStep:
-        """Raises:
-        ConfigError: the batch does not divide into microbatches.
+        """Compile a training step with microbatches or stages.
+
+        Raises:
+            ConfigError: the batch does not divide into microbatches.
         """
         microbatch, parts = microbatch_of(step, described, num_microbatches, self.strategy)
         programs, cut = self._stages(microbatch, parts, is_training=True)
@@ -131,7 +133,7 @@ class SpmdBackend(ProgramBackend):
         return made
 
     def _scheduled_call(self, call: Call, described: Sequence[tuple[Shape, Any]]) -> ScheduledCall:
-        """What a user calls, in a pipeline."""
+        """Compile a user's call for a pipeline."""
         problems, name = Problems(), f"program {len(self.programs)}"
         model = self._one_devices_graph(call, described)
         cut = problems.of(self._cut_call, model, call, described)
@@ -178,11 +180,11 @@ class SpmdBackend(ProgramBackend):
         cut = cut_call(model, call, self.strategy, num_microbatches_of(model, call, described, self.strategy))
         self._remember(cut.sharded.result)
         if cut.why_whole and self.rank == 0:
-            milestone(f"the whole batch goes through the stages at once, without microbatches: {cut.why_whole}")
+            milestone(f"the full batch goes through the stages at once, without microbatches: {cut.why_whole}")
         return cut
 
     def _schedule_summary(self, num_microbatches: int) -> str:
-        """What follows from the schedule for this rank's stage."""
+        """Memory and idle time of this rank's stage that follow from the schedule."""
         pipeline, mesh = self.strategy.pipeline, self.strategy.mesh
         order = mesh.pp, num_microbatches, pipeline.virtual_stages, pipeline.order
         held, idle = microbatches_held(mesh.coordinate(self.rank, "pp"), *order), idle_microbatches(*order)
@@ -194,7 +196,7 @@ class SpmdBackend(ProgramBackend):
     def _stages(
         self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]], is_training: bool = False
     ) -> tuple[StagePrograms, Cut]:
-        """The passes of this rank's stage; those of all stages are cut out of one graph, the same on all ranks."""
+        """The passes of this rank's stage; those of all stages are derived from one graph, which is equal on all ranks."""
         problems, name = Problems(), f"program {len(self.programs)}"
         cut = problems.of(self._cut, cell, described, is_training)
         self.agree(problems)
@@ -221,7 +223,7 @@ class SpmdBackend(ProgramBackend):
         return cut
 
     def _learn_stages(self, cell: nn.Cell, graphs: StageGraphs) -> None:
-        """Tell the reports which stages use each parameter."""
+        """Record in the reports which stages use each parameter."""
         for name, parts in graphs.holders.items():
             stage = min(map(self.strategy.stage_of_part, parts))
             for _, report in reports_in(cell):
@@ -230,7 +232,7 @@ class SpmdBackend(ProgramBackend):
     def _with_update(
         self, programs: StagePrograms, step: TrainStep, cut: Cut, num_microbatches: int
     ) -> tuple[ScheduledStep, list[Communication]]:
-        """The step, and the collectives of the update."""
+        """Compile the update of a step. Returns the step, and the collectives of the update."""
         problems = Problems()
         update = problems.of(cut_update, self._one_devices_graph, cut, step, self.strategy)
         self.agree(problems)
@@ -246,7 +248,7 @@ class SpmdBackend(ProgramBackend):
         return ScheduledStep(programs, program, taken, types, num_microbatches), sharded.result.within([graph])
 
     def _one_devices_graph(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
-        """From rank 0, which reads or compiles it.
+        """The graph of one device, which rank 0 loads or compiles and broadcasts.
 
         Raises:
             ConfigError: it cannot be compiled.
@@ -266,7 +268,7 @@ class SpmdBackend(ProgramBackend):
         return model
 
     def all_reduce(self) -> None:
-        """Nothing: a graph of one device has nobody to add up with."""
+        """Return None: a graph of one device has no other ranks."""
 
 
 class SpmdProcesses(SpmdBackend, CpuProcesses):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Cell as the graphs that the stages of a pipeline run, sharded over the ranks of each: no process is involved.
+"""The graphs of pipeline stages for a Cell, sharded over the ranks of each stage; no process is involved.
 
-A training step is two graphs of one device, which do not depend on the number of microbatches: loss and gradients of one of
-them, and the update. Without a pipeline there is one stage.
+A training step is two graphs of one device, which do not depend on the number of microbatches: the loss and gradients of one
+microbatch, and the update. Without a pipeline there is one stage.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class CutUpdate:
-    """The update's sharded graph, and what each stage computes of it."""
+    """The update's sharded graph, and its graph for each stage."""
 
     sharded: Sharded
     graphs: list[Graph]
@@ -59,7 +59,7 @@ def compiled_or_cached(cell: nn.Cell, described: Sequence[tuple[Shape, Any]], st
     if key is None:
         return compile_for_one_device(cell, described)
     inputs = [[list(shape), np.dtype(dtype).str] for shape, dtype in described]
-    rules = strategy.rules  # what is marked in the network before it is compiled
+    rules = strategy.rules  # marks set in the network before compilation
     repeats = any(getattr(each, "repeats_heads", False) for _, each in cell.cells_and_names())
     marks = repr((strategy.recompute, strategy.offload, rules.layers, rules.selective, repeats))
     more = {"network": key, "one_device": str(ms.get_context("device_target")), "inputs": inputs}
@@ -70,7 +70,7 @@ def compiled_or_cached(cell: nn.Cell, described: Sequence[tuple[Shape, Any]], st
 def microbatch_of(
     step: TrainStep, described: Sequence[tuple[Shape, Any]], num_microbatches: int, strategy: Strategy
 ) -> tuple[Microbatch, list[tuple[Shape, Any]]]:
-    """The half of a step that is repeated, and its inputs; `step` itself is the other half from then on.
+    """The part of a step that is repeated for each microbatch, and its inputs; `step` itself becomes the update.
 
     Raises:
         ConfigError: the batch does not divide into microbatches.
@@ -90,13 +90,13 @@ def microbatch_of(
 
 
 def cut_cell(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, is_training: bool) -> Cut:
-    """Shard one device's graph of a Cell, and cut it into the passes of stages.
+    """Shard one device's graph of a Cell, and partition it into the passes of stages.
 
     Args:
         is_training: whether it is a `Microbatch`, whose outputs after the first are gradients.
 
     Raises:
-        ConfigError: it cannot be sharded or cut so.
+        ConfigError: it cannot be sharded or partitioned by the strategy.
     """
     sharded = shard(model, decide(cell, strategy.mesh), gathers_outputs=not is_training)
     parts: dict[str, int] = {}
@@ -113,10 +113,10 @@ def cut_cell(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, is_tr
 
 
 def whole_cell(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy) -> Cut:
-    """Shard one device's graph of a Cell that runs at once: without stages, and without microbatches.
+    """Shard one device's graph of a Cell that runs without stages and microbatches.
 
     Raises:
-        ConfigError: it cannot be sharded so.
+        ConfigError: it cannot be sharded by the strategy.
     """
     sharded = shard(model, decide(cell, strategy.mesh))
     graph = sharded.result.graph
@@ -125,17 +125,18 @@ def whole_cell(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy) -> 
 
 
 def update_inputs(cut: Cut) -> tuple[list[TensorType], list[ValueLayout]]:
-    """What the update is given, loss and gradients: as one device has them, and how the ranks of a stage hold them."""
+    """The inputs of the update (loss and gradients): their types on one device, and their layouts over the ranks of a
+    stage."""
     types = types_of(cut.sharded.source)
     outputs = cut.sharded.source.outputs
     return [types[name] for name in outputs], [cut.sharded.result.layouts[name] for name in outputs]
 
 
 def cut_update(compiled: Compiled, cut: Cut, step: TrainStep, strategy: Strategy) -> CutUpdate:
-    """Compile and shard the update that goes with the passes of `cut`, and cut it into what stages compute.
+    """Compile and shard the update for the passes of `cut`, and partition it over stages.
 
     Raises:
-        ConfigError: it cannot be compiled, sharded or cut so.
+        ConfigError: it cannot be compiled, sharded or partitioned by the strategy.
     """
     given, held = update_inputs(cut)
     model = compiled(step, [(type.shape, np.dtype(type.dtype)) for type in given])

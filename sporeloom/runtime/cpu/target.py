@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A virtual Ascend target: MindSpore's partitioner for any rank of any cluster, on a machine with no accelerator.
+"""A virtual Ascend target: MindSpore's partitioner for any rank of any cluster, on a machine without accelerator.
 
-It leans on private symbols of MindSpore, so it checks the version and the symbols first and tests itself once.
+It uses private symbols of MindSpore, and therefore checks MindSpore's version and the symbols first.
 How it works: docs/explanation/partitioning.md.
 """
 
@@ -33,13 +33,13 @@ from sporeloom.runtime.symbols import TargetError, lacks, library
 
 WORLD = "hccl_world_group"
 CHIP = "ascend910b"
-"""In MindSpore's words. On the first 910 a group within a server has 1, 2, 4 or 8 devices."""
+"""MindSpore's name of the chip. On the first 910, a group within a server has 1, 2, 4 or 8 devices."""
 
 _PARALLEL_SUBMODULE, _CRITICAL = 14, 4
 
 
 class _Communicator:
-    """What MindSpore's CommManager asks of a cluster: only records are kept. C++ calls it through a vtable made here."""
+    """Replaces MindSpore's CommManager by records of ranks and groups. C++ calls it through a vtable created here."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -50,7 +50,7 @@ class _Communicator:
     def enter(self, rank: int, size: int) -> None:
         self.first_size = self.first_size or size
         self.rank = rank
-        self.groups[WORLD] = list(range(size))  # the others' names stand for their ranks: MindSpore creates each once
+        self.groups[WORLD] = list(range(size))  # other groups keep their ranks: MindSpore creates each once
 
     def register(self) -> None:
         try:
@@ -70,15 +70,16 @@ class _Communicator:
         register_comm(self._string("Ascend"), self._instance())
 
     def name_chip(self) -> None:
-        """Say which chip the device is, as its plugin does once it is chosen."""
-        MSContext.get_instance().get_ascend_soc_version()  # the first look at it empties it
-        context = (ctypes.c_void_p * 2)()  # the object, what counts its owners
+        """Set the chip of the device, as its plugin does once it is chosen."""
+        MSContext.get_instance().get_ascend_soc_version()  # the first access clears it
+        context = (ctypes.c_void_p * 2)()  # the object and its reference count
         self._current_context(context)
         self._set_chip(ctypes.c_void_p(context[0]), self._string(CHIP))
 
     @contextlib.contextmanager
     def quiet_search(self) -> Iterator[None]:
-        """Sharding propagation logs every layout that it tries and drops as an error. What fails is raised as well."""
+        """Silence sharding propagation, which logs every layout that it tries and drops as an error. Failures are
+        raised as well."""
         before = self._log_levels[_PARALLEL_SUBMODULE]
         self._log_levels[_PARALLEL_SUBMODULE] = _CRITICAL
         try:
@@ -154,12 +155,13 @@ def _install() -> _Communicator:
 
 @contextlib.contextmanager
 def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
-    """Within it MindSpore believes to be `rank` of `size` Ascend devices. Yields {group name: ranks}, filled as it compiles.
+    """Make MindSpore act as `rank` of `size` Ascend devices in the block. Yields {group name: ranks}, filled by
+    compilation.
 
-    Tensors made inside belong to the virtual target: do not feed them to a CPU graph.
+    Tensors created inside belong to the virtual target: do not pass them to a CPU graph.
 
     Raises:
-        TargetError: this MindSpore is of another version, or lacks the symbols this leans on.
+        TargetError: this MindSpore has an unsupported version, or lacks the required symbols.
     """
     pin_cpu()
     communicator = _install()
@@ -171,7 +173,7 @@ def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
         setattr(module, name, _HELPERS[name](communicator))
     comm.INITED, comm.BACKEND, comm.WORLD_COMM_GROUP = True, comm_helper.Backend("hccl"), WORLD
     try:
-        global_context().set_device_target("Ascend")  # set_context warns of it, set_device is for once
+        global_context().set_device_target("Ascend")  # set_context would warn, and set_device works only once
         communicator.name_chip()
         with communicator.quiet_search():
             yield communicator.groups
@@ -183,23 +185,22 @@ def virtual_ascend(rank: int, size: int) -> Iterator[dict[str, list[int]]]:
 
 
 def compiled_size() -> int | None:
-    """Devices that this process first compiled for; None if it has not yet. MindSpore keeps its group of all ranks as it was
-    then: what is compiled for another number of them has its collectives, but means and gradients of the first number.
-    """
+    """Number of devices that this process first compiled for; None before. MindSpore keeps its world group from then
+    on: graphs for another number of devices get their own collectives, but means and gradients for the first number."""
     return _communicator.first_size if _communicator else None
 
 
 def pin_cpu() -> None:
-    """Fix the device this process really runs on: what `virtual_ascend` comes back to. To be called before any kernel runs.
+    """Fix the real device of this process, to which `virtual_ascend` returns. Call it before any kernel runs.
 
     Raises:
-        TargetError: kernels ran already, and MindSpore was never told where.
+        TargetError: kernels have run already without a device set.
     """
     try:
         ms.set_device("CPU")
     except RuntimeError:
         raise TargetError(
-            'MindSpore has run in this process before it was told its device: call mindspore.set_device("CPU") first'
+            'MindSpore has run in this process before its device was set: call mindspore.set_device("CPU") first'
         ) from None
 
 

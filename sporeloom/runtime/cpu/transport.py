@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tagged messages between the processes of one machine, and the collectives built on them.
 
-Sends never wait; receives wait with a time-out that names what is missing. When a process goes away without a word,
-every other one says which and ends, so that no job hangs.
+Sends never wait; receives have a time-out that names the missing message. When a process disappears unexpectedly,
+every other process reports it and exits, so that no job hangs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from sporeloom.runtime.cpu.meeting_place import MeetingPlace
 
 RECEIVE_TIMEOUT_S = 600.0
 GOODBYE_S = 0.3
-SMALL_BYTES = 1 << 16  # up to here one exchange of whole arrays beats two exchanges of parts
+SMALL_BYTES = 1 << 16  # up to here one exchange of full arrays is faster than two of slices
 NUMBERS = "biufc"  # kinds of NumPy dtypes that a message may hold, besides bfloat16
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # not by its name, under which MindSpore has a type of its own
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # not by name, which MindSpore also registers
 
 Array = NDArray[Any]
 _IN = "in "
@@ -40,33 +40,33 @@ _HELLO, _STEP, _BYE, _LOST, _WHERE, _VALUE, _ARRAY = "hello", "step", "bye", "lo
 
 
 class TransportError(RuntimeError):
-    """A message did not arrive, or a peer does something else."""
+    """A message did not arrive, or does not match."""
 
 
 class Transport:
-    """This rank's connections to all other ranks of `job`, a name only they share.
+    """Connections of this rank to all other ranks of `job`, a name that only they share.
 
-    A message has two frames: a header in JSON, `[kind, source, tag, dtype, shape]`, and a body: the bytes of an array, or
-    a value in JSON. Nothing that arrives is ever executed; what does not parse is dropped with one line. Sockets lie in a
-    folder only their owner may enter, and only until all ranks are connected.
+    A message has two frames: a header in JSON, `[kind, source, tag, dtype, shape]`, and a body: the bytes of an array or
+    a value in JSON. Content is never executed; messages that do not parse are dropped with one line. Sockets are in a
+    folder that only their owner may enter, and only until all ranks are connected.
 
     Raises:
-        ConfigError: somebody else owns that folder, or another job has this name just now.
+        ConfigError: another user owns that folder, or another running job has this name.
     """
 
     def __init__(self, rank: int, size: int, job: str):
         self.rank, self.size = rank, size
         self.last_steps: dict[int, int | None] = dict.fromkeys(range(size))
         self.on_lost: Callable[[str], None] = lambda line: None
-        """Told, in one line, that a peer is gone, before this process ends."""
+        """Called with one line when a peer is lost, before this process exits."""
         self.watchdog_s = WATCHDOG_S
-        """Seconds within a collective after which every rank tells where it is; see `watched`."""
+        """Seconds in a collective after which every rank reports its position; see `watched`."""
         self._doing, self._since, self._told_at = "before its first collective", time.monotonic(), -math.inf
         self._step: int | None = None
         self._inbox: dict[tuple[int, str], queue.Queue[Any]] = {}
         self._inbox_lock = threading.Lock()
-        self._absent = set(range(size)) - {rank}  # peers that did not say hello yet
-        self._left: set[int] = set()  # peers that ended in good order
+        self._absent = set(range(size)) - {rank}  # peers that have not connected yet
+        self._left: set[int] = set()  # peers that closed gracefully
         self._closing = False
         self._losing = threading.Lock()
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class Transport:
         for peer in sorted(self._absent):
             self._connect(peer)
         if not self._absent:
-            self._place.leave()  # nobody will look for it
+            self._place.leave()  # no peer will connect
         threading.Thread(target=self._receive_loop, daemon=True).start()
 
     def _connect(self, peer: int) -> None:
@@ -94,18 +94,18 @@ class Transport:
         try:
             recv_monitor_message(monitor)
         except zmq.ZMQError:
-            return  # we are closing
+            return  # this transport is closing
         self._lose(peer)
 
     def _lose(self, peer: int) -> None:
-        """Rank `peer` is gone: tell the others, who might otherwise name this rank, which ends for it; and end.
+        """Report that `peer` is lost to the other ranks, which might otherwise name this rank, and exit.
 
-        Not if it, or this one, has come to its end in good order.
+        Ignored if it or this rank has closed gracefully.
         """
         if self._closing or peer in self._left:
             return
         if not self._losing.acquire(blocking=False):
-            return  # another thread is at it
+            return  # another thread is handling it
         step = self.last_steps[peer]
         where = "before its first step" if step is None else f"its last step was {step}"
         line = f"rank {peer} is gone ({where}); ending this job"
@@ -115,27 +115,25 @@ class Transport:
             self._post(other, _LOST, str(peer))
         self.on_lost(line)
         time.sleep(GOODBYE_S)
-        os._exit(1)  # other threads wait inside C++ for messages that cannot come
+        os._exit(1)  # other threads wait in C++ for messages that cannot arrive
 
     def _receive_loop(self) -> None:
         while True:
             try:
                 frames = self._pull.recv_multipart(copy=False)
             except zmq.ZMQError:
-                return  # we are closing
+                return  # this transport is closing
             try:
                 self._take(frames)
-            except Exception as error:  # whatever it was, the next message may be a good one
+            except Exception as error:  # the next message may be valid
                 reason = first_line(f"{type(error).__name__}: {error}")
-                print(
-                    f"rank {self.rank}: dropped a message that is none of ours ({reason})", file=sys.stderr, flush=True
-                )
+                print(f"rank {self.rank}: dropped an invalid message ({reason})", file=sys.stderr, flush=True)
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
-        """Put one message where it belongs.
+        """Dispatch one message.
 
         Raises:
-            Exception: it is not what `_post` sends.
+            Exception: it does not have the format of `_post`.
         """
         header, body = frames
         kind, source, tag, dtype, shape = json.loads(header.bytes)
@@ -154,18 +152,18 @@ class Transport:
             self._left.add(source)
         elif kind == _LOST:
             if (peer := int(tag)) not in self._peers:
-                raise ValueError(f"rank {peer} is no peer")
+                raise ValueError(f"rank {peer} is not a peer")
             self._lose(peer)
         elif kind == _HELLO:
             self._absent.discard(source)
             if not self._absent:
-                self._place.leave()  # all are connected: nobody needs the names any more
+                self._place.leave()  # all are connected: the names are no longer needed
         else:
             raise ValueError(f"kind {kind!r}")
 
     def _queue(self, source: int, tag: str) -> queue.Queue[Any]:
-        """Where messages wait. The one that comes and the one who waits for it may both be the first to ask: with two
-        queues they would miss each other."""
+        """The queue of messages from a source with a tag. Sender and receiver may request it first at the same time:
+        with two queues they would miss each other."""
         with self._inbox_lock:
             return self._inbox.setdefault((source, tag), queue.Queue())
 
@@ -176,21 +174,21 @@ class Transport:
             self._peers[peer].send_multipart([header, body], copy=False)
 
     def send(self, peer: int, tag: Hashable, array: Array) -> None:
-        """Hand `array` over and return at once; the bytes are copied, so the caller may reuse them."""
+        """Send a copy of `array` and return at once."""
         self._post(peer, _ARRAY, _text(tag), array.tobytes(), array)
 
     def send_value(self, peer: int, tag: Hashable, value: Any) -> None:
-        """As `send`, for a number, a text, or lists and mappings of such."""
+        """Send a number, a text, or lists and mappings of these, as `send` does."""
         self._post(peer, _VALUE, _text(tag), json.dumps(value).encode())
 
     def receive(self, peer: int, tag: Hashable, timeout_s: float = RECEIVE_TIMEOUT_S) -> Any:
-        """The next message of `peer` under `tag`; lets other threads run while it waits.
+        """Receive the next message of `peer` with `tag`; other threads run while it waits.
 
         Raises:
-            TransportError: nothing came within the time-out.
+            TransportError: no message arrived within the time-out.
         """
         waiting, early = self._queue(peer, _text(tag)), min(self.watchdog_s, timeout_s)
-        if self._doing.startswith(_IN):  # elsewhere a rank may well wait long: for a request to serve, say
+        if self._doing.startswith(_IN):  # elsewhere a rank may wait long, for example for a request to serve
             try:
                 return waiting.get(timeout=early)
             except queue.Empty:
@@ -205,7 +203,7 @@ class Transport:
             raise TransportError(message) from None
 
     def watched(self, what: str, run: Callable[[Array], Array]) -> Callable[[Array], Array]:
-        """`run`, a message of a graph, that says what it is to those who ask where this rank is."""
+        """Wrap `run`, a message of a graph, so that this rank's reports of its position name it."""
 
         def call(x: Array) -> Array:
             self._doing, self._since = f"{_IN}{what}", time.monotonic()
@@ -216,7 +214,7 @@ class Transport:
         return call
 
     def _tell_where(self, more: str = "") -> None:
-        """Once in a while, to all."""
+        """Report this rank's position to all ranks, at most once in `watchdog_s` seconds."""
         now = time.monotonic()
         if now - self._told_at < self.watchdog_s:
             return
@@ -228,13 +226,13 @@ class Transport:
             self._post(peer, _WHERE, body=json.dumps(line).encode())
 
     def announce_step(self, step: int) -> None:
-        """Tell everybody which step this rank has finished; named should it be killed."""
+        """Report to all ranks the step that this rank has finished, which they name if it is killed."""
         self._step = step
         for peer in self._peers:
             self._post(peer, _STEP, str(step))
 
     def gather_values(self, value: Any, tag: Hashable, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Everybody's value, in rank order."""
+        """Values of all ranks, in rank order."""
         ranks = range(self.size) if ranks is None else ranks
         for peer in ranks:
             if peer != self.rank:
@@ -242,7 +240,7 @@ class Transport:
         return [value if peer == self.rank else self.receive(peer, tag) for peer in ranks]
 
     def share_value(self, value: Any, source: int, tag: Hashable) -> Any:
-        """The value that rank `source` gave, on every rank."""
+        """Broadcast the value of rank `source`."""
         if self.rank != source:
             return self.receive(source, tag)
         for peer in self._peers:
@@ -250,14 +248,14 @@ class Transport:
         return value
 
     def close(self) -> None:
-        """Say goodbye and leave; what was sent still arrives."""
+        """Close the connections gracefully; sent messages still arrive."""
         if self._closing:
             return
         for peer in self._peers:
             self._post(peer, _BYE)
         self._closing = True
-        # The goodbye travels another way than the news of our end, which others act on at once: before msrun, which
-        # looks every second, ends them too.
+        # The goodbye and the disconnection travel separately, and peers react to the latter at once: before msrun, which
+        # polls every second, kills them as well.
         time.sleep(GOODBYE_S)
         for socket in self._peers.values():
             socket.disable_monitor()
@@ -267,12 +265,12 @@ class Transport:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _text(tag: Hashable) -> str:
-    """A tag as it travels."""
+    """Serialize a tag."""
     return json.dumps(tag)
 
 
 def _named(dtype: np.dtype[Any]) -> str:
-    return dtype.name if dtype == BFLOAT16 else dtype.str  # whose str is that of two bytes of anything
+    return dtype.name if dtype == BFLOAT16 else dtype.str  # the str of bfloat16 is that of two untyped bytes
 
 
 def _to_array(body: zmq.Frame, dtype: str, shape: Sequence[int]) -> Array:
@@ -283,14 +281,15 @@ def _to_array(body: zmq.Frame, dtype: str, shape: Sequence[int]) -> Array:
 
 
 class Collectives:
-    """Collectives of the ranks `group` under one tag. Sums run in rank order: every rank gets the same bits."""
+    """Collectives over the ranks `group` under one tag. Sums run in rank order, so every rank gets bitwise equal
+    results."""
 
     def __init__(self, transport: Transport, group: Sequence[int], tag: Hashable):
         self.transport, self.group, self.tag = transport, list(group), tag
         self.place = self.group.index(transport.rank)
 
     def exchange(self, parts: Sequence[Array], phase: str = "") -> list[Array]:
-        """Give part i to the i-th rank; return what each rank gave to this one."""
+        """Send part i to the i-th rank (all-to-all); return what each rank sent to this one."""
         tag = (self.tag, phase)
         for i, peer in enumerate(self.group):
             if i != self.place:
@@ -314,7 +313,7 @@ class Collectives:
         return np.concatenate(self.exchange(np.split(array, len(self.group), split_dim)), concat_dim)
 
     def broadcast(self, array: Array, root: int) -> Array:
-        """`root`: place in the group of the rank whose array everybody gets."""
+        """Broadcast an array from the rank at position `root` in the group."""
         if self.place != root:
             return self.transport.receive(self.group[root], self.tag)
         for i, peer in enumerate(self.group):

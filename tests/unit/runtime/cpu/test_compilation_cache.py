@@ -97,7 +97,7 @@ def test_a_damaged_one_is_dropped_with_one_line_and_made_anew(folder, harm, capf
 
 
 def test_the_least_recently_used_go_first(folder, monkeypatch):
-    monkeypatch.setattr(compilation_cache, "MOST_BYTES", 35_000)
+    monkeypatch.setattr(compilation_cache, "MAX_BYTES", 35_000)
     for rank in range(3):
         cached_graph({**KEY, "rank": rank}, lambda: graph(10_000))
         newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)

@@ -144,8 +144,7 @@ def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> Model
     if strategy.mesh.cp > 1 and strategy.context_parallel == "ulysses" and model.kv_heads < model.num_heads:
         heads *= 2  # half as many are of keys and values, which cp shards, too
     return dataclasses.replace(
-        model,
-        num_layers=max(2, sum(_layers_of_small_stages(strategy, model.num_layers, num_stages))),
+        model.with_layers(max(2, sum(_layers_of_small_stages(strategy, model.num_layers, num_stages)))),
         hidden_size=HEAD_DIM * heads,
         num_heads=heads,
         **_small_attention(model, strategy, heads),

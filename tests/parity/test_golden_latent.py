@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
 from sporeloom.checkpoint.model_folder import load_config, load_weights
 from sporeloom.data.batch import document_positions, make_batch, mtp_targets
+from sporeloom.errors import ConfigError
 from sporeloom.inference.decoding import CachedDecoder, UncachedDecoder
 from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig
@@ -29,9 +30,13 @@ CASES = {
     "groups": "deepseek_mla/case_a/groups",
     "yarn": "deepseek_mla/case_a/yarn",
     "ultra": "pangu_ultra_moe/case_a",
+    "two": "openpangu2/case_a",
 }
-ATOL = {"openpangu2": 5e-4}
+ATOL = {"two": 5e-4}
 """Largest difference of logits, where it is not 2e-4."""
+OF_GRADIENTS = {"two": 1e-4}
+"""Largest difference of gradients as a part of the largest one, where it is not 2e-5: the reference's own in
+float32 differ by 1.7e-5 from those in float64."""
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +141,10 @@ def check_gradients(name, net, config, inputs):
             assert theirs.endswith("e_score_correction_bias"), theirs
             continue
         whole = np.concatenate([found[p.name] if p.expert is None else found[p.name][p.expert] for p in parts])
-        assert np.abs(whole.reshape(reference[theirs].shape) - reference[theirs]).max() <= 2e-5 * largest, theirs
+        assert (
+            np.abs(whole.reshape(reference[theirs].shape) - reference[theirs]).max()
+            <= OF_GRADIENTS.get(name, 2e-5) * largest
+        ), theirs
         checked.add(theirs)
     assert {key for key in reference.files if not key.endswith("e_score_correction_bias")} <= checked
 
@@ -191,8 +199,13 @@ def test_experts_of_each_token(engine, imported, name):
 def test_greedy_tokens_with_a_cache_and_without(engine, imported, name):
     folder, golden = imported(name)
     family, config = load_config(folder)
-    prompts = [golden[f"prompt_{j}"].tolist() for j in range(3)]
-    sampler = Sampler(SamplingConfig(), (), config.vocab_size)
+    if name == "two":
+        with pytest.raises(ConfigError, match="generate --no-cache"):
+            load_model(folder, family, config, SINGLE_DEVICE, (3, 128))
+        check_greedy(
+            UncachedDecoder(engine, load_model(folder, family, config, SINGLE_DEVICE), config, 3), engine, golden
+        )
+        return
     slots = 128
     cached = CachedDecoder(engine, load_model(folder, family, config, SINGLE_DEVICE, (3, slots)), config, 3, slots)
     ids = golden["input_ids"][0].tolist()
@@ -201,12 +214,18 @@ def test_greedy_tokens_with_a_cache_and_without(engine, imported, name):
     cached.clear(0)
     uncached = UncachedDecoder(engine, load_model(folder, family, config, SINGLE_DEVICE), config, 3)
     for decoding in (cached, uncached):
-        tokens = {j: [] for j in range(3)}
-        requests = [Request(prompt, 8, sampler, lambda found: False, j) for j, prompt in enumerate(prompts)]
-        for new in generate(decoding, engine, requests):
-            tokens[new.request].append(new.token)
-        for j in range(3):
-            assert tokens[j] == golden[f"greedy_tokens_{j}"].tolist(), (type(decoding).__name__, j)
+        check_greedy(decoding, engine, golden)
+
+
+def check_greedy(decoding, engine, golden):
+    sampler = Sampler(SamplingConfig(), (), decoding.config.vocab_size)
+    prompts = [golden[f"prompt_{j}"].tolist() for j in range(3)]
+    tokens = {j: [] for j in range(3)}
+    requests = [Request(prompt, 8, sampler, lambda found: False, j) for j, prompt in enumerate(prompts)]
+    for new in generate(decoding, engine, requests):
+        tokens[new.request].append(new.token)
+    for j in range(3):
+        assert tokens[j] == golden[f"greedy_tokens_{j}"].tolist(), (type(decoding).__name__, j)
 
 
 @pytest.mark.parametrize("name", CASES)

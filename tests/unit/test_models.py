@@ -46,7 +46,7 @@ def test_the_cells_have_the_parameters_that_the_configuration_says(family, size)
 
     whole = size_config(family, size)
     first = next((layer for layer in range(whole.num_layers) if whole.has_experts(layer)), 0)
-    config = dataclasses.replace(whole, num_layers=max(2, first + 1 + whole.query_layer))
+    config = whole.with_layers(max(2, first + 1 + whole.query_layer))
     with no_init_parameters():
         net = family_module(family, "model").Model(config)
     assert {parameter.name: tuple(parameter.shape) for parameter in net.get_parameters()} == parameter_shapes(config)

@@ -356,6 +356,11 @@ class ModelConfig(Widths):
         key."""
         return (self.latent.kv_width, self.latent.rope_dim) if self.latent else (self.kv_size, self.kv_size)
 
+    @property
+    def has_convolutions(self) -> bool:
+        """Whether attention has causal convolutions."""
+        return self.latent is not None and self.latent.conv_width > 0
+
     def has_indexer(self, layer: int) -> bool:
         """Whether layer number `layer` has sparse attention."""
         return self.indexer is not None and layer in self.indexer.layers

@@ -11,11 +11,13 @@ from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.attention import Attention, DocumentMask, SlotMask, WindowMask
 from sporeloom.nn.blocks import BLOCKS
+from sporeloom.nn.causal_conv import CausalConv, ConvPlaces
 from sporeloom.nn.dropout import number_dropouts
 from sporeloom.nn.embedding import TokenEmbedding
 from sporeloom.nn.flash import chooses_flash
 from sporeloom.nn.head import Head, TiedHead, ValueHead
 from sporeloom.nn.hyper_connections import StreamLayer, StreamReader
+from sporeloom.nn.indexer import Indexer
 from sporeloom.nn.latent_attention import LatentAttention
 from sporeloom.nn.loss import CrossEntropy
 from sporeloom.nn.moe import TokenGroups
@@ -92,12 +94,7 @@ class Decoder(nn.Cell):
     def attach_caches(self, num_rows: int, capacity: int) -> None:
         """Let attention keep the keys and values of `capacity` tokens for each of `num_rows` rows, in place of any
         before."""
-        latent, scaling = self.config.latent, self.config.rope_scaling
-        if self.has_windows or self.has_conv or self.config.indexer or (latent and latent.num_sinks):
-            raise ConfigError(
-                "sliding windows, sinks, convolutions and sparse attention (windows, latent.num_sinks, latent.conv_width, "
-                "indexer) are not decoded with a KV cache yet; compute all tokens again (generate --no-cache)"
-            )
+        scaling = self.config.rope_scaling
         if scaling and scaling.kind == "dynamic":
             if min(capacity - 1, self.config.seq_len) > scaling.original:
                 raise ConfigError(
@@ -106,9 +103,14 @@ class Decoder(nn.Cell):
                     f"which a cache holds; give seq_len {scaling.original}, or scale with ntk or yarn"
                 )
             self.angles.is_dynamic = False
-        self.mask = SlotMask(capacity)
+        self.mask = SlotMask(capacity, self.num_sinks)
+        if self.has_windows:
+            windows = [mask.window for mask in self.window_masks]
+            self.window_masks = nn.CellList([SlotMask(capacity, self.num_sinks, window) for window in windows])
+        if self.has_conv:
+            self.conv_places = ConvPlaces(self.first_inside + 1, capacity)
         for name, cell in self.cells_and_names():
-            if isinstance(cell, Attention | LatentAttention):
+            if isinstance(cell, Attention | LatentAttention | Indexer | CausalConv) and not name.startswith("mtp."):
                 cell.attach_cache(num_rows, capacity)
                 cell.cache.update_parameters_name(f"{name}.cache.")
 
@@ -136,7 +138,7 @@ class Decoder(nn.Cell):
         bias = masks[0]
         angles = self.angles(positions) if self.has_rotary else None
         if self.has_conv:
-            angles = self.with_conv(angles, positions)
+            angles = self.with_conv(angles, positions, slots)
         x, losses = self.embedding(tokens, positions, dropout_keys), None
         if self.has_streams:
             x = self.repeat(x, (1, self.num_streams))
@@ -151,10 +153,11 @@ class Decoder(nn.Cell):
             x, _ = self.streams_out(x)
         return x, losses, masks, angles
 
-    def with_conv(self, angles, positions):
-        """The angles, and where convolutions have all their taps: (B, T, 1)."""
+    def with_conv(self, angles, positions, slots):
+        """The angles, and what convolutions need (`CausalConv`)."""
         inside = self.inside_number(self.is_inside(positions, self.first_inside), self.conv_dtype)
-        return *angles, self.inside_column(inside, 2)
+        inside = self.inside_column(inside, 2)
+        return (*angles, inside) if slots is None else (*angles, inside, *self.conv_places(slots))
 
     def logits_of_depths(self, tokens, positions, later, shares=None, groups=None):
         """Logits of the next token and of each depth of multi-token prediction, (B*T, V) each, and the losses of the routers.

@@ -5,6 +5,7 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.nn.cache import KeyCache
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.norm import RMSNorm
 from sporeloom.nn.rotary import Rotary
@@ -29,6 +30,7 @@ class Indexer(nn.Cell):
             latent.rope_dim,
         )
         self.num_sinks, self.join_sinks, self.empty = latent.num_sinks, ops.Concat(-1), ops.ZerosLike()
+        self.is_cached, self.dtype = False, dtype
         self.query = Linear(latent.query_width, self.heads * self.width, std, dtype, False)
         self.key = Linear(config.hidden_size, self.width, std, dtype, False)
         self.key_norm = RMSNorm(self.width, indexer.norm_epsilon, dtype)
@@ -46,8 +48,12 @@ class Indexer(nn.Cell):
         self.hide, self.far, self.top, self.least = ops.Add(), ops.Mul(), ops.TopK(), ops.ReduceMin(keep_dims=True)
         self.is_less, self.exclude, self.combine, self.expand = ops.Less(), ops.Mul(), ops.Add(), ops.ExpandDims()
 
-    def construct(self, x, query_latent, bias, angles):
-        """x: (B*T, D); query_latent: (B*T, Q); bias: (B, 1, T, M + T), whose first M are sinks'. Returns such a bias."""
+    def attach_cache(self, num_rows: int, capacity: int) -> None:
+        """Keep the keys of `capacity` tokens for each of `num_rows` rows."""
+        self.cache, self.is_cached = KeyCache((num_rows, 1, capacity, self.width), self.dtype), True
+
+    def construct(self, x, query_latent, bias, angles, slots=None):
+        """x: (B*T, D); query_latent: (B*T, Q); bias: (B, 1, T, M + S), whose first M are sinks'. Returns such a bias."""
         batch, _, length, places = bias.shape
         keys = places - self.num_sinks
         if keys <= self.top_k:
@@ -56,7 +62,8 @@ class Indexer(nn.Cell):
         k = self.reshape(self.key_norm(self.key(x)), (batch, length, 1, self.width))
         q, k = self.rotated(self.query_rotary, q, angles), self.rotated(self.key_rotary, k, angles)
         q = self.reshape(self.transpose(q, (0, 2, 1, 3)), (batch, 1, self.heads * length, self.width))
-        scores = self.relu(self.scores(q, self.reshape(k, (batch, 1, length, self.width))))
+        k = self.reshape(k, (batch, 1, length, self.width))
+        scores = self.relu(self.scores(q, self.cache(k, slots) if self.is_cached else k))
         scores = self.cast(self.reshape(scores, (batch, self.heads, length, keys)), mstype.float32)
         weights = self.reshape(self.cast(self.weights(x), mstype.float32), (batch, length, self.heads, 1))
         weights = self.by_head(weights, (0, 2, 1, 3))  # (B, H, T, 1)

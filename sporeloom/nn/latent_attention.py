@@ -104,11 +104,11 @@ class LatentAttention(nn.Cell):
         self.absorb_key, self.absorb_value = ops.BatchMatMul(), ops.BatchMatMul(transpose_b=True)
 
     def construct(self, query_input, x, bias, angles=None, slots=None, dropout_keys=None):
-        """query_input, x: (B*T, D); bias: (B, 1, T, S), from `Mask`; angles: of RoPE."""
+        """query_input, x: (B*T, D); bias: (B, 1, T, M + S), from `Mask`; angles: of RoPE, and what `CausalConv` needs."""
         batch, _, length, _ = bias.shape
         q_nope, q_rope, query_latent = self.queries(query_input, angles, (batch, length), dropout_keys)
         if self.has_indexer:
-            bias = self.indexer(x, query_latent, bias, angles)
+            bias = self.indexer(x, query_latent, bias, angles, slots)
         latent, shared = self.latents(x, angles, (batch, length), dropout_keys)
         if self.is_cached:
             latent, shared = self.cache(
@@ -129,7 +129,7 @@ class LatentAttention(nn.Cell):
             y = self.head_context(probs, v)  # (B, H, T, V)
         y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.num_heads * self.value_dim))
         if self.has_conv:
-            y = self.output_conv(y, angles[2])
+            y = self.output_conv(y, angles[2:])
         return self.dropout(self.output(y, dropout_keys), dropout_keys)
 
     def queries(self, x, angles, sizes, dropout_keys):
@@ -137,7 +137,7 @@ class LatentAttention(nn.Cell):
         (batch, length), latent = sizes, None
         if self.has_query_latent:
             latent = self.query_down(x, dropout_keys)
-            latent = self.query_norm(self.query_conv(latent, angles[2]) if self.has_conv else latent)
+            latent = self.query_norm(self.query_conv(latent, angles[2:]) if self.has_conv else latent)
             q = self.query_up(latent, dropout_keys)
         else:
             q = self.query(x, dropout_keys)
@@ -151,7 +151,7 @@ class LatentAttention(nn.Cell):
         down = self.kv_down(x, dropout_keys)
         rows = down.shape[0]
         latent = self.cut_latent(down, (0, 0), (rows, self.width), (1, 1))
-        latent = self.kv_norm(self.kv_conv(latent, angles[2]) if self.has_conv else latent)
+        latent = self.kv_norm(self.kv_conv(latent, angles[2:]) if self.has_conv else latent)
         shared = self.cut_latent(down, (0, self.width), (rows, self.width + self.rope), (1, 1))
         shared = self.reshape(shared, (batch, length, 1, self.rope))
         return latent, self.key_rotary(shared, angles[0], angles[1])

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
 from sporeloom.checkpoint.model_folder import load_config, load_weights
 from sporeloom.data.batch import document_positions, make_batch, mtp_targets
-from sporeloom.errors import ConfigError
 from sporeloom.inference.decoding import CachedDecoder, UncachedDecoder
 from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig
@@ -199,13 +198,6 @@ def test_experts_of_each_token(engine, imported, name):
 def test_greedy_tokens_with_a_cache_and_without(engine, imported, name):
     folder, golden = imported(name)
     family, config = load_config(folder)
-    if name == "two":
-        with pytest.raises(ConfigError, match="generate --no-cache"):
-            load_model(folder, family, config, SINGLE_DEVICE, (3, 128))
-        check_greedy(
-            UncachedDecoder(engine, load_model(folder, family, config, SINGLE_DEVICE), config, 3), engine, golden
-        )
-        return
     slots = 128
     cached = CachedDecoder(engine, load_model(folder, family, config, SINGLE_DEVICE, (3, slots)), config, 3, slots)
     ids = golden["input_ids"][0].tolist()

@@ -249,6 +249,10 @@ class ModelConfig(Widths):
     """Number of multi-token prediction layers: depth d predicts the token d + 1 positions on, in training."""
     mtp_loss_weight: NotNegative = 0.3
     """Coefficient of the mean of their losses."""
+    mtp_repeats_embedding: bool = False
+    """Each of these layers is published with a copy of the token embedding; computes nothing."""
+    mtp_repeats_head: bool = False
+    """Each of these layers is published with a copy of the head; computes nothing."""
     z_loss: NotNegative = 0.0
     """Coefficient of the z-loss, which is the mean of log(sum(exp(logits)))^2."""
     dropout_rate: Rate = 0.1

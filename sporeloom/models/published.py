@@ -116,7 +116,7 @@ class PublishedFormat:
     def with_copies(self, config: ModelConfig, found: Collection[str]) -> ModelConfig:
         """The model as published with the copies `found`, of which one counts if every layer that may have it does."""
         has = {field: self.repeated(config, [name]).keys() for name, field in COPY_FIELDS.items()}
-        fields = {field: bool(names) and names <= set(found) for field, names in has.items()}
+        fields: dict[str, Any] = {field: bool(names) and names <= set(found) for field, names in has.items()}
         return dataclasses.replace(config, **fields) if any(fields.values()) else config
 
     def name_of(self, ours: str) -> str | None:

@@ -31,6 +31,7 @@ CASES = {
     "ultra": "pangu_ultra_moe/case_a",
     "two": "openpangu2/case_a",
 }
+CASE_TWO = f"golden_v3/{CASES['two']}"
 ATOL = {"two": 5e-4}
 """Largest difference of logits, where it is not 2e-4."""
 OF_GRADIENTS = {"two": 1e-4}
@@ -232,3 +233,16 @@ def test_what_is_written_back_is_what_was_published(imported, name, tmp_path):
     original = json.loads(shared(f"golden_v3/{CASES[name]}/config.json").read_text())
     for key in kept.keys() & original.keys() - {"architectures", "torch_dtype"}:
         assert kept[key] == original[key], key
+
+
+def test_windows_and_sparse_attention_of_all_tokens_are_full_attention(engine, tmp_path):
+    source = shared(CASE_TWO)
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published/config.json").write_text((source / "config_dense.json").read_text())
+    (tmp_path / "published/model.safetensors").symlink_to(source / "model.safetensors")
+    import_published(open_published(tmp_path / "published"), tmp_path / "ours")
+    golden = np.load(source / "golden_dense.npz")
+    _, net = training_network(tmp_path / "ours")
+    inputs = batch(golden)
+    logits = net.model(inputs[0], inputs[2]).asnumpy().reshape(*inputs[0].shape, -1)
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=5e-4)
